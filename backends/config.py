@@ -23,6 +23,7 @@ class Section(BaseModel):
 PauseMode = Literal["abort", "retract", "in_place"]
 PublishMode = Literal["abort", "retract", "in_place", "drain"]
 WeightTransport = Literal["disk", "distributed", "lora"]
+ValueAggregation = Literal["token-mean", "sequence-mean-token-mean", "trajectory-mean"]
 
 
 def _plain_url(option: str, url: str, remedy: str) -> str:
@@ -254,6 +255,9 @@ class CriticConfig(Section):
     cliprange_value: float | None = Field(default=0.5, gt=0)
     """A value earns nothing by moving further than this from the batch's old one, within one
     batch; in units of the return. null = no clipping."""
+    loss_agg_mode: ValueAggregation = "token-mean"
+    """What counts alike in the value loss: each token, each step's response (a sequence), or each
+    trajectory."""
     warmup_updates: int = Field(default=0, ge=0)
     """The first updates train the critic alone: the policy would follow its noise. They count as
     optimizer steps of the run."""

@@ -14,6 +14,7 @@ also subclasses the matching built-in::
     ├── VersionNotKeptError(LookupError)         a version's weights are not on disk any more
     ├── BackendConfigError(ValueError)              no such backend or engine, or not so configured
     ├── BatchError(ValueError)                      steps or indices that no batch can be made of
+    ├── MaskError(ValueError)                       no exact loss mask of these messages
     ├── NonFiniteUpdateError(ArithmeticError)       too many updates in a row were not finite
     ├── RankError(RuntimeError)                     a rank of a sharded backend died or failed alone
     └── UnsupportedByBackendError(NotImplementedError)  a method that this plug-in does not have
@@ -97,6 +98,10 @@ class NonFiniteUpdateError(BackendError, ArithmeticError):
 
 class RankError(BackendError, RuntimeError):
     """A rank of a sharded training backend died or failed alone; all of them were stopped."""
+
+
+class MaskError(BackendError, ValueError):
+    """No exact loss mask can be made of these messages; a wrong one is never returned."""
 
 
 class UnsupportedByBackendError(BackendError, NotImplementedError):

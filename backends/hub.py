@@ -19,7 +19,7 @@ from pathlib import Path
 from stepwell.backends.errors import BackendConfigError
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py"]
+WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 """Of a model's repository; the same weights in other formats stay there."""
 ANSWER_S = 10.0
 
@@ -46,7 +46,7 @@ def fetch_model(name: str, revision: str | None, key: str) -> Path:
     whose = f"{key} is {name!r}, which is no folder here"
     at = "" if revision is None else f" --revision {revision}"
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=WANTED))
     except errors.GatedRepoError as e:
         raise BackendConfigError(
             f"{key} is {name!r}, a model that is given after its terms were accepted; accept them "

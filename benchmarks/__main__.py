@@ -39,6 +39,8 @@ BENCHES = {
     "live": "a service's traffic trains its model, a kill included",
     "resume": "kill -9 of each part of a run: none lost or doubled",
     "publication-kills": "engines killed while weights are published",
+    "ui": "the dashboard over 1,000,000 steps, and what it costs",
+    "tasks": "what the tasks in examples/ teach their models",
     "lag": "score by lag and off-policy method: many quickstarts, hours",
     "size": "lines, public names and configuration keys, by room",
 }
@@ -144,7 +146,8 @@ def _tables(name: str, result: BenchResult) -> Iterator[tuple[str, list[dict[str
         bound = f"{'≤' if check.upper else '≥'} {_text(check.bound)}"
         holds = "yes" if check.holds else "NO"
         rest.append({"figure": key, "value": check.value, "bound": bound, "holds": holds})
-    yield f"bench {name}", rest
+    if rest:
+        yield f"bench {name}", rest
 
 
 def _text(value: Any) -> str:

@@ -34,6 +34,7 @@ from stepwell import connect
 from stepwell.datapool.types import TRAIN
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.ledger import LEDGER, NOT_TRAINED, audit
+from stepwell.trainer.metrics import read_metrics
 
 WINDOW, KILL, AGAIN = 0.1, 0.5, 0.55
 """Of the minutes: the first and last part that are compared; the kill; the second attach."""
@@ -156,7 +157,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _optimizer_steps(live: Path) -> int:
-    return len((live / "metrics.jsonl").read_bytes().splitlines())
+    return len(read_metrics(live / "metrics.jsonl"))
 
 
 def _compare(

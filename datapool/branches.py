@@ -37,15 +37,21 @@ def path_to_root(node: N, parent_of: Callable[[N], N | None]) -> list[N]:
 
 def branches(steps: Sequence[Step]) -> list[list[int]]:
     """Root-to-leaf paths of positions in `steps`, in order of the leaves."""
+    found = parents(steps)
+    leaves = sorted(set(range(len(steps))) - set(found))
+    return [path_to_root(leaf, found.__getitem__)[::-1] for leaf in leaves]
+
+
+def parents(steps: Sequence[Step]) -> list[int | None]:
+    """Of each step the position of its parent in `steps`; None: it is a root."""
     by_length = sorted(range(len(steps)), key=lambda i: (steps[i].n_tokens, -i))
     lengths = [steps[i].n_tokens for i in by_length]
-    parents: list[int | None] = []
+    found: list[int | None] = []
     for step in steps:
         # A response has a token, so a parent is shorter than its child: there is no cycle.
         shorter = by_length[: bisect_right(lengths, len(step.prompt_ids))]
-        parents.append(next((i for i in reversed(shorter) if _continues(step, steps[i])), None))
-    leaves = sorted(set(range(len(steps))) - set(parents))
-    return [path_to_root(leaf, parents.__getitem__)[::-1] for leaf in leaves]
+        found.append(next((i for i in reversed(shorter) if _continues(step, steps[i])), None))
+    return found
 
 
 def _continues(child: Step, parent: Step) -> bool:

@@ -85,6 +85,11 @@ class ChannelConfig(_Section):
     served without them, for the trainer's reward function to score; with the filter `scored` it is
     dropped, as `unscored`. null = not held; with that filter, held without end."""
 
+    hold_s: float | None = Field(default=None, gt=0)
+    """Seconds that every group is held from its last complete trajectory on, scored or not: in them
+    people's feedback (`set_reward`, `mark`, the gateway's `/v1/feedback`) changes what is trained.
+    `reward_wait_s` begins after them. null = not held."""
+
     lease_s: float = Field(default=600.0, gt=0)
     """Seconds a consumer may hold a lease before its groups are given to the next one, unless it
     renews. Trainer, slime and verl do, each third of it: a crash is noticed after this time."""

@@ -1,8 +1,13 @@
-"""Objects named by a configuration: `package.module:name` or `package.module.name`."""
+"""Objects named by a configuration: `package.module:name`, `package.module.name`, or
+`path/to/file.py:name`."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
 from pkgutil import resolve_name
+from types import ModuleType
 from typing import Any
 
 
@@ -13,7 +18,30 @@ def resolve(path: str) -> Any:
         ImportError: there is no such module, or nothing of that name in it. What the module itself
             raises at import passes through.
     """
+    file, _, name = path.rpartition(":")
+    if file.endswith(".py"):
+        module = _of_file(Path(file).expanduser().resolve())
+        if not hasattr(module, name):
+            raise ImportError(f"{file} has no {name!r}")
+        return getattr(module, name)
     try:
         return resolve_name(path)
     except (AttributeError, ValueError) as e:
         raise ImportError(str(e)) from e
+
+
+def _of_file(file: Path) -> ModuleType:
+    """The module in `file`, loaded once."""
+    name = f"stepwell_file_{file.with_suffix('')}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ImportError(f"there is no file {file}")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # pickle looks there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -53,6 +53,7 @@ _MOST = 2**63
 
 TRAIN = "train"
 VAL = "val"
+SFT = "sft"
 CANARY = "-canary"
 """Ends the weight version of an engine that tries one out: `7-canary` is 7, not committed."""
 GREEDY = "greedy_baseline"

@@ -37,6 +37,7 @@ from stepwell.gateway.openapi import described
 from stepwell.gateway.protection import Protection
 from stepwell.gateway.routes import (
     IGNORED_HEADER,
+    PROBES,
     ROUTES,
     TRAJECTORY_HEADER,
     VERSION_HEADER,
@@ -44,6 +45,7 @@ from stepwell.gateway.routes import (
 from stepwell.gateway.services import Services
 from stepwell.gateway.slime_buffer.router import router as rollout_router
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.gateway.ui.router import UI_ROUTES
 from stepwell.gateway.wiring import Wiring
 
 log = logging.getLogger(__name__)
@@ -82,8 +84,8 @@ def create_app(
     before it serves.
 
     Raises:
-        GatewayConfigError: the tokenizer, `redact_messages`, `reward_fn` or `rollout_generator`
-            cannot be loaded.
+        GatewayConfigError: the tokenizer, `redact_messages`, `reward_fn` or one of
+            `rollout_generators` cannot be loaded.
     """
     # Texts come one at a time: a pool of threads costs each two switches and gains it nothing.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -118,7 +120,7 @@ def create_app(
     app = _App(
         middleware=layers,
         title="Stepwell gateway",
-        routes=[*ROUTES],
+        routes=[*ROUTES, *UI_ROUTES, *PROBES],
         lifespan=lifespan,
         exception_handlers=handlers,
         docs_url=None,

@@ -126,6 +126,7 @@ class Call:
         self._waiting: list[asyncio.Future[None]] = []
         self._why_cancelled = GatewayError("the gateway is shutting down")
         self._engine_s = 0.0
+        self._timing: dict[str, float] | None = None
         self._streamed_version: int | None = None
         self._note: TurnNote | None = None
         self._task: asyncio.Task[None] | None = None
@@ -268,7 +269,13 @@ class Call:
                 "grammar backend that takes it",
                 request.constraint_field,
             ) from e
-        self._engine_s = time.perf_counter() - asked_at
+        now = time.perf_counter()
+        self._engine_s = now - asked_at
+        self._timing = {
+            "began": round(time.time() - (now - request.began_at), 3),
+            "waited_s": round(asked_at - request.began_at, 4),
+            "engine_s": round(self._engine_s, 4),
+        }
         ids: list[int] = generation.response_ids.tolist()
         if not request.stream:
             log_probs = generation.log_probs.tolist() if request.n_logprobs is not None else ()
@@ -335,6 +342,7 @@ class Call:
             "dialect": self._dialect,
             NOTE: note.as_json(),
             MESSAGES: said,
+            "timing": self._timing,
             "thinking": self._parts.thinking if note.has_reasoning else None,
             # 0: it might have called one.
             "tool_calls": len(note.calls) if request.tools and request.parse_tools else None,

@@ -246,9 +246,14 @@ class GatewayConfig(Section):
 
     reward_fn: str | None = None
     """Dotted path of the function behind `/compute_reward`, called with the body's fields."""
-    rollout_generator: str | None = None
-    """Dotted path of a function that `/start_rollout` (slime's Rollout Buffer API) runs in a thread
-    with its payload; null: agents come by themselves."""
+    loss_mask_type: str = "auto"
+    """How items of `/buffer/write` that hold messages alone are tokenised (slime's name): `auto`,
+    `prefix`, `qwen`, `llama3` or `distill_qwen` (docs/design/data.md, "Messages")."""
+    rollout_generators: tuple[str, ...] = ()
+    """Modules that `/start_rollout` (slime's Rollout Buffer API) may run, each by its `TASK_TYPE`:
+    dotted paths, or paths of .py files, with `run_rollout(data)` (docs/design/gateway.md). Beside
+    them there are `chat`, also as `math`, a client loop over a file of prompts that `reward_fn`
+    scores, and `external`, which runs nothing."""
     rollout_batch_groups: int | None = Field(default=None, ge=1)
     """Groups in one answer of `/get_rollout_data`: so many or none. Set it to slime's
     `--rollout-batch-size`, whose consumer throws away what it gets beyond a batch; null: all that

@@ -3,6 +3,7 @@
     request ──► needed_by(method, path) ──► KeyRing.authorize(headers, access, url) ──► Principal
                      open                        no key needed                  401 │ 403
                      agent                       agent, admin or trajectory key
+                     dashboard                   admin key, or a cookie that one was exchanged for
                      admin                       admin key
 
 An admin key may do everything. An agent key makes LLM calls, declares groups, and opens, closes or
@@ -25,21 +26,27 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import time
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from typing import Literal, NamedTuple, TypeAlias
 
 from starlette.datastructures import Headers
+from starlette.requests import cookie_parser
 
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import AuthenticationError, PermissionDeniedError
 from stepwell.gateway.paths import uid_of
 
-Access: TypeAlias = Literal["open", "agent", "admin"]
+Access: TypeAlias = Literal["open", "agent", "dashboard", "admin"]
+"""`dashboard`: an admin key, or the cookie that one was exchanged for."""
 Named: TypeAlias = tuple[str, str]
 """(trajectory_uid, prompt_uid)"""
 
 _PREFIX = "sw"
-_RANK: dict[Access, int] = {"open": 0, "agent": 1, "admin": 2}
+_RANK: dict[Access, int] = {"open": 0, "agent": 1, "dashboard": 2, "admin": 2}
+SESSION_S = 12 * 3600
+"""After which the dashboard asks for the key again."""
+MAX_COOKIE = 8192
 
 
 class Principal(NamedTuple):
@@ -89,6 +96,10 @@ def needed_by(method: str, path: str) -> tuple[Access, Named | None]:
         return "agent", (uid_of(parts[0]), uid_of(parts[1]))
     if path == "/ready" or path.startswith("/v1/"):
         return "agent", None
+    if path == "/ui" or path.startswith("/ui/"):
+        if not path.startswith("/ui/api/"):
+            return "open", None  # the pages themselves say nothing of anybody
+        return ("open" if path in ("/ui/api/login", "/ui/api/logout") else "dashboard"), None
     # Some clients look whether the base URL can be reached before they send their key.
     if method == "HEAD" and (path == "/" or len(parts) == 2):
         return "open", None
@@ -123,6 +134,11 @@ class KeyRing:
         self._signing = [
             hmac.digest(secret, b"stepwell trajectory key", "sha256") for secret, _ in secrets
         ]
+        self._sessions = [
+            hmac.digest(secret, b"stepwell dashboard session", "sha256")
+            for secret, holder in secrets
+            if holder.access == "admin"
+        ]
 
     @property
     def required(self) -> bool:
@@ -141,6 +157,8 @@ class KeyRing:
         """
         if needed == "open":
             return Principal("open")
+        if needed == "dashboard" and self._has_session(headers):
+            return Principal("admin")
         sent = presented(headers)
         digests = (hashlib.sha256(key.encode()).digest() for key in sent)
         known = [self._known[digest] for digest in digests if digest in self._known]
@@ -170,6 +188,26 @@ class KeyRing:
                 "LLM calls and open or close trajectories by their URL"
             )
         return holder._replace(trajectory=trajectory)
+
+    def session(self, key: str) -> str | None:
+        """What a browser keeps in place of an admin key, for `SESSION_S`; None: it is none."""
+        holder = self._known.get(hashlib.sha256(key.encode()).digest())
+        if holder is None or holder.access != "admin":
+            return None
+        until = f"{int(time.time()) + SESSION_S}"
+        return f"{until}.{_mac(self._sessions[0], until)}"
+
+    def _has_session(self, headers: Headers) -> bool:
+        # Not `http.cookies`, which finds none behind one that is malformed; ports share cookies.
+        cookies = cookie_parser(headers.get("cookie", "")[:MAX_COOKIE]).values()
+        for cookie in cookies if self._sessions else ():
+            until, _, mac = cookie.partition(".")
+            is_ours = False
+            for secret in self._sessions:
+                is_ours |= hmac.compare_digest(_mac(secret, until).encode(), mac.encode())
+            if is_ours and int(until) > time.time():
+                return True
+        return False
 
     def issue(self, trajectory_uid: str, prompt_uid: str) -> str:
         """The API key of a trajectory; the same each time."""

@@ -21,6 +21,7 @@ from stepwell.datapool.errors import (
     ChannelShutDownError,
     GroupClosedError,
     GroupConflictError,
+    StepIndexError,
     UnknownTrajectoryError,
 )
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
@@ -39,6 +40,7 @@ from stepwell.gateway.keys import Principal
 from stepwell.gateway.paths import UNDER, Uid, quoted
 from stepwell.gateway.services import Services, services_of
 from stepwell.gateway.trajectory.recording import ask
+from stepwell.gateway.trajectory.trajectory import more_rewards
 from stepwell.gateway.web import OrjsonResponse
 
 router = APIRouter()
@@ -56,10 +58,12 @@ async def _services(request: Request) -> Services:
 Parts: TypeAlias = Annotated[Services, Depends(_services)]
 Caller: TypeAlias = Annotated[Principal, Depends(_principal)]
 Name: TypeAlias = Annotated[str, Field(min_length=1)]
+StepReward: TypeAlias = Annotated[float, Field(allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)]
+StepIndex: TypeAlias = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class Opening(Body):
@@ -91,6 +95,8 @@ class RegisterTrajectory(Body):
 
 class CompleteTrajectory(Body):
     reward: float | None = Field(default=None, allow_inf_nan=False)
+    step_rewards: list[StepReward | None] = []
+    """Of its steps, in order; null: none of its own. `reward` is added to the last step's."""
     metadata: dict[str, Any] = {}
 
 
@@ -102,7 +108,27 @@ class CompleteByName(CompleteTrajectory):
 class Reward(Body):
     trajectory_uid: Name
     """As a reply's header `x-stepwell-trajectory` says it."""
-    reward: float = Field(allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)
+    reward: StepReward
+    step_index: StepIndex | None = None
+    """Of the step whose own reward it is; null: the outcome's."""
+
+
+class Feedback(Body):
+    """What a person says of a reply. At least one of score, label and correction."""
+
+    step_index: StepIndex | None = None
+    """Of the reply that is meant; null: the trajectory as a whole, and its last reply."""
+    score: float | None = Field(default=None, allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)
+    """Replaces the reward."""
+    label: Name | None = None
+    """Becomes one of its tags."""
+    correction: Name | None = None
+    """What should have been said, kept with it (`marks.corrections`): for SFT, or as a pair."""
+
+
+class FeedbackByName(Feedback):
+    trajectory_uid: Name
+    """As a reply's header `x-stepwell-trajectory` says it."""
 
 
 class AbortTrajectory(Body):
@@ -114,6 +140,7 @@ class AbortTrajectory(Body):
 async def init_trajectory(
     request: Request, services: Parts, body: InitTrajectory | None = None
 ) -> Response:
+    """Open a trajectory: its names, the base URL and the key for its agent."""
     body = body or InitTrajectory()
     uid = body.trajectory_uid or uuid.uuid4().hex
     prompt_uid = body.prompt_uid or f"prompt-{uid}"
@@ -216,6 +243,7 @@ async def register_trajectory(
     prompt_uid: Uid,
     body: RegisterTrajectory | None = None,
 ) -> Response:
+    """Open the trajectory of this URL before its first call, which would open it, too."""
     body = body or RegisterTrajectory()
     caller.check_channel(body.channel)
     trajectory = services.trajectories.get(trajectory_uid, prompt_uid, caller.channel)
@@ -228,6 +256,7 @@ async def register_trajectory(
 async def abort_trajectory(
     services: Parts, trajectory_uid: Uid, prompt_uid: Uid, body: AbortTrajectory
 ) -> Response:
+    """The trajectory failed: it is never trained, and never has a reward of 0 for it."""
     trajectory = services.trajectories.find(trajectory_uid, prompt_uid)
     outcome = await trajectory.abort(body.reason, will_retry=body.will_retry)
     return OrjsonResponse({"trajectory_uid": trajectory_uid, "outcome": outcome})
@@ -246,15 +275,36 @@ async def complete_by_name(
             "the trajectory's own api_key",
             "trajectory_uid",
         )
-    how = (body.reward, body.metadata, caller.channel)
+    how = (body.reward, body.metadata, caller.channel, body.step_rewards)
     return await _by_name(caller, name, services.outcomes.complete, *how)
 
 
 @router.post("/v1/rewards")
 async def late_reward(services: Parts, caller: Caller, body: Reward) -> Response:
-    """The reward of a trajectory, open or complete, until its group is leased."""
-    how = (body.reward, caller.channel)
+    """The reward of a trajectory, open or complete, or of one step, until its group is leased."""
+    how = (body.reward, caller.channel, body.step_index)
     return await _by_name(caller, body.trajectory_uid, services.outcomes.score, *how)
+
+
+@router.post("/v1/feedback")
+async def feedback_by_name(services: Parts, caller: Caller, body: FeedbackByName) -> Response:
+    """What a person says of a trajectory or one of its replies, until its group is leased."""
+    return await _keep(services, caller, body.trajectory_uid, body)
+
+
+@router.post(f"{UNDER}/feedback")
+async def feedback(
+    services: Parts, caller: Caller, trajectory_uid: Uid, prompt_uid: Uid, body: Feedback
+) -> Response:
+    """What a person says of this trajectory or one of its replies, until its group is leased."""
+    return await _keep(services, caller, trajectory_uid, body)
+
+
+async def _keep(services: Services, caller: Principal, uid: str, body: Feedback) -> Response:
+    if body.score is None and body.label is None and body.correction is None:
+        raise RequestError("the feedback is empty; send a score, a label or a correction", None)
+    how = (body.step_index, body.score, body.label, body.correction, caller.channel)
+    return await _by_name(caller, uid, services.outcomes.feedback, *how)
 
 
 async def _by_name(
@@ -276,6 +326,8 @@ async def _by_name(
             continue
         except (PoolTrajectoryClosedError, PoolTrajectoryConflictError) as e:
             raise TrajectoryConflictError(str(e)) from e
+        except StepIndexError as e:
+            raise more_rewards(e) from e
         return OrjsonResponse({"trajectory_uid": uid, "outcome": outcome})
     raise UnknownItemError(
         f"trajectory_uid is {name!r:.200}, which no channel knows; send what a reply's header "
@@ -293,9 +345,14 @@ async def delete_trajectory(services: Parts, caller: Caller, trajectory_uid: Uid
             "this API key does not delete this trajectory; use an admin key "
             "(gateway.admin_keys), or the trajectory's own"
         )
-    if (trajectory := services.trajectories.known(trajectory_uid)) is not None:
+    return OrjsonResponse(await forget_trajectory(services, trajectory_uid))
+
+
+async def forget_trajectory(services: Services, uid: str) -> dict[str, Any]:
+    """Delete a trajectory with its group, here and in the pool; what went, and what was leased."""
+    if (trajectory := services.trajectories.known(uid)) is not None:
         trajectory.forget()
-    services.responses.store.forget(trajectory_uid)
+    services.responses.store.forget(uid)
     services.calls.prompts.renderer.forget()
-    deleted = await ask(services.pool.delete(trajectory_uid), services.config.pool_timeout_s)
-    return OrjsonResponse({"deleted": deleted.trajectories, "leased": deleted.leased})
+    deleted = await ask(services.pool.delete(uid), services.config.pool_timeout_s)
+    return {"deleted": deleted.trajectories, "leased": deleted.leased}

@@ -31,6 +31,9 @@ from stepwell.gateway.paths import routing_path
 from stepwell.gateway.services import Services
 from stepwell.gateway.web import connection_of
 
+MAX_OPEN_BODY = 8192
+"""Bytes of a body that comes without a key: a dashboard's login has one."""
+
 
 class Protection:
     """ASGI middleware. Handlers find the caller in `request.state.principal`."""
@@ -54,7 +57,9 @@ class Protection:
             if needed != "open":
                 connection_of(scope).authenticated()
             if b"content-length" in headers or b"transfer-encoding" in headers:
-                receive = await self._arrived(receive, headers.get(b"content-type", b""))
+                most = self._services.config.max_body_bytes
+                most = min(most, MAX_OPEN_BODY) if needed == "open" else most
+                receive = await self._arrived(receive, headers.get(b"content-type", b""), most)
         except ConnectionResetError:  # nobody is left to answer
             return
         except GatewayError as e:
@@ -63,7 +68,7 @@ class Protection:
         scope.setdefault("state", {})["principal"] = principal
         await self._app(scope, receive, send)
 
-    async def _arrived(self, receive: Receive, kind: bytes) -> Receive:
+    async def _arrived(self, receive: Receive, kind: bytes, most: int) -> Receive:
         """`receive` with the whole body as its first message, which it does not keep.
 
         Raises:
@@ -72,8 +77,7 @@ class Protection:
         """
         pieces: list[bytes] = []
         size, has_more = 0, True
-        config = self._services.config
-        timeout_s, most = config.body_timeout_s, config.max_body_bytes
+        timeout_s = self._services.config.body_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 while has_more:
@@ -90,9 +94,11 @@ class Protection:
                             None,
                         )
                     if size > most:
+                        limit = "gateway.max_body_bytes"
+                        if most < self._services.config.max_body_bytes:
+                            limit = "the most where no key is asked for"
                         raise BodyTooLargeError(
-                            f"the request's body exceeds {most} bytes (gateway.max_body_bytes)",
-                            None,
+                            f"the request's body exceeds {most} bytes ({limit})", None
                         )
         except TimeoutError as e:
             raise ClientTimeoutError(

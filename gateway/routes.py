@@ -17,6 +17,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, TypeAlias
 
@@ -35,9 +36,15 @@ from stepwell.gateway.dialects.openai_chat import OpenAIChat
 from stepwell.gateway.dialects.openai_completions import token_ids
 from stepwell.gateway.dialects.params import refusal, wrong
 from stepwell.gateway.dialects.registry import PATHS
-from stepwell.gateway.errors import RequestError, TrajectoryClosedError, TrajectoryConflictError
+from stepwell.gateway.errors import (
+    PoolUnavailableError,
+    RequestError,
+    TrajectoryClosedError,
+    TrajectoryConflictError,
+)
 from stepwell.gateway.keys import Named, Principal
 from stepwell.gateway.lifecycle import CompleteTrajectory
+from stepwell.gateway.metrics import exposition
 from stepwell.gateway.paths import UNDER, quoted, uid_of
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.rewards import compute_reward
@@ -61,6 +68,8 @@ IGNORED_HEADER = "x-stepwell-ignored"
 TRAJECTORY_HEADER = "x-stepwell-trajectory"
 VERSION_HEADER = "x-stepwell-version"
 MAX_TOLD = 32
+SCRAPE_S = 5.0
+"""The pool's time to answer a scrape, which Prometheus gives ten seconds by default."""
 MAX_BEGINNINGS = 4
 """Trajectories that a conversation may find closed as it begins, one after the other."""
 _STEP_FIELDS = frozenset(f.name for f in fields(Step))
@@ -168,6 +177,7 @@ def say_origin(
 
 
 async def complete_trajectory(request: Request) -> Response:
+    """The trajectory is over, with its reward; null leaves it to the trainer's reward function."""
     raw = await read_body(request)
     try:
         body = _COMPLETE.validate_json(raw or b"{}") or CompleteTrajectory()
@@ -175,7 +185,7 @@ async def complete_trajectory(request: Request) -> Response:
         raise refusal(e.errors(include_url=False)) from e
     named = _named(request) or ("", "")
     trajectory = services_of(request).trajectories.find(*named)
-    outcome = await trajectory.complete(body.reward, body.metadata)
+    outcome = await trajectory.complete(body.reward, body.metadata, body.step_rewards)
     return OrjsonResponse({"trajectory_uid": named[0], "outcome": outcome})
 
 
@@ -208,6 +218,7 @@ async def stored_response(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
+    """The one model that is served, with its context length in tokens."""
     services = services_of(request)
     model = {
         "id": services.config.served_model_name,
@@ -322,6 +333,7 @@ def _step(raw: Any, where: str) -> Step:
 
 
 async def reward(request: Request) -> Response:
+    """What `gateway.reward_fn` answers; the fields of the body are its arguments."""
     services = services_of(request)
     body = parse_object(await read_body(request))
     if services.reward is None:
@@ -353,7 +365,19 @@ async def ready(request: Request) -> Response:
 
 
 async def statistics(request: Request) -> Response:
+    """Counts of calls, trajectories, tokens and waits since the start."""
     return OrjsonResponse(services_of(request).statistics())
+
+
+async def metrics(request: Request) -> Response:
+    """Counts of this gateway, its engines and the pool, for Prometheus."""
+    services = services_of(request)
+    pool: dict[str, Any] | None = None
+    with suppress(PoolUnavailableError):  # told as `stepwell_pool_up 0`
+        pool = await ask(services.pool.get_statistics(), SCRAPE_S)
+    accept = request.headers.get("accept", "")
+    page, content_type = exposition(accept, services.statistics(), pool)
+    return Response(page, media_type=content_type)
 
 
 async def base_url_probe(request: Request) -> Response:
@@ -384,6 +408,9 @@ ROUTES = [
     Route("/health", health),
     Route("/ready", ready),
     Route("/statistics", statistics),
+    Route("/metrics", metrics),
+]
+PROBES = [
     Route("/", base_url_probe, include_in_schema=False),
     Route("/{trajectory_uid}/{prompt_uid}", base_url_probe, include_in_schema=False),
 ]

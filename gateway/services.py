@@ -40,6 +40,7 @@ from stepwell.gateway.trajectory.identity import Conversations, Identities
 from stepwell.gateway.trajectory.recording import Recording
 from stepwell.gateway.trajectory.store import Outcomes, TrajectoryStore
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
+from stepwell.gateway.ui.dashboard import Dashboard
 from stepwell.gateway.wiring import Wiring
 
 log = logging.getLogger(__name__)
@@ -88,12 +89,13 @@ class Services:
                 "the chat template ends assistant turns with no special token: every later turn "
                 "of a conversation becomes a branch"
             )
+        prompts, turn_messages = Prompts(config, renderer, self.threads), TurnMessages(config)
         self.calls = CallService(
             engine=self.engine,
-            prompts=Prompts(config, renderer, self.threads),
+            prompts=prompts,
             format=ReplyFormat(tokenizer, config),
             limits=CallLimits(config),
-            turn_messages=TurnMessages(config),
+            turn_messages=turn_messages,
             thinking=config.thinking,
             channel_sampling=wiring.sampling,
             replicas=config.replicas,
@@ -110,7 +112,17 @@ class Services:
         self.dialects = make_dialects(template, self.responses)
         """By path below `/v1/`."""
         self.rollout_buffer = RolloutBuffer(
-            *(config, pool, tokenizer, self.outcomes), load_function(config, "rollout_generator")
+            *(config, pool, self.outcomes, prompts, turn_messages),
+            *(self.engine, wiring.engine_urls),
+        )
+        self.dashboard = Dashboard(
+            pool,
+            tokenizer,
+            statistics=self.statistics,
+            running=lambda uid: len(t.in_flight) if (t := self.trajectories.known(uid)) else 0,
+            folder=wiring.run_dir,
+            read_only=wiring.read_only,
+            timeout_s=config.pool_timeout_s,
         )
 
     async def start(self) -> None:
@@ -140,6 +152,7 @@ class Services:
 
     async def close(self) -> None:
         """Abort what is being generated; let commits finish."""
+        self.dashboard.close()
         await self.identities.close()
         await self.rollout_buffer.close()
         calls = [c for t in self.trajectories for c in t.in_flight]

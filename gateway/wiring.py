@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,10 @@ class Wiring:
     """Which of the gateways that share the work this one is."""
     replica_urls: tuple[str, ...] = ()
     """Origins of all of them."""
+    run_dir: Path | None = None
+    """Folder of the run, whose files the dashboard shows; None: there is none."""
+    read_only: bool = False
+    """The run is over: the pool is only read."""
 
     def __post_init__(self) -> None:
         urls = tuple(dict.fromkeys(url.rstrip("/") for url in self.engine_urls))

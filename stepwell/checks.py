@@ -49,12 +49,13 @@ from stepwell.datapool.errors import DataPoolError
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.listening import bind
 from stepwell.layout import CHECKPOINTS, LOGS, POOL, WEIGHTS
+from stepwell.prometheus import check_address
 from stepwell.ray_address import find_ray
 from stepwell.resuming import check_resumed, check_same_data
 from stepwell.run_file import refuse_second_run
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.config import DataConfig
-from stepwell.trainer.data import PromptSource, Task
+from stepwell.trainer.data import PromptSource, Task, open_conversations
 from stepwell.trainer.errors import ConfigError, TrainerError
 from stepwell.trainer.rewards import RewardManager
 from stepwell.trainer.rollout.agents import load_agent
@@ -71,6 +72,8 @@ class Checked:
 
     prompts: PromptSource | None
     """To train on; None: agents bring theirs."""
+    conversations: PromptSource | None = None
+    """To train on as they are; None: rollouts alone are trained."""
 
 
 def check_run(config: RunConfig) -> Checked:
@@ -83,7 +86,7 @@ def check_run(config: RunConfig) -> Checked:
         _all((recording,), config)
     else:
         _all((run_folder,), config)
-        _all((folders, *PARTS), config)
+        _all((folders, *(PARTS if config.serves else (ray_cluster, tokenizer))), config)
     return check_attached(config)
 
 
@@ -93,9 +96,14 @@ def check_attached(config: RunConfig) -> Checked:
     Raises:
         ConfigError: as `check_run`.
     """
-    _all((device, policy, wandb, tensorboard), config)
+    _all((device, policy, wandb, tensorboard, prometheus), config)
     _all((memory,), config)
-    prompts = None if config.data is None else training_prompts(config)
+    data = config.data
+    prompts = training_prompts(config) if config.has_tasks and config.sft_share < 1 else None
+    conversations = None
+    if data is not None and data.sft is not None:
+        with named("data.sft"):
+            conversations = open_conversations(data.sft, config.algorithm.sft, config.model.path)
     _all((agent, reward, backend, selections), config)
     if config.trainer.load_debug_rollout_data is None:
         _all((checkpoint,), config)
@@ -104,7 +112,7 @@ def check_attached(config: RunConfig) -> Checked:
         if about is not None:
             check_same_data(about, len(prompts), config)
     _all((architecture,), config)
-    return Checked(prompts)
+    return Checked(prompts, conversations)
 
 
 def check_serving(config: RunConfig) -> None:
@@ -113,6 +121,8 @@ def check_serving(config: RunConfig) -> None:
     Raises:
         ConfigError: as `check_run`.
     """
+    if not config.serves:
+        raise ConfigError("algorithm.kind is 'sft': nothing is served; use `stepwell train`")
     _all((run_folder,), config)
     _all((folders, *PARTS), config)
     _all((selections,), config)
@@ -423,6 +433,11 @@ def tensorboard(config: RunConfig) -> None:
         )
 
 
+def prometheus(config: RunConfig) -> None:
+    if config.logging.prometheus_port is not None:
+        check_address(config.gateway.host, config.logging.prometheus_port)
+
+
 # -- checkpoint and data ------------------------------------------------------------------------
 
 
@@ -458,6 +473,8 @@ def training_prompts(config: RunConfig) -> PromptSource:
     if data.val is not None:
         with named("data.val"):
             held_out = PromptSource(data.val, tokenizer_path=config.model.path).prompts()
+    if data.train is None:
+        raise ConfigError("data.train is null: there are no prompts to roll out; give some")
     with named("data.train"):
         source = PromptSource(data.train, held_out, tokenizer_path=config.model.path)
         if data.val is None:
@@ -468,7 +485,9 @@ def training_prompts(config: RunConfig) -> PromptSource:
 def validation_tasks(config: RunConfig) -> list[Task]:
     """The tasks of `data.val`, or those of `data.train` that are held out for it."""
     data = _data_of(config)
-    source = PromptSource(data.val or data.train, tokenizer_path=config.model.path)
+    if (tasks := data.val or data.train) is None:
+        raise ConfigError("data.val is null: there are no tasks to validate on; give some")
+    source = PromptSource(tasks, tokenizer_path=config.model.path)
     return source.hold_out() if data.val is None else source.all()
 
 

@@ -11,6 +11,11 @@ line.
                      --keys PATTERN                      list keys with type, default and meaning
     stepwell export  RUN [--step N|latest|best] --to DIR write a checkpoint as a model directory
     stepwell rollback RUN [--to K]                       serve an earlier version's weights again
+    stepwell eval    RUN|MODEL [--config …]              evaluate, and train nothing
+    stepwell status|top|groups|view [RUN]                look into a run, alive or ended
+    stepwell show    TRAJECTORY [RUN]                    its tokens, and which are trained
+    stepwell doctor  [RUN | --config …]                  what is wrong, and its remedy
+    stepwell data export|import FILE [RUN]               trajectories as Parquet or JSONL
     stepwell data salvage PATH                           a usable journal of a damaged one
     stepwell data delete  RUN --trajectory UID | --tag T delete it from journal and exported files
     stepwell backends                                    list training backends, engines, policy
@@ -30,11 +35,19 @@ import shutil
 import signal
 import sys
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from stepwell.look_commands import (
+    add_commands,
+    add_data_commands,
+    add_json,
+    console,
+    print_json,
+)
 from stepwell.trainer.errors import INTERRUPTED, ConfigError, TrainerError
 from stepwell.version import __version__
 
@@ -42,7 +55,7 @@ T = TypeVar("T")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
+    parser = command_parser()
     args, rest = parser.parse_known_args(argv)
     # argparse takes no KEY=VALUE after an option that follows others, and none with dashes.
     if rest and not (hasattr(args, "overrides") and all("=" in part for part in rest)):
@@ -73,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """Every command with its arguments."""
     parser = argparse.ArgumentParser(
         prog="stepwell",
         description="Point any agent's base_url at it and get a better model.",
@@ -98,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.set_defaults(run=run)
         if name == "config":
+            add_json(command)
             command.add_argument(
                 "--keys",
                 metavar="PATTERN",
@@ -122,7 +137,9 @@ def _parser() -> argparse.ArgumentParser:
         "list training backends, engines, policy losses, advantage estimators and off-policy "
         "methods, built in and of installed packages"
     )
-    commands.add_parser("backends", help=text, description=text).set_defaults(run=_backends)
+    backends = commands.add_parser("backends", help=text, description=text)
+    add_json(backends)
+    backends.set_defaults(run=_backends)
     text = "write the policy of a checkpoint as a Hugging Face directory"
     export = commands.add_parser("export", help=text, description=text)
     export.add_argument("run_dir", metavar="RUN", type=Path, help="the run's folder, e.g. runs/me")
@@ -134,8 +151,20 @@ def _parser() -> argparse.ArgumentParser:
     rollback.add_argument("run_dir", metavar="RUN", type=Path, help="a live run's folder")
     rollback.add_argument("--to", type=int, metavar="K", help="default: the version before")
     rollback.set_defaults(run=_rollback)
-    data = commands.add_parser("data", help="look after the pool's data on disk")
+    text = "evaluate a model, or a checkpoint of a run; nothing is trained"
+    evaluate = commands.add_parser("eval", help=text, description=text)
+    evaluate.add_argument(
+        "what", metavar="RUN | MODEL", help="a folder, or a model's id on the hub"
+    )
+    evaluate.add_argument("--step", default="latest", metavar="N", help="a step, latest or best")
+    evaluate.add_argument("--config", help="of a MODEL: the preset or file with the tasks")
+    evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. validation.n=8")
+    add_json(evaluate)
+    evaluate.set_defaults(run=_eval)
+    add_commands(commands)
+    data = commands.add_parser("data", help="look after the pool's data: files of it, its journal")
     actions = data.add_subparsers(metavar="ACTION", required=True)
+    add_data_commands(actions)
     text = "make a usable journal of a damaged one, and say what is lost"
     salvage = actions.add_parser("salvage", help=text, description=text)
     salvage.add_argument("path", metavar="PATH", type=Path, help="e.g. runs/me, or its pool folder")
@@ -150,6 +179,8 @@ def _parser() -> argparse.ArgumentParser:
         "--exports", nargs="+", default=[], type=Path, metavar="PATH", help="Parquet or JSONL files"
     )
     delete.set_defaults(run=_delete)
+    for command in (export, rollback, salvage, delete):
+        add_json(command)
     return parser
 
 
@@ -211,28 +242,38 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> int:
-    from stepwell.presets import load_config, show_presets
+    from stepwell.presets import load_config, presets_and_uses
 
     config = None
     if args.config is not None or args.overrides:
         config = load_config(args.config, args.overrides, here=False)
     if args.keys is not None:
-        from stepwell.config_keys import show_keys
+        from stepwell.config_keys import find_keys, show_keys, told_default
 
-        _show(show_keys(args.keys, config, width=min(shutil.get_terminal_size().columns, 120)))
+        width = min(shutil.get_terminal_size().columns, 120)
+        keys = find_keys(args.keys)
+        told = [asdict(key) | {"default": told_default(key)} for key in keys]
+        _answer(args, told, show_keys(args.keys, config, width=width))
     elif config is not None:
         from omegaconf import OmegaConf
 
-        _show(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))).rstrip())
+        values = config.model_dump(mode="json")
+        _answer(args, values, OmegaConf.to_yaml(OmegaConf.create(values)).rstrip())
     else:
-        _show(show_presets())
+        uses = presets_and_uses()
+        wide = max(map(len, uses))
+        lines = (f"{name:{wide}}  {about}".rstrip() for name, about in uses.items())
+        _answer(args, uses, "\n".join(lines))
     return 0
 
 
-def _show(text: str) -> None:
-    """Print `text`, which `head` or a pager may not read to its end."""
+def _answer(args: argparse.Namespace, value: Any, text: str) -> None:
+    """Print `text`, or `value` for `--json`, which `head` or a pager may not read to its end."""
     try:
-        print(text, flush=True)
+        if args.json:
+            print_json(value)
+        else:
+            print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
 
@@ -244,20 +285,46 @@ def _init(args: argparse.Namespace) -> int:
     return 0
 
 
-def _export(args: argparse.Namespace) -> int:
+def _step(args: argparse.Namespace) -> Any:
+    """Of `--step`."""
     if args.step not in ("latest", "best") and not args.step.isdecimal():
         raise ConfigError(f"--step is {args.step!r}; give a step, latest or best")
+    return int(args.step) if args.step.isdecimal() else args.step
+
+
+def _export(args: argparse.Namespace) -> int:
+    step = _step(args)
     from stepwell.trainer.checkpoint import export_checkpoint
 
-    step = int(args.step) if args.step.isdecimal() else args.step
-    print(export_checkpoint(args.run_dir, step, args.to))
+    folder = export_checkpoint(args.run_dir, step, args.to)
+    _answer(args, {"folder": folder}, str(folder))
+    return 0
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from stepwell.checks import check_run
+    from stepwell.evaluate import evaluation_of, score_screen
+
+    config = evaluation_of(args.what, _step(args), args.config, args.overrides)
+    checked = check_run(config)
+    from stepwell.run import train
+
+    quiet = config.logging.console == "quiet"
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere if quiet else sys.stderr):
+        summary = asyncio.run(interruptible(train(config, checked)))
+    evaluation = summary["evals"][-1]
+    if args.json:
+        print_json({"run": config.run.name, "folder": str(config.run.dir), **evaluation})
+    else:
+        console().print(score_screen(evaluation, config.run.dir))
     return 0
 
 
 def _rollback(args: argparse.Namespace) -> int:
     from stepwell.rollback import roll_back
 
-    print(asyncio.run(interruptible(roll_back(args.run_dir, args.to))))
+    done = asyncio.run(interruptible(roll_back(args.run_dir, args.to)))
+    _answer(args, {"done": done}, done)
     return 0
 
 
@@ -265,23 +332,26 @@ def _salvage(args: argparse.Namespace) -> int:
     from stepwell.datapool.store.salvage import salvage
     from stepwell.run_file import journal_folder
 
-    for report in salvage(journal_folder(args.path)):
-        print(report.text())
+    reports = salvage(journal_folder(args.path))
+    _answer(args, list(map(asdict, reports)), "\n".join(report.text() for report in reports))
     return 0
 
 
 def _delete(args: argparse.Namespace) -> int:
     from stepwell.deletion import delete
 
-    for line in asyncio.run(delete(args.run_dir, args.trajectory, args.tag, args.exports)):
-        print(line)
+    lines = asyncio.run(delete(args.run_dir, args.trajectory, args.tag, args.exports))
+    _answer(args, {"done": lines}, "\n".join(lines))
     return 0
 
 
 def _backends(args: argparse.Namespace) -> int:
-    from stepwell.plugins import show_plugins
+    from stepwell.plugins import show_plugins, survey
 
-    show_plugins()
+    if args.json:
+        print_json({kind: list(map(asdict, found)) for kind, _, found in survey()})
+    else:
+        show_plugins()
     return 0
 
 

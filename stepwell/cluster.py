@@ -35,7 +35,7 @@ from stepwell.datapool.types import TRAIN, VAL
 from stepwell.gateway.config import GatewayConfig, is_loopback
 from stepwell.gateway.replicas import start_replicas
 from stepwell.gateway.wiring import ChannelSampling, Wiring
-from stepwell.layout import GATEWAY_KEY, LOGS, POOL, WEIGHTS
+from stepwell.layout import GATEWAY_KEY, LOGS, WEIGHTS
 from stepwell.placement import (
     Node,
     Placement,
@@ -47,7 +47,6 @@ from stepwell.ray_cluster import connected, ray_here, while_raylet_lives
 from stepwell.run_file import RayPart
 from stepwell.trainer.config import RolloutConfig, ValidationConfig
 from stepwell.trainer.rollout.worker import WorkerHandle, start_workers
-from stepwell.trainer.sampling import train_channel
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +68,12 @@ class Parts:
 class Cluster(Parts):
     """All running parts."""
 
-    gateway_urls: tuple[str, ...]
-    """One per replica. `/init_trajectory` at any of them hands out the address of one."""
     ray: RayPart
     """The Ray that they run on."""
-    key_file: Path | None
+    gateway_urls: tuple[str, ...] = ()
+    """One per replica. `/init_trajectory` at any of them hands out the address of one. None where
+    nobody is served (`RunConfig.serves`)."""
+    key_file: Path | None = None
     """Holds the gateway's admin key, if the run made one."""
 
     @property
@@ -95,31 +95,24 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
         )
         if config.cluster.address is None:
             await stack.enter_async_context(while_raylet_lives())
-        train = train_channel(
-            config.pool.channel(TRAIN),
-            config.async_training,
-            config.sampling,
-            config.max_outstanding_groups,
-            only_scored=config.only_scored,
-        )
         # Absolute: an actor's working directory need not be ours.
         folder = config.run.dir.absolute()
-        pool_config = config.pool.model_copy(
-            update={
-                "channels": {**config.pool.channels, TRAIN: train},
-                "journal_dir": config.pool.journal_dir or folder / POOL,
-            }
-        )
         pool = client_of(
-            await asyncio.to_thread(start_shards, pool_config, POOL_NAME, namespace, folder / LOGS)
+            await asyncio.to_thread(
+                start_shards, config.pool_of_run, POOL_NAME, namespace, folder / LOGS
+            )
         )
         engine_config = config.engine
         if engine_config.model_path is not None:
             engine_config = engine_config.model_copy(
                 update={"model_path": engine_config.model_path.absolute()}
             )
-        placement = await asyncio.to_thread(place, config, trains=trains)
+        placement = await asyncio.to_thread(place, config, trains=trains, serves=config.serves)
         stack.callback(placement.release)
+        if not config.serves:
+            settle_heap()
+            yield Cluster(pool=pool, engines=(), placement=placement, ray=ray_here(namespace))
+            return
         network = Network(await asyncio.to_thread(cluster_nodes))
         gateway_config = network.gateway(config.gateway)
         here = _on_this_node()
@@ -133,6 +126,7 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
             engine_urls=tuple(urls),
             lora_path=ADAPTER_NAME if engine_config.weight_transport == "lora" else None,
             canary_share=config.publish.canary_share or 0.0,
+            run_dir=folder,
             sampling=channel_sampling(config.rollout, config.validation, config.gateway.channels),
         )
         gateway_urls = await _start_gateways(gateway_config, wiring, folder / LOGS, stack)

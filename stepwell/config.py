@@ -17,9 +17,10 @@ from stepwell.backends.config import EngineConfig, TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError
 from stepwell.backends.hub import is_hub_id
 from stepwell.backends.registry import BACKEND_NAMES, ENGINE_NAMES
-from stepwell.datapool.config import PoolConfig
-from stepwell.datapool.types import TRAIN
+from stepwell.datapool.config import ChannelConfig, PoolConfig
+from stepwell.datapool.types import SFT, TRAIN
 from stepwell.gateway.config import GatewayConfig
+from stepwell.layout import POOL
 from stepwell.trainer.config import (
     AlgorithmConfig,
     AsyncTrainingConfig,
@@ -31,6 +32,7 @@ from stepwell.trainer.config import (
     ValidationConfig,
     check_sampling,
 )
+from stepwell.trainer.sampling import sft_channel, train_channel
 from stepwell.trainer.section import Section
 
 
@@ -61,6 +63,9 @@ class LoggingConfig(Section):
     """`auto`: online if WANDB_API_KEY is set, otherwise offline."""
     tensorboard: bool = False
     """Write event files to `run.dir`/tensorboard."""
+    prometheus_port: int | None = Field(default=None, ge=1, le=65535)
+    """Port at `gateway.host` where Prometheus reads the trainer's metrics, without a key; the
+    gateway has its own at `/metrics`."""
     project: str = "stepwell"
     """The project in wandb."""
     console: Literal["plain", "quiet"] = "plain"
@@ -96,7 +101,8 @@ class RunConfig(Section):
     run: RunSection = RunSection()
     model: ModelConfig
     data: DataConfig | None = None
-    """Null where `rollout.agent` is: agents bring their own tasks."""
+    """Null where `rollout.agent` is: agents bring their own tasks. With `algorithm.kind: sft` what
+    is given as `train`, or as text alone, is `sft`."""
     rollout: RolloutConfig = RolloutConfig()
     async_training: AsyncTrainingConfig = AsyncTrainingConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -132,6 +138,12 @@ class RunConfig(Section):
         fill(given.get("gateway"), "tokenizer_path", model)
         for section in (given.get("engine"), given.get("backend")):
             fill(section, "seed", seed)
+        data = given.get("data", {})
+        only_sft = given.get("algorithm", {}).get("kind") == "sft"
+        if only_sft and isinstance(data.get("train"), Mapping):
+            keys = data.get("sft") or {}  # some of its keys alone
+            if isinstance(keys, Mapping) and not keys.keys() & {"kind", "path"}:
+                data["sft"] = {**data.pop("train"), **keys}
         for name, source in list(given.get("data", {}).items()):
             if isinstance(source, Mapping):
                 given["data"][name] = source = dict(source)
@@ -163,29 +175,116 @@ class RunConfig(Section):
     def max_outstanding_groups(self) -> int | None:
         """Groups open or ready at once; None: agents come by themselves, and nothing may hold them
         back."""
-        return None if self.rollout.agent is None else self.rollout.max_outstanding_groups
+        by_themselves = self.rollout.agent is None and self.algorithm.kind == "rl"
+        return None if by_themselves else self.rollout.max_outstanding_groups
 
     @property
     def only_scored(self) -> bool:
         """Whether a group of the train channel is of use with its agents' rewards alone."""
-        return self.rollout.agent is None and self.rollout.reward is None
+        by_themselves = self.rollout.agent is None and self.algorithm.kind == "rl"
+        return by_themselves and self.rollout.reward is None
+
+    @property
+    def sft_share(self) -> float:
+        """Of the groups of a batch, those that are conversations (`data.sft`)."""
+        if self.algorithm.kind == "sft":
+            return 1.0
+        channels = self.sampling.channels or {"train": 1.0}
+        return channels.get("sft", 0.0) / sum(channels.values())
+
+    @property
+    def serves(self) -> bool:
+        """Whether there are engines and a gateway: not where conversations alone are trained and
+        nobody validates."""
+        return self.sft_share < 1 or self.rollout.agent is not None
+
+    @property
+    def has_tasks(self) -> bool:
+        """Whether there is something to run an agent on."""
+        data = self.data
+        return data is not None and (data.train is not None or data.val is not None)
+
+    @model_validator(mode="after")
+    def _channels_have_data(self) -> RunConfig:
+        kind, channels = self.algorithm.kind, self.sampling.channels
+        if kind == "sft" and channels is not None and channels.keys() != {SFT}:
+            raise ValueError(
+                f"algorithm.kind is 'sft', where conversations alone are trained, but "
+                f"sampling.channels is {channels}; set algorithm.kind to rl to mix them with "
+                "rollouts, or sampling.channels to null"
+            )
+        if kind == "rl" and channels is not None and TRAIN not in channels:
+            raise ValueError(
+                f"sampling.channels is {channels}, without train: nothing that was rolled out "
+                "would be trained; set algorithm.kind to sft instead, or give train a weight"
+            )
+        has_sft = self.data is not None and self.data.sft is not None
+        if self.sft_share and not has_sft:
+            key = "algorithm.kind is 'sft'" if kind == "sft" else f"sampling.channels is {channels}"
+            raise ValueError(
+                f"{key}, but data.sft is missing: there are no conversations; give some, e.g. "
+                "data.sft: conversations.jsonl"
+            )
+        if has_sft and not self.sft_share:
+            raise ValueError(
+                f"data.sft is given, but sampling.channels is {channels or 'null'}: nobody trains "
+                "on it; set sampling.channels to {train: 0.9, sft: 0.1} or the like, or "
+                "algorithm.kind to sft"
+            )
+        if kind == "sft" and self.publish.guard is not None:
+            raise ValueError(
+                "publish.guard judges versions by the rewards of rollouts, and with algorithm.kind "
+                "'sft' there are none; set publish.guard to null"
+            )
+        return self
+
+    @property
+    def trained_channels(self) -> dict[str, ChannelConfig]:
+        """The pool's channels that are trained, as the trainer needs them."""
+        channels = {
+            TRAIN: train_channel(
+                self.pool.channel(TRAIN),
+                self.async_training,
+                self.sampling,
+                self.max_outstanding_groups,
+                only_scored=self.only_scored,
+            )
+        }
+        if self.sft_share:
+            batch = self.trainer.train_batch_size * self.async_training.require_batches
+            channels[SFT] = sft_channel(self.pool.channel(SFT), batch)
+        return channels
+
+    @property
+    def pool_of_run(self) -> PoolConfig:
+        """The pool as this run starts it: what is trained limited as the trainer needs it."""
+        # Absolute: an actor's working directory need not be ours.
+        journal = self.pool.journal_dir or self.run.dir.absolute() / POOL
+        channels = {**self.pool.channels, **self.trained_channels}
+        return self.pool.model_copy(update={"channels": channels, "journal_dir": journal})
 
     @model_validator(mode="after")
     def _agents_and_tasks_come_together(self) -> RunConfig:
-        agent = self.rollout.agent
-        if agent is not None and self.data is None:
+        agent, only_sft = self.rollout.agent, self.algorithm.kind == "sft"
+        if agent is not None and only_sft and not self.has_tasks:
+            raise ValueError(
+                f"rollout.agent is {agent!r}, which with algorithm.kind 'sft' only validates, but "
+                "data.val is missing; give tasks, or set rollout.agent to null"
+            )
+        wanted = self.data is not None and (self.data.train is not None or only_sft)
+        if agent is not None and not wanted:
             raise ValueError(
                 f"rollout.agent is {agent!r}, but data is missing: there are no tasks to run it "
                 "on; give some, e.g. data: tasks.jsonl, or set rollout.agent to null if agents "
                 "call the gateway by themselves"
             )
-        if agent is None and self.data is not None:
+        if agent is None and self.has_tasks:
             raise ValueError(
                 "data is given, but rollout.agent is null: nobody runs an agent on its tasks; set "
                 "rollout.agent to package.module:function, or data to null if agents call the "
                 "gateway by themselves"
             )
-        if agent is None and self.algorithm.estimator.greedy:
+        if agent is None and not only_sft and self.algorithm.estimator.greedy:
             raise ValueError(
                 f"algorithm.adv_estimator is {self.algorithm.adv_estimator!r}, which needs a "
                 "greedy rollout in each group, but rollout.agent is null: agents that come by "
@@ -226,13 +325,24 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _profiled_where_it_computes(self) -> RunConfig:
+        ranks = getattr(self.backend, "ranks", 1)
+        if self.trainer.profile_steps and ranks > 1:
+            raise ValueError(
+                f"trainer.profile_steps is {list(self.trainer.profile_steps)}, but backend.ranks "
+                f"is {ranks}: the trainer's process, which is traced, only waits for them; profile "
+                "one rank, or leave profile_steps empty"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _guard_has_what_it_goes_back_to(self) -> RunConfig:
         if self.publish.guard is not None and self.trainer.keep_weights < 2:
             raise ValueError(
                 f"publish.guard is set, but trainer.keep_weights is {self.trainer.keep_weights}: a "
                 "version that is rolled back needs the one before; set trainer.keep_weights=2"
             )
-        window = self.async_training.trigger_parameter_sync_step * self.trainer.train_batch_size
+        window = self.async_training.window(self.trainer.train_batch_size)
         rewards = window * self.rollout.n
         if (
             self.publish.guard is not None

@@ -121,9 +121,8 @@ def all_keys() -> list[str]:
     return list(dict.fromkeys(key.name for key in keys()))
 
 
-def show_keys(pattern: str, config: RunConfig | None = None, *, width: int) -> str:
-    """The keys whose name holds `pattern`, or is like it if it is a glob, for a terminal of
-    `width` columns; with the values of `config` where they are not the defaults.
+def find_keys(pattern: str) -> list[Key]:
+    """The keys whose name holds `pattern`, or is like it if it is a glob.
 
     Raises:
         ConfigError: no key is like it.
@@ -134,24 +133,38 @@ def show_keys(pattern: str, config: RunConfig | None = None, *, width: int) -> s
         near = difflib.get_close_matches(pattern, all_keys(), n=1, cutoff=0.5)
         hint = known_as(pattern) or (f"did you mean {near[0]!r}?" if near else "")
         raise ConfigError(f"no key is like {pattern!r}; {hint or 'give a part of its name'}")
+    return found
+
+
+def show_keys(pattern: str, config: RunConfig | None = None, *, width: int) -> str:
+    """`find_keys` for a terminal of `width` columns; with the values of `config` where they are not
+    the defaults."""
     values = {} if config is None else config.model_dump(mode="json")
-    return "\n\n".join(_shown(key, values, width) for key in found)
+    return "\n\n".join(_shown(key, values, width) for key in find_keys(pattern))
 
 
 def _shown(key: Key, values: Mapping[str, Any], width: int) -> str:
-    default = _plain(key.default)
-    told = "required" if key.default is PydanticUndefined else f"default {default}"
+    default = told_default(key)
+    told = default if default == REQUIRED else f"default {default}"
     value: object = values
     for part in key.name.split("."):
         value = value[part] if isinstance(value, Mapping) and part in value else PydanticUndefined
     if value is not PydanticUndefined and (now := _plain(value)) != default:
-        told = now if told == "required" else f"{now} ({told})"
+        told = now if told == REQUIRED else f"{now} ({told})"
     of = f", for kind {_listed(key.kinds)}" if key.kinds else ""
     head = f"{key.name}: {key.type}, {told}{of}"
     wrap = functools.partial(
         textwrap.wrap, width=width, subsequent_indent="    ", break_on_hyphens=False
     )
     return "\n".join([*wrap(head), *wrap(key.meaning, initial_indent="    ")])
+
+
+REQUIRED = "required"
+
+
+def told_default(key: Key) -> str:
+    """The default as YAML spells it in a line, or that there is none."""
+    return REQUIRED if key.default is PydanticUndefined else _plain(key.default)
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,27 @@ def sparkline(values: list[float], width: int = 40) -> str:
     """The last `width` values as block characters, from 0 to 1 or as far as all values reach."""
     low, high = min(0.0, *values, 0.0), max(1.0, *values, 1.0)
     return "".join(_BARS[round((v - low) / (high - low) * 7)] for v in values[-width:])
+
+
+def safe(text: str) -> str:
+    """`text` with its control and direction characters shown: an agent's output moves no cursor."""
+    return "".join(
+        c if c == "\n" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") else ascii(c)[1:-1]
+        for c in text
+    )
+
+
+def all_safe(value: Any) -> Any:
+    """`value` with every text in its lists and mappings `safe`."""
+    match value:
+        case str():
+            return safe(value)
+        case Mapping():
+            return {all_safe(key): all_safe(item) for key, item in value.items()}
+        case list() | tuple():
+            return [all_safe(item) for item in value]
+        case _:
+            return value
 
 
 class Display:
@@ -40,11 +62,12 @@ class Display:
         tool_use, no_signal = record["tool_use"], record.get("groups/no_signal")
         tools = "" if tool_use is None else f"tool use {tool_use:.2f}  "
         flat = "" if no_signal is None else f"no signal {no_signal:.0%}  "
+        reward = f"reward {record['reward/mean']:.3f}  " if "reward/mean" in record else ""
+        sft = f"sft loss {record['sft/loss']:.4f}  " if reward and "sft/loss" in record else ""
         ready = f"ready {record['pool/ready']}  " if "pool/ready" in record else ""
         self.status(
-            f"step {record['step']:>4}  reward {record['reward/mean']:.3f}  {tools}{flat}"
-            f"lag {record['staleness/mean']:.2f}  "
-            f"{_loss(record)}  {ready}"
+            f"step {record['step']:>4}  {reward}{tools}{flat}"
+            f"{_loss(record)}  {sft}{ready}"
             f"{record['tokens_per_s']:.0f} tok/s  v{record['policy_version']}"
             f"{_failures(record)}"
         )
@@ -81,7 +104,10 @@ class Display:
             f"peak memory {summary['peak_memory_gb']:.1f} GB",
             soft_wrap=True,
         )
-        self.console.print(f"  reward {sparkline(summary['rewards'])}")
+        if summary["rewards"]:
+            self.console.print(f"  reward {sparkline(summary['rewards'])}")
+        if losses := summary.get("sft_loss"):
+            self.console.print(f"  SFT loss {losses[0]:.3f} → {losses[-1]:.3f}")
         for name, text in (
             ("summary.json", "the figures"),
             ("metrics.jsonl", "one object per optimizer step"),
@@ -92,9 +118,12 @@ class Display:
 
 
 def _loss(record: Mapping[str, Any]) -> str:
+    lag = f"lag {record['staleness/mean']:.2f}  " if "staleness/mean" in record else ""
     if "loss" in record:
-        return f"loss {record['loss']:+.4f}"
-    return f"warm-up of the critic, loss {record['critic/loss']:.4f}"
+        return f"{lag}loss {record['loss']:+.4f}"
+    if "critic/loss" in record:
+        return f"{lag}warm-up of the critic, loss {record['critic/loss']:.4f}"
+    return "not trained"
 
 
 def _failures(record: Mapping[str, Any]) -> str:

@@ -11,8 +11,6 @@ Owns the way there. Does not own what deleting means (`datapool/core/pool.py`,
 
 from __future__ import annotations
 
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,8 +22,7 @@ from stepwell.datapool.files.deletion import delete_from_export, delete_from_jou
 from stepwell.datapool.ops import Deleted
 from stepwell.datapool.store.salvage import journals_in
 from stepwell.run_file import GatewayPart, holder, journal_folder, live_run
-
-GATEWAY_S = 10.0
+from stepwell.run_view import ask_gateway
 
 
 async def delete(
@@ -77,18 +74,11 @@ def _named(uids: Sequence[str]) -> str:
 
 def _forget(gateway: GatewayPart, uids: Sequence[str]) -> Iterator[str]:
     """Have every gateway forget these; a line for each that did not."""
-    key = gateway.key_file.read_text().strip() if gateway.key_file is not None else ""
     for url in gateway.urls:
         try:
             for uid in uids:
-                request = urllib.request.Request(
-                    f"{url}/v1/trajectories/{quote(uid, safe='')}",
-                    headers={"Authorization": f"Bearer {key}"} if key else {},
-                    method="DELETE",
-                )
-                with urllib.request.urlopen(request, timeout=GATEWAY_S):
-                    pass
-        except (OSError, urllib.error.HTTPError) as e:
+                ask_gateway(gateway, url, f"/v1/trajectories/{quote(uid, safe='')}", "DELETE")
+        except OSError as e:
             yield (
                 f"the gateway at {url} may still know them ({e}): call DELETE {url}/v1/"
                 "trajectories/UID with a key of yours, or restart it"

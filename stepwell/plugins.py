@@ -28,16 +28,21 @@ from stepwell.trainer.algorithms.registry import ESTIMATORS, METHODS, POLICY_LOS
 _STYLES = {"ready": "green", "missing": "yellow", "broken": "red", "claimed twice": "red"}
 
 
-def show_plugins(console: Console | None = None) -> None:
-    """A table for each kind of plug-in, and below it what is wrong with any."""
-    console = console or Console(highlight=False)
-    for title, key, found in (
+def survey() -> list[tuple[str, str, list[Found]]]:
+    """Of each kind its title, the key that takes such a name, and what there is."""
+    return [
         ("Training backends", "trainer.backend=NAME", BACKENDS.survey()),
         ("Engines", "engine.kind=NAME", ENGINES.survey()),
         ("Policy losses", "algorithm.loss.policy=NAME", POLICY_LOSSES.survey()),
         ("Advantage estimators", "algorithm.adv_estimator=NAME", ESTIMATORS.survey()),
         ("Off-policy methods", "algorithm.off_policy.method=NAME", METHODS.survey()),
-    ):
+    ]
+
+
+def show_plugins(console: Console | None = None) -> None:
+    """A table for each kind of plug-in, and below it what is wrong with any."""
+    console = console or Console(highlight=False)
+    for title, key, found in survey():
         console.print(Text.assemble((title, "bold"), "  ", (key, "dim")), end="\n\n")
         console.print(Padding(_table(found), (0, 0, 1, 2)))
         for f in found:

@@ -25,10 +25,12 @@ from pydantic import BaseModel, ValidationError
 from yaml import MarkedYAMLError, YAMLError
 
 from stepwell.backends.errors import BackendConfigError
-from stepwell.backends.hub import fetch_model, is_hub_id
+from stepwell.backends.hub import WANTED, fetch_model, is_hub_id
+from stepwell.backends.remote_files import fetch_folder, is_remote
 from stepwell.config import RunConfig
 from stepwell.config_errors import Problem, explain, nearest, told_value
 from stepwell.config_keys import ROOT, by_kind, models_of, named_by, types_of
+from stepwell.layout import EVAL
 from stepwell.run_file import HIDDEN, RUN_FILE
 from stepwell.trainer.errors import ConfigError
 
@@ -40,7 +42,7 @@ MODELS = (
     *("model.path", "engine.model_path", "engine.tokenizer_path", "backend.reference_path"),
     "algorithm.critic.path",
 )
-"""Keys that take a model's folder or its id on the hub."""
+"""Keys that take a model's folder, its id on the hub, or an address such as s3://bucket/model."""
 
 Raw: TypeAlias = dict[str, Any]
 """Sections as a file has them: plain containers, `${…}` not resolved."""
@@ -93,17 +95,15 @@ def presets() -> list[Path]:
     return [found[name] for name in sorted(found)]
 
 
-def show_presets() -> str:
-    """A line for each preset: its name, and what its first comment says it is."""
-    paths = presets()
-    width = max(len(path.stem) for path in paths)
+def presets_and_uses() -> dict[str, str]:
+    """Each preset's name, and what its first comment says it is."""
 
     def about(path: Path) -> str:
         with path.open(encoding="utf-8", errors="replace") as lines:
             first = next(lines, "")
         return first.removeprefix("#").strip() if first.startswith("#") else ""
 
-    return "\n".join(f"{path.stem:{width}}  {about(path)}".rstrip() for path in paths)
+    return {path.stem: about(path) for path in presets()}
 
 
 def load_config(
@@ -162,6 +162,11 @@ def attached_config(
                     f"{run_dir} goes by {told_value(getattr(has, key))} since it was started; an "
                     f"attached trainer has {', '.join(sorted(TRAINERS_SECTIONS))} of its own"
                 )
+    if config.sft_share and not before.sft_share:
+        lines.append(
+            f"sampling.channels gives conversations a share, but the pool of the run in {run_dir} "
+            "has no channel for them; start `stepwell serve` with the same sampling.channels"
+        )
     if config.run.resume == "never":
         lines.append(
             "run.resume is 'never', which would remove the pool that agents fill; give it to "
@@ -173,6 +178,39 @@ def attached_config(
         for key in _hidden_keys(dumped)
     ]
     if lines:
+        raise ConfigError("\n".join(lines))
+    return config
+
+
+def eval_config(
+    run_dir: Path, values: Raw, checkpoint: Path, overrides: Sequence[str] = ()
+) -> RunConfig:
+    """The configuration of an evaluation of a run's checkpoint, beside the run, which may be alive:
+    the run's own, on a free port of this machine, below `key=value` overrides.
+
+    Args:
+        values: the run's resolved configuration, from its `run.json`.
+
+    Raises:
+        ConfigError: as `load_config`; or a secret is not given again.
+    """
+    run = values["run"]
+    own = values | {
+        "run": run | {"name": f"{run['name']}-eval", "dir": str(run_dir / EVAL)},
+        "validation": values["validation"] | {"only": True},
+        "pool": values["pool"] | {"journal_dir": None},
+        "logging": {"wandb": "disabled", "console": "quiet"},
+    }
+    own["run"]["resume"] = str(checkpoint)
+    own["gateway"] = {k: v for k, v in values["gateway"].items() if k not in _GATEWAYS_ALONE}
+    own["gateway"] |= {"port": 0, "public_url": None}
+    given, lines = _read_overrides(overrides)
+    path = run_dir / RUN_FILE
+    config = _validated([Layer(path, own), Layer(None, given)], lines, path)
+    if hidden := _hidden_keys(config.model_dump(mode="json")):
+        lines = [
+            f"{key} is a secret, which {path} does not hold; give it: {key}=…" for key in hidden
+        ]
         raise ConfigError("\n".join(lines))
     return config
 
@@ -263,7 +301,7 @@ def _name(values: Raw, path: Path | None) -> None:
 
 
 def fetch_models(raw: Raw) -> None:
-    """In place of ids on the hub, the folders that the models are in.
+    """In place of ids on the hub and of addresses, the folders that the models are in.
 
     Raises:
         ConfigError: one cannot be had.
@@ -276,7 +314,9 @@ def fetch_models(raw: Raw) -> None:
         if isinstance(section, dict) and isinstance(name := section.get(last), str):
             revision = section.get("revision") if key == "model.path" else None
             try:
-                if is_hub_id(name):
+                if is_remote(name):
+                    section[last] = str(fetch_folder(name, WANTED, key))
+                elif is_hub_id(name):
                     section[last] = str(fetch_model(name, revision, key))
             except BackendConfigError as e:
                 raise ConfigError(str(e)) from e

@@ -14,6 +14,7 @@ from stepwell.trainer.metrics import waits
 
 if TYPE_CHECKING:
     from stepwell.trainer.progress import Progress
+    from stepwell.trainer.validation import Evaluation
 
 SUMMARY = "summary.json"
 INK, BLUE, ORANGE, GREY = "#1f2933", "#2f6fde", "#e07b39", "#9aa5b1"
@@ -32,26 +33,29 @@ def summarise(
         values = [r[key] for r in records if r.get(key) is not None]
         return float(np.mean(values)) if values else None
 
-    def evaluated(which: int, figure: str) -> float | None:
-        found = progress.evaluations
-        return getattr(found[which], figure) if found else None
+    done = progress.evaluations
+    before = [e for e in done[:1] if e.weights_step <= 0]  # not with validation.before_train false
+
+    def evaluated(which: Sequence[Evaluation], figure: str) -> float | None:
+        return getattr(which[0], figure) if which else None
 
     gaps = [r["log_prob_gap"] for r in records if r.get("log_prob_gap") is not None]
     return {
         "name": name,
         "optimizer_steps": progress.updates,
-        "eval_before": evaluated(0, "score"),
-        "eval_after": evaluated(-1, "score"),
-        "tool_use_before": evaluated(0, "tool_use"),
-        "tool_use_after": evaluated(-1, "tool_use"),
+        "eval_before": evaluated(before, "score"),
+        "eval_after": evaluated(done[-1:], "score"),
+        "tool_use_before": evaluated(before, "tool_use"),
+        "tool_use_after": evaluated(done[-1:], "tool_use"),
         "no_signal_share": mean("groups/no_signal"),
         "wall_s": progress.train_s,
         "off_policy_share": mean("off_policy_share"),
         "staleness_mean": mean("staleness/mean"),
-        "steps_per_trajectory_mean": mean("steps_per_trajectory"),
+        "steps_per_trajectory_mean": mean("num_turns/mean"),
         "tokens_per_s_mean": mean("tokens_per_s"),
-        "rewards": [r["reward/mean"] for r in records],
-        "trajectories_trained": sum(r["trajectories"] for r in records),
+        "rewards": [r["reward/mean"] for r in records if "reward/mean" in r],
+        "sft_loss": [r["sft/loss"] for r in records if "sft/loss" in r],
+        "trajectories_trained": sum(r["trajectories"] for r in records if not r.get("epoch")),
         "groups_dropped": records[-1]["pool/dropped"] if records else 0,
         **waits(records),
         "eval_rollouts_failed": sum(e.failed for e in progress.evaluations),
@@ -79,7 +83,8 @@ def plot_reward(
     records: Sequence[Mapping[str, Any]],
     evals: Sequence[Mapping[str, Any]],
 ) -> Path:
-    """Reward and tool use per optimizer step above, lag of the data below; saved as `reward.png`.
+    """Reward and tool use per optimizer step above; below the lag of the data, or, where all of it
+    is conversations, their loss. Saved as `reward.png`.
 
     Args:
         records: lines of metrics.jsonl.
@@ -94,9 +99,9 @@ def plot_reward(
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(8, 5.2), sharex=True, height_ratios=[3, 1], layout="constrained"
     )
-    top.plot(
-        steps, [r["reward/mean"] for r in records], color=BLUE, lw=1.8, label="training reward"
-    )
+    if any("reward/mean" in r for r in records):
+        rewards = [r.get("reward/mean", np.nan) for r in records]
+        top.plot(steps, rewards, color=BLUE, lw=1.8, label="training reward")
     if any(r.get("tool_use") is not None for r in records):
         top.plot(
             steps,
@@ -128,16 +133,21 @@ def plot_reward(
             bbox={"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none", "alpha": 0.8},
             zorder=4,
         )
-    shown = [*(r["reward/mean"] for r in records), *(e["score"] for e in evals)]
+    shown = [*(r["reward/mean"] for r in records if "reward/mean" in r)]
+    shown += [e["score"] for e in evals]
     if all(0 <= value <= 1 for value in shown):
         top.set_ylim(-0.03, 1.12)
     else:
         top.margins(y=0.12)
     top.set_ylabel("mean reward")
     top.set_title(title, loc="left", color=INK)
-    top.legend(loc="best", frameon=False)
-    bottom.fill_between(steps, [r["staleness/mean"] for r in records], color=BLUE, alpha=0.3, lw=0)
-    bottom.set_ylabel("mean lag\n(versions)")
+    if shown:
+        top.legend(loc="best", frameon=False)
+    key, told = "staleness/mean", "mean lag\n(versions)"
+    if not any(key in r for r in records):
+        key, told = "sft/loss", "SFT loss"
+    bottom.fill_between(steps, [r.get(key, 0) for r in records], color=BLUE, alpha=0.3, lw=0)
+    bottom.set_ylabel(told)
     bottom.set_xlabel("optimizer step")
     bottom.set_ylim(bottom=0)
     for axes in (top, bottom):

@@ -26,9 +26,16 @@ _UNTOLD = (
     *("model.", "engine.model_path", "gateway.tokenizer_path"),
 )
 """Where a run is and what shows it; a model that was moved is the same one."""
-_OF_RUN_SEED = ("data.train.shuffle_seed", "data.val.shuffle_seed", "backend.seed", "engine.seed")
-_REFUSED = ("trainer.backend.", "backend.optimizer.", "backend.lora.", "data.train.")
-_FREE = tuple(f"data.train.{name}" for name in FREE)
+_TRAINED = ("data.train", "data.sft")
+_OF_RUN_SEED = (
+    *(f"{data}.shuffle_seed" for data in (*_TRAINED, "data.val")),
+    *("backend.seed", "engine.seed"),
+)
+_REFUSED = (
+    *("trainer.backend.", "backend.optimizer.", "backend.lora."),
+    *(f"{data}." for data in _TRAINED),
+)
+_FREE = tuple(f"{data}.{name}" for data in _TRAINED for name in FREE)
 _OF_GROUPS = {"rollout.n", "rollout.min_n"}
 MOST = 8
 """Changes that are told one by one."""

@@ -34,6 +34,7 @@ from stepwell.cluster import POOL_NAME, Cluster, Parts, start_cluster
 from stepwell.config import RunConfig
 from stepwell.console import Display
 from stepwell.datapool import connect as connect_pool
+from stepwell.datapool.files.trained import TRAINED
 from stepwell.datapool.process import logging_to
 from stepwell.datapool.store.folder import holder
 from stepwell.errors import RunUnavailableError
@@ -72,12 +73,13 @@ from stepwell.run_record import record_run
 from stepwell.trackers import build_trackers
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.config import TrainerConfig
-from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import ConfigError, StarvedError
 from stepwell.trainer.live import LOST
 from stepwell.trainer.loop import Trainer
 from stepwell.trainer.metrics import MemoryMeter, MetricsWriter
+from stepwell.trainer.profiling import PROFILE
 from stepwell.trainer.rollout.worker import WorkerHandle, start_workers
+from stepwell.trainer.rollout_samples import OLD, ROLLOUTS
 from stepwell.trainer.validation import COLUMNS, VALIDATION, read_samples, samples_path
 from stepwell.training import build_trainer
 
@@ -116,15 +118,15 @@ async def train(config: RunConfig, checked: Checked | None = None) -> dict[str, 
         backend = build_backend(config.trainer.backend, config.backend, config.model.path)
         return replay(config, backend)
     with only_run_in(config.run.dir):
-        return await _run(config, checked.prompts)
+        return await _run(config, checked)
 
 
-async def _run(config: RunConfig, source: PromptSource | None) -> dict[str, Any]:
+async def _run(config: RunConfig, checked: Checked) -> dict[str, Any]:
     folder = config.run.dir
     display = Display(config.run.name, config.logging.console)
     if config.run.resume == "never":
         _start_over(folder)
-    elif (done := _finished(config)) is not None:
+    elif not config.validation.only and (done := _finished(config)) is not None:
         display.status("this run is complete; run.resume=never starts it over")
         display.summary(done, folder)
         return done
@@ -134,23 +136,25 @@ async def _run(config: RunConfig, source: PromptSource | None) -> dict[str, Any]
                 f"RAY_ADDRESS is {other!r}, which is not joined: cluster.address is null, so this "
                 "run has a Ray of its own; cluster.address=auto joins it"
             )
-        display.status(
-            f"starting Ray, the pool, the gateway and an engine with {config.model.path}"
-        )
+        parts = "the pool, the gateway and an engine" if config.serves else "the pool"
+        display.status(f"starting Ray, {parts}; the model is {config.model.path}")
         async with start_run(config) as cluster:
             where = f"Ray at {cluster.ray.address}, namespace {cluster.ray.namespace}"
-            display.status(f"gateway at {cluster.gateway_url}; {where}")
-            return await _train_on(cluster, config, source, display)
+            gateway = f"gateway at {cluster.gateway_url}; " if config.serves else ""
+            display.status(gateway + where)
+            return await _train_on(cluster, config, checked, display)
 
 
 async def _train_on(
-    parts: Parts, config: RunConfig, source: PromptSource | None, display: Display
+    parts: Parts, config: RunConfig, checked: Checked, display: Display
 ) -> dict[str, Any]:
     folder = config.run.dir
     with (
         MemoryMeter() as memory,
         MetricsWriter(folder, build_trackers(folder, config)) as metrics,
-        build_trainer(config, parts, source, tell=display.status) as trainer,
+        build_trainer(
+            config, parts, checked.prompts, checked.conversations, tell=display.status
+        ) as trainer,
     ):
         async with AsyncExitStack() as end:  # each of them, whatever the others end with
             end.push_async_callback(trainer.batches.scorer.aclose)
@@ -191,17 +195,16 @@ async def start_run(config: RunConfig, *, trains: bool = True) -> AsyncIterator[
     forget_weights(config, trains=trains)
     run = begin(config)
     async with start_cluster(config, trains=trains) as cluster:
-        run = run.model_copy(
-            update={
-                "ray": cluster.ray,
-                "pool": PoolPart(name=POOL_NAME),
+        parts: dict[str, Any] = {"ray": cluster.ray, "pool": PoolPart(name=POOL_NAME)}
+        if config.serves:
+            parts |= {
                 "gateway": GatewayPart(urls=cluster.gateway_urls, key_file=cluster.key_file),
                 "engines": EnginesPart(
                     urls=tuple(engine.url for engine in cluster.engines),
                     weights_dir=config.run.dir.absolute() / WEIGHTS,
                 ),
             }
-        )
+        run = run.model_copy(update=parts)
         run.write(config.run.dir)
         record = await record_run(run, cluster.ray.namespace)
         try:
@@ -240,7 +243,7 @@ async def _train(
         display.status(line)
     # Of a run that was complete and goes back: it is not any more, also if it is killed now.
     (config.run.dir / SUMMARY).unlink(missing_ok=True)
-    tasks = [] if config.data is None else validation_tasks(config)
+    tasks = validation_tasks(config) if config.has_tasks else []
     total = config.trainer.total_steps
 
     def report() -> None:
@@ -248,10 +251,13 @@ async def _train(
             display.evaluation(e.step, e.score, e.tool_use)
             if e.weights_step != LOST:
                 trainer.checkpoints.score(e.weights_step, e.score)
+            metrics.evaluation(e.step, e.as_metrics())
             table = samples_path(config.run.dir, e.step)
-            metrics.table("val/samples", COLUMNS, read_samples(table, SAMPLES))
+            metrics.table(e.step, "val/samples", COLUMNS, read_samples(table, SAMPLES))
 
     async def evaluate(mode: str = "blocking") -> None:
+        if not config.serves:
+            return
         display.status(f"evaluating on {len(tasks)} prompts" if tasks else HELD_OUT)
         begin = trainer.evaluate if mode == "blocking" else trainer.begin_evaluation
         for remaining in reversed(range(EVALUATION_ATTEMPTS)):
@@ -273,9 +279,22 @@ async def _train(
         display.summary(summary, config.run.dir)
         return summary
 
-    if not trainer.progress.evaluations:
+    rollouts_only = config.trainer.debug_rollout_only
+    if rollouts_only and trainer.checkpoints.steps():
+        raise ConfigError(
+            f"trainer.debug_rollout_only is true, but {config.run.dir} has a checkpoint: groups "
+            "that are only recorded would be missing when it is trained on; set another run.name, "
+            "and run.resume to the checkpoint whose rollouts are wanted"
+        )
+    if config.validation.only:
         await evaluate()
-    elif trainer.evaluation_due():  # of a process that was killed meanwhile
+        return sum_up()
+    begun = trainer.progress.updates > 0
+    if rollouts_only:
+        display.status("rollouts are recorded and not trained: trainer.debug_rollout_only")
+    elif not trainer.progress.evaluations and config.validation.before_train:
+        await evaluate()
+    elif begun and trainer.evaluation_due():  # of a process that was killed meanwhile
         await evaluate(config.validation.mode)
     try:
         async with aclosing(trainer.train(total)) as steps:
@@ -285,7 +304,8 @@ async def _train(
                 report()
                 if trainer.evaluation_due():
                     await evaluate(config.validation.mode)
-        await evaluate()
+        if not rollouts_only:
+            await evaluate()
     except asyncio.CancelledError:
         if total is None and trainer.progress.updates:  # that is how it ends
             sum_up()
@@ -324,9 +344,10 @@ def _start_over(folder: Path) -> None:
                 f"run.resume is never, but process {pid} has the pool of {folder} open; stop that "
                 "run first, or choose another run.name"
             )
-    for name in (WEIGHTS, CHECKPOINTS, POOL, VALIDATION, LOGS, "wandb", "tensorboard", REPLAY):
+    written = (WEIGHTS, CHECKPOINTS, POOL, VALIDATION, LOGS, TRAINED, PROFILE, REPLAY)
+    for name in (*written, "wandb", "tensorboard"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("metrics.jsonl", SUMMARY, "reward.png", GATEWAY_KEY, RUN_FILE):
+    for name in ("metrics.jsonl", ROLLOUTS, OLD, SUMMARY, "reward.png", GATEWAY_KEY, RUN_FILE):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -448,4 +469,4 @@ async def attach(config: RunConfig, run: RunFile, checked: Checked | None = None
                 )
             display.status(f"attached to {folder}: gateway at {run.gateway.urls[0]}")
             parts = Parts(pool=pool, engines=engines, workers=workers, placement=placement)
-            return await _train_on(parts, config, checked.prompts, display)
+            return await _train_on(parts, config, checked, display)

@@ -1,4 +1,4 @@
-"""This module mirrors a run's metrics to wandb and TensorBoard.
+"""This module mirrors a run's metrics to wandb, TensorBoard and Prometheus.
 
 `build_trackers` is the registry. Does not own `metrics.jsonl`, which the run itself reads again
 (`trainer/metrics.py`), or the console (`console.py`).
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stepwell.config import RunConfig
+from stepwell.prometheus import PrometheusTracker
 from stepwell.run_file import without_secrets
 from stepwell.trainer.metrics import Tracker
 
@@ -27,6 +28,8 @@ def build_trackers(folder: Path, config: RunConfig) -> list[Tracker]:
         trackers.append(WandbTracker(folder, config))
     if config.logging.tensorboard:
         trackers.append(TensorBoardTracker(folder / TENSORBOARD))
+    if config.logging.prometheus_port is not None:
+        trackers.append(PrometheusTracker(config.gateway.host, config.logging.prometheus_port))
     return trackers
 
 
@@ -53,9 +56,15 @@ class WandbTracker:
             config=without_secrets(config),
             settings=wandb.Settings(silent=True, console="off"),
         )
+        # wandb's own step cannot go back, and an evaluation ends after the step that it is of.
+        self._run.define_metric("val/step", hidden=True)
+        self._run.define_metric("val/*", step_metric="val/step")
+        self._newest = 0
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
-        self._run.log({k: v for k, v in record.items() if isinstance(v, int | float)}, step=step)
+        self._newest = max(self._newest, step)
+        shown = {k: v for k, v in record.items() if isinstance(v, int | float)}
+        self._run.log(shown, step=self._newest)
 
     def table(
         self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]

@@ -17,12 +17,13 @@ from stepwell.backends.weights import WeightStore
 from stepwell.cluster import Parts
 from stepwell.config import RunConfig
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper
-from stepwell.datapool.types import TRAIN
+from stepwell.datapool.types import SFT, TRAIN
 from stepwell.layout import CHECKPOINTS, WEIGHTS
 from stepwell.resuming import origin
 from stepwell.trainer.batches import Batches
 from stepwell.trainer.checkpoint import CheckpointStore
-from stepwell.trainer.data import PromptSource
+from stepwell.trainer.data import Conversations, PromptSource
+from stepwell.trainer.feeds import Feed
 from stepwell.trainer.ledger import LEDGER, Ledger
 from stepwell.trainer.live import GroupProducer, Traffic, TrafficValidator
 from stepwell.trainer.loop import Trainer
@@ -31,9 +32,12 @@ from stepwell.trainer.metrics import Phases
 from stepwell.trainer.publication import EngineWeights
 from stepwell.trainer.publisher import Publisher
 from stepwell.trainer.rollout.producer import Producer
+from stepwell.trainer.rollout_samples import RolloutSamples
 from stepwell.trainer.sampling import GroupFilter, Pace, credit_limit, drops_surplus
 from stepwell.trainer.scoring import Scorer
+from stepwell.trainer.sft import sft_producer
 from stepwell.trainer.threads import ComputeThread
+from stepwell.trainer.trained_sample import TrainedSample
 from stepwell.trainer.updater import Updater
 from stepwell.trainer.validation import TaskValidator, Validator
 
@@ -45,6 +49,7 @@ def build_trainer(
     config: RunConfig,
     parts: Parts,
     source: PromptSource | None,
+    conversations: PromptSource | None = None,
     *,
     backend: TrainingBackend | None = None,
     checkpoints: CheckpointStore | None = None,
@@ -54,7 +59,9 @@ def build_trainer(
     """A trainer over the running `parts`; closed on leaving.
 
     Args:
-        source: of the prompts that this run's agents are given; None: traffic is trained on.
+        source: of the prompts that this run's agents are given; None: traffic is trained on, or
+            conversations alone.
+        conversations: to train on, if the run does (`data.sft`).
         backend: None: the configured one.
         checkpoints: None: in the run's folder.
         ledger: None: beside the checkpoints.
@@ -63,25 +70,39 @@ def build_trainer(
     folder = config.run.dir / CHECKPOINTS
     ledger = ledger or Ledger(folder / LEDGER)
     scorer = Scorer(config.rollout.reward, config.model.path, config.rollout.overlong_buffer)
-    producer: GroupProducer
+    feeds: list[Feed] = []
     validator: Validator
+    share = config.sft_share
+
+    def feed(producer: GroupProducer, channel: str) -> Feed:
+        keeper = LeaseKeeper(parts.pool, channel, config.pool.channel(channel).lease_s)
+        return Feed(channel, parts.pool, keeper, producer, takes_rest=channel == SFT)
+
     looks: dict[str, Any] = {"folder": config.run.dir, "tokenizer_path": config.model.path}
-    if source is None:
-        producer = Traffic(parts.pool, ledger, config.rollout.min_n)
+    prompts = source if share < 1 else conversations  # of those a Producer only evaluates
+    if prompts is None:
+        feeds.append(feed(Traffic(parts.pool, ledger, config.rollout.min_n), TRAIN))
         validator = TrafficValidator(config.validation, parts.pool, scorer, **looks)
     else:
         window = config.trainer.train_batch_size
         producer = Producer(
             config.rollout,
-            source,
+            prompts,
             parts.pool,
             list(parts.workers),
             ledger,
-            pace=Pace(credit_limit(config.async_training, config.sampling, window)),
+            pace=Pace(credit_limit(config.async_training, config.sampling, window, share)),
             drops_surplus=drops_surplus(config.async_training),
             n_greedy=int(config.algorithm.estimator.greedy),
         )
         validator = TaskValidator(config.validation, parts.pool, scorer, producer, **looks)
+        if share < 1:
+            feeds.append(feed(producer, TRAIN))
+    if conversations is not None and config.data is not None and config.data.sft is not None:
+        rows = Conversations(config.data.sft, config.algorithm.sft, config.model.path)
+        feeds.append(
+            feed(sft_producer(config.rollout, conversations, rows, parts.pool, ledger), SFT)
+        )
     if backend is None:
         backend = build_backend(
             config.trainer.backend,
@@ -104,7 +125,7 @@ def build_trainer(
         updater,
         compute,
         pool=parts.pool,
-        producer=producer,
+        producer=feeds[0].producer,
         validator=validator,
         phases=phases,
         folder=config.run.dir,
@@ -115,8 +136,8 @@ def build_trainer(
         config.async_training,
         config.algorithm.estimator,
         pool=parts.pool,
-        keeper=LeaseKeeper(parts.pool, TRAIN, config.pool.channel(TRAIN).lease_s),
-        producer=producer,
+        feeds=feeds,
+        sft_share=share,
         scorer=scorer,
         group_filter=GroupFilter(config.sampling),
         progress=updater.progress,
@@ -140,7 +161,10 @@ def build_trainer(
         checkpoints,
         compute,
         phases,
-        tell,
+        TrainedSample(config.run.dir, config.trainer.sample_groups, config.trainer.sample_mb),
+        RolloutSamples(config.run.dir, config.model.path, config.trainer.rollout_samples),
+        folder=config.run.dir,
+        tell=tell,
     )
     try:
         yield trainer

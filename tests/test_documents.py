@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import stepwell
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -42,13 +46,13 @@ def test_every_link_leads_to_a_page_and_a_section(document: Path) -> None:
 
 def checks() -> list[str]:
     """What the table of claims names as checking them."""
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs/claims.md").read_text()
     table = re.search(r"^\| claim \| checked by \|\n(.*?)^$", text, re.M | re.S)
     assert table is not None
     return re.findall(r"`([^`]+)`", "\n".join(row.split("|")[2] for row in table[1].splitlines()))
 
 
-def test_what_checks_each_claim_of_readme_exists() -> None:
+def test_what_checks_each_claim_exists() -> None:
     benches = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--help"], capture_output=True, text=True, check=True
     ).stdout
@@ -69,6 +73,43 @@ def test_every_page_is_in_the_list_of_pages() -> None:
     listed = {file.resolve() for file, _ in links(ROOT / "docs" / "README.md")}
     pages = set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs" / "README.md"}
     assert pages <= listed
+
+
+# -- code in the pages ----------------------------------------------------------------------------
+
+LANGUAGES = {
+    "python": "compiled here, its imports are made; README's and examples' own run in their tests",
+    "yaml": "loaded by tests/stepwell/test_documented_configuration.py",
+    "bash": "the lines that name stepwell are read there, too; others are the reader's shell",
+    "": "output, a picture, or lines that test reads",
+}
+"""What checks a block of code, by its language."""
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_block_of_python_compiles_and_its_imports_are_there(document: Path) -> None:
+    for language, body in BLOCK.findall(document.read_text()):
+        assert language in LANGUAGES
+        if language == "python":
+            tree = ast.parse(body)
+            compile(tree, str(document), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            for node in ast.walk(tree):
+                match node:
+                    case ast.Import(names=names):
+                        for name in names:
+                            importlib.import_module(name.name)
+                    case ast.ImportFrom(module=str(module), names=names):
+                        found = importlib.import_module(module)
+                        assert all(hasattr(found, name.name) for name in names), module
+                    case ast.Attribute(value=ast.Name(id="stepwell"), attr=attr):
+                        assert hasattr(stepwell, attr), attr
+
+
+def test_the_reference_pages_are_those_that_the_code_makes() -> None:
+    build = runpy.run_path(str(ROOT / "docs" / "build.py"))
+    for path, text in build["reference"]().items():
+        assert (ROOT / path).read_text() == text, "make reference"
 
 
 # -- one step -------------------------------------------------------------------------------------

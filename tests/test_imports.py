@@ -126,8 +126,9 @@ def test_backends_see_nothing_of_the_pool_but_its_nouns_and_the_lease_keeper() -
             assert not wrong, f"{module} imports {wrong}"
 
 
-def test_the_gateway_sees_nothing_of_backends_but_the_client_of_engines() -> None:
-    seen = {f"stepwell.backends.{m}" for m in ("engines.client", "engines.connections", "errors")}
+def test_the_gateway_sees_nothing_of_backends_but_the_client_of_engines_and_the_masks() -> None:
+    parts = ("engines.client", "engines.connections", "errors", "masks")
+    seen = {f"stepwell.backends.{part}" for part in parts}
     for module, targets in edges(ROOT).items():
         if module.startswith("stepwell.gateway"):
             wrong = {t for t in targets if t.startswith("stepwell.backends")} - seen
@@ -162,6 +163,7 @@ def test_the_gateway_sees_nothing_of_backends_but_the_client_of_engines() -> Non
         ),
         ("import stepwell.backends.engines.server", ["torch", "transformers"]),
         ("import stepwell.gateway.engine", ["torch", "transformers", "ray"]),
+        ("import stepwell.gateway.app", ["torch", "transformers", "pyarrow"]),
     ],
 )
 def test_what_is_light_loads_nothing_heavy(statement: str, absent: list[str]) -> None:

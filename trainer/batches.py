@@ -9,39 +9,44 @@ The next lease is on its way while a batch is trained; with windows (`sync`, `on
 is leased only after the publication. A group is *consumed* once it was scored, whatever a filter
 says: its prompt has had its turn, and the checkpoint that holds it acks its lease.
 
-Owns the leases and what was consumed since the last checkpoint. Does not own who brings groups
-(`rollout/`, `live.py`), scores (`scoring.py`), the filters' rules (`sampling.py`).
+Rollouts and conversations (SFT) are mixed by `sampling.channels`: of the first k batches of B
+groups ⌊k · B · share⌋ are conversations, so a share is exact on average and the same after a
+resume. A batch waits for the channel that is late. Where the conversations are used up
+(`data.sft.epochs`) their places go to rollouts; where the prompts are, the run ends. Conversations
+are neither scored nor filtered.
+
+Owns what a batch is made of. Does not own leases (`feeds.py`), who brings groups (`rollout/`,
+`live.py`, `sft.py`), scores (`scoring.py`), the filters' rules (`sampling.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence, Set
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence, Set
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.datapool.remote.lease_keeper import LeaseKeeper, by_lease
-from stepwell.datapool.types import TRAIN, Group
+from stepwell.datapool.types import SFT, TRAIN, Group
 from stepwell.trainer.algorithms.advantages.base import Estimator
 from stepwell.trainer.algorithms.advantages.greedy import baselined
 from stepwell.trainer.config import AsyncTrainingConfig, TrainerConfig
 from stepwell.trainer.errors import StarvedError
+from stepwell.trainer.feeds import Feed
 from stepwell.trainer.flat_rewards import FlatRewards
 from stepwell.trainer.live import GroupProducer
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.progress import Progress
-from stepwell.trainer.sampling import GroupFilter
+from stepwell.trainer.sampling import GroupFilter, is_sft, sft_groups
 from stepwell.trainer.scoring import Scorer, why_lost
 from stepwell.trainer.validation import samples_path
 
 log = logging.getLogger(__name__)
 
-IN_FLIGHT_S = 1.0
-"""For the answer to a request that the pool has served before generation had no prompt left."""
 TOLD_S = 15.0
 """A trainer that waits for traffic says so this often."""
 
@@ -51,7 +56,8 @@ class Batches:
 
     Args:
         estimator: of advantages: says which rollouts are baselines and not trained.
-        keeper: of leases on the channel that is trained.
+        feeds: the channels that are trained, rollouts first.
+        sft_share: of the groups of a batch, those that are conversations.
         scored: hears of every group that was scored here.
         phases: told how long it took to wait and to score.
         folder: of the run.
@@ -65,13 +71,13 @@ class Batches:
         estimator: Estimator,
         *,
         pool: DataPoolClient,
-        keeper: LeaseKeeper,
-        producer: GroupProducer,
+        feeds: Sequence[Feed],
         scorer: Scorer,
         group_filter: GroupFilter,
         progress: Progress,
         phases: Phases,
         folder: Path,
+        sft_share: float = 0.0,
         scored: Callable[[Sequence[Group]], None] = lambda groups: None,
         tell: Callable[[str], None] = log.info,
     ) -> None:
@@ -79,7 +85,6 @@ class Batches:
         self._async = async_training
         self._estimator = estimator
         self._pool = pool
-        self._keeper = keeper
         self._filter = group_filter
         self._progress = progress
         self._phases = phases
@@ -87,25 +92,40 @@ class Batches:
         self._scored = scored
         self._tell = tell
         self._flat = FlatRewards(samples_path(folder, 0), within_group=estimator.group_baseline)
-        self._consumed: set[str] = set()
-        self.producer = producer
+        self._share = sft_share
+        self._leased = 0
+        """Batches that were asked for so far, those of before a resume included."""
+        self._used_up = False
+        """The conversations."""
+        self._responses: tuple[float, int] | None = None
+        """When response tokens in the pool were counted last, and how many had come."""
+        self.feeds = tuple(feeds)
         self.scorer = scorer
 
     @property
     def consumed(self) -> frozenset[str]:
         """prompt_uids of the batches since the last checkpoint."""
-        return frozenset(self._consumed)
+        return frozenset(uid for feed in self.feeds for uid in feed.consumed)
+
+    @property
+    def producer(self) -> GroupProducer:
+        """Brings rollouts; where none are trained, conversations."""
+        return self.feeds[0].producer
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Groups are brought, and leases renewed, inside the block."""
-        async with self.producer.running(), self._keeper:
+        async with AsyncExitStack() as stack:
+            for feed in self.feeds:
+                await stack.enter_async_context(feed.producer.running())
+                await stack.enter_async_context(feed.keeper)
             yield
 
     async def stream(self, until: float) -> AsyncGenerator[list[Group], None]:
         """The batches up to `until` updates; ends early when generation has no prompt left."""
-        per_lease = self._async.require_batches
+        per_lease = self._async.updates_per_batch
         coming: asyncio.Task[Sequence[Group] | None] | None = None
+        self._leased = self._progress.updates // self._async.ppo_epochs
         try:
             while self._progress.updates < until:
                 with self._phases("wait"):
@@ -123,36 +143,54 @@ class Batches:
 
     def state_dict(self, consumed: Set[str]) -> dict[str, Any]:
         """For a checkpoint that holds the groups `consumed`."""
-        used = {*consumed, *self._keeper.settled}
-        return {
-            **self.producer.state_dict(consumed),
-            "trained": by_lease(self._keeper.held, used),
-        }
+        states = {feed.channel: feed.state_dict(consumed) for feed in self.feeds}
+        return {**states.pop(TRAIN, {}), **states}
+
+    async def resume(self, state: Mapping[str, Any] | None, version: int) -> None:
+        """Go on where `state_dict` was taken, also if there are other channels now."""
+        for feed in self.feeds:
+            own = (state or {}).get(feed.channel) if feed.channel != TRAIN else state
+            await feed.producer.resume(own if own and "trained" in own else None, version)
 
     async def settle(self, consumed: Set[str]) -> None:
         """The checkpoint that holds these groups is durable: ack them."""
-        await self._keeper.settle(consumed)
-        self._consumed -= consumed
-        self.producer.settle(consumed)
+        for feed in self.feeds:
+            await feed.settle(consumed)
 
     async def metrics(self, groups: Sequence[Group]) -> dict[str, Any]:
         """For the record of an optimizer step on `groups`."""
-        states = (await self._pool.get_statistics(TRAIN))["groups"]
+        pool: dict[str, Any] = {}
+        responses = 0
+        for feed in reversed(self.feeds):  # the first has the names without its channel's
+            stats = await self._pool.get_statistics(feed.channel)
+            prefix = "pool/" if feed is self.feeds[0] else f"pool/{feed.channel}/"
+            states = stats["groups"]
+            pool |= {prefix + s: states[s] for s in ("ready", "open", "leased", "dropped")}
+            responses = stats["tokens"]["responses"]
         return {
-            **{f"pool/{s}": states[s] for s in ("ready", "open", "leased", "dropped")},
+            **pool,
+            **self._generation(responses),
             **self.producer.metrics(),
             **self._flat.metrics(),
             **self._filter.metrics(),
             **self.scorer.metrics(groups),
         }
 
+    def _generation(self, n: int) -> dict[str, float]:
+        """How fast responses come into the pool, since the last record; `n` came so far."""
+        now = time.monotonic()
+        (then, before), self._responses = self._responses or (now, n), (now, n)
+        return {"tokens_per_s/generate": (n - before) / (now - then)} if now > then else {}
+
     async def _worth_training(self, leased: Sequence[Group]) -> list[Group]:
         """The scored groups of a batch; where a filter (or a missing score) took some out, others
         take their place, until it is whole or generation has ended."""
         groups: list[Group] = []
         consumed: set[str] = set()
-        size, coming = len(leased), leased
-        for refill in count():
+        conversations = [group for group in leased if is_sft(group)]
+        coming: Sequence[Group] = [group for group in leased if not is_sft(group)]
+        size = len(coming)
+        for refill in count() if size else ():
             consumed |= {group.prompt_uid for group in coming}
             with self._phases("score"):
                 scored = await self.scorer.score(coming, self.producer.min_n)
@@ -165,12 +203,15 @@ class Batches:
                 break
             self._filter.check_refills(refill)
             with self._phases("wait"):
-                more = await self._arrived(asyncio.create_task(self.lease(missing)))
+                more = await self._arrived(asyncio.create_task(self._of(self.feeds[0], missing)))
             if more is None:
                 break
             coming = more
-        self._consumed |= consumed
-        return groups
+        self.feeds[0].consumed |= consumed
+        self.feeds[-1].consumed |= {group.prompt_uid for group in conversations}
+        if groups:
+            groups = self._filter.best(groups, self._batch_size - len(conversations))
+        return groups + conversations
 
     async def _arrived(
         self, coming: asyncio.Task[Sequence[Group] | None]
@@ -183,35 +224,57 @@ class Batches:
         finally:
             coming.cancel()
 
-    async def lease(self, size: int | None = None) -> Sequence[Group] | None:
-        """The next `size` ready groups, by default `require_batches` × `train_batch_size`; None
-        when generation has no prompt left (all epochs are done) and fewer are there."""
-        size = size or self._lease_size
-        patience_s = None if self.producer.endless else self._config.starvation_timeout_s
-        request = asyncio.ensure_future(self._keeper.lease(size, timeout_s=patience_s))
+    async def lease(self) -> Sequence[Group] | None:
+        """The groups of the next `require_batches` batches; None when generation has no prompt left
+        (all epochs are done) and fewer are there."""
+        size, before = self._config.train_batch_size, self._leased
+        self._leased += self._async.require_batches
+        share = self._share
+        n_sft = sft_groups(self._leased, size, share) - sft_groups(before, size, share)
+        if self._used_up:  # a window has credit for the rollouts beside them alone
+            self.producer.refund(n_sft)
+            n_sft = 0
+        wanted = {SFT: n_sft, TRAIN: self._lease_size - n_sft}
+        tasks = [
+            asyncio.create_task(self._of(feed, n))
+            for feed in self.feeds
+            if (n := wanted[feed.channel])
+        ]
         try:
-            while not request.done():
-                ended = asyncio.ensure_future(self.producer.ended())
-                await asyncio.wait({request, ended}, return_when=asyncio.FIRST_COMPLETED)
-                if ended.done():
-                    ended.result()  # raises what made the producer fail
-                ended.cancel()
-                # The last groups, or word of a drop whose prompt is issued again, may be on their
-                # way here: to ask anew would not bring them.
-                await self._pool.get_statistics(TRAIN)
-                await asyncio.wait({request}, timeout=IN_FLIGHT_S)
-                if self.producer.has_ended and (not request.done() or request.result() is None):
+            parts = await asyncio.gather(*tasks)
+            groups = [group for part in parts for group in part or ()]
+            if parts[0] is None and wanted[self.feeds[0].channel]:
+                return None
+            if self._share < 1 and (missing := self._lease_size - len(groups)):
+                self._used_up = True
+                self._tell("data.sft is used up: batches are of rollouts alone from now on")
+                self.producer.refund(missing)
+                tasks = [asyncio.create_task(self._of(self.feeds[0], missing))]
+                if (more := await tasks[0]) is None:
                     return None
-            if (groups := await request) is None:
-                raise StarvedError(await self._why_starved())
+                groups += more
+            return groups
         finally:
-            request.cancel()
-        self.producer.leased(group.prompt_uid for group in groups)
-        return groups
+            for task in tasks:
+                task.cancel()
+
+    async def _of(self, feed: Feed, size: int) -> Sequence[Group] | None:
+        """The next `size` ready groups of a channel; None when its producer has ended and fewer are
+        there."""
+        try:
+            return await feed.lease(size, self._config.starvation_timeout_s)
+        except TimeoutError:
+            raise StarvedError(await self._why_starved(feed.channel)) from None
+
+    @property
+    def _batch_size(self) -> int:
+        """Groups that are trained at once."""
+        return self._config.train_batch_size * self._async.require_batches
 
     @property
     def _lease_size(self) -> int:
-        return self._config.train_batch_size * self._async.require_batches
+        """Groups that a batch is made of."""
+        return self._filter.taken or self._batch_size
 
     async def _why_waiting(self) -> str:
         """What a trainer that traffic keeps waiting waits for, and what the pool holds."""
@@ -223,12 +286,12 @@ class Batches:
             f"serve version {self._progress.version}"
         )
 
-    async def _why_starved(self) -> str:
-        stats = await self._pool.get_statistics(TRAIN)
+    async def _why_starved(self, channel: str) -> str:
+        stats = await self._pool.get_statistics(channel)
         return (
             f"no {self._config.train_batch_size} groups became ready within "
             f"trainer.starvation_timeout_s = {self._config.starvation_timeout_s:g} s; "
             f"groups: {stats['groups']}; oldest open: {stats['oldest_open']}; "
             f"filtered: {dict(self._filter.dropped)}; "
-            f"{await why_lost(self._pool, TRAIN, self.scorer, self._folder)}"
+            f"{await why_lost(self._pool, channel, self.scorer, self._folder)}"
         )

@@ -227,6 +227,20 @@ class CheckpointStore:
         ranked = self._ranked()
         return ranked[0] if ranked else None
 
+    def chosen(self, step: int | Literal["latest", "best"]) -> Path:
+        """The checkpoint of a step, the newest one, or that with the highest score.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+        """
+        wanted = self.best() if step == "best" else step
+        path = self.find("auto" if wanted == "latest" or wanted is None else wanted)
+        if path is None or wanted is None:
+            scored = "scored " if step == "best" and path is not None else ""
+            steps = self.steps() or "none"
+            raise CheckpointError(f"{self.folder} has no {scored}checkpoint; steps: {steps}")
+        return path
+
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
         names = (_NAME.fullmatch(path.name) for path in self.folder.glob("step_*"))
@@ -300,11 +314,7 @@ def export_checkpoint(run_dir: Path, step: int | Literal["latest", "best"], targ
     from stepwell.backends.config import TorchBackendConfig
 
     store = CheckpointStore(run_dir / "checkpoints")
-    wanted = store.best() if step == "best" else step
-    path = store.find("auto" if wanted == "latest" or wanted is None else wanted)
-    if path is None or wanted is None:
-        none = "no scored checkpoint" if step == "best" and path is not None else "no checkpoint"
-        raise CheckpointError(f"{store.folder} has {none}; steps: {store.steps() or 'none'}")
+    path = store.chosen(step)
     if target.exists():
         raise CheckpointError(f"{target} exists; remove it, or export to another folder")
     about = store.about(path)

@@ -8,7 +8,6 @@ the matching built-in::
     ├── CheckpointError(RuntimeError)         a checkpoint that cannot be written or read
     ├── DataError(ValueError)                 a data set, or a saved position in one
     ├── DataExhaustedError(LookupError)       all epochs of a data set were handed out
-    ├── MaskError(ValueError)                 messages of which no exact loss mask can be made
     ├── RewardError(ValueError)               why a score is missing; never taken for 0
     │   ├── RewardLoadError                       the configured reward is no reward function
     │   ├── RewardCrashError(RuntimeError)        it raised
@@ -49,10 +48,6 @@ class DataError(TrainerError, ValueError):
 
 class DataExhaustedError(TrainerError, LookupError):
     """All `epochs` of the source have been handed out."""
-
-
-class MaskError(TrainerError, ValueError):
-    """No exact loss mask can be made of these messages; a wrong one is never returned."""
 
 
 class RolloutError(TrainerError, RuntimeError):

@@ -2,7 +2,7 @@
 ever appended to. It proves, over any number of kills, that none was skipped and none trained twice.
 
     runs/NAME/checkpoints/ledger.jsonl      one object per line
-      {"event":"issued","prompt_uid":"p7-ab12","instance_id":"p7"}
+      {"event":"issued","prompt_uid":"p7-ab12","instance_id":"p7","channel":"train"}
       {"event":"trained","update":12,"prompt_uids":["p7-ab12"]}
       {"event":"dropped","prompt_uid":"p8-cd34","reason":"deadline","returned":true}
       {"event":"resumed","update":10,"offset":4711}
@@ -33,6 +33,7 @@ from typing import Any
 
 import orjson
 
+from stepwell.datapool.types import TRAIN
 from stepwell.trainer.errors import CheckpointError
 
 LEDGER = "ledger.jsonl"
@@ -75,10 +76,10 @@ class Ledger:
         """prompt_uids that were issued and have neither been trained nor dropped."""
         return self._open.keys()
 
-    def issued(self, prompt_uid: str, instance_id: str) -> None:
-        """The source handed out `instance_id`, to be rolled out as group `prompt_uid`."""
+    def issued(self, prompt_uid: str, instance_id: str, channel: str = TRAIN) -> None:
+        """The source of `channel` handed out `instance_id`, to become group `prompt_uid`."""
         self._open[prompt_uid] = instance_id
-        self._write(event="issued", prompt_uid=prompt_uid, instance_id=instance_id)
+        self._write(event="issued", prompt_uid=prompt_uid, instance_id=instance_id, channel=channel)
 
     def trained(self, update: int, prompt_uids: Iterable[str]) -> None:
         """These groups were trained in optimizer step `update`."""
@@ -223,8 +224,8 @@ class Audit:
     """Optimizer step -> groups trained in it."""
 
 
-def audit(path: Path, order: Sequence[str] | None = None) -> Audit:
-    """Read the ledger at `path` and settle every account.
+def audit(path: Path, order: Sequence[str] | None = None, channel: str = TRAIN) -> Audit:
+    """Read the ledger at `path` and settle every account of `channel`.
 
     Args:
         order: instance_ids in the order in which the source hands them out. The draws must be its
@@ -242,10 +243,14 @@ def audit(path: Path, order: Sequence[str] | None = None) -> Audit:
     updates: Counter[int] = Counter()
     doubled: list[str] = []
     n_returned = 0
+    others: set[str] = set()
     for entry in read_ledger(path):
         match entry["event"]:
             case "issued":
                 uid, instance = entry["prompt_uid"], entry["instance_id"]
+                if entry.get("channel", TRAIN) != channel:
+                    others.add(uid)
+                    continue
                 issued[uid] = instance
                 if returned[instance]:
                     returned[instance] -= 1
@@ -253,6 +258,8 @@ def audit(path: Path, order: Sequence[str] | None = None) -> Audit:
                     draws.append(instance)
             case "trained":
                 for uid in entry["prompt_uids"]:
+                    if uid in others:
+                        continue
                     if uid in ended or uid not in issued:
                         doubled.append(uid)
                     ended[uid] = "trained"
@@ -260,6 +267,8 @@ def audit(path: Path, order: Sequence[str] | None = None) -> Audit:
                     updates[entry["update"]] += 1
             case "dropped":
                 uid = entry["prompt_uid"]
+                if uid in others:
+                    continue
                 if uid in ended:
                     doubled.append(uid)
                 ended[uid] = entry["reason"]

@@ -22,8 +22,6 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import TRAIN, VAL, Group
 from stepwell.trainer.data import Task
@@ -36,7 +34,6 @@ from stepwell.trainer.validation import (
     Validator,
     only_of,
     samples_path,
-    tool_use,
     versions_of,
     write_samples,
 )
@@ -135,23 +132,21 @@ class TrafficValidator(Validator):
         evaluations, rows = list[Evaluation](), list[dict[str, Any]]()
         for version in sorted({min(v) for t in kept if len(v := versions_of(t)) == 1}):
             pinned = [g for group in scored if (g := only_of(group, version)).trajectories]
-            rewards = [t.reward for g in pinned for t in g.trajectories if t.reward is not None]
+            of = policy._replace(version=version)
             evaluations.append(
-                Evaluation(
-                    step=policy.step,
-                    score=float(np.mean(rewards)),
-                    tool_use=tool_use(pinned),
-                    rollouts=len(rewards),
+                self._evaluation(
+                    pinned,
+                    of,
                     failed=failed[version],
-                    version=version,
                     weights_step=policy.published.get(version, LOST),
                     mixed=mixed[version],
                     seconds=time.monotonic() - began,
                 )
             )
-            rows += await asyncio.to_thread(self._rows, pinned, policy._replace(version=version))
+            rows += await asyncio.to_thread(self._rows, pinned, of)
         if rows:
             await asyncio.to_thread(write_samples, samples_path(self._folder, policy.step), rows)
         for lease_id in leases:
             await self._pool.ack(lease_id)
-        return self._report(evaluations)
+        self._done += evaluations
+        return evaluations

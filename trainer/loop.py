@@ -18,7 +18,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from copy import deepcopy
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 from stepwell.datapool.errors import DataPoolError
 from stepwell.datapool.types import Group
@@ -34,13 +36,18 @@ from stepwell.trainer.config import TrainerConfig
 from stepwell.trainer.data import Task
 from stepwell.trainer.errors import INTERRUPTED
 from stepwell.trainer.metrics import Phases
+from stepwell.trainer.profiling import traced
 from stepwell.trainer.publisher import Publisher
 from stepwell.trainer.recording import record_batch
+from stepwell.trainer.rollout_samples import RolloutSamples
 from stepwell.trainer.threads import ComputeThread
+from stepwell.trainer.trained_sample import TrainedSample
 from stepwell.trainer.updater import Updater, record_of
 from stepwell.trainer.validation import Evaluation, Policy, Validator
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Trainer:
@@ -48,6 +55,9 @@ class Trainer:
 
     Args:
         phases: shared with the parts: how long each of them took.
+        sample: what people can look at of each optimizer step.
+        samples: of what is trained, for people to read.
+        folder: of the run.
         tell: shows the user a line.
     """
 
@@ -61,6 +71,10 @@ class Trainer:
         checkpoints: CheckpointStore,
         compute: ComputeThread,
         phases: Phases,
+        sample: TrainedSample,
+        samples: RolloutSamples,
+        *,
+        folder: Path,
         tell: Callable[[str], None] = log.info,
     ) -> None:
         self.batches = batches
@@ -73,6 +87,9 @@ class Trainer:
         self._config = config
         self._compute = compute
         self._phases = phases
+        self._sample = sample
+        self._samples = samples
+        self._folder = folder
         self._tell = tell
         self._mark = time.monotonic()
         self._untrained = 0
@@ -102,34 +119,46 @@ class Trainer:
                     await self._save_interrupted()
                 raise
             await self.publisher.finish()
-            if self.batches.consumed:
+            if self.batches.consumed and not self._config.debug_rollout_only:
                 await self.checkpoint()
 
     async def _train_on(self, groups: Sequence[Group]) -> AsyncGenerator[dict[str, Any], None]:
-        """One batch: `require_batches` optimizer steps, with π_prox taken once before the first."""
+        """One batch: `require_batches` optimizer steps in each of `ppo_epochs`, with π_prox taken
+        once before the first."""
         if not groups:
             return
         restored = await self.publisher.restore()
         where = self._config.save_debug_rollout_data
         await self._compute(record_batch, where, groups, self.progress)
+        if self._config.debug_rollout_only:
+            yield await self._leave_out(groups)
+            return
         await self.publisher.borrow_memory()
         with self._phases("prepare"):
-            prepared = await self._compute(self.updater.prepare, groups)
+            prepared = await self._traced("prepare", partial(self.updater.prepare, groups))
         before = self.progress.updates
-        for number, (indices, trained_on) in enumerate(prepared.mini_batches, 1):
+        advantages = prepared.batch.columns.get("advantages")
+        await self._compute(self._samples.write, before + 1, groups, advantages)
+        for number, (steps, trained_on, epoch) in enumerate(prepared.mini_batches, 1):
             self._untrained = len(prepared.mini_batches) - number
             await self.publisher.borrow_memory()
             with self._phases("train"):
-                update = await self._compute(self.updater.step, prepared.batch, indices)
+                step = partial(self.updater.step, prepared.batch, steps)
+                update = await self._traced("step", step)
             await self.publisher.stepped()
+            with self._phases("sample"):
+                about = {"policy_version": self.progress.version, "groups": len(trained_on)}
+                of = (self.progress.updates, prepared.batch, trained_on, about)
+                await self._compute(self._sample.write, *of)
             times = self._phases.take(time.monotonic() - self._mark)
             self.progress.train_s += times["time/step_s"]
-            self._ledger.trained(self.progress.updates, [g.prompt_uid for g in trained_on])
+            if epoch == 0:  # a group is trained once, however often it is gone over
+                self._ledger.trained(self.progress.updates, [g.prompt_uid for g in trained_on])
             yield {
-                **record_of(self.progress, trained_on, times["time/step_s"]),
+                **record_of(self.progress, trained_on, times, groups),
+                **({"epoch": epoch} if epoch else {}),
                 **await self.batches.metrics(trained_on),
                 **self.publisher.releases.metrics(),
-                **self.validator.metrics(),
                 **prepared.metrics,
                 **update,
                 **times,
@@ -141,6 +170,24 @@ class Trainer:
         if due or restored:  # an older checkpoint may hold what was rolled back
             with self._phases("checkpoint"):
                 await self.checkpoint()
+
+    async def _leave_out(self, groups: Sequence[Group]) -> dict[str, Any]:
+        """The record of a batch that is recorded, acked and not trained."""
+        await self._compute(self._samples.write, self.progress.updates + 1, groups)
+        self.updater.leave_out()
+        consumed = self.batches.consumed
+        self._ledger.leased(consumed)
+        await self.batches.settle(consumed)
+        await self.publisher.left_out()
+        times = self._phases.take(time.monotonic() - self._mark)
+        record = record_of(self.progress, groups, times, groups)
+        return {**record, **await self.batches.metrics(groups), **times}
+
+    async def _traced(self, name: str, work: Callable[[], T]) -> T:
+        """`work` in the thread that computes, with a trace if the next optimizer step's is
+        wanted."""
+        number, wanted = self.progress.updates + 1, self._config.profile_steps
+        return await self._compute(traced, name, number, wanted, self._folder, work)
 
     async def checkpoint(self) -> None:
         """Make everything up to here durable, then ack the groups it was trained on."""
@@ -177,7 +224,7 @@ class Trainer:
             self.checkpoints.set_aside(after=self.progress.updates)
             offset = self._ledger.adopt(path.parent, state["ledger"])
         self._ledger.resume(self.progress.updates, offset)
-        await self.batches.producer.resume(state, self.progress.version)
+        await self.batches.resume(state, self.progress.version)
         await self.publisher.resume(new=state is None)
         return state is not None
 
@@ -206,8 +253,8 @@ class Trainer:
         )
         if not every or updates % every or (total is not None and updates >= total):
             return False
-        if self._interrupted:  # the run that goes on makes up for it
-            return False
+        if self._interrupted or self._config.debug_rollout_only:
+            return False  # of the former, the run that goes on makes up for it
         return updates not in {e.step for e in self.progress.evaluations}
 
     def close(self) -> None:

@@ -3,10 +3,14 @@
     the loop ──with phases("train")──► Phases ─► time/*_s, wait/trainer_starved     ┐
     producer ──blocked, running──────► Idle   ─► wait/generation_saturated          ├─► record
     backend, off-policy, pool … ─────────────────────────────────────────────────── ┘     │
-                                     metrics.jsonl, wandb, TensorBoard ◄── MetricsWriter ─┘
+                                     metrics.jsonl, wandb, TensorBoard ◄── MetricsWriter ─┤
+                                                                   an evaluation's ───────┘
+
+An evaluation stands under the optimizer step that it is of, which may be behind when it ends: the
+line of that step is written anew, with the evaluation's figures. The last line of a step counts.
 
 Owns the file, which the run reads again at its end, and the clocks. Does not own the other
-destinations: a run gives them to the writer.
+destinations (a run gives them to the writer), or what the names mean (docs/metrics.md).
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ class Tracker(Protocol):
     None, text) and drops what it cannot show."""
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
-        """The metrics of optimizer step `step`."""
+        """The metrics of optimizer step `step`, or of an evaluation of it: then `step` may be
+        smaller than before."""
         ...
 
     def table(
@@ -51,8 +56,11 @@ class MetricsWriter:
         self._path = folder / "metrics.jsonl"
         _drop_torn_line(self._path)
         self._file = self._path.open("ab")
-        self._step = 0
         self._trackers = trackers
+        self._places = {
+            int(orjson.loads(line)["step"]): at for at, line in _lines(self._path.read_bytes())
+        }
+        """Optimizer step -> where its last line begins."""
 
     def __enter__(self) -> Self:
         return self
@@ -68,28 +76,62 @@ class MetricsWriter:
             tracker.close(failed=error is not None)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Non-finite numbers become null: the file stays JSON for every reader."""
-        clean = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in record.items()
-        }
-        self._file.write(orjson.dumps(clean, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
-        self._file.flush()
-        self._step = int(record["step"])
-        for tracker in self._trackers:
-            tracker.write(self._step, clean)
+        """The record of an optimizer step. Non-finite numbers become null: the file stays JSON for
+        every reader."""
+        self._write(int(record["step"]), _clean(record), {})
 
-    def table(self, name: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-        """A table for the trackers, beside the metrics of the step that was written last."""
+    def evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
+        """What an evaluation of optimizer step `step` says, added to the record of that step; of
+        step 0, before training, it is all there is."""
+        known: dict[str, Any] = {}
+        if step in self._places:
+            with self._path.open("rb") as file:
+                file.seek(self._places[step])
+                known = orjson.loads(file.readline())
+        self._write(step, _clean(figures), known)
+
+    def table(
+        self, step: int, name: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]
+    ) -> None:
+        """A table for the trackers, which belongs to optimizer step `step`."""
         data = [[row.get(column) for column in columns] for row in rows]
         if data:
             for tracker in self._trackers:
-                tracker.table(self._step, name, columns, data)
+                tracker.table(step, name, columns, data)
 
     def read(self) -> list[dict[str, Any]]:
-        """Every record of the run, from before a resume too; the last one of a step counts."""
-        by_step = {r["step"]: r for r in map(orjson.loads, self._path.read_bytes().splitlines())}
-        return [by_step[step] for step in sorted(by_step)]
+        """The record of every optimizer step of the run, from before a resume too."""
+        return read_metrics(self._path)
+
+    def _write(self, step: int, clean: dict[str, Any], known: dict[str, Any]) -> None:
+        line = orjson.dumps({"step": step, **known, **clean}, option=orjson.OPT_SERIALIZE_NUMPY)
+        self._places[step] = self._file.tell()
+        self._file.write(line + b"\n")
+        self._file.flush()
+        for tracker in self._trackers:
+            tracker.write(step, clean)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The record of each optimizer step in a `metrics.jsonl`, in order: the last line of a step
+    counts, and step 0 is none. A line that is being written is left out."""
+    lines = path.read_bytes().split(b"\n")[:-1]
+    last = {r["step"]: r for r in map(orjson.loads, lines)}
+    return [last[step] for step in sorted(last) if step > 0]
+
+
+def _clean(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
+    }
+
+
+def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """Each line and where it begins."""
+    at = 0
+    for line in content.splitlines(keepends=True):
+        yield at, line
+        at += len(line)
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -93,6 +93,13 @@ class Publisher:
             with self._phases("publish"):
                 await self.publish()
 
+    async def left_out(self) -> None:
+        """A batch was not trained: what waits for a publication goes on under the same weights."""
+        due = self._updater.progress.updates % self._async.trigger_parameter_sync_step == 0
+        if due and self._async.has_windows:
+            await self._producer.close_window()
+            self._producer.open_window()
+
     async def publish(self) -> None:
         """Give the engines the weights of now as the next policy version.
 

@@ -50,6 +50,7 @@ async def reclaim(
     trained: Mapping[str, Sequence[str]],
     pending: Mapping[str, Task],
     version: int,
+    channel: str = TRAIN,
 ) -> Reclaimed:
     """Bring the pool to what the checkpoint says.
 
@@ -60,11 +61,11 @@ async def reclaim(
         version: the newest policy version that it knows.
     """
     result = Reclaimed()
-    n_dropped = len(await settle_former(pool, trained, TRAIN))
+    n_dropped = len(await settle_former(pool, trained, channel))
     if n_dropped:
         result.dropped[TRAINED] = n_dropped
     await pool.release_leases(VAL, RESTARTED)
-    async for group in _groups(pool, TRAIN):
+    async for group in _groups(pool, channel):
         ours = "task" in group.metadata
         uid = group.prompt_uid
         reason = None
@@ -77,7 +78,7 @@ async def reclaim(
         elif ours:
             result.kept[uid] = pending[uid]
         if reason is not None:
-            result.dropped[reason] += await _drop(pool, uid, reason, TRAIN)
+            result.dropped[reason] += await _drop(pool, uid, reason, channel)
     async for group in _groups(pool, VAL):
         result.dropped[PRODUCER_GONE] += await _drop(pool, group.prompt_uid, PRODUCER_GONE, VAL)
     result.again = {uid: task for uid, task in pending.items() if uid not in result.kept}
@@ -116,9 +117,9 @@ async def _ack(pool: DataPoolClient, lease_id: str) -> bool:
     return True
 
 
-async def live_groups(pool: DataPoolClient) -> set[str]:
-    """prompt_uids of the open, ready and leased groups of the train channel."""
-    return {group.prompt_uid async for group in _groups(pool, TRAIN)}
+async def live_groups(pool: DataPoolClient, channel: str = TRAIN) -> set[str]:
+    """prompt_uids of the open, ready and leased groups of the channel."""
+    return {group.prompt_uid async for group in _groups(pool, channel)}
 
 
 async def _groups(pool: DataPoolClient, channel: str) -> AsyncIterator[GroupRow]:

@@ -127,14 +127,14 @@ def replay(
         mark = time.monotonic()
         with phases("prepare"):
             prepared = updater.prepare(recording.groups)
-        for indices, groups in prepared.mini_batches:
+        for steps, groups, _ in prepared.mini_batches:
             with phases("train"):
-                update = updater.step(prepared.batch, indices)
+                update = updater.step(prepared.batch, steps)
             if progress.updates % updates_per_sync == 0:  # the table moves as it did
                 progress.version += 1
                 progress.published[progress.version] = progress.updates
             times = phases.take(time.monotonic() - mark)
             progress.train_s += times["time/step_s"]
-            told = record_of(progress, groups, times["time/step_s"])
+            told = record_of(progress, groups, times, recording.groups)
             yield {**told, **prepared.metrics, **update, **times}
             mark = time.monotonic()

@@ -218,9 +218,13 @@ class Releases:
             self._guard.scored(groups)
 
     def metrics(self) -> dict[str, float]:
-        counts = {"publish/rolled_back": self.rolled_back}
+        counts: dict[str, float] = {"publish/rolled_back": self.rolled_back}
         if self._guard is not None:
             counts["publish/unjudged"] = self.unjudged
+        last = self._publication
+        if last is not None and last.done() and not last.cancelled() and not last.exception():
+            counts["publish/seconds"] = last.result().seconds
+            counts["publish/version"] = last.result().version
         return {name: float(n) for name, n in counts.items()}
 
     async def judge(self) -> None:

@@ -22,20 +22,27 @@ Does not own: issuing groups (`rollout/`), scoring (`scoring.py`), the rules the
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from stepwell.datapool.config import ChannelConfig, SelectionConfig
+from stepwell.datapool.dotted import resolve
 from stepwell.datapool.errors import SelectionError
 from stepwell.datapool.selection import GroupInfo, Selection, TrajectoryInfo
-from stepwell.datapool.types import TRAIN, Group, Trajectory
+from stepwell.datapool.types import SFT, TRAIN, Group, Trajectory
 from stepwell.trainer.config import LAG_LIMIT, AsyncTrainingConfig, SamplingConfig
 from stepwell.trainer.errors import ConfigError, StarvedError
+from stepwell.trainer.slime.filters import preferred, sort_by_reward_std
 
 NONZERO_STD = "nonzero_std"
 """What verl and slime call the filter that the pool calls `zero_variance`, after what it drops."""
 SCORED = "scored"
 """The pool's filter of groups that lack a reward."""
+OVER_SAMPLING = "over_sampling"
+"""The reason under which groups are dropped that `sampling.over_sampling_filter` left out."""
+SORT_BY_REWARD_STD = "sort_by_reward_std"
 SURPLUS = "surplus"
 """The reason under which groups begun beyond what a window trains are dropped."""
 
@@ -100,15 +107,23 @@ class Pace:
 
 
 def credit_limit(
-    training: AsyncTrainingConfig, sampling: SamplingConfig, train_batch_size: int
+    training: AsyncTrainingConfig,
+    sampling: SamplingConfig,
+    train_batch_size: int,
+    sft_share: float = 0.0,
 ) -> int | None:
     """Groups begun and not yet leased when a window opens: the window's own (or
     `over_sampling_batch_size`) plus those of the windows that generation runs ahead; None: the mode
     has no windows."""
     if (ahead := LAG_LIMIT.get(training.mode)) is None:
         return None
-    window = train_batch_size * training.trigger_parameter_sync_step
-    return ahead * window + (sampling.over_sampling_batch_size or window)
+    window = training.window(train_batch_size)
+    batches = window // (train_batch_size * training.require_batches)
+    window -= sft_groups(1, window, sft_share)
+    over = sampling.over_sampling_batch_size
+    if sampling.over_sampling_filter is not None and over is not None:  # of each of its batches
+        over = window = over * batches
+    return ahead * window + (over or window)
 
 
 def drops_surplus(training: AsyncTrainingConfig) -> bool:
@@ -154,6 +169,28 @@ def train_channel(
     return channel.model_copy(update=update)
 
 
+def sft_channel(channel: ChannelConfig, groups: int) -> ChannelConfig:
+    """The pool's `sft` channel as the run needs it: conversations wait there for two batches, go
+    in the order in which they came, and no age and no filter of rewards takes one out.
+
+    Args:
+        channel: as it is configured.
+        groups: of a batch.
+    """
+    return channel.model_copy(
+        update={
+            "max_outstanding_groups": 2 * groups,
+            "max_queue_size": None,
+            "max_staleness": None,
+            "max_ahead_versions": None,
+            "group_deadline_s": None,
+            "group_idle_s": None,
+            "reward_wait_s": None,
+            "selection": SelectionConfig(),
+        }
+    )
+
+
 class GroupFilter:
     """`sampling.filters` over groups that the trainer has scored.
 
@@ -170,6 +207,19 @@ class GroupFilter:
             self._selection = Selection(SelectionConfig(filters=_pool_names(config.filters)))
         except SelectionError as e:
             raise ConfigError(f"sampling.filters: {e}") from e
+        self._over = config.over_sampling_filter
+        self._prefer: Callable[..., Any] | None = None
+        if self._over is not None:
+            try:
+                built_in = self._over == SORT_BY_REWARD_STD
+                self._prefer = sort_by_reward_std if built_in else resolve(self._over)
+            except ImportError as e:
+                raise ConfigError(
+                    f"sampling.over_sampling_filter is {self._over!r} ({e}); name "
+                    f"{SORT_BY_REWARD_STD}, or a dotted path that Python can import"
+                ) from e
+        self.taken = config.over_sampling_batch_size if self._prefer else None
+        """Groups of which `best` keeps a batch; None: as many as a batch has."""
         self.dropped: Counter[str] = Counter()
         """Groups dropped here so far, by reason."""
 
@@ -185,6 +235,25 @@ class GroupFilter:
                 kept.append(group)
             else:
                 self.dropped[verdict.reason] += 1
+        return kept
+
+    def best(self, groups: list[Group], size: int) -> list[Group]:
+        """The `size` of `groups` that `sampling.over_sampling_filter` puts first; what is left out
+        is counted.
+
+        Raises:
+            SelectionError: the function failed.
+        """
+        if self._prefer is None:
+            return groups
+        try:
+            order = preferred(self._prefer, [group_info(group) for group in groups])
+            kept = [groups[number] for number in order[:size]]
+        except Exception as e:  # foreign code: whatever it raises is reported with its name
+            raise SelectionError(
+                f"sampling.over_sampling_filter {self._over!r} failed: {type(e).__name__}: {e}"
+            ) from e
+        self.dropped[OVER_SAMPLING] += len(groups) - len(kept)
         return kept
 
     def check_refills(self, done: int) -> None:
@@ -205,6 +274,21 @@ class GroupFilter:
         """`sampling/filtered`: groups dropped here so far, and the same by reason."""
         counts = {f"sampling/filtered/{r}": float(n) for r, n in sorted(self.dropped.items())}
         return {"sampling/filtered": float(self.dropped.total()), **counts}
+
+
+CHANNEL = "channel"
+"""Key of a group's metadata: the channel it was leased from, which says by what loss it is trained.
+Absent: `train`."""
+
+
+def sft_groups(batches: int, size: int, share: float) -> int:
+    """Conversations among the groups of the first `batches` batches of `size`."""
+    return math.floor(batches * size * share + 1e-9)
+
+
+def is_sft(group: Group) -> bool:
+    """Whether the group is a conversation, trained by its likelihood."""
+    return bool(group.metadata.get(CHANNEL) == SFT)
 
 
 def group_info(group: Group) -> GroupInfo:

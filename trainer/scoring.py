@@ -14,6 +14,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from stepwell.trainer.rewards import (
     RewardResult,
     RewardSample,
 )
+from stepwell.trainer.rewards.data_sources import has_usual_reward
 from stepwell.trainer.rewards.overlong import punished
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,8 @@ MAX_FAILED_BATCHES = 3
 GROUP_TOO_SMALL = "too few of the group were scored"
 EXTRA = "reward_extra_info"
 """Key of a trajectory's metadata: what the reward function said beside the score."""
+TOOLS: Mapping[str, Any] = {"tool_rewards": [], "turn_scores": [], "rollout_reward_scores": {}}
+"""What verl puts into `extra_info`, of rollouts that have nothing to say of it."""
 MEANINGS = {"no_steps": "no_steps (the agent never called the model at its base_url)"}
 """Of reasons that the pool gives."""
 
@@ -47,7 +51,7 @@ class Scorer:
 
     Args:
         reward: the section, or the name of the reward function; None if the agents score
-            themselves.
+            themselves: then what they leave is scored only where the data set has a usual reward.
         tokenizer_path: turns responses into the text that the function scores.
         overlong: what is taken off the rewards of long trajectories, whoever gave them.
 
@@ -63,9 +67,11 @@ class Scorer:
     ) -> None:
         self._overlong = overlong
         config = RewardConfig(function=reward) if isinstance(reward, str) else reward
-        self._config = config
-        self._manager = RewardManager(config) if config else None
-        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_path) if config else None
+        # Without a section the usual data sets are scored by their usual rewards.
+        self._config = config or RewardConfig()
+        self._only_usual = config is None
+        self._manager = RewardManager(self._config)
+        self._tokenizer_path = tokenizer_path
         self._failed_batches = 0
         self.unscored: Counter[str] = Counter()
         """Trajectories left out so far, by cause."""
@@ -115,16 +121,17 @@ class Scorer:
 
     async def aclose(self) -> None:
         """End the reward's processes and connections."""
-        if self._manager is not None:
-            await self._manager.aclose()
+        await self._manager.aclose()
 
     async def _reward(self, groups: Sequence[Group]) -> dict[str, Trajectory]:
         """The trajectories that were scored here, by uid."""
         unscored = [(g, t) for g in groups for t in g.trajectories if t.reward is None]
+        if self._only_usual:
+            usual = [(g, t) for g, t in unscored if has_usual_reward(*_source(g))]
+            if lost := len(unscored) - len(usual):
+                self.unscored[NOT_CONFIGURED] += lost
+            unscored = usual
         if not unscored:
-            return {}
-        if self._manager is None or self._config is None:
-            self.unscored[NOT_CONFIGURED] += len(unscored)
             return {}
         asked = unscored
         if self._config.manager == "group":  # which sees those that agents have scored as well
@@ -150,11 +157,10 @@ class Scorer:
         return [self._sample(group, trajectory) for group, trajectory in asked]
 
     def _sample(self, group: Group, trajectory: Trajectory) -> RewardSample:
-        """What the function gets. `extra_info` is the task, its metadata beneath (where verl's
-        functions look), and what only the rollout knows."""
-        if self._tokenizer is None:
-            raise RuntimeError("there is no reward function to make samples for")
-        task: Mapping[str, Any] = group.metadata.get("task") or {}
+        """What the function gets. `extra_info` is the task, beneath it the trajectory's metadata
+        (what agent and tools said) and the task's (where verl's functions look), and what only the
+        rollout knows."""
+        task = _task(group)
         responses = [
             str(self._tokenizer.decode(s.response_ids, skip_special_tokens=True))
             for s in trajectory.steps
@@ -165,7 +171,9 @@ class Scorer:
             solution_str=responses[-1],
             ground_truth=task.get("answer"),
             extra_info={
+                **TOOLS,
                 **(task.get("metadata") or {}),
+                **trajectory.metadata,
                 **task,
                 "trajectory_uid": trajectory.trajectory_uid,
                 "prompt_uid": group.prompt_uid,
@@ -176,7 +184,12 @@ class Scorer:
                 "agent_reward": trajectory.reward,
             },
             group=group.prompt_uid,
+            trajectory=trajectory,
         )
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return AutoTokenizer.from_pretrained(self._tokenizer_path)
 
     def _watch(self, groups: Sequence[Group], scored: Sequence[Group]) -> None:
         if not groups:
@@ -189,7 +202,7 @@ class Scorer:
                 f"(left out so far: {causes}); "
                 + (
                     "correct rollout.reward or the data's label_key; the log has each cause"
-                    if self._config
+                    if not self._only_usual
                     else "set rollout.reward, or let the agent return its score"
                 )
             )
@@ -213,10 +226,22 @@ async def why_lost(pool: DataPoolClient, channel: str, scorer: Scorer, folder: P
     )
 
 
+def _task(group: Group) -> Mapping[str, Any]:
+    return group.metadata.get("task") or {}
+
+
+def _source(group: Group) -> tuple[str, Any]:
+    """The task's data source, and slime's name of its reward."""
+    task = _task(group)
+    return str(task.get("data_source", "")), (task.get("metadata") or {}).get("rm_type")
+
+
 def _rewarded(trajectory: Trajectory, result: RewardResult) -> Trajectory:
-    *earlier, last = trajectory.steps
     metadata = trajectory.metadata
     if result.extra:
         metadata = {**metadata, EXTRA: dict(result.extra)}
-    steps = (*earlier, replace(last, reward=result.score))
+    rewards = result.steps or (*(s.reward for s in trajectory.steps[:-1]), result.score)
+    steps = tuple(
+        replace(step, reward=reward) for step, reward in zip(trajectory.steps, rewards, strict=True)
+    )
     return replace(trajectory, steps=steps, metadata=metadata)

@@ -14,9 +14,10 @@ weights (`publisher.py`).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,12 +28,31 @@ from stepwell.backends.torch.critic import Critic
 from stepwell.datapool.types import Group
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.algorithms.kl import kl_in_reward, next_coef
-from stepwell.trainer.algorithms.losses import loss_columns, make_loss_fn, untruncated
+from stepwell.trainer.algorithms.losses import (
+    BatchLoss,
+    JointLoss,
+    coefficients,
+    loss_columns,
+    make_loss_fn,
+    untruncated,
+)
 from stepwell.trainer.algorithms.off_policy.correction import correct
 from stepwell.trainer.algorithms.off_policy.lag import lags, proximal_log_probs
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
 from stepwell.trainer.progress import Progress
-from stepwell.trainer.validation import tool_use
+from stepwell.trainer.sampling import is_sft
+from stepwell.trainer.trajectory_metrics import tool_use, trajectory_metrics
+
+
+class MiniBatch(NamedTuple):
+    """What one optimizer step is taken on."""
+
+    steps: list[int]
+    """By number in the batch."""
+    groups: list[Group]
+    """That they are of."""
+    epoch: int
+    """How often the batch was gone over before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +60,8 @@ class Prepared:
     """A batch with everything that its loss needs."""
 
     batch: TokenBatch
-    mini_batches: list[tuple[list[int], list[Group]]]
-    """For each optimizer step, the steps of the batch by number, and the groups they are of."""
+    mini_batches: list[MiniBatch]
+    """One for each optimizer step, in order."""
     metrics: dict[str, float]
 
 
@@ -67,20 +87,75 @@ class Updater:
         self.critic = critic
         self._seed = seed
         self._loss_fn = make_loss_fn(algorithm.loss, algorithm.kl)
+        self._sft_loss = make_loss_fn(algorithm.sft.loss)
         self.backend = backend
         self.progress = Progress()
 
     def prepare(self, groups: Sequence[Group]) -> Prepared:
         """The columns of a batch, at the weights of now: π_prox is taken once, before the first of
-        its optimizer steps."""
-        algorithm, progress = self._algorithm, self.progress
-        owner = [i for i, g in enumerate(groups) for _ in g.steps]
-        parts = np.array_split(range(len(groups)), self._async.require_batches)
-        mini_of_group = {int(g): m for m, part in enumerate(parts) for g in part}
-        mini_of_step = [mini_of_group[g] for g in owner]
+        its optimizer steps. What was rolled out and conversations are spread over these alike."""
+        number = self._async.require_batches
+        rl, sft = [g for g in groups if not is_sft(g)], [g for g in groups if is_sft(g)]
+        # From both ends: where neither can be divided, the one is long where the other is short.
+        minis = [*_parts(len(rl), number), *(number - 1 - m for m in _parts(len(sft), number))]
+        ordered = [*rl, *sft]
+        mini_of_step = [m for g, m in zip(ordered, minis, strict=True) for _ in g.steps]
+        batch, metrics = self._prepare_rl(rl, mini_of_step) if rl else (None, {})
+        if batch is None or sft:
+            batch = self._with_conversations(batch, ordered, minis, mini_of_step)
+        first = [
+            MiniBatch(
+                [i for i, m in enumerate(mini_of_step) if m == mini],
+                [g for g, m in zip(ordered, minis, strict=True) if m == mini],
+                0,
+            )
+            for mini in sorted(set(mini_of_step))
+        ]
+        draw = np.random.default_rng([self._seed, self.progress.updates])
+        again = [
+            first[i]._replace(epoch=epoch)
+            for epoch in range(1, self._async.ppo_epochs)
+            for i in draw.permutation(len(first))
+        ]
+        return Prepared(batch, first + again, metrics)
 
+    def _with_conversations(
+        self,
+        rolled_out: TokenBatch | None,
+        groups: Sequence[Group],
+        minis: Sequence[int],
+        mini_of_step: Sequence[int],
+    ) -> TokenBatch:
+        """The batch of all `groups`: what was `rolled_out`, with its columns, and conversations
+        behind it, each of the two weighted by its share of a mini-batch's groups (`JointLoss`).
+        """
         batch: TokenBatch = self.backend.convert([s for g in groups for s in g.steps])
-        columns = batch.columns
+        first = 0 if rolled_out is None else len(rolled_out.steps)
+        begin = int(batch.offsets[first])
+        total = Counter(minis)
+        of_sft = Counter(m for g, m in zip(groups, minis, strict=True) if is_sft(g))
+        share = batch.expand([of_sft[m] / total[m] for m in mini_of_step])
+        coef = coefficients(
+            batch.lengths[first:].tolist(),
+            [s.trajectory_uid for s in batch.steps[first:]],
+            self._algorithm.sft.loss,
+            mini_batches=mini_of_step[first:],
+        )
+        batch.columns["sft_coef"] = torch.cat([torch.zeros(begin), coef]) * share
+        if rolled_out is not None:
+            nobody = torch.full((batch.n_tokens - begin,), torch.nan)
+            batch.columns |= {k: torch.cat([v, nobody]) for k, v in rolled_out.columns.items()}
+            coef = torch.cat([rolled_out.columns["coef"], torch.zeros_like(nobody)])
+            batch.columns["coef"] = coef * (1 - share)
+        return batch
+
+    def _prepare_rl(
+        self, groups: Sequence[Group], mini_of_step: Sequence[int]
+    ) -> tuple[TokenBatch, dict[str, float]]:
+        """The columns and metrics of what was rolled out, whose steps are the first."""
+        algorithm, progress = self._algorithm, self.progress
+        batch: TokenBatch = self.backend.convert([s for g in groups for s in g.steps])
+        mini_of_step, columns = mini_of_step[: len(batch.steps)], batch.columns
         prox = proximal_log_probs(
             lambda: self.backend.compute_log_probs(batch),
             columns["rollout_log_probs"],
@@ -124,7 +199,9 @@ class Updater:
             mask=mask,
         )
         columns["weights"] = correction.weights
-        metrics |= correction.metrics
+        # Counted of the Steps: where the engine's log-probs are not used, all are known above.
+        without = float(sum(s.rollout_log_probs is None for s in batch.steps))
+        metrics |= correction.metrics | {"off_policy/missing_steps": without}
         columns |= loss_columns(
             batch,
             algorithm.loss,
@@ -134,18 +211,7 @@ class Updater:
         )
         if gap is not None:
             metrics["log_prob_gap"] = gap
-        used = sorted(set(mini_of_step))
-        return Prepared(
-            batch,
-            [
-                (
-                    [i for i, m in enumerate(mini_of_step) if m == number],
-                    [groups[int(g)] for g in parts[number]],
-                )
-                for number in used
-            ],
-            metrics,
-        )
+        return batch, metrics
 
     def step(self, batch: TokenBatch, indices: Sequence[int]) -> dict[str, float]:
         """One optimizer step over the steps `indices`, and its count; its metrics. A publication
@@ -155,6 +221,11 @@ class Updater:
         if update.get("skipped"):
             self.progress.unapplied.append(self.progress.updates)
         return update
+
+    def leave_out(self) -> None:
+        """Count the optimizer steps of a batch that is not trained, so that the next has another
+        number."""
+        self.progress.updates += self._async.updates_per_batch
 
     def state_dict(self) -> dict[str, Any]:
         """Of the models, for a checkpoint."""
@@ -174,16 +245,23 @@ class Updater:
             self.critic.close()
 
     def _update(self, batch: TokenBatch, indices: Sequence[int]) -> dict[str, float]:
-        loss_fn = replace(self._loss_fn, kl_coef=self._kl_coef)
+        rl_loss = replace(self._loss_fn, kl_coef=self._kl_coef)
+        loss_fn: BatchLoss | JointLoss = rl_loss
+        rl = list(indices)
+        if (coef := batch.columns.get("sft_coef")) is not None:
+            rl = [i for i in indices if not coef[batch.offsets[i]]]
+            loss_fn = JointLoss(self._sft_loss, rl_loss if rl else None)
         update: dict[str, float] = {}
-        if self.critic is not None:
-            update |= self.critic.update(batch, indices)
+        if self.critic is not None and rl:
+            update |= self.critic.update(batch, rl)
             if not self.critic.warm:
-                return update | {"skipped": 1.0}
+                indices = [i for i in indices if i not in set(rl)]
+                if not indices:
+                    return update | {"skipped": 1.0}
         update |= self.backend.train_step(batch, loss_fn, indices)
-        if self._algorithm.kl.place == "loss":
+        if rl and self._algorithm.kl.place == "loss":
             update["kl/coef"] = self._kl_coef
-            trajectories = {batch.steps[i].trajectory_uid for i in indices}
+            trajectories = {batch.steps[i].trajectory_uid for i in rl}
             self._adapt_kl(update.get("kl/ref", math.nan), len(trajectories))
         return update
 
@@ -232,17 +310,50 @@ class Updater:
         return float(gap.max()) if len(gap) else None
 
 
-def record_of(progress: Progress, groups: Sequence[Group], seconds: float) -> dict[str, Any]:
-    """What is told of an optimizer step on `groups`, whatever the mathematics."""
-    trajectories = [t for g in groups for t in g.trajectories]
+def _parts(n: int, parts: int) -> list[int]:
+    """The part of each of `n` things that are cut into `parts` as even as can be, in order."""
+    return [m for m, part in enumerate(np.array_split(range(n), parts)) for _ in part]
+
+
+def record_of(
+    progress: Progress,
+    groups: Sequence[Group],
+    times: Mapping[str, float],
+    prepared: Sequence[Group],
+) -> dict[str, Any]:
+    """What is told of an optimizer step on `groups`, whatever the mathematics.
+
+    Args:
+        times: of `Phases`.
+        prepared: the groups of its batch, of all its optimizer steps.
+    """
+    sft, rl = [g for g in groups if is_sft(g)], [g for g in groups if not is_sft(g)]
+    told: dict[str, Any] = trajectory_metrics(rl) if rl else {}
+    if sft:
+        told["sft/share"] = len(sft) / len(groups)
+        told["sft/tokens"] = sum(len(s.response_ids) for g in sft for s in g.steps)
+    trained = n_tokens(groups)
+    rates = {
+        "tokens_per_s": (trained, "step"),
+        "tokens_per_s/train": (trained, "train"),
+        "tokens_per_s/prepare": (n_tokens(prepared), "prepare"),
+    }
     return {
         "step": progress.updates,
         "time_s": progress.train_s,
         "policy_version": progress.version,
-        "reward/mean": float(np.mean([t.reward for t in trajectories])),
-        "tool_use": tool_use(groups),
+        **told,
+        "tool_use": tool_use(rl),
         "groups": len(groups),
-        "trajectories": len(trajectories),
-        "steps_per_trajectory": sum(len(t.steps) for t in trajectories) / len(trajectories),
-        "tokens_per_s": sum(s.n_tokens for g in groups for s in g.steps) / seconds,
+        "trajectories": sum(len(g.trajectories) for g in groups),
+        **{
+            name: n / seconds
+            for name, (n, stage) in rates.items()
+            if (seconds := times.get(f"time/{stage}_s", 0.0)) > 0
+        },
     }
+
+
+def n_tokens(groups: Sequence[Group]) -> int:
+    """Prompt and response tokens of their steps, a shared prefix counted each time."""
+    return sum(s.n_tokens for g in groups for s in g.steps)

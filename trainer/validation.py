@@ -42,6 +42,12 @@ from stepwell.trainer.data import Task
 from stepwell.trainer.errors import StarvedError
 from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.scoring import Scorer, why_lost
+from stepwell.trainer.trajectory_metrics import (
+    data_source,
+    task_of,
+    tool_use,
+    trajectory_metrics,
+)
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +96,8 @@ class Evaluation:
     """Finished rollouts left out because another version generated some of their tokens."""
     seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    """`val/{data_source}/mean@n`, `val/{data_source}/pass@k` and `…/short`, see `figures`."""
+    """`val/{data_source}/mean@n`, `val/{data_source}/pass@k` and `…/short`, see `figures`; and
+    `val/response_length/mean`, …, see `trajectory_metrics`."""
 
     def as_metrics(self) -> dict[str, float]:
         """Every figure, under `val/…`."""
@@ -135,7 +142,6 @@ class Validator(ABC):
         self._tokenizer: Any = None
         self._task: asyncio.Task[None] | None = None
         self._done: list[Evaluation] = []
-        self._unreported: dict[str, float] = {}
         self._free = asyncio.Event()
         self._free.set()
 
@@ -227,17 +233,30 @@ class Validator(ABC):
             StarvedError: not one rollout finished.
         """
 
-    def metrics(self) -> dict[str, float]:
-        """The figures of evaluations that have ended since the last call, for the metrics of the
-        optimizer step that is recorded next: `val/step` says whose they are."""
-        metrics, self._unreported = self._unreported, {}
-        return metrics
+    def _evaluation(
+        self, groups: Sequence[Group], policy: Policy, n: int | None = None, **counts: Any
+    ) -> Evaluation:
+        """What `groups`, all of the policy's version, tell of it.
 
-    def _report(self, evaluations: list[Evaluation]) -> list[Evaluation]:
-        self._done += evaluations
-        for evaluation in evaluations:
-            self._unreported |= evaluation.as_metrics()
-        return evaluations
+        Args:
+            n: rollouts of each prompt; None: as many as came.
+            counts: the fields of `Evaluation` that they do not tell.
+        """
+        metrics = {f"val/{name}": x for name, x in trajectory_metrics(groups).items()}
+        score = metrics["val/reward/mean"]
+        for name in [m for m in metrics if m.startswith("val/reward/") and m.endswith("/mean")]:
+            del metrics[name]  # `val/score` and mean@n say it
+        if n is not None:
+            metrics |= figures(groups, n, pass_reward=self.config.pass_reward)
+        return Evaluation(
+            step=policy.step,
+            score=score,
+            tool_use=tool_use(groups),
+            rollouts=sum(len(g.trajectories) for g in groups),
+            version=policy.version,
+            metrics=metrics,
+            **counts,
+        )
 
     def _rows(self, groups: Sequence[Group], policy: Policy) -> list[dict[str, Any]]:
         if self._tokenizer is None:
@@ -286,19 +305,17 @@ class TaskValidator(Validator):
             log.warning("no evaluation at step %d: weights were published meanwhile", policy.step)
             return []
         await asyncio.to_thread(self._write, pinned, policy)
-        evaluation = Evaluation(
-            step=policy.step,
-            score=float(np.mean([t.reward for t in trajectories])),
-            tool_use=tool_use(pinned),
-            rollouts=len(trajectories),
+        evaluation = self._evaluation(
+            pinned,
+            policy,
+            n,
             failed=len(tasks) * n - finished,
-            version=policy.version,
             weights_step=policy.weights_step,
             mixed=finished - len(trajectories),
             seconds=time.monotonic() - began,
-            metrics=figures(pinned, n, pass_reward=self.config.pass_reward),
         )
-        return self._report([evaluation])
+        self._done.append(evaluation)
+        return [evaluation]
 
     async def _scored(self, uids: Sequence[str]) -> list[Group]:
         """The groups of the evaluation, scored, in the order of its prompts; whatever else is in
@@ -348,7 +365,7 @@ def figures(groups: Iterable[Group], n: int, *, pass_reward: float) -> dict[str,
     for group in groups:
         finished = [t.reward for t in group.trajectories if t.reward is not None]
         if finished:
-            rewards[_task(group).get("data_source") or "unknown"].append(finished)
+            rewards[data_source(group)].append(finished)
     result: dict[str, float] = {}
     for source, prompts in sorted(rewards.items()):
         result[f"val/{source}/mean@{n}"] = float(np.mean([np.mean(p) for p in prompts]))
@@ -365,16 +382,6 @@ def figures(groups: Iterable[Group], n: int, *, pass_reward: float) -> dict[str,
     return result
 
 
-def tool_use(groups: Sequence[Group]) -> float | None:
-    """Share of trajectories in which the agent called a tool; None: the model was offered none."""
-    calls = [
-        [s.metadata["tool_calls"] for s in t.steps if "tool_calls" in s.metadata]
-        for g in groups
-        for t in g.trajectories
-    ]
-    return float(np.mean([sum(c) > 0 for c in calls])) if any(calls) else None
-
-
 def versions_of(trajectory: Trajectory) -> set[int]:
     """The policy versions that generated its tokens."""
     spans = {v.version for s in trajectory.steps for v in s.version_spans}
@@ -385,11 +392,6 @@ def only_of(group: Group, version: int) -> Group:
     """The group without the rollouts of which another version generated a token."""
     kept = tuple(t for t in group.trajectories if versions_of(t) == {version})
     return replace(group, trajectories=kept)
-
-
-def _task(group: Group) -> Mapping[str, Any]:
-    task: Mapping[str, Any] = group.metadata.get("task", {})
-    return task
 
 
 # ── sample tables ────────────────────────────────────────────────────────────────────────────────
@@ -407,7 +409,7 @@ def samples(
     """One row per rollout, with `COLUMNS` as keys. `reply` is the text of its last LLM call."""
     rows = []
     for group in groups:
-        task = _task(group)
+        task = task_of(group)
         for trajectory in group.trajectories:
             last = trajectory.steps[-1]
             rows.append(

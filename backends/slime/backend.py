@@ -13,7 +13,7 @@ weighs as one. slime's own normalisation of rewards has no such care: it reshape
 Sources: THUDM/slime 0.3.1, `slime/ray/rollout.py` (`_post_process_rewards`,
 `_convert_samples_to_train_data`), `slime/backends/megatron_utils/cp_utils.py`.
 
-Does not own: the way from the pool to slime and back (`trainer/slime_rollout.py`). Needs no slime.
+Does not own: the way from the pool to slime and back (`trainer/slime/rollout.py`). Needs no slime.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import numpy as np
 
 from stepwell.backends.base import TrainingBackend
 from stepwell.backends.errors import BackendConfigError, BatchError
-from stepwell.backends.slime.samples import PADDING, SlimeSample, groups_of, to_samples
+from stepwell.backends.slime.sample import SlimeSample
+from stepwell.backends.slime.samples import PADDING, groups_of, to_samples
 from stepwell.datapool.types import Step
 
 EPSILON = 1e-6
@@ -69,7 +70,7 @@ class SlimeBackend(TrainingBackend):
             raise BackendConfigError(
                 "backend is 'slime', which runs its own loop, so `stepwell train` cannot drive it: "
                 "start slime with --rollout-function-path "
-                "stepwell.trainer.slime_rollout.generate_rollout beside `stepwell serve` "
+                "stepwell.trainer.slime.rollout.generate_rollout beside `stepwell serve` "
                 "(docs/design/backends.md), or set trainer.backend=torch"
             )
         return cls(**kwargs)
@@ -122,10 +123,11 @@ def train_data(args: Any, samples: Sequence[SlimeSample]) -> dict[str, list[Any]
         "rollout_ids": [s.rollout_id for s in samples],
         "loss_masks": masks,
         "rollout_mask_sums": [mask_sums[s.rollout_id] for s in samples],
-        "rollout_log_probs": [s.rollout_log_probs for s in samples],
         "source_names": [s.metadata["source_name"] for s in samples],
         "weight_versions": [s.weight_versions for s in samples],
     }
+    if samples[0].rollout_log_probs is not None:  # all have them or none
+        data["rollout_log_probs"] = [s.rollout_log_probs for s in samples]
     routed = [s.rollout_routed_experts for s in samples]
     if any(r is not None for r in routed):
         data["rollout_routed_experts"] = routed

@@ -8,19 +8,18 @@ trajectory of several branches is one rollout of several samples (slime: "compac
                 Q R3    (a side call)             sample  Q    | R3             loss_mask 1
 
 Every response token is trained in exactly one sample; what cannot be trained is masked, and
-counted. Source of the fields: THUDM/slime 0.3.1, `slime/utils/types.py`.
+counted.
 
-Owns: samples. Does not own: rows (`rows.py`), what slime makes of samples (`slime/backend.py`).
-Needs no slime.
+Owns: what Steps become. Does not own: the sample's fields (`sample.py`), rows (`rows.py`), what
+slime makes of samples (`backend.py`). Needs no slime.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,6 +27,7 @@ import numpy.typing as npt
 
 from stepwell.backends.errors import BatchError
 from stepwell.backends.rows import Row, Segment, build_rows
+from stepwell.backends.slime.sample import SlimeSample
 from stepwell.datapool.types import GREEDY, Group, Step, Trajectory
 
 NO_LOG_PROBS = "no_log_probs"
@@ -35,70 +35,11 @@ OTHER_TEMPERATURE = "other_temperature"
 PADDING = "padding"
 """Key of a sample's metadata: true for one that stands for a rollout that its group lacks."""
 
-_STATUS = {"length": "truncated", "abort": "aborted"}
-
-
-@dataclass(slots=True)
-class SlimeSample:
-    """The fields of `slime.utils.types.Sample` that Stepwell has something to say of; `as_slime`
-    makes that class of it."""
-
-    group_index: int | None = None
-    """One per prompt; what rewards are normalised by."""
-    index: int | None = None
-    """The same as `rollout_id`, as in slime."""
-    rollout_id: int | None = None
-    """One per trajectory, shared by its samples; what the loss is normalised by."""
-    prompt: str | list[dict[str, Any]] = ""
-    """Of a sample that is still to be rolled out; else empty: the tokens say it."""
-    label: Any = None
-    tokens: list[int] = field(default_factory=list)
-    """Prompt and response."""
-    response_length: int = 0
-    """From the first response that this sample is for, to the end."""
-    reward: float | None = None
-    """The trajectory's, on each of its samples."""
-    loss_mask: list[int] | None = None
-    """[response_length]; 1: sampled, and trained in this sample."""
-    rollout_log_probs: list[float] | None = None
-    """[response_length]; 0 where `loss_mask` is 0, as slime pads."""
-    weight_versions: list[str] = field(default_factory=list)
-    """Of each run of trained tokens that one version sampled."""
-    status: str = "pending"
-    """`completed`, `truncated` or `aborted`: how the sample's last call ended."""
-    remove_sample: bool = False
-    """Nothing of it is trained; it stands for its rollout, since slime counts rollouts."""
-    rollout_routed_experts: npt.NDArray[Any] | None = None
-    """[tokens - 1, layers, experts]: routing of each input position, as sampled."""
-    metadata: dict[str, Any] = field(default_factory=dict)
-    """`prompt_uid`, `trajectory_uid`, `step_indices`, `source_name`."""
-
-    def get_reward_value(self, args: Any) -> float | None:
-        """The reward, as slime's functions ask for it; `args.reward_key` has no meaning here,
-        where rewards are numbers."""
-        return self.reward
-
-    def to_dict(self) -> dict[str, Any]:
-        """What `from_dict` takes, slime's too."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> SlimeSample:
-        """Reads `to_dict`."""
-        return cls(**data)
-
-
-def sample_class() -> Any:
-    """slime's `Sample` where slime can be imported, else `SlimeSample`."""
-    try:
-        return importlib.import_module("slime.utils.types").Sample
-    except ImportError:  # not installed, or another package of this name
-        return SlimeSample
-
-
-def as_slime(sample: SlimeSample) -> Any:
-    """The sample as `sample_class`."""
-    return sample_class().from_dict(sample.to_dict())
+_STATUS = {
+    "length": SlimeSample.Status.TRUNCATED,
+    "abort": SlimeSample.Status.ABORTED,
+}
+"""By the finish reason of the last call; any other is `COMPLETED`."""
 
 
 Samples: TypeAlias = list[list[list[SlimeSample]]]
@@ -123,9 +64,43 @@ class Converted(NamedTuple):
         if all(s.remove_sample for s in self.flat):
             raise BatchError(
                 f"no response token of {len(self.samples)} groups can be trained: "
-                f"{dict(self.untrained) or 'they hold no rollouts'}; steps need rollout_log_probs, "
-                "and the temperature that slime scores at (--rollout-temperature)"
+                f"{dict(self.untrained) or 'they hold no rollouts'}; steps need the temperature "
+                "that slime scores at (--rollout-temperature)"
             )
+
+
+def settle_log_probs(args: Any, samples: Sequence[Any]) -> int:
+    """Make log-probs known of all samples or of none, which is all that slime can express: beside
+    samples that have them, one without trains nothing.
+
+    Args:
+        args: slime's.
+        samples: slime's or ours; changed in place.
+
+    Returns:
+        Tokens that are masked now.
+
+    Raises:
+        BatchError: none has log-probs, and slime's arguments ask for them.
+    """
+    without = [s for s in samples if s.rollout_log_probs is None]
+    if len(without) == len(samples):
+        names = ("use_rollout_logprobs", "use_tis", "get_mismatch_metrics")
+        asked = [name for name in names if getattr(args, name, False)]
+        if asked:
+            raise BatchError(
+                f"{asked[0]} is set, and no sample has rollout_log_probs: text-only rollouts have "
+                f"none; leave --{asked[0].replace('_', '-')} out, or let the agents call through "
+                "the gateway"
+            )
+        return 0
+    masked = 0
+    for sample in without:
+        masked += sum(sample.loss_mask)
+        sample.loss_mask = [0] * sample.response_length
+        sample.rollout_log_probs = [0.0] * sample.response_length
+        sample.remove_sample = True
+    return masked
 
 
 def groups_of(steps: Iterable[Step]) -> list[Group]:
@@ -167,8 +142,9 @@ def to_samples(
         temperature: at which slime will score; steps sampled at another one are masked. None: not
             checked.
 
-    Tokens of a step without behaviour log-probs are masked, since slime cannot leave out the
-    correction for some.
+    If no step has behaviour log-probs (text-only rollouts), neither have the samples: slime
+    recomputes them and corrects nothing. Beside others that have them the tokens of such steps are
+    masked, since slime cannot leave out the correction for some.
 
     Raises:
         BatchError: a trajectory without a reward, a group of more than `group_size` or without a
@@ -177,9 +153,10 @@ def to_samples(
     made: Samples = []
     untrained: Counter[str] = Counter()
     padded = 0
+    known = any(s.rollout_log_probs is not None for g in groups for s in g.steps)
     next_id = first_rollout
     for group_index, group in enumerate(groups, first_group):
-        rollouts = [_samples(t, group, temperature, untrained) for t in rollouts_of(group)]
+        rollouts = [_samples(t, group, temperature, known, untrained) for t in rollouts_of(group)]
         missing = 0 if group_size is None else group_size - len(rollouts)
         if missing < 0 or not rollouts:
             raise BatchError(
@@ -204,7 +181,11 @@ def to_samples(
 
 
 def _samples(
-    trajectory: Trajectory, group: Group, temperature: float | None, untrained: Counter[str]
+    trajectory: Trajectory,
+    group: Group,
+    temperature: float | None,
+    known: bool,
+    untrained: Counter[str],
 ) -> list[SlimeSample]:
     reward = trajectory.reward
     if reward is None:
@@ -219,7 +200,7 @@ def _samples(
                 f"step {step.trajectory_uid!r}[{step.step_index}] has multi_modal_data; slime is "
                 "given text only"
             )
-    reasons = [_untrained(step, temperature) for step in steps]
+    reasons = [_untrained(step, temperature, known) for step in steps]
     for step, reason in zip(steps, reasons, strict=True):
         if reason is not None:
             untrained[reason] += len(step.response_ids)
@@ -233,15 +214,17 @@ def _samples(
         trained = [s for s in row.segments if reasons[s.step] is None]
         indices = [steps[s.step].step_index for s in row.segments]
         sample = _sample(row, trained, steps)
+        if not known:
+            sample.rollout_log_probs = None
         sample.reward, sample.metadata = reward, metadata | {"step_indices": indices}
         made.append(sample)
     # slime's mean over tokens counts one for a sample that has none to train.
     return [s for s in made if not s.remove_sample] or made[-1:]
 
 
-def _untrained(step: Step, temperature: float | None) -> str | None:
-    """Why slime cannot train it; None: it can."""
-    if step.rollout_log_probs is None:
+def _untrained(step: Step, temperature: float | None, known: bool) -> str | None:
+    """Why slime cannot train it; None: it can. `known`: some step has behaviour log-probs."""
+    if known and step.rollout_log_probs is None:
         return NO_LOG_PROBS
     if temperature is not None and not math.isclose(step.temperature, temperature, rel_tol=1e-6):
         return OTHER_TEMPERATURE
@@ -258,7 +241,8 @@ def _sample(row: Row, trained: Sequence[Segment], steps: Sequence[Step]) -> Slim
         step = steps[segment.step]
         where = slice(segment.start - begin, segment.end - begin)
         mask[where] = 1
-        log_probs[where] = step.rollout_log_probs
+        if step.rollout_log_probs is not None:
+            log_probs[where] = step.rollout_log_probs
         versions += [str(s.version) for s in step.version_spans] or [str(step.policy_version)]
     last = steps[row.segments[-1].step]
     return SlimeSample(
@@ -267,7 +251,7 @@ def _sample(row: Row, trained: Sequence[Segment], steps: Sequence[Step]) -> Slim
         loss_mask=mask.tolist(),
         rollout_log_probs=log_probs.tolist(),
         weight_versions=versions,
-        status=_STATUS.get(last.finish_reason or "", "completed"),
+        status=_STATUS.get(last.finish_reason or "", SlimeSample.Status.COMPLETED),
         remove_sample=not trained,
         rollout_routed_experts=_routing(row, steps),
     )
@@ -276,22 +260,22 @@ def _sample(row: Row, trained: Sequence[Segment], steps: Sequence[Step]) -> Slim
 def _padding(rollouts: Sequence[Sequence[SlimeSample]]) -> SlimeSample:
     """Trains nothing and has the mean reward, so that slime's own metrics stay right."""
     like = rollouts[0][0]
-    rewards = [rollout[0].reward or 0.0 for rollout in rollouts]
-    return SlimeSample(
-        **like.to_dict()
-        | {
-            "reward": sum(rewards) / len(rewards),
-            "loss_mask": [0] * like.response_length,
-            "rollout_log_probs": [0.0] * like.response_length,
-            "weight_versions": [],
-            "status": "completed",
-            "remove_sample": True,
-            "metadata": {
-                "prompt_uid": like.metadata["prompt_uid"],
-                "source_name": like.metadata["source_name"],
-                PADDING: True,
-            },
-        }
+    rewards: list[Any] = [rollout[0].reward for rollout in rollouts]  # numbers: of trajectories
+    return replace(
+        like,
+        reward=sum(rewards) / len(rewards),
+        loss_mask=[0] * like.response_length,
+        rollout_log_probs=(
+            None if like.rollout_log_probs is None else [0.0] * like.response_length
+        ),
+        weight_versions=[],
+        status=SlimeSample.Status.COMPLETED,
+        remove_sample=True,
+        metadata={
+            "prompt_uid": like.metadata["prompt_uid"],
+            "source_name": like.metadata["source_name"],
+            PADDING: True,
+        },
     )
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from stepwell.backends.base import LossOutput, Mean, TokenBatch
-from stepwell.backends.config import CriticConfig, TorchBackendConfig
+from stepwell.backends.config import CriticConfig, TorchBackendConfig, ValueAggregation
 from stepwell.backends.errors import BatchError
 from stepwell.backends.rows import Row
 from stepwell.backends.torch.backend import TorchBackend, TorchBatch
@@ -89,9 +89,10 @@ class Critic:
         chosen = torch.zeros(len(batch.steps), dtype=torch.bool)
         chosen[list(steps)] = True
         trained = chosen.repeat_interleave(batch.lengths) & batch.columns["returns"].isfinite()
-        if not (n := int(trained.sum())):
+        if not trained.any():
             raise BatchError("none of the steps has a return; the critic has nothing to learn")
-        loss_fn = ValueLoss(self._config.cliprange_value, n)
+        batch.columns["value_coef"] = shares(batch, trained, self._config.loss_agg_mode)
+        loss_fn = ValueLoss(self._config.cliprange_value)
         update = self._model.train_step(self._own(batch), loss_fn, indices)
         self._updates += 1
         kept = ("loss", "grad_norm", "lr", "seconds", "skipped_updates")
@@ -134,23 +135,42 @@ def explained_variance(values: Tensor, returns: Tensor) -> float | None:
     return float(1 - (returns.double() - values.double()).var(correction=0) / variance)
 
 
+def shares(batch: TokenBatch, trained: Tensor, mode: ValueAggregation) -> Tensor:
+    """The share of every response token in the mean over an update, [T]; they sum to 1.
+
+    Args:
+        trained: [T] bool; other tokens have none.
+    """
+    if mode == "token-mean":
+        return trained / trained.sum()
+    numbers = dict[int | str, int]()
+    names = [
+        i if mode == "sequence-mean-token-mean" else s.trajectory_uid
+        for i, s in enumerate(batch.steps)
+    ]
+    step = torch.tensor([numbers.setdefault(name, len(numbers)) for name in names])
+    sample = step.repeat_interleave(batch.lengths)
+    tokens = sample.bincount(weights=trained.double())
+    return trained / (tokens[sample].clamp(min=1) * (tokens > 0).sum()).float()
+
+
 @dataclass(frozen=True, slots=True)
 class ValueLoss:
-    """½ Σ max((V - G)², (clip(V, V_old ± c) - G)²) / n over the tokens with a return G.
+    """½ Σ coef · max((V - G)², (clip(V, V_old ± c) - G)²) over the tokens with a return G; coef is
+    the column `value_coef`, as `shares` makes it for a whole update.
 
     A `LossFn` whose `log_probs` are values. Source: PPO's reference implementation
     (openai/baselines ppo2); c is `cliprange_value`.
     """
 
     clip: float | None
-    n: int
-    """Trained tokens of the update, so that micro-batches add up to its mean."""
 
     def __call__(
         self, log_probs: Tensor, entropy: Tensor | None, columns: Mapping[str, Tensor]
     ) -> LossOutput:
         live = columns["returns"].isfinite()
         v, old, returns = log_probs[live], columns["values"][live], columns["returns"][live]
+        coef = columns["value_coef"][live]
         error = (v - returns).square()
         clipped = torch.zeros_like(error)
         if self.clip is not None:
@@ -160,7 +180,7 @@ class ValueLoss:
         count = live.sum().double()
         metrics = {"clip_frac": clipped, "value_mean": v.detach(), "return_mean": returns}
         return LossOutput(
-            0.5 * error.sum() / self.n,
+            0.5 * (coef * error).sum(),
             {f"critic/{name}": Mean(x.double().sum(), count) for name, x in metrics.items()},
         )
 

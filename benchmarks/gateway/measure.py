@@ -98,13 +98,13 @@ async def throughput(bench: Bench) -> None:
     size, report, ours = bench.size, bench.report, bench.ours
     few, most = min(size.connections), max(size.connections)
     for system in bench.systems:
-        await _sample(bench, system, most, most // ROLLOUTS or 1)
+        await sample(bench, system, most, most // ROLLOUTS or 1)
     samples: Samples = {}
     first_prompt = 0
     for _ in range(size.rounds):
         for n in size.connections:
             for system in bench.systems:
-                measured = await _sample(bench, system, n, size.groups * system.scale, first_prompt)
+                measured = await sample(bench, system, n, size.groups * system.scale, first_prompt)
                 samples.setdefault((system.name, n), []).append(measured)
             first_prompt += size.groups * max(system.scale for system in bench.systems)
     report.figures["systems"] = table(samples, Direct.name)
@@ -131,7 +131,7 @@ async def delayed(bench: Bench) -> None:
     try:
         for turn in range(size.delayed_rounds):
             for system in bench.systems:
-                measured = await _sample(bench, system, most, groups, turn * groups)
+                measured = await sample(bench, system, most, groups, turn * groups)
                 samples.setdefault((system.name, most), []).append(measured)
             job = bench.job(
                 ours,
@@ -176,7 +176,7 @@ async def delayed(bench: Bench) -> None:
     report.at_most(name, two, 40.0)
 
 
-async def _sample(
+async def sample(
     bench: Bench, system: System, connections: int, prompts: int, first_prompt: int = 0
 ) -> Sample:
     """One measurement; what was stored is checked afterwards."""

@@ -64,6 +64,8 @@ class Counts(msgspec.Struct):
     steps: StepCounts = msgspec.field(default_factory=StepCounts)
     tokens: int = 0
     """Prompt and response tokens stored, a shared prefix counted each time."""
+    response_tokens: int = 0
+    """Of all steps that were ever accepted."""
     version: int = 0
     """The policy version that generation uses now."""
     first_version: int | None = None

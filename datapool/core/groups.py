@@ -45,8 +45,9 @@ DEADLINE: Final = "deadline"
 IDLE: Final = "idle"
 SIBLINGS: Final = "siblings"
 REWARD_WAIT: Final = "reward_wait"
+HOLD: Final = "hold"
 RETENTION: Final = "retention"
-Timer: TypeAlias = Literal["deadline", "idle", "siblings", "reward_wait", "retention"]
+Timer: TypeAlias = Literal["deadline", "idle", "siblings", "reward_wait", "hold", "retention"]
 """What a group is due for at some time; of these `deadline`, `idle` and `retention` are reasons of
 a drop, too."""
 
@@ -357,7 +358,7 @@ class Groups:
         """Out of every order that holds live groups."""
         self._unready(group)
         self._open.pop(group.prompt_uid, None)
-        self._stop_timers(group, DEADLINE, IDLE)
+        self._stop_timers(group, DEADLINE, IDLE, HOLD)
 
     def _drop(self, group: GroupRecord, reason: str, returned: bool = False) -> None:
         self._unqueue(group)

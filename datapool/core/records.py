@@ -209,6 +209,8 @@ class GroupRecord(msgspec.Struct, eq=False, gc=False):
     delivery: int = 1
     n_asked: int = 0
     """n_rollouts of the fetch that it was leased to."""
+    held: bool = False
+    """The holding time (`hold_s`) of its last complete trajectory is not over."""
     reward_due: float | None = None
     """When it is served without the rewards that it lacks; -inf: that time has come."""
     retired: str | None = None

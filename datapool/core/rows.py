@@ -126,6 +126,12 @@ class RewardsAwaited(_Record, frozen=True, array_like=True, gc=False):
     until: float
 
 
+class HoldEnded(_Record, frozen=True, array_like=True, gc=False):
+    """Its holding time is over."""
+
+    prompt_uid: str
+
+
 class GroupRetired(_Record, frozen=True, array_like=True, gc=False):
     """To be dropped once its consumer hands it back."""
 

@@ -10,7 +10,8 @@ In an undeclared group a complete trajectory counts once nothing of the group is
 
 A ready group still takes steps and completions of its open trajectories: whatever is complete
 when it is first leased is served, and from then on its content is frozen. A ready group can be
-*held* (people's marks say so, a reward is missing): it stays, and is not served until that changes.
+*held* (its holding time is not over, people's marks say so, a reward is missing): it stays, and is
+not served until that changes.
 
 Owns no lease (`leases.py`): who has a group, and until when, is not known here.
 """
@@ -26,7 +27,15 @@ from typing import Final
 from stepwell.datapool.codec import PackedGroup, PackedTrajectory
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.core import rows
-from stepwell.datapool.core.groups import DEADLINE, IDLE, RETENTION, REWARD_WAIT, SIBLINGS, Groups
+from stepwell.datapool.core.groups import (
+    DEADLINE,
+    HOLD,
+    IDLE,
+    RETENTION,
+    REWARD_WAIT,
+    SIBLINGS,
+    Groups,
+)
 from stepwell.datapool.core.records import Closing, GroupRecord, TrajectoryRecord
 from stepwell.datapool.errors import SelectionError
 from stepwell.datapool.questions import Available, DryRunOf, WaitAvailable
@@ -48,6 +57,7 @@ TOO_FEW_ROLLOUTS = "too_few_rollouts"
 AWAITS_REWARDS: Final = Hold(UNSCORED)
 """What a group is that lacks rewards which may still come; a filter's equal verdict is another
 object, and for good."""
+AWAITS_FEEDBACK: Final = Hold("holding_time")
 AT_ONCE: Final = 300
 """Steps, trajectories and groups that one change deletes, or drops for their age: 3 ms of work."""
 
@@ -71,6 +81,9 @@ class Serving(Groups):
         if group.oldest_version is None or oldest < group.oldest_version:
             group.oldest_version = oldest
         self._notice_score(record)
+        if self.config.hold_s is not None:
+            group.held = True
+            self._set_timer(group, HOLD, self.config.hold_s)
         if group.terms is None and not group.due and group.n_open:
             group.waits.append(self.now + self.config.siblings_wait_s)
             self.timers.set((SIBLINGS, group.prompt_uid), group.waits[0])
@@ -166,7 +179,7 @@ class Serving(Groups):
 
     def _judge(self, group: GroupRecord) -> bool:
         """Whether a ready group may be served. Otherwise it is held, or dropped."""
-        waits = self.config.reward_wait_s is not None
+        waits = self.config.reward_wait_s is not None or self.config.hold_s is not None
         if self.replaying or (self.selection.is_trivial and not group.is_marked and not waits):
             return True
         uid = group.prompt_uid
@@ -194,12 +207,14 @@ class Serving(Groups):
 
     def verdict(self, info: GroupInfo, rules: Selection) -> tuple[Verdict | None, float]:
         """What these rules say of a ready group, and its key in the order. Changes nothing."""
+        group = self.prompt_groups[info.prompt_uid]
+        if group.held and not group.frozen:
+            return AWAITS_FEEDBACK, 0.0
         try:
             verdict, key = rules.judge(info), rules.key(info)
         except SelectionError as e:
             # Somebody's function failed; whoever submitted a step cannot help that.
             return Hold(f"selection: {e}"), 0.0
-        group = self.prompt_groups[info.prompt_uid]
         served, refusal = rules.gate(info)
         settled = refusal or isinstance(verdict, Drop) or served.is_scored or group.frozen
         if settled or self.config.reward_wait_s is None:
@@ -210,6 +225,13 @@ class Serving(Groups):
 
     def await_rewards(self, record: rows.RewardsAwaited) -> None:
         self.prompt_groups[record.prompt_uid].reward_due = record.until
+
+    def end_hold(self, ended: rows.HoldEnded) -> None:
+        """What people say from now on counts until it is leased."""
+        group = self.prompt_groups[ended.prompt_uid]
+        group.held = False
+        self._stop_timers(group, HOLD)  # in a replay it still runs
+        self._judge_again(group)
 
     def _judge_again(self, group: GroupRecord) -> None:
         """Its marks, rewards or trajectories changed."""
@@ -380,6 +402,10 @@ class Serving(Groups):
                 awaited = rows.SiblingsAwaited(group.prompt_uid)
                 self._write(group, awaited)
                 self.end_wait(awaited)
+            elif timer == HOLD:
+                ended = rows.HoldEnded(group.prompt_uid)
+                self._write(group, ended)
+                self.end_hold(ended)
             elif timer == REWARD_WAIT:
                 over = rows.RewardsAwaited(group.prompt_uid, -math.inf)
                 self._write(group, over)

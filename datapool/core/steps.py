@@ -95,6 +95,7 @@ class Steps(Serving):
         self._check_base(record, header)
         group = self.prompt_groups[record.prompt_uid]
         self._store(group, record, self._relative(record, step, header))
+        self.counts.response_tokens += header.n_response
         if self.config.max_bytes is not None:
             # Last, because it may drop the very group that the step belongs to.
             self._trim(sparing=prompt_uid)

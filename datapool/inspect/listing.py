@@ -313,6 +313,7 @@ def _trajectory_row(found: _Found) -> rows.TrajectoryRow:
         group_state=found.group_state,
         reason=_reason(record),
         reward=record.reward(),
+        outcome=record.outcome,
         n_steps=len(steps),
         n_missing=record.max_index + 1 - len(steps),
         n_tokens=sum(step.n_tokens for step in steps),

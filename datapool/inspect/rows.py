@@ -71,6 +71,8 @@ class TrajectoryRow:
     """Why it was aborted."""
     reward: float | None
     """Sum over its steps and the outcome; None if nothing is scored."""
+    outcome: float | None
+    """The part of it that `set_reward` sets for the whole trajectory."""
     n_steps: int
     n_missing: int
     """Steps that have not arrived, below the highest index that has."""

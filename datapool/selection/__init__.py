@@ -21,7 +21,7 @@ Names in `SelectionConfig`; an argument goes in brackets, `all_correct(0.9)`:
 
 What verl calls it: `algorithm.filter_groups` is `filters: [zero_variance]`; a group of one is kept,
 as there. `max_num_gen_batches` needs nothing here, since drops are counted by reason. slime's words
-and functions: `trainer/slime_filters.py`.
+and functions: `trainer/slime/filters.py`.
 
 Modules: `groups` (what rules see and answer), `built_in` (rules that have names), `rules` (those of
 one channel, in their order), `dry_run`.

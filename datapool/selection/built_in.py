@@ -85,7 +85,7 @@ FILTERS: Final[Rules] = {
     "scored": scored,
     "all_correct": all_correct,
     "all_wrong": all_wrong,
-    "slime_filter": "stepwell.trainer.slime_filters:slime_filter",
+    "slime_filter": "stepwell.trainer.slime.filters:slime_filter",
 }
 _TAKE_A_NUMBER: Final = (all_correct, all_wrong)
 _NAME: Final = re.compile(r"([A-Za-z_]\w*)(?:\((.*)\))?")

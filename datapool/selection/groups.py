@@ -29,6 +29,8 @@ class Marks:
     tags: frozenset[str] = frozenset()
     note: str = ""
     """For people."""
+    corrections: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """What the model should have said, by `step_index` in digits, or `last`: for SFT, pairs."""
 
     def __post_init__(self) -> None:
         quality, tags = self.quality, cast(Any, self.tags)
@@ -50,14 +52,18 @@ class Marks:
         object.__setattr__(self, "tags", frozenset(tags))
         if not isinstance(self.note, str):
             raise _malformed("note", self.note, "a string")
+        items = self.corrections.items() if isinstance(self.corrections, Mapping) else [(0, 0)]
+        if not all(isinstance(k, str) and isinstance(v, str) for k, v in items):
+            raise _malformed("corrections", self.corrections, "a mapping from step to text")
 
     def merged(self, update: Mapping[str, Any]) -> Marks:
-        """These marks with the fields in `update` replaced; None clears one (RFC 7396).
+        """These marks with the fields in `update` replaced; None clears one (RFC 7396: so
+        `corrections` are replaced one by one). `add_tags` keeps the tags that there are.
 
         Raises:
             InvalidRequestError: no such field, or a malformed value.
         """
-        known = [f.name for f in fields(self)]
+        known = [*(f.name for f in fields(self)), "add_tags"]
         for name in update:
             if name not in known:
                 near = get_close_matches(str(name), known, 1, 0.0)[0]
@@ -65,9 +71,16 @@ class Marks:
                     f"marks have no field {name!r} (did you mean {near!r}?); "
                     f"they have {', '.join(known)}"
                 )
-        return replace(
-            self, **{k: getattr(UNMARKED, k) if v is None else v for k, v in update.items()}
-        )
+        values: dict[str, Any] = {
+            k: getattr(UNMARKED, k, ()) if v is None else v for k, v in update.items()
+        }
+        if isinstance(changed := update.get("corrections"), Mapping):
+            merged = {**self.corrections, **changed}
+            values["corrections"] = {k: v for k, v in merged.items() if v is not None}
+        if "add_tags" in values:
+            added = Marks(tags=values.pop("add_tags")).tags
+            values["tags"] = Marks(tags=values.get("tags", self.tags)).tags | added
+        return replace(self, **values)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values only; `UNMARKED.merged` of it gives the same marks."""

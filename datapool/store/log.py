@@ -1,5 +1,4 @@
-"""This module writes transactions at the end of a log, and holds what is in it against what was
-acknowledged, so that nothing that was promised is missed in silence::
+"""This module writes transactions at the end of a log, so that what was acknowledged is in it::
 
     open: lock, read, compare with `pool.acked`, cut what is torn ──► Log
     commit(batch) ──► end of the newest segment ──► `pool.acked` ──► index: from now on it counts
@@ -16,26 +15,19 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from stepwell.datapool.errors import (
-    JournalCorruptError,
-    JournalError,
-    JournalFencedError,
-    JournalFullError,
-)
+from stepwell.datapool.errors import JournalError, JournalFencedError
 from stepwell.datapool.process import boot_id
 from stepwell.datapool.store.cleaning import Cleaner
 from stepwell.datapool.store.folder import (
     ACKED_NAME,
-    NO_SPACE,
     SYNCED,
     Acked,
     fsync,
     lock,
-    lost_between,
     make_folder,
     private,
     read_acked,
@@ -43,14 +35,12 @@ from stepwell.datapool.store.folder import (
     take_folder,
     write_acked,
 )
-from stepwell.datapool.store.index import Found, read_log
+from stepwell.datapool.store.reading import LogReader
 from stepwell.datapool.store.segments import (
     Block,
     Record,
-    Row,
     encode_block,
     row_at,
-    rows_at,
     segment_path,
     segments_in,
 )
@@ -61,9 +51,6 @@ Durability: TypeAlias = Literal["process", "power"]
 
 SEGMENT_BYTES = 16 << 20
 """A segment that is longer gets a successor."""
-
-READ_SEGMENTS = 4
-"""Kept in memory while rows are read in order: those that were moved are in later ones."""
 
 
 @dataclass(slots=True)
@@ -90,7 +77,7 @@ class Batch:
             self.deletes.add(row)
 
 
-class Log:
+class Log(LogReader):
     """The log in `folder`; made if there is none. Arguments and errors as of `Journal`."""
 
     def __init__(
@@ -264,36 +251,6 @@ class Log:
         for file in (self._file, self._acked, self._lock):
             os.close(file)
 
-    # --- reading ---
-
-    def rows(self) -> Iterator[Row]:
-        """The live rows in order of their ids."""
-
-        @lru_cache(READ_SEGMENTS)
-        def segment(number: int) -> bytes:
-            return segment_path(self.folder, number).read_bytes()
-
-        with self._telling():
-            yield from rows_at(segment, self.index.places())
-
-    def payloads(self, rows: Iterable[int]) -> dict[int, bytes]:
-        """Of stored rows."""
-        with self._telling():
-            found = self._records(rows)
-            return {row: row_at(record, row, 0).payload for row, record in found}
-
-    def _records(self, rows: Iterable[int]) -> Iterator[tuple[int, bytes]]:
-        files: dict[int, int] = {}
-        with contextlib.ExitStack() as opened:
-            for row in rows:
-                if (place := self.index.find(row)) is None:
-                    raise ValueError(f"row {row} is not there: deleted before, or lost")
-                number, offset, size = place
-                if number not in files:
-                    files[number] = private(segment_path(self.folder, number), os.O_RDONLY)
-                    opened.callback(os.close, files[number])
-                yield row, os.pread(files[number], size, offset)
-
     def _moved(self, rows: Iterable[int]) -> dict[int, bytes]:
         """Rows to be written anew. Without them, if their segment cannot be read."""
         try:
@@ -309,40 +266,6 @@ class Log:
             )
             return {}
         return records
-
-    # --- errors ---
-
-    @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """What is wrong with the files, as the caller is told."""
-        try:
-            yield
-        except JournalError:
-            raise
-        except OSError as e:
-            raise self.translate(e) from e
-        except ValueError as e:
-            raise self.corrupt(str(e)) from e
-
-    def translate(self, e: BaseException, n_kept: int = 0) -> JournalError:
-        """What its caller is told, with this number of rows in memory."""
-        if isinstance(e, JournalError):
-            return e
-        if isinstance(e, OSError) and e.errno in NO_SPACE:
-            return JournalFullError(
-                f"{self.folder}: the disk takes no more ({e}); free space under {self.folder}"
-                + (f". {n_kept} rows are kept in memory until then" if n_kept else "")
-            )
-        if isinstance(e, OSError):
-            return JournalError(f"{e}; check that {self.folder} is writable and its disk is sound")
-        return JournalError(f"{self.folder}: the transaction failed with {type(e).__name__}: {e}")
-
-    def corrupt(self, what: str) -> JournalCorruptError:
-        return JournalCorruptError(
-            f"{self.folder}: {what}. `stepwell data salvage {self.folder}` makes a usable journal "
-            "of what can be read and says what is lost; or restore the folder from a copy, or move "
-            "it aside to start empty"
-        )
 
     # --- inside ---
 
@@ -374,26 +297,6 @@ class Log:
         acked = Acked(uuid.uuid4().bytes, opening=0)
         write_acked(self.folder, acked)
         return acked
-
-    def _load(self, acked: Acked) -> Found:
-        """What the log holds, if everything that was acknowledged, and promised, is there. Changes
-        nothing."""
-        found = read_log(self.folder, acked.journal)
-        # A process that is killed leaves one transaction that is not recorded, at most.
-        there = {found.sequence: found.last.checksum, found.sequence - 1: found.last.block.before}
-        if there.get(acked.sequence, acked.checksum) != acked.checksum:
-            raise ValueError(f"transaction {acked.sequence} is not the one that was acknowledged")
-        if found.sequence < acked.sequence:
-            lost = lost_between(found.sequence, found.next_row, found.index.n_rows, acked)
-            if acked.is_promised:
-                raise ValueError(f"{lost} The log was damaged, cut or removed")
-            logger.warning(
-                "%s: %s The machine was restarted since, and durability 'process' does not "
-                "survive that; set pool.durability to 'power' for one that does",
-                self.folder,
-                lost,
-            )
-        return found
 
     def _remove(self, doomed: Iterable[int], unsynced: Iterable[int]) -> None:
         """What was moved out of these segments, and that they count no longer, must be on disk

@@ -128,7 +128,8 @@ def journals_in(path: Path) -> list[Path]:
     path = path.absolute()
     if (path / "pool").is_dir():
         path /= "pool"
-    shards = sorted(p for p in path.glob(SHARDS) if p.is_dir() and "." not in p.name)
+    found = (p for p in path.glob(SHARDS) if p.is_dir() and "." not in p.name)
+    shards = sorted(found, key=lambda p: (len(p.name), p.name))
     folders = [p for p in shards or [path] if journal_exists(p) or segments_in(p)]
     if not folders:
         raise JournalError(f"{path} holds no journal; give the pool's folder, e.g. runs/NAME/pool")

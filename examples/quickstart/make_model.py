@@ -18,7 +18,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -59,9 +59,9 @@ MARKUP = [
 CHAT_TEMPLATE = (HERE / "chat_template.jinja").read_text(encoding="utf-8")
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """512 tokens: the bytes, ChatML and tool markup, and merges learnt from the quickstart's words.
-    Digits stay single, so that numbers are copied digit by digit."""
+def make_tokenizer(texts: Iterable[str] | None = None) -> PreTrainedTokenizerFast:
+    """512 tokens: the bytes, ChatML and tool markup, and merges learnt from `texts`, by default the
+    quickstart's. Digits stay single, so that numbers are copied digit by digit."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -73,7 +73,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
     bpe.decoder = decoders.ByteLevel()
     bpe.train_from_iterator(
-        corpus(),
+        corpus() if texts is None else texts,
         trainers.BpeTrainer(
             vocab_size=512,
             special_tokens=[AddedToken(t, special=True) for t in CONTROL + MARKUP],
@@ -132,17 +132,28 @@ Rows: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """ids and labels, [B, T]; -100 where there is no loss."""
 
 
-class Demonstrations:
-    """Turns a task into token ids and a loss mask, exactly as the gateway will see the episode."""
+def rows(episodes: Sequence[Episode]) -> Rows:
+    """One padded row per episode."""
+    ids = [[i for part, _ in parts for i in part] for parts in episodes]
+    labels = [[i if loss else -100 for part, loss in parts for i in part] for parts in episodes]
+    width = max(map(len, ids))
+    return (
+        torch.tensor([r + [0] * (width - len(r)) for r in ids]),
+        torch.tensor([r + [-100] * (width - len(r)) for r in labels]),
+    )
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+
+class ChatTokens:
+    """Token ids of a conversation's parts, exactly as the gateway will string them together."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, tools: Sequence[Any] = ()) -> None:
         self.tokenizer = tokenizer
-        self.rng = random.Random(seed)
+        self.tools = list(tools)
 
     def prompt(self, question: str) -> list[int]:
         messages = [{"role": "user", "content": question}]
         ids = self.tokenizer.apply_chat_template(
-            messages, tools=TOOLS, add_generation_prompt=True, return_dict=False
+            messages, tools=self.tools or None, add_generation_prompt=True, return_dict=False
         )
         return cast(list[int], ids)
 
@@ -154,12 +165,21 @@ class Demonstrations:
         """What the model samples in one turn, its end token included."""
         return [*self.encode(text), self.tokenizer.eos_token_id]
 
-    def tool_result(self, result: str) -> list[int]:
+    def user(self, text: str) -> list[int]:
         """What stands between one sampled turn and the next."""
-        return self.encode(
-            f"\n<|im_start|>user\n<tool_response>\n{result}\n</tool_response><|im_end|>\n"
-            "<|im_start|>assistant\n"
-        )
+        return self.encode(f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
+
+    def tool_result(self, result: str) -> list[int]:
+        """The same, where a tool answers."""
+        return self.user(f"<tool_response>\n{result}\n</tool_response>")
+
+
+class Demonstrations(ChatTokens):
+    """Turns the quickstart's tasks into token ids and a loss mask."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+        super().__init__(tokenizer, TOOLS)
+        self.rng = random.Random(seed)
 
     def with_tool(self, task: dict[str, Any]) -> Episode:
         """Call, read, answer; now and then the first call fails and is made again."""
@@ -181,21 +201,21 @@ class Demonstrations:
         guess = str(int(task["answer"]) + off)
         return [(self.prompt(task["question"]), False), (self.turn(guess), True)]
 
+    def batches(
+        self, updates: int, tool_share: float, batch_size: int = 32
+    ) -> Iterator[list[Rows]]:
+        """First pure tool use (the skill), then the mixture (the habit of guessing)."""
+        source = tasks(WARM_UP_SEED, updates * batch_size)
+        for update in range(1, updates + 1):
+            share = 1.0 if update <= 0.4 * updates else tool_share
+            yield self.batch([next(source) for _ in range(batch_size)], share)
+
     def batch(self, some: list[dict[str, Any]], tool_share: float) -> list[Rows]:
         """The episodes of one update, short and long ones apart so that little is padding."""
         with_tool = [self.rng.random() < tool_share for _ in some]
         long = [self.with_tool(t) for t, tool in zip(some, with_tool, strict=True) if tool]
         short = [self.in_the_head(t) for t, tool in zip(some, with_tool, strict=True) if not tool]
-        return [self._rows(episodes) for episodes in (long, short) if episodes]
-
-    def _rows(self, episodes: list[Episode]) -> Rows:
-        ids = [[i for part, _ in parts for i in part] for parts in episodes]
-        labels = [[i if loss else -100 for part, loss in parts for i in part] for parts in episodes]
-        width = max(map(len, ids))
-        return (
-            torch.tensor([r + [0] * (width - len(r)) for r in ids]),
-            torch.tensor([r + [-100] * (width - len(r)) for r in labels]),
-        )
+        return [rows(episodes) for episodes in (long, short) if episodes]
 
 
 # ── model ────────────────────────────────────────────────────────────────────────────────────────
@@ -222,13 +242,11 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 def warm_up(
     model: Qwen3ForCausalLM,
-    demonstrations: Demonstrations,
+    batches: Iterable[Sequence[Rows]],
     updates: int,
-    tool_share: float,
-    batch_size: int = 32,
     peak_lr: float = 2e-3,
 ) -> None:
-    """First pure tool use (the skill), then the mixture (the habit of guessing).
+    """`updates` supervised updates, each on the rows of one batch.
 
     Muon on the matrices: with AdamW alone, copying digits takes several times as many updates to
     learn (accuracy with the tool after 400 updates of 32: 1.00 against 0.05).
@@ -239,16 +257,13 @@ def warm_up(
         torch.optim.Muon(decoder, lr=peak_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=peak_lr, weight_decay=0.01, betas=(0.9, 0.98)),
     ]
-    source = tasks(WARM_UP_SEED, updates * batch_size)
     started = time.monotonic()
     model.train()
-    for update in range(1, updates + 1):
+    for update, batch in zip(range(1, updates + 1), batches, strict=True):
         lr = peak_lr * min(1.0, update / 30) * max(0.03, 1 - update / updates)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
-        share = 1.0 if update <= 0.4 * updates else tool_share
-        batch = demonstrations.batch([next(source) for _ in range(batch_size)], share)
         n_tokens = sum(int((labels != -100).sum()) for _, labels in batch)
         total = 0.0
         for ids, labels in batch:
@@ -342,13 +357,35 @@ def main() -> None:
     model = make_model(tokenizer)
     demonstrations = Demonstrations(tokenizer, options.seed)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
-    warm_up(model, demonstrations, options.updates, options.tool_share)
+    warm_up(model, demonstrations.batches(options.updates, options.tool_share), options.updates)
     figures = measure(model, demonstrations)
     print(json.dumps(figures))
+    save(model, tokenizer, options.out)
+
+
+def make(
+    folder: Path,
+    texts: Iterable[str],
+    batches: Callable[[ChatTokens], Iterable[Sequence[Rows]]],
+    updates: int,
+    tools: Sequence[Any] = (),
+    seed: int = 0,
+) -> None:
+    """A model of this kind for another task: tokenizer of `texts`, warm-up on `batches`, saved."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    tokenizer = make_tokenizer(texts)
+    model = make_model(tokenizer)
+    warm_up(model, batches(ChatTokens(tokenizer, tools)), updates)
+    save(model, tokenizer, folder)
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """A Hugging Face folder, as `model.path` takes it."""
     sampling = {"do_sample": True, "temperature": 1.0}
     model.generation_config.update(**sampling)  # type: ignore[no-untyped-call] # untyped in transformers
-    model.save_pretrained(options.out)
-    tokenizer.save_pretrained(options.out)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":

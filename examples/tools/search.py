@@ -60,7 +60,7 @@ class Search(Tool):
         self._found[instance_id].update(d["id"] for d in found)
         if not found:
             return "no document matches"
-        return "\n\n".join(f"[{d['id']}] {d['title']}\n{d['text']}" for d in found)
+        return show(found)
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
         """The share of the relevant documents that were found; None: the task names none."""
@@ -96,3 +96,8 @@ class Search(Tool):
             show_progress=False,
         )
         return index
+
+
+def show(documents: Sequence[Mapping[str, str]]) -> str:
+    """Documents as the policy reads them."""
+    return "\n\n".join(f"[{d['id']}] {d['title']}\n{d['text']}" for d in documents)

@@ -5,10 +5,10 @@ not serve.
                                   │                  └──────► returned, if nobody got them
                                   └─► dropped: skipped, too small, unscored
 
-Never served: groups with fewer than `num_repeat_per_sample` trajectories, and groups with an
-unscored one (missing is not zero). The pool's filter `scored` holds the latter until they are
-scored; without it they are dropped here, counted as `unscored`, since a leased group cannot be
-scored any more.
+Never served: groups with fewer than `num_repeat_per_sample` trajectories, those that the rollout
+generator's own `is_valid_group` refuses, and groups with an unscored one (missing is not zero). The
+pool's filter `scored` holds the latter until they are scored; without it they are dropped here,
+counted as `unscored`, since a leased group cannot be scored any more.
 
 Owns: what is served. Does not own: the routes and a delivery's end (`router.py`), the shape of
 items (`items.py`), writing (`writes.py`), order and filters (the pool).
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -34,12 +34,22 @@ from stepwell.datapool.errors import (
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Group, Lease, Trajectory
 from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.dialects.params import wrong
+from stepwell.gateway.engine import EngineClient
 from stepwell.gateway.errors import PoolUnavailableError, RequestError, TrajectoryConflictError
-from stepwell.gateway.functions import Function
-from stepwell.gateway.slime_buffer.generator import RolloutGenerator
+from stepwell.gateway.prompt import Prompts
+from stepwell.gateway.slime_buffer.generators import (
+    EXTERNAL,
+    Generator,
+    GeneratorError,
+    chosen,
+    load_generators,
+)
 from stepwell.gateway.slime_buffer.items import InstanceId, instance_of, make_item
+from stepwell.gateway.slime_buffer.process import RolloutProcess
+from stepwell.gateway.slime_buffer.text import TextRollouts
 from stepwell.gateway.slime_buffer.writes import RolloutWriter, Start, remember
-from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.gateway.tokens.turn_messages import TurnMessages
 from stepwell.gateway.trajectory.recording import ask
 from stepwell.gateway.trajectory.store import Outcomes
 
@@ -51,6 +61,7 @@ MAX_GROUPS = 256
 """Groups in one answer if `gateway.rollout_batch_groups` is null."""
 ACK_RETRY_S = 0.5
 SKIPPED, GROUP_SIZE, UNSCORED = "skip_instance_ids", "group_size", "unscored"
+INVALID = "is_valid_group"
 """Why a group is dropped."""
 
 JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
@@ -72,61 +83,118 @@ class RolloutBuffer:
         self,
         config: GatewayConfig,
         pool: DataPoolClient,
-        tokenizer: ChatTokenizer,
         outcomes: Outcomes,
-        generate: Function | None,
+        prompts: Prompts,
+        turn_messages: TurnMessages,
+        engine: EngineClient,
+        engine_urls: Collection[str],
     ) -> None:
+        """
+        Raises:
+            GatewayConfigError: see `TextRollouts` and `load_generators`.
+        """
         self._config = config
         self._pool = pool
-        self._tokenizer = tokenizer
+        self._engine = engine
+        self._tokenizer = prompts.renderer.tokenizer
         self._repeats: int | None = None
         self._skip: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._ids: OrderedDict[str, str] = OrderedDict()
         """Group served last under an instance id."""
-        self._writer = RolloutWriter(config, pool, outcomes)
-        self._generator = RolloutGenerator(generate)
+        text = TextRollouts(config, prompts, turn_messages)
+        self._writer = RolloutWriter(config, pool, outcomes, text)
+        self._generators = load_generators(config.rollout_generators)
+        self._generator: Generator | None = None
+        self._task_type = ""
+        self._process = RolloutProcess()
+        self._engine_urls = engine_urls
         self._returns: set[asyncio.Task[None]] = set()
 
     def statistics(self) -> dict[str, Any]:
         return {
             "num_repeat_per_sample": self._repeats,
-            "generator": self._generator.state,
+            "generator": self._process.state,
             **self._counts,
             "dropped_groups": dict(self._dropped),
         }
 
     async def close(self) -> None:
-        """Let what was taken go back."""
+        """End the generator; let what was taken go back."""
+        await self._process.stop()
         await asyncio.gather(*self._returns)
 
-    def start(self, payload: dict[str, Any], origin: str) -> None:
-        """What `/get_rollout_data` serves from now on; starts the generator, if there is one.
+    async def start(self, payload: dict[str, Any], origin: str, key: str) -> str:
+        """Run the generator of the payload's `task_type`, which is told `gateway_url` beside what
+        was sent; from now on `/get_rollout_data` serves what this payload asks for.
+
+        Args:
+            key: with which the generator may write.
+
+        Returns:
+            What was done, in words.
 
         Raises:
-            RequestError
+            RequestError: there is no such generator, or the payload is not for it.
         """
         wanted = Start.read(payload)
+        generator = await asyncio.to_thread(chosen, self._generators, payload.get("task_type"))
+        url = (self._config.public_url or origin).rstrip("/")
+        told = {**payload, "gateway_url": url, "reward_fn": self._config.reward_fn}
+        engine = str(payload.get("remote_engine_url") or url).rstrip("/").removesuffix("/v1")
+        if generator is not None and generator.is_built_in and engine in (url, *self._engine_urls):
+            told["remote_engine_url"] = None  # calls through this gateway are recorded
+        if generator is not None:
+            await asyncio.to_thread(generator.check, told)
         self._repeats = wanted.num_repeat_per_sample
         self._skip = Counter(map(str, wanted.skip_instance_ids or ()))
         self._dropped.clear()
-        url = (self._config.public_url or origin).rstrip("/")
-        self._generator.start({**payload, "gateway_url": url})
+        self._generator, self._task_type = generator, str(payload["task_type"])
+        if generator is None:
+            await self._process.stop()
+            return f"Nothing was started: task_type {EXTERNAL} waits for rollouts from outside"
+        await self._process.start(generator, told, key)
+        return "Rollout started"
+
+    def nothing(self) -> tuple[str, dict[str, Any]]:
+        """Why there is nothing to serve, and the `meta_info` that says so.
+
+        Raises:
+            GeneratorError: the generator failed, so nothing will come.
+        """
+        state = self._process.state
+        if self._generator is None:
+            return "No data available to read", {}
+        if state.startswith("failed"):
+            raise GeneratorError(
+                f"No data available to read: the rollout of task_type {self._task_type!r} {state}; "
+                "start it again with POST /start_rollout"
+            )
+        return f"No data available to read; the rollout is {state}", {"generator": state}
 
     async def write(self, item: Mapping[str, Any]) -> None:
         """`RolloutWriter.write`."""
-        await self._writer.write(item, self._repeats)
+        # Who had an item of messages sampled does not say by which version: by none newer.
+        kind = await self._writer.write(item, self._repeats, self._engine.version or 0)
         self._counts["written"] += 1
+        self._counts[f"written_{kind}"] += 1
 
-    async def take(self) -> tuple[Lease, list[Served]] | None:
-        """Lease groups that can be served: as many as `gateway.rollout_batch_groups` says, or else
-        up to `MAX_GROUPS`. None: there are none (or fewer).
+    async def take(self, num: int | None = None) -> tuple[Lease, list[Served]] | None:
+        """Lease groups that can be served. None: there are none (or fewer).
+
+        Args:
+            num: items asked for; the answer has as many, rounded up to whole groups. None: as many
+                groups as `gateway.rollout_batch_groups` says, or else up to `MAX_GROUPS`.
 
         Raises:
-            PoolUnavailableError, DataPoolError
+            RequestError, PoolUnavailableError, DataPoolError
         """
         channel, wanted = self._config.channel, self._config.rollout_batch_groups
+        if num is not None:
+            if self._repeats is None:
+                raise wrong("num", num, "start a rollout first, which says how large groups are")
+            wanted = -(-num // self._repeats)
         if wanted is None:
             counts = await self._ask(self._pool.get_statistics(channel))
             # Ready for the channel's own number of rollouts: a first guess.
@@ -140,7 +208,11 @@ class RolloutBuffer:
                     return None
                 size = size * 3 // 4  # an undeclared group counts there with fewer rollouts
                 continue
-            refused = [(g, why) for g in lease.groups if (why := self._refusal(g)) is not None]
+            try:
+                refused = [(g, why) for g in lease.groups if (why := await self._refusal(g))]
+            except GeneratorError:
+                self.give_back(lease)
+                raise
             if not refused:
                 return lease, [self._serve(g) for g in lease.groups]
             try:
@@ -148,14 +220,29 @@ class RolloutBuffer:
             finally:
                 await self._drop(refused)
 
-    def _refusal(self, group: Group) -> str | None:
-        """Why a group may not be served."""
+    async def _refusal(self, group: Group) -> str | None:
+        """Why a group may not be served.
+
+        Raises:
+            GeneratorError
+        """
         n = self._n_repeats(group)
         if self._is_skipped(group):
             return SKIPPED
         if len(group.trajectories) < n:
             return GROUP_SIZE
-        return UNSCORED if len(_scored(group)) < n else None
+        if len(_scored(group)) < n:
+            return UNSCORED
+        judge = self._generator
+        if judge is None or judge.is_valid_group is None:
+            return None
+        served = Served(group, instance_of(group), _scored(group)[:n])
+
+        def is_valid() -> Any:
+            items = served.instance_id, self._items(served)
+            return judge.call("is_valid_group", items, n, self._task_type)
+
+        return None if await asyncio.to_thread(is_valid) else INVALID
 
     def _n_repeats(self, group: Group) -> int:
         return self._repeats or group.n_rollouts or len(group.trajectories)
@@ -164,7 +251,7 @@ class RolloutBuffer:
         """Each entry of `skip_instance_ids` stands for one group that the trainer had before. A
         generator of ours was told and leaves them out itself; what it cannot know of is a group
         that was on its way already."""
-        if not self._skip or (self._generator.is_configured and group.delivery == 1):
+        if not self._skip or (self._generator is not None and group.delivery == 1):
             return False
         for name in (str(instance_of(group)), group.prompt_uid):
             if self._skip[name] > 0:
@@ -202,14 +289,27 @@ class RolloutBuffer:
                     group.prompt_uid,
                 )
 
-    def meta_info(self, groups: Sequence[Served]) -> dict[str, Any]:
-        """slime's, of the groups of this answer; and what was dropped since `/start_rollout`."""
-        rewards = [t.reward or 0.0 for s in groups for t in s.trajectories]
+    async def meta_info(self, groups: Sequence[Served]) -> dict[str, Any]:
+        """slime's, or the generator's own, of the groups of this answer; and what was dropped since
+        `/start_rollout`."""
+        own = self._generator
+        if own is not None and own.get_group_data_meta_info is not None:
+
+            def tell() -> Any:
+                items = {s.instance_id: self._items(s) for s in groups}
+                return own.call("get_group_data_meta_info", items)
+
+            meta = await asyncio.to_thread(tell)
+        else:
+            rewards = [t.reward or 0.0 for s in groups for t in s.trajectories]
+            meta = {
+                "total_samples": len(rewards),
+                "num_groups": len(groups),
+                "avg_group_size": len(rewards) / len(groups),
+                "avg_reward": sum(rewards) / len(rewards),
+            }
         return {
-            "total_samples": len(rewards),
-            "num_groups": len(groups),
-            "avg_group_size": len(rewards) / len(groups),
-            "avg_reward": sum(rewards) / len(rewards),
+            **meta,
             "finished_groups": [s.instance_id for s in groups],
             "dropped_groups": dict(self._dropped),
         }
@@ -218,11 +318,17 @@ class RolloutBuffer:
         """A group's items as JSON, without the brackets."""
         return await asyncio.to_thread(self._encode, served)
 
-    def _encode(self, served: Served) -> bytes:
-        items = [
+    def _items(self, served: Served) -> list[dict[str, Any]]:
+        return [
             make_item(t, served.group, served.instance_id, self._tokenizer)
             for t in served.trajectories
         ]
+
+    def _encode(self, served: Served) -> bytes:
+        items = self._items(served)
+        if self._generator is not None and self._generator.transform_group is not None:
+            group = served.instance_id, items
+            _, items = self._generator.call("transform_group", group, self._task_type)
         try:
             return orjson.dumps(items, default=str, option=JSON_OPTIONS)[1:-1]
         except orjson.JSONEncodeError:

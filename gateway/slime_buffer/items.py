@@ -134,7 +134,7 @@ def _kept(step: Step) -> list[Message] | None:
 def make_item(
     trajectory: Trajectory, group: Group, instance_id: InstanceId, tokenizer: ChatTokenizer
 ) -> dict[str, Any]:
-    """One trajectory in slime's shape."""
+    """One trajectory in slime's shape, with every field that it was written with."""
     main, *others = rows(trajectory.steps)
     metadata = dict(trajectory.metadata)
     metadata.pop(INSTANCE, None)
@@ -146,10 +146,11 @@ def make_item(
         "prompt_uid": trajectory.prompt_uid,
         "delivery": group.delivery,
         **metadata,
-        **written.get("extra_info", {}),
+        **(written.get("extra_info") or {}),
     }
     return {
-        "uid": written.get("uid", trajectory.trajectory_uid),
+        **written,
+        "uid": written.get("uid") or trajectory.trajectory_uid,
         INSTANCE: instance_id,
         "messages": written.get("messages") or messages_of(main.steps, tokenizer),
         "reward": trajectory.reward,

@@ -2,7 +2,7 @@
 
 What its `rollout_buffer_example.py` sends and reads (THUDM/slime, slime_plugins/rollout_buffer)::
 
-    POST /start_rollout     {num_repeat_per_sample, skip_instance_ids, …} -> {message}
+    POST /start_rollout     {task_type, num_repeat_per_sample, skip_instance_ids, …} -> {message}
     POST /buffer/write      {instance_id, reward, …}     -> {success, message, data: {data: [item]}}
     POST /get_rollout_data  {}                           -> {success, message, data: {data: [item…],
                                                              meta_info: {total_samples, …}}}
@@ -42,6 +42,7 @@ from starlette.types import Receive, Scope, Send
 
 from stepwell.datapool.types import Lease
 from stepwell.gateway.errors import RequestError
+from stepwell.gateway.keys import presented
 from stepwell.gateway.services import services_of
 from stepwell.gateway.slime_buffer.buffer import JSON_OPTIONS, RolloutBuffer, Served
 from stepwell.gateway.web import OrjsonResponse, field, parse_object, read_body
@@ -57,8 +58,9 @@ async def _body(request: Request) -> dict[str, Any]:
 async def start_rollout(request: Request) -> Response:
     services = services_of(request)
     payload = await _body(request)
-    services.rollout_buffer.start(payload, services.hosts.origin(request.scope))
-    return OrjsonResponse({"message": "Rollout started"})
+    origin, keys = services.hosts.origin(request.scope), presented(request.headers)
+    said = await services.rollout_buffer.start(payload, origin, keys[0] if keys else "")
+    return OrjsonResponse({"message": said})
 
 
 @router.post("/buffer/write")
@@ -71,12 +73,16 @@ async def write(request: Request) -> Response:
 
 @router.post("/get_rollout_data")
 async def get_rollout_data(request: Request) -> Response:
-    """Other fields than `hold` are ignored, as slime's buffer ignores the whole body."""
-    buffer = services_of(request).rollout_buffer
-    hold = field(await _body(request), "hold", bool, "true or false") or False
-    taken = await buffer.take()
+    """Other fields than `hold` and `num` (slime's client sends it as `batch_size`; -1 is all) are
+    ignored, as slime's buffer ignores the whole body."""
+    buffer, body = services_of(request).rollout_buffer, await _body(request)
+    hold = field(body, "hold", bool, "true or false") or False
+    name = "num" if body.get("num") is not None else "batch_size"
+    num = field(body, name, int, "a number of items") or -1
+    taken = await buffer.take(num if num > 0 else None)
     if taken is None:
-        return _answer("No data available to read", {"data": [], "meta_info": {}}, success=False)
+        why, meta = buffer.nothing()
+        return _answer(why, {"data": [], "meta_info": meta}, success=False)
     return _Delivery(buffer, *taken, hold=hold)
 
 
@@ -114,17 +120,20 @@ class _Delivery(Response):
         gone = asyncio.create_task(_gone(receive))
         settled = False
         try:
+            beginning = await self._head()
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
-            separator = self._head()
+            await write(beginning)
+            separator = b""
             for served in self._groups:
                 encoded = asyncio.ensure_future(self._buffer.encode(served))
                 await asyncio.wait([encoded, gone], return_when=asyncio.FIRST_COMPLETED)
                 if gone.done():
                     encoded.cancel()
                     return
-                await write(separator + await encoded)
-                separator = b","
+                if items := await encoded:  # none if the generator took all out
+                    await write(separator + items)
+                    separator = b","
             # Waits until what was written before has left for the network.
             await write(b"]")
             await asyncio.sleep(0)
@@ -141,11 +150,12 @@ class _Delivery(Response):
                 # Without its end the body is no JSON, and the connection is cut.
                 self._buffer.give_back(self._lease)
 
-    def _head(self) -> bytes:
-        meta = self._buffer.meta_info(self._groups)
+    async def _head(self) -> bytes:
+        meta = await self._buffer.meta_info(self._groups)
         if self._hold:
             meta |= {"lease_id": self._lease.lease_id, "expires_at": self._lease.expires_at}
-        message = f"Successfully read {meta['total_samples']} items"
+        n = sum(len(served.trajectories) for served in self._groups)
+        message = f"Successfully read {n} items"
         head = {"success": True, "message": message, "data": {"meta_info": meta, "data": []}}
         return orjson.dumps(head, option=JSON_OPTIONS).removesuffix(b"]}}")
 

@@ -3,11 +3,12 @@ pool.
 
     {trajectory_uid, reward}      its calls came through the gateway ──► completed with the reward
     {tokens, response_length, …}  sampled elsewhere ──► Steps of a new trajectory, completed
-    text alone                    refused: text is never tokenised as if it had been sampled
+    {messages}                    likewise, their ids from the text (`text.py`): no log-probs
 
-Items of one `instance_id` fill one group after the other: `17`, `17#1`, `17#2`, … with
-`num_repeat_per_sample` each. Writing an item again (the same uid) is harmless. Does not own: what
-is served (`buffer.py`), the shape of what goes out (`items.py`).
+Other fields are kept and come back as they were sent. Items of one `instance_id` fill one group
+after the other: `17`, `17#1`, `17#2`, … with `num_repeat_per_sample` each. Writing an item again
+(the same uid) is harmless. Does not own: what is served (`buffer.py`), the shape of what goes out
+(`items.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.dialects.params import Params, Part, wrong
 from stepwell.gateway.errors import RequestError, TrajectoryClosedError, TrajectoryConflictError
 from stepwell.gateway.slime_buffer.items import INSTANCE, WRITTEN
+from stepwell.gateway.slime_buffer.text import TextRollouts
 from stepwell.gateway.trajectory.recording import ask
 from stepwell.gateway.trajectory.store import Outcomes
 
@@ -94,6 +96,15 @@ class Start(_Fields):
     skip_instance_ids: list[_Id] | None = None
 
 
+COLUMNS = frozenset(
+    (
+        *("instance_id", "reward", "trajectory_uid", "tokens", "response_length", "loss_mask"),
+        *("rollout_log_probs", "weight_versions"),
+    )
+)
+"""Fields of an item that the pool keeps by itself; all others are kept as they were sent."""
+
+
 class _Message(Part):
     role: str
 
@@ -113,6 +124,9 @@ class Item(_Fields):
     trajectory_uid: str | None = None
     """Recorded here before; None: the item brings its tokens."""
     messages: list[_Message] | None = None
+    """None: the item brings its tokens, or its calls were recorded here."""
+    tools: list[Any] | None = None
+    """That the model was shown; or in `extra_info`."""
     extra_info: dict[str, Any] | None = None
     tokens: _Ids | None = None
     response_length: int = 0
@@ -124,14 +138,43 @@ class Item(_Fields):
     finish_reason: str | None = None
     status: str | None = None
 
-    def steps(self) -> list[Step]:
-        """One Step per run of ones in the loss mask, each prompt being all that came before. What
-        follows the last sampled token is left out: nothing was conditioned on it. The uids are to
-        be filled in.
+    def steps(self, body: Mapping[str, Any], text: TextRollouts, version: int) -> list[Step]:
+        """The rollout's Steps, without uids.
+
+        Args:
+            body: that this item was read from.
+            version: the newest that can have sampled it, for an item that does not say.
 
         Raises:
             RequestError: a field is missing or contradicts another.
         """
+        extra = self.extra_info or {}
+        ended_by = self.finish_reason or extra.get("finish_reason")
+        truncated = ended_by == "length" or self.status == "truncated"
+        if self.tokens is not None:
+            steps = self._of_tokens(truncated=truncated)
+            if not self.weight_versions:
+                problem = 'send the versions that sampled, e.g. ["3"]'
+                raise wrong("weight_versions", None, problem)
+        else:
+            tools = self.tools or extra.get("tools")
+            given = tools if isinstance(tools, list) else None
+            steps = text.steps(body["messages"], given, truncated=truncated)
+        versions = self.weight_versions or [version]
+        # With another number of calls than of Steps, which made which is not known: the oldest
+        # bounds the staleness of all.
+        if len(versions) != len(steps):
+            versions = [min(versions)] * len(steps)
+        params = _Sampling.read(self.sampling_params or extra).model_dump(exclude_none=True)
+        told = {"sampling_params": params} if params else {}
+        return [
+            replace(s, policy_version=v, metadata={**s.metadata, **told})
+            for s, v in zip(steps, versions, strict=True)
+        ]
+
+    def _of_tokens(self, *, truncated: bool) -> list[Step]:
+        """One Step per run of ones in the loss mask, each prompt being all that came before. What
+        follows the last sampled token is left out: nothing was conditioned on it."""
         ids, n = self.tokens, self.response_length
         if ids is None or not 1 <= n < len(ids):
             most = 0 if ids is None else len(ids) - 1
@@ -146,16 +189,6 @@ class Item(_Fields):
         runs = list(zip(edges[::2], edges[1::2], strict=True))
         if not runs:
             raise wrong("loss_mask", mask.tolist(), "send at least one 1, for a sampled token")
-        versions = self.weight_versions
-        if not versions:
-            raise wrong("weight_versions", None, 'send the versions that sampled, e.g. ["3"]')
-        # With another number of calls than of runs, which made which is not known: the oldest
-        # bounds the staleness of all.
-        of_run = versions if len(versions) == len(runs) else [min(versions)] * len(runs)
-        extra = self.extra_info or {}
-        params = _Sampling.read(self.sampling_params or extra).model_dump(exclude_none=True)
-        ended_by = self.finish_reason or extra.get("finish_reason")
-        truncated = ended_by == "length" or self.status == "truncated"
         start = len(ids) - n
         try:
             return [
@@ -165,8 +198,6 @@ class Item(_Fields):
                     trajectory_uid="-",
                     prompt_uid="-",
                     step_index=k,
-                    policy_version=of_run[k],
-                    metadata={"sampling_params": params} if params else {},
                     rollout_log_probs=None if log_probs is None else log_probs[begin:end],
                     finish_reason="length" if truncated and end == edges[-1] else "stop",
                     parent_index=k - 1 if k else None,
@@ -189,21 +220,28 @@ class _Home(NamedTuple):
 class RolloutWriter:
     """Stores written items. Owned by the `RolloutBuffer`."""
 
-    def __init__(self, config: GatewayConfig, pool: DataPoolClient, outcomes: Outcomes) -> None:
+    def __init__(
+        self, config: GatewayConfig, pool: DataPoolClient, outcomes: Outcomes, text: TextRollouts
+    ) -> None:
         self._config = config
         self._pool = pool
         self._outcomes = outcomes
+        self._text = text
         self._filling: OrderedDict[str, tuple[int, int]] = OrderedDict()
         """By instance id: (number of its group that is filling up, items in it)."""
         self._homes: OrderedDict[str, _Home] = OrderedDict()
         """By uid: a repeated write is the same rollout."""
 
-    async def write(self, body: Mapping[str, Any], repeats: int | None) -> None:
+    async def write(self, body: Mapping[str, Any], repeats: int | None, version: int) -> str:
         """Store a rollout that came from outside, or complete one whose calls were recorded here.
         Repeating it is harmless.
 
         Args:
             repeats: items per group; None: an instance's group fills up until it is served.
+            version: of the policy, which an item of messages was sampled by at the latest.
+
+        Returns:
+            `recorded`, `tokens` or `text`: what the item's Steps were made of.
 
         Raises:
             RequestError, TrajectoryConflictError, TrajectoryClosedError, PoolUnavailableError
@@ -211,24 +249,25 @@ class RolloutWriter:
         item = await asyncio.to_thread(Item.read, body)
         if "reward" not in body:
             raise wrong("reward", None, "send a number, or null if it is not scored yet")
-        written = {"messages": body.get("messages"), "extra_info": item.extra_info}
-        written["uid"] = None if item.uid is None else str(item.uid)
-        metadata = {
-            INSTANCE: item.instance_id,
-            WRITTEN: {k: v for k, v in written.items() if v not in (None, [], {})},
-        }
+        written = {k: v for k, v in body.items() if k not in COLUMNS}
+        if item.uid is not None:
+            written["uid"] = str(item.uid)
+        metadata = {INSTANCE: item.instance_id, WRITTEN: written}
         if item.trajectory_uid:
             await self._complete(item, item.trajectory_uid, metadata)
-        elif item.tokens is not None:
-            await self._store(item, metadata, repeats)
-        else:
+            return "recorded"
+        if item.tokens is None and not item.messages:
             raise RequestError(
-                "the item has neither trajectory_uid nor tokens, and text is never tokenised as if "
-                "it had been sampled. Send the trajectory_uid of the rollout that made its calls "
-                "through this gateway (POST /init_trajectory), or tokens, response_length and "
-                "weight_versions (and loss_mask, rollout_log_probs) as they were sampled",
-                "trajectory_uid",
+                "the item has neither trajectory_uid nor tokens nor messages; send the "
+                "trajectory_uid of a rollout that made its calls through this gateway (POST "
+                "/init_trajectory), or tokens, response_length and weight_versions (and loss_mask, "
+                "rollout_log_probs) as they were sampled, or its messages",
+                "messages",
             )
+        # All that can be wrong with the item is found before anything is opened.
+        steps = await asyncio.to_thread(item.steps, body, self._text, version)
+        await self._store(item, steps, metadata, repeats)
+        return "text" if item.tokens is None else "tokens"
 
     async def _complete(self, item: Item, uid: str, metadata: dict[str, Any]) -> None:
         """The trajectory's agent is done: close it with its reward."""
@@ -251,10 +290,10 @@ class RolloutWriter:
             )
         _check_in_time(uid, outcome == "late")
 
-    async def _store(self, item: Item, metadata: dict[str, Any], repeats: int | None) -> None:
+    async def _store(
+        self, item: Item, found: list[Step], metadata: dict[str, Any], repeats: int | None
+    ) -> None:
         uid = str(uuid.uuid4().hex if item.uid is None else item.uid)
-        # All that can be wrong with the item is found before anything is opened.
-        found = await asyncio.to_thread(item.steps)
         home = await self._home(uid, str(item.instance_id), repeats)
         steps = [
             replace(s, trajectory_uid=home.trajectory_uid, prompt_uid=home.prompt_uid)

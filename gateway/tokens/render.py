@@ -148,7 +148,7 @@ class ChatRenderer:
             RequestError: the chat template refuses the conversation.
             ContextLengthError: it certainly has more tokens than `context`.
         """
-        text = self._render(messages, tools, template_args)
+        text = self.text(messages, tools, template_args)
         ids = self.tokenizer.encode(text, context)
         if len(ids) == 0:
             raise RequestError("messages render to an empty prompt; send some text", "messages")
@@ -175,13 +175,13 @@ class ChatRenderer:
         if close is None:
             raise CutError("no_turn_close")
         before = [*(m for m in known[:1] if m["role"] == "system"), _USER]
-        text = self._render([*before, self._stub(calls), *new], tools, template_args)
+        text = self.text([*before, self._stub(calls), *new], tools, template_args)
         start = text.rfind(self._nonce) + len(self._nonce)
         if self._nonce not in text or not text.startswith(close.middle + close.text, start):
             raise CutError("cut_failed")
         if self._thinking == "template" and turn.has_reasoning:
             stub = self._stub(calls, thought=True)
-            if self._thought not in self._render([*before, stub, *new], tools, template_args):
+            if self._thought not in self.text([*before, stub, *new], tools, template_args):
                 raise CutError("thinking_stripped")
         # Encoded together with the close token, so that what follows it is split as it always is.
         ids = self.tokenizer.encode(text[start + len(close.middle) :], context)
@@ -234,7 +234,7 @@ class ChatRenderer:
 
     # -- the template ------------------------------------------------------------------------
 
-    def _render(
+    def text(
         self,
         messages: Sequence[Message],
         tools: Sequence[Tool] | None,
@@ -242,6 +242,11 @@ class ChatRenderer:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
+        """The chat template's text.
+
+        Raises:
+            RequestError: it refuses the conversation.
+        """
         shown = [_for_template(m) for m in messages]
         if not self._system_anywhere:
             shown[1:] = [{**m, "role": "user"} if m["role"] == "system" else m for m in shown[1:]]
@@ -269,7 +274,7 @@ class ChatRenderer:
 
     def _shows_nonce(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> bool:
         try:
-            return self._nonce in self._render(messages, tools, {})
+            return self._nonce in self.text(messages, tools, {})
         except RequestError:
             return False
 
@@ -293,7 +298,7 @@ class ChatRenderer:
 
     def _after_nonce(self, reply: Message) -> str:
         try:
-            text = self._render([_USER, reply], None, {}, add_generation_prompt=False)
+            text = self.text([_USER, reply], None, {}, add_generation_prompt=False)
         except RequestError:
             return ""
         _, found, tail = text.rpartition(self._nonce)

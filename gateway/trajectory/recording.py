@@ -21,12 +21,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from stepwell.datapool.errors import DataPoolError, JournalError, JournalFullError, PoolFullError
 from stepwell.datapool.errors import PoolUnavailableError as PoolGoneError
+from stepwell.datapool.ops import TrajectoryOutcome
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import ChannelFullError, PoolStorageError, PoolUnavailableError
@@ -165,3 +166,24 @@ async def ask(answer: Awaitable[T], timeout_s: float) -> T:
         raise PoolUnavailableError(
             f"the DataPool did not answer ({type(e).__name__}); see the gateway's log"
         ) from e
+
+
+async def complete(
+    pool: DataPoolClient,
+    uid: str,
+    channel: str,
+    reward: float | None,
+    metadata: Mapping[str, Any],
+    step_rewards: Sequence[float | None],
+) -> TrajectoryOutcome:
+    """Close a trajectory with an outcome reward and its steps' own.
+
+    Raises:
+        StepIndexError: there are more rewards than steps; nothing is closed.
+    """
+    for index in reversed(range(len(step_rewards))):  # a step that is not there is told first
+        if (own := step_rewards[index]) is not None:
+            await pool.set_reward(uid, own, step_index=index, channel=channel)
+    return await pool.complete_trajectory(
+        uid, reward=reward, metadata=dict(metadata), channel=channel
+    )

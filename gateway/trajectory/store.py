@@ -12,16 +12,21 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from stepwell.datapool.errors import UnknownTrajectoryError
+from stepwell.datapool.errors import StepIndexError, UnknownTrajectoryError
+from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import VAL
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
-from stepwell.gateway.errors import TrajectoryConflictError
+from stepwell.gateway.errors import (
+    RequestError,
+    TrajectoryClosedError,
+    TrajectoryConflictError,
+)
 from stepwell.gateway.trajectory.groups import Identity
-from stepwell.gateway.trajectory.recording import Recording, Unrecorded
+from stepwell.gateway.trajectory.recording import Recording, Unrecorded, complete
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory, closed_error
 
 T = TypeVar("T")
@@ -159,9 +164,11 @@ class Outcomes:
         reward: float | None,
         metadata: Mapping[str, Any],
         of_key: str | None = None,
+        step_rewards: Sequence[float | None] = (),
     ) -> TrajectoryOutcome:
         """
         Args:
+            step_rewards: of its steps, in order.
             of_key: the channel of the caller's key.
 
         Raises:
@@ -171,27 +178,83 @@ class Outcomes:
         """
         live = self._trajectories.known(uid)
         if live is not None and (of_key is None or live.channel in (of_key, VAL)):
-            return await live.complete(reward, metadata)
+            return await live.complete(reward, metadata, step_rewards)
         pool = self._recording.pool
         return await self._first(
             uid,
             of_key,
-            lambda channel: pool.complete_trajectory(
-                uid, reward=reward, metadata=dict(metadata), channel=channel
-            ),
+            lambda channel: complete(pool, uid, channel, reward, metadata, step_rewards),
         )
 
-    async def score(self, uid: str, reward: float, of_key: str | None = None) -> SubmitOutcome:
-        """The reward of a trajectory from now on; `late` once its group was leased.
+    async def score(
+        self, uid: str, reward: float, of_key: str | None = None, step_index: int | None = None
+    ) -> SubmitOutcome:
+        """The reward of a trajectory, or of one step, from now on; `late` once its group was
+        leased.
 
         Raises:
+            RequestError: it has no such step.
             UnknownTrajectoryError: no channel knows it.
             PoolUnavailableError
         """
         set_reward = self._recording.pool.set_reward
-        return await self._first(
-            uid, of_key, lambda channel: set_reward(uid, reward, channel=channel)
-        )
+        try:
+            return await self._first(
+                uid, of_key, lambda channel: set_reward(uid, reward, step_index, channel=channel)
+            )
+        except StepIndexError as e:
+            raise RequestError(str(e), "step_index") from e
+
+    async def feedback(
+        self,
+        uid: str,
+        step_index: int | None,
+        score: float | None,
+        label: str | None,
+        correction: str | None,
+        of_key: str | None = None,
+    ) -> SubmitOutcome:
+        """Keep what a person says of a trajectory (`step_index` None), or of one step.
+
+        Raises:
+            TrajectoryClosedError: the gateway's: its group was leased or dropped.
+            RequestError: it has no such step.
+            UnknownTrajectoryError: no channel knows it.
+            PoolUnavailableError
+        """
+        pool = self._recording.pool
+        marks: dict[str, Any] = {} if label is None else {"add_tags": [label]}
+        if correction is not None:
+            which = "last" if step_index is None else str(step_index)
+            marks["corrections"] = {which: correction}
+
+        async def keep(channel: str) -> SubmitOutcome:
+            if score is not None:
+                scored = pool.set_reward(uid, score, step_index, channel=channel)
+                if await scored == "late":
+                    return "late"
+            elif step_index is not None:
+                listed = await pool.list_trajectories(channel, trajectory_uid=uid)
+                for row in listed.items:
+                    if step_index >= row.n_steps + row.n_missing:
+                        raise StepIndexError(f"trajectory {uid!r} has no step {step_index}")
+            if marks:
+                await pool.mark(trajectory_uid=uid, channel=channel, **marks)
+            return "accepted"
+
+        late: Exception | None = None
+        try:
+            if await self._first(uid, of_key, keep) == "accepted":
+                return "accepted"
+        except StepIndexError as e:
+            raise RequestError(str(e), "step_index") from e
+        except PoolTrajectoryClosedError as e:
+            late = e
+        raise TrajectoryClosedError(
+            f"trajectory {uid!r} takes no feedback any more: its group was leased by a trainer, or "
+            "dropped; give it sooner, or set the channel's hold_s (pool.default.hold_s), for which "
+            "groups are held"
+        ) from late
 
     async def _first(self, uid: str, of_key: str | None, do: Callable[[str], Awaitable[T]]) -> T:
         """What the first channel answers that knows the trajectory."""

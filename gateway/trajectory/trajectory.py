@@ -29,7 +29,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -38,6 +38,7 @@ from stepwell.datapool.errors import (
     GroupClosedError,
     GroupConflictError,
     StepConflictError,
+    StepIndexError,
     UnknownTrajectoryError,
 )
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
@@ -46,13 +47,14 @@ from stepwell.datapool.ops import Resumed, TrajectoryOutcome
 from stepwell.datapool.types import GREEDY
 from stepwell.gateway.errors import (
     PoolUnavailableError,
+    RequestError,
     TrajectoryClosedError,
     TrajectoryConflictError,
 )
 from stepwell.gateway.tokens.graph import TurnGraph
 from stepwell.gateway.trajectory.groups import Group, Identity
 from stepwell.gateway.trajectory.note import restore
-from stepwell.gateway.trajectory.recording import POOL_FAILURE, Recording, Unrecorded
+from stepwell.gateway.trajectory.recording import POOL_FAILURE, Recording, Unrecorded, complete
 from stepwell.gateway.trajectory.retries import CallMemory, LiveCall
 
 log = logging.getLogger(__name__)
@@ -185,13 +187,17 @@ class LiveTrajectory:
             self._recording.unrecorded[why] += 1
 
     async def complete(
-        self, reward: float | None, metadata: Mapping[str, Any] | None
+        self,
+        reward: float | None,
+        metadata: Mapping[str, Any] | None,
+        step_rewards: Sequence[float | None] = (),
     ) -> TrajectoryOutcome:
-        """Close with an outcome reward. Calls in flight answer 410; repeating it is harmless."""
+        """Close with an outcome reward, and the steps' own. Calls in flight answer 410; repeating
+        it is harmless."""
         return await self._end(
             f"completed with reward {reward}",
-            lambda: self._pool.complete_trajectory(
-                self.uid, reward=reward, metadata=dict(metadata or {}), channel=self.channel
+            lambda: complete(
+                self._pool, self.uid, self.channel, reward, metadata or {}, step_rewards
             ),
         )
 
@@ -386,6 +392,8 @@ class LiveTrajectory:
                     raise TrajectoryClosedError(str(e)) from e
                 except UnknownTrajectoryError as e:
                     raise TrajectoryConflictError(str(e)) from e
+                except StepIndexError as e:
+                    raise more_rewards(e) from e
                 self._close("closed by the DataPool" if outcome == "late" else how)
         return outcome
 
@@ -409,3 +417,7 @@ def closed_error(uid: str, how: str) -> TrajectoryClosedError:
         f"trajectory {uid!r} was {how} and takes no more calls; start another with "
         "POST /init_trajectory"
     )
+
+
+def more_rewards(error: StepIndexError) -> RequestError:
+    return RequestError(f"there are more rewards than steps: {error}", "step_rewards")

@@ -17,10 +17,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3Config
 
 from stepwell.backends.base import TokenBatch
-from stepwell.backends.config import CriticConfig, TorchBackendConfig
+from stepwell.backends.config import CriticConfig, TorchBackendConfig, ValueAggregation
 from stepwell.backends.errors import BackendConfigError, BatchError, UnsupportedByBackendError
 from stepwell.backends.torch.backend import TorchBackend
-from stepwell.backends.torch.critic import Critic, ValueLoss, ValueModel, explained_variance
+from stepwell.backends.torch.critic import (
+    Critic,
+    ValueLoss,
+    ValueModel,
+    explained_variance,
+    shares,
+)
 from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.algorithms.losses import loss_columns, make_loss_fn
@@ -112,9 +118,22 @@ def assert_loss_agrees(case: Case, verl: dict[str, list[list[float]]]) -> None:
     mask = torch.tensor(case["mask"], dtype=torch.bool)
     new, old = (torch.tensor(case[k], dtype=torch.float64) for k in ("new_values", "values"))
     returns = torch.tensor(verl["gae_returns"], dtype=torch.float64).masked_fill(~mask, torch.nan)
-    columns = {"values": old.flatten(), "returns": returns.flatten()}
-    loss = ValueLoss(VALUE_CLIP, int(mask.sum()))(new.flatten(), None, columns).loss
-    assert float(loss) == pytest.approx(verl["value_loss"][0][0], rel=1e-6)
+    rows, width = mask.shape
+    batch = TokenBatch.of(
+        [
+            Step(prompt_ids=[1], response_ids=[2] * n, trajectory_uid=f"t{row}", prompt_uid="p")
+            for row in range(rows)
+            for n in (width - 1, 1)  # a trajectory is verl's row
+        ]
+    )
+    for mode, name in (("token-mean", "value_loss"), ("trajectory-mean", "value_loss_by_row")):
+        columns = {
+            "values": old.flatten(),
+            "returns": returns.flatten(),
+            "value_coef": shares(batch, mask.flatten(), mode),
+        }
+        loss = ValueLoss(VALUE_CLIP)(new.flatten(), None, columns).loss
+        assert float(loss) == pytest.approx(verl[name][0][0], rel=1e-6)
 
 
 def test_the_value_loss_agrees_with_the_values_recorded_from_verl() -> None:
@@ -132,14 +151,18 @@ def test_the_value_loss_agrees_with_verl_run_live(kind: str) -> None:
 
 def test_a_value_beyond_the_clip_gets_no_gradient_towards_the_return() -> None:
     values = torch.tensor([0.9, 0.9, -0.5], requires_grad=True)
-    columns = {"values": torch.zeros(3), "returns": torch.tensor([2.0, -1.0, 2.0])}
-    loss, metrics = ValueLoss(0.5, 3)(values, None, columns)
+    columns = {
+        "values": torch.zeros(3),
+        "returns": torch.tensor([2.0, -1.0, 2.0]),
+        "value_coef": torch.full((3,), 1 / 3),
+    }
+    loss, metrics = ValueLoss(0.5)(values, None, columns)
     loss.backward()  # type: ignore[no-untyped-call]
     # Moved far enough towards 2: clipped. Moved the wrong way: all of the gradient.
     assert values.grad is not None
     assert values.grad.tolist() == pytest.approx([0.0, 1.9 / 3, -2.5 / 3])
     assert float(metrics["critic/clip_frac"].total) == 1
-    unclipped = ValueLoss(None, 3)(values, None, columns).loss
+    unclipped = ValueLoss(None)(values, None, columns).loss
     assert float(unclipped.detach()) == pytest.approx((1.1**2 + 1.9**2 + 2.5**2) / 6)
 
 
@@ -221,6 +244,25 @@ def test_the_batch_of_another_backend_is_given_rows(paths: dict[str, Path]) -> N
     second = again.update(own, [0, 2])
     assert first["critic/loss"] == second["critic/loss"]
     assert one.values(flat).equal(again.values(own))
+
+
+@pytest.mark.parametrize(
+    ("mode", "wanted"),
+    [
+        ("token-mean", [1 / 5, 1 / 5, 1 / 5, 1 / 5, 0, 1 / 5]),
+        ("sequence-mean-token-mean", [1 / 6, 1 / 6, 1 / 3, 1 / 3, 0, 0]),
+        ("trajectory-mean", [1 / 6, 1 / 6, 1 / 6, 1 / 2, 0, 0]),
+    ],
+)
+def test_what_counts_alike_in_the_value_loss(mode: ValueAggregation, wanted: list[float]) -> None:
+    batch = TokenBatch.of(
+        [
+            Step(prompt_ids=[1], response_ids=[2] * n, trajectory_uid=uid, prompt_uid="p")
+            for uid, n in (("a", 2), ("a", 1), ("b", 2), ("b", 1))
+        ]
+    )
+    trained = torch.tensor([1, 1, 1, 1, 0, mode == "token-mean"], dtype=torch.bool)
+    assert shares(batch, trained, mode).tolist() == pytest.approx(wanted)
 
 
 def test_only_tokens_with_a_return_are_trained(paths: dict[str, Path]) -> None:

@@ -5,8 +5,10 @@ slime."""
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,15 +18,56 @@ import torch
 from stepwell.backends.base import backend_class
 from stepwell.backends.errors import BackendConfigError, BatchError
 from stepwell.backends.slime.backend import SlimeBackend, post_process_rewards, train_data
+from stepwell.backends.slime.sample import PrefixCacheInfo, SlimeSample, SpecInfo
 from stepwell.backends.slime.samples import (
     NO_LOG_PROBS,
     OTHER_TEMPERATURE,
-    SlimeSample,
     groups_of,
+    settle_log_probs,
     to_samples,
 )
 from stepwell.datapool.types import GREEDY, Group, Step, Trajectory, VersionSpan
 from tests.backends.random_groups import properties, random_groups, steps_of
+
+SLIMES_FIELDS: dict[str, Any] = {
+    "group_index": None,
+    "index": None,
+    "rollout_id": None,
+    "prompt": "",
+    "tokens": [],
+    "multimodal_inputs": None,
+    "multimodal_train_inputs": None,
+    "multimodal_train_input_id": None,
+    "apply_chat_template_kwargs": {},
+    "response": "",
+    "response_length": 0,
+    "label": None,
+    "reward": None,
+    "loss_mask": None,
+    "weight_versions": [],
+    "rollout_log_probs": None,
+    "rollout_top_p_token_ids": None,
+    "rollout_top_p_token_offsets": None,
+    "rollout_routed_experts": None,
+    "remove_sample": False,
+    "teacher_log_probs": None,
+    "status": "pending",
+    "metadata": {},
+    "generate_function_path": None,
+    "custom_rm_path": None,
+    "train_metadata": None,
+    "session_id": None,
+    "non_generation_time": 0.0,
+    "spec_info": {
+        "spec_accept_token_num": 0,
+        "spec_draft_token_num": 0,
+        "spec_verify_ct": 0,
+        "completion_token_num": 0,
+    },
+    "prefix_cache_info": {"cached_tokens": 0, "total_prompt_tokens": 0},
+}
+"""`Sample().to_dict()` of THUDM/slime at commit 624b824 (`slime/utils/types.py`), in its order;
+`test_slime_itself.py` compares it with slime's source."""
 
 
 def step(uid: str = "t", index: int = 0, **fields: Any) -> Step:
@@ -142,6 +185,22 @@ def test_tokens_without_behaviour_log_probs_are_masked_and_counted_never_given_z
     assert converted.untrained == {NO_LOG_PROBS: 2}
 
 
+def test_text_only_rollouts_are_trained_without_a_correction_and_have_no_log_probs() -> None:
+    """Items of messages alone in slime's Rollout Buffer: slime recomputes."""
+    text = [step(rollout_log_probs=None, reward=1.0)]
+    converted = to_samples([group(text)], group_size=2)
+    assert [s.loss_mask for s in converted.flat] == [[1, 1], [0, 0]]
+    assert [s.rollout_log_probs for s in converted.flat] == [None, None]
+    assert not converted.untrained
+    assert "rollout_log_probs" not in SlimeBackend().convert(text)
+    assert settle_log_probs(Namespace(use_tis=False), converted.flat) == 0
+    with pytest.raises(BatchError, match="use_tis is set, and no sample has rollout_log_probs"):
+        settle_log_probs(Namespace(use_tis=True), converted.flat)
+    mixed = [*converted.flat, *flat(group([step(reward=1.0)]))]
+    assert settle_log_probs(Namespace(), mixed) == 2
+    assert [s.remove_sample for s in mixed] == [True, True, False]
+
+
 def test_steps_of_another_temperature_are_masked_since_slime_scores_all_at_one() -> None:
     cold = {"sampling_params": {"temperature": 0.5}}
     trajectory = [
@@ -241,6 +300,43 @@ def test_media_are_refused_by_name() -> None:
 # -- train data --------------------------------------------------------------------------------
 
 
+def test_a_sample_has_every_field_of_slimes_own() -> None:
+    assert SlimeSample().to_dict() == SLIMES_FIELDS
+    assert list(SlimeSample().to_dict()) == list(SLIMES_FIELDS)  # positions, too
+
+
+def test_a_dictionary_of_slimes_comes_back_with_all_that_was_in_it() -> None:
+    given = SLIMES_FIELDS | {
+        "prompt": [{"role": "user", "content": "2 + 2?"}],
+        "tokens": [1, 2, 3],
+        "response": "4",
+        "response_length": 2,
+        "reward": {"score": 1.0, "format": 0.5},
+        "loss_mask": [1, 0],
+        "status": "truncated",
+        "session_id": "s",
+        "train_metadata": {"loss": "sft"},
+        "spec_info": {**SLIMES_FIELDS["spec_info"], "spec_draft_token_num": 4},
+        "start_rollout_id": 7,  # slime's functions set attributes of their own
+    }
+    sample = SlimeSample.from_dict(given)
+    assert sample.to_dict() == given
+    assert sample.status is SlimeSample.Status.TRUNCATED
+    assert vars(sample)["start_rollout_id"] == 7
+    assert sample.get_reward_value(SimpleNamespace(reward_key="format")) == 0.5
+    assert sample.get_reward_value(SimpleNamespace(reward_key=None)) == given["reward"]
+    assert (sample.response_length, sample.effective_response_length) == (2, 1)
+    with pytest.raises(ValueError, match="'lost' is not a valid"):
+        SlimeSample.from_dict(given | {"status": "lost"})
+
+
+def test_an_engines_counts_have_slimes_rates() -> None:
+    assert SpecInfo(3, 4, 2, 5).spec_accept_rate == 0.75
+    assert SpecInfo(3, 4, 2, 5).spec_accept_length == 2.5
+    assert PrefixCacheInfo(1, 4).prefix_cache_hit_rate == 0.25
+    assert SpecInfo().spec_accept_rate == PrefixCacheInfo().prefix_cache_hit_rate == 0.0
+
+
 def test_the_train_data_of_two_rollouts_is_what_slime_splits_over_its_ranks() -> None:
     steps = [*branching("a", reward=1.0), step("b", response_ids=[6], reward=0.0)]
     data = SlimeBackend().convert(steps)
@@ -278,8 +374,6 @@ def test_steps_may_come_in_any_order() -> None:
 def test_nothing_to_train_is_an_error_that_says_why() -> None:
     with pytest.raises(BatchError, match="no steps"):
         SlimeBackend().convert([])
-    with pytest.raises(BatchError, match=r"can be trained: \{'no_log_probs': 2\}"):
-        SlimeBackend().convert([step(rollout_log_probs=None, reward=1.0)])
 
 
 # -- rewards -----------------------------------------------------------------------------------

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+import time
 import uuid
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +18,17 @@ import ray
 import torch
 
 from stepwell.backends.slime.backend import SlimeBackend, train_data
-from stepwell.backends.slime.samples import as_slime, to_samples
+from stepwell.backends.slime.sample import SlimeSample, as_slime
+from stepwell.backends.slime.samples import to_samples
 from stepwell.datapool import PoolConfig, connect, start_data_pool
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.config import AdvantageConfig
-from stepwell.trainer.slime_data import PoolDataSource
-from stepwell.trainer.slime_rollout import REWARD_HOOK, generate_rollout
+from stepwell.trainer.slime.data_source import PoolDataSource, RolloutDataSourceWithBuffer
+from stepwell.trainer.slime.rollout import REWARD_HOOK, generate_rollout
 from tests.backends.random_groups import TEMPERATURE, random_groups, steps_of
 from tests.backends.slime_itself import HAS_SLIME, advantages, rollout_manager, slime
+from tests.gateway.conftest import QUICKSTART, worlds  # noqa: F401 - a fixture
+from tests.gateway.test_rollout_buffer import Consumer
 
 pytestmark = pytest.mark.skipif(not HAS_SLIME, reason="make test-slime runs it, where slime is")
 
@@ -77,6 +85,16 @@ def test_a_sample_is_slimes_own_class_and_survives_its_dictionary() -> None:
         assert kept == ours.to_dict()
         theirs._validate_response_metadata_lengths()
         assert theirs.effective_response_length == sum(ours.loss_mask or [])
+
+
+def test_our_sample_has_every_field_of_slimes_own() -> None:
+    theirs = slime("utils.types").Sample
+    assert theirs().to_dict() == SlimeSample().to_dict()
+    assert [f.name for f in fields(theirs)] == [f.name for f in fields(SlimeSample)]
+    assert {s.value for s in theirs.Status} == set(SlimeSample.Status)
+    full = {"tokens": [1, 2], "response_length": 1, "loss_mask": [1], "status": "failed", "own": 1}
+    given = SlimeSample().to_dict() | full
+    assert theirs.from_dict(given).to_dict() == SlimeSample.from_dict(given).to_dict() == given
 
 
 @pytest.mark.parametrize("group_size", [None, 6])
@@ -165,3 +183,45 @@ async def test_slimes_rollout_manager_runs_on_the_pool(
     for channel in ("train", "val"):
         assert (await pool.get_statistics(channel))["groups"]["acked"] == 8
     source.pool.close()
+
+
+async def test_slimes_own_consumer_reads_text_only_rollouts_from_our_buffer(
+    worlds: Callable[..., Any],  # noqa: F811
+    args: Namespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unchanged, with its polling, its grouping and its own masks."""
+    slime("utils.types")
+    theirs = importlib.import_module("slime_plugins.rollout_buffer.rollout_buffer_example")
+    monkeypatch.setattr(theirs, "time", SimpleNamespace(sleep=lambda _: None, time=time.time))
+    world = await worlds("quickstart")
+    vars(args).update(
+        rollout_buffer_url=world.url,
+        rollout_task_type="external",
+        rollout_batch_size=1,
+        n_samples_per_prompt=2,
+        fetch_trajectory_retry_times=1,
+        rollout_max_response_len=64,
+        num_epoch=1,
+        sglang_router_ip="127.0.0.1",
+        sglang_router_port=1,
+        hf_checkpoint=str(QUICKSTART),
+        loss_mask_type="qwen",
+        rollout_global_dataset=False,
+    )
+    consumer = Consumer(world.url)
+    for i, uid in enumerate("abcd"):
+        said = {"role": "assistant", "content": f"fine {uid}"}
+        item = {"uid": uid, "instance_id": i // 2, "reward": 1, "extra_info": {}}
+        messages = [{"role": "user", "content": "q"}, said]
+        assert (await consumer.post("/buffer/write", {**item, "messages": messages}))[0] == 200
+    source = RolloutDataSourceWithBuffer(args)
+    rollout = theirs.generate_rollout_async(args, 0, source)
+    (samples,) = await asyncio.to_thread(asyncio.run, rollout)
+    ours = {s.trajectory_uid: s for s in world.stored()}
+    assert len(samples) == 2
+    for sample in samples:
+        step = ours[sample.prompt]  # slime keeps an item's uid there
+        assert sample.tokens[: step.n_tokens] == step.token_ids.tolist()
+        # Its masks train the line break behind the close, too; ours end with the close.
+        assert sample.loss_mask == [1] * (len(step.response_ids) + 1)

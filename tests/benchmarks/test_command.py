@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import pytest
 
 from benchmarks import size
-from benchmarks.__main__ import BENCHES, add_options, main
+from benchmarks.__main__ import BENCHES, add_options, main, show
 from benchmarks.checks import BenchResult, Check
 
 ROOT = Path(__file__).parents[2]
@@ -122,3 +122,8 @@ def test_public_names_are_those_that_a_module_defines(
         (tmp_path / name).write_text(text)
     assert list(size.public_names(tmp_path / "open.py")) == ["A", "B", "c", "E", "g"]
     assert list(size.public_names(tmp_path / "_hidden.py")) == []
+
+
+def test_a_bench_of_tables_alone_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    show("lag", BenchResult({}, {"scores": [{"method": "none", "lag 0": 0.97}]}))
+    assert "0.97" in capsys.readouterr().out

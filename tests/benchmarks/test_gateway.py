@@ -265,7 +265,7 @@ async def test_connections_begin_one_after_the_other_if_they_are_staggered(
 ) -> None:
     result = await client.run(_job(engine, connections=4, prompts=1, stagger_s=0.05))
     assert len(result.latencies_s) == 8
-    assert result.ended - result.began >= 0.15
+    assert result.ended - result.began > 0.125  # three pauses, less what timers are early
 
 
 async def test_the_client_sees_each_event_of_a_stream_as_it_is_written(

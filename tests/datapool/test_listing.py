@@ -413,7 +413,8 @@ def test_a_complete_trajectory_is_read_as_it_would_be_served(varied):
     ]
     ready, held = pages[1:3], pages[3]
     assert [(e.n_rollouts, e.group_metadata) for e in ready] == [(2, {"task": 3})] * 2
-    assert held.group_marks == {"trainable": False, "quality": None, "tags": ["odd"], "note": ""}
+    said = {"trainable": False, "quality": None, "tags": ["odd"], "note": "", "corrections": {}}
+    assert held.group_marks == said
     assert (held.marks, ready[0].group_marks) == (None, None)
     lease = varied.lease_batch(now=NOW)
     assert [e.trajectory for e in ready] == list(lease.groups[0].trajectories)

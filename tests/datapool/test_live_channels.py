@@ -99,6 +99,68 @@ def test_the_wait_for_a_reward_counts_on_through_a_restart(tmp_path):
     assert uids(pool("lease_batch")) == ["p"]
 
 
+# -- a holding time --------------------------------------------------------------------------------
+
+
+def test_a_scored_group_is_held_and_its_new_reward_is_what_is_served(make_pool):
+    pool = make_pool(hold_s=30, selection=SelectionConfig(filters=("zero_variance",)))
+    for uid in ("a", "b"):
+        pool.submit_step(pool.step(uid, "p"))
+    for uid in ("a", "b"):
+        pool.complete_trajectory(uid, 1.0)
+    assert pool.dry_run().counts == {"hold": {"holding_time": 1}}, "no filter judges it yet"
+    pool.advance(29)
+    assert pool.lease_batch() is None
+    assert pool.set_reward("a", 0.0) == "accepted"
+    pool.advance(1)
+    rewards = [t.reward for t in pool.lease_batch().groups[0].trajectories]
+    assert rewards == [0.0, 1.0]
+    assert pool.set_reward("a", 1.0) == "late"
+
+
+def test_after_the_holding_time_the_filters_judge_and_the_wait_for_rewards_begins(make_pool):
+    pool = make_pool(hold_s=30, reward_wait_s=60, selection=SelectionConfig(filters=("scored",)))
+    pool.finish("p", "t")
+    pool.advance(30)
+    assert pool.dry_run().counts == {"hold": {"unscored": 1}}
+    pool.advance(59)
+    assert pool.stats()["groups"]["held"] == 1
+    pool.advance(1)
+    assert pool.stats()["groups"]["drop_reasons"] == {"unscored": 1}
+
+
+def test_a_consumer_of_fewer_rollouts_is_served_when_the_holding_time_is_over(make_pool):
+    pool = make_pool(hold_s=30, n_rollouts=2)
+    pool.finish("p", "t")
+    pool.advance(29)
+    assert pool.lease_batch(n_rollouts=1) is None
+    pool.advance(1)
+    assert uids(pool.lease_batch(n_rollouts=1)) == ["p"]
+
+
+def test_a_group_handed_back_is_not_held_again(make_pool):
+    pool = make_pool(hold_s=30)
+    pool.finish("p", "t")
+    pool.advance(30)
+    pool.nack(pool.lease_batch().lease_id)
+    assert uids(pool.lease_batch()) == ["p"]
+
+
+def test_a_holding_time_counts_on_through_a_restart_and_is_not_begun_again(tmp_path):
+    live = {"default": ChannelConfig(hold_s=100)}
+    pool = JournaledPool(tmp_path, **live)
+    pool.say("t", "p", "text")
+    pool("complete_trajectory", "t")
+    pool.later(60 / DAY)
+    pool.say("u", "q", "another")  # so that the pool has seen this time
+    pool = pool.restart(**live)
+    pool.later(39 / DAY)
+    assert pool("lease_batch") is None
+    pool.later(1 / DAY)
+    pool = pool.restart(**live)
+    assert uids(pool("lease_batch")) == ["p"]
+
+
 # -- room ------------------------------------------------------------------------------------------
 
 

@@ -69,6 +69,11 @@ def test_a_partial_update_of_marks_leaves_the_other_fields_and_none_clears_one()
     assert marks.merged({"quality": 1, "tags": ["hard", "hard"]}) == Marks(
         trainable=True, quality=1.0, tags=frozenset({"hard"}), note="look"
     )
+    assert marks.merged({"add_tags": ["hard"]}).tags == {"math", "hard"}
+    said = marks.merged({"corrections": {"0": "two"}}).merged({"corrections": {"last": "three"}})
+    assert said.corrections == {"0": "two", "last": "three"}
+    assert said.merged({"corrections": {"0": None}}).corrections == {"last": "three"}
+    assert said.merged({"corrections": None}) == marks
     assert marks.merged({"trainable": None, "tags": None, "note": None}) == Marks(quality=0.5)
     assert marks.merged({}) == marks
 

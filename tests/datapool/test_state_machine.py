@@ -85,6 +85,7 @@ class Prompt:
     timers: dict[str, tuple[float, int]] = field(default_factory=dict)
     reward_due: float | None = None
     waited: bool = False  # long enough for its rewards
+    held: bool = False  # long enough for people's feedback
     retired: bool = False  # to be dropped when it is handed back
     tags: tuple[str, ...] = ()
     frozen: bool = False
@@ -135,7 +136,9 @@ class Model:
         return [p for _, p in sorted(keyed)]
 
     def is_refused(self, g: Prompt) -> bool:
-        """Marks and the filter do not let it be served."""
+        """Its holding time, marks or the filter do not let it be served."""
+        if self.config.hold_s is not None and not (g.frozen or g.held):
+            return True
         served = [self.rollouts[u] for u in g.complete if self.rollouts[u].trainable is not False]
         if g.trainable is False or not served:
             return True
@@ -151,6 +154,7 @@ class Model:
             self.config.reward_wait_s is not None
             and self.key(g, None) is not None
             and not (g.frozen or g.waited or g.trainable is False)
+            and (g.held or self.config.hold_s is None)
             and bool(served)
             and not all(r.is_scored() for r in served)
         )
@@ -305,6 +309,9 @@ class Model:
             r.outcome = reward
         g = self.prompts[r.prompt]
         g.complete.append(uid)
+        if self.config.hold_s is not None:
+            g.held = False
+            self.set_timer(g, "hold", self.now + self.config.hold_s)
         g.oldest = min(
             s.policy_version for u in g.complete for s in self.rollouts[u].steps.values()
         )
@@ -464,7 +471,7 @@ class Model:
 
     def stop(self, g: Prompt) -> None:
         """It is not open any more."""
-        g.timers = {k: v for k, v in g.timers.items() if k in ("retention", "reward")}
+        g.timers = {k: v for k, v in g.timers.items() if k in ("retention", "reward", "hold")}
 
     def trim(self) -> None:
         limit = self.config.max_queue_size
@@ -517,7 +524,8 @@ class Model:
                 g.complete = [u for u in g.complete if self.rollouts[u].state == "complete"]
             g.state, g.frozen = "leased", True
             self.stop(g)
-            g.timers.pop("reward", None)
+            for name in ("reward", "hold"):
+                g.timers.pop(name, None)
         return chosen
 
     def give_back(self, chosen: list[str]) -> None:
@@ -542,6 +550,8 @@ class Model:
                 self.close(p, "dropped")
             elif name == "reward":
                 g.waited = True
+            elif name == "hold":
+                g.held, g.withheld = True, False
             elif name == "siblings":
                 g.waits = [until for until in g.waits if until > now]
                 if g.waits:
@@ -617,6 +627,7 @@ class DataPoolMachine(RuleBasedStateMachine):
         siblings_wait=st.sampled_from([5.25, 5.25, 60.25]),
         # No two of them at the same time: their order then would depend on restarts.
         reward_wait=st.sampled_from([None, None, 6.5]),
+        hold=st.sampled_from([None, None, 3.125]),
         retention_days=st.sampled_from([None, None, 2**-11]),
         filters=st.sampled_from([(), (), ("scored",)]),
         memory=st.sampled_from([None, 1, 300]),
@@ -634,6 +645,7 @@ class DataPoolMachine(RuleBasedStateMachine):
         idle,
         siblings_wait,
         reward_wait,
+        hold,
         retention_days,
         filters,
         begun,
@@ -650,6 +662,7 @@ class DataPoolMachine(RuleBasedStateMachine):
             group_idle_s=idle,
             siblings_wait_s=siblings_wait,
             reward_wait_s=reward_wait,
+            hold_s=hold,
             lease_s=10,
             selection=SelectionConfig(filters=filters),
             **kwargs,

@@ -50,3 +50,12 @@ def test_stored_tokens_follow_the_stored_steps(pool, make_step):
     assert pool.stats()["tokens"]["stored"] == 10
     pool.abort_trajectory("a", "crash")
     assert pool.stats()["tokens"]["stored"] == 5
+
+
+def test_response_tokens_are_counted_once_and_for_good(pool, make_step):
+    steps = [make_step("a"), make_step("b")]
+    pool.submit_steps([*steps, steps[0]])  # sent again: a duplicate
+    n = sum(len(s.response_ids) for s in steps)
+    assert pool.stats()["tokens"]["responses"] == n > 0
+    pool.abort_trajectory("a", "crash")
+    assert pool.stats()["tokens"]["responses"] == n

@@ -21,7 +21,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stepwell.cli import main
+from stepwell.datapool.files.trained import read_trained, trained_steps
 from stepwell.trainer.ledger import LEDGER, audit
+from stepwell.trainer.metrics import read_metrics
+from tests.documented_metrics import documented, undocumented, unseen
 from tests.e2e.conftest import ROOT, SMALL
 
 pytestmark = pytest.mark.e2e
@@ -49,7 +52,7 @@ def run_here(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def records_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(folder / "metrics.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +70,16 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_leaves_its_files_and_a_second_one_resumes_it(resumed: Path) -> None:
     tmp_path = resumed
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    # The line of a step is written anew when its evaluation has ended.
+    assert [r["step"] for r in lines] == [0, 1, 2, 2, 3, 4, 4]
+    assert [r["step"] for r in lines if "val/score" in r] == [0, 2, 4]
     records = records_of(tmp_path)
     assert [r["step"] for r in records] == [1, 2, 3, 4]
     for record in records:
         for key in (
             *("step", "time_s", "policy_version", "reward/mean", "staleness/mean", "loss"),
-            *("tokens_per_s", "pool/ready", "off_policy_share", "steps_per_trajectory"),
+            *("tokens_per_s", "pool/ready", "off_policy_share", "num_turns/mean"),
             *("time/wait_s", "time/score_s", "time/train_s", "time/step_s"),
             *("wait/trainer_starved", "wait/generation_saturated"),
         ):
@@ -88,6 +95,19 @@ def test_a_run_leaves_its_files_and_a_second_one_resumes_it(resumed: Path) -> No
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_it_trained_can_be_read(resumed: Path) -> None:
+    rows = [json.loads(line) for line in (resumed / "rollouts.jsonl").read_text().splitlines()]
+    assert {r["step"] for r in rows} == {1, 2, 3, 4}
+    assert all(r["prompt"] and r["response"] and 0 <= r["reward"] <= 1 for r in rows)
+    assert {r["version"] for r in rows} <= {0, 1, 2, 3, 4}
+
+
+def test_every_figure_of_a_run_is_in_the_page_and_the_other_way_round(resumed: Path) -> None:
+    keys = {key for record in records_of(resumed) for key in record}
+    assert undocumented(keys) == set()
+    assert unseen(documented(always=True), keys) == set()
+
+
 def test_its_logs_are_in_its_folder(resumed: Path) -> None:
     logs = resumed / "logs"
     parts = ("trainer", "pool", "gateway", "rollout", "supervisor", "engine")
@@ -95,6 +115,17 @@ def test_its_logs_are_in_its_folder(resumed: Path) -> None:
     log = (logs / "trainer.log").read_text()
     assert "resumed at optimizer step 2" in log
     assert "step    4  reward" in log
+
+
+def test_what_each_step_was_trained_on_is_kept_for_people(resumed: Path) -> None:
+    assert trained_steps(resumed) == [1, 2, 3, 4]
+    for step in (1, 4):
+        (first, *_) = read_trained(resumed, step).trajectories
+        assert [set(columns) for columns in first.columns] == [
+            {"advantages", "weights", "prox_log_probs", "mask"} for _ in first.trajectory.steps
+        ]
+        calls = [each.metadata["timing"] for each in first.trajectory.steps]
+        assert all(call["engine_s"] > 0 for call in calls)
 
 
 def test_its_ledger_accounts_for_every_prompt(resumed: Path) -> None:
@@ -170,7 +201,7 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> No
     second = run_here(argv)
     assert second.returncode == 0, second.stderr
     assert "resumed at optimizer step" in second.stdout
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(tmp_path)
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
     # A version belongs to one policy: none that the lost steps published is used again.
     versions = [r["policy_version"] for r in records]

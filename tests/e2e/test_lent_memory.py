@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from stepwell.run import train
+from stepwell.trainer.metrics import read_metrics
 from tests.e2e.conftest import small_config
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -25,6 +25,6 @@ async def test_a_run_trains_while_its_engine_lends_its_memory(tmp_path: Path) ->
     summary = await train(config)
     assert summary["optimizer_steps"] == 3
     assert summary["log_prob_gap_max"] < 1e-3  # what came back are the weights that were lent
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    records = read_metrics(tmp_path / "metrics.jsonl")
     assert [r["policy_version"] for r in records] == [1, 2, 3]
     assert all(r["time/hand_over_s"] > 0 for r in records)

@@ -23,6 +23,7 @@ from stepwell.backends.engines.client import EngineClient
 from stepwell.datapool.types import TRAIN
 from stepwell.run_file import live_run
 from stepwell.trainer.ledger import LEDGER, audit
+from stepwell.trainer.metrics import read_metrics
 from tests.e2e.conftest import ROOT
 
 pytestmark = pytest.mark.e2e
@@ -106,7 +107,7 @@ class Service:
 
 def steps_of(folder: Path) -> list[int]:
     path = folder / "metrics.jsonl"
-    return [json.loads(x)["step"] for x in path.read_text().splitlines()] if path.exists() else []
+    return [record["step"] for record in read_metrics(path)] if path.exists() else []
 
 
 async def test_a_trainer_is_killed_and_attached_again_and_no_agent_notices(tmp_path: Path) -> None:

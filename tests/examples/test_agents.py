@@ -3,12 +3,10 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
 import pytest
-from aiohttp import web
 
 from examples.smollm2.agent import agent as one_turn_agent
 from stepwell.quickstart.agent import (
@@ -19,7 +17,7 @@ from stepwell.quickstart.agent import (
     calculator,
     http_client,
 )
-from tests.helpers import serving_posts
+from tests.examples.scripted import Policy, serving
 
 TASK = {"question": "12 + 34 =", "answer": "46", "data_source": "chain_sum", "metadata": {}}
 
@@ -29,33 +27,6 @@ async def _close_the_shared_connections() -> AsyncIterator[None]:
     yield
     await http_client(asyncio.get_running_loop()).aclose()
     http_client.cache_clear()
-
-
-class Policy:
-    """Answers the n-th call with the n-th reply, the last one over again; keeps the requests."""
-
-    def __init__(self, *replies: str | dict[str, Any] | int) -> None:
-        self.replies = replies
-        self.requests: list[dict[str, Any]] = []
-        self.paths: list[str] = []
-        self.base_url = ""
-
-    async def answer(self, request: web.Request) -> web.Response:
-        reply = self.replies[min(len(self.requests), len(self.replies) - 1)]
-        self.requests.append(await request.json())
-        self.paths.append(request.path)
-        if isinstance(reply, int):
-            return web.json_response({"error": {"message": "refused"}}, status=reply)
-        message = {"role": "assistant", "content": reply} if isinstance(reply, str) else reply
-        return web.json_response(
-            {
-                "id": "chatcmpl-1",
-                "object": "chat.completion",
-                "created": 1,
-                "model": "policy",
-                "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-            }
-        )
 
 
 def calls(*arguments: str) -> dict[str, Any]:
@@ -72,14 +43,6 @@ def calls(*arguments: str) -> dict[str, Any]:
             for i, a in enumerate(arguments)
         ],
     }
-
-
-@asynccontextmanager
-async def serving(policy: Policy) -> AsyncIterator[Policy]:
-    path = "/{trajectory_uid}/{prompt_uid}/v1/chat/completions"
-    async with serving_posts(path, policy.answer) as address:
-        policy.base_url = f"{address}/trajectory/prompt"
-        yield policy
 
 
 async def play(*replies: str | dict[str, Any] | int) -> tuple[float | None, Policy]:

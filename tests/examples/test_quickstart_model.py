@@ -82,7 +82,7 @@ def test_the_same_seed_makes_the_same_weights(tokenizer: PreTrainedTokenizerFast
     def made(seed: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(seed)
         model = make_model(tokenizer)
-        warm_up(model, Demonstrations(tokenizer, seed), updates=3, tool_share=0.4, batch_size=4)
+        warm_up(model, Demonstrations(tokenizer, seed).batches(3, 0.4, batch_size=4), 3)
         return model.state_dict()
 
     first, second, other = made(0), made(0), made(1)

@@ -181,6 +181,20 @@ UNCLOSED = (
 )
 """Ends turns with a line break only."""
 
+DEEPSEEK = (
+    "{% set ns = namespace(system_prompt='') %}"
+    "{%- for message in messages %}{%- if message['role'] == 'system' %}"
+    "{% set ns.system_prompt = message['content'] %}{%- endif %}{%- endfor %}"
+    "{{ bos_token }}{{ ns.system_prompt }}"
+    "{%- for message in messages %}{%- if message['role'] == 'user' %}"
+    "{{ '<｜User｜>' + message['content'] }}{%- endif %}"
+    "{%- if message['role'] == 'assistant' %}{% set content = message['content'] %}"
+    "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+    "{{ '<｜Assistant｜>' + content + '<｜end▁of▁sentence｜>' }}{%- endif %}{%- endfor %}"
+    "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}"
+)
+"""The structure of DeepSeek-R1-Distill-Qwen's: opens the thought, shows none."""
+
 _IM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _MARKUP = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 _THINK = ["<think>", "</think>"]
@@ -210,6 +224,14 @@ FAMILIES = {
             True,
         ),
         Family("no_tools", NO_TOOLS, ("<|endoftext|>", "</s>"), "</s>", False),
+        Family(
+            "deepseek",
+            DEEPSEEK,
+            ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+            "<｜end▁of▁sentence｜>",
+            tools=False,
+            pad="<｜end▁of▁sentence｜>",
+        ),
         Family("unclosed", UNCLOSED, ("<|endoftext|>",), "<|endoftext|>", False),
     )
 }
@@ -247,8 +269,9 @@ def make_template(family: str, source: str | None = None) -> ChatTemplate:
     """A family's chat template, or another one with its special tokens."""
     f = FAMILIES[family]
     special = {"eos_token": f.eos, "pad_token": f.pad}
-    if family == "llama3":
-        special["bos_token"] = "<|begin_of_text|>"
+    begin = {"llama3": "<|begin_of_text|>", "deepseek": "<｜begin▁of▁sentence｜>"}
+    if family in begin:
+        special["bos_token"] = begin[family]
     return ChatTemplate(source or f.template, special)
 
 

@@ -206,6 +206,22 @@ async def test_completing_twice_is_one_completion(world: Any, http: Http) -> Non
     assert (await http.post(url, reward=0.0))[0] == 410
 
 
+async def test_steps_are_rewarded_with_the_completion(world: Any, http: Http) -> None:
+    client = await world.client()
+    for text in ("one", "two", "three"):
+        await ask(client, text)
+    url = world.base_url() + "/v1/complete_trajectory"
+    status, refused = await http.post(url, step_rewards=[1, 1, 1, 1])
+    assert (status, refused["error"]["param"]) == (400, "step_rewards")
+    assert "more rewards than steps" in refused["error"]["message"]
+    done = {"reward": 1.0, "step_rewards": [0.5, None, -0.25]}
+    for _ in range(2):  # an answer may be lost
+        assert (await http.post(url, **done))[1]["outcome"] == "complete"
+    [trajectory] = (await world.pool.lease_batch(1)).groups[0].trajectories
+    assert [s.reward for s in trajectory.steps] == [0.5, None, 0.75]
+    assert trajectory.reward == 1.25
+
+
 async def test_completing_without_a_call_aborts_with_a_reason(world: Any, http: Http) -> None:
     status, got = await http.post(world.base_url() + "/v1/complete_trajectory", reward=1.0)
     assert (status, got["outcome"]) == (200, "aborted")
@@ -254,6 +270,7 @@ async def test_a_step_that_comes_after_completion_is_refused(world: Any, http: H
     [
         ("/t/p/v1/complete_trajectory", {"reward": "high"}, "reward"),
         ("/t/p/v1/complete_trajectory", {"rewrad": 1}, "rewrad"),
+        ("/t/p/v1/complete_trajectory", {"step_rewards": [1, "a"]}, "step_rewards"),
         ("/t/p/v1/abort_trajectory", {}, "reason"),
         ("/init_trajectory", {"attempt": -1}, "attempt"),
         ("/init_trajectory", {"prompt_uid": "."}, "prompt_uid"),

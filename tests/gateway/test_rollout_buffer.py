@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,9 +21,11 @@ from stepwell.datapool.remote.start import client_of, start_data_pool
 from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.errors import GatewayConfigError
+from stepwell.gateway.prompt import Prompts
 from stepwell.gateway.slime_buffer.items import make_item, messages_of, rows
 from stepwell.gateway.slime_buffer.writes import Item
+from stepwell.gateway.tokens.render import ChatRenderer
+from stepwell.gateway.tokens.turn_messages import TurnMessages
 from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import serving
 
@@ -37,14 +38,15 @@ class Consumer:
     """Sends and reads what slime's does: numbers as text, a session per poll, grouping by
     instance id over all answers."""
 
-    def __init__(self, url: str, n_samples_per_prompt: int = 2) -> None:
+    def __init__(self, url: str, n_samples_per_prompt: int = 2, key: str | None = None) -> None:
         self.url = url
+        self.headers = {"authorization": f"Bearer {key}"} if key else {}
         self.n = n_samples_per_prompt
         self.meta: list[dict[str, Any]] = []
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
         async with (
-            aiohttp.ClientSession() as session,
+            aiohttp.ClientSession(headers=self.headers) as session,
             session.post(f"{self.url}{path}", json=body) as response,
         ):
             return response.status, await response.json()
@@ -55,7 +57,7 @@ class Consumer:
             "num_epoch": "3",
             "remote_engine_url": "http://127.0.0.1:30000",
             "remote_buffer_url": self.url,
-            "task_type": "math",
+            "task_type": "external",
             "input_file": "/data/train.jsonl",
             "num_repeat_per_sample": str(self.n),
             "max_tokens": "64",
@@ -152,7 +154,8 @@ def consumer(world: Any) -> Consumer:
 
 
 async def test_a_slime_consumer_gets_its_groups_in_its_shapes(world: Any, consumer: Consumer):
-    assert await consumer.start() == {"message": "Rollout started"}
+    said = "Nothing was started: task_type external waits for rollouts from outside"
+    assert await consumer.start() == {"message": said}
     await rollout(world, "p7", "a", 1.0, metadata={"instance_id": 7, "label": "42"})
     await rollout(world, "p7", "b", 0.0, metadata={"instance_id": 7})
     await group(world, "p8", reward=0.5)
@@ -792,6 +795,8 @@ async def test_a_write_that_failed_keeps_its_place(
         ({"num_repeat_per_sample": True}, "num_repeat_per_sample"),
         ({"skip_instance_ids": "all"}, "skip_instance_ids"),
         ({"skip_instance_ids": [1, None]}, "skip_instance_ids[1]"),
+        ({"task_type": "other"}, "task_type"),
+        ({"task_type": None}, "task_type"),
     ],
 )
 async def test_a_bad_start_is_refused_by_field(
@@ -812,7 +817,7 @@ async def test_a_bad_start_is_refused_by_field(
         ({"reward": True}, "reward"),
         ({"messages": ["hi"]}, "messages[0]"),
         ({"extra_info": []}, "extra_info"),
-        ({"tokens": None}, "trajectory_uid"),
+        ({"tokens": None, "messages": []}, "messages"),
         ({"tokens": []}, "tokens"),
         ({"tokens": [1, "2"]}, "tokens"),
         ({"tokens": [1, True, 3, 4, 5, 6]}, "tokens"),
@@ -843,12 +848,14 @@ async def test_a_bad_item_is_refused_by_field_and_stores_nothing(
     assert (await pool_groups(world))["submitted"] == 0
 
 
-async def test_text_alone_is_refused_with_the_way_to_do_it(world: Any, consumer: Consumer):
-    item = {k: written()[k] for k in ("uid", "instance_id", "messages", "reward", "extra_info")}
+async def test_an_item_with_nothing_to_train_is_refused_with_the_ways_to_do_it(
+    world: Any, consumer: Consumer
+):
+    item = {k: written()[k] for k in ("uid", "instance_id", "reward", "extra_info")}
     status, answer = await consumer.post("/buffer/write", item)
     assert status == 400
     message = answer["error"]["message"]
-    for word in ("trajectory_uid", "/init_trajectory", "tokens", "response_length", "never"):
+    for word in ("trajectory_uid", "/init_trajectory", "tokens", "response_length", "messages"):
         assert word in message
     missing = {k: v for k, v in item.items() if k != "reward"}
     assert (await consumer.post("/buffer/write", missing))[1]["error"]["param"] == "reward"
@@ -858,79 +865,6 @@ async def test_a_body_that_is_no_object_is_refused(world: Any, consumer: Consume
     for path in ("/start_rollout", "/buffer/write", "/get_rollout_data", "/ack_rollout_data"):
         assert (await consumer.post(path, [1]))[0] == 400
     assert (await consumer.post("/get_rollout_data", {"hold": "yes"}))[0] == 400
-
-
-# -- the generator --------------------------------------------------------------------------------
-
-seen: list[dict[str, Any]] = []
-release = threading.Event()
-
-
-def generate(payload: dict[str, Any]) -> None:
-    """Runs its rollouts by the gateway's own HTTP, as a slime generator does."""
-    seen.append(payload)
-    consumer = Consumer(payload["gateway_url"])
-    for i in range(int(payload["num_repeat_per_sample"])):
-        asyncio.run(consumer.post("/buffer/write", written(uid=f"g{i}")))
-    release.wait(30)
-
-
-def generate_blocking(payload: dict[str, Any]) -> None:
-    seen.append(payload)
-    release.wait(30)
-
-
-def generate_badly(payload: dict[str, Any]) -> None:
-    raise SystemExit("no dataset")
-
-
-@pytest.fixture(autouse=True)
-def fresh_generators() -> Iterator[None]:
-    seen.clear()
-    release.clear()
-    yield
-    release.set()
-
-
-async def test_start_rollout_runs_the_configured_generator(worlds: Callable[..., Any]):
-    world = await worlds(rollout_generator=f"{__name__}:generate")
-    consumer = Consumer(world.url)
-    await consumer.start(skip_instance_ids=[17])
-    await consumer.start(skip_instance_ids=[17])  # its answer was lost
-    await until(lambda: statistics(world).get("written") == 2)
-    assert len(seen) == 1
-    assert seen[0]["gateway_url"] == world.url
-    assert seen[0]["task_type"] == "math"
-    assert seen[0]["skip_instance_ids"] == [17]
-    # The generator was told what to skip; what it makes nevertheless is new.
-    assert list(consumer.groups(await consumer.items())) == [17]
-    await consumer.start()
-    await until(lambda: len(seen) == 2)
-    assert statistics(world)["generator"] == "running"
-
-
-async def test_a_blocking_generator_runs_in_a_thread(worlds: Callable[..., Any]):
-    world = await worlds(rollout_generator=f"{__name__}:generate_blocking")
-    await Consumer(world.url).start()
-    assert statistics(world)["generator"] == "running"
-    assert await Consumer(world.url).items() == []
-    release.set()
-    await until(lambda: statistics(world)["generator"] == "finished")
-
-
-async def test_a_generator_that_fails_is_reported(worlds: Callable[..., Any]):
-    world = await worlds(rollout_generator=f"{__name__}:generate_badly")
-    await Consumer(world.url).start()
-    await until(lambda: statistics(world)["generator"].startswith("failed"))
-    assert "no dataset" in statistics(world)["generator"]
-
-
-@pytest.mark.parametrize("path", ["no.such:thing", f"{__name__}:REQUIRED"])
-def test_a_generator_that_cannot_be_called_fails_before_serving(
-    tokenizer_of: Callable[..., Any], path: str
-):
-    with pytest.raises(GatewayConfigError, match=r"gateway\.rollout_generator"):
-        create_app(GatewayConfig(rollout_generator=path), Wiring(), None, tokenizer_of("chatml"))  # type: ignore[arg-type]
 
 
 # -- properties -----------------------------------------------------------------------------------
@@ -1005,7 +939,7 @@ def test_a_written_sample_comes_back_as_it_was(prompt: list[int], response: list
         "rollout_log_probs": [-0.5 * m for m in mask],
         "weight_versions": ["2"],
     }
-    steps = tuple(Item.read(item).steps())
+    steps = tuple(Item.read(item)._of_tokens(truncated=False))
     trajectory = Trajectory("t", "p", steps)
     (row,) = rows(trajectory.steps)
     # Leading zeros are prompt, and behind the last sampled token nothing is kept.
@@ -1032,7 +966,9 @@ def test_metadata_that_is_no_json_does_not_keep_a_group_from_being_served(
     )  # type: ignore[arg-type]
     odd = {"big": 2**80, "half": "\ud800", "object": object()}
     trajectory = Trajectory("t", "p", (step,), metadata=odd)
-    buffer = RolloutBuffer(GatewayConfig(), None, tokenizer_of("chatml"), None, None)  # type: ignore[arg-type]
+    prompts = Prompts(GatewayConfig(), ChatRenderer(tokenizer_of("chatml")), None)  # type: ignore[arg-type]
+    turns = TurnMessages(GatewayConfig())
+    buffer = RolloutBuffer(GatewayConfig(), None, None, prompts, turns, None, ())  # type: ignore[arg-type]
     group_ = Group("p", (trajectory,))
     item = json.loads(buffer._encode(Served(group_, "p", (trajectory,))))
     assert item["tokens"] == [1, 2]

@@ -19,14 +19,15 @@ from hypothesis import strategies as st
 from stepwell.gateway.errors import GatewayConfigError
 from stepwell.gateway.tokens.template import ChatTemplate
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from tests.backends.test_masks import GENERATION
 from tests.gateway.conftest import (
+    DEEPSEEK,
     FAMILIES,
     QUICKSTART,
     hf_tokenizer,
     save_tokenizer,
 )
 from tests.gateway.test_chat import THINKER
-from tests.trainer.test_masks import DEEPSEEK, GENERATION
 
 EVERYTHING = """
 {%- set ns = namespace(n=0, self=1) -%}

@@ -338,9 +338,24 @@ async def test_a_reward_may_come_before_completion_or_after_but_not_after_the_le
     )
     await agent.post("/v1/complete_trajectory", {"trajectory_uid": "café"})
     assert (await agent.post("/v1/rewards", {**reward, "reward": 0.75}))[1]["outcome"] == "accepted"
+    own = {**reward, "reward": 0.5, "step_index": 0}
+    assert (await agent.post("/v1/rewards", own))[1]["outcome"] == "accepted"
+    status, refused = await agent.post("/v1/rewards", {**own, "step_index": 1})
+    assert (status, refused["error"]["param"]) == (400, "step_index")
     [trajectory] = (await world.pool.lease_batch(1, "train")).groups[0].trajectories
-    assert trajectory.reward == 0.75
+    assert trajectory.reward == 1.25
     assert (await agent.post("/v1/rewards", reward))[1]["outcome"] == "late"
+
+
+async def test_an_agent_without_a_path_rewards_its_steps(world: Any, agents: Any) -> None:
+    """Claw-R1's way: `/complete_trajectory` by the trajectory's name, here with a reward per
+    step."""
+    agent = agents(world)
+    await agent.say(user("hi"), under="/t/p")
+    done = {"trajectory_uid": "t", "step_rewards": [0.5]}
+    assert (await agent.post("/v1/complete_trajectory", done))[1]["outcome"] == "complete"
+    [trajectory] = (await world.pool.lease_batch(1, "train")).groups[0].trajectories
+    assert [s.reward for s in trajectory.steps] == [0.5]
 
 
 async def test_a_reward_finds_its_trajectory_whatever_channel_it_is_in(

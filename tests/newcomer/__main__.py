@@ -30,9 +30,9 @@ FIRST_AGENT = {*INSTALLATION, INIT, TRAIN}
 LOOK = """\
 import json, pathlib, sys
 from transformers import AutoModelForCausalLM
-records = [json.loads(line) for line in pathlib.Path(sys.argv[1], "metrics.jsonl").open()]
+lines = [json.loads(line) for line in pathlib.Path(sys.argv[1], "metrics.jsonl").open()]
 model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
-print(len(records), sum(p.numel() for p in model.parameters()))
+print(len({r["step"] for r in lines} - {0}), sum(p.numel() for p in model.parameters()))
 """
 
 

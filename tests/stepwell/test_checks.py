@@ -28,7 +28,7 @@ async def no_key(task, base_url): return 1.0
 async def more(task, base_url, api_key, model): return 1.0
 def sync(task, base_url, api_key): return 1.0
 def score(data_source, solution_str, ground_truth, extra_info): return 1.0
-def two(solution, answer): return 1.0
+def three(solution, answer, extra): return 1.0
 partial = functools.partial(more, model="m")
 @functools.wraps(good)
 async def wrapped(*args, **kwargs): return await good(*args, **kwargs)
@@ -118,9 +118,9 @@ MISTAKES = {
     "rollout.agent=checks_exits:agent": "checks_exits.py, line 1): SystemExit: give --port",
     "rollout.agent=checks_lacks:agent": "checks_lacks.py, line 1): ModuleNotFoundError: No module",
     # the reward
-    "rollout.reward=checks_code:two": "cannot be called as two(data_source, solution_str,",
+    "rollout.reward=checks_code:three": "cannot be called as three(data_source, solution_str,",
     "rollout.reward=checks_code:scor": "checks_code has no function 'scor'",
-    "rollout.reward=mahts": "rollout.reward: reward is 'mahts'; name a built-in (dapo, ",
+    "rollout.reward=mahts": "rollout.reward: reward is 'mahts'; name a built-in (code, dapo, ",
     # the data
     "data.train.path={folder}/nowhere.jsonl": "data.train: path is '{folder}/nowhere.jsonl', which",
     "data.train.path={folder}/empty.jsonl": "empty.jsonl has no tasks; write one JSON object per",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -97,6 +99,18 @@ def test_the_presets_are_listed_with_what_they_are(
     assert [line.split()[0] for line in lines] == sorted(line.split()[0] for line in lines)
     assert any(line.startswith("quickstart ") and "calculator" in line for line in lines)
     assert any(line.split(maxsplit=1) == ["mine", "Our own."] for line in lines)
+
+
+def test_what_is_listed_is_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*argv: str) -> Any:
+        assert main([*argv, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert "calculator" in told("config")["quickstart"]
+    assert told("config", "--config", "quickstart")["trainer"]["total_steps"] == 40
+    [key] = [k for k in told("config", "--keys", "rollout.n") if k["name"] == "rollout.n"]
+    assert key["default"] == "8"
+    assert {b["name"] for b in told("backends")["Training backends"]} >= {"torch", "verl"}
 
 
 def test_training_nothing_in_particular_is_told_what_to_name(

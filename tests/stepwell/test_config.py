@@ -27,15 +27,20 @@ def test_every_shipped_preset_parses(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
 def test_a_preset_says_only_what_differs_from_the_defaults(path: Path) -> None:
+    """Or from the preset that it extends."""
+
     def leaves(section: object, name: str) -> Iterator[tuple[str, object]]:
         for key, value in section.items() if isinstance(section, dict) else ():
             yield f"{name}{key}", value
             yield from leaves(value, f"{name}{key}.")
 
-    defaults = {key.name: key.default for key in keys()}
-    given = leaves(yaml.safe_load(path.read_text()), "")
+    given = yaml.safe_load(path.read_text())
+    if (base := given.pop("extends", None)) is not None:
+        below = dict(leaves(load_config(base, here=False).model_dump(mode="json"), ""))
+    else:
+        below = {key.name: key.default for key in keys()}
     missing = object()
-    assert not [(key, value) for key, value in given if defaults.get(key, missing) == value]
+    assert not [(k, v) for k, v in leaves(given, "") if below.get(k, missing) == v]
 
 
 def test_overrides_go_over_the_file() -> None:

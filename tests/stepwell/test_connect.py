@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,6 +112,15 @@ def ask(code: str, *runs: Path | str, cwd: Path = ROOT) -> list[str]:
     return done.stdout.splitlines()
 
 
+def shown(*argv: str, cwd: Path) -> Any:
+    """What `stepwell …` says of the run that it finds below `cwd`."""
+    command = [sys.executable, "-m", "stepwell", *argv, "--json"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 def test_the_documented_lines_run_as_they_stand_in_another_process(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "runs.md").read_text()
     look, consume = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
@@ -118,6 +128,19 @@ def test_the_documented_lines_run_as_they_stand_in_another_process(tmp_path: Pat
         assert process.stdout is not None
         assert process.stdout.readline().startswith("gateway at")
         ask(FILL, cwd=tmp_path)
+        status = shown("status", cwd=tmp_path)
+        assert (status["state"], status["pool"]["train"]["ready"]) == ("alive", 2)
+        assert status["gateways"][0]["engine"]["engines"][0]["state"] == "up"
+        groups = shown("groups", "--min-reward", "2", cwd=tmp_path)["groups"]
+        assert [group["prompt_uid"] for group in groups] == ["one", "two"]
+        (branch,) = shown("show", "t-14", cwd=tmp_path)["branches"]
+        assert (branch["input_ids"], branch["loss_mask"]) == ([1, 2, 3, 4], [0, 0, 1, 1])
+        moved = tmp_path / "moved.jsonl"
+        assert shown("data", "export", str(moved), cwd=tmp_path)["trajectories"] == 10
+        took = shown("data", "import", str(moved), "--channel", "again", cwd=tmp_path)
+        assert took == {"groups": 2, "trajectories": 10}
+        found = shown("doctor", "runs/quickstart", cwd=tmp_path)
+        assert {f["name"] for f in found if f["state"] == "ok"} >= {"gateway", "engine"}
         in_a_notebook = ask(NOTEBOOK, look, cwd=tmp_path)
         batch, leased = ask(consume, cwd=tmp_path)
     assert in_a_notebook[:2] == ["one 2.0 1.4142135623730951", "two 2.0 1.4142135623730951"]

@@ -57,6 +57,17 @@ def test_each_step_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for part in ("step    3", "reward 0.500", "tool use 0.25", "lag 1.00", "ready 4", "v7"):
         assert part in line
     assert "no signal 38%" in line
+    assert line.count("lag") == 1
+
+
+def test_a_step_on_conversations_has_their_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    of_rollouts = ("reward/mean", "groups/no_signal", "staleness/mean")
+    alone = {k: v for k, v in RECORD.items() if k not in of_rollouts}
+    Display("demo", "plain").step(alone | {"tool_use": None, "loss": 0.03, "sft/loss": 0.03})
+    Display("demo", "plain").step(RECORD | {"sft/loss": 0.04})
+    first, second = capsys.readouterr().out.splitlines()
+    assert "step    3  loss +0.0300  ready 4" in first
+    assert "lag 1.00  loss -0.0100  sft loss 0.0400" in second
 
 
 def test_without_tools_nothing_is_said_of_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,11 @@ def test_a_name_without_a_counterpart_says_why() -> None:
         ("rollout.n_samples_per_prompt=8", "it is slime's name for rollout.n"),
         ("per_device_train_batch_size=8", "backend.micro_batch_tokens"),
         ("orchestrator.group_size=8", "it is prime-rl's name for rollout.n"),
-        ("num_iterations=2", "has no counterpart (every group is trained once)"),
+        ("num_iterations=2", "it is TRL's name for async_training.ppo_epochs"),
+        ("actor_rollout_ref.actor.ppo_epochs=2", "async_training.ppo_epochs"),
+        ("trainer.val_only=true", "it is verl's name for validation.only"),
+        ("debug-train-only=true", "trainer.load_debug_rollout_data"),
+        ("over-sampling-filter-path=a:b", "sampling.over_sampling_filter"),
         ("trainer.lr=1e-5", "backend.lr"),
     ],
 )

@@ -1,18 +1,24 @@
-"""Figures reach wandb and TensorBoard, secrets do not."""
+"""Figures reach wandb, TensorBoard and Prometheus, secrets do not."""
 
 from __future__ import annotations
 
 import math
+import socket
 import struct
 import sys
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from stepwell import checks
 from stepwell.presets import load_config
+from stepwell.prometheus import TRAINER, PrometheusTracker
 from stepwell.trackers import build_trackers
+from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.metrics import MetricsWriter
 
 
@@ -42,12 +48,50 @@ def events(folder: Path) -> dict[tuple[str, int], Any]:
 def test_tensorboard_gets_every_number_and_the_tables(tmp_path: Path) -> None:
     with writer(tmp_path, "logging.tensorboard=true") as metrics:
         metrics.write({"step": 7, "loss": 0.5, "reward/mean": math.inf, "name": "x"})
-        metrics.table("val/samples", ["prompt", "score"], [{"prompt": "1|2\n3", "score": 1.0}])
+        metrics.evaluation(5, {"val/step": 5.0, "val/score": 0.75})  # ended two steps later
+        metrics.table(7, "val/samples", ["prompt", "score"], [{"prompt": "1|2\n3", "score": 1.0}])
     found = events(tmp_path / "tensorboard")
     assert found["loss", 7] == 0.5
+    assert found["val/score", 5] == 0.75
     assert "reward/mean" not in {tag for tag, _ in found}
     table = next(text for (tag, step), text in found.items() if tag.startswith("val/samples"))
     assert table.splitlines() == ["| prompt | score |", "| --- | --- |", "| 1\\|2 3 | 1.0 |"]
+
+
+def test_prometheus_reads_the_newest_figures_under_names_that_stay(tmp_path: Path) -> None:
+    tracker = PrometheusTracker("127.0.0.1", 0)
+    with MetricsWriter(tmp_path, [tracker]) as metrics:
+        assert "stepwell_trainer_optimizer_steps_total 0.0" in scraped(tracker)
+        metrics.write({"step": 7, "loss": 0.5, "reward/mean": 0.25, "time/train_s": 2.0})
+        metrics.write({"step": 8, "loss": -0.5, "name": "x", "reward/gsm8k/mean": 1.0})
+        tracker.write(5, {"step": 5, "val/score": 0.75})
+        page = scraped(tracker)
+    families = {f.name: f for f in text_string_to_metric_families(page)}
+    found = {(s.name, *s.labels.values()): s.value for f in families.values() for s in f.samples}
+    assert found["stepwell_trainer_optimizer_steps_total",] == 8
+    assert found["stepwell_trainer_loss",] == -0.5
+    assert found["stepwell_trainer_reward_mean",] == 0.25
+    assert found["stepwell_trainer_phase_seconds", "train"] == 2.0
+    assert found["stepwell_trainer_metric", "reward/gsm8k/mean"] == 1.0
+    assert found["stepwell_trainer_metric", "val/score"] == 0.75
+    assert {(f.name, f.type, f.documentation) for f in families.values()} >= {
+        (f.name, f.kind, f.help) for f in TRAINER
+    }
+    with pytest.raises(OSError, match="refused"):
+        scraped(tracker)
+
+
+def scraped(tracker: PrometheusTracker) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{tracker.port}/metrics", timeout=5) as page:
+        return str(page.read().decode())
+
+
+def test_a_port_that_is_taken_is_told_before_the_run(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = load_config("quickstart", [f"logging.prometheus_port={port}"])
+        with pytest.raises(ConfigError, match=f"logging.prometheus_port is {port}, which cannot"):
+            checks.prometheus(config)
 
 
 def test_wandb_is_offline_without_a_key_and_the_same_run_in_every_life(
@@ -57,15 +101,37 @@ def test_wandb_is_offline_without_a_key_and_the_same_run_in_every_life(
     for step in (1, 2):
         with writer(tmp_path, "logging.wandb=auto") as metrics:
             metrics.write({"step": step, "loss": 0.5})
-            metrics.table("val/samples", ["prompt"], [{"prompt": "1 + 1"}])
+            metrics.evaluation(step - 1, {"val/step": step - 1, "val/score": 0.5})
+            metrics.table(step - 1, "val/samples", ["prompt"], [{"prompt": "1 + 1"}])
     runs = [p.name for p in (tmp_path / "wandb").glob("offline-run-*")]
     assert len({name.rpartition("-")[2] for name in runs}) == 1
     assert all((tmp_path / "wandb" / name).glob("*.wandb") for name in runs)
 
 
+def test_wandb_whose_step_cannot_go_back_draws_evaluations_over_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[tuple[int, dict[str, Any]]] = []
+    defined: dict[str, Any] = {}
+    run = SimpleNamespace(
+        finish=lambda **_: None,
+        define_metric=lambda name, **given: defined.update({name: given}),
+        log=lambda record, step: logged.append((step, record)),
+    )
+    fake = SimpleNamespace(init=lambda **_: run, Settings=dict)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with writer(tmp_path, "logging.wandb=offline") as metrics:
+        metrics.write({"step": 7, "loss": 0.5})
+        metrics.evaluation(5, {"val/step": 5.0, "val/score": 0.75})
+        metrics.write({"step": 8, "loss": 0.25})
+    assert [step for step, _ in logged] == [7, 7, 8]
+    assert logged[1][1] == {"val/step": 5.0, "val/score": 0.75}
+    assert defined["val/*"] == {"step_metric": "val/step"}
+
+
 def test_wandb_is_told_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, Any] = {}
-    run = SimpleNamespace(finish=lambda **_: None)
+    run = SimpleNamespace(finish=lambda **_: None, define_metric=lambda *_, **__: None)
     fake = SimpleNamespace(init=lambda **given: told.update(given) or run, Settings=dict)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     reward = (

@@ -32,11 +32,10 @@ from stepwell.datapool.types import GREEDY, TRAIN, VAL
 from stepwell.presets import load_config
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.config import DataConfig
-from stepwell.trainer.data import PromptSource, Task
+from stepwell.trainer.data import PromptSource, Task, open_conversations
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.loop import Trainer
 from stepwell.trainer.rollout.producer import Producer
-from stepwell.trainer.sampling import train_channel
 from stepwell.trainer.validation import Evaluation
 from stepwell.training import build_trainer
 
@@ -47,6 +46,7 @@ SMALL = (
     "trainer.total_steps=4",
     "validation.every=0",
     "trainer.checkpoint_every=100",
+    "trainer.rollout_samples=0",
     "trainer.starvation_timeout_s=20",
     "rollout.n=2",
     "rollout.max_outstanding_groups=8",
@@ -267,8 +267,20 @@ class SmallRun:
         return reasons
 
 
-def small_config(folder: Path, *overrides: str, train: int = 200, val: int = 3) -> RunConfig:
-    """The quickstart in small, over `train` and `val` questions in files of their own."""
+def conversation(i: int) -> dict[str, Any]:
+    """A row of `data.sft`: two turns."""
+    said = [("user", f"say {i}"), ("assistant", f"{i}"), ("user", "again"), ("assistant", f"{i}!")]
+    return {
+        "instance_id": f"sft{i}",
+        "messages": [{"role": role, "content": content} for role, content in said],
+    }
+
+
+def small_config(
+    folder: Path, *overrides: str, train: int = 200, val: int = 3, sft: int = 0
+) -> RunConfig:
+    """The quickstart in small, over `train` and `val` questions and `sft` conversations in files of
+    their own."""
     data = {}
     for name, n in (("train", train), ("val", val)):
         path = folder / f"{name}.jsonl"
@@ -282,20 +294,18 @@ def small_config(folder: Path, *overrides: str, train: int = 200, val: int = 3) 
             )
         )
         data[name] = {"kind": "jsonl", "path": str(path), "epochs": 1, "shuffle": False}
+    if sft:
+        path = folder / "sft.jsonl"
+        path.write_text("".join(json.dumps(conversation(i)) + "\n" for i in range(sft)))
+        data["sft"] = data["train"] | {"path": str(path)}
+        overrides = (*overrides, f"data.sft={path}")
     config = load_config("quickstart", [*SMALL, f"run.dir={folder}", *overrides])
     return config.model_copy(update={"data": DataConfig.model_validate(data)})
 
 
 def pool_config(config: RunConfig) -> PoolConfig:
     """The pool of the run, with its channels."""
-    train = train_channel(
-        config.pool.channel(TRAIN),
-        config.async_training,
-        config.sampling,
-        config.max_outstanding_groups,
-        only_scored=config.only_scored,
-    )
-    return PoolConfig(channels={TRAIN: train, VAL: config.pool.channel(VAL)})
+    return PoolConfig(channels={**config.trained_channels, VAL: config.pool.channel(VAL)})
 
 
 def local_pool(config: RunConfig) -> DataPoolClient:
@@ -320,12 +330,17 @@ async def small_run(
     worker = Rollouts(pool, engine, **rollouts)
     engines = cast("list[EngineClient]", [engine])  # what is needed of one
     data = config.data
-    source = None if data is None else PromptSource(data.train)
+    source = None if data is None or data.train is None else PromptSource(data.train)
+    sft = data.sft if data is not None else None
+    conversations = (
+        open_conversations(sft, config.algorithm.sft, config.model.path) if sft else None
+    )
     val_tasks = [] if data is None or data.val is None else PromptSource(data.val).all()
     with build_trainer(
         config,
         Parts(pool=pool, engines=engines, workers=[worker]),
         source,
+        conversations,
         backend=backend,
         checkpoints=checkpoints or CheckpointStore(config.run.dir / "checkpoints", 2),
         ledger=Ledger(config.run.dir / "ledger.jsonl"),

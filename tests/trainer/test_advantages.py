@@ -28,10 +28,12 @@ from stepwell.trainer.algorithms.options import Options
 from stepwell.trainer.algorithms.registry import ESTIMATORS as REGISTRY
 from stepwell.trainer.config import AdvantageConfig
 from stepwell.trainer.errors import ColumnError, RewardError
+from stepwell.trainer.scoring import EXTRA
 from tests.trainer.golden.advantages import (
     GAMMA,
     KINDS,
     LAM,
+    PART_WEIGHTS,
     RECORDED,
     Case,
     moved,
@@ -40,7 +42,7 @@ from tests.trainer.golden.advantages import (
 )
 
 rewards = st.lists(st.floats(-10, 10).map(lambda r: round(r, 3)), min_size=2, max_size=12)
-GROUP_BASELINES = ("grpo", "dr_grpo", "rloo", "opo")
+GROUP_BASELINES = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo")
 NAMES = tuple(n for n in REGISTRY.names.built_in if n != "reinforce_running")
 ESTIMATORS = tuple(n for n in NAMES if n != "gae")
 """Those of which verl has one, and those that need no critic."""
@@ -90,6 +92,7 @@ def advantages(groups: Sequence[Group], name: str, **options: Any) -> list[float
 
 # --- verl -----------------------------------------------------------------------------------------
 
+PARTS = {"reward_keys": list(PART_WEIGHTS), "reward_weights": list(PART_WEIGHTS.values())}
 LOST_BY_VERL = ("reinforce_plus_plus", "remax", "gae")
 """verl drops a reward on a masked token here; a step's reward is never dropped by us."""
 AGREEING = dict.fromkeys(KINDS, NAMES) | {"tool": tuple(n for n in NAMES if n not in LOST_BY_VERL)}
@@ -144,6 +147,7 @@ def assert_agrees(
             | ({"credit": "token"} if name in LOST_BY_VERL else {})
             | ({"gamma": GAMMA} if name in ("gae", "reinforce_plus_plus") else {})
             | ({"lam": LAM} if name == "gae" else {})
+            | ({"adv_options": PARTS} if name == "gdpo" else {})
         )
         ours = compute_advantages(groups, config, token_rewards=token_rewards, values=values)
         wanted = np.array(found_by_verl[name])
@@ -187,7 +191,8 @@ def as_groups(case: Case) -> tuple[list[Group], np.ndarray, np.ndarray]:
                 )
             )
             places.setdefault(g, []).extend((row, start + t) for t in range(length))
-        members.setdefault(g, []).append(Trajectory(f"row{row}", f"prompt{g}", tuple(steps)))
+        parts = {EXTRA: {key: values[row] for key, values in case["parts"].items()}}
+        members.setdefault(g, []).append(Trajectory(f"row{row}", f"prompt{g}", tuple(steps), parts))
     groups = [
         Group(f"prompt{g}", tuple(ts), metadata={GREEDY_REWARD: case["greedy"][g]})
         for g, ts in members.items()
@@ -206,6 +211,36 @@ def test_grpo_divides_by_the_unbiased_std_of_the_group() -> None:
 
 def test_dr_grpo_only_subtracts_the_mean() -> None:
     assert dr_grpo(Returns.of([1.0, 0.0, 0.0, 0.0])) == pytest.approx([0.75, -0.25, -0.25, -0.25])
+
+
+def test_pass_at_k_teaches_the_best_alone_by_its_lead() -> None:
+    assert within_group("grpo_passk", [1.0, 4.0, 3.0]).tolist() == pytest.approx(
+        [0.0, 1 / (math.sqrt(7 / 3) + 1e-6), 0.0]
+    )
+    assert not within_group("grpo_passk", [4.0, 1.0, 4.0]).any()
+    group = Group("p", (trajectory("a", 1.0, 3.0), trajectory("b", 0.5)))
+    plain = {"adv_options": {"norm_adv_by_std": False}}
+    assert advantages([group], "grpo_passk", **plain) == [3.5, 3.5, 0.0]
+    # By step the returns of "a" are 4 and 3: it counts once, by their mean.
+    assert advantages([group], "grpo_passk", credit="step", **plain) == [3.0, 3.0, 0.0]
+
+
+def test_gdpo_gives_each_part_of_the_reward_the_same_say() -> None:
+    """One part is a hundred times the other, and both tell the first from the second."""
+    parts = [{"loud": 100.0, "quiet": 0.0}, {"loud": 0.0, "quiet": 1.0}, {"loud": 0.0, "quiet": 0}]
+    group = Group("p", tuple(trajectory(f"t{i}", 0.5, **{EXTRA: p}) for i, p in enumerate(parts)))
+    loud, quiet, neither = advantages(
+        [group], "gdpo", adv_options={"reward_keys": ["loud", "quiet"]}
+    )
+    assert loud == pytest.approx(quiet, abs=1e-5)
+    assert neither < loud
+    assert advantages([group], "gdpo") == [0.0, 0.0, 0.0], "the reward itself is the same"
+    with pytest.raises(RewardError, match=r"'style', which is no number in the reward of 3 of 3"):
+        advantages([group], "gdpo", adv_options={"reward_keys": ["style"]})
+    with pytest.raises(ValidationError, match="2 numbers for 1 reward_keys"):
+        AdvantageConfig.model_validate(
+            {"adv_estimator": "gdpo", "adv_options": PARTS | {"reward_keys": ["loud"]}}
+        )
 
 
 def test_rloo_compares_each_with_the_mean_of_the_others() -> None:

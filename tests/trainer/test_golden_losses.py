@@ -18,6 +18,10 @@ Differences on purpose, each with its test:
 - `clip_cov` and `kl_cov` select once per mini-batch; verl selects in every micro-batch anew.
 - The ratio of `clip_cov` and `kl_cov` is cut off at e^±20, as in PPO; verl cuts off PPO's only.
 - `kl_coef` of `kl_cov` is the paper's 1; verl's configuration has 0.1.
+- `geo_mean` honours the aggregation mode, and N are the steps with a trained token; verl always
+  takes the mean over rows, empty ones too, and the geometric mean of a row's importance weights,
+  which here is `off_policy.granularity: step`.
+- `clip_ratio_c` of `dppo_tv` and `dppo_kl` is 20, as the paper says; verl's configuration has 3.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ from tests.trainer.golden.losses import (
     COV_LOW,
     COV_SHARE,
     DRAW_SEED,
+    DRO_BETA,
     ESTIMATORS,
     KL_COV,
     N_CASES,
@@ -67,6 +72,7 @@ SEQUENCE = dict(
         AGGREGATIONS,
         (
             "token-mean",
+            "token-sum",
             "sequence-mean-token-mean",
             "sequence-mean-token-sum",
             "sequence-mean-token-sum-norm",
@@ -77,7 +83,7 @@ SEQUENCE = dict(
 TRAJECTORY = dict(
     zip(
         AGGREGATIONS,
-        ("token-mean", "trajectory-mean", "trajectory-sum", "trajectory-sum-norm"),
+        ("token-mean", "token-sum", "trajectory-mean", "trajectory-sum", "trajectory-sum-norm"),
         strict=True,
     )
 )
@@ -157,6 +163,7 @@ def entry(request: pytest.FixtureRequest, recorded: list[dict[str, Any]]) -> dic
 OPTIONS_OF = {
     "clip_cov": {"share": COV_SHARE, "low": COV_LOW, "high": COV_HIGH},
     "kl_cov": {"share": COV_SHARE, "kl_coef": KL_COV},
+    "dro": {"beta": DRO_BETA},
 }
 
 
@@ -166,6 +173,7 @@ def loss_config(policy: str, aggregation: str) -> LossConfig:
             "policy": OURS[policy],
             "clip_ratio_low": 0.2,
             "clip_ratio_high": 0.28,
+            "clip_ratio_c": 3.0,
             "loss_agg_mode": aggregation,
             "loss_scale_factor": NORM if aggregation.endswith("-norm") else None,
             "options": OPTIONS_OF.get(policy, {}),
@@ -213,7 +221,7 @@ def test_the_recorded_values_are_those_of_the_verl_that_is_installed(
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "sapo"])
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in ("sapo", "geo_mean")])
 def test_policy_losses_and_gradients_agree_where_a_row_is_a_step(
     entry: dict[str, Any], policy: str, aggregation: str
 ) -> None:
@@ -223,7 +231,7 @@ def test_policy_losses_and_gradients_agree_where_a_row_is_a_step(
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in ("sapo", "gspo")])
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in ("sapo", "gspo", "geo_mean")])
 def test_policy_losses_and_gradients_agree_where_a_row_is_a_trajectory_of_turns(
     entry: dict[str, Any], policy: str, aggregation: str
 ) -> None:
@@ -242,6 +250,22 @@ def test_sapo_agrees_at_the_aggregation_that_verl_fixes_and_honours_others(
     assert verl["sapo token-mean"] == verl["sapo seq-mean-token-mean"]
     other, _ = loss_and_gradient(golden, "sapo", "token-mean")
     assert abs(float(other) - float(ours[0])) > 1e-4
+
+
+def test_geo_mean_agrees_at_the_aggregation_that_verl_fixes(entry: dict[str, Any]) -> None:
+    golden = as_one_step_a_row(entry["case"], entry["verl"])
+    verl = golden.verl["policies"]["geo_mean token-mean"]
+    # verl weighs a row by the geometric mean of its tokens' weights.
+    step = torch.repeat_interleave(golden.batch.lengths)
+    live = golden.mask > 0
+    total = torch.zeros(golden.rows, dtype=torch.float64)
+    total.index_add_(0, step[live], golden.column("weights")[live].log())
+    tokens = step[live].bincount(minlength=golden.rows)
+    golden.batch.columns["weights"] = (total / tokens.clamp(min=1)).exp()[step]
+    loss, gradient = loss_and_gradient(golden, "geo_mean", "sequence-mean-token-mean")
+    # … and divides by all rows, also those without a trained token.
+    share = float((tokens > 0).sum()) / golden.rows
+    assert_agree((loss * share, gradient * share), verl)
 
 
 def test_gspo_takes_its_ratio_per_call_and_not_over_the_trajectory(recorded: list[Any]) -> None:
@@ -380,10 +404,11 @@ def test_token_level_correction_agrees_where_a_row_is_a_trajectory_of_turns(
 
 def test_every_rule_strikes_somewhere_in_the_recorded_cases(recorded: list[Any]) -> None:
     """An agreement about rules that never act would say nothing."""
+    masks = ("geo_mean", "dppo_tv", "dppo_kl")
     flags: dict[str, float] = {}
     for entry in recorded:
         golden = as_one_step_a_row(entry["case"], entry["verl"])
-        for policy in ("vanilla", "clip_cov", "kl_cov"):
+        for policy in ("vanilla", "clip_cov", "kl_cov", *masks):
             loss_and_gradient(golden, policy, "token-mean")
             log_probs = golden.column(new_log_probs(policy))
             output = make_loss_fn(loss_config(policy, "token-mean"))(
@@ -397,6 +422,7 @@ def test_every_rule_strikes_somewhere_in_the_recorded_cases(recorded: list[Any])
         "vanilla policy/dual_clip_frac",
         "clip_cov policy/cov_selected_frac",
         "kl_cov policy/cov_selected_frac",
+        *(f"{p} policy/clip_frac_{s}" for p in masks for s in ("high", "low")),
     ):
         assert flags[rule] > 0, rule
     for name in CORRECTIONS:

@@ -142,7 +142,7 @@ def test_a_damaged_line_that_counts_is_an_error(path: Path) -> None:
     Ledger(path).issued("p0-a", "p0")
     with path.open("ab") as file:
         file.write(b"nonsense\n")
-    with pytest.raises(CheckpointError, match=r"ledger\.jsonl is damaged at byte 5\d"):
+    with pytest.raises(CheckpointError, match=r"ledger\.jsonl is damaged at byte 7\d"):
         audit(path)
 
 

@@ -20,6 +20,7 @@ from stepwell.datapool.types import TRAIN, Group, Lease, Step, Trajectory
 from stepwell.presets import load_config
 from stepwell.trainer.batches import Batches
 from stepwell.trainer.errors import ConfigError
+from stepwell.trainer.feeds import Feed
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.sampling import GroupFilter
@@ -81,8 +82,8 @@ def train(updater: Updater) -> tuple[Any, dict[str, float]]:
     torch.set_num_threads(1)
     prepared = updater.prepare(groups())
     metrics = dict(prepared.metrics)
-    for indices, _ in prepared.mini_batches:
-        metrics |= updater.step(prepared.batch, indices)
+    for mini_batch in prepared.mini_batches:
+        metrics |= updater.step(prepared.batch, mini_batch.steps)
     return prepared.batch, metrics
 
 
@@ -92,6 +93,10 @@ POLICIES: dict[str, Callable[[dict[str, float]], bool]] = {
     "kl_cov": lambda m: m["policy/cov_selected_frac"] > 0,
     "cispo": lambda m: m["policy/ratio"] == pytest.approx(1.0, abs=1e-3),
     "gpg": lambda m: "policy/ratio" not in m,
+    "geo_mean": lambda m: m["policy/ratio"] == pytest.approx(1.0, abs=1e-3),
+    "dppo_tv": lambda m: "policy/clip_frac_high" in m,
+    "dppo_kl": lambda m: "policy/dual_clip_frac" in m,
+    "dro": lambda m: "policy/ratio" in m,
 }
 
 
@@ -102,6 +107,19 @@ def test_every_policy_loss_trains_through_the_loop(tmp_path: Path, policy: str) 
     assert metrics["grad_norm"] > 0
     assert metrics["skipped_updates"] == 0
     assert POLICIES[policy](metrics)
+
+
+def test_a_later_epoch_sees_the_ratio_that_the_first_made(tmp_path: Path) -> None:
+    """π_prox stays, so r ≠ 1 and the clip acts; the columns are as they were."""
+    keys = ("async_training.ppo_epochs=2", "backend.lr=0.02", "algorithm.loss.clip_ratio_low=0.01")
+    with updater_of(tmp_path, *keys, "algorithm.loss.clip_ratio_high=0.01") as updater:
+        prepared = updater.prepare(groups())
+        assert [m.epoch for m in prepared.mini_batches] == [0, 1]
+        one, two = (updater.step(prepared.batch, m.steps) for m in prepared.mini_batches)
+        assert updater.backend.passes == 1  # type: ignore[attr-defined]
+    assert one["policy/kl_k3"] == pytest.approx(0, abs=1e-9)
+    assert two["policy/kl_k3"] > 1e-4
+    assert one["policy/clip_frac_high"] == 0 < two["policy/clip_frac_high"]
 
 
 def test_a_plug_ins_loss_advantage_and_weight_train_through_the_loop(
@@ -217,6 +235,34 @@ def test_the_gap_to_the_engine_is_measured_also_when_its_log_probs_are_not_used(
     assert metrics["log_prob_gap"] == expected["log_prob_gap"] > 0.1  # the steps say -1.5
 
 
+@pytest.mark.parametrize(
+    ("option", "weight"),
+    [
+        ("algorithm.off_policy.missing=drop", 0.0),
+        ("algorithm.off_policy.missing=keep", 1.0),
+        ("async_training.use_rollout_log_probs=false", 1.0),
+    ],
+)
+def test_text_only_rollouts_are_counted_weigh_1_when_fresh_and_as_configured_when_stale(
+    tmp_path: Path, option: str, weight: float
+) -> None:
+    """Items of slime's Rollout Buffer that are messages alone become Steps without log-probs."""
+    with updater_of(tmp_path, option, "async_training.trigger_parameter_sync_step=1") as updater:
+        text, recorded = groups(log_probs=False), groups()
+        prepared = updater.prepare([text[0], recorded[1]])
+        missing = len(text[0].steps)
+        assert prepared.metrics["off_policy/missing_steps"] == missing
+        assert prepared.metrics["off_policy/dropped_steps"] == 0
+        assert set(prepared.batch.columns["weights"].tolist()) == {1.0}
+        train(updater)
+        train(updater)
+        stale = updater.prepare(text)
+        assert stale.metrics["off_policy/missing_steps"] == 2 * missing
+        assert stale.metrics["off_policy_share"] == 1.0
+        assert set(stale.batch.columns["weights"].tolist()) == {weight}
+        assert stale.metrics["off_policy/dropped_steps"] == (0 if weight else 2 * missing)
+
+
 def test_a_coefficient_that_was_adapted_to_0_stays_0(tmp_path: Path) -> None:
     options = ("algorithm.kl.place=reward", "algorithm.kl.kl_coef=0.5")
     with updater_of(tmp_path, *options, "algorithm.kl.target_kl=1.0") as updater:
@@ -230,7 +276,7 @@ def test_an_update_that_is_not_applied_makes_no_step_staler(tmp_path: Path) -> N
     with updater_of(tmp_path, "async_training.trigger_parameter_sync_step=1") as updater:
         prepared = updater.prepare(groups())
         prepared.batch.columns["advantages"].fill_(torch.inf)
-        ((indices, _),) = prepared.mini_batches
+        ((indices, _, _),) = prepared.mini_batches
         assert updater.step(prepared.batch, indices)["skipped_updates"] == 1
         assert updater.progress.updates == 1
         _, metrics = train(updater)
@@ -274,13 +320,12 @@ async def test_the_last_groups_are_trained_though_generation_ends_before_they_ar
         config.async_training,
         config.algorithm.estimator,
         pool=pool,
-        keeper=LeaseKeeper(pool, TRAIN, 600.0),
-        producer=cast(Any, producer),
+        feeds=[Feed(TRAIN, pool, LeaseKeeper(pool, TRAIN, 600.0), cast(Any, producer))],
         scorer=cast(Any, None),
         group_filter=GroupFilter(config.sampling),
         progress=Progress(),
         phases=Phases(),
         folder=tmp_path,
     )
-    assert await batches.lease() == last
+    assert await batches.lease() == list(last)
     assert await batches.lease() is None

@@ -23,6 +23,7 @@ from stepwell.trainer.errors import ColumnError
 
 AGGREGATIONS: list[Aggregation] = [  # those that see trajectories and no steps
     "token-mean",
+    "token-sum",
     "trajectory-mean",
     "trajectory-sum",
     "trajectory-sum-norm",

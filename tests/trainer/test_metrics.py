@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,37 @@ def test_a_line_that_was_cut_off_by_a_crash_is_dropped(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as metrics:
         metrics.write({"step": 2})
         assert metrics.read() == [{"step": 1}, {"step": 2}]
+
+
+def test_an_evaluation_is_in_the_record_of_its_own_step(tmp_path: Path) -> None:
+    told: list[tuple[int, dict[str, object]]] = []
+
+    class Told:
+        def write(self, step: int, record: Mapping[str, object]) -> None:
+            told.append((step, dict(record)))
+
+        def table(self, step: int, *_: object) -> None: ...
+
+        def close(self, failed: bool) -> None: ...
+
+    with MetricsWriter(tmp_path, [Told()]) as metrics:
+        metrics.evaluation(0, {"val/score": 0.1})
+        for step in (1, 2):
+            metrics.write({"step": step, "loss": step})
+        metrics.evaluation(1, {"val/score": 0.2, "val/pass@1": math.nan})  # ended during step 2
+    with MetricsWriter(tmp_path, [Told()]) as metrics:  # a later life: the evaluation at the end
+        metrics.evaluation(2, {"val/score": 0.3})
+        assert metrics.read() == [
+            {"step": 1, "loss": 1, "val/score": 0.2, "val/pass@1": None},
+            {"step": 2, "loss": 2, "val/score": 0.3},
+        ]
+    last = {r["step"]: r for r in map(json.loads, (tmp_path / "metrics.jsonl").open())}
+    assert last[0] == {"step": 0, "val/score": 0.1}
+    assert [last[1], last[2]] == metrics.read()
+    assert [(step, sorted(r)) for step, r in told][-2:] == [
+        (1, ["val/pass@1", "val/score"]),
+        (2, ["val/score"]),
+    ]
 
 
 def test_phases_are_timed_and_the_wait_is_a_share_of_the_wall_time() -> None:

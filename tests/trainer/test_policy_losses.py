@@ -164,6 +164,45 @@ def test_the_mean_of_a_step_leaves_out_masked_tokens() -> None:
     assert x["step_tokens"].tolist()[:6] == [3, 3, 3, 1, 2, 2]
 
 
+def test_geo_mean_clips_each_token_and_gives_the_step_the_mean_of_what_is_left() -> None:
+    log_probs = torch.tensor([0.9, -0.1, -0.2], requires_grad=True)
+    columns = {"step": torch.zeros(3), "step_tokens": torch.full((3,), 3.0)}
+    terms = terms_of("geo_mean", log_probs, {}, advantages=torch.full((3,), 2.0), **columns)
+    s = math.exp((0.4 - 0.1 - 0.2) / 3)
+    torch.testing.assert_close(terms.loss, torch.full((3,), -2 * s))
+    # The outlier has no gradient of its own; the others share the step's.
+    torch.testing.assert_close(gradient(terms, log_probs), torch.tensor([0.0, -2 * s, -2 * s]))
+    assert terms.flags["clip_frac_high"].tolist() == [True, False, False]
+    log_probs = torch.tensor([0.9, -0.9], requires_grad=True)
+    columns = {"step": torch.zeros(2), "step_tokens": torch.full((2,), 2.0)}
+    terms = terms_of("geo_mean", log_probs, {}, advantages=torch.full((2,), -1.0), **columns)
+    s = math.exp((0.9 - 0.4) / 2)
+    torch.testing.assert_close(gradient(terms, log_probs), torch.tensor([s, 0.0]))
+
+
+@pytest.mark.parametrize("policy", ["dppo_tv", "dppo_kl"])
+def test_dppo_stops_a_token_whose_probability_has_moved_far_and_no_rare_one(policy: str) -> None:
+    old, new = torch.tensor([1e-4, 0.5, 0.5, 0.5]), torch.tensor([1e-3, 0.9, 0.9, 0.1])
+    log_probs = new.log().requires_grad_()
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    x = {"prox_log_probs": old.log(), "advantages": advantages}
+    terms = terms_of(policy, log_probs, {}, **x)
+    # 10 times as likely, and still rare: goes on. Far along A: stops. Against A: comes back.
+    torch.testing.assert_close(gradient(terms, log_probs), torch.tensor([-10.0, 0.0, 1.8, 0.0]))
+    assert terms.flags["clip_frac_high"].tolist() == [False, True, False, False]
+    assert terms.flags["clip_frac_low"].tolist() == [False, False, False, True]
+    bounded = terms_of(policy, log_probs, {"clip_ratio_c": 2.0}, **x)
+    assert gradient(bounded, log_probs)[0] == -2
+
+
+def test_dro_adds_the_square_of_the_log_ratio() -> None:
+    log_probs = torch.tensor([0.5], requires_grad=True)
+    config = {"options": {"beta": 0.4}}
+    terms = terms_of("dro", log_probs, config, advantages=torch.tensor([2.0]))
+    torch.testing.assert_close(terms.loss, torch.tensor([-1.0 + 0.2 * 0.25]))
+    torch.testing.assert_close(gradient(terms, log_probs), torch.tensor([-2.0 + 0.4 * 0.5]))
+
+
 @pytest.mark.parametrize(("ratio", "weight"), [(1.0, 1.0), (0.1, 0.1), (3.0, 3.0), (9.0, 5.0)])
 def test_cispo_clips_the_weight_and_never_the_gradient(ratio: float, weight: float) -> None:
     log_probs = torch.tensor([-1.0], requires_grad=True)
@@ -310,6 +349,9 @@ def test_clip_bounds_default_to_those_of_the_policy_loss() -> None:
     assert LossConfig() == LossConfig(policy="ppo")
     assert got["gspo"] == (3e-4, 4e-4)
     assert got["cispo"] == (1.0, 4.0)
+    assert got["geo_mean"] == (0.4, 0.4)
+    assert (got["dppo_tv"], got["dppo_kl"]) == ((0.15, 0.15), (0.05, 0.05))
+    assert (LossConfig().clip_ratio_c, LossConfig(policy="dppo_kl").clip_ratio_c) == (3.0, 20.0)
     mine = LossConfig(policy="gspo", clip_ratio_high=0.1)
     assert (mine.clip_ratio_low, mine.clip_ratio_high) == (3e-4, 0.1)
     assert LossConfig.model_validate(mine.model_dump()) == mine

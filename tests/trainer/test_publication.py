@@ -38,7 +38,7 @@ async def attempts(
         return Publication(7, 0.1)
 
     monkeypatch.setattr(publication, "publish", publish)
-    weights = weights_of([], folder, patience_s)
+    weights = weights_of([object()], folder, patience_s)  # `publish` alone would ask it
     done = await weights.publish(folder, 7, "drain")
     assert done.version == 7
     return tries

@@ -101,6 +101,10 @@ async def returns_nan(task: Mapping[str, Any], base_url: str, api_key: str) -> f
     return float("nan")
 
 
+async def returns_list(task: Mapping[str, Any], base_url: str, api_key: str) -> list[float | None]:
+    return [0.5, None, 1]
+
+
 async def returns_numpy(task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
     return np.float32(0.5)
 
@@ -190,6 +194,11 @@ async def test_what_is_no_reward_is_an_abort_that_names_the_agent_and_what_it_re
 async def test_an_agent_may_return_a_number_of_numpy(gateway: RecordingGateway) -> None:
     assert await run(gateway, "returns_numpy") == {"complete": 1}
     assert gateway.told("complete") == [{"reward": 0.5}]
+
+
+async def test_an_agent_may_return_a_reward_per_call(gateway: RecordingGateway) -> None:
+    assert await run(gateway, "returns_list") == {"complete": 1}
+    assert gateway.told("complete") == [{"step_rewards": [0.5, None, 1.0]}]
 
 
 async def test_the_traceback_of_an_agents_mistake_is_logged_once(

@@ -1,8 +1,10 @@
 """The reward stage: what gets a reward, what is left out, and what is said of it."""
 
+import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 from stepwell.datapool.types import Group, Step, Trajectory
-from stepwell.trainer.config import OverlongBufferConfig, RolloutConfig
+from stepwell.trainer.algorithms.advantages.columns import compute_advantages
+from stepwell.trainer.config import AdvantageConfig, DataConfig, OverlongBufferConfig, RolloutConfig
 from stepwell.trainer.errors import RewardError
 from stepwell.trainer.rewards import RewardConfig
 from stepwell.trainer.scoring import EXTRA, GROUP_TOO_SMALL, NOT_CONFIGURED, Scorer
+from tests.trainer.small_run import small_config, small_run
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 TASK = {
@@ -117,7 +121,92 @@ async def test_the_function_gets_the_last_answer_and_all_that_is_known_of_the_ro
         "response_length": len(encode("call")) + len(encode("four")),
         "truncated": False,
         "agent_reward": None,
+        "tool_rewards": [],  # as verl's tool loop says them
+        "turn_scores": [],
+        "rollout_reward_scores": {},
     }
+
+
+async def test_what_agent_and_tools_said_of_a_rollout_reaches_the_function(
+    make: Any, write: Any
+) -> None:
+    group = make("4")
+    said = {"tool_rewards": [0.5, 1], "note": "n", "level": 9, "question": "another"}
+    group = replace(group, trajectories=(replace(group.trajectories[0], metadata=said),))
+    async with scoring(write("return {'score': 1.0, 'seen': extra_info}")) as scorer:
+        (scored,) = await scorer.score([group])
+    info = scored.trajectories[0].metadata[EXTRA]["seen"]
+    assert (info["tool_rewards"], info["note"], info["level"]) == ([0.5, 1], "n", 9)
+    assert info["question"] == TASK["question"]  # what the task says is not the agent's to change
+
+
+async def test_a_reward_per_step_stands_on_its_step(make: Any, write: Any) -> None:
+    async with scoring(write("return [0.25, 1.0] if solution_str == '4' else [None, 0]")) as scorer:
+        (group,) = await scorer.score([make("4", "5")])
+    assert [[s.reward for s in t.steps] for t in group.trajectories] == [[0.25, 1.0], [None, 0.0]]
+    assert rewards([group]) == [[1.25, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("credit", "of_first_step", "of_second_step"),
+    [("step", 0.875, 0.375), ("trajectory", 0.75, 0.75)],
+)
+async def test_a_step_is_credited_with_what_came_after_it(
+    make: Any, write: Any, credit: Any, of_first_step: float, of_second_step: float
+) -> None:
+    """Minus the mean of the group: returns to go (1.5, 1) beside (0, 0), or sums 1.5 beside 0."""
+    async with scoring(write("return [0.5, 1] if solution_str == '4' else [0, 0]")) as scorer:
+        groups = await scorer.score([make("4", "5")])
+    config = AdvantageConfig(adv_estimator="dr_grpo", credit=credit)
+    column = compute_advantages(groups, config).columns["advantages"].tolist()
+    lengths = [len(s.response_ids) for s in groups[0].trajectories[0].steps]
+    first, second = column[0], column[lengths[0]]
+    assert (first, second) == (of_first_step, of_second_step)
+
+
+async def test_without_a_reward_a_usual_data_set_is_scored_as_usual(make: Any) -> None:
+    async with scoring(None) as scorer:
+        groups = [
+            make("#### 4", "4", ("4", 0.5), data_source="openai/gsm8k"),
+            make("4", uid="p2", metadata={"rm_type": "exact_match"}),
+            make("4", uid="p3"),
+        ]
+        assert rewards(await scorer.score(groups)) == [[1.0, 0.0, 0.5], [1.0]]
+        assert scorer.unscored == {NOT_CONFIGURED: 1}
+
+
+async def test_a_run_on_verls_rows_needs_no_reward_function(tmp_path: Path, encode: Any) -> None:
+    """Rows as verl's examples/data_preprocess/gsm8k.py writes them; the agent scores nothing."""
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "2 + 2?"}],
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    (tmp_path / "gsm8k.jsonl").write_text(json.dumps(row) + "\n")
+    keys = {"prompt_key": "prompt", "label_key": "reward_model.ground_truth"}
+    source = {"kind": "jsonl", "path": str(tmp_path / "gsm8k.jsonl"), **keys}
+    config = small_config(tmp_path, "trainer.total_steps=1", "rollout.reward=null")
+    data = DataConfig.model_validate({"train": {**source, "metadata_key": "extra_info"}})
+
+    def says(task: Any, index: int) -> dict[str, Any]:
+        ids = encode(f"It is #### {3 + index}")
+        return {"response_ids": ids, "rollout_log_probs": [-0.5] * len(ids)}
+
+    async with small_run(
+        config.model_copy(update={"data": data}), reward=lambda task, index: None, step=says
+    ) as run:
+        (record,) = await run.train()
+    assert record["reward/mean"] == 0.5
+    assert record["reward/missing"] == 0.0
+
+
+async def test_a_data_set_of_images_is_refused_by_name(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scoring(None) as scorer:
+        assert await scorer.score([make("4", data_source="hiyouga/geometry3k")]) == []
+    assert "'hiyouga/geometry3k': its questions are images" in caplog.text
 
 
 async def test_a_score_that_is_missing_takes_its_trajectory_out_with_a_reason(

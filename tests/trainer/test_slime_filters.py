@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from types import SimpleNamespace
 
-from stepwell.backends.slime.samples import SlimeSample
+from stepwell.backends.slime.sample import SlimeSample
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.selection import (
     Drop,
@@ -13,7 +13,7 @@ from stepwell.datapool.selection import (
     Selection,
     TrajectoryInfo,
 )
-from stepwell.trainer.slime_filters import slime_filter
+from stepwell.trainer.slime.filters import slime_filter
 
 
 def group(uid, rewards, versions=None):

@@ -14,17 +14,26 @@ from typing import Any
 
 import pytest
 import ray
+from transformers import AutoTokenizer
 
 import stepwell.datapool.remote.lease_keeper
-import stepwell.trainer.slime_pool
+import stepwell.trainer.slime.data_source
+import stepwell.trainer.slime.pool
 from stepwell.backends.errors import BatchError
-from stepwell.backends.slime.samples import SlimeSample, as_slime
+from stepwell.backends.slime.sample import SlimeSample, as_slime
 from stepwell.datapool import DataPoolClient, PoolConfig, Step, connect, start_data_pool
 from stepwell.trainer.config import JsonlSource
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import CheckpointError, ConfigError, DataError, StarvedError
-from stepwell.trainer.slime_data import PoolDataSource, SlimeConfig
-from stepwell.trainer.slime_rollout import REWARD_HOOK, generate_rollout
+from stepwell.trainer.slime.config import SlimeConfig
+from stepwell.trainer.slime.data_source import (
+    PoolDataSource,
+    RolloutDataSource,
+    RolloutDataSourceWithBuffer,
+)
+from stepwell.trainer.slime.rollout import REWARD_HOOK, generate_rollout
+
+MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 
 MakeSource = Callable[..., PoolDataSource]
 
@@ -72,6 +81,7 @@ def slime_args(**given: Any) -> Namespace:
         "tool_key": "tools",
         "multimodal_keys": None,
         "apply_chat_template": False,
+        "apply_chat_template_kwargs": {},
         "rollout_max_prompt_len": None,
         "rollout_shuffle": True,
         "rollout_seed": 42,
@@ -217,7 +227,7 @@ def test_tokens_at_a_temperature_that_slime_does_not_score_at_are_not_trained(
 def test_a_channel_that_was_shut_down_ends_the_wait(
     make_source: MakeSource, channel: str, monkeypatch: pytest.MonkeyPatch, wait_s: float
 ) -> None:
-    monkeypatch.setattr(stepwell.trainer.slime_pool, "WAIT_S", wait_s)
+    monkeypatch.setattr(stepwell.trainer.slime.pool, "WAIT_S", wait_s)
     fill(channel, "p0")
     in_pool(lambda pool: pool.shutdown(channel))
     source = make_source()
@@ -441,7 +451,7 @@ def test_a_rollout_that_fails_gives_its_groups_back(
     source.load(-1)
     generate(source, 0)  # the pool was told of the start
     fill(channel, "p2", "p3")
-    monkeypatch.setattr(stepwell.trainer.slime_pool, "write_durably", no_disk)
+    monkeypatch.setattr(stepwell.trainer.slime.pool, "write_durably", no_disk)
     with pytest.raises(OSError, match="no space left"):
         generate_rollout(source.args, 1, source)
     assert counts(channel)["ready"] == 2
@@ -539,7 +549,11 @@ def test_a_restarted_source_goes_on_where_the_checkpoint_was_made(
 ) -> None:
     source = source_of(prompts, tmp_path)
     source.get_samples(2)
-    begun = as_slime(SlimeSample(prompt="q0", tokens=[1, 2], response_length=1, status="aborted"))
+    begun = as_slime(
+        SlimeSample(
+            prompt="q0", tokens=[1, 2], response_length=1, status=SlimeSample.Status.ABORTED
+        )
+    )
     source.add_samples([[begun, begun]])
     source.save(4)
     expected = [[s.to_dict() for s in g] for g in source.get_samples(3)]
@@ -568,7 +582,7 @@ def test_a_damaged_state_is_an_error_with_its_path(prompts: Path, tmp_path: Path
 def test_slimes_buffer_filter_chooses_what_goes_out_again(prompts: Path, tmp_path: Path) -> None:
     path = f"{__name__}.take_the_last"
     source = source_of(prompts, tmp_path, buffer_filter_path=path)
-    source.add_samples([[SlimeSample(prompt="old")], [SlimeSample(prompt="new")]])
+    source.add_samples([[as_slime(SlimeSample(prompt=p))] * 2 for p in ("old", "new")])
     assert [g[0].prompt for g in source.get_samples(2)] == ["new", "q0"]
 
 
@@ -577,13 +591,80 @@ def take_the_last(args: Any, rollout_id: Any, buffer: list[Any], num_samples: in
     return taken
 
 
-def test_no_prompts_is_an_error_only_for_who_asks_for_them(tmp_path: Path) -> None:
-    source = PoolDataSource(slime_args(save=tmp_path))
+def test_without_a_global_dataset_samples_are_empty_but_for_their_numbers(
+    prompts: Path, tmp_path: Path
+) -> None:
+    source = source_of(prompts, tmp_path, rollout_global_dataset=False)
     assert len(source) == 0
-    with pytest.raises(DataError, match="set --prompt-data"):
-        source.get_samples(1)
+    groups = source.get_samples(2)
+    assert [[(s.group_index, s.index) for s in g] for g in groups] == [
+        [(0, 0), (0, 1)],
+        [(1, 2), (1, 3)],
+    ]
+    assert [s.to_dict() for s in groups[0]] == [
+        SlimeSample(group_index=0, index=i).to_dict() for i in range(2)
+    ]
+    source.save(0)  # slime does not call it then
+    assert not list(tmp_path.glob("rollout/*"))
 
 
-def test_a_chat_template_is_left_to_the_gateway(prompts: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="leave --apply-chat-template out"):
+def test_slimes_documented_data_sources_have_its_names_and_methods(
+    prompts: Path, tmp_path: Path
+) -> None:
+    """Of `slime/rollout/data_source.py` and docs/en/get_started/customization.md, section 15
+    (THUDM/slime, commit 624b824)."""
+    args = source_of(prompts, tmp_path).args
+    data_source = RolloutDataSourceWithBuffer(args)
+    samples = data_source.get_samples(num_samples=3)
+    assert [len(group) for group in samples] == [2, 2, 2]
+    for sample in samples[0]:
+        sample.status = SlimeSample.Status.ABORTED
+    data_source.add_samples([samples[0]])
+    assert data_source.get_buffer_length() == 1
+    data_source.update_metadata({"stage": 1})
+    assert data_source.get_metadata() == {"stage": 1}
+    data_source.save(rollout_id=5)
+
+    again = RolloutDataSourceWithBuffer(args)
+    again.load(rollout_id=5)
+    assert (again.get_metadata(), again.get_buffer_length(), len(again)) == ({"stage": 1}, 1, 5)
+    assert (again.sample_group_index, again.sample_index, again.epoch_id) == (3, 6, 0)
+    prompts_left = [g[0].prompt for g in again.get_samples(4)]
+    assert prompts_left == [samples[0][0].prompt, "q3", "q4", "q0"]
+    assert again.epoch_id == 1
+
+
+def test_a_source_without_buffer_takes_nothing_back(prompts: Path, tmp_path: Path) -> None:
+    source = RolloutDataSource(source_of(prompts, tmp_path).args)
+    with pytest.raises(DataError, match=r"is read-only; set --data-source-path to .*WithBuffer"):
+        source.add_samples(source.get_samples(1))
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ((), "samples is a tuple"),
+        ([SlimeSample()], r"samples\[0\] is a SlimeSample; .* add \[group\], not group"),
+        ([[SlimeSample()] * 2, [SlimeSample()]], r"samples\[1\] has 1 samples, but n_samples_per"),
+        ([[SlimeSample(), {}]], r"samples\[0\] holds a dict; a group holds SlimeSamples"),
+    ],
+)
+def test_malformed_groups_are_refused_and_none_is_added(
+    prompts: Path, tmp_path: Path, samples: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stepwell.trainer.slime.data_source, "sample_class", lambda: SlimeSample)
+    source = source_of(prompts, tmp_path)
+    with pytest.raises(DataError, match=message):
+        source.add_samples(samples)
+    assert source.get_buffer_length() == 0
+
+
+def test_a_chat_template_makes_prompts_of_text(prompts: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="set --hf-checkpoint"):
         source_of(prompts, tmp_path, apply_chat_template=True)
+    source = source_of(prompts, tmp_path, apply_chat_template=True, hf_checkpoint=str(MODEL))
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    expected = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "q0"}], tokenize=False, add_generation_prompt=True
+    )
+    assert source.get_samples(1)[0][0].prompt == expected != "q0"

@@ -18,8 +18,9 @@ from pydantic import Field
 from examples.tools.agent import TOOLS, helper
 from examples.tools.agent import agent as example_agent
 from examples.tools.calculator import calculator
-from examples.tools.sandbox import PythonSandbox, namespaces_work
+from examples.tools.sandbox import PythonSandbox
 from examples.tools.search import Search
+from stepwell.trainer.sandbox import namespaces_work
 from stepwell.trainer.tools import (
     FunctionTool,
     Tool,
@@ -439,9 +440,14 @@ class Policy:
         self.replies = replies
         self.finish = finish
         self.requests: list[dict[str, Any]] = []
+        self.noted: list[dict[str, Any]] = []
+        """Metadata of the trajectory."""
         self.base_url = ""
 
     async def answer(self, request: web.Request) -> web.Response:
+        if request.path.endswith("/register_trajectory"):
+            self.noted.append((await request.json())["metadata"])
+            return web.json_response({})
         reply = self.replies[min(len(self.requests), len(self.replies) - 1)]
         self.requests.append(await request.json())
         message: dict[str, Any] = {"role": "assistant", "content": reply}
@@ -454,7 +460,7 @@ class Policy:
 
 @asynccontextmanager
 async def serving(policy: Policy) -> AsyncIterator[Policy]:
-    async with serving_posts("/t/p/v1/chat/completions", policy.answer) as address:
+    async with serving_posts("/t/p/v1/{path:.*}", policy.answer) as address:
         policy.base_url = f"{address}/t/p"
         yield policy
 
@@ -479,6 +485,7 @@ async def test_the_loop_runs_tools_until_the_policy_answers() -> None:
     assert (run.answer, run.stop, run.turns) == ("Yes.", "answer", 2)
     assert run.calls == {"weather": 2}
     assert run.errors == {"arguments": 1}
+    assert policy.noted == []  # they gave no reward
     first, second = policy.requests
     assert first["temperature"] == 0.5
     assert first["tools"] == [FunctionTool(weather).tool_schema]
@@ -504,6 +511,7 @@ async def test_the_loop_ends_after_its_last_turn_and_runs_no_call_in_vain() -> N
         [0.5, 0.5],
     )
     assert run.rewards == {"count": 0.0}
+    assert policy.noted == [{"tool_rewards": [0.5, 0.5], "tool_scores": {"count": 0.0}}]
     assert counting.log == ["create", "release"]
 
 
@@ -676,7 +684,7 @@ async def test_python_leaves_no_process_behind(
     leave: str, namespaces: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not namespaces:  # then the process group is all there is to kill by
-        monkeypatch.setattr("examples.tools.sandbox.namespaces_work", lambda: False)
+        monkeypatch.setattr("stepwell.trainer.sandbox.namespaces_work", lambda: False)
     marker = f"stepwell-test-{os.getpid()}-{leave[:4]}-{namespaces}"
     code = (
         "import subprocess, sys, time\n"
@@ -734,7 +742,7 @@ async def test_python_has_no_network_where_namespaces_are_to_be_had() -> None:
 async def test_python_runs_with_rlimits_alone_where_there_are_no_namespaces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("examples.tools.sandbox.namespaces_work", lambda: False)
+    monkeypatch.setattr("stepwell.trainer.sandbox.namespaces_work", lambda: False)
     assert await ran("print(6 * 7)") == "42\n"
     assert (await ran("while True: pass", cpu_s=1)).startswith("error: more than 1 s of CPU")
     with pytest.raises(ToolUnavailableError, match="permits no user namespaces"):

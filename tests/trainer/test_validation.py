@@ -199,16 +199,19 @@ async def test_training_goes_on_and_the_next_publication_waits_for_the_evaluatio
     assert run.trainer.progress.evaluations == run.evaluations
 
 
-async def test_figures_of_an_evaluation_come_with_the_next_record(tmp_path: Path) -> None:
+async def test_the_figures_of_an_evaluation_are_its_own_and_in_no_other_steps_record(
+    tmp_path: Path,
+) -> None:
     async with small_run(small_config(tmp_path, *EVERY_2)) as run:
         await run.train(4)
-        first = run.evaluations[0]
-        with_figures = [r for r in run.records if "val/step" in r]
-    assert {r["val/step"] for r in with_figures} <= {2.0, 4.0}
-    for record in with_figures[:1]:
-        assert record["val/val/mean@2"] == first.metrics["val/val/mean@2"] == 0.5
-        assert record["val/val/pass@2"] == 1.0
-        assert record["val/version"] == first.version
+        figures = run.evaluations[0].as_metrics()
+    assert not [k for record in run.records for k in record if k.startswith("val/")]
+    assert (figures["val/step"], figures["val/version"]) == (2.0, 2.0)
+    assert figures["val/val/mean@2"] == figures["val/score"] == 0.5
+    assert figures["val/val/pass@2"] == 1.0
+    assert figures["val/reward/max"] == 1.0
+    assert figures["val/response_length/mean"] == 2.0
+    assert not [k for k in figures if k.startswith("val/reward/") and k.endswith("/mean")]
     table = read_samples(samples_path(tmp_path, 2))
     assert [r["question"] for r in table[::2]] == ["val 0?", "val 1?", "val 2?"]
     assert {r["version"] for r in table} == {2}

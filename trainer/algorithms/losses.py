@@ -122,9 +122,9 @@ def coefficients(
     batch = torch.repeat_interleave(batch_of_step, lengths)
 
     tokens_in_sample = _count(sample, trained)
-    if config.loss_agg_mode == "token-mean":
+    if config.loss_agg_mode.startswith("token"):
         alpha = torch.ones(n_tokens, dtype=torch.float64)
-        n = _count(batch, trained)[batch]
+        n = alpha if config.loss_agg_mode == "token-sum" else _count(batch, trained)[batch]
     else:
         batch_of_sample = torch.zeros(len(tokens_in_sample), dtype=torch.int64)
         batch_of_sample[sample_of_step] = batch_of_step
@@ -204,6 +204,39 @@ class BatchLoss:
             reported["policy/entropy"] = entropy.detach()
         count = live.sum().double()
         return LossOutput(loss, {k: Mean(v.double().sum(), count) for k, v in reported.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class JointLoss:
+    """The loss of an update with conversations (SFT) in it: L = Σ_c λ_c · L_c over the channels,
+    each a mean of its own. Column `coef` holds λ · mask · α / N of rolled-out tokens and 0 on
+    others, `sft_coef` the same of conversations.
+
+    λ_c is the channel's share of the groups of the update, so that a group counts the same in
+    whatever mixture it comes. Conversations have no importance weight, KL and entropy.
+    """
+
+    sft: BatchLoss
+    rl: BatchLoss | None = None
+    """None: nothing else is in the batch."""
+
+    @property
+    def entropy(self) -> Literal["none", "value", "gradient"]:
+        """What the backend has to compute of the policy's entropy."""
+        return "none" if self.rl is None else self.rl.entropy
+
+    def __call__(
+        self, log_probs: Tensor, entropy: Tensor | None, columns: Mapping[str, Tensor]
+    ) -> LossOutput:
+        """The sum over the tokens of a micro-batch; metric `sft/loss` is L_sft without its λ."""
+        coef = columns["sft_coef"]
+        own = {"coef": coef, "weights": torch.ones_like(coef)}
+        loss, _ = self.sft(log_probs, None, own)
+        told = {"sft/loss": Mean(loss.detach().double(), coef.double().sum())}
+        if self.rl is not None and columns["coef"].any():
+            rl, metrics = self.rl(log_probs, entropy, columns)
+            loss, told = loss + rl, {**told, **metrics}
+        return LossOutput(loss, told)
 
 
 def _require(columns: Mapping[str, Tensor], *names: str) -> list[Tensor]:

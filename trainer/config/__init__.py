@@ -19,8 +19,10 @@ from stepwell.trainer.config.algorithm import (
     AlgorithmConfig,
     LossConfig,
     OffPolicyConfig,
+    SftConfig,
 )
 from stepwell.trainer.config.data import (
+    CustomSource,
     DataConfig,
     HuggingFaceSource,
     JsonlSource,
@@ -60,6 +62,7 @@ __all__ = [
     "Aggregation",
     "AlgorithmConfig",
     "AsyncTrainingConfig",
+    "CustomSource",
     "DataConfig",
     "GuardConfig",
     "HuggingFaceSource",
@@ -75,6 +78,7 @@ __all__ = [
     "RewardFunctionConfig",
     "RolloutConfig",
     "SamplingConfig",
+    "SftConfig",
     "SourceConfig",
     "TableConfig",
     "ToolBoxConfig",

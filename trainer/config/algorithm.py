@@ -15,10 +15,12 @@ from pydantic import (
     PlainValidator,
     SerializeAsAny,
     ValidationInfo,
+    field_validator,
     model_validator,
 )
 
 from stepwell.backends.config import CriticConfig
+from stepwell.backends.masks import MASK_GENERATORS
 from stepwell.backends.registry import Registry
 from stepwell.trainer.algorithms.advantages.base import Credit, Estimator
 from stepwell.trainer.algorithms.kl import KlConfig
@@ -58,11 +60,11 @@ class AdvantageConfig(Section):
     own_keys: ClassVar[Mapping[str, Registry[Any]]] = {"adv_options": ESTIMATORS}
 
     adv_estimator: Annotated[str, _known(ESTIMATORS)] = "grpo"
-    """grpo, dr_grpo, rloo, opo, gpg, remax, reinforce_plus_plus, reinforce_plus_plus_baseline, gae
-    (verl's names), reinforce_running, or a plug-in's `Estimator` by name or dotted path. `gae`
-    trains a critic (`algorithm.critic`); `remax` runs one greedy rollout more per prompt as the
-    baseline, which is not trained; `reinforce_running` is for groups of one, as traffic has them:
-    its baseline is the mean reward of late."""
+    """grpo, dr_grpo, rloo, opo, gpg, grpo_passk, gdpo, remax, reinforce_plus_plus,
+    reinforce_plus_plus_baseline, gae (verl's names), reinforce_running, or a plug-in's `Estimator`
+    by name or dotted path. `gae` trains a critic (`algorithm.critic`); `remax` runs one greedy
+    rollout more per prompt as the baseline, which is not trained; `reinforce_running` is for groups
+    of one, as traffic has them: its baseline is the mean reward of late."""
     adv_options: Annotated[OwnOptions, _own(ESTIMATORS, "adv_estimator")] = Options()
     """Hyper-parameters that the estimator has alone."""
     credit: Credit | None = None
@@ -109,6 +111,7 @@ class AdvantageConfig(Section):
 
 Aggregation: TypeAlias = Literal[
     "token-mean",
+    "token-sum",
     "sequence-mean-token-mean",
     "sequence-mean-token-sum",
     "sequence-mean-token-sum-norm",
@@ -124,21 +127,24 @@ class LossConfig(Section):
     own_keys: ClassVar[Mapping[str, Registry[Any]]] = {"options": POLICY_LOSSES}
 
     policy: Annotated[str, _known(POLICY_LOSSES)] = "ppo"
-    """ppo, gspo, cispo, sapo, clip_cov, kl_cov, gpg, sft, or a plug-in's `PolicyLoss` by name or
-    dotted path."""
+    """ppo, gspo, cispo, sapo, clip_cov, kl_cov, geo_mean, dppo_tv, dppo_kl, dro, gpg, sft, or a
+    plug-in's `PolicyLoss` by name or dotted path."""
     options: Annotated[OwnOptions, _own(POLICY_LOSSES, "policy")] = Options()
     """Hyper-parameters that the policy loss has alone."""
     clip_ratio_low: float = Field(default=PPO.clip[0], ge=0, le=1)
     """The ratio r = π/π_prox earns nothing below 1 - clip_ratio_low (A < 0). The default is the
-    policy loss's own: `gspo` 3e-4; `cispo` 1, which is no bound. Acts only where r ≠ 1:
-    `async_training.require_batches` > 1, or `off_policy.method: bypass`."""
+    policy loss's own: `gspo` 3e-4; `cispo` 1, which is no bound. Of `geo_mean` it bounds log r
+    (0.4), of `dppo_tv` and `dppo_kl` the divergence (0.15, 0.05). Acts only where r ≠ 1:
+    `async_training.require_batches` or `algorithm.ppo_epochs` > 1, or `off_policy.method:
+    bypass`."""
     clip_ratio_high: float = Field(default=PPO.clip[1], ge=0)
     """… and nothing above 1 + clip_ratio_high (A > 0); larger than clip_ratio_low is DAPO's
     clip-higher. The default is the policy loss's own: `gspo` 4e-4; `cispo` 4. Acts where
     `clip_ratio_low` does."""
-    clip_ratio_c: float | None = Field(default=3.0, gt=1)
-    """`ppo`: bound of the loss at A < 0, in units of |A|, however large the ratio (dual clip); null
-    = unbounded. Acts where `clip_ratio_low` does."""
+    clip_ratio_c: float | None = Field(default=PPO.clip_c, gt=1)
+    """`ppo`: bound of the loss at A < 0, in units of |A|, however large the ratio (dual clip).
+    `dppo_tv`, `dppo_kl`: bound of the ratio as a weight; 20. null = unbounded. Acts where
+    `clip_ratio_low` does."""
     mask_truncated: bool = False
     """DAPO's overlong filtering: a trajectory whose last reply was cut off at the token limit
     trains no token, whoever scored it. It counts in its group's baseline."""
@@ -147,7 +153,8 @@ class LossConfig(Section):
     report_entropy: bool = True
     """Measure the policy's entropy even when it carries no bonus (one softmax more)."""
     loss_agg_mode: Aggregation = "token-mean"
-    """What N and α are. `token-mean`: N = tokens of the mini-batch. `trajectory-mean`: N =
+    """What N and α are. `token-mean`: N = tokens of the mini-batch; `token-sum`: N = 1, so that a
+    mini-batch moves the policy by as much as it holds. `trajectory-mean`: N =
     trajectories and α = 1 / tokens of the trajectory; `trajectory-sum` α = 1;
     `trajectory-sum-norm` α = 1 / loss_scale_factor (Dr.GRPO). `sequence-mean-token-mean`,
     `…-token-sum`, `…-token-sum-norm`: the same with one step's response, a sequence, in
@@ -164,10 +171,12 @@ class LossConfig(Section):
         if not isinstance(policy, str):
             return data
         try:
-            low, high = POLICY_LOSSES.load(policy).clip
+            chosen = POLICY_LOSSES.load(policy)
         except ValueError:
             return data  # the field's own validator says so, with the key
-        return {"clip_ratio_low": low, "clip_ratio_high": high, **data}
+        low, high = chosen.clip
+        own = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": chosen.clip_c}
+        return {**own, **data}
 
     @model_validator(mode="after")
     def _scale_factor_set(self) -> LossConfig:
@@ -282,7 +291,36 @@ class OffPolicyConfig(Section):
         return METHODS.load(self.method)
 
 
+class SftConfig(Section):
+    """The loss on conversations that somebody has written (`data.sft`), -log π of what the
+    assistant said: of `kind: sft`, and of the channel `sft` in `sampling.channels`."""
+
+    loss_mask_type: str = "auto"
+    """How the assistant's tokens are found (slime's `--loss-mask-type`): `prefix` with any chat
+    template, also as qwen, qwen3, qwen3_5, llama3; `distill_qwen` with that of DeepSeek's distilled
+    models; `auto` chooses by the template."""
+    loss_agg_mode: Literal["token-mean", "trajectory-mean"] = "token-mean"
+    """`token-mean`: a mean over the assistant's tokens of the update; `trajectory-mean`: each
+    conversation counts the same."""
+
+    @field_validator("loss_mask_type")
+    @classmethod
+    def _mask_is_known(cls, name: str) -> str:
+        if name not in (known := ("auto", *MASK_GENERATORS)):
+            raise ValueError(f"is {name!r}; choose one of {', '.join(known)}")
+        return name
+
+    @property
+    def loss(self) -> LossConfig:
+        """The same as `algorithm.loss` is for what was rolled out."""
+        return LossConfig(policy="sft", loss_agg_mode=self.loss_agg_mode, report_entropy=False)
+
+
 class AlgorithmConfig(AdvantageConfig):
+    kind: Literal["rl", "sft"] = "rl"
+    """`rl`: rollouts are trained by their rewards. `sft`: the conversations of `data.sft` by their
+    likelihood, and nothing is rolled out but for validation."""
+    sft: SftConfig = SftConfig()
     critic: CriticConfig = CriticConfig()
     """Used with `adv_estimator: gae` alone."""
     loss: LossConfig = LossConfig()

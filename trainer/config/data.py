@@ -1,14 +1,15 @@
 """The section `data`: where prompts come from.
 
 A source is a procedural data set (`reasoning_gym`) or rows of a table (`jsonl`, `parquet`,
-`huggingface`), whose columns the `*_key` fields name. `rollout.n` says how often a prompt is tried.
-Text alone is a source, and a source alone is what is trained on:
+`huggingface`, or `custom`: a class of yours), whose columns the `*_key` fields name. `rollout.n`
+says how often a prompt is tried. Text alone is a source, and a source alone is what is trained on:
 
     data: tasks.jsonl      is      data: { train: { kind: jsonl, path: tasks.jsonl } }
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -16,10 +17,18 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from stepwell.trainer.section import Section
 
+Location: TypeAlias = Annotated[
+    Path | str,
+    BeforeValidator(lambda v: v if "://" in str(v) or not isinstance(v, str) else Path(v)),
+]
+"""A path here, or an address such as s3://bucket/file, which stays text."""
+
 
 def source_of(text: str) -> dict[str, str]:
-    """What text alone stands for: a file, by how it ends; else what `datasets` loads, if it has a
-    `/` or a `.` as files, folders and names on the hub have; else a kind."""
+    """What text alone stands for: a file, by how it ends; a class in a file; else what `datasets`
+    loads, if it has a `/` or a `.` as files, folders and names on the hub have; else a kind."""
+    if ".py:" in text:
+        return {"kind": "custom", "cls": text}
     for suffix in ("jsonl", "parquet"):
         if text.endswith(f".{suffix}"):
             return {"kind": suffix, "path": text}
@@ -90,16 +99,18 @@ class JsonlSource(RowSource):
     """Files with one JSON object per line."""
 
     kind: Literal["jsonl"]
-    path: Path | tuple[Path, ...]
-    """A file, a folder of `*.jsonl`, a glob pattern, or a list of these."""
+    path: Location | tuple[Location, ...]
+    """A file, a folder of `*.jsonl`, a glob pattern, or a list of these; each here or at an address
+    that fsspec knows (`s3://`, `gs://`, `hf://`, …)."""
 
 
 class ParquetSource(RowSource):
     """Parquet files."""
 
     kind: Literal["parquet"]
-    path: Path | tuple[Path, ...]
-    """A file, a folder of `*.parquet`, a glob pattern, or a list of these."""
+    path: Location | tuple[Location, ...]
+    """A file, a folder of `*.parquet`, a glob pattern, or a list of these; each here or at an
+    address that fsspec knows (`s3://`, `gs://`, `hf://`, …)."""
 
 
 class HuggingFaceSource(RowSource):
@@ -107,7 +118,8 @@ class HuggingFaceSource(RowSource):
 
     kind: Literal["huggingface"]
     path: str = Field(min_length=1)
-    """A name on the hub, a folder or file of data, or a folder written by `save_to_disk`."""
+    """A name on the hub, a folder or file of data, or a folder written by `save_to_disk` (here or
+    at an address such as `s3://bucket/folder`)."""
     name: str | None = None
     """The configuration (subset) of a data set that has several."""
     split: str = Field(default="train", min_length=1)
@@ -116,7 +128,30 @@ class HuggingFaceSource(RowSource):
     """Commit, tag or branch on the hub."""
 
 
-TableConfig: TypeAlias = JsonlSource | ParquetSource | HuggingFaceSource
+class CustomSource(RowSource):
+    """Rows that a class of yours gives, as verl's `data.custom_cls`: a map-style
+    `torch.utils.data.Dataset`, or whatever has a length and gives rows by index. The defaults are
+    the keys of verl's rows."""
+
+    kind: Literal["custom"]
+    cls: str = Field(min_length=1)
+    """`path/to/file.py:Name` or `package.module:Name`. Of `data_files`, `tokenizer`, `processor`
+    (None), `config` and `max_samples` (-1) it is given those that it takes."""
+    path: Location | tuple[Location, ...] = ()
+    """Passed as `data_files`, a list; what is at an address is brought here first."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further keys of `config`, which has verl's: `prompt_key`, `max_prompt_length`,
+    `filter_overlong_prompts`, `apply_chat_template_kwargs`, `shuffle`, `seed`."""
+    prompt_key: str = Field(default="prompt", min_length=1)
+    """Holds the conversation so far (a list of messages) or the question (a string)."""
+    label_key: str | None = "reward_model.ground_truth"
+    """Holds the right answer, for the reward; null if there is none."""
+    metadata_key: str | None = "extra_info"
+    """Holds an object, or its JSON text, that is passed to agent and reward as it is; null if there
+    is none."""
+
+
+TableConfig: TypeAlias = JsonlSource | ParquetSource | HuggingFaceSource | CustomSource
 SourceConfig: TypeAlias = Annotated[
     Annotated[ReasoningGymSource | TableConfig, Field(discriminator="kind")],
     BeforeValidator(lambda value: source_of(value) if isinstance(value, str) else value),
@@ -128,9 +163,22 @@ class DataConfig(Section):
 
     named_by = "train"
 
-    train: SourceConfig
+    train: SourceConfig | None = None
+    """Prompts that are rolled out."""
     val: SourceConfig | None = None
     """null: a tenth of `train` is held out of training, at most 128 tasks."""
+    sft: TableConfig | None = Field(default=None, discriminator="kind")
+    """Conversations that are trained as they are (`algorithm.sft`). `prompt_key` is `messages` by
+    default, a list of messages in OpenAI's form, `tool_key` `tools` and `label_key` null;
+    `max_prompt_tokens` counts the whole conversation."""
+
+    @field_validator("sft", mode="before")
+    @classmethod
+    def _of_conversations(cls, value: Any) -> Any:
+        given = source_of(value) if isinstance(value, str) else value
+        if not isinstance(given, Mapping):
+            return given
+        return {"prompt_key": "messages", "label_key": None, "tool_key": "tools", **given}
 
     @model_validator(mode="after")
     def _disjoint(self) -> DataConfig:

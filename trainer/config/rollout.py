@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from stepwell.trainer.section import CallSampling, Section
 
-_SYMPY = {"math", "deepscaler", "dapo"}
-"""Built-ins that compute with sympy: now and then seconds for one answer, or for ever."""
+_HEAVY = {"math", "deepscaler", "dapo", "code"}
+"""Built-ins that compute: with sympy, now and then seconds for one answer, or for ever; or by
+running the answer."""
+_MANAGERS = {"dapo": "auto", "prime": "parallel", "remote": "parallel"}
+"""verl's names of managers, and ours."""
 
 
 class _Scoring(Section):
@@ -54,7 +57,8 @@ class RewardConfig(_Scoring):
     """What scores a rollout whose agent returned None; a string alone is the `function`."""
 
     function: str | None = None
-    """As in `by_data_source`; for samples whose data source is not named there."""
+    """As in `by_data_source`; for samples whose data source is not named there. null: the usual one
+    of the data source (gsm8k, MATH, AIME, MBPP, …)."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to `function` with every call, or to the class once."""
     by_data_source: dict[str, RewardFunctionConfig] = Field(default_factory=dict)
@@ -62,7 +66,8 @@ class RewardConfig(_Scoring):
     manager: Literal["auto", "naive", "parallel", "batch", "group"] = "auto"
     """naive: a call per sample. parallel: the same in processes of their own. batch: a call with
     the lists of all. group: a call with the lists of one group's trajectories. auto: parallel for
-    the built-ins that compute with sympy, else naive."""
+    the built-ins that compute, else naive. Of verl's names, dapo is auto, prime and remote are
+    parallel."""
     reward_key: str = Field(default="score", min_length=1)
     """The number in a dict result; its other keys are metrics."""
     timeout_s: float = Field(default=60.0, gt=0)
@@ -72,23 +77,36 @@ class RewardConfig(_Scoring):
     concurrency: int = Field(default=64, ge=1)
     """Calls at once."""
 
+    @field_validator("manager", mode="before")
+    @classmethod
+    def _of_verl(cls, manager: Any) -> Any:
+        if manager == "rate_limited":
+            raise ValueError(
+                "manager is 'rate_limited': use auto, and set concurrency for the calls at once "
+                "(remote, llm_judge and reward_model wait as a server's 429 and Retry-After say)"
+            )
+        return _MANAGERS.get(manager, manager) if isinstance(manager, str) else manager
+
     @model_validator(mode="after")
     def _complete(self) -> RewardConfig:
-        if self.function is None and not self.by_data_source:
-            raise ValueError("function is missing; name one, or some in by_data_source")
+        if self.function is None and self.kwargs:
+            raise ValueError(
+                f"kwargs {', '.join(self.kwargs)} are for function, which is missing; name it, or "
+                "put them into by_data_source"
+            )
         return self
 
     def worker_processes(self, function: str) -> int:
         """Processes for the calls of `function`; 0: threads."""
-        heavy = self.manager == "auto" and function.removeprefix("boxed_") in _SYMPY
+        heavy = self.manager == "auto" and function.removeprefix("boxed_") in _HEAVY
         return min(4, os.cpu_count() or 1) if heavy or self.manager == "parallel" else 0
 
 
 class RolloutConfig(CallSampling):
     agent: str | None = None
-    """Dotted path of `async def agent(task, base_url, api_key) -> float | None`, run on the tasks
-    of `data`; null: agents that nobody here starts call the gateway, and their traffic is trained
-    on."""
+    """Dotted path of `async def agent(task, base_url, api_key) -> float | None` (or a list of
+    rewards, one per call), run on the tasks of `data`; null: agents that nobody here starts call
+    the gateway, and their traffic is trained on."""
     n: int = Field(default=8, ge=1)
     """Rollouts per prompt (the group size of GRPO)."""
     min_n: int = Field(default=2, ge=1)

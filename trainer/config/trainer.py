@@ -25,10 +25,24 @@ class TrainerConfig(Section):
     """Checkpoints with the highest evaluation score kept besides; each evaluated step has one."""
     keep_weights: int = Field(default=2, ge=1)
     """Published weight versions kept on disk for the engines."""
+    rollout_samples: int | None = Field(default=8, ge=0)
+    """Trajectories of every batch that are written, as text, to `rollouts.jsonl` in the run's
+    folder; null = all, 0 = none."""
+    profile_steps: tuple[int, ...] = ()
+    """Optimizer steps of which PyTorch's profiler writes a trace to the run's folder, below
+    `profile`: of the step, and of what is computed before its batch. For one rank."""
+    debug_rollout_only: bool = False
+    """Generate, score and record batches, and train on none: the weights stay as they are, there is
+    no evaluation and no checkpoint, and groups are acked once they are recorded."""
     save_debug_rollout_data: str | None = None
     """Record every batch: a folder, or a file name with {rollout_id} in it."""
     load_debug_rollout_data: str | None = None
     """Train on a recording, without engine, gateway or pool; losses as in the recorded run."""
+    sample_groups: int = Field(default=1, ge=0)
+    """Groups of each optimizer step whose tokens are written with their advantages, weights and
+    log-probs into the run's folder `trained`, for the dashboard; 0 writes none."""
+    sample_mb: int = Field(default=256, ge=1)
+    """MiB of that folder; the oldest files go first."""
     starvation_timeout_s: float = Field(default=600.0, gt=0)
     """Without a ready group for this long the run stops and says what it waited for. A run whose
     agents come by themselves waits for them without end."""

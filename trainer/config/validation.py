@@ -16,6 +16,10 @@ class ValidationConfig(CallSampling):
 
     every: int = Field(default=0, ge=0)
     """Optimizer steps between evaluations; 0 = only before and after."""
+    before_train: bool = True
+    """Evaluate the model that training begins with."""
+    only: bool = False
+    """Evaluate the model, or the checkpoint that `run.resume` names, and end."""
     n: int = Field(default=1, ge=1)
     """Rollouts per prompt; the score is their mean."""
     mode: Literal["concurrent", "blocking"] = "concurrent"

@@ -1,4 +1,4 @@
-"""How long a prompt is in tokens, as the model sees it: the chat template's text, tools and
+"""A prompt as the model sees it, and its length in tokens: the chat template's text, tools and
 generation prompt included."""
 
 from __future__ import annotations
@@ -10,6 +10,23 @@ from typing import Any
 from stepwell.trainer.errors import DataError
 
 
+def load_tokenizer(path: Path, key: str) -> Any:
+    """The tokenizer in the model's folder `path`, which `key` needs.
+
+    Raises:
+        DataError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as e:
+        raise DataError(
+            f"no tokenizer can be loaded from {str(path)!r} ({e!s:.200}), and {key} needs one; "
+            "point model.path at a Hugging Face model directory"
+        ) from e
+
+
 class PromptMeter:
     """Measures tasks with the tokenizer and chat template in `path`.
 
@@ -18,15 +35,7 @@ class PromptMeter:
     """
 
     def __init__(self, path: Path, template_args: Mapping[str, Any]) -> None:
-        from transformers import AutoTokenizer
-
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError) as e:
-            raise DataError(
-                f"no tokenizer can be loaded from {str(path)!r} ({e!s:.200}), and "
-                "max_prompt_tokens needs one; point model.path at a Hugging Face model directory"
-            ) from e
+        self._tokenizer = load_tokenizer(path, "max_prompt_tokens")
         self._template_args = dict(template_args)
 
     def count(self, tasks: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -35,7 +44,7 @@ class PromptMeter:
         Raises:
             DataError: the chat template, or the tokenizer, refuses one.
         """
-        texts = [self._render(task) for task in tasks]
+        texts = [self.render(task) for task in tasks]
         try:
             ids = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         except (TypeError, ValueError) as e:
@@ -45,7 +54,12 @@ class PromptMeter:
             ) from e
         return [len(i) for i in ids]
 
-    def _render(self, task: Mapping[str, Any]) -> str:
+    def render(self, task: Mapping[str, Any]) -> str:
+        """The prompt's text; a question without a chat template is itself.
+
+        Raises:
+            DataError: the chat template refuses it.
+        """
         if not self._tokenizer.chat_template and "question" in task:
             return str(task["question"])
         messages = task.get("messages") or [{"role": "user", "content": task["question"]}]

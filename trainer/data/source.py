@@ -23,7 +23,7 @@ import json
 import random
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +95,13 @@ class PromptSource:
         """Tasks that came back and were not handed out again yet."""
         return len(self._buffer)
 
-    def all(self) -> list[Task]:
+    def __iter__(self) -> Iterator[Task]:
         """Every task once, in the source's own order; moves nothing."""
-        return [task for task in self._tasks if self._wanted(task)]
+        return filter(self._wanted, self._tasks)
+
+    def all(self) -> list[Task]:
+        """The same as a list."""
+        return list(self)
 
     def prompts(self) -> frozenset[str]:
         """What the tasks ask, as one comparable string each; for another source's `exclude`."""

@@ -3,6 +3,7 @@
     JsonlFile    the places of its lines; a line is parsed when its row is asked for
     ArrowRows    Parquet and Hugging Face data sets, memory-mapped by the `datasets` library; a row
                  becomes Python objects when it is asked for
+    CustomRows   a class of the user's (`custom.py`)
 
 Owns: files, formats, the place of a row for messages and ids. Does not own: what a row means
 (`tasks.py`).
@@ -14,30 +15,34 @@ import json
 import os
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from glob import glob
-from itertools import accumulate, chain
+from itertools import accumulate, chain, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stepwell.backends.errors import BackendConfigError
 from stepwell.backends.hub import is_hub_id, offline_if_unreachable
+from stepwell.backends.remote_files import fetch_files, is_remote
 from stepwell.trainer.config import (
+    CustomSource,
     HuggingFaceSource,
     ParquetSource,
     ReasoningGymSource,
     SourceConfig,
     TableConfig,
 )
+from stepwell.trainer.data.custom import CustomRows
+from stepwell.trainer.data.prompt_length import load_tokenizer
+from stepwell.trainer.data.rows import Columns, Row
 from stepwell.trainer.errors import DataError
-
-Row = dict[str, Any]
 
 
 class Part(NamedTuple):
     name: str
     """What the ids of its rows begin with."""
-    rows: JsonlFile | ArrowRows
+    rows: JsonlFile | ArrowRows | CustomRows
 
 
 class Table:
@@ -72,17 +77,25 @@ class Table:
         return self._parts[part], index - self._starts[part]
 
 
-def open_table(config: TableConfig) -> Table:
+def open_table(config: TableConfig, tokenizer_path: Path | None = None) -> Table:
     """
+    Args:
+        tokenizer_path: for a class of the user's, which is given the tokenizer.
+
     Raises:
         DataError: there is nothing, or it cannot be read.
     """
     if isinstance(config, HuggingFaceSource):
         parts = [_hugging_face(config)]
+    elif isinstance(config, CustomSource):
+        files = _files(config.path, "")
+        tokenizer = None if tokenizer_path is None else load_tokenizer(tokenizer_path, "cls")
+        rows = CustomRows(config, [file.path for file in files], tokenizer)
+        parts = [Part(config.cls.rpartition(":")[2], rows)]
     elif isinstance(config, ParquetSource):
         files = _files(config.path, ".parquet")
         parts = [
-            Part(name, ArrowRows(config, name, _load(config, "parquet", str(file))))
+            Part(name, ArrowRows(config, name, _load(config, "parquet", str(file.path))))
             for name, file in zip(_names(files), files, strict=True)
             if _has_rows(file)
         ]
@@ -97,31 +110,35 @@ def open_table(config: TableConfig) -> Table:
     return table
 
 
-def lookup(row: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """The value of `key`, or, reaching into objects, of `key.with.dots`."""
-    if key in row:
-        return row[key]
-    value: Any = row
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return default
-        value = value[part]
-    return value
-
-
 def describe(config: SourceConfig) -> str:
     """How messages name the data."""
     if isinstance(config, ReasoningGymSource):
         return f"data set {config.dataset!r}"
     if isinstance(config, HuggingFaceSource):
         return f"data set {config.path!r} ({config.split})"
+    if isinstance(config, CustomSource):
+        return f"data set {config.cls!r}"
     return ", ".join(map(str, config.path if isinstance(config.path, tuple) else (config.path,)))
 
 
-def _files(paths: Path | Sequence[Path], suffix: str) -> list[Path]:
-    """The files that `path` names, in order."""
-    found: list[Path] = []
-    for path in [paths] if isinstance(paths, Path) else paths:
+class DataFile(NamedTuple):
+    shown: str
+    """How messages and ids name it: where it was named to be."""
+    path: Path
+    """Where it is."""
+
+
+def _files(paths: Path | str | Sequence[Path | str], suffix: str) -> list[DataFile]:
+    """The files that `path` names, in order; what is elsewhere is brought here."""
+    found: list[DataFile] = []
+    for path in [paths] if isinstance(paths, Path | str) else paths:
+        if is_remote(path):
+            try:
+                found += starmap(DataFile, fetch_files(str(path), suffix, "path"))
+            except BackendConfigError as e:
+                raise DataError(str(e)) from e
+            continue
+        path = Path(path)
         if path.is_dir():
             matches = sorted(path.glob(f"*{suffix}"))
         elif path.exists():
@@ -133,28 +150,29 @@ def _files(paths: Path | Sequence[Path], suffix: str) -> list[Path]:
                 f"path is {str(path)!r}, which cannot be read (no such file, or no *{suffix} in "
                 f"that folder); name a {suffix} file, a folder of them or a glob pattern"
             )
-        found += matches
+        found += [DataFile(str(match), match) for match in matches]
     return found
 
 
-def _names(files: Sequence[Path]) -> list[str]:
+def _names(files: Sequence[DataFile]) -> list[str]:
     """A name for each file that no other has, as short as may be: ids are made of it."""
-    for depth in range(1, 1 + max(len(f.parts) for f in files)):
-        names = ["-".join(f.with_suffix("").parts[-depth:]) for f in files]
+    shown = [Path(file.shown.replace("://", "/")) for file in files]
+    for depth in range(1, 1 + max(len(f.parts) for f in shown)):
+        names = ["-".join(f.with_suffix("").parts[-depth:]) for f in shown]
         if len(set(names)) == len(names):
             return names
-    raise DataError(f"path names {files[0]} twice; name each file once")
+    raise DataError(f"path names {files[0].shown} twice; name each file once")
 
 
-def _has_rows(file: Path) -> bool:
+def _has_rows(file: DataFile) -> bool:
     """`datasets` cannot load a Parquet file without rows."""
     import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
     import pyarrow.parquet as pq  # type: ignore[import-untyped,unused-ignore]
 
     try:
-        return bool(pq.read_metadata(file).num_rows)
+        return bool(pq.read_metadata(file.path).num_rows)
     except (OSError, pa.ArrowInvalid) as e:
-        raise DataError(f"{file} cannot be read ({e}); name Parquet files") from e
+        raise DataError(f"{file.shown} cannot be read ({e}); name Parquet files") from e
 
 
 # ── JSONL ────────────────────────────────────────────────────────────────────────────────────────
@@ -163,15 +181,15 @@ def _has_rows(file: Path) -> bool:
 class JsonlFile:
     """Lines of a file by index: their places are kept, their text stays on disk."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, file: DataFile) -> None:
+        self._shown = file.shown
         self._lines = array("Q")
         """Of each row: its line's number, where the line begins and where it ends."""
         try:
-            self._file = path.open("rb")
+            self._file = file.path.open("rb")
         except OSError as e:
             raise DataError(
-                f"path is {str(path)!r}, which cannot be read ({e}); name a UTF-8 JSONL file"
+                f"path is {file.shown!r}, which cannot be read ({e}); name a UTF-8 JSONL file"
             ) from e
         at = 0
         for number, line in enumerate(self._file, 1):
@@ -205,7 +223,7 @@ class JsonlFile:
 
     def where(self, index: int) -> str:
         """Names the row in messages."""
-        return f"{self._path}:{self.number(index)}"
+        return f"{self._shown}:{self.number(index)}"
 
     def number(self, index: int) -> int:
         """The row's line, for its id."""
@@ -220,11 +238,9 @@ class ArrowRows:
 
     def __init__(self, config: TableConfig, name: str, dataset: Any) -> None:
         self._name = name
-        self._lists = [key for key in (config.prompt_key, config.tool_key) if key is not None]
-        keys = (*self._lists, config.label_key, config.metadata_key, "instance_id", "data_source")
-        wanted = {part for key in keys if key for part in (key, key.partition(".")[0])}
-        columns = [c for c in dataset.column_names if c in wanted]
-        self._others = dict.fromkeys(c for c in dataset.column_names if c not in wanted)
+        self._columns = Columns(config)
+        columns = [c for c in dataset.column_names if c in self._columns]
+        self._others = dict.fromkeys(c for c in dataset.column_names if c not in self._columns)
         """Read by nobody; a message may name them."""
         self._rows = dataset.select_columns(columns) if columns else dataset
 
@@ -238,12 +254,7 @@ class ArrowRows:
         return map(self._read, self._rows)  # many at a time, where one by one costs ten times more
 
     def _read(self, stored: Row) -> Row:
-        row: Row = json.loads(json.dumps(stored, default=str))
-        # A table gives every message and tool the fields of all; null is how it says "has none".
-        for key in self._lists:
-            if isinstance(value := lookup(row, key), list):
-                value[:] = [_without_nulls(v, keep=("content",)) for v in value]
-        return {**self._others, **row}
+        return {**self._others, **self._columns.read(stored)}
 
     def where(self, index: int) -> str:
         return f"{self._name} row {index}"
@@ -252,15 +263,13 @@ class ArrowRows:
         return index
 
 
-def _without_nulls(value: Any, keep: Iterable[str] = ()) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None or k in keep}
-    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
-
-
 def _hugging_face(config: HuggingFaceSource) -> Part:
     folder = Path(config.path)
-    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+    if (
+        is_remote(config.path)
+        or (folder / "state.json").is_file()
+        or (folder / "dataset_dict.json").is_file()
+    ):
         dataset = _load_from_disk(config)
     elif folder.is_file():
         builder = {".jsonl": "json", ".txt": "text"}.get(folder.suffix, folder.suffix[1:])
@@ -294,7 +303,7 @@ def _load_from_disk(config: HuggingFaceSource) -> Any:
 
     try:
         loaded = datasets.load_from_disk(config.path)
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, ImportError) as e:
         raise DataError(f"path is {config.path!r}, which cannot be loaded ({e!s:.300})") from e
     if isinstance(loaded, datasets.Dataset):
         return loaded

@@ -27,7 +27,8 @@ import numpy.typing as npt
 
 from stepwell.trainer.config import ReasoningGymSource, SourceConfig, TableConfig
 from stepwell.trainer.data.prompt_length import PromptMeter
-from stepwell.trainer.data.tables import Table, describe, lookup, open_table
+from stepwell.trainer.data.rows import lookup
+from stepwell.trainer.data.tables import Table, describe, open_table
 from stepwell.trainer.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ def open_tasks(config: SourceConfig, tokenizer_path: Path | None = None) -> Task
                 "measure prompts with; give the model's folder as tokenizer_path"
             )
         meter = PromptMeter(tokenizer_path, config.apply_chat_template_kwargs)
-    return _RowTasks(config, open_table(config), meter)
+    return _RowTasks(config, open_table(config, tokenizer_path), meter)
 
 
 class _ReasoningGym:

@@ -1,16 +1,16 @@
 """Rewards: functions that score an answer.
 
-A reward function takes `(data_source, solution_str, ground_truth, extra_info, **kwargs)` and
-returns a number, or a dict with the number under "score" (its other keys are metrics); it may be
-async. It is named by
+A reward function takes `(data_source, solution_str, ground_truth, extra_info, **kwargs)`, or, as
+slime's do, `(args, sample)`, and returns a number, a list of one per step, or a dict with either
+under "score" (its other keys are metrics); it may be async. It is named by
 
-- a built-in's name: `math`, `deepscaler`, `dapo`, `f1`, `gpqa`, `exact_match`, `reasoning_gym`,
-  `remote`, `llm_judge`; `boxed_` before it scores what the answer has in \\boxed{}
+- a built-in's name (`loading.BUILT_IN`); `boxed_` before it scores what the answer has in \\boxed{}
 - a dotted path: `package.module:function`
-- a file: `path/to/file.py:function`
+- a file: `path/to/file.py:function`; without a name it is `compute_score`
 
-A class in its place is made once, with the configured `kwargs`, and then called. With the managers
-`batch` and `group` the four arguments are lists, and so is the result.
+Without a name, the usual one of the task's data source is taken (`data_sources.py`). A class in
+its place is made once, with the configured `kwargs`, and then called. With the managers `batch` and
+`group` the four arguments are lists, and so is the result.
 
 Owns: finding the function, running it under a time limit, trying again, telling a score from a
 failure. Does not own: what happens to a trajectory without a score (`trainer/scoring.py`).
@@ -24,14 +24,8 @@ from stepwell.trainer.errors import (
     RewardTimeoutError,
     RewardValueError,
 )
-from stepwell.trainer.rewards.base import (
-    BUILT_IN,
-    RewardFn,
-    RewardResult,
-    RewardSample,
-    last_boxed,
-    load_reward,
-)
+from stepwell.trainer.rewards.base import RewardFn, RewardResult, RewardSample, last_boxed
+from stepwell.trainer.rewards.loading import BUILT_IN, load_reward
 from stepwell.trainer.rewards.manager import RewardManager
 
 __all__ = [

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from stepwell.trainer.config import RewardConfig, RewardFunctionConfig
@@ -28,11 +28,14 @@ from stepwell.trainer.rewards.base import (
     RewardSample,
     call_within,
     close,
+    crashed,
     describe,
-    load_reward,
     read_result,
     read_results,
 )
+from stepwell.trainer.rewards.data_sources import usual_reward
+from stepwell.trainer.rewards.loading import load_reward
+from stepwell.trainer.rewards.slime import SlimeReward
 from stepwell.trainer.rewards.worker import RewardProcess
 from stepwell.trainer.threads import in_thread
 
@@ -59,6 +62,8 @@ class RewardManager:
         self._by_source = {
             source: self._caller(function) for source, function in config.by_data_source.items()
         }
+        self._usual: dict[str, _Caller] = {}
+        """By name: what scores the data sources that the section names no function for."""
         self._default: _Caller | None = None
         if config.function is not None:
             self._default = self._caller(
@@ -67,18 +72,23 @@ class RewardManager:
 
     async def score(self, samples: Sequence[RewardSample]) -> list[Outcome]:
         """One outcome per sample; raises for no failure of a reward."""
-        units = self._units(samples)
+        outcomes: dict[int, Outcome] = {}
+        callers: dict[int, _Caller] = {}
+        for i, sample in enumerate(samples):
+            try:
+                callers[i] = self._caller_of(sample)
+            except RewardError as e:
+                outcomes[i] = e
+        units = self._units(samples, callers)
         scored = await asyncio.gather(
-            *(self._unit(caller, [samples[i] for i in indices]) for caller, indices in units)
+            *(self._unit(callers[at[0]], [samples[i] for i in at]) for at in units)
         )
-        outcomes: list[Outcome] = [_no_function(s) for s in samples]
-        for (_, indices), unit in zip(units, scored, strict=True):
-            for i, outcome in zip(indices, unit, strict=True):
-                outcomes[i] = outcome
-        return outcomes
+        for at, unit in zip(units, scored, strict=True):
+            outcomes |= zip(at, unit, strict=True)
+        return [outcomes[i] for i in range(len(samples))]
 
     async def aclose(self) -> None:
-        for caller in (*self._by_source.values(), self._default):
+        for caller in (*self._by_source.values(), *self._usual.values(), self._default):
             if caller is not None:
                 await caller.aclose()
 
@@ -86,23 +96,41 @@ class RewardManager:
         processes = self._config.worker_processes(function.function)
         # Loaded here too where it runs elsewhere: what is wrong with it is known before the run.
         reward = load_reward(function.function, function.kwargs)
-        if processes == 0:
+        if processes == 0 or hasattr(reward, "start_serving"):  # each process would serve its own
             return _InThread(reward)
-        return _InProcesses(function, processes, describe(reward, "…"))
+        return _InProcesses(function, processes, reward)
 
-    def _units(self, samples: Sequence[RewardSample]) -> list[tuple[_Caller, list[int]]]:
-        """Which samples go into one call; those without a function are in none."""
-        by_unit: dict[Any, tuple[_Caller, list[int]]] = {}
-        for i, sample in enumerate(samples):
-            caller = self._by_source.get(sample.data_source, self._default)
-            if caller is None:
-                continue
+    def _caller_of(self, sample: RewardSample) -> _Caller:
+        """
+        Raises:
+            RewardError: there is no function for its data source, or none that can be had.
+        """
+        caller = self._by_source.get(sample.data_source, self._default)
+        if caller is not None:
+            return caller
+        name = usual_reward(sample.data_source, sample.extra_info.get("rm_type"))
+        if self._config.manager in ("batch", "group"):
+            raise RewardValueError(
+                f"manager is {self._config.manager!r}, and {name}, the usual reward of "
+                f"{sample.data_source!r}, scores one sample at a time; set manager to auto, or "
+                "name a function"
+            )
+        if name not in self._usual:
+            self._usual[name] = self._caller(RewardFunctionConfig(function=name))
+        return self._usual[name]
+
+    def _units(
+        self, samples: Sequence[RewardSample], callers: Mapping[int, _Caller]
+    ) -> list[list[int]]:
+        """Which samples go into one call."""
+        by_unit: dict[Any, list[int]] = {}
+        for i, caller in callers.items():
             key: Any = i
             if self._config.manager == "group":
-                key = (id(caller), sample.group)
+                key = (id(caller), samples[i].group)
             elif self._config.manager == "batch":
                 key = id(caller)
-            by_unit.setdefault(key, (caller, []))[1].append(i)
+            by_unit.setdefault(key, []).append(i)
         return list(by_unit.values())
 
     async def _unit(self, caller: _Caller, samples: Sequence[RewardSample]) -> list[Outcome]:
@@ -128,27 +156,29 @@ class RewardManager:
     async def _call(self, caller: _Caller, samples: Sequence[RewardSample]) -> Sequence[Outcome]:
         config = self._config
         call = caller.describe(", ".join(sorted({s.data_source for s in samples})))
-        args = [(s.data_source, s.solution_str, s.ground_truth, s.extra_info) for s in samples]
+        n_steps = [None if s.trajectory is None else len(s.trajectory.steps) for s in samples]
         try:
             if config.manager in ("batch", "group"):
-                lists = tuple(map(list, zip(*args, strict=True)))
-                results = await caller.call(config.timeout_s, call, lists)
-                return read_results(results, len(samples), call, config.reward_key)
-            result = await caller.call(config.timeout_s, call, args[0])
-            return [read_result(result, call, config.reward_key)]
+                lists = tuple(map(list, zip(*map(_arguments, samples), strict=True)))
+                args = (list(samples),) if caller.takes_samples else lists
+                results = await caller.call(config.timeout_s, call, args)
+                return read_results(results, n_steps, call, config.reward_key)
+            args = (samples[0],) if caller.takes_samples else _arguments(samples[0])
+            result = await caller.call(config.timeout_s, call, args)
+            return [read_result(result, call, config.reward_key, n_steps[0])]
         except RewardError as e:
             return [e] * len(samples)
 
 
-def _no_function(sample: RewardSample) -> RewardError:
-    return RewardValueError(
-        f"no reward function for data source {sample.data_source!r}; name it in "
-        "rollout.reward.by_data_source, or set rollout.reward.function for all others"
-    )
+def _arguments(sample: RewardSample) -> tuple[Any, ...]:
+    return sample.data_source, sample.solution_str, sample.ground_truth, sample.extra_info
 
 
 class _Caller(Protocol):
     """Where a function runs."""
+
+    takes_samples: bool
+    """It is called with samples, not with their four arguments."""
 
     async def call(self, timeout_s: float, call: str, args: tuple[Any, ...]) -> Any: ...
 
@@ -162,8 +192,14 @@ class _InThread:
 
     def __init__(self, reward: Any) -> None:
         self._reward = reward
+        self.takes_samples = isinstance(reward, SlimeReward)
 
     async def call(self, timeout_s: float, call: str, args: tuple[Any, ...]) -> Any:
+        if (serve := getattr(self._reward, "start_serving", None)) is not None:
+            try:
+                await serve()  # of a model that is served here: not the call's time
+            except Exception as e:  # whatever a server fails to start with: its score is missing
+                raise crashed(call, e) from e
         return await call_within(timeout_s, call, self._reward, *args)
 
     def describe(self, data_source: str) -> str:
@@ -176,8 +212,9 @@ class _InThread:
 class _InProcesses:
     """Each call in whichever of the processes is free."""
 
-    def __init__(self, function: RewardFunctionConfig, processes: int, name: str) -> None:
-        self._name = name
+    def __init__(self, function: RewardFunctionConfig, processes: int, reward: Any) -> None:
+        self._reward = reward
+        self.takes_samples = isinstance(reward, SlimeReward)
         self._all = [RewardProcess(function.function, function.kwargs) for _ in range(processes)]
         # The one used last comes first: it is warm, and the others need not start at all.
         self._free: asyncio.LifoQueue[RewardProcess] = asyncio.LifoQueue()
@@ -195,7 +232,7 @@ class _InProcesses:
             self._free.put_nowait(process)
 
     def describe(self, data_source: str) -> str:
-        return self._name.replace(repr("…"), repr(data_source))
+        return describe(self._reward, data_source)
 
     async def aclose(self) -> None:
         for process in self._all:

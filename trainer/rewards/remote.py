@@ -1,40 +1,23 @@
-"""A reward computed by a server: one POST per answer, sent again while the server fails.
-
-    POST ──► an answer: the score
-      ├────► 400, 401, 404, …: RewardCrashError
-      └────► no answer, 429, 5xx: wait, POST again
-
-Owns the request and the waits. Does not own how long it goes on (`rollout.reward.timeout_s`), nor
-what becomes of a score that is missing (`manager.py`).
-"""
+"""A reward computed by a server: one POST per answer, sent again while the server fails
+(`server.py`)."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import random
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import aiohttp
-
-from stepwell.trainer.errors import RewardCrashError
-
-RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-MAX_BACKOFF_S = 10.0
+from stepwell.trainer.rewards.server import RewardServer
 
 
 class RemoteReward:
     """Asks `url` for the score, until it answers or the call is cancelled.
 
     Args:
-        url: takes a JSON POST; answers a number, or an object with the number under "score".
+        url: takes a JSON POST; answers a score in any form that a function may return: a number, a
+            list of one per step, or an object with either under "score".
         payload: "verl" sends {data_source, solution_str, ground_truth, extra_info}; "slime" sends
-        {prompt, response, label}, as its remote reward model does.
-        backoff_s: before the second try (after a connection error, a timeout or a status of
-        `RETRIED`); doubles up to 10 s, with up to as much again drawn at random so that many
-        callers do not return together. A longer `Retry-After` is obeyed.
-        timeout_s: of one try; all tries together have the reward's own, `rollout.reward.timeout_s`.
+            {prompt, response, label}, as its remote reward model does.
+        backoff_s, timeout_s: as `RewardServer`; all tries together have `rollout.reward.timeout_s`.
         headers: of each request, e.g. {"Authorization": "Bearer …"}.
     """
 
@@ -46,16 +29,10 @@ class RemoteReward:
         timeout_s: float = 30.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"url is {url!r}; give one that begins with http:// or https://")
         if payload not in ("verl", "slime"):
             raise ValueError(f"payload is {payload!r}; it should be 'verl' or 'slime'")
-        self._url = url
         self._payload = payload
-        self._backoff_s = backoff_s
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-        self._headers = dict(headers or {})
-        self._session: aiohttp.ClientSession | None = None
+        self._server = RewardServer(f"the reward server {url}", url, backoff_s, timeout_s, headers)
 
     async def __call__(
         self,
@@ -71,51 +48,28 @@ class RemoteReward:
             RewardCrashError: the server refuses the request.
         """
         if self._payload == "slime":
-            body = {
-                "prompt": extra_info.get("question", extra_info.get("messages")),
-                "response": solution_str,
-                "label": ground_truth,
-            }
-        else:
-            body = {
+            return await self._server.post(
+                {
+                    "prompt": extra_info.get("question", extra_info.get("messages")),
+                    "response": solution_str,
+                    "label": ground_truth,
+                }
+            )
+        return await self._server.post(
+            {
                 "data_source": data_source,
                 "solution_str": solution_str,
                 "ground_truth": ground_truth,
                 "extra_info": dict(extra_info),
             }
-        backoff_s, failure = self._backoff_s, ""
-        try:
-            while True:
-                after_s = 0.0
-                try:
-                    async with self._client().post(self._url, json=body) as response:
-                        if response.status < 400:
-                            return await response.json(content_type=None)
-                        said = f"{await response.text():.200}"
-                        failure = (
-                            f"the reward server {self._url} answered {response.status}: {said}"
-                        )
-                        if response.status not in RETRIED:
-                            raise RewardCrashError(failure)
-                        after_s = _retry_after(response.headers.get("Retry-After"))
-                except (aiohttp.ClientError, TimeoutError, UnicodeError, json.JSONDecodeError) as e:
-                    failure = f"the reward server {self._url} gave no answer ({e!r:.200})"
-                await asyncio.sleep(max(after_s, backoff_s * (1 + random.random())))
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-        except asyncio.CancelledError as e:
-            if failure:
-                e.add_note(failure)  # `call_within` tells it with its timeout
-            raise
+        )
 
     async def aclose(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-
-    def _client(self) -> aiohttp.ClientSession:
-        if self._session is None:  # made where a loop runs
-            self._session = aiohttp.ClientSession(timeout=self._timeout, headers=self._headers)
-        return self._session
+        await self._server.aclose()
 
 
-def _retry_after(value: str | None) -> float:
-    return float(value) if value is not None and value.isdecimal() else 0.0
+class RemoteRM(RemoteReward):
+    """slime's `--rm-type remote_rm`; `rm_url` is its `--rm-url`."""
+
+    def __init__(self, rm_url: str, **kwargs: Any) -> None:
+        super().__init__(rm_url, "slime", **kwargs)

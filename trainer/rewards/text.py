@@ -1,12 +1,14 @@
-"""Answers compared as text: the very answer, the words that it shares, the letter chosen."""
+"""Answers compared as text: the very answer, the words that it shares, the letter chosen, the
+number after a mark."""
 
 from __future__ import annotations
 
+import random
 import re
 import string
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from stepwell.trainer.errors import RewardValueError
 from stepwell.trainer.rewards.base import last_boxed
@@ -147,3 +149,78 @@ def _letter(truth: Any, letters: list[str], texts: list[str], data_source: str) 
         f"letters {', '.join(letters)}, nor the index or the text of one choice; correct "
         "label_key, or put the choices into the task's metadata"
     )
+
+
+_GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
+_NUMBER = re.compile(r"-?[0-9.,]*[0-9][0-9.,]*")
+GSM8K_TAIL = 300
+"""Characters at the end that are searched, as in verl."""
+
+
+def gsm8k(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    method: Literal["strict", "flexible"] = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+    **kwargs: Any,
+) -> float:
+    """`score` for the right number after `####` (arXiv 2110.14168), `format_score` for a wrong one,
+    else 0.0; as verl's, whose arguments these are.
+
+    Args:
+        ground_truth: the number, or the data set's solution, which ends in `#### number`.
+        method: "flexible" takes the last number, marked or not.
+    """
+    if method not in ("strict", "flexible"):
+        raise RewardValueError(f"method is {method!r}; it should be 'strict' or 'flexible'")
+    found = (_GSM8K_ANSWER if method == "strict" else _NUMBER).findall(solution_str[-GSM8K_TAIL:])
+    if not found:
+        return 0.0
+    truths = [_number(t.rpartition("####")[2]) for t in _truths(ground_truth, data_source)]
+    return score if _number(found[-1]) in truths else format_score
+
+
+def _number(text: str) -> float | str:
+    """Equal for equal numbers: 1,000 and 1000.0."""
+    plain = text.strip().replace(",", "").replace("$", "").rstrip(".")
+    try:
+        return float(plain)
+    except ValueError:
+        return plain
+
+
+def search_r1(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> float:
+    """1.0 if the last <answer>…</answer> is an accepted one, but for case, punctuation and
+    articles; else 0.0. Search-R1 (arXiv 2503.09516), as verl scores it.
+
+    `ground_truth` is the answer, a list of them, or {"target": …}. More than ten tags cost three
+    quarters.
+    """
+    target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
+    truths = [words(t) for t in _truths(target, data_source)]
+    found = re.findall(r"(?s)<answer>(.*?)</answer>", solution_str)
+    if not found or words(found[-1]) not in truths:
+        return 0.0
+    return 0.25 if max(map(solution_str.count, ("<answer>", "</answer>"))) > 10 else 1.0
+
+
+def coin(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> float:
+    """0 or 1 at random: to try a pipeline out, and to see what a run makes of noise. slime's
+    `random`."""
+    return float(random.getrandbits(1))

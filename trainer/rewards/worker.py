@@ -26,7 +26,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from stepwell.trainer.errors import RewardCrashError, RewardError, RewardLoadError
-from stepwell.trainer.rewards.base import RewardFn, crashed, load_reward, timed_out
+from stepwell.trainer.rewards.base import RewardFn, crashed, timed_out
+from stepwell.trainer.rewards.loading import load_reward
 
 START_S = 120.0
 """For the imports of the function's module; not counted as the function's own time."""

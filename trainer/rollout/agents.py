@@ -18,7 +18,9 @@ from typing import Any, TypeAlias, cast
 
 from stepwell.trainer.errors import RolloutError
 
-Agent: TypeAlias = Callable[[Mapping[str, Any], str, str], Awaitable[float | None]]
+Agent: TypeAlias = Callable[
+    [Mapping[str, Any], str, str], Awaitable[float | list[float | None] | None]
+]
 
 FORM = "async def agent(task, base_url, api_key) -> float | None"
 

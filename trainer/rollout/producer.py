@@ -31,7 +31,7 @@ import ray
 
 from stepwell.datapool.errors import DataPoolError, GroupClosedError, UnknownGroupError
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.datapool.types import GREEDY, TRAIN
+from stepwell.datapool.types import GREEDY, SFT, TRAIN
 from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.data import PromptSource, Task, slug
 from stepwell.trainer.errors import DataExhaustedError
@@ -60,6 +60,7 @@ class Producer:
         pace: credit for beginning groups; without one only the pool's admission counts.
         drops_surplus: drop what a window leaves over (`sampling.drops_surplus`).
         n_greedy: greedy rollouts per group besides its `rollout.n` (ReMax's baseline).
+        channel: that it feeds.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class Producer:
         pace: Pace | None = None,
         drops_surplus: bool = False,
         n_greedy: int = 0,
+        channel: str = TRAIN,
     ) -> None:
         self._config = config
+        self._channel = channel
         self._source = source
         self._pool = pool
         self._workers = workers
@@ -124,6 +127,7 @@ class Producer:
             trained=state["trained"] if state else {},
             pending=state["pending"] if state else {},
             version=version,
+            channel=self._channel,
         )
         if reclaimed.dropped:
             log.info("groups of the former process dropped: %s", dict(reclaimed.dropped))
@@ -167,7 +171,7 @@ class Producer:
             # First, for the pool's event may be here before its answer: a surplus earns no credit.
             self._pace.leased([prompt_uid])
             try:
-                await self._pool.drop_group(prompt_uid, SURPLUS)
+                await self._pool.drop_group(prompt_uid, SURPLUS, self._channel)
             except (UnknownGroupError, GroupClosedError) as gone:
                 log.info("%s is no surplus any more: %s", prompt_uid, gone)
                 continue
@@ -269,11 +273,11 @@ class Producer:
                 prompt_uid = new_uid(task)
                 self._admitting = prompt_uid
                 self.in_flight[prompt_uid] = task
-                self.ledger.issued(prompt_uid, task["instance_id"])
+                self.ledger.issued(prompt_uid, task["instance_id"], self._channel)
                 with self.idle.blocked():
                     await self._pace.admit(prompt_uid)
                     self._opening = prompt_uid
-                    await self._start(prompt_uid, task, self._n, self._min_n, TRAIN)
+                    await self._start(prompt_uid, task, self._n, self._min_n, self._channel)
                     self._opening = None
                 self._admitting = None
                 running = groups.create_task(self._train_group(number, task, prompt_uid))
@@ -293,7 +297,7 @@ class Producer:
         cursor: str | None = None
         while True:
             page = await self._pool.get_events(
-                cursor, channel=TRAIN, kinds=("dropped",), timeout_s=60
+                cursor, channel=self._channel, kinds=("dropped",), timeout_s=60
             )
             cursor = page.cursor
             if page.lost:
@@ -335,7 +339,7 @@ class Producer:
         """The pool was restarted and forgot its events: what it does not hold any more, and was
         not trained, it has dropped. Those prompts are issued again."""
         held_before = set(self.in_flight) - {self._admitting} - self._taken
-        live = await live_groups(self._pool)
+        live = await live_groups(self._pool, self._channel)
         for prompt_uid in held_before - live:
             if prompt_uid not in self.ledger.open:
                 continue  # trained; its lease was acked
@@ -345,25 +349,27 @@ class Producer:
                 self._pace.lost(prompt_uid)
 
     async def _start(self, prompt_uid: str, task: Task, n: int, min_n: int, channel: str) -> None:
+        # A conversation is in its own steps.
+        about = {k: task[k] for k in ("instance_id", "data_source")} if channel == SFT else task
         await self._pool.open_group(
             prompt_uid,
             n,
             deadline_s=self._config.group_deadline_s,
             min_rollouts=min(min_n, n),
-            metadata={"task": task} | ({GREEDY: True} if self._greedy_in(channel) else {}),
+            metadata={"task": about} | ({GREEDY: True} if self._greedy_in(channel) else {}),
             channel=channel,
         )
 
     def _greedy_in(self, channel: str) -> int:
-        return self._n_greedy if channel == TRAIN else 0
+        return self._n_greedy if channel == self._channel else 0
 
     async def _train_group(self, number: int, task: Task, prompt_uid: str) -> None:
-        ends = await self._run_group(number, task, prompt_uid, self._n, TRAIN)
+        ends = await self._run_group(number, task, prompt_uid, self._n, self._channel)
         reason = self._drop_reasons.get(prompt_uid)
         if ends.get(COMPLETE, 0) >= self._min_n and reason is None:
             return  # it is served, at the latest at its deadline
         if INFRASTRUCTURE in ends:
-            if await self._drop_lost(prompt_uid, TRAIN):
+            if await self._drop_lost(prompt_uid, self._channel):
                 self._dropped(prompt_uid, INFRASTRUCTURE, returned=True)
         else:
             self._dropped(prompt_uid, reason or TOO_FEW, returned=False)

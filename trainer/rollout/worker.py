@@ -71,21 +71,21 @@ INFRASTRUCTURE = "infrastructure"
 group is dropped, to be issued again."""
 
 
-def read_reward(agent: str, returned: object) -> float | None:
-    """What the agent at the path `agent` returned, as a reward.
+def read_reward(agent: str, returned: object) -> dict[str, Any]:
+    """What the agent at the path `agent` returned, as the body of `complete_trajectory`.
 
     Raises:
-        RolloutError: it is none. Nothing is converted: "347" would be a reward of 347.
+        RolloutError: it is no reward. Nothing is converted: "347" would be a reward of 347.
     """
-    if returned is None:
-        return None
-    if not is_reward(returned):
-        named = returned if isinstance(returned, int | float) else f"a {type(returned).__name__}"
-        raise RolloutError(
-            f"{agent} returned {named}; return a number within ±{MAX_REWARD:g}, or None to leave "
-            "the rollout unscored"
-        )
-    return float(returned)
+    if isinstance(returned, list) and all(r is None or is_reward(r) for r in returned):
+        return {"step_rewards": [None if r is None else float(r) for r in returned]}
+    if returned is None or is_reward(returned):
+        return {"reward": None if returned is None else float(returned)}
+    named = returned if isinstance(returned, int | float) else f"a {type(returned).__name__}"
+    raise RolloutError(
+        f"{agent} returned {named}; return a number within ±{MAX_REWARD:g}, a list of one per "
+        "call, or None to leave the rollout unscored"
+    )
 
 
 class RolloutWorker:
@@ -208,7 +208,7 @@ class RolloutWorker:
             async with asyncio.timeout(self._config.timeout_s):
                 returned = await self._agent(task, base_url, started.get("api_key", "none"))
             reward = read_reward(self._config.agent or "", returned)
-            await self._gateway.ask(f"{base_url}/v1/complete_trajectory", {"reward": reward})
+            await self._gateway.ask(f"{base_url}/v1/complete_trajectory", reward)
         except TimeoutError:
             reason = "timeout"
         except asyncio.CancelledError:

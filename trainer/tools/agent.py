@@ -8,9 +8,11 @@
                                          ▼
                                      ToolRun: messages, answer, rewards, why it stopped
 
-Plain `openai` SDK against the gateway, which keeps tokens and log-probs. Owns the turns and what
-stops them. Does not own the tools (`session.py`) or the score (a white-box agent computes it from
-the `ToolRun`, or returns None and leaves it to `rollout.reward`).
+Plain `openai` SDK against the gateway, which keeps tokens and log-probs. What tools gave becomes
+metadata of the trajectory, which a reward function finds in `extra_info`: `tool_rewards` of the
+calls (verl's name), `tool_scores` by tool. Owns the turns and what stops them. Does not own the
+tools (`session.py`) or the score (a white-box agent computes it from the `ToolRun`, or returns None
+and leaves it to `rollout.reward`).
 """
 
 from __future__ import annotations
@@ -110,6 +112,9 @@ class ToolAgent:
                     break  # nobody would read the results
                 messages += await tools.call(calls)
             rewards = await tools.rewards()
+            if tools.step_rewards or rewards:
+                said = {"tool_rewards": tools.step_rewards, "tool_scores": rewards}
+                await client.post("/register_trajectory", body={"metadata": said}, cast_to=object)
             return ToolRun(
                 messages=messages,
                 answer=answer,

@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import uvicorn
     from transformers import AutoTokenizer
 
+    from stepwell.backends.engines.embedded import classifier
     from stepwell.backends.engines.embedded.loop import GenerationLoop
     from stepwell.backends.engines.embedded.model import ModelRunner
     from stepwell.backends.engines.embedded.reply import StopStrings
@@ -86,9 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     torch.set_num_threads(args.threads)
     tokenizer_path = args.tokenizer_path or args.model_path
-    rows = args.prefix_cache_rows
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    info = ServerInfo(args.model_path, tokenizer_path, args.stream_interval)
+    loop: GenerationLoop | None = None
+
+    def stop_serving() -> None:
+        server.should_exit = True
+
+    def generating() -> GenerationLoop:
+        rows = args.prefix_cache_rows
         runner = ModelRunner(
             args.model_path,
             dtype=args.dtype,
@@ -100,32 +106,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.lora_paths is not None:
             name, _, path = args.lora_paths.rpartition("=")
             runner.adapters.load(name or path, path)
+        eos = tokenizer.eos_token_id
+        scheduler = Scheduler(
+            runner,
+            stop_strings=StopStrings(tokenizer),
+            weight_version=args.weight_version,
+            model_path=args.model_path,
+            extra_eos_ids=() if eos is None else (eos,),
+            seed=args.seed,
+            paused=args.start_paused,
+        )
+        return GenerationLoop(scheduler, threads=args.threads)
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+        if classifier.is_classifier(args.model_path):
+            model = classifier.Classifier(args.model_path, tokenizer, args.dtype, args.device)
+            app = classifier.create_app(model, info, args.weight_version)
+        else:
+            loop = generating()
+            app = create_app(loop, tokenizer, info, on_failure=stop_serving)
     except (OSError, ValueError) as e:
         print(f"cannot load {args.model_path!r}: {e}", file=sys.stderr)
         return 2
-    eos = tokenizer.eos_token_id
-    scheduler = Scheduler(
-        runner,
-        stop_strings=StopStrings(tokenizer),
-        weight_version=args.weight_version,
-        model_path=args.model_path,
-        extra_eos_ids=() if eos is None else (eos,),
-        seed=args.seed,
-        paused=args.start_paused,
-    )
-    loop = GenerationLoop(scheduler, threads=args.threads)
-    info = ServerInfo(
-        model_path=args.model_path,
-        tokenizer_path=tokenizer_path,
-        stream_interval=args.stream_interval,
-    )
-
-    def stop_serving() -> None:
-        server.should_exit = True
-
     server = uvicorn.Server(
         uvicorn.Config(
-            create_app(loop, tokenizer, info, on_failure=stop_serving),
+            app,
             log_level=args.log_level,
             access_log=False,
             proxy_headers=False,
@@ -137,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     host, port = sock.getsockname()[:2]
     print(f"embedded engine listens on http://{host}:{port}", flush=True)
     server.run(sockets=[sock])
-    return 1 if loop.failure is not None else 0
+    return 1 if loop is not None and loop.failure is not None else 0
 
 
 if __name__ == "__main__":

@@ -93,6 +93,8 @@ class GenerationLoop:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # a step took longer than the caller waited
             try:
                 future.set_result(fn(self.scheduler))
             except BaseException as e:  # noqa: BLE001 - handed to the caller
@@ -170,7 +172,8 @@ class GenerationLoop:
         message = f"the generation loop has ended ({self.failure!r})"
         error = EngineStoppedError(message)
         for _, future in self._updates:
-            future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
         self._updates.clear()
         while True:
             try:

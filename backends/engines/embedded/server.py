@@ -58,7 +58,8 @@ class AbortBody(BaseModel):
     abort_all: bool = False
 
 
-def _json(content: Any, status: int = 200) -> Response:
+def answer(content: Any, status: int = 200) -> Response:
+    """A JSON body."""
     return Response(orjson.dumps(content), status_code=status, media_type="application/json")
 
 
@@ -277,7 +278,7 @@ def create_app(
         await asyncio.to_thread(loop.stop)
 
     app = FastAPI(title="Stepwell embedded engine", lifespan=lifespan)
-    _add_error_handlers(app)
+    add_error_handlers(app)
     # Starlette's route: FastAPI's would look for parameters on each call and find none.
     app.add_route("/generate", server.generate, methods=["POST"])
     app.get("/health_generate")(server.health_generate)
@@ -291,29 +292,29 @@ def create_app(
     @app.get("/model_info")
     @app.get("/get_model_info")
     async def model_info() -> Response:
-        return _json(server.model_info())
+        return answer(server.model_info())
 
     @app.get("/server_info")
     async def server_info() -> Response:
-        return _json(server.server_info())
+        return answer(server.server_info())
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return _json(server.models())
+        return answer(server.models())
 
     @app.get("/v1/loads")
     async def loads() -> Response:
-        return _json(server.loads())
+        return answer(server.loads())
 
     @app.post("/pause_generation")
     async def pause(body: PauseBody) -> Response:
         await loop.call(lambda s: s.pause(body.mode))
-        return _json({"message": "Generation paused successfully.", "status": "ok"})
+        return answer({"message": "Generation paused successfully.", "status": "ok"})
 
     @app.post("/continue_generation")
     async def resume() -> Response:
         await loop.call(lambda s: s.resume())
-        return _json({"message": "Generation continued successfully.", "status": "ok"})
+        return answer({"message": "Generation continued successfully.", "status": "ok"})
 
     @app.post("/flush_cache")
     async def flush() -> Response:
@@ -325,30 +326,30 @@ def create_app(
     @app.post("/release_memory_occupation")
     async def release() -> Response:
         await loop.call(Scheduler.release)
-        return _json(None)
+        return answer(None)
 
     @app.post("/resume_memory_occupation")
     async def take_back() -> Response:
         await loop.call(Scheduler.take_back)
-        return _json(None)
+        return answer(None)
 
     return app
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def add_error_handlers(app: FastAPI) -> None:
     """SGLang's error body for whatever the client got wrong."""
 
-    def answer(status: int, message: str) -> Response:
-        return _json({"error": {"message": message}}, status)
+    def refusal(status: int, message: str) -> Response:
+        return answer({"error": {"message": message}}, status)
 
     @app.exception_handler(InvalidRequestError)
     async def invalid(_: HttpRequest, error: InvalidRequestError) -> Response:
-        return answer(400, str(error))
+        return refusal(400, str(error))
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: HttpRequest, error: RequestValidationError) -> Response:
-        return answer(400, words(error.errors()))
+        return refusal(400, words(error.errors()))
 
     @app.exception_handler(EngineStoppedError)
     async def stopped(_: HttpRequest, error: EngineStoppedError) -> Response:
-        return answer(503, str(error))
+        return refusal(503, str(error))

@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import EngineError
 from stepwell.backends.weights import WeightStore
+from stepwell.trainer.rewards.reward_model import RewardModel
+from tests.backends.models import SMALL
 
 Config = Callable[..., EngineConfig]
 
@@ -57,3 +62,26 @@ async def test_weights_that_do_not_fit_end_the_server_and_it_comes_back_with_the
             assert await client.weight_version() == 5
     finally:
         supervisor.stop()
+
+
+async def test_a_reward_model_scores_as_transformers_does(model_dirs: Any, tmp_path: Path) -> None:
+    """SGLang 0.5.23 with `--is-embedding`, through the reward's own door."""
+    folder = tmp_path / "reward_model"
+    tokenizer = AutoTokenizer.from_pretrained(model_dirs.base)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(3)
+    form = {**SMALL, "hidden_size": 64, "vocab_size": len(tokenizer), "initializer_range": 0.2}
+    config = LlamaConfig(**form, num_labels=1, pad_token_id=tokenizer.pad_token_id)
+    head: Any = AutoModelForSequenceClassification.from_config(config).eval()
+    head.save_pretrained(folder)
+    engine = {"kind": "sglang", "extra_args": ["--is-embedding"], "context_length": 256}
+    prompt = "{question}\n{solution_str}"
+    reward = RewardModel(path=str(folder), engine=engine, prompt=prompt)
+    try:
+        for answer in ("4", "It is five."):
+            said = await reward("sums", answer, None, {"question": "2 + 2?"})
+            with torch.no_grad():
+                ids = tokenizer(f"2 + 2?\n{answer}", return_tensors="pt")
+                assert said == pytest.approx(float(head(**ids).logits[0, 0]), abs=1e-4)
+    finally:
+        await reward.aclose()

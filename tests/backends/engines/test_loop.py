@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -81,4 +82,29 @@ async def test_an_error_of_a_command_reaches_its_caller_and_the_loop_goes_on(
     with pytest.raises(ZeroDivisionError):
         await loop.call(lambda s: 1 // 0)
     assert loop.alive
+    loop.stop()
+
+
+@pytest.mark.parametrize("is_update", [False, True])
+async def test_a_command_whose_caller_has_left_is_not_run_and_the_loop_goes_on(
+    loop: GenerationLoop, is_update: bool
+) -> None:
+    loop.start(asyncio.get_running_loop())
+    entered, leave, ran = threading.Event(), threading.Event(), []
+
+    def long_step(scheduler: Scheduler) -> None:
+        entered.set()
+        leave.wait(10)
+
+    step = asyncio.create_task(loop.call(long_step))
+    await asyncio.to_thread(entered.wait, 10)
+    left = asyncio.create_task(loop.call(lambda s: ran.append(s), is_update=is_update))
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.wait([left])
+    leave.set()
+    await step
+    assert await loop.call(lambda s: 7, is_update=is_update) == 7
+    assert loop.alive
+    assert not ran
     loop.stop()

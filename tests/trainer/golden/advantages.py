@@ -21,6 +21,7 @@ RECORDED = Path(__file__).with_suffix(".json")
 GROUP_SIZES = (1, 2, 4, 3)
 """A single rollout, and a group whose scores are all equal (the last)."""
 GAMMA, LAM, VALUE_CLIP = 0.97, 0.9, 0.2
+PART_WEIGHTS = {"accuracy": 1.0, "format": 0.5}
 KINDS = ("outcome", "process", "tool", "dense")
 """Where rewards are: on the last sampled token; on the last of each turn; on masked tokens; on
 every sampled token (a KL penalty is)."""
@@ -61,11 +62,14 @@ def random_case(kind: str, seed: int) -> Case:
         "greedy": [round(float(x), 3) for x in rng.normal(size=len(GROUP_SIZES))],
         "values": rng.normal(size=mask.shape).round(3).tolist(),
         "new_values": rng.normal(size=mask.shape).round(3).tolist(),
+        # Of the reward; exact in the float32 that verl holds them in.
+        "parts": {k: (rng.integers(-8, 9, len(turns)) / 4).tolist() for k in PART_WEIGHTS},
     }
 
 
 def verl_results(case: Case) -> dict[str, list[list[float]]]:
-    """By estimator, verl's advantages [rows, width]; `gae_returns`; and `value_loss`, [[loss]]."""
+    """By estimator, verl's advantages [rows, width]; `gae_returns`; and `value_loss`,
+    `value_loss_by_row`, [[loss]]."""
     from verl.trainer.ppo import core_algos as verl
 
     mask, values, new_values = (
@@ -79,8 +83,23 @@ def verl_results(case: Case) -> dict[str, list[list[float]]]:
 
     outcome = {"response_mask": mask, "index": index}
     greedy = torch.tensor([case["greedy"][g] for g in case["group"]], dtype=torch.float64)
+
+    def pass_at_k() -> torch.Tensor:  # verl refuses a group of one; as in GRPO, it keeps its score
+        kept = [i for i, g in enumerate(case["group"]) if case["group"].count(g) > 1]
+        found = rewards().sum(1, keepdim=True) * mask
+        found[kept], _ = verl.compute_grpo_passk_outcome_advantage(
+            rewards()[kept], mask[kept], index[kept], config={}
+        )
+        return found
+
     gae, returns = verl.compute_gae_advantage_return(rewards(), values, mask, GAMMA, LAM)
-    value_loss, _ = verl.compute_value_loss(new_values, returns, values, mask, VALUE_CLIP)
+
+    def value_loss(aggregation: str) -> torch.Tensor:
+        loss, _ = verl.compute_value_loss(
+            new_values, returns, values, mask, VALUE_CLIP, loss_agg_mode=aggregation
+        )
+        return loss.reshape(1, 1)
+
     found = {
         "grpo": verl.compute_grpo_outcome_advantage(rewards(), **outcome)[0],
         "dr_grpo": verl.compute_grpo_outcome_advantage(
@@ -95,10 +114,25 @@ def verl_results(case: Case) -> dict[str, list[list[float]]]:
         "reinforce_plus_plus": verl.compute_reinforce_plus_plus_outcome_advantage(
             rewards(), mask, config
         )[0],
+        "grpo_passk": pass_at_k(),
+        "gdpo": verl.compute_gdpo_outcome_advantage(
+            rewards(),
+            **outcome,
+            config={
+                "gdpo_reward_keys": list(PART_WEIGHTS),
+                "gdpo_reward_weights": list(PART_WEIGHTS.values()),
+            },
+            non_tensor_batch=case["parts"],
+            batch={
+                "prompts": torch.zeros(len(mask), 1),
+                "attention_mask": torch.ones(len(mask), 1 + mask.shape[1], dtype=torch.long),
+            },
+        )[0],
         "remax": verl.compute_remax_outcome_advantage(rewards(), greedy, mask)[0],
         "gae": gae,
         "gae_returns": returns,
-        "value_loss": value_loss.reshape(1, 1),
+        "value_loss": value_loss("token-mean"),
+        "value_loss_by_row": value_loss("seq-mean-token-mean"),
     }
     # Masked tokens are not trained; some estimators leave a number there.
     return {

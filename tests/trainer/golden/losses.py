@@ -22,11 +22,16 @@ RECORDED = Path(__file__).with_suffix(".json")
 N_CASES, ROWS, NORM = 3, 6, 16
 AGGREGATIONS = (
     "token-mean",
+    "token-sum",
     "seq-mean-token-mean",
     "seq-mean-token-sum",
     "seq-mean-token-sum-norm",
 )
-POLICIES = ("vanilla", "gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")
+POLICIES = (
+    *("vanilla", "gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dppo_tv"),
+    *("dppo_kl", "dro"),
+)
+DRO_BETA = 0.5
 COV_SHARE, COV_LOW, COV_HIGH, KL_COV = 0.1, 0.1, 2.0, 0.7
 DRAW_SEED = 11
 ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")
@@ -133,6 +138,7 @@ def verl_outputs(case: Case) -> dict[str, Any]:
             clip_cov_ub=COV_HIGH,
             kl_cov_ratio=COV_SHARE,
             ppo_kl_coef=KL_COV,
+            dro_beta=DRO_BETA,
         ),
         global_batch_info=info,
     )

@@ -103,7 +103,7 @@ async def test_a_data_source_without_a_function_is_missing_and_the_others_are_sc
         [sample(source="known"), sample(source="new")], by_data_source={"known": "exact_match"}
     )
     assert scores(results) == [1.0, RewardValueError]
-    assert "'new'; name it in rollout.reward.by_data_source" in str(results[1])
+    assert "'new': name its function in rollout.reward.by_data_source" in str(results[1])
 
 
 async def test_batch_gives_the_function_the_lists_of_all(write: Write) -> None:
@@ -385,7 +385,8 @@ def test_the_overlong_penalty_is_monotone_and_bounded(a: int, cache: int, factor
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "function is missing"),
+        ({"kwargs": {"level": 1}}, "kwargs level are for function, which is missing"),
+        ({"manager": "rate_limited"}, "use auto, and set concurrency"),
         ({"function": "f1", "manager": "parrallel"}, "should be 'auto', 'naive', 'parallel'"),
         ({"function": "f1", "timeout_s": 0}, "greater than 0"),
         ({"function": "f1", "fn": "f1"}, "Extra inputs"),

@@ -66,11 +66,11 @@ async def score(name: str, extra: dict[str, Any] | None = None, **kwargs: Any) -
         await close(reward)
 
 
-async def managed(**kwargs: Any) -> list[Any]:
-    """What the manager makes of one call of `remote`, which may take 2 s."""
+async def managed(function: str = "remote", **kwargs: Any) -> list[Any]:
+    """What the manager makes of one call, which may take 2 s."""
     manager = RewardManager(
         RewardConfig(
-            function="remote", kwargs={"backoff_s": 0.01, **kwargs}, timeout_s=2, max_attempts=1
+            function=function, kwargs={"backoff_s": 0.01, **kwargs}, timeout_s=2, max_attempts=1
         )
     )
     try:
@@ -101,7 +101,9 @@ async def test_a_remote_reward_is_sent_the_sample_and_gives_what_the_server_says
 async def test_a_remote_reward_speaks_slimes_form_too() -> None:
     async with serving(1) as server:
         assert await score("remote", url=server.url, payload="slime") == 1.0
-    assert server.bodies == [{"prompt": "2 + 2?", "response": "four", "label": "4"}]
+        # --rm-type remote_rm --rm-url URL
+        assert await score("remote_rm", rm_url=server.url) == 1.0
+    assert server.bodies == [{"prompt": "2 + 2?", "response": "four", "label": "4"}] * 2
 
 
 @pytest.mark.parametrize("failure", [FAILED, (429, {"Retry-After": "0"}), "drop"])
@@ -180,9 +182,7 @@ def says(content: str | None) -> dict[str, Any]:
 
 async def judged(*replies: Reply, **kwargs: Any) -> float:
     async with serving(*replies) as server:
-        return await score(
-            "llm_judge", **{"base_url": server.url, "model": "judge", "max_retries": 0, **kwargs}
-        )
+        return await score("llm_judge", **{"base_url": server.url, "model": "judge", **kwargs})
 
 
 @pytest.mark.parametrize(
@@ -224,10 +224,17 @@ async def test_a_judge_without_a_verdict_is_a_missing_score_not_zero(verdict: st
 
 
 async def test_a_judge_that_fails_is_asked_again_and_then_missing() -> None:
-    retry = (503, {"retry-after-ms": "1"})
-    assert await judged(retry, says("Score: 10"), max_retries=1) == 1.0
-    with pytest.raises(RewardCrashError, match="the judge 'judge' gave no answer"):
-        await judged(retry)
+    assert await judged(*[FAILED] * 7, says("Score: 10"), backoff_s=0.001) == 1.0
+    async with serving(FAILED) as server:  # until the reward's own limit, as `remote`
+        (missing,) = await managed("llm_judge", base_url=server.url, model="judge")
+        assert isinstance(missing, RewardTimeoutError)
+        assert "no score within 2 s (the judge 'judge' answered 503" in str(missing)
+        assert len(server.bodies) > 1
+
+
+async def test_what_is_no_chat_completion_is_a_missing_score() -> None:
+    with pytest.raises(RewardCrashError, match="which is no chat completion"):
+        await judged({"choices": []})
 
 
 async def test_the_scale_and_the_prompt_are_ones_own() -> None:

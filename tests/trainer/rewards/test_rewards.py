@@ -39,8 +39,18 @@ def write(tmp_path: Path) -> WriteReward:
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_a_built_in_is_found_by_name(name: str) -> None:
-    needed = {"remote": {"url": "http://rm"}, "llm_judge": {"base_url": "http://llm", "model": "m"}}
+    needed = {
+        "remote": {"url": "http://rm"},
+        "remote_rm": {"rm_url": "http://rm"},
+        "llm_judge": {"base_url": "http://llm", "model": "m"},
+        "reward_model": {"url": "http://rm", "prompt": "{question}"},
+    }
     assert load_reward(name, needed.get(name)).__module__ == BUILT_IN[name].partition(":")[0]
+
+
+def test_every_built_in_is_in_the_docs() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "design" / "rewards.md").read_text()
+    assert not [name for name in BUILT_IN if f"`{name}`" not in page]
 
 
 @pytest.mark.parametrize("sep", [":", "."])

@@ -110,6 +110,8 @@ class Batch:
     """Reward of each group's greedy rollout, [G]."""
     sources: Sequence[str] = ()
     """The data source of each trajectory's task, "" where it names none, as traffic; [N]."""
+    parts: Sequence[Mapping[str, Any]] = ()
+    """What the reward function said beside each trajectory's score, by key, [N]."""
     values: Array | None = None
     """The critic's value of the state before each unit, [U]; None without a critic."""
     baselines: Baselines = field(default_factory=dict)

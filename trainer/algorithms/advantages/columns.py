@@ -27,6 +27,7 @@ from stepwell.trainer.algorithms.advantages.base import (
 from stepwell.trainer.algorithms.advantages.greedy import GREEDY_REWARD
 from stepwell.trainer.config import AdvantageConfig
 from stepwell.trainer.errors import ColumnError, RewardError
+from stepwell.trainer.scoring import EXTRA
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -95,6 +96,7 @@ def compute_advantages(
             group=np.repeat(np.arange(len(groups)), [len(g.trajectories) for g in groups]),
             greedy=[g.metadata.get(GREEDY_REWARD) for g in groups],
             sources=[_source(g) for g in groups for _ in g.trajectories],
+            parts=[t.metadata.get(EXTRA, {}) for g in groups for t in g.trajectories],
             values=None if values is None else _column("values", values, n_tokens)[starts],
             baselines=baselines,
             gamma=config.gamma,

@@ -87,6 +87,8 @@ class PolicyLoss:
     """Its own hyper-parameters, the section `algorithm.loss.options`."""
     clip: tuple[float, float] = (0.2, 0.28)
     """Defaults of clip_ratio_low and clip_ratio_high."""
+    clip_c: float = 3.0
+    """Default of clip_ratio_c."""
     prepare: Callable[[BatchTokens, LossKeys[Any]], dict[str, Tensor]] | None = None
     """Further columns, [T] float32 each, among them any in `columns` that nobody else writes."""
 

@@ -1,0 +1,95 @@
+"""What loss-mask generators are given, and what they return."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from stepwell.backends.errors import MaskError
+from stepwell.datapool.types import TokenIds
+
+Message: TypeAlias = dict[str, Any]
+Tool: TypeAlias = dict[str, Any]
+
+STEP_LOSS_MASK = "step_loss_mask"
+"""A message with 0 here has no loss (slime's key); 1 if absent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """An assistant message's tokens: `token_ids[start:end]` of its row."""
+
+    message_index: int
+    start: int
+    end: int
+    has_loss: bool
+    """False: `step_loss_mask` is 0."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskedRow:
+    """One training sequence; it ends with its last assistant turn."""
+
+    token_ids: TokenIds
+    """int32, [T]."""
+    loss_mask: npt.NDArray[np.int8]
+    """int8, [T]: 1 on the tokens the assistant wrote, the token that closes its turn included."""
+    turns: tuple[Turn, ...]
+
+
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+
+
+def check_messages(messages: Sequence[Message]) -> dict[int, bool]:
+    """Whether an assistant message has loss, by its index."""
+    with_loss: dict[int, bool] = {}
+    for index, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if not isinstance(role, str):
+            raise MaskError(
+                f"messages[{index}] is {message!r:.80}; it is an object with role and content"
+            )
+        value = message.get(STEP_LOSS_MASK, 1)
+        if value not in (0, 1):
+            raise MaskError(f"messages[{index}]: {STEP_LOSS_MASK} is {value!r}; it is 0 or 1")
+        if role == "assistant":
+            with_loss[index] = bool(value)
+    if not with_loss:
+        raise MaskError(f"none of {len(messages)} messages is the assistant's; nothing has loss")
+    return with_loss
+
+
+def for_template(message: Message) -> Message:
+    """As templates expect it, and as the gateway gives it to them: arguments as objects."""
+    shown = {k: v for k, v in message.items() if k != STEP_LOSS_MASK}
+    if not message.get("tool_calls"):
+        shown.pop("tool_calls", None)
+        return shown
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call.get("function") or call)
+        if isinstance(function.get("arguments"), str):
+            try:
+                arguments = json.loads(function["arguments"])
+            except json.JSONDecodeError:
+                arguments = None  # shown as the text it is
+            if isinstance(arguments, dict):
+                function["arguments"] = arguments
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**shown, "tool_calls": calls}
+
+
+def reasoning_of(message: Message) -> str:
+    """What the assistant thought, from a field of its own or out of the content; "" if nothing."""
+    for key in REASONING_FIELDS:
+        if isinstance(message.get(key), str) and message[key].strip():
+            return str(message[key])
+    content = message.get("content")
+    if isinstance(content, str) and "</think>" in content:
+        return content.partition("</think>")[0].rpartition("<think>")[2]
+    return ""

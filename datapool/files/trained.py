@@ -1,0 +1,200 @@
+"""This module keeps what an optimizer step was trained on in a file, so that people can look at it
+while the run goes on and after it.
+
+    trainer ──write──► RUN/trained/000000000012.jsonl ──read──► dashboard, `stepwell view`
+                       {"step": 12, "groups": 8, …}                          the step
+                       {"trajectory_uid": …, "steps": [{…, "columns": {…}}]}  a trajectory each
+
+A prompt is stored without the tokens of the step that it extends. Columns have one number for each
+response token, with six decimals: `advantages`, `weights`, `mask`, `prox_log_probs`, …; their names
+are the trainer's. Owns the format and the folder's bound. Does not own which trajectories are in it
+(`trainer/trained_sample.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import orjson
+
+from stepwell.datapool.branches import parents
+from stepwell.datapool.errors import ExportError
+from stepwell.datapool.types import Step, TokenIds, Trajectory
+
+TRAINED: Final = "trained"
+"""The folder's name in a run's folder."""
+DECIMALS: Final = 6
+Columns: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedTrajectory:
+    """A trajectory as it was trained on."""
+
+    trajectory: Trajectory
+    columns: tuple[Columns, ...]
+    """Of each of its steps: name to one number per response token; NaN where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """What a file holds."""
+
+    about: dict[str, Any]
+    """`step`, the optimizer step, and what else the trainer says of it."""
+    trajectories: tuple[TrainedTrajectory, ...] = field(default=())
+
+
+def trained_path(folder: Path, step: int) -> Path:
+    """The file of optimizer step `step` in the run's folder."""
+    return folder / TRAINED / f"{step:012d}.jsonl"
+
+
+def trained_steps(folder: Path) -> list[int]:
+    """The optimizer steps that have a file in the run's folder, in order."""
+    files = (folder / TRAINED).glob("*.jsonl")
+    return sorted(int(path.stem) for path in files if path.stem.isdecimal())
+
+
+def write_trained(
+    folder: Path, step: int, about: Mapping[str, Any], of: Iterable[TrainedTrajectory], most: int
+) -> None:
+    """Write the file of an optimizer step, and remove the oldest ones of more than `most` bytes.
+
+    Raises:
+        OSError: it cannot be written.
+        TypeError: metadata hold what JSON cannot, as an integer of more than 64 bits.
+    """
+    trajectories = list(of)
+    head = {"step": step, **about, "trajectories": [_head(each) for each in trajectories]}
+    said = (head, *map(_line, trajectories))
+    lines = [orjson.dumps(o, default=_plain, option=orjson.OPT_NON_STR_KEYS) for o in said]
+    path = trained_path(folder, step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".tmp")
+    draft.write_bytes(b"\n".join(lines) + b"\n")
+    draft.replace(path)
+    with os.scandir(path.parent) as entries:  # once a step, and there may be ten thousand
+        sizes = {e.name: e.stat().st_size for e in entries if e.name.endswith(path.suffix)}
+    left = most
+    for name in sorted(sizes, reverse=True):
+        left -= sizes[name]
+        if left < 0 and name != path.name:
+            path.with_name(name).unlink()
+
+
+def read_about(folder: Path, step: int) -> dict[str, Any]:
+    """What the file says of the optimizer step: its first line, which lists the trajectories.
+
+    Raises:
+        ExportError: there is no such file, or it is damaged.
+    """
+    path = trained_path(folder, step)
+    try:
+        with path.open("rb") as file:
+            about: dict[str, Any] = orjson.loads(file.readline())
+            return about
+    except (OSError, ValueError) as e:
+        raise _unreadable(path, e) from e
+
+
+def read_trained(folder: Path, step: int) -> TrainedStep:
+    """The file of an optimizer step. Raises as `read_about`."""
+    path = trained_path(folder, step)
+    try:
+        about, *lines = map(orjson.loads, path.read_bytes().splitlines())
+        return TrainedStep(about, tuple(map(_trajectory, lines)))
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        raise _unreadable(path, e) from e
+
+
+def _unreadable(path: Path, e: Exception) -> ExportError:
+    return ExportError(
+        f"{path} cannot be read ({e}); the trainer keeps the newest files only "
+        "(trainer.sample_mb), and none where trainer.sample_groups is 0"
+    )
+
+
+# -- lines -------------------------------------------------------------------------------------
+
+
+def _head(trained: TrainedTrajectory) -> dict[str, Any]:
+    trajectory = trained.trajectory
+    return {
+        "trajectory_uid": trajectory.trajectory_uid,
+        "prompt_uid": trajectory.prompt_uid,
+        "reward": trajectory.reward,
+        "n_steps": len(trajectory.steps),
+        "n_tokens": sum(len(step.response_ids) for step in trajectory.steps),
+        "oldest_version": min((step.policy_version for step in trajectory.steps), default=None),
+        "newest_version": max((step.policy_version for step in trajectory.steps), default=None),
+        "advantage": _mean(trained, "advantages"),
+        "weight": _mean(trained, "weights"),
+    }
+
+
+def _mean(trained: TrainedTrajectory, name: str) -> float | None:
+    values = [np.asarray(c[name], np.float64) for c in trained.columns if name in c]
+    joined = np.concatenate(values) if values else np.empty(0)
+    finite = joined[np.isfinite(joined)]
+    return float(finite.mean()) if len(finite) else None
+
+
+def _line(trained: TrainedTrajectory) -> dict[str, Any]:
+    trajectory = trained.trajectory
+    of = parents(trajectory.steps)
+    steps = []
+    for step, parent, columns in zip(trajectory.steps, of, trained.columns, strict=True):
+        known = 0 if parent is None else trajectory.steps[parent].n_tokens
+        values = step.to_dict() | {"prompt_ids": step.prompt_ids[known:].tolist()}
+        rounded = {name: _rounded(column) for name, column in columns.items()}
+        steps.append(values | {"extends": parent, "columns": rounded})
+    return {
+        "trajectory_uid": trajectory.trajectory_uid,
+        "prompt_uid": trajectory.prompt_uid,
+        "metadata": trajectory.metadata,
+        "attempt": trajectory.attempt,
+        "steps": steps,
+    }
+
+
+def _rounded(column: Any) -> list[float]:
+    """NaN and infinity are null in JSON."""
+    rounded: list[float] = np.round(np.asarray(column, np.float64), DECIMALS).tolist()
+    return rounded
+
+
+def _trajectory(line: dict[str, Any]) -> TrainedTrajectory:
+    steps: list[Step] = []
+    columns: list[Columns] = []
+    before: dict[int, TokenIds] = {}
+    waiting = dict(enumerate(line.pop("steps")))
+    while waiting:  # a parent may have been stored after its child
+        ready = [i for i, v in waiting.items() if v["extends"] is None or v["extends"] in before]
+        if not ready:
+            raise ValueError("a step extends one that is not there")
+        for i in ready:
+            values = waiting.pop(i)
+            parent = values.pop("extends")
+            if parent is not None:
+                own = np.asarray(values["prompt_ids"], np.int32)
+                values["prompt_ids"] = np.concatenate([before[parent], own])
+            read = {n: np.asarray(c, np.float32) for n, c in values.pop("columns").items()}
+            columns.append(read)
+            steps.append(Step.from_dict(values))
+            before[i] = steps[-1].token_ids
+    order = sorted(range(len(steps)), key=lambda i: steps[i].step_index)
+    in_order = tuple(steps[i] for i in order)
+    return TrainedTrajectory(Trajectory(**line, steps=in_order), tuple(columns[i] for i in order))
+
+
+def _plain(value: Any) -> Any:
+    """What producers put into a step's metadata, as text where JSON has no word for it."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return sorted(value) if isinstance(value, set | frozenset) else repr(value)

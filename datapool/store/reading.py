@@ -1,0 +1,165 @@
+"""This module reads a log and holds it against what was acknowledged, so that nothing that was
+promised is missed in silence, and a stopped pool can be looked at without changing a byte::
+
+    LogReader ──► Log: writes, too (`log.py`)
+             └──► StoppedJournal: of a pool that nobody runs, e.g. of a finished run
+
+Owns what is said of a damaged log. Does not own the format (`segments.py`, `index.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from stepwell.datapool.errors import (
+    JournalCorruptError,
+    JournalError,
+    JournalFullError,
+    JournalLockedError,
+)
+from stepwell.datapool.store.folder import (
+    NO_SPACE,
+    Acked,
+    holder,
+    lost_between,
+    private,
+    read_acked,
+)
+from stepwell.datapool.store.index import Found, Index, read_log
+from stepwell.datapool.store.segments import Row, row_at, rows_at, segment_path
+
+logger = logging.getLogger(__name__)
+
+READ_SEGMENTS = 4
+"""Kept in memory while rows are read in order: those that were moved are in later ones."""
+
+
+class LogReader:
+    """The rows of the log in `folder`."""
+
+    folder: Path
+    index: Index
+    states: dict[str, bytes]
+
+    def rows(self) -> Iterator[Row]:
+        """The live rows in order of their ids."""
+
+        @lru_cache(READ_SEGMENTS)
+        def segment(number: int) -> bytes:
+            return segment_path(self.folder, number).read_bytes()
+
+        with self._telling():
+            yield from rows_at(segment, self.index.places())
+
+    def payloads(self, rows: Iterable[int]) -> dict[int, bytes]:
+        """Of stored rows."""
+        with self._telling():
+            found = self._records(rows)
+            return {row: row_at(record, row, 0).payload for row, record in found}
+
+    def _records(self, rows: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+        files: dict[int, int] = {}
+        with contextlib.ExitStack() as opened:
+            for row in rows:
+                if (place := self.index.find(row)) is None:
+                    raise ValueError(f"row {row} is not there: deleted before, or lost")
+                number, offset, size = place
+                if number not in files:
+                    files[number] = private(segment_path(self.folder, number), os.O_RDONLY)
+                    opened.callback(os.close, files[number])
+                yield row, os.pread(files[number], size, offset)
+
+    def _load(self, acked: Acked) -> Found:
+        """What the log holds, if everything that was acknowledged, and promised, is there. Changes
+        nothing."""
+        found = read_log(self.folder, acked.journal)
+        # A process that is killed leaves one transaction that is not recorded, at most.
+        there = {found.sequence: found.last.checksum, found.sequence - 1: found.last.block.before}
+        if there.get(acked.sequence, acked.checksum) != acked.checksum:
+            raise ValueError(f"transaction {acked.sequence} is not the one that was acknowledged")
+        if found.sequence < acked.sequence:
+            lost = lost_between(found.sequence, found.next_row, found.index.n_rows, acked)
+            if acked.is_promised:
+                raise ValueError(f"{lost} The log was damaged, cut or removed")
+            logger.warning(
+                "%s: %s The machine was restarted since, and durability 'process' does not "
+                "survive that; set pool.durability to 'power' for one that does",
+                self.folder,
+                lost,
+            )
+        return found
+
+    # --- errors ---
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """What is wrong with the files, as the caller is told."""
+        try:
+            yield
+        except JournalError:
+            raise
+        except OSError as e:
+            raise self.translate(e) from e
+        except ValueError as e:
+            raise self.corrupt(str(e)) from e
+
+    def translate(self, e: BaseException, n_kept: int = 0) -> JournalError:
+        """What its caller is told, with this number of rows in memory."""
+        if isinstance(e, JournalError):
+            return e
+        if isinstance(e, OSError) and e.errno in NO_SPACE:
+            return JournalFullError(
+                f"{self.folder}: the disk takes no more ({e}); free space under {self.folder}"
+                + (f". {n_kept} rows are kept in memory until then" if n_kept else "")
+            )
+        if isinstance(e, OSError):
+            return JournalError(f"{e}; check that {self.folder} is writable and its disk is sound")
+        return JournalError(f"{self.folder}: the transaction failed with {type(e).__name__}: {e}")
+
+    def corrupt(self, what: str) -> JournalCorruptError:
+        return JournalCorruptError(
+            f"{self.folder}: {what}. `stepwell data salvage {self.folder}` makes a usable journal "
+            "of what can be read and says what is lost; or restore the folder from a copy, or move "
+            "it aside to start empty"
+        )
+
+
+class StoppedJournal(LogReader):
+    """The journal of a pool that nobody runs: what a `DataPool` is restored from, and looked at.
+    Nothing is written, whatever is put into it, and nothing is locked: its run may begin again.
+
+    Raises:
+        JournalLockedError: a pool runs on it.
+        JournalVersionError, JournalCorruptError, JournalError: as `Journal`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+        if (pid := holder(self.folder)) is not None:
+            raise JournalLockedError(
+                f"{self.folder} is in use by process {pid}; ask that run, or stop it"
+            )
+        with self._telling():
+            if (acked := read_acked(self.folder)) is None:
+                raise JournalError(f"{self.folder} holds no journal")
+            found = self._load(acked)
+        self.index, self.states = found.index, found.states
+
+    def read(self, rows: Sequence[int]) -> list[bytes]:
+        """The payloads of `rows`, in this order."""
+        stored = self.payloads(rows)
+        return [stored[row] for row in rows]
+
+    def append(self, channel: str, kind: str, head: bytes, *payload: bytes) -> int:
+        return 0
+
+    def delete(self, rows: Iterable[int]) -> None: ...
+
+    def put_state(self, key: str, value: bytes) -> None: ...
+
+    def scrub(self) -> None: ...

@@ -1,0 +1,1 @@
+"""A game of several turns against an environment: TextArena's TicTacToe."""

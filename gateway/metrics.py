@@ -1,0 +1,179 @@
+"""This module is what Prometheus reads at `/metrics`: the gateway's own counts, the engines as it
+sees them, and the pool, which it asks.
+
+    scrape ──► Services.statistics() ─┬─► families (`datapool/inspect/metrics.py`) ──► text
+               pool.get_statistics() ─┘
+
+Counts nothing: a call costs the same whether somebody scrapes or not. Every replica tells of the
+same pool. Does not own the counts, or how a table becomes families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from prometheus_client import ProcessCollector
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from stepwell.datapool.inspect.metrics import COUNTER, GAUGE, POOL, Family, families, pool_counts
+
+
+def _of_calls(name: str, help: str, key: str) -> Family:
+    return Family(f"stepwell_gateway_{name}", COUNTER, help, f"calls.{key}")
+
+
+GATEWAY: Final = (
+    _of_calls("calls", "LLM calls that were begun; repeated ones are not", "calls"),
+    _of_calls("calls_retried", "Calls that repeat another one, and got its answer", "retries"),
+    _of_calls("calls_recalled", "Repeated calls answered from the pool", "recalled"),
+    _of_calls("calls_failed", "Calls that were answered with an error", "failed"),
+    _of_calls("calls_disconnected", "Calls whose client left before the answer", "disconnected"),
+    _of_calls("steps_stored", "Steps that the pool has acknowledged", "stored"),
+    _of_calls("response_tokens", "Tokens of these Steps' responses", "response_tokens"),
+    _of_calls("fields_ignored", "Fields of requests that were left aside", "ignored_fields"),
+    Family(
+        "stepwell_gateway_calls_unrecorded",
+        COUNTER,
+        "Calls that were answered and not stored, by reason",
+        "recording.unrecorded.{reason}",
+    ),
+    Family(
+        "stepwell_gateway_branches",
+        COUNTER,
+        "Calls whose prompt extends no earlier turn of its trajectory, by cause",
+        "branches.{cause}",
+    ),
+    Family(
+        "stepwell_gateway_trajectories_open",
+        GAUGE,
+        "Trajectories that are open here",
+        "open_trajectories",
+    ),
+    Family("stepwell_gateway_calls_running", GAUGE, "Calls that are generating", "limits.running"),
+    Family(
+        "stepwell_gateway_calls_waiting",
+        GAUGE,
+        "Calls that wait for one of max_concurrent_calls",
+        "limits.waiting",
+    ),
+    Family(
+        "stepwell_gateway_calls_refused",
+        COUNTER,
+        "Calls that waited too long for one of max_concurrent_calls",
+        "limits.refused",
+    ),
+    Family(
+        "stepwell_gateway_added_latency_seconds",
+        GAUGE,
+        "What the gateway added to the last 4,096 calls, engine and pool left out",
+        "latency.{quantile}",
+    ),
+    Family(
+        "stepwell_gateway_aborts_owed",
+        GAUGE,
+        "Trajectories that the pool, which is away, is still to abort",
+        "recording.owed_aborts",
+    ),
+    Family(
+        "stepwell_gateway_replica_up",
+        GAUGE,
+        "1: the gateway at this address answers",
+        "replicas.[url=url].up",
+    ),
+)
+ENGINES: Final = (
+    Family(
+        "stepwell_engine_up",
+        GAUGE,
+        "1: it gets calls; 0: it is down, ailing, failing or has old weights",
+        "engines.[engine=url].state",
+        lambda state: float(state == "up"),
+    ),
+    Family(
+        "stepwell_engine_calls",
+        GAUGE,
+        "Calls that it has from this gateway now",
+        "engines.[engine=url].in_flight",
+    ),
+    Family(
+        "stepwell_engine_policy_version",
+        GAUGE,
+        "Newest policy version that it reported",
+        "engines.[engine=url].version",
+    ),
+    Family(
+        "stepwell_engine_canary",
+        GAUGE,
+        "1: that version is being tried out on it",
+        "engines.[engine=url].canary",
+    ),
+    Family(
+        "stepwell_engines_policy_version",
+        GAUGE,
+        "Highest policy version of any of them, canaries' left out",
+        "version",
+    ),
+    Family(
+        "stepwell_engines_calls_resumed",
+        COUNTER,
+        "Calls that a weight update interrupted, and that went on",
+        "resumes",
+    ),
+    Family(
+        "stepwell_engines_calls_recovered",
+        COUNTER,
+        "Calls that went on with another engine",
+        "recoveries",
+    ),
+    Family(
+        "stepwell_engines_requests_retried",
+        COUNTER,
+        "Requests to an engine that were made again",
+        "retries",
+    ),
+    Family(
+        "stepwell_engines_used_behind",
+        COUNTER,
+        "Calls sent to an engine with old weights, for want of another",
+        "used_behind",
+    ),
+)
+POOL_UP: Final = Family("stepwell_pool_up", GAUGE, "1: the pool answered this scrape", "pool_up")
+
+
+class _Page(Collector):
+    def __init__(self, found: Iterable[Metric]) -> None:
+        self._found = found
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._found
+
+
+def exposition(
+    accept: str, statistics: Mapping[str, Any], pool: Mapping[str, Mapping[str, Any]] | None
+) -> tuple[bytes, str]:
+    """The page, and its content type.
+
+    Args:
+        accept: of the request: Prometheus' text, or OpenMetrics.
+        statistics: `Services.statistics`.
+        pool: the answer to `GetStatistics`; None: the pool does not answer.
+    """
+    latency = statistics["added_latency"]
+    quantiles = {"0.5": latency["p50_ms"], "0.99": latency["p99_ms"]}
+    counts = {
+        **statistics,
+        "latency": {q: ms if ms is None else ms / 1000 for q, ms in quantiles.items()},
+        **statistics["engine"],
+        "pool_up": pool is not None,
+    }
+    found = [
+        *families((*GATEWAY, *ENGINES, POOL_UP), counts),
+        *families(POOL, pool_counts(pool or {})),
+        *ProcessCollector(registry=None).collect(),
+    ]
+    encode, content_type = choose_encoder(accept)
+    return encode(_Page(found)), content_type

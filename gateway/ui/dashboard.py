@@ -1,0 +1,377 @@
+"""This module answers what the pages ask, out of the pool and the run's folder.
+
+    /ui/api/groups …  ──► Dashboard.groups …  ──► DataPoolClient: a page of a listing
+    /ui/api/live      ──► Live ──► Dashboard.tick ──► statistics, events, alerts
+
+Answers are plain values, ready to be JSON. Every listing is a page with a cursor, so what a page
+costs does not grow with what is stored. Owns no data. Does not own HTTP (`router.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+import orjson
+
+from stepwell.datapool.branches import parents
+from stepwell.datapool.config import SelectionConfig
+from stepwell.datapool.errors import DataPoolError
+from stepwell.datapool.inspect.events import Event
+from stepwell.datapool.ops import Mark
+from stepwell.datapool.remote.client import DataPoolClient
+from stepwell.datapool.selection.built_in import FILTERS, ORDERS
+from stepwell.datapool.types import TRAIN, Trajectory
+from stepwell.gateway.errors import PoolUnavailableError, RequestError, UnknownItemError
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.gateway.trajectory.recording import ask
+from stepwell.gateway.ui.alerts import alerts
+from stepwell.gateway.ui.live import Live
+from stepwell.gateway.ui.run_folder import RunFolder
+from stepwell.gateway.ui.trajectories import last_words, prefixes, said, shown, tokens
+
+T = TypeVar("T")
+
+PAGE: Final = 100
+EVENTS_A_TICK: Final = 200
+EVENTS_A_PAGE: Final = 1000
+BUILT_IN: Final = [n for n, rule in {**ORDERS, **FILTERS}.items() if callable(rule)]
+MOST_TRIED: Final = 2000
+"""Ready groups of a dry run: some 0.3 ms each, during which the pool answers nobody else."""
+LAST_RECORDS: Final = 20
+"""Optimizer steps that the lag histogram sums up."""
+
+
+class _Found(NamedTuple):
+    """A trajectory that somebody looks at."""
+
+    trajectory: Trajectory
+    columns: Sequence[Mapping[str, Any]] | None
+    """What the trainer computed, by step; None: it is shown as the pool has it."""
+    channel: str | None
+    """Of the pool; None: it is not from there."""
+    step: int | None
+    """The optimizer step that trained on it."""
+
+
+class Dashboard:
+    """What one gateway shows.
+
+    Args:
+        statistics: the gateway's own figures.
+        running: how many calls of a trajectory are generated now.
+        folder: of the run; None: this gateway knows none.
+        read_only: the run is over; nothing can be marked.
+        timeout_s: the pool must answer within this.
+    """
+
+    def __init__(
+        self,
+        pool: DataPoolClient,
+        tokenizer: ChatTokenizer,
+        *,
+        statistics: Callable[[], dict[str, Any]],
+        running: Callable[[str], int],
+        folder: Path | None,
+        read_only: bool,
+        timeout_s: float,
+    ) -> None:
+        self.pool = pool
+        self.read_only = read_only
+        self.live = Live(self.tick)
+        self._statistics, self._running = statistics, running
+        self._folder = None if folder is None else RunFolder(folder)
+        self._timeout_s = timeout_s
+        self._decode = tokenizer.decode
+        self._text_of = lru_cache(1 << 16)(tokenizer.token_text)
+        self._cursor: str | None = None
+        """Of the events that the last tick has seen."""
+
+    async def ask(self, answer: Awaitable[T]) -> T:
+        """The pool's answer in time. Raises as `recording.ask`."""
+        return await ask(answer, self._timeout_s)
+
+    # -- the run -----------------------------------------------------------------------------
+
+    async def about(self) -> dict[str, Any]:
+        """What stays as it is while a page is open."""
+        run = {} if self._folder is None else await asyncio.to_thread(self._folder.run)
+        return {
+            "run": run,
+            "read_only": self.read_only,
+            "channels": list(await self.ask(self.pool.get_statistics())),
+            "filters": [name for name in FILTERS if name in BUILT_IN],
+            "orders": list(ORDERS),
+        }
+
+    async def tick(self) -> bytes:
+        """What every page is told each second."""
+        said: dict[str, Any] = {"at": time.time(), "gateway": self._statistics(), "pool": None}
+        try:
+            said["pool"] = await self.ask(self.pool.get_statistics())
+            if not self.read_only:
+                said["shards"] = await self.ask(self.pool.describe())
+            if self._cursor is None:  # what happened before is asked for by the page that shows it
+                _, self._cursor = await self._events(None, kinds=("returned",))
+            events, self._cursor = await self._events(self._cursor)
+            said["events"] = events[-EVENTS_A_TICK:]
+        except (DataPoolError, PoolUnavailableError) as e:
+            said["pool_error"] = str(e)
+        if self._folder is not None:
+            steps = await asyncio.to_thread(self._folder.steps)
+            last = await asyncio.to_thread(self._folder.records, steps[-1:])
+            said |= {"metrics": last[0] if last else None, "optimizer_steps": len(steps)}
+        said["alerts"] = [alert._asdict() for alert in alerts(said)]
+        return as_json(said)
+
+    async def metrics(self, key: Sequence[str]) -> dict[str, Any]:
+        """Curves of the run, and how far behind the tokens of its last steps were."""
+        if self._folder is None:
+            return {"series": {}, "keys": [], "lag": []}
+        folder = self._folder
+        last = await asyncio.to_thread(lambda: folder.records(folder.steps()[-LAST_RECORDS:]))
+        lag: dict[str, float] = {}
+        for record in last:
+            for metric, n in record.items():
+                if metric.startswith("off_policy/lag_") and metric.endswith("/tokens"):
+                    name = metric.split("/")[1].removeprefix("lag_")
+                    lag[name] = lag.get(name, 0.0) + (n or 0.0)
+        numeric = {k for r in last for k, v in r.items() if isinstance(v, int | float)}
+        return {
+            "series": await asyncio.to_thread(folder.series, key),
+            "keys": sorted(numeric),
+            "lag": sorted(lag.items(), key=lambda item: (_least(item[0]), item[0])),
+        }
+
+    async def batches(self, cursor: int | None) -> dict[str, Any]:
+        """Optimizer steps, the newest first, and which of them have a sample."""
+        if self._folder is None:
+            return {"items": [], "cursor": None}
+        steps = await asyncio.to_thread(self._folder.steps)
+        sampled = set(await asyncio.to_thread(self._folder.sampled))
+        older = [s for s in steps if cursor is None or s < cursor]
+        page = older[: -PAGE - 1 : -1]
+        records = await asyncio.to_thread(self._folder.records, page)
+        items = [record | {"sampled": record["step"] in sampled} for record in records]
+        return {"items": items, "cursor": page[-1] if len(older) > len(page) else None}
+
+    async def batch(self, step: int | None) -> dict[str, Any]:
+        """One optimizer step: its metrics, and the sample of what it was trained on."""
+        record = about = None
+        if self._folder is not None and step is not None:
+            record = await asyncio.to_thread(self._folder.record, step)
+            about = await asyncio.to_thread(self._folder.about, step)
+        if record is None and about is None:
+            raise UnknownItemError(f"step is {step}, which this run has no record of", "step")
+        return {"step": step, "record": record, "sample": about}
+
+    # -- listings ----------------------------------------------------------------------------
+
+    async def groups(
+        self, channel: str, cursor: str | None, filters: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        page = await self.ask(self.pool.list_groups(channel, cursor, PAGE, **filters))
+        return {"items": page.items, "cursor": page.cursor}
+
+    async def trajectories(
+        self, channel: str, cursor: str | None, filters: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        page = await self.ask(self.pool.list_trajectories(channel, cursor, PAGE, **filters))
+        return {"items": page.items, "cursor": page.cursor}
+
+    async def events(
+        self, channel: str | None, kinds: Sequence[str] | None, reason: str | None
+    ) -> dict[str, Any]:
+        """What happened lately, the newest first; with it, why groups left the pool."""
+        found, _ = await self._events(None, channel, kinds)
+        chosen = [e for e in found if reason in (None, e.data.get("reason"))]
+        reasons = sorted({e.data["reason"] for e in found if "reason" in e.data})
+        return {"items": chosen[: -PAGE * 5 - 1 : -1], "total": len(chosen), "reasons": reasons}
+
+    async def _events(
+        self, cursor: str | None, channel: str | None = None, kinds: Sequence[str] | None = None
+    ) -> tuple[list[Event], str | None]:
+        """All that the pool remembers after the cursor, which is a bounded number."""
+        found: list[Event] = []
+        while True:
+            page = await self.ask(self.pool.get_events(cursor, channel, kinds, EVENTS_A_PAGE))
+            found += page.events
+            if not page.events:
+                return found, page.cursor
+            cursor = page.cursor
+
+    # -- one group, one trajectory -----------------------------------------------------------
+
+    async def group(self, channel: str, prompt_uid: str, step: int | None) -> dict[str, Any]:
+        """Its rollouts side by side and the tree of their prefixes: as the pool has it, or as an
+        optimizer step was trained on it."""
+        folder, named = self._folder, {"prompt_uid": prompt_uid}
+        if step is not None and folder is not None:
+            trained = await asyncio.to_thread(folder.group, prompt_uid, step)
+            about = await asyncio.to_thread(folder.about, step) or {"trajectories": []}
+            rows = [row for row in about["trajectories"] if row["prompt_uid"] == prompt_uid]
+            return {"group": None, "trajectories": rows, "step": step} | await self._side_by_side(
+                trained
+            )
+        page = await self.ask(self.pool.list_groups(channel, None, 1, **named))
+        if not page.items:
+            raise UnknownItemError(
+                f"prompt_uid is {prompt_uid!r:.200}, which is not in channel {channel!r} any more; "
+                "groups that were trained on are under Batches, others under Recently gone",
+                "prompt_uid",
+            )
+        listed = await self.ask(self.pool.list_trajectories(channel, None, 1000, **named))
+        whole = await self.ask(self.pool.read_trajectories(channel, None, 1000, **named))
+        both = await self._side_by_side([each.trajectory for each in whole.unpack()])
+        both["prefixes"]["partial"] = whole.cursor is not None
+        return {"group": page.items[0], "trajectories": listed.items, "step": None} | both
+
+    async def _side_by_side(self, of: Sequence[Trajectory]) -> dict[str, Any]:
+        tree = await asyncio.to_thread(prefixes, of, self._decode)
+        return {"prefixes": tree, "last": last_words(of, self._decode)}
+
+    async def trajectory(
+        self, channel: str | None, trajectory_uid: str, step: int | None
+    ) -> dict[str, Any]:
+        """A trajectory: of the pool, if it is there and no optimizer step is named; else as one was
+        trained on it."""
+        found = await self._find(channel, trajectory_uid, step)
+        whole, row = found.trajectory, None
+        tree = await asyncio.to_thread(shown, whole, found.columns, self._decode)
+        if found.channel is not None:
+            named = {"trajectory_uid": trajectory_uid}
+            page = await self.ask(self.pool.list_trajectories(found.channel, None, 1, **named))
+            row = next(iter(page.items), None)
+        return {
+            "trajectory_uid": trajectory_uid,
+            "prompt_uid": whole.prompt_uid,
+            "channel": found.channel or channel or TRAIN,
+            "attempt": whole.attempt,
+            "metadata": whole.metadata,
+            "reward": whole.reward,
+            "running": self._running(trajectory_uid),
+            "step": found.step,
+            "row": row,
+            **tree,
+        }
+
+    async def tokens(
+        self,
+        channel: str | None,
+        trajectory_uid: str,
+        step: int | None,
+        index: int | None,
+        start: int | None,
+    ) -> dict[str, Any]:
+        """Tokens and messages of one of its steps."""
+        found = await self._find(channel, trajectory_uid, step)
+        steps = found.trajectory.steps
+        at = next((i for i, each in enumerate(steps) if each.step_index == (index or 0)), None)
+        if at is None:
+            name = f"{trajectory_uid!r:.200}"
+            raise UnknownItemError(f"index is {index}; {name} has no such step", "index")
+        parent = (await asyncio.to_thread(parents, steps))[at]
+        known = 0 if parent is None else steps[parent].n_tokens
+        columns = None if found.columns is None else found.columns[at]
+        answer = tokens(steps[at], known, columns, self._text_of, start)
+        return answer | {"messages": said(steps[at], known, self._decode)}
+
+    async def _find(self, channel: str | None, uid: str, step: int | None) -> _Found:
+        if step is None:
+            statistics = await self.ask(self.pool.get_statistics())
+            for name in [channel] if channel in statistics else statistics:
+                page = await self.ask(
+                    self.pool.read_trajectories(name, None, 1, trajectory_uid=uid)
+                )
+                for exported in page.unpack():
+                    return _Found(exported.trajectory, None, name, None)
+        if self._folder is not None:
+            trained = await asyncio.to_thread(self._folder.trained, uid, step)
+            if trained is not None:
+                return _Found(trained[1].trajectory, trained[1].columns, None, trained[0])
+        raise UnknownItemError(
+            f"trajectory_uid is {uid!r:.200}, which is neither in the pool nor in a sample of what "
+            "was trained on; of the groups that left the pool, a sample is kept "
+            "(trainer.sample_groups)",
+            "trajectory_uid",
+        )
+
+    # -- curation ----------------------------------------------------------------------------
+
+    async def mark(
+        self,
+        channel: str,
+        prompt_uid: str | None,
+        trajectory_uid: str | None,
+        marks: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        """Mark a group or a trajectory; `before` undoes it."""
+        if trajectory_uid is not None:
+            page: Any = self.pool.list_trajectories(channel, trajectory_uid=trajectory_uid)
+        else:
+            page = self.pool.list_groups(channel, prompt_uid=prompt_uid)
+        before = [row.marks.as_dict() for row in (await self.ask(page)).items]
+        mark = self.pool.call(Mark(prompt_uid, trajectory_uid, dict(marks or {}), channel))
+        return {"before": before[0] if before else None, "after": (await self.ask(mark)).as_dict()}
+
+    async def reward(
+        self, channel: str, trajectory_uid: str | None, reward: float | None
+    ) -> dict[str, Any]:
+        """Set the outcome reward; `before` undoes it, if there was one."""
+        if trajectory_uid is None or reward is None:
+            raise RequestError("trajectory_uid or reward is missing; send both", "reward")
+        listed = self.pool.list_trajectories(channel, trajectory_uid=trajectory_uid)
+        before = [row.outcome for row in (await self.ask(listed)).items]
+        set_ = self.pool.set_reward(trajectory_uid, reward, channel=channel)
+        return {"before": before[0] if before else None, "outcome": await self.ask(set_)}
+
+    async def dry_run(
+        self, channel: str, batch_size: int | None, selection: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """What would be served now. Built-in rules alone: a page names no code to be loaded."""
+        rules = None
+        if selection is not None:
+            try:
+                rules = SelectionConfig.model_validate(selection)
+            except ValueError as e:
+                raise RequestError(f"selection: {e}", "selection") from e
+            for name in (*rules.filters, rules.order):
+                if name.partition("(")[0] not in BUILT_IN:
+                    raise RequestError(
+                        f"selection names {name!r:.80}; here it may name {', '.join(BUILT_IN)}. "
+                        "Rules of your own are set in pool.channels.NAME.selection",
+                        "selection",
+                    )
+        ready = (await self.ask(self.pool.get_statistics(channel)))["groups"]["ready"]
+        if ready > MOST_TRIED:
+            raise RequestError(
+                f"channel {channel!r} has {ready} ready groups; a dry run looks at each of them "
+                f"and holds the pool up meanwhile, so here it takes {MOST_TRIED} at most. A "
+                "program may call DataPoolClient.dry_run",
+                "channel",
+            )
+        run = await self.ask(self.pool.dry_run(rules, channel, batch_size or 1))
+        return {"counts": run.counts, "decisions": run.decisions[:1000]}
+
+    def close(self) -> None:
+        self.live.close()
+
+
+def _least(lag: str) -> float:
+    """Of the bucket `0`, `0-1` or `>4`."""
+    numbers = re.findall(r"[\d.]+", lag)
+    return float(numbers[0]) if numbers else 0.0
+
+
+def as_json(value: Any) -> bytes:
+    """JSON of rows, marks and figures."""
+    return orjson.dumps(value, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, frozenset | set) else repr(value)

@@ -1,0 +1,185 @@
+// Groups and trajectories: listings with filters, and one group with its rollouts side by side.
+import { html, useState } from "./vendor/preact.js";
+import { amend, link, useApi, usePages } from "./api.js";
+import { Bars, Card, Chip, Empty, Failure, Field, Loading, MarksShown, Select, Stat, Table, Tabs, Uid, clock, number, percent, seconds } from "./parts.js";
+import { Marks } from "./curation.js";
+
+/** @param {{ about: Row, params: Row, states: string[], extra?: any }} props */
+const Filters = ({ about, params, states, extra }) => html`
+  <form class="filters" aria-label="Filters" onSubmit=${(/** @type {Event} */ e) => e.preventDefault()}>
+    <${Select} label="Channel" value=${params.channel ?? "train"} options=${about.channels} onChange=${(v) => amend({ channel: v })} />
+    <${Select} label="State" value=${params.state ?? ""} options=${[["", "any"], ...states]} onChange=${(v) => amend({ state: v })} />
+    <${Field} label="Reward from" type="number" value=${params.min_reward} onChange=${(v) => amend({ min_reward: v })} />
+    <${Field} label="to" type="number" value=${params.max_reward} onChange=${(v) => amend({ max_reward: v })} />
+    <${Field} label="Version from" type="number" value=${params.min_version} onChange=${(v) => amend({ min_version: v })} />
+    <${Field} label="to" type="number" value=${params.max_version} onChange=${(v) => amend({ max_version: v })} />
+    <${Field} label="Tag" value=${params.tag} onChange=${(v) => amend({ tag: v })} />
+    ${extra}
+  </form>`;
+
+const FILTERS = ["channel", "state", "min_reward", "max_reward", "min_version", "max_version", "tag", "prompt_uid", "trajectory_uid", "reason"];
+const chosen = (/** @type {Row} */ params) => Object.fromEntries(FILTERS.map((name) => [name, params[name]]));
+
+const versions = (/** @type {Row} */ row) =>
+  row.oldest_version === null ? "–" : row.oldest_version === row.newest_version ? row.oldest_version : `${row.oldest_version}–${row.newest_version}`;
+
+/** @param {{ about: Row, params: Row }} props */
+export function Groups({ about, params }) {
+  const view = params.view ?? "pool";
+  return html`
+    <div class="head"><h1>Groups</h1>
+      <${Tabs} label="Which groups" value=${view} onChange=${(v) => amend({ view: v })} options=${[["pool", "In the pool"], ["gone", "Recently gone"]]} />
+    </div>
+    ${view === "gone" ? html`<${Gone} about=${about} params=${params} />` : html`<${Live} about=${about} params=${params} />`}`;
+}
+
+/** @param {{ about: Row, params: Row }} props */
+function Live({ about, params }) {
+  const pages = usePages("groups", { channel: "train", ...chosen(params) });
+  const channel = params.channel ?? "train";
+  return html`
+    <${Filters} about=${about} params=${params} states=${["open", "ready", "held", "leased"]}
+      extra=${html`<${Field} label="Prompt id" value=${params.prompt_uid} onChange=${(v) => amend({ prompt_uid: v })} />
+        <button type="button" onClick=${pages.reload}>Refresh</button>`} />
+    <${Failure} error=${pages.error} />
+    <${Card}><${Table} label="Groups" rows=${pages.items} more=${pages.more} busy=${pages.busy}
+      empty="No group of this kind is in the pool. Groups that were trained on are under Batches, dropped ones under Recently gone."
+      columns=${[
+        ["Prompt", (g) => html`<${Uid} page="group" uid=${g.prompt_uid} channel=${channel} />`],
+        ["State", (g) => html`<${Chip} of=${g.state} title=${g.reason} />`],
+        ["Rollouts", (g) => `${g.n_complete}${g.n_rollouts ? ` of ${g.n_rollouts}` : ""}${g.n_running ? `, ${g.n_running} running` : ""}${g.n_aborted ? `, ${g.n_aborted} aborted` : ""}`],
+        ["Reward", (g) => number(g.reward_mean), "num"],
+        ["±", (g) => number(g.reward_std), "num"],
+        ["Versions", versions, "num"],
+        ["Steps", (g) => number(g.n_steps), "num"],
+        ["Tokens", (g) => number(g.n_tokens), "num"],
+        ["Delivery", (g) => g.delivery, "num"],
+        ["Marks", (g) => html`<${MarksShown} marks=${g.marks} />`],
+        ["Why", (g) => html`<small>${g.reason}</small>`],
+      ]} /><//>`;
+}
+
+/** @param {{ about: Row, params: Row }} props */
+function Gone({ about, params }) {
+  const kind = params.kind ?? "dropped";
+  const { data, error, reload } = useApi("events", { channel: params.channel ?? "train", kinds: kind, reason: params.reason });
+  return html`
+    <form class="filters" aria-label="Filters" onSubmit=${(/** @type {Event} */ e) => e.preventDefault()}>
+      <${Select} label="Channel" value=${params.channel ?? "train"} options=${about.channels} onChange=${(v) => amend({ channel: v })} />
+      <${Select} label="How" value=${kind} options=${["dropped", "acked", "aborted"]} onChange=${(v) => amend({ kind: v, reason: "" })} />
+      <${Select} label="Reason" value=${params.reason ?? ""} options=${[["", "any"], ...(data?.reasons ?? [])]} onChange=${(v) => amend({ reason: v })} />
+      <button type="button" onClick=${reload}>Refresh</button>
+    </form>
+    <${Failure} error=${error} />
+    <${Card} aside=${data && html`<small>${data.total}</small>`}><${Table} label="Groups that left the pool" rows=${data?.items ?? []} busy=${!data}
+      empty="The pool remembers no such event." columns=${[
+        ["When", (e) => clock(e.time)],
+        ["Prompt", (e) => html`<span class="uid" title=${e.prompt_uid}>${e.prompt_uid}</span>`],
+        ["Trajectory", (e) => e.trajectory_uid && html`<${Uid} page="trajectory" uid=${e.trajectory_uid} channel=${e.channel} />`],
+        ["How", (e) => html`<${Chip} of=${e.kind} />`],
+        ["Reason", (e) => e.data.reason],
+        ["Complete", (e) => e.data.complete, "num"],
+        ["Issued again", (e) => (e.data.returned ? "yes" : "")],
+      ]} /><//>`;
+}
+
+/** @param {{ about: Row, params: Row }} props */
+export function Trajectories({ about, params }) {
+  const pages = usePages("trajectories", { channel: "train", ...chosen(params) });
+  return html`
+    <div class="head"><h1>Trajectories</h1></div>
+    <${Filters} about=${about} params=${params} states=${["open", "complete", "aborted"]}
+      extra=${html`<${Field} label="Trajectory id" value=${params.trajectory_uid} onChange=${(v) => amend({ trajectory_uid: v })} />
+        <${Field} label="Abort reason" value=${params.reason} onChange=${(v) => amend({ reason: v })} />
+        <button type="button" onClick=${pages.reload}>Refresh</button>`} />
+    <${Failure} error=${pages.error} />
+    <${Card}><${TrajectoryTable} rows=${pages.items} channel=${params.channel ?? "train"} more=${pages.more} busy=${pages.busy} /><//>`;
+}
+
+/** @param {Row} props */
+export const TrajectoryTable = ({ rows, channel, more, busy }) => html`
+  <${Table} label="Trajectories" rows=${rows} more=${more} busy=${busy}
+    empty="No trajectory of this kind is in the pool; those that were trained on are under Batches." columns=${[
+      ["Trajectory", (t) => html`<${Uid} page="trajectory" uid=${t.trajectory_uid} channel=${channel} />`],
+      ["Prompt", (t) => html`<${Uid} page="group" uid=${t.prompt_uid} channel=${channel} />`],
+      ["State", (t) => html`<${Chip} of=${t.state} title=${t.reason} />`],
+      ["Group", (t) => html`<${Chip} of=${t.group_state} />`],
+      ["Reward", (t) => number(t.reward), "num"],
+      ["Steps", (t) => number(t.n_steps), "num"],
+      ["Tokens", (t) => number(t.n_tokens), "num"],
+      ["Versions", versions, "num"],
+      ["Attempt", (t) => t.attempt, "num"],
+      ["Marks", (t) => html`<${MarksShown} marks=${t.marks} />`],
+    ]} />`;
+
+// -- one group -----------------------------------------------------------------------------------
+
+/** @param {{ node: Row, step: number | null, channel: string }} props */
+const Prefix = ({ node, step, channel }) => html`
+  <li>
+    <div class="prefix">
+      <span class="weight" title=${`computed once in place of ${node.shared} times`}>${number(node.n)} tokens × ${node.shared}</span>
+      <code>${node.text}${node.n > 24 ? " …" : ""}</code>
+      ${node.ends.map((/** @type {Row} */ end) => html`<a class="chip tag" href=${link("trajectory", { uid: end.trajectory_uid, step, channel })}>reward ${number(end.reward)}</a>`)}
+    </div>
+    ${node.children.length > 0 && html`<ul>${node.children.map((/** @type {Row} */ child) => html`<${Prefix} node=${child} step=${step} channel=${channel} />`)}</ul>`}
+  </li>`;
+
+/** @param {{ about: Row, params: Row }} props */
+export function Group({ about, params }) {
+  const channel = params.channel ?? "train";
+  const { data, error, reload } = useApi("group", { channel, prompt_uid: params.prompt_uid, step: params.step });
+  const [view, setView] = useState("rollouts");
+  if (error) return html`<${Failure} error=${error} />`;
+  if (!data) return html`<${Loading} />`;
+  const { group, trajectories: rows, prefixes: tree, step, last } = data;
+  const rewards = rows.map((/** @type {Row} */ t) => t.reward).filter((/** @type {number | null} */ r) => r !== null);
+  const mean = rewards.length ? rewards.reduce((/** @type {number} */ a, /** @type {number} */ b) => a + b, 0) / rewards.length : null;
+  const saved = tree.calls ? 1 - tree.tree / tree.calls : 0;
+  const most = Math.max(...rewards.map(Math.abs), 1e-9);
+  return html`
+    <div class="head"><h1><small>Group</small> <span class="uid">${params.prompt_uid}</span></h1>
+      <${Tabs} label="View" value=${view} onChange=${setView} options=${[["rollouts", "Rollouts"], ["prefixes", "Prefix tree"]]} />
+    </div>
+    <div class="chips">
+      ${group ? html`<${Chip} of=${group.state} title=${group.reason} /> <small>${group.reason}</small>` : html`<a href=${link("batch", { step })}><${Chip} of="trained" /> at optimizer step ${step}</a>`}
+      <${MarksShown} marks=${group?.marks} />
+    </div>
+    <dl class="stats">
+      <${Stat} label="Rollouts" value=${group ? `${group.n_complete} of ${group.n_rollouts ?? "?"}` : rows.length} />
+      <${Stat} label="Reward, mean" value=${number(mean)} />
+      <${Stat} label="Tokens, call by call" value=${number(tree.calls)} />
+      <${Stat} label="as a prefix tree" value=${number(tree.tree)} />
+      <${Stat} label="Saved" value=${percent(saved)} />
+    </dl>
+    ${view === "rollouts"
+      ? html`<div class="rollouts">
+          ${rows.length === 0 && html`<${Empty}>No trajectory has begun.<//>`}
+          ${rows.map((/** @type {Row} */ t) => html`<a class="card rollout" href=${link("trajectory", { uid: t.trajectory_uid, step, channel })}>
+              <span class="uid">${t.trajectory_uid}</span>
+              <span class="chips"><${Chip} of=${t.state ?? "trained"} title=${t.reason} /><${MarksShown} marks=${t.marks} /></span>
+              <b class="reward">${number(t.reward)} <small>reward</small></b>
+              <div class="track"><div class=${`bar ${(t.reward ?? 0) < (mean ?? 0) ? "bad" : "accent"}`} style=${{ width: `${(100 * Math.abs(t.reward ?? 0)) / most}%` }}></div></div>
+              ${last[t.trajectory_uid] && html`<p class="ended">… ${last[t.trajectory_uid]}</p>`}
+              <dl>
+                ${t.advantage !== undefined
+                  ? html`<${Stat} label="advantage" value=${number(t.advantage)} />`
+                  : html`<${Stat} label="to the mean" value=${t.reward === null || mean === null ? "–" : number(t.reward - mean)} />`}
+                <${Stat} label="steps" value=${t.n_steps} />
+                <${Stat} label="tokens" value=${number(t.n_tokens)} />
+                <${Stat} label="versions" value=${versions(t)} />
+              </dl>
+            </a>`)}
+        </div>`
+      : html`<${Card} title="Tokens that the rollouts share" aside=${tree.partial && html`<small>the first rollouts only</small>`}>
+          <${Bars} label="Tokens to compute" bars=${[
+            { name: "each call in full", value: tree.calls, colour: "warn" },
+            { name: "one row per branch", value: tree.branches, colour: "second" },
+            { name: "each prefix once", value: tree.tree, colour: "accent" },
+          ]} />
+          <ul class="tree">${tree.roots.map((/** @type {Row} */ root) => html`<${Prefix} node=${root} step=${step} channel=${channel} />`)}</ul>
+        <//>`}
+    ${group && html`<${Card} title="Curation of the whole group"><${Marks} about=${about} channel=${channel} prompt_uid=${params.prompt_uid} marks=${group.marks} done=${reload} /><//>`}
+    ${group && Object.keys(group.metadata).length > 0 && html`<${Card} title="Metadata"><pre class="json" tabindex="0">${JSON.stringify(group.metadata, null, 2)}</pre><//>`}
+    ${group?.deadline && html`<p class="fine">Deadline of the group: ${seconds(group.deadline - group.opened_at)} after it was opened.</p>`}`;
+}

@@ -1,0 +1,232 @@
+// What pages are built of: figures, tables, charts, states, filters.
+import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact.js";
+import { link } from "./api.js";
+
+// -- figures -----------------------------------------------------------------------------------
+
+/** @param {number | null | undefined} value @param {number} [digits] */
+export function number(value, digits = 3) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (size >= 1e9) return `${(value / 1e9).toPrecision(3)} G`;
+  if (size >= 1e6) return `${(value / 1e6).toPrecision(3)} M`;
+  if (size >= 1e4) return `${(value / 1e3).toPrecision(3)} k`;
+  if (Number.isInteger(value)) return String(value);
+  if (size !== 0 && size < 1e-3) return value.toExponential(1);
+  return String(Number(value.toPrecision(digits)));
+}
+
+/** @param {number | null | undefined} value */
+export const percent = (value) =>
+  value === null || value === undefined ? "–" : `${number(value * 100, 2)} %`;
+
+/** @param {number | null | undefined} value */
+export function bytes(value) {
+  if (value === null || value === undefined) return "–";
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let n = value, unit = 0;
+  while (n >= 1000 && unit < units.length - 1) (n /= 1000), unit++;
+  return `${number(n)} ${units[unit]}`;
+}
+
+/** @param {number | null | undefined} seconds */
+export function seconds(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 1) return `${number(seconds * 1000, 2)} ms`;
+  if (seconds < 120) return `${number(seconds, 3)} s`;
+  if (seconds < 7200) return `${number(seconds / 60, 3)} min`;
+  return `${number(seconds / 3600, 3)} h`;
+}
+
+/** @param {number} unix */
+export const clock = (unix) => new Date(unix * 1000).toLocaleTimeString();
+
+// -- small parts -------------------------------------------------------------------------------
+
+/** @param {{ title?: any, children?: any, class?: string, aside?: any }} props */
+export const Card = ({ title, children, class: name = "", aside }) => html`
+  <section class=${`card ${name}`}>
+    ${title && html`<header><h2>${title}</h2>${aside}</header>`} ${children}
+  </section>
+`;
+
+const KINDS = /** @type {Record<string, string>} */ ({
+  open: "info", ready: "good", held: "warn", leased: "accent", complete: "good", aborted: "bad",
+  dropped: "bad", acked: "good", trained: "accent", returned: "warn", scored: "plain",
+  up: "good", down: "bad", behind: "warn", ailing: "warn",
+  serve: "good", wait: "info", hold: "warn", drop: "bad",
+});
+
+/** @param {{ of: string | null | undefined, kind?: string, title?: string }} props */
+export const Chip = ({ of, kind, title }) =>
+  of ? html`<span class=${`chip ${kind ?? KINDS[of] ?? "plain"}`} title=${title}>${of}</span>` : null;
+
+/** @param {{ label: string, value: any, hint?: any }} props */
+export const Stat = ({ label, value, hint }) => html`
+  <div class="stat"><dt>${label}</dt><dd>${value}${hint && html`<small>${hint}</small>`}</dd></div>
+`;
+
+/** @param {{ error: Error | null | undefined }} props */
+export const Failure = ({ error }) =>
+  error ? html`<p class="notice bad" role="alert">${error.message}</p>` : null;
+
+/** @param {{ children?: any }} props */
+export const Empty = ({ children }) => html`<p class="empty">${children}</p>`;
+
+export const Loading = () => html`<p class="empty" role="status">Loading…</p>`;
+
+/** A link to a trajectory or group, whatever its name is. @param {Row} props */
+export const Uid = ({ page, uid, ...params }) => {
+  const name = page === "group" ? "prompt_uid" : "uid";
+  return html`<a class="uid" title=${uid} href=${link(page, { [name]: uid, ...params })}>${uid}</a>`;
+};
+
+/** @param {{ marks: Row | null | undefined }} props */
+export const MarksShown = ({ marks }) =>
+  marks
+    ? html`${marks.trainable === false && html`<${Chip} of="not trainable" kind="bad" />`}
+        ${marks.trainable === true && html`<${Chip} of="trainable" kind="good" />`}
+        ${(marks.tags ?? []).map((/** @type {string} */ tag) => html`<${Chip} of=${tag} kind="tag" />`)}
+        ${marks.note && html`<span class="note" title=${marks.note}>✎</span>`}`
+    : null;
+
+/**
+ * @param {{ label: string, columns: [string, (row: Row) => any, string?][], rows: Row[],
+ *   empty?: any, more?: (() => void) | null, busy?: boolean }} props
+ */
+export const Table = ({ label, columns, rows, empty, more, busy }) => html`
+  <div class="scroll" tabindex="0" role="region" aria-label=${label}>
+    <table>
+      <thead>
+        <tr>${columns.map(([name, , kind]) => html`<th scope="col" class=${kind ?? ""}>${name}</th>`)}</tr>
+      </thead>
+      <tbody>
+        ${rows.map((row) => html`<tr>${columns.map(([, cell, kind]) => html`<td class=${kind ?? ""}>${cell(row)}</td>`)}</tr>`)}
+      </tbody>
+    </table>
+    ${rows.length === 0 && (busy ? html`<${Loading} />` : html`<${Empty}>${more ? "Nothing found yet; there is more to look through." : (empty ?? "Nothing here.")}<//>`)}
+    ${more && html`<button class="more" disabled=${busy} onClick=${more}>${busy ? "Loading…" : "Look for more"}</button>`}
+  </div>
+`;
+
+/** A field of a filter, told when it is left or Enter is pressed. @param {Row} props */
+export const Field = ({ label, value, onChange, type = "text", placeholder = "" }) => html`
+  <label class="field"><span>${label}</span>
+    <input type=${type} step="any" value=${value ?? ""} placeholder=${placeholder}
+      onChange=${(/** @type {any} */ e) => onChange(e.target.value)} />
+  </label>
+`;
+
+/** @param {{ label: string, value: string, options: (string | [string, string])[], onChange: (value: string) => void }} props */
+export const Select = ({ label, value, options, onChange }) => html`
+  <label class="field"><span>${label}</span>
+    <select value=${value} onChange=${(/** @type {any} */ e) => onChange(e.target.value)}>
+      ${options.map((option) => {
+        const [name, text] = Array.isArray(option) ? option : [option, option];
+        return html`<option value=${name} selected=${name === value}>${text}</option>`;
+      })}
+    </select>
+  </label>
+`;
+
+/** @param {{ label: string, options: [string, string][], value: string, onChange: (value: string) => void }} props */
+export const Tabs = ({ label, options, value, onChange }) => html`
+  <div class="tabs" role="group" aria-label=${label}>
+    ${options.map(([name, text]) => html`
+      <button aria-pressed=${name === value} onClick=${() => onChange(name)}>${text}</button>`)}
+  </div>
+`;
+
+// -- charts ------------------------------------------------------------------------------------
+
+const colour = (/** @type {string} */ name) =>
+  getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+/**
+ * Curves over optimizer steps.
+ * @param {{ label: string, x: number[], lines: { name: string, values: (number | null)[], colour: string,
+ *   points?: boolean }[], height?: number, range?: [number, number] }} props
+ */
+export function Chart({ label, x, lines, height = 170, range }) {
+  const target = useRef(/** @type {HTMLElement | null} */ (null));
+  const [theme, setTheme] = useState(0);
+  const shown = lines.filter((line) => line.values?.some((v) => v !== null && v !== undefined));
+  const key = shown.map((line) => line.name).join("|");
+  useEffect(() => {
+    const change = () => setTheme((n) => n + 1);
+    addEventListener("theme", change);
+    return () => removeEventListener("theme", change);
+  }, []);
+  const data = useMemo(() => [x, ...shown.map((line) => line.values)], [x, key, ...shown.map((l) => l.values)]);
+  const plot = useRef(/** @type {uPlot | null} */ (null));
+  useEffect(() => {
+    const at = target.current;
+    if (at === null || shown.length === 0) return;
+    const axis = {
+      stroke: colour("muted"), font: "11px system-ui", ticks: { show: false },
+      grid: { stroke: colour("line"), width: 1 },
+    };
+    const made = new uPlot(
+      {
+        width: at.clientWidth, height, legend: { show: true, live: false }, cursor: { y: false },
+        scales: { x: { time: false }, y: range ? { range } : {} },
+        axes: [{ ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 100000] }, { ...axis, size: 48 }],
+        series: [
+          { label: "step" },
+          ...shown.map((line) => ({
+            label: line.name, stroke: colour(line.colour), width: 2, spanGaps: true,
+            points: { show: line.points ?? false, size: 7, fill: colour(line.colour) },
+          })),
+        ],
+      },
+      data, at,
+    );
+    plot.current = made;
+    const observer = new ResizeObserver(() => made.setSize({ width: at.clientWidth, height }));
+    observer.observe(at);
+    return () => {
+      observer.disconnect();
+      made.destroy();
+      plot.current = null;
+    };
+  }, [key, theme, height]);
+  useEffect(() => plot.current?.setData(data), [data]);
+  if (shown.length === 0) return html`<${Empty}>No figures yet.<//>`;
+  const last = shown.map((line) => `${line.name} ${number(line.values.findLast((v) => v !== null))}`);
+  return html`<div class="chart" role="img" aria-label=${`${label}; now ${last.join(", ")}`} ref=${target}></div>`;
+}
+
+/** Bars with their share. @param {{ label: string, bars: { name: string, value: number, colour?: string, text?: string }[], most?: number }} props */
+export function Bars({ label, bars, most }) {
+  const top = most ?? Math.max(...bars.map((bar) => bar.value), 1e-9);
+  return html`<ul class="bars" aria-label=${label}>
+    ${bars.map((bar) => html`<li>
+      <span>${bar.name}</span>
+      <div class="track"><div class=${`bar ${bar.colour ?? "accent"}`} style=${{ width: `${Math.min(100, (100 * bar.value) / top)}%` }}></div></div>
+      <b>${bar.text ?? number(bar.value)}</b>
+    </li>`)}
+  </ul>`;
+}
+
+/** @param {{ values: (number | null)[], label: string }} props */
+export function Spark({ values, label }) {
+  const known = values.map((v) => v ?? 0);
+  const top = Math.max(...known, 1e-9);
+  const points = known.map((v, i) => `${(100 * i) / Math.max(1, known.length - 1)},${24 - (22 * v) / top}`).join(" ");
+  return html`<svg class="spark" viewBox="0 0 100 24" preserveAspectRatio="none" role="img" aria-label=${label}>
+    <polyline points=${points} vector-effect="non-scaling-stroke" />
+  </svg>`;
+}
+
+/** Parts of `text` that match `sought` are marked; everything is text. @param {{ text: string, sought: string }} props */
+export function Found({ text, sought }) {
+  if (!sought) return text;
+  const parts = [];
+  const [low, wanted] = [text.toLowerCase(), sought.toLowerCase()];
+  let from = 0;
+  for (let at = low.indexOf(wanted); at >= 0; at = low.indexOf(wanted, from)) {
+    parts.push(text.slice(from, at), html`<mark>${text.slice(at, at + sought.length)}</mark>`);
+    from = at + sought.length;
+  }
+  return [...parts, text.slice(from)];
+}

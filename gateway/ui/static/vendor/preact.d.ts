@@ -1,0 +1,11 @@
+export type VNode = object;
+export function h(type: any, props?: any, ...children: any[]): VNode;
+export function html(strings: TemplateStringsArray, ...values: any[]): VNode;
+export function render(tree: VNode, parent: Element): void;
+export function useState<T>(first: T | (() => T)): [T, (next: T | ((before: T) => T)) => void];
+export function useEffect(effect: () => void | (() => void), inputs?: readonly unknown[]): void;
+export function useLayoutEffect(effect: () => void | (() => void), inputs?: readonly unknown[]): void;
+export function useMemo<T>(make: () => T, inputs: readonly unknown[]): T;
+export function useRef<T>(first: T): { current: T };
+export function useCallback<T>(call: T, inputs: readonly unknown[]): T;
+export function useErrorBoundary(seen?: (error: any) => void): [any, () => void];

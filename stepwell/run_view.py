@@ -1,0 +1,173 @@
+"""This module opens a run for looking at, so that no command needs to know whether it is alive.
+
+    runs/NAME alive    ──► its pool, through its Ray; its gateways and engines answer
+    runs/NAME ended    ──► its journal, read-only; its files
+    no name            ──► this folder, else the only run alive in ./runs, else the last one there
+
+Owns which run is meant, and what is read of its files. Does not own what is shown (`status.py`,
+`show.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from stepwell.config import RunConfig
+from stepwell.connection import connect
+from stepwell.datapool import DataPoolClient
+from stepwell.datapool.config import PoolConfig
+from stepwell.datapool.remote.stopped import stopped_pool
+from stepwell.errors import RunUnavailableError
+from stepwell.find_run import find_run
+from stepwell.run_file import (
+    RUN_FILE,
+    TRAINER_LOCK,
+    GatewayPart,
+    RunFile,
+    holder,
+    journal_folder,
+    read_run,
+)
+from stepwell.trainer.errors import ConfigError
+
+RUNS = Path("runs")
+ANSWER_S = 5.0
+TAIL_BYTES = 1 << 20
+"""Of metrics.jsonl: the last few hundred optimizer steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """A run, to be looked at."""
+
+    folder: Path
+    run: RunFile
+    is_alive: bool
+    pool: DataPoolClient
+
+    def lives(self) -> bool:
+        """Whether it is alive still."""
+        return self.is_alive and (not self.folder.is_dir() or holder(self.folder) is not None)
+
+    @property
+    def trainer_pid(self) -> int | None:
+        """The process that trains; None: nobody does."""
+        return holder(self.folder, TRAINER_LOCK)
+
+    def records(self) -> list[dict[str, Any]]:
+        """What metrics.jsonl has of the last optimizer steps, in order; the last line of a step
+        counts."""
+        last = {record["step"]: record for record in tail(self.folder / "metrics.jsonl")}
+        return [last[step] for step in sorted(last) if step > 0]
+
+    def tokenizer_path(self) -> str | None:
+        """Of the served model, from wherever this process is."""
+        config = self.run.config
+        path = config.get("gateway", {}).get("tokenizer_path") or config["model"]["path"]
+        there = self.run.folder / path
+        return str(there) if there.is_dir() else path
+
+
+def choose_run(where: str | None) -> Path | str:
+    """The folder of the run that is meant, or `where` if it is no folder's name.
+
+    Args:
+        where: as the user named it; None: not at all.
+
+    Raises:
+        ConfigError: nothing was named, and there is no run here, or several are alive.
+    """
+    if where is not None:
+        return where
+    if Path(RUN_FILE).is_file():
+        return Path()
+    found = sorted(file.parent for file in RUNS.glob(f"*/{RUN_FILE}"))
+    alive = [folder for folder in found if holder(folder) is not None]
+    if len(alive) > 1:
+        raise ConfigError(f"several runs are alive; name one: {', '.join(map(str, alive))}")
+    if not found:
+        raise ConfigError(
+            f"there is no run in {RUNS.absolute()}; name the folder of one, such as "
+            "runs/quickstart, or start one (`stepwell train`, `stepwell serve`)"
+        )
+    return alive[0] if alive else max(found, key=lambda folder: (folder / RUN_FILE).stat().st_mtime)
+
+
+@asynccontextmanager
+async def open_run(where: str | None) -> AsyncIterator[RunView]:
+    """The run at `where`: a folder, or host:port of its Ray; None: see `choose_run`.
+
+    Raises:
+        ConfigError: there is no run.
+        RunUnavailableError: it is alive, and its pool is out of reach.
+        JournalError: it has ended, and its journal is damaged.
+    """
+    place = choose_run(where)
+    folder, run, is_alive = _found(place)
+    if is_alive:
+        async with connect(place) as pool:
+            yield RunView(folder, run, True, pool)
+    else:
+        yield RunView(folder, run, False, stopped_pool(journal_folder(folder), _limits(run)))
+
+
+def _found(place: Path | str) -> tuple[Path, RunFile, bool]:
+    """Folder and file of a run, and whether it is alive."""
+    folder = Path(place)
+    try:
+        if not folder.is_dir():
+            return *find_run(place), True
+        return folder, read_run(folder), holder(folder) is not None
+    except RunUnavailableError as e:
+        raise ConfigError(str(e)) from e
+
+
+def _limits(run: RunFile) -> PoolConfig:
+    """Which groups were held or dropped goes by these."""
+    try:
+        return RunConfig.model_validate(run.config, context={"here": False}).pool_of_run
+    except ValidationError:  # another release's keys
+        return PoolConfig()
+
+
+def tail(path: Path) -> list[dict[str, Any]]:
+    """The last whole lines of a JSONL file, of about `TAIL_BYTES`; none, if there is no file."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]  # the last one may be torn
+    except FileNotFoundError:
+        return []
+    if size > TAIL_BYTES:
+        lines = lines[1:]
+    return [json.loads(line) for line in lines if line]
+
+
+def ask_gateway(
+    gateway: GatewayPart, url: str, path: str, method: str = "GET", timeout_s: float = ANSWER_S
+) -> Any:
+    """What the gateway at `url` answers, with the run's admin key.
+
+    Raises:
+        OSError: it does not answer, or refuses, or is no gateway.
+    """
+    key = gateway.key()
+    headers = {} if key is None else {"Authorization": f"Bearer {key.get_secret_value().strip()}"}
+    request = urllib.request.Request(f"{url}{path}", headers=headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return json.loads(answer.read() or b"null")
+    except (HTTPException, ValueError) as e:
+        raise OSError(f"what answers there is no gateway ({e!r:.80})") from e

@@ -1,0 +1,451 @@
+"""This module shows what is in a run's pool: `stepwell groups` and `stepwell show`.
+
+    groups       ListGroups, ListTrajectories, drop reasons            a table
+    show         rows of an export (`datapool/files/rows.py`) ──► the tree of turns, the text of
+                 each, coloured by the mask. █ is trained on, · is not
+
+The tokens are those of the journal, or of an exported file. What an agent wrote is text: control
+characters are shown, never sent to the terminal. Does not own finding the run (`run_view.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from rich.console import Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from stepwell.console import all_safe, safe
+from stepwell.datapool.files.export import read
+from stepwell.datapool.files.rows import Row, to_rows
+from stepwell.datapool.files.trained import read_about, read_trained, trained_steps
+from stepwell.datapool.inspect.rows import ExportedTrajectory, GroupRow, TrajectoryRow
+from stepwell.gateway.errors import GatewayConfigError
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.run_view import RunView, open_run
+from stepwell.trainer.errors import ConfigError
+
+STATES = {"ready": "green", "complete": "green", "held": "yellow", "leased": "cyan"}
+STATES |= {"aborted": "red", "dropped": "red"}
+RECENT = 10
+"""Dropped groups that are named."""
+TRAINED, MASKED = ("█ ", "green"), ("· ", "dim")
+SHADES = ("green", "bright_green")
+"""Of trained tokens, in turn, so that their borders are seen."""
+
+
+class Tokens(Protocol):
+    """Text of single tokens; `ChatTokenizer` is one."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+# -- groups ------------------------------------------------------------------------------------
+
+
+async def read_groups(
+    view: RunView,
+    channel: str,
+    filters: Mapping[str, Any],
+    *,
+    prompt_uid: str | None = None,
+    limit: int = 50,
+) -> dict[str, Any]:
+    """The first groups that pass the filters, what was dropped and why, as JSON values; of one
+    group its trajectories, too.
+
+    Raises:
+        ConfigError: no such channel or group, or a limit below 1.
+    """
+    if limit < 1:
+        raise ConfigError(f"--limit is {limit}; give 1 or more")
+    pool, counts = view.pool, await view.pool.get_statistics()
+    if channel not in counts:
+        raise ConfigError(f"--channel is {channel!r}; this run has {', '.join(counts)}")
+    rows: list[GroupRow] = []
+    cursor: str | None = None
+    while True:
+        page = await pool.list_groups(channel, cursor, 1000, prompt_uid=prompt_uid, **filters)
+        rows += page.items
+        if (cursor := page.cursor) is None or len(rows) > limit:
+            break
+    if prompt_uid is not None and not rows:
+        raise ConfigError(
+            f"--prompt is {prompt_uid!r}, which is no group in channel {channel!r} of "
+            f"{view.folder}; `stepwell groups` lists them (trained and dropped ones are gone)"
+        )
+    found: dict[str, Any] = {
+        "run": view.run.name,
+        "channel": channel,
+        "counts": counts[channel]["groups"],
+        "groups": [_plain(row) for row in rows[:limit]],
+        "more": len(rows) > limit or cursor is not None,
+        "dropped": await _dropped(view, channel),
+    }
+    if prompt_uid is not None:
+        listed = await pool.list_trajectories(channel, limit=1000, prompt_uid=prompt_uid)
+        found["trajectories"] = [_plain(row) for row in listed.items]
+    return found
+
+
+async def _dropped(view: RunView, channel: str) -> list[dict[str, Any]]:
+    """The last ones, as far as the pool remembers: since it was started, 20,000 events."""
+    found: list[dict[str, Any]] = []
+    cursor = None
+    while page := await view.pool.get_events(cursor, channel, ("dropped",)):
+        found += [
+            {"prompt_uid": e.prompt_uid, "reason": e.data["reason"], "at": e.time}
+            for e in page.events
+        ]
+        if not page.events:
+            break
+        cursor = page.cursor
+    return found[-RECENT:]
+
+
+def _plain(row: GroupRow | TrajectoryRow) -> dict[str, Any]:
+    return asdict(row) | {"marks": row.marks.as_dict()}
+
+
+def groups_screen(found: Mapping[str, Any]) -> RenderableType:
+    found = all_safe(found)
+    lines: list[RenderableType] = [_groups(found["groups"])] if found["groups"] else []
+    if not found["groups"]:
+        lines.append(f"no group of channel {found['channel']} passes")
+    if found["more"]:
+        lines.append(Text("… there are more: --limit", "dim"))
+    if "trajectories" in found:
+        lines += ["", _trajectories(found["trajectories"])]
+    counts = found["counts"]
+    reasons = sorted(counts["drop_reasons"].items(), key=lambda item: -item[1])
+    said = " · ".join(f"{reason} {n:,}" for reason, n in reasons)
+    lines += ["", Text.assemble((f"dropped {counts['dropped']:,}", "bold"), f"  {said}")]
+    for each in found["dropped"]:
+        lines.append(Text.assemble("  ", each["prompt_uid"], "  ", (each["reason"], "red")))
+    return Group(*lines)
+
+
+def _groups(groups: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("group", "state", "done", "reward", "version", "tokens", "why, tags")
+    for g in groups:
+        wanted = g["n_rollouts"]
+        tags = " ".join(f"#{tag}" for tag in g["marks"]["tags"])
+        table.add_row(
+            g["prompt_uid"],
+            Text(g["state"], STATES.get(g["state"], "")),
+            f"{g['n_complete']}" if wanted is None else f"{g['n_complete']}/{wanted}",
+            _number(g["reward_mean"]) + (f" ±{g['reward_std']:.2f}" if g["reward_std"] else ""),
+            _versions(g),
+            f"{g['n_tokens']:,}",
+            Text(f"{g['reason'] or ''} {tags}".strip()),
+        )
+    return table
+
+
+def _trajectories(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("trajectory", "state", "steps", "reward", "version", "tokens", "why, tags")
+    for t in rows:
+        tags = " ".join(f"#{tag}" for tag in t["marks"]["tags"])
+        table.add_row(
+            t["trajectory_uid"],
+            Text(t["state"], STATES.get(t["state"], "")),
+            f"{t['n_steps']}",
+            _number(t["reward"]),
+            _versions(t),
+            f"{t['n_tokens']:,}",
+            Text(f"{t['reason'] or ''} {tags}".strip()),
+        )
+    return table
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for i, name in enumerate(names):
+        number = 2 <= i < len(names) - 1
+        table.add_column(
+            name, justify="right" if number else "left", no_wrap=number or i == 1, overflow="fold"
+        )
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _versions(row: Mapping[str, Any]) -> str:
+    oldest, newest = row["oldest_version"], row["newest_version"]
+    return "-" if oldest is None else f"v{oldest}" if oldest == newest else f"v{oldest}-{newest}"
+
+
+# -- one trajectory ----------------------------------------------------------------------------
+
+
+class Opened(NamedTuple):
+    """A trajectory to be shown."""
+
+    rows: list[Row]
+    """Its branches, as an export writes them, with lists for arrays."""
+    tokens: Tokens | None
+    """What gives their text; None: there is no tokenizer."""
+    trained: dict[str, Any] | None = None
+    """Of one that was trained, and sampled: the optimizer `step`, mean `advantage` and `weight`."""
+
+
+async def open_trajectory(uid: str, where: str | None) -> Opened:
+    """
+    Args:
+        where: the run, or an exported file.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    trained: dict[str, Any] | None = None
+    masks: dict[int, list[float]] = {}
+    if where is not None and Path(where).suffix in (".parquet", ".jsonl"):
+        exported = await asyncio.to_thread(_in_file, uid, Path(where))
+        tokens = None
+    else:
+        async with open_run(where) as view:
+            tokens = _tokenizer(view)
+            if (live := await _in_pool(uid, view)) is not None:
+                exported = live
+            else:
+                exported, trained, masks = await asyncio.to_thread(_in_sample, uid, view)
+    if not exported.trajectory.steps:
+        why = f" ({exported.reason})" if exported.reason else ""
+        raise ConfigError(
+            f"trajectory {uid!r} is {exported.state}{why} and has no step; an aborted one keeps "
+            "none"
+        )
+    rows = [dict(row) for row in to_rows(exported, 0, {})]
+    for row in rows:
+        row.update({k: v.tolist() for k, v in row.items() if hasattr(v, "tolist")})
+        del row["provenance"], row["position"]
+        for step in row["steps"] if trained is not None else ():
+            start, end = step["response_start"], step["response_end"]
+            mask = masks.get(step["step_index"], [0.0] * (end - start))
+            both = zip(row["loss_mask"][start:end], mask, strict=True)
+            row["loss_mask"][start:end] = [int(a and b > 0) for a, b in both]
+    return Opened(rows, tokens, trained)
+
+
+async def _in_pool(uid: str, view: RunView) -> ExportedTrajectory | None:
+    for channel in await view.pool.get_statistics():
+        page = await view.pool.read_trajectories(channel, trajectory_uid=uid)
+        for exported in page.unpack():
+            return exported
+    return None
+
+
+def _in_sample(
+    uid: str, view: RunView
+) -> tuple[ExportedTrajectory, dict[str, Any], dict[int, list[float]]]:
+    """One that was trained and has left the pool: what the trainer keeps of some, and which of its
+    tokens were trained, by step."""
+    for step in reversed(trained_steps(view.folder)):
+        heads = read_about(view.folder, step)["trajectories"]
+        head = next((h for h in heads if h["trajectory_uid"] == uid), None)
+        if head is not None:
+            kept = next(
+                t
+                for t in read_trained(view.folder, step).trajectories
+                if t.trajectory.trajectory_uid == uid
+            )
+            about = {"step": step, "advantage": head["advantage"], "weight": head["weight"]}
+            masks = {
+                s.step_index: list(columns.get("mask", [1.0] * len(s.response_ids)))
+                for s, columns in zip(kept.trajectory.steps, kept.columns, strict=True)
+                if columns
+            }
+            return ExportedTrajectory(trajectory=kept.trajectory), about, masks
+    raise ConfigError(
+        f"trajectory {uid!r} is not in the pool of {view.folder}, nor in its sample of what was "
+        "trained (trainer.sample_groups); `stepwell groups --prompt UID` lists those of a group, "
+        "`stepwell data export` keeps what is there"
+    )
+
+
+def _in_file(uid: str, path: Path) -> ExportedTrajectory:
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file; name a run's folder or an exported file")
+    for exported in read(path):
+        if exported.trajectory.trajectory_uid == uid:
+            return exported
+    raise ConfigError(f"trajectory {uid!r} is not in {path}")
+
+
+def _tokenizer(view: RunView) -> Tokens | None:
+    try:
+        return ChatTokenizer.load(view.tokenizer_path())
+    except GatewayConfigError:  # the model was removed: ids are shown
+        return None
+
+
+def trajectory_screen(opened: Opened) -> RenderableType:
+    rows, tokens, trained = opened
+    head, marks = rows[0], rows[0]["marks"]
+    steps = _steps(rows)
+    n_trained = sum(sum(row["loss_mask"]) for row in rows)
+    state = head["state"]
+    lines: list[RenderableType] = [
+        Text.assemble(
+            (head["trajectory_uid"], "bold"),
+            "  ",
+            (state, STATES.get(state, "")),
+            f"  reward {_number(head['reward'])}",
+        ),
+        Text(
+            f"group {head['prompt_uid']} ({head['group_state'] or 'no longer in the pool'}) · "
+            f"channel {head['channel']} · {len(steps)} steps · {len(rows)} "
+            f"{'branch' if len(rows) == 1 else 'branches'} · {n_trained} tokens trained",
+            "dim",
+        ),
+    ]
+    if trained is not None:
+        said = [f"trained at optimizer step {trained['step']}"]
+        said += [f"{k} {v:+.3f}" for k, v in trained.items() if k != "step" and v is not None]
+        lines.append(Text(" · ".join(said), "cyan"))
+    if marks is not None:
+        lines.append(Text(f"marks {marks}", "yellow"))
+    if len(rows) > 1:
+        lines += ["", *_tree(rows)]
+    if tokens is None:
+        lines.append(Text("no tokenizer: token ids are shown", "yellow"))
+    for step in steps:
+        lines += ["", _step_title(step)]
+        lines += _block(_texts(step.prompt, tokens), MASKED, ("dim",))
+        lines += _block(
+            _texts(step.response, tokens),
+            TRAINED if step.trained else MASKED,
+            SHADES if step.trained else ("dim",),
+        )
+    return Group(*lines)
+
+
+class _StepView(NamedTuple):
+    """What a step adds to the branch in which it is first."""
+
+    step_index: int
+    parent: int | None
+    version: int
+    finish_reason: str | None
+    reward: float | None
+    trained: bool
+    n_prompt: int
+    """Tokens of the whole prompt."""
+    prompt: Sequence[int]
+    """What is new of it: behind the step before."""
+    response: Sequence[int]
+
+
+def _steps(rows: Sequence[Row]) -> list[_StepView]:
+    """Each step once, by branch."""
+    found: dict[int, _StepView] = {}
+    for row in rows:
+        ids, before = row["input_ids"], None
+        for step in row["steps"]:
+            start, end = step["response_start"], step["response_end"]
+            if step["step_index"] not in found:
+                found[step["step_index"]] = _StepView(
+                    step_index=step["step_index"],
+                    parent=before,
+                    version=step["policy_version"],
+                    finish_reason=step["finish_reason"],
+                    reward=step["reward"],
+                    trained=any(row["loss_mask"][start:end]),
+                    n_prompt=start,
+                    prompt=ids[step["prompt_start"] : start],
+                    response=ids[start:end],
+                )
+            before = step["step_index"]
+    return list(found.values())
+
+
+def _step_title(step: _StepView) -> Rule:
+    said = [f"step {step.step_index}", f"version {step.version}"]
+    new = f" ({len(step.prompt)} new)" if step.parent is not None else ""
+    said += [f"prompt {step.n_prompt}{new}", f"response {len(step.response)}"]
+    said += [step.finish_reason or "unfinished"]
+    if step.reward is not None:
+        said.append(f"reward {step.reward:g}")
+    return Rule(Text(" · ".join(said), "bold"), align="left", style="dim")
+
+
+def _tree(rows: Sequence[Row]) -> Iterator[Text]:
+    """A line per branch, which begins below the step that it branches off."""
+    drawn: dict[int, int] = {}
+    for row in rows:
+        path = [step["step_index"] for step in row["steps"]]
+        new = [index for index in path if index not in drawn]
+        shared = [index for index in path if index in drawn]
+        at = drawn[shared[-1]] if shared else 0
+        line = " " * at + ("└─ " if shared else "")
+        for index in new:
+            drawn[index] = len(line)
+            line += f"{index} ─ "
+        yield Text(f"  {line.removesuffix(' ─ ')}", no_wrap=True, overflow="ellipsis")
+
+
+def _texts(ids: Iterable[int], tokens: Tokens | None) -> Iterator[str]:
+    """The text of each token; of several together where their bytes are one character."""
+    held = b""
+    for token_id in ids:
+        if tokens is None:
+            yield f"{token_id} "
+            continue
+        held += tokens.token_bytes(token_id)
+        try:
+            text = held.decode()
+        except UnicodeDecodeError as e:
+            if e.reason == "unexpected end of data" and len(held) - e.start < 4:
+                continue
+            text = held.decode(errors="replace")
+        yield text
+        held = b""
+    if held:
+        yield held.decode(errors="replace")
+
+
+def _block(texts: Iterable[str], gutter: tuple[str, str], shades: Sequence[str]) -> list[Table]:
+    """The tokens with a gutter before each line, so that they can be told without colours."""
+    text = Text(overflow="fold")
+    for i, token in enumerate(texts):
+        text.append(safe(token), shades[i % len(shades)])
+    if not text:
+        return []
+    block = Table.grid()
+    block.add_column(no_wrap=True)
+    block.add_column(overflow="fold")
+    for line in text.split("\n"):  # without the empty line behind a last line break
+        block.add_row(Text(*gutter), line)
+    return [block]
+
+
+def token_lines(opened: Opened) -> Text:
+    """A line per token of each branch: place, mask, id, log-prob, version, text."""
+    rows, tokens, _ = opened
+    out = Text()
+    for row in rows:
+        if len(rows) > 1:
+            out.append(f"branch {row['branch']}\n", "bold")
+        columns = (row["input_ids"], row["loss_mask"], row["log_probs"], row["versions"])
+        for i, (token_id, mask) in enumerate(zip(*columns[:2], strict=True)):
+            sampled = row["versions"][i] >= 0
+            known = sampled and row["log_probs"] is not None
+            log_prob = f"{row['log_probs'][i]:9.4f}" if known else " " * 9
+            version = f"v{row['versions'][i]}" if sampled else ""
+            text = (
+                ""
+                if tokens is None
+                else repr(tokens.token_bytes(token_id).decode(errors="replace"))
+            )
+            line = f"{i:>6} {'█' if mask else '·'} {token_id:>7} {log_prob} {version:>5}  {text}\n"
+            out.append(line, "green" if mask else "dim")
+    out.right_crop(1)
+    return out

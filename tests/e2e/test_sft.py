@@ -1,0 +1,71 @@
+"""SFT as a user runs it: the demo of the documents, and a run without agent that is killed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from stepwell.datapool.types import SFT
+from stepwell.quickstart.conversations import conversations
+from stepwell.trainer.ledger import LEDGER, audit
+from tests.e2e.conftest import ROOT
+from tests.e2e.test_command import records_of, run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+
+def command(folder: Path, n: int, *overrides: str) -> list[str]:
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in conversations(n)))
+    return [
+        *(sys.executable, "-m", "stepwell.cli", "train"),
+        *(f"data.sft={rows}", f"run.dir={folder / 'run'}", "logging.wandb=disabled"),
+        *overrides,
+    ]
+
+
+def test_the_demos_loss_falls_and_its_score_rises(tmp_path: Path) -> None:
+    """`stepwell train --config sft`, as docs/design/data.md shows it."""
+    done = run(command(tmp_path, 960, "--config", "sft"))
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["sft_loss"][-1] < 0.5 * summary["sft_loss"][0]
+    assert summary["eval_after"] > summary["eval_before"] + 0.3
+    assert summary["tool_use_after"] > 0.9
+    assert (tmp_path / "run/reward.png").is_file()
+
+
+def test_a_killed_run_without_agent_trains_every_row_once(tmp_path: Path) -> None:
+    argv = command(
+        tmp_path,
+        64,
+        *("algorithm.kind=sft", "data.sft.epochs=2", "trainer.total_steps=null"),
+        *("trainer.train_batch_size=4", "trainer.checkpoint_every=3"),
+    )
+    process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL)
+    checkpoints = tmp_path / "run/checkpoints"
+    try:
+        while not (checkpoints / "step_6").exists():
+            assert process.poll() is None, "it ended before it was killed"
+            time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+    finally:
+        process.kill()
+        process.wait()
+    psutil.wait_procs(children, timeout=30)
+    done = run(argv)
+    assert done.returncode == 0, done.stderr
+    assert "resumed at optimizer step" in done.stdout
+    assert "gateway" not in done.stdout
+    assert not (tmp_path / "run/logs/engine.log").exists()
+    found = audit(checkpoints / LEDGER, channel=SFT)
+    assert (found.trained, found.doubled, found.in_flight) == (128, (), ())
+    assert sorted(found.draws) == sorted([row["instance_id"] for row in conversations(64)] * 2)
+    assert [r["step"] for r in records_of(tmp_path / "run")] == list(range(1, 33))
+    assert (tmp_path / "run/weights/current.json").is_file()

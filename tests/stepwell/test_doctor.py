@@ -1,0 +1,142 @@
+"""What `stepwell doctor` finds, and how it says to mend it; of a live run: `test_connect.py`."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from stepwell import doctor, load_config
+from stepwell.cli import main
+from stepwell.doctor import Finding, finding_line, verdict
+
+MODEL = load_config("quickstart").model.path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the quickstart's, to be broken."""
+    return Path(shutil.copytree(MODEL, tmp_path / "model"))
+
+
+def change(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_a_sound_model_is_ok() -> None:
+    assert [f.state for f in doctor.tokenizer(str(MODEL), MODEL)] == ["ok"]
+    assert [f.state for f in doctor.chat_template(str(MODEL))] == ["ok"]
+
+
+def test_a_tokenizer_of_a_larger_model_is_a_problem(model: Path) -> None:
+    change(model / "config.json", vocab_size=100)
+    (found,) = doctor.tokenizer(str(MODEL), model)
+    assert (found.state, "the model 100 rows" in found.text) == ("problem", True)
+    assert "gateway.tokenizer_path" in found.remedy
+
+
+def test_a_model_that_does_not_stop_at_the_end_of_a_turn_is_told(model: Path) -> None:
+    change(model / "config.json", eos_token_id=7)
+    (model / "generation_config.json").write_text('{"eos_token_id": [8]}')
+    (found,) = doctor.tokenizer(str(model), model)
+    assert found.state == "warning"
+    assert "the model stops at [7, 8]" in found.text
+    assert "generation_config.json" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "becomes a branch"),
+        (
+            "{% for m in messages %}{% if loop.last or m.role != 'user' %}<|im_start|>"
+            "{{ m.role }}\n"
+            "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+            "is not what the template writes of the whole",
+        ),
+    ],
+)
+def test_a_template_whose_turns_do_not_extend_each_other_is_told(
+    model: Path, template: str, words: str
+) -> None:
+    change(model / "tokenizer_config.json", chat_template=None)
+    (model / "chat_template.jinja").write_text(template)
+    (found,) = doctor.chat_template(str(model))
+    assert found.state == "warning"
+    assert words in found.text
+
+
+def test_packages_that_lack_are_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["rich>=999", "no-such-package>=1", "numpy>=1", "verl>=9; extra == 'verl'"]
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: asked)
+    found = list(doctor.packages())
+    assert [(f.state, f.remedy) for f in found] == [
+        ("problem", "pip install 'rich>=999'"),
+        ("problem", "pip install 'no-such-package>=1'"),
+    ]
+
+
+def test_a_disk_that_is_nearly_full_is_told_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (found,) = doctor.disk(tmp_path / "not" / "yet", None)
+    assert found.text.startswith(f"{tmp_path}: ")
+    monkeypatch.setattr(doctor, "FEW_BYTES", 1e18)
+    (found,) = doctor.disk(tmp_path, None)
+    assert (found.state, found.remedy.startswith("free space")) == ("warning", True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_finding_comes_also_after_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "ray_starts", lambda config: [Finding("ray", "ok", "starts")])
+    argv = ["doctor", f"run.dir={tmp_path / 'run'}", "model.path=" + str(MODEL)]
+    argv += ["engine.kind=attach", "engine.urls=[http://127.0.0.1:9]", "rollout.agent=nowhere:run"]
+    argv += [f"data={tmp_path / 'tasks.jsonl'}"]
+    lines = [json.dumps({"question": f"{i} + 1?", "answer": f"{i + 1}"}) for i in range(64)]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(lines))
+    assert main([*argv, "--json"]) == 1
+    found = {(f["name"], f["state"]): f for f in json.loads(capsys.readouterr().out)}
+    assert "rollout.agent is 'nowhere:run'" in found["configuration", "problem"]["text"]
+    assert "http://127.0.0.1:9 does not answer" in found["engine", "problem"]["text"]
+    assert ("template", "ok") in found
+
+
+def test_a_finding_is_told_without_colours_too() -> None:
+    console = Console(width=60, no_color=True, record=True, file=io.StringIO())
+    found = [Finding("disk", "warning", "3 GB free", "free space"), Finding("ray", "problem", "x")]
+    for each in found:
+        console.print(finding_line(each))
+    console.print(verdict(found))
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    assert lines == [
+        "! disk          3 GB free",
+        "                → free space",
+        "✗ ray           x",
+        "",
+        "1 problem, 1 warning",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["nowhere"], "nowhere is no run's folder"),
+        (["runs/x", "--config", "quickstart"], "give one RUN, or --config"),
+        (["--config", "nowhere"], "nowhere"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    argv: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *argv]) == 2
+    err = capsys.readouterr().err
+    assert why in err
+    assert len(err.splitlines()) == 1

@@ -1,0 +1,104 @@
+"""`stepwell eval`: which configuration is run, and a whole evaluation of a run and of a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepwell import load_config
+from stepwell.cli import main
+from stepwell.evaluate import evaluation_of
+from stepwell.run_file import begin, read_run
+from tests.e2e.conftest import SMALL
+
+MODEL = load_config("quickstart").model.path
+Capture = pytest.CaptureFixture[str]
+
+
+def run_of(folder: Path, *overrides: str) -> Path:
+    """The folder of a run that has ended, without a checkpoint."""
+    folder.mkdir()
+    begin(load_config("quickstart", [f"run.dir={folder}", "run.name=mine", *overrides]))
+    return folder
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    """As far as `eval` reads it before anything is started."""
+    folder = run / "checkpoints" / f"step_{step}"
+    folder.mkdir(parents=True)
+    (folder / "about.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are not read."""
+    monkeypatch.setattr("stepwell.trainer.checkpoint.CheckpointStore.about", lambda self, path: {})
+
+
+@pytest.mark.usefixtures("_unchecked")
+def test_a_run_is_evaluated_beside_itself_and_only_evaluated(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "mine", "validation.n=3", "gateway.port=8199")
+    checkpoint(run, 5)
+    newest = checkpoint(run, 12)
+    config = evaluation_of(str(run))
+    assert (config.run.dir, config.run.name) == (run / "eval", "mine-eval")
+    assert config.run.resume == newest
+    assert (config.validation.only, config.validation.n) == (True, 3)
+    assert (config.gateway.port, config.logging.wandb) == (0, "disabled")
+    assert config.pool.journal_dir is None
+    config = evaluation_of(str(run), 5, None, ["validation.n=8"])
+    assert (config.run.resume, config.validation.n) == (run / "checkpoints" / "step_5", 8)
+    assert read_run(run).name == "mine", "the run's own file is as it was"
+
+
+def test_a_model_is_evaluated_on_the_tasks_of_a_preset(tmp_path: Path) -> None:
+    config = evaluation_of(str(MODEL), "latest", "quickstart", ["validation.n=4"])
+    assert (config.model.path, config.validation.only, config.validation.n) == (MODEL, True, 4)
+    assert config.run.name == "eval-model"
+
+
+def said(capture: Capture, *argv: str, code: int) -> str:
+    assert main(["eval", *argv]) == code
+    err = capture.readouterr().err
+    assert len(err.splitlines()) == 1, err
+    return err
+
+
+def test_a_mistake_is_one_line_with_its_remedy(tmp_path: Path, capsys: Capture) -> None:
+    run = run_of(tmp_path / "mine")
+    assert "has no checkpoint" in said(capsys, str(run), code=1)
+    assert "--config is quickstart, but" in said(capsys, str(run), "--config", "quickstart", code=2)
+    assert "--step is 'last'" in said(capsys, str(run), "--step", "last", code=2)
+    assert "say on what" in said(capsys, str(MODEL), code=2)
+    live = tmp_path / "live"
+    live.mkdir()
+    begin(load_config("live", [f"run.dir={live}"]))
+    assert "learns from live traffic and has no tasks" in said(capsys, str(live), code=2)
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+def test_a_run_and_its_model_are_evaluated(tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "mine"
+    own = [*SMALL, f"run.dir={folder}", "run.name=mine", "gateway.port=0", "trainer.total_steps=2"]
+    assert main(["train", "--config", "quickstart", *own]) == 0
+    capsys.readouterr()
+
+    def told(*argv: str) -> Any:
+        assert main(["eval", *argv, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    of_run = told(str(folder))
+    assert (of_run["step"], of_run["failed"]) == (2, 0)
+    assert 0 <= of_run["score"] <= 1
+    assert (folder / "eval" / "validation" / "step_2.jsonl").is_file()
+    assert (folder / "metrics.jsonl").read_bytes() == metrics
+    again = told(str(folder), "validation.n=1")
+    assert again["rollouts"] * 2 == of_run["rollouts"]
+    of_model = told(str(MODEL), "--config", "quickstart", *SMALL, f"run.dir={tmp_path / 'model'}")
+    assert (of_model["step"], of_model["rollouts"] > 0) == (0, True)

@@ -1,0 +1,359 @@
+"""What the commands that look into a run show of one that has ended; of a live one:
+`test_connect.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import shutil
+import socket
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from stepwell import Step, Trajectory, load_config
+from stepwell.cli import main
+from stepwell.datapool import DataPoolClient
+from stepwell.datapool.errors import JournalLockedError, PoolUnavailableError
+from stepwell.datapool.files.trained import TRAINED, TrainedTrajectory, write_trained
+from stepwell.datapool.ops import AbortTrajectory
+from stepwell.datapool.remote.stopped import stopped_pool
+from stepwell.datapool.store.reading import StoppedJournal
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.run_file import GatewayPart, begin, read_run
+from stepwell.run_view import RunView, ask_gateway
+from stepwell.status import read_status, status_screen
+
+Capture = pytest.CaptureFixture[str]
+
+SAID = "<|im_start|>user\n1 + 1 =\x1b[31m<|im_end|>\n<|im_start|>assistant\n"
+ROOT = {"prompt_uid": "sums", "trajectory_uid": "tree"}
+RECORD = {
+    "step": 7,
+    "policy_version": 3,
+    "reward/mean": 0.5,
+    "loss": -0.25,
+    "staleness/mean": 1.5,
+    "tokens_per_s": 1234.0,
+    "wait/trainer_starved": 0.25,
+    "wait/generation_saturated": 0.0,
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has ended: a tree of three turns, a flat group, one dropped, one running."""
+    folder = tmp_path_factory.mktemp("runs") / "mine"
+    folder.mkdir()
+    config = load_config("quickstart", [f"run.dir={folder}", "run.name=mine"])
+    begin(config)
+    asyncio.run(_fill(folder / "pool", ChatTokenizer.load(str(config.model.path))))
+    (folder / "metrics.jsonl").write_text(json.dumps(RECORD) + "\n" + '{"step": 8, "torn')
+    (folder / "validation").mkdir()
+    for step, reward in ((0, 0.0), (7, 1.0)):
+        (folder / "validation" / f"step_{step}.jsonl").write_text(json.dumps({"reward": reward}))
+    return folder
+
+
+def tree(tokenizer: ChatTokenizer) -> list[Step]:
+    """A question answered twice, the first answer followed by another turn."""
+    prompt = tokenizer.encode(SAID).tolist()
+    first, second = tokenizer.encode("two").tolist(), tokenizer.encode("2").tolist()
+    asked = tokenizer.encode(" sure?").tolist()
+    known = {"rollout_log_probs": [-0.5] * len(second), "policy_version": 3}
+    return [
+        Step(prompt_ids=prompt, response_ids=first, step_index=0, **ROOT),
+        Step(
+            prompt_ids=[*prompt, *first, *asked], response_ids=second, step_index=1, **known, **ROOT
+        ),
+        Step(prompt_ids=prompt, response_ids=second, step_index=2, reward=0.5, **known, **ROOT),
+    ]
+
+
+async def _fill(folder: Path, tokenizer: ChatTokenizer) -> None:
+    async with DataPoolClient.local(folder=folder) as pool:
+        await pool.submit_steps(tree(tokenizer))
+        await pool.complete_trajectory("tree", 1.0)
+        await pool.mark(trajectory_uid="tree", tags=["ann"], note="look")
+        for uid in ("flat", "gone", "runs"):
+            await pool.open_group(uid, 2)
+            await pool.submit_step(
+                Step(prompt_ids=[1], response_ids=[2], prompt_uid=uid, trajectory_uid=f"{uid}-0")
+            )
+        await pool.complete_trajectory("flat-0", 0.0)
+        await pool.call(AbortTrajectory("runs-0", "the tool was down"))
+        await pool.drop_group("gone", "too long")
+
+
+def said(capture: Capture, *argv: str, code: int = 0) -> str:
+    assert main(argv) == code
+    out, err = capture.readouterr()
+    if code:
+        assert len(err.splitlines()) == 1, err
+        return err
+    assert not err
+    return out
+
+
+def told(capture: Capture, *argv: str) -> Any:
+    return json.loads(said(capture, *argv, "--json"))
+
+
+def test_show_has_the_journals_tokens_and_what_is_trained_of_them(
+    run: Path, capsys: Capture
+) -> None:
+    steps = tree_steps()
+    branches = told(capsys, "show", "tree", str(run))["branches"]
+    assert [b["input_ids"] for b in branches] == [
+        steps[1].token_ids.tolist(),
+        steps[2].token_ids.tolist(),
+    ]
+    n = len(steps[0].prompt_ids)
+    first = [*steps[0].response_ids]
+    trained = [0] * n + [1] * len(first) + [0] * (len(steps[1].prompt_ids) - n - len(first)) + [1]
+    assert branches[0]["loss_mask"] == trained
+    assert branches[1]["loss_mask"] == [0] * n + [1] * len(steps[2].response_ids)
+    assert branches[1]["reward"] == 1.5
+
+
+def test_show_tells_what_is_trained_without_colours_and_moves_no_cursor(
+    run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = said(capsys, "show", "tree", str(run))
+    assert "  0 ─ 1\n  2\n" in out, "the tree"
+    assert "· 1 + 1 =\\x1b[31m" in out
+    assert "\x1b" not in out
+    assert "█ two" in out
+    assert "·  sure?" in out
+    assert "█ 2" in out
+    assert "#ann" not in out
+    assert "look" in out
+    assert max(map(len, out.splitlines())) <= 80
+    lines = said(capsys, "show", "tree", str(run), "--tokens").splitlines()
+    assert lines[0] == "branch 0"
+    assert sum("█" in line for line in lines) == sum(len(s.response_ids) for s in tree_steps())
+
+
+def test_what_was_trained_and_kept_is_shown_with_what_was_trained_of_it(
+    run: Path, capsys: Capture
+) -> None:
+    steps = tuple(replace(step, trajectory_uid="old") for step in tree_steps())
+    columns: list[dict[str, Any]] = [
+        {
+            "mask": np.ones(len(step.response_ids)),
+            "advantages": np.full(len(step.response_ids), 2.0),
+        }
+        for step in steps
+    ]
+    columns[0]["mask"][1:] = 0
+    columns[2] = {}
+    trained = TrainedTrajectory(Trajectory("old", "sums", steps), tuple(columns))
+    write_trained(run, 5, {"groups": 1}, [trained], 1 << 20)
+    try:
+        found = told(capsys, "show", "old", str(run))
+        assert found["trained"] == {"step": 5, "advantage": 2.0, "weight": None}
+        n = len(steps[0].prompt_ids)
+        masks = [sum(branch["loss_mask"]) for branch in found["branches"]]
+        assert masks == [1 + len(steps[1].response_ids), 0]
+        assert found["branches"][0]["loss_mask"][n : n + 2] == [1, 0]
+        assert "trained at optimizer step 5 · advantage +2.000" in said(
+            capsys, "show", "old", str(run)
+        )
+    finally:
+        shutil.rmtree(run / TRAINED)
+
+
+def tree_steps() -> list[Step]:
+    return tree(ChatTokenizer.load(str(load_config("quickstart").model.path)))
+
+
+def test_colours_are_for_terminals_that_want_them(
+    run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b[32m" in said(capsys, "show", "tree", str(run))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[32m" not in said(capsys, "show", "tree", str(run))
+
+
+def test_groups_are_filtered_and_what_was_dropped_has_its_reason(
+    run: Path, capsys: Capture
+) -> None:
+    everything = told(capsys, "groups", str(run))
+    assert [g["prompt_uid"] for g in everything["groups"]] == ["sums", "flat", "runs"]
+    assert everything["counts"]["drop_reasons"] == {"too long": 1}
+    ready = told(capsys, "groups", str(run), "--state", "ready", "--min-reward", "1")
+    assert [(g["prompt_uid"], g["reward_mean"]) for g in ready["groups"]] == [("sums", 1.5)]
+    assert told(capsys, "groups", str(run), "--limit", "1")["more"]
+    one = told(capsys, "groups", str(run), "--prompt", "runs")
+    (trajectory,) = one["trajectories"]
+    assert (trajectory["state"], trajectory["reason"]) == ("aborted", "the tool was down")
+    screen = said(capsys, "groups", str(run), "--prompt", "runs")
+    assert "dropped 1  too long 1" in screen
+    assert "the tool was down" in screen
+    assert "0 of 2 complete" in screen
+
+
+def test_names_are_shown_as_they_are(tmp_path: Path, capsys: Capture) -> None:
+    """And never read as what rich makes of brackets."""
+
+    async def fill() -> None:
+        async with DataPoolClient.local(folder=tmp_path / "pool") as pool:
+            for uid in ("sums[easy]", "sums[/easy]", "\x1b[2Jgone"):
+                await pool.open_group(uid, 1)
+
+    begin(load_config("quickstart", [f"run.dir={tmp_path}", "run.name=mine"]))
+    asyncio.run(fill())
+    screen = said(capsys, "groups", str(tmp_path))
+    assert "sums[easy]" in screen
+    assert "sums[/easy]" in screen
+    for text in (screen, said(capsys, "status", str(tmp_path))):
+        assert "\x1b[2J" not in text
+        assert "\\x1b[2Jgone" in text
+
+
+@pytest.mark.parametrize("answer", [b"SSH-2.0-other\r\n", b"HTTP/1.1 200 OK\r\n\r\n<html>"])
+def test_what_is_no_gateway_is_told(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=lambda: _say_once(server, answer), daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(OSError, match="no gateway"):
+            ask_gateway(GatewayPart(urls=(url,)), url, "/statistics")
+
+
+def _say_once(server: socket.socket, answer: bytes) -> None:
+    peer, _ = server.accept()
+    with peer:
+        peer.recv(4096)
+        peer.sendall(answer)
+
+
+def test_status_is_one_screen_of_what_the_files_say(
+    run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = told(capsys, "status", str(run))
+    assert (found["state"], found["trainer"]["last"]) == ("ended", RECORD)
+    assert found["pool"]["train"]["groups"]["dropped"] == 1
+    assert found["evaluations"] == [
+        {"step": 0, "score": 0.0, "rollouts": 1},
+        {"step": 7, "score": 1.0, "rollouts": 1},
+    ]
+    monkeypatch.setenv("COLUMNS", "80")
+    screen = said(capsys, "status", str(run)).replace("\xa0", " ")
+    for words in (
+        *("mine  ended", "step 7", "reward 0.500", "0.000 at step 0 → 1.000 at step 7"),
+        *("the trainer waits for groups 25% of its time", "dropped in train  too long 1"),
+        "open in train  flat  1 of 2 complete; 1 trajectories were not started",
+    ):
+        assert words in screen
+    assert max(map(len, screen.splitlines())) <= 80
+    assert len(screen.splitlines()) <= 24
+
+
+def test_looking_changes_no_byte_and_needs_no_leave_to_write(run: Path, capsys: Capture) -> None:
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    for command in (["status"], ["groups"], ["show", "tree"]):
+        said(capsys, *command, str(run))
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+
+
+def test_a_stopped_pool_answers_questions_alone(run: Path) -> None:
+    async def look() -> None:
+        pool = stopped_pool(run)
+        assert (await pool.dry_run()).decisions[0].prompt_uid == "sums"
+        with pytest.raises(PoolUnavailableError, match="LeaseBatch needs a running pool"):
+            await pool.lease_batch()
+        async with DataPoolClient.local(folder=run / "pool"):
+            with pytest.raises(JournalLockedError, match="in use by process"):
+                StoppedJournal(run / "pool")
+
+    asyncio.run(look())
+
+
+def test_the_shards_of_a_stopped_pool_are_one(tmp_path: Path) -> None:
+    async def look() -> None:
+        for k, prompt_uid in enumerate(("a", "c")):
+            async with DataPoolClient.local(folder=tmp_path / f"shard-{k}") as pool:
+                step = Step(
+                    prompt_ids=[1], response_ids=[2], prompt_uid=prompt_uid, trajectory_uid="t"
+                )
+                await pool.submit_step(step)
+        pool = stopped_pool(tmp_path)
+        first = await pool.list_groups()
+        second = await pool.list_groups(cursor=first.cursor)
+        assert [row.prompt_uid for row in (*first.items, *second.items)] == ["a", "c"]
+        assert (await pool.get_statistics("train"))["groups"]["open"] == 2
+
+    asyncio.run(look())
+
+
+def test_what_is_exported_is_shown_from_the_file_too(
+    run: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    file = str(tmp_path / "x.jsonl")
+    assert "1 trajectories, 3 steps" in said(
+        capsys, "data", "export", file, str(run), "--min-reward", "1"
+    )
+    of_run = told(capsys, "show", "tree", str(run))
+    assert told(capsys, "show", "tree", file) == of_run
+    assert "give --overwrite" in said(capsys, "data", "export", file, str(run), code=2)
+    assert "OpenGroup needs a running pool" in said(
+        capsys, "data", "import", file, str(run), code=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["status", "nowhere"], "nowhere is no run's folder"),
+        (["show", "nobody", "RUN"], "trajectory 'nobody' is not in the pool"),
+        (["show", "runs-0", "RUN"], r"is aborted (the tool was down) and has no step"),
+        (["show", "tree", "nowhere.jsonl"], "nowhere.jsonl is no file"),
+        (["groups", "RUN", "--prompt", "none"], "--prompt is 'none'"),
+        (["groups", "RUN", "--channel", "none"], "this run has train, val"),
+        (["groups", "RUN", "--limit", "0"], "--limit is 0"),
+        (["top", "RUN"], "needs a terminal"),
+        (["top", "RUN", "--interval", "0"], "--interval is 0"),
+        (["data", "import", "nowhere.parquet", "RUN"], "nowhere.parquet is no file"),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_remedy(
+    run: Path, capsys: Capture, argv: list[str], why: str
+) -> None:
+    assert why in said(capsys, *(str(run) if a == "RUN" else a for a in argv), code=2)
+
+
+def test_the_run_that_is_meant_is_found(
+    run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "there is no run in" in said(capsys, "status", code=2)
+    monkeypatch.chdir(run)
+    assert told(capsys, "status")["run"] == "mine"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to(run.parent)
+    assert told(capsys, "status")["run"] == "mine"
+
+
+async def test_a_pool_that_does_not_answer_is_told_with_the_rest(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Silent:
+        async def get_statistics(self) -> Any:
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr("stepwell.status.ANSWER_S", 0.01)
+    view = RunView(run, read_run(run), True, cast(Any, Silent()))
+    status = await read_status(view)
+    assert status["pool"] == {"error": "no answer in 0.01 s"}
+    assert status["state"] == "ended", "nobody holds its lock"
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(status_screen(status, status))
+    assert "the pool does not answer: no answer in 0.01 s" in console.export_text()

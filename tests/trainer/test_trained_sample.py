@@ -1,0 +1,69 @@
+"""What a run leaves behind of each optimizer step: its own tokens with its own columns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stepwell.datapool.files.trained import read_trained, trained_steps
+from stepwell.trainer import trained_sample
+from tests.trainer.small_run import small_config, small_run
+
+
+async def test_a_run_keeps_what_each_step_was_trained_on_with_the_columns_of_its_loss(
+    tmp_path: Path,
+) -> None:
+    async with small_run(small_config(tmp_path, "trainer.sample_groups=2")) as run:
+        records = await run.train()
+    folder = run.config.run.dir
+    assert trained_steps(folder) == [r["step"] for r in records] == [1, 2, 3, 4]
+    trained = zip(trained_steps(folder), run.backend.steps, run.backend.columns, strict=True)
+    for step, steps, columns_of in trained:
+        found = read_trained(folder, step)
+        assert found.about["groups"] == 2
+        kept = [s for t in found.trajectories for s in t.trajectory.steps]
+        assert kept == steps
+        for name in ("advantages", "weights", "prox_log_probs"):
+            columns = np.concatenate([c[name] for t in found.trajectories for c in t.columns])
+            np.testing.assert_allclose(columns, columns_of[name].numpy(), atol=1e-6)
+
+
+async def test_none_is_kept_where_none_is_wanted_and_a_full_disk_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with small_run(small_config(tmp_path, "trainer.sample_groups=0")) as run:
+        await run.train(1)
+    assert not trained_steps(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(trained_sample, "write_trained", full)
+    async with small_run(small_config(tmp_path)) as run:
+        assert len(await run.train(2)) == 2
+    assert "no space left on device" in caplog.text
+
+
+def with_tests(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
+    return {"score": 1.0, "tests": {0: True, 1: False}}
+
+
+def with_seed(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
+    return {"score": 1.0, "seed": 2**70}
+
+
+async def test_what_a_reward_says_beside_the_score_ends_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Keys that are no text become text; of the seed JSON has no word."""
+    for function in (with_tests, with_seed):
+        mine = f"rollout.reward={__name__}:{function.__name__}"
+        (folder := tmp_path / function.__name__).mkdir()
+        async with small_run(small_config(folder, mine), reward=lambda task, index: None) as run:
+            assert len(await run.train(1)) == 1
+    (first, *_) = read_trained(tmp_path / "with_tests", 1).trajectories
+    assert first.trajectory.metadata["reward_extra_info"] == {"tests": {"0": True, "1": False}}
+    assert "the sample of optimizer step 1 is not written" in caplog.text

@@ -1,0 +1,99 @@
+"""What trajectories look like in numbers: each figure by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stepwell.datapool.types import Group, Step, Trajectory
+from stepwell.trainer.trajectory_metrics import tool_use, trajectory_metrics
+
+
+def step(
+    prompt: int,
+    response: int,
+    index: int = 0,
+    tool_calls: int | None = None,
+    messages: list[dict[str, Any]] | None = None,
+    **fields: Any,
+) -> Step:
+    said = {"tool_calls": tool_calls, "messages": messages}
+    return Step(
+        metadata={k: v for k, v in said.items() if v is not None},
+        prompt_ids=range(prompt),
+        response_ids=range(response),
+        trajectory_uid="t",
+        prompt_uid="p",
+        step_index=index,
+        **fields,
+    )
+
+
+def group(*trajectories: tuple[Step, ...], source: str | None = None) -> Group:
+    task = {} if source is None else {"data_source": source}
+    return Group(
+        "p", tuple(Trajectory("t", "p", steps) for steps in trajectories), metadata={"task": task}
+    )
+
+
+def result(text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": "c", "content": text}
+
+
+def test_lengths_and_turns_are_of_whole_trajectories() -> None:
+    two_calls = (step(10, 3), step(20, 5, 1, reward=1.0, finish_reason="length"))
+    one_call = (step(4, 2, reward=0.0, finish_reason="stop"),)
+    metrics = trajectory_metrics([group(two_calls), group(one_call)])
+    assert {k: v for k, v in metrics.items() if "reward" not in k} == {
+        "prompt_length/mean": 7.0,
+        "prompt_length/min": 4.0,
+        "prompt_length/max": 10.0,
+        "response_length/mean": 5.0,
+        "response_length/min": 2.0,
+        "response_length/max": 8.0,
+        "response_length/clip_ratio": 0.5,
+        "num_turns/mean": 1.5,
+        "num_turns/min": 1.0,
+        "num_turns/max": 2.0,
+    }
+
+
+def test_rewards_have_a_spread_and_a_mean_for_each_data_source() -> None:
+    groups = [
+        group((step(1, 1, reward=1.0),), (step(1, 1, reward=0.0),), source="gsm8k"),
+        group((step(1, 1, reward=-1.0),), (step(1, 1),), source="math"),
+        group((step(1, 1, reward=4.0),)),
+    ]
+    metrics = trajectory_metrics(groups)
+    assert {k: v for k, v in metrics.items() if "reward" in k} == {
+        "reward/mean": 1.0,
+        "reward/min": -1.0,
+        "reward/max": 4.0,
+        "reward/std": pytest.approx(3.5**0.5),  # (0 + 1 + 4 + 9) / 4: of the population
+        "reward/gsm8k/mean": 0.5,
+        "reward/math/mean": -1.0,  # a missing reward is no 0
+        "reward/unknown/mean": 4.0,
+    }
+
+
+def test_what_nothing_was_scored_of_has_no_reward() -> None:
+    assert not [k for k in trajectory_metrics([group((step(1, 1),))]) if "reward" in k]
+    assert trajectory_metrics([]) == {}
+
+
+def test_tools_are_told_of_where_the_model_was_offered_some() -> None:
+    offered = (
+        step(1, 1, tool_calls=2),
+        step(1, 1, 1, tool_calls=1, messages=[result("7"), result("error: no tool 'x'")]),
+        step(1, 1, 2, tool_calls=0, messages=[result("Error: timeout"), {"role": "assistant"}]),
+    )
+    groups = [group(offered), group((step(1, 1, tool_calls=0),)), group((step(1, 1),))]
+    metrics = trajectory_metrics(groups)
+    assert metrics["tool_calls/mean"] == 1.5  # 3 and 0
+    assert metrics["tool_errors"] == pytest.approx(2 / 3)
+    assert tool_use(groups) == pytest.approx(1 / 3)
+    without = trajectory_metrics(groups[2:])
+    assert "tool_calls/mean" not in without
+    assert "tool_errors" not in without
+    assert tool_use(groups[2:]) is None

@@ -1,0 +1,280 @@
+"""The pages in a real browser: they work by mouse and keyboard, say what the pool says, run nothing
+that an agent wrote, and have no serious finding of axe.
+
+    make test-ui      Playwright from PyPI with the system's chromium
+
+Not collected by `make test`: that needs no browser.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from axe_playwright_python.async_playwright import Axe
+from playwright.async_api import Browser, Page, async_playwright, expect
+
+from tests.ui.demo import HOSTILE, Demo, demo, fill, train
+
+CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
+KEY = "an-admin-key-for-the-browser"
+HOSTILE_UID = f"chain_sum/1001:{HOSTILE}"
+SHORT = (
+    *("logging.wandb=disabled", "trainer.train_batch_size=2", "rollout.n=4", "data.val.size=8"),
+    *("rollout.max_outstanding_groups=4", "trainer.total_steps=500"),
+)
+SHOTS = os.environ.get("STEPWELL_SHOTS")
+"""A folder for screenshots of every page."""
+
+
+@pytest.fixture
+async def shown(tmp_path: Path) -> AsyncIterator[Demo]:
+    async with demo(tmp_path) as served:
+        await fill(served)
+        await train(served)
+        yield served
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Browser]:
+    async with async_playwright() as playwright:
+        found = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        await found.close()
+
+
+async def opened(browser: Browser, scheme: Any = "light") -> Page:
+    """A page that fails its test if a script fails or the policy refuses one of ours."""
+    context = await browser.new_context(
+        viewport={"width": 1440, "height": 900}, color_scheme=scheme, accept_downloads=True
+    )
+    page = await context.new_page()
+    page.failures = []  # type: ignore[attr-defined]
+    page.on("pageerror", lambda e: page.failures.append(str(e)))  # type: ignore[attr-defined]
+    page.on(
+        "console",
+        lambda m: page.failures.append(m.text) if m.type == "error" else None,  # type: ignore[attr-defined]
+    )
+    return page
+
+
+async def go(page: Page, served: Demo, where: str = "overview", **params: Any) -> None:
+    search = "&".join(f"{k}={quote(str(v), safe='')}" for k, v in params.items())
+    await page.goto(f"{served.url}/ui#/{where}?{search}")
+    await expect(page.locator("main h1").first).to_be_attached()
+
+
+def pages(step: int) -> list[tuple[str, str, dict[str, Any]]]:
+    """Name, page and parameters of every view."""
+    hostile = {"uid": HOSTILE_UID, "channel": "train"}
+    trained = {"uid": "chain_sum/1001:2", "step": step}
+    return [
+        ("overview", "overview", {}),
+        ("groups", "groups", {}),
+        ("gone", "groups", {"view": "gone"}),
+        ("group", "group", {"prompt_uid": "chain_sum/1005"}),
+        ("trajectories", "trajectories", {}),
+        ("conversation", "trajectory", hostile),
+        ("tokens", "trajectory", {**trained, "view": "tokens", "at": 0}),
+        ("timing", "trajectory", {**hostile, "view": "timing"}),
+        ("details", "trajectory", {**hostile, "view": "details"}),
+        ("batches", "batches", {}),
+        ("batch", "batch", {"step": step}),
+        ("curation", "curation", {}),
+        ("pool", "pool", {}),
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_every_page_is_shown_runs_nothing_of_an_agents_and_satisfies_axe(
+    shown: Demo, browser: Browser, scheme: str
+) -> None:
+    page = await opened(browser, scheme)
+    for name, where, params in pages(40):
+        await go(page, shown, where, **params)
+        await page.wait_for_timeout(1300 if name in ("overview", "pool") else 300)
+        found = await Axe().run(page)
+        serious = [
+            (v["id"], [node["html"][:200] for node in v["nodes"][:3]])
+            for v in found.response["violations"]
+            if v["impact"] in ("serious", "critical")
+        ]
+        assert not serious, f"{name}: {serious}"
+        assert "owned" not in await page.title(), name
+        assert not await page.locator("main img, main script").count(), name
+        assert not page.failures, f"{name}: {page.failures}"  # type: ignore[attr-defined]
+        if SHOTS:
+            await page.screenshot(path=f"{SHOTS}/{name}-{scheme}.png")
+
+
+async def test_the_overview_moves_with_the_run(shown: Demo, browser: Browser) -> None:
+    page = await opened(browser)
+    await go(page, shown)
+    pool = page.locator(".node", has_text="Pool")
+    await expect(pool.locator(".main")).to_contain_text("4 groups ready")
+    lease = await shown.pool.lease_batch(batch_size=2)
+    assert lease is not None
+    await expect(pool.locator(".main")).to_contain_text("2 groups ready", timeout=4000)
+    await expect(page.locator(".state")).to_have_text("live")
+
+
+async def test_a_trajectory_is_found_read_and_searched(shown: Demo, browser: Browser) -> None:
+    page = await opened(browser)
+    await go(page, shown, "trajectories")
+    await page.get_by_label("Reward from").fill("0.5")
+    await page.keyboard.press("Tab")
+    right = await shown.pool.list_trajectories(min_reward=0.5)
+    await expect(page.locator("tbody tr")).to_have_count(len(right.items))
+    await page.get_by_role("link", name="chain_sum/1005:2").click()
+    await expect(page.locator(".message.tool .text")).to_contain_text("180")
+    await page.get_by_label("Search in this branch").fill("expression")
+    await expect(page.locator("mark")).to_have_count(1)
+    # A permalink brings back the same view.
+    await page.get_by_role("button", name="Tokens", exact=True).click()
+    address = page.url
+    again = await opened(browser)
+    await again.goto(address)
+    await expect(again.get_by_role("heading", name="as the model saw it")).to_be_visible()
+
+
+async def test_the_page_shows_the_tokens_of_the_journal(shown: Demo, browser: Browser) -> None:
+    page = await opened(browser)
+    uid = "chain_sum/1005:1"
+    (stored,) = (await shown.pool.read_trajectories(trajectory_uid=uid)).unpack()
+    for step in stored.trajectory.steps:
+        await go(page, shown, "trajectory", uid=uid, view="tokens", at=step.step_index)
+        await expect(page.get_by_role("heading", name=f"Turn {step.step_index} as")).to_be_visible()
+        earlier = page.get_by_role("button", name="Earlier tokens")
+        while await earlier.count():
+            await earlier.click()
+            await page.wait_for_timeout(200)
+        titles = await page.locator(".token[data-i]").evaluate_all("all => all.map(t => t.title)")
+        assert [int(t.split(" ")[0]) for t in titles] == step.token_ids.tolist()
+        own = await page.locator(".token.own[data-i]").count()
+        assert own == len(step.response_ids)
+    await page.locator(".tokens").focus()
+    for _ in range(3):
+        await page.keyboard.press("ArrowRight")
+    await expect(page.locator(".token.chosen")).to_have_attribute("data-i", "2")
+
+
+async def test_a_mark_is_set_and_undone_by_the_keyboard(shown: Demo, browser: Browser) -> None:
+    page = await opened(browser)
+    await go(page, shown, "trajectory", uid="chain_sum/1001:0", channel="train")
+    no = page.get_by_role("group", name="Trainable").get_by_role("button", name="no", exact=True)
+    await no.focus()
+    await page.keyboard.press("Enter")
+    await expect(page.locator(".chips .chip.bad")).to_have_text("not trainable")
+    run = await shown.pool.dry_run(batch_size=1)
+    assert run.decisions[0].n_withheld == 1
+    await page.locator(".toast").get_by_role("button", name="Undo").click()
+    await expect(page.locator(".chips .chip.bad")).to_have_count(0)
+    assert (await shown.pool.dry_run(batch_size=1)).decisions[0].n_withheld == 0
+    await page.get_by_label("Outcome reward, corrected").fill("0.25")
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_text("total now 0.25")).to_be_visible()
+
+
+async def test_a_policy_is_tried_and_data_downloaded(shown: Demo, browser: Browser) -> None:
+    page = await opened(browser)
+    await go(page, shown, "curation")
+    await page.get_by_role("button", name="others").click()
+    await page.get_by_label("Groups in the batch").fill("2")
+    await page.get_by_label("zero_variance").check()
+    await page.get_by_role("button", name="Try").click()
+    await expect(page.locator(".bars")).to_contain_text("serve: in_order")
+    async with page.expect_download() as download:
+        await page.get_by_role("link", name="Download").click()
+    assert (await download.value).suggested_filename == "train.jsonl"
+
+
+async def test_what_has_a_tag_is_found_among_many(shown: Demo, browser: Browser) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for i in range(1100):  # more than one answer looks at
+            tasks.create_task(shown.pool.open_trajectory(f"many-{i}", f"many-{i}"))
+    await shown.pool.mark(trajectory_uid="many-1099", tags=["rare"])
+    page = await opened(browser)
+    await go(page, shown, "curation")
+    tag = page.locator(".card", has_text="Find by tag").get_by_label("Tag")
+    await tag.fill("rare")
+    await tag.press("Enter")
+    await expect(page.get_by_role("link", name="many-1099")).to_be_visible()
+
+
+async def test_a_gateway_with_keys_asks_for_one(tmp_path: Path, browser: Browser) -> None:
+    async with demo(tmp_path, admin_keys=KEY) as served:
+        page = await opened(browser)
+        await page.goto(f"{served.url}/ui")
+        await page.get_by_label("Admin key").fill("no-key-of-this-gateway")
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("alert")).to_contain_text("no admin key")
+        await page.get_by_label("Admin key").fill(KEY)
+        await page.keyboard.press("Enter")
+        await expect(page.locator(".flow")).to_be_visible()
+        assert KEY not in page.url
+        assert KEY not in await page.evaluate("document.cookie + JSON.stringify(localStorage)")
+
+
+async def test_a_phone_shows_every_page(shown: Demo, browser: Browser) -> None:
+    page = await opened(browser)
+    await page.set_viewport_size({"width": 390, "height": 844})
+    for name, where, params in pages(40):
+        await go(page, shown, where, **params)
+        await page.wait_for_timeout(200)
+        wide = await page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= 400, f"{name} is {wide} px wide"
+
+
+async def test_every_page_of_a_live_quickstart(tmp_path: Path, browser: Browser) -> None:
+    """`stepwell train` as a user runs it, looked at while it trains."""
+    command = ["train", "--config", "quickstart", f"run.dir={tmp_path}", *SHORT]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "stepwell", *command), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        url = None
+        async with asyncio.timeout(180):
+            assert process.stdout is not None
+            while url is None:
+                line = (await process.stdout.readline()).decode()
+                assert line, "the run ended"
+                url = re.search(r"gateway at (http://\S+?);?\s", line)
+        reading = asyncio.create_task(process.stdout.read())
+        page = await opened(browser)
+        await page.goto(f"{url[1]}/ui#/overview")
+        trainer = page.locator(".node", has_text="Trainer").locator(".main")
+        await expect(trainer).to_contain_text(re.compile(r"^[4-9] optimizer"), timeout=180_000)
+        await page.goto(f"{url[1]}/ui#/batches")
+        await page.get_by_role("link", name="tokens kept").first.click()
+        await (
+            page.get_by_role("region", name="Trajectories of the sample")
+            .locator("a[href*='#/trajectory']")
+            .first.click()
+        )
+        await expect(page.locator(".turn").first).to_be_visible()
+        await page.get_by_role("button", name="Tokens", exact=True).click()
+        await expect(page.locator(".token.own").nth(1)).to_be_visible()
+        for where in ("overview", "groups", "trajectories", "curation", "pool"):
+            await page.goto(f"{url[1]}/ui#/{where}")
+            await expect(page.locator("main h1").first).to_be_attached()
+            found = await Axe().run(page)
+            assert not [
+                v["id"]
+                for v in found.response["violations"]
+                if v["impact"] in ("serious", "critical")
+            ]
+        assert not page.failures  # type: ignore[attr-defined]
+        process.send_signal(signal.SIGINT)
+        await reading
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()

@@ -1,0 +1,408 @@
+"""The dashboard over HTTP: who may look, what the answers say, what marks do. In a browser:
+`in_browser.py` (make test-ui)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from stepwell.datapool.config import SelectionConfig
+from stepwell.datapool.files.export import read
+from stepwell.datapool.types import Step, Trajectory
+from stepwell.gateway.ui.alerts import alerts
+from stepwell.gateway.ui.dashboard import as_json
+from stepwell.gateway.ui.router import STATIC
+from stepwell.gateway.ui.run_folder import RunFolder
+from stepwell.gateway.ui.trajectories import prefixes
+from tests.ui.demo import HOSTILE, Demo, demo, fill, train, write_run
+
+ADMIN, AGENT = "an-admin-key-for-tests", "an-agent-key-for-tests"
+
+
+@pytest.fixture
+async def shown(tmp_path: Path) -> AsyncIterator[Demo]:
+    async with demo(tmp_path) as served:
+        await fill(served, groups=3)
+        await train(served, steps=12)
+        yield served
+
+
+@pytest.fixture
+async def http(shown: Demo) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"{shown.url}/ui/api/") as client:
+        yield client
+
+
+async def ok(http: httpx.AsyncClient, path: str, **params: Any) -> Any:
+    answer = await http.get(path, params=params)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def posted(http: httpx.AsyncClient, path: str, **body: Any) -> Any:
+    answer = await http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+# -- who may look --------------------------------------------------------------------------------
+
+
+async def test_data_needs_an_admin_key_or_the_cookie_that_one_was_exchanged_for(
+    tmp_path: Path,
+) -> None:
+    keys: dict[str, Any] = {"admin_keys": ADMIN, "agent_keys": {"bot": {"key": AGENT}}}
+    async with (
+        demo(tmp_path, **keys) as served,
+        httpx.AsyncClient(base_url=served.url) as http,
+    ):
+        assert (await http.get("/ui")).status_code == 200
+        assert (await http.get("/ui/app.js")).status_code == 200
+        assert (await http.get("/ui/api/groups")).status_code == 401
+        assert (await http.get("/ui/api/groups", params={"key": ADMIN})).status_code == 401
+        bearer = {"authorization": f"Bearer {ADMIN}"}
+        assert (await http.get("/ui/api/groups", headers=bearer)).status_code == 200
+        agent = {"authorization": f"Bearer {AGENT}"}
+        assert (await http.get("/ui/api/groups", headers=agent)).status_code == 403
+        for wrong in ("no-key-of-this-gateway", AGENT, ""):
+            assert (await http.post("/ui/api/login", json={"key": wrong})).status_code == 401
+        long = await http.post("/ui/api/login", json={"key": "k" * 10_000})
+        assert long.status_code == 413, "nobody without a key fills the memory"
+        page = {"origin": "https://elsewhere.example"}
+        login = await http.post("/ui/api/login", json={"key": ADMIN}, headers=page)
+        assert login.status_code == 403
+        login = await http.post("/ui/api/login", json={"key": ADMIN})
+        cookie = login.headers["set-cookie"]
+        assert login.status_code == 200
+        assert {"HttpOnly", "SameSite=strict", "Path=/ui"} <= set(cookie.split("; "))
+        assert ADMIN not in cookie
+        assert (await http.get("/ui/api/groups")).status_code == 200
+        beside = {"cookie": 'prefs={"a": [1, 2]}; =; \x22; ' + cookie.split(";")[0]}
+        assert (await http.get("/ui/api/groups", headers=beside)).status_code == 200
+        # It opens the dashboard alone.
+        name, _, value = cookie.split(";")[0].partition("=")
+        http.cookies.set(name, value, path="/")
+        assert (await http.get("/statistics")).status_code == 401
+        until, _, mac = value.partition(".")
+        for forged in (f"{int(until) + 9}.{mac}", f"{until}.{mac[:-1]}", f"99999999999.{'A' * 43}"):
+            http.cookies.clear()
+            http.cookies.set(name, forged, path="/")
+            assert (await http.get("/ui/api/groups")).status_code == 401
+        left = (await http.post("/ui/api/logout")).headers["set-cookie"]
+        assert {f'{name}=""', "Max-Age=0", "Path=/ui"} <= set(left.split("; "))
+
+
+async def test_a_session_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepwell.gateway.keys.SESSION_S", -1)
+    async with (
+        demo(tmp_path, admin_keys=ADMIN) as served,
+        httpx.AsyncClient(base_url=served.url) as http,
+    ):
+        cookie = (await http.post("/ui/api/login", json={"key": ADMIN})).headers["set-cookie"]
+        name, _, value = cookie.split(";")[0].partition("=")
+        http.cookies.set(name, value, path="/")
+        assert (await http.get("/ui/api/groups")).status_code == 401
+
+
+async def test_no_script_runs_but_the_dashboards_own_files(shown: Demo) -> None:
+    async with httpx.AsyncClient(base_url=shown.url) as http:
+        page = await http.get("/ui")
+        policy = page.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "script-src 'self'" in policy
+        assert "unsafe" not in policy
+        for script in re.findall(r"<script([^>]*)>(.*?)</script>", page.text, re.DOTALL):
+            assert "src=" in script[0]
+            assert not script[1]
+        assert not re.search(r'\son\w+="|style="|javascript:', page.text)
+        again = await http.get("/ui/app.js")
+        tag = {"if-none-match": again.headers["etag"]}
+        assert (await http.get("/ui/app.js", headers=tag)).status_code == 304
+        for outside in ("/ui/../router.py", "/ui/%2e%2e/router.py", "/ui/tsconfig.json"):
+            assert (await http.get(outside)).status_code == 404
+    for module in STATIC.glob("*.js"):
+        assert not re.search(r"innerHTML|dangerously|\beval\(|new Function", module.read_text())
+
+
+async def test_a_trajectory_may_be_called_ui(shown: Demo) -> None:
+    async with httpx.AsyncClient(base_url=shown.url) as http:
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        answer = await http.post("/ui/api/v1/chat/completions", json=body)
+        assert answer.headers["x-stepwell-trajectory"] == "ui"
+
+
+# -- what is shown -------------------------------------------------------------------------------
+
+
+async def test_listings_come_in_pages_and_filtered(http: httpx.AsyncClient) -> None:
+    every = (await ok(http, "trajectories"))["items"]
+    assert len(every) == 8
+    # chain_sum/1000 was dropped: all of its rollouts were right
+    assert {row["group_state"] for row in every} == {"ready", "open"}
+    wrong = await ok(http, "trajectories", max_reward=0.5)
+    assert {row["reward"] for row in wrong["items"]} == {0.0}
+    assert (await ok(http, "groups", state="open"))["items"][0]["n_running"] == 1
+    tagged = (await ok(http, "groups", tag="looked at"))["items"]
+    assert [row["prompt_uid"] for row in tagged] == ["chain_sum/1002"]
+    gone = await ok(http, "events", kinds="dropped", channel="train")
+    assert gone["reasons"] == ["zero_variance"]
+    assert [e["prompt_uid"] for e in gone["items"]] == ["chain_sum/1000"]
+    assert not (await ok(http, "events", kinds="dropped", reason="stale"))["items"]
+    refused = await http.get("groups", params={"min_reward": "much"})
+    assert refused.status_code == 400
+    assert "min_reward is 'much'" in refused.text
+
+
+async def test_a_trajectory_shows_its_tree_and_the_tokens_of_the_journal(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    for row in (await ok(http, "trajectories"))["items"]:
+        named = {"channel": "train", "trajectory_uid": row["trajectory_uid"]}
+        tree = await ok(http, "trajectory", **named)
+        page = await shown.pool.read_trajectories(trajectory_uid=row["trajectory_uid"])
+        (stored,) = page.unpack()
+        steps = stored.trajectory.steps
+        assert [s["index"] for s in tree["steps"]] == [s.step_index for s in steps]
+        assert [s["parent"] for s in tree["steps"]] == [s.parent_index for s in steps]
+        for step in steps:
+            told = await ok(http, "tokens", **named, index=step.step_index, start=0)
+            check_tokens(told, step)
+    branches = [s["branch"] for s in tree["steps"]]
+    assert branches == [None, None]  # the last one listed has no side question
+    side = await ok(http, "trajectory", trajectory_uid="chain_sum/1002:1")
+    assert [s["branch"] for s in side["steps"]] == [None, "new_conversation", None]
+    assert side["branches"] == [[1], [0, 2]]
+    assert side["steps"][2]["messages"][-1]["content"].startswith("The answer is")
+    assert side["steps"][0]["messages"][-1]["tool_calls"][0]["function"]["name"] == "calculator"
+    assert side["steps"][0]["timing"]["engine_s"] > 0
+
+
+def check_tokens(told: Any, step: Step) -> None:
+    assert told["ids"] == step.token_ids.tolist()
+    assert step.rollout_log_probs is not None
+    n = len(step.prompt_ids)
+    assert told["columns"]["log_probs"][:n] == [None] * n
+    assert told["columns"]["log_probs"][n:] == pytest.approx(step.rollout_log_probs, abs=1e-5)
+    spans = step.version_spans
+    versions = [s.version for s in spans for _ in range(s.start, s.end)]
+    assert told["versions"][n:] == (versions or [step.policy_version] * len(step.response_ids))
+    assert "".join(told["texts"][n:]).endswith("<|im_end|>")
+
+
+async def test_a_running_trajectory_shows_its_steps_so_far(http: httpx.AsyncClient) -> None:
+    running = await ok(http, "trajectory", trajectory_uid="chain_sum/1002:3")
+    assert running["row"]["state"] == "open"
+    assert len(running["steps"]) == 2
+
+
+async def test_a_group_shows_its_rollouts_and_the_tokens_that_they_share(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    told = await ok(http, "group", prompt_uid="chain_sum/1001")
+    page = await shown.pool.read_trajectories(prompt_uid="chain_sum/1001")
+    steps = [s for each in page.unpack() for s in each.trajectory.steps]
+    assert told["prefixes"]["calls"] == sum(s.n_tokens for s in steps)
+    distinct = {tuple(s.token_ids.tolist()[: n + 1]) for s in steps for n in range(s.n_tokens)}
+    assert told["prefixes"]["tree"] == len(distinct)
+    assert [row["state"] for row in told["trajectories"]] == ["complete"] * 4
+    assert len([text for text in told["last"].values() if text.startswith("The answer is")]) == 4
+    missing = await http.get("group", params={"prompt_uid": "chain_sum/1000"})
+    assert missing.status_code == 404
+    assert "Recently gone" in missing.text
+
+
+def test_a_tree_of_any_depth_can_be_written() -> None:
+    """A conversation that goes back one turn further each time."""
+    trajectory = Trajectory("t", "p", tuple(_step(i, 400 - i) for i in range(400)))
+    tree = prefixes([trajectory], lambda ids: "")
+    assert tree["branches"] == sum(402 - i for i in range(400))
+    assert tree["tree"] < tree["branches"]
+    assert json.loads(as_json(tree))
+
+
+def _step(index: int, n: int) -> Step:
+    ids: dict[str, Any] = {"prompt_ids": [5] * n, "response_ids": [7, 8]}
+    return Step(**ids, trajectory_uid="t", prompt_uid="p", step_index=index)
+
+
+async def test_what_a_step_was_trained_on_is_shown_with_the_trainers_columns(
+    http: httpx.AsyncClient,
+) -> None:
+    batches = (await ok(http, "batches"))["items"]
+    assert [b["step"] for b in batches if b["sampled"]] == [12, 11]
+    sample = (await ok(http, "batch", step=12))["sample"]
+    first = sample["trajectories"][0]
+    assert first["advantage"] != 0
+    named = {"trajectory_uid": first["trajectory_uid"], "step": 12}
+    tree = await ok(http, "trajectory", **named)
+    assert tree["steps"][0]["advantages"] == pytest.approx(first["advantage"], abs=1e-4)
+    told = await ok(http, "tokens", **named, index=0)
+    assert {"advantages", "weights", "prox_log_probs", "mask", "log_probs"} == set(told["columns"])
+    group = await ok(http, "group", prompt_uid=first["prompt_uid"], step=12)
+    assert group["trajectories"] == sample["trajectories"]
+    assert 0 < group["prefixes"]["tree"] < group["prefixes"]["calls"]
+    assert (await http.get("batch", params={"step": 99})).status_code == 404
+
+
+async def test_curves_hold_every_evaluation_and_the_lag_of_the_last_steps(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    write_run(shown.run_dir, 3000)
+    told = await ok(http, "metrics", key=["reward/mean", "val/score"])
+    steps, scores = told["series"]["step"], told["series"]["val/score"]
+    assert len(steps) <= 1000
+    assert steps[-1] == 3000
+    assert [s for s, v in zip(steps, scores, strict=True) if v] == list(range(10, 3001, 10))
+    assert [name for name, _ in told["lag"]] == ["0-1", "1-2", "2-4"]
+
+
+# -- live ----------------------------------------------------------------------------------------
+
+
+async def test_pages_are_told_once_a_second_and_nobody_is_asked_when_they_have_left(
+    shown: Demo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepwell.gateway.ui.live.TICK_S", 0.05)
+    live = shown.app[0].state.services.dashboard.live
+    async with (
+        httpx.AsyncClient(base_url=shown.url) as http,
+        http.stream("GET", "/ui/api/live") as stream,
+    ):
+        lines = (line async for line in stream.aiter_lines() if line)
+        first = json.loads((await anext(lines)).removeprefix("data: "))
+        assert first["pool"]["train"]["groups"]["dropped"] == 1
+        assert first["metrics"]["step"] == 12
+        assert await anext(lines)
+        assert live._task is not None
+    async with asyncio.timeout(5):
+        await live._task
+
+
+def test_alerts_say_what_is_wrong_and_why() -> None:
+    tick = {
+        "gateway": {"engine": {"engines": [{"url": "http://e", "state": "down", "version": 1}]}},
+        "pool": {
+            "train": {
+                "groups": {
+                    "dropped": 30,
+                    "acked": 10,
+                    "drop_reasons": {"stale": 28, "deadline": 2},
+                },
+                "oldest_open": [
+                    {"prompt_uid": "p", "age_s": 999.0, "running": 0, "why": "1 of 4 complete"}
+                ],
+            }
+        },
+        "metrics": {"log_prob_gap": 0.7, "wait/trainer_starved": 0.9},
+    }
+    found = {alert.title: alert.why for alert in alerts(tick)}
+    assert list(found) == [
+        "Engine http://e is down",
+        "Group p in train is starving",
+        "75% of the groups of train were dropped",
+        "Engine and trainer disagree: log-prob gap 0.7",
+        "The trainer waits for groups 90% of the time",
+    ]
+    assert found["75% of the groups of train were dropped"] == "28 stale, 2 deadline"
+    well = {"gateway": {}, "pool": {}, "metrics": {"log_prob_gap": 1e-4}}
+    assert not list(alerts(well))
+    assert [a.title for a in alerts({"pool": None})] == ["The pool does not answer"]
+
+
+# -- curation ------------------------------------------------------------------------------------
+
+
+async def test_what_is_marked_untrainable_is_not_in_the_next_batch_until_that_is_undone(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    uid = f"chain_sum/1001:{HOSTILE}"
+    marked = await posted(http, "mark", trajectory_uid=uid, marks={"trainable": False})
+    assert marked["before"]["trainable"] is None
+    run = await posted(http, "dry_run", batch_size=1)
+    assert run["decisions"][0]["n_withheld"] == 1
+    await posted(http, "mark", trajectory_uid=uid, marks={"trainable": None})
+    run = await posted(http, "dry_run", batch_size=1)
+    assert run["decisions"][0]["n_withheld"] == 0
+    await posted(http, "mark", trajectory_uid=uid, marks={"trainable": False})
+    lease = await shown.pool.lease_batch()
+    assert lease is not None
+    assert len(lease.groups[0].trajectories) == 3
+    assert uid not in {s.trajectory_uid for s in lease.steps}
+    refused = await http.post("mark", json={"trajectory_uid": uid, "marks": {"tags": ["late"]}})
+    assert "was served already" in refused.text
+    refused = await http.post("mark", json={"trajectory_uid": uid, "marks": {"channel": "val"}})
+    assert refused.status_code == 400
+    assert "marks have no field 'channel'" in refused.text
+
+
+async def test_a_reward_is_corrected_and_put_back(shown: Demo, http: httpx.AsyncClient) -> None:
+    named = {"trajectory_uid": "chain_sum/1001:0"}
+    assert await posted(http, "reward", **named, reward=0.25) == {
+        "before": 1.0,
+        "outcome": "accepted",
+    }
+    assert (await ok(http, "trajectories", **named))["items"][0]["reward"] == 0.25
+    await posted(http, "reward", **named, reward=1.0)
+    assert (await ok(http, "trajectories", **named))["items"][0]["reward"] == 1.0
+    assert (await http.post("reward", json={**named, "reward": "much"})).status_code == 400
+
+
+async def test_a_dry_run_that_would_hold_up_the_pool_is_refused(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepwell.gateway.ui.dashboard.MOST_TRIED", 0)
+    refused = await http.post("dry_run", json={"batch_size": 1})
+    assert refused.status_code == 400
+    assert "has 1 ready groups" in refused.text
+
+
+async def test_a_dry_run_tries_built_in_rules_and_loads_no_code(http: httpx.AsyncClient) -> None:
+    strict = SelectionConfig(order="freshest", filters=("all_correct(1.0)", "scored"))
+    run = await posted(http, "dry_run", batch_size=1, selection=strict.model_dump())
+    assert run["counts"] == {"serve": {"in_order": 1}}
+    for rule in ("os:system", "antigravity.anything", "slime_filter(os.system)"):
+        answer = await http.post("dry_run", json={"selection": {"filters": [rule]}})
+        assert answer.status_code == 400
+        assert "may name" in answer.text
+    for wrong in ({"sort": "fifo"}, {"filters": None}, {"filters": 5}, {"order": ["fifo"]}):
+        answer = await http.post("dry_run", json={"selection": wrong})
+        assert answer.status_code == 400, answer.text
+
+
+async def test_data_is_exported_as_a_file_and_deleted(
+    http: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    for form in ("jsonl", "parquet"):
+        answer = await http.get("export", params={"format": form, "state": "complete"})
+        path = tmp_path / f"all.{form}"
+        path.write_bytes(answer.content)
+        assert len(list(read(path))) == 7
+    assert (await http.get("export", params={"format": "csv"})).status_code == 400
+    deleted = await posted(http, "delete", trajectory_uid="chain_sum/1001:0")
+    assert len(deleted["deleted"]) == 4
+    assert len((await ok(http, "trajectories"))["items"]) == 4
+
+
+# -- the run's folder ----------------------------------------------------------------------------
+
+
+def test_metrics_are_read_as_they_grow_and_a_step_that_was_done_again_counts_once(
+    tmp_path: Path,
+) -> None:
+    folder, path = RunFolder(tmp_path), tmp_path / "metrics.jsonl"
+    assert folder.steps() == []
+    path.write_text('{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n{"step": 3, "lo')
+    assert folder.steps() == [1, 2]
+    with path.open("a") as file:
+        file.write('ss": 1}\n{"step": 2, "loss": 9}\n')
+    assert folder.series(["loss"]) == {"step": [1, 2, 3], "loss": [3, 9, 1]}
+    path.unlink()
+    path.write_text('{"step": 1, "loss": 7}\n')
+    assert folder.series(["loss"])["loss"] == [7]

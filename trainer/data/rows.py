@@ -1,0 +1,56 @@
+"""Rows as plain objects: which columns tasks are made of, and what JSON makes of their values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+from stepwell.trainer.config import TableConfig
+
+Row: TypeAlias = dict[str, Any]
+
+
+def lookup(row: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """The value of `key`, or, reaching into objects, of `key.with.dots`."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return default
+        value = value[part]
+    return value
+
+
+class Columns:
+    """The columns of a source that tasks are made of."""
+
+    def __init__(self, config: TableConfig) -> None:
+        self._lists = [key for key in (config.prompt_key, config.tool_key) if key is not None]
+        keys = (*self._lists, config.label_key, config.metadata_key, "instance_id", "data_source")
+        self._wanted = {part for key in keys if key for part in (key, key.partition(".")[0])}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._wanted
+
+    def read(self, stored: Mapping[str, Any]) -> Row:
+        """The row as JSON has it; of other columns the names alone, which a message may tell."""
+        known = {k: v if k in self else None for k, v in stored.items()}
+        row: Row = json.loads(json.dumps(known, default=_plain))
+        # A table gives every message and tool the fields of all; null is how it says "has none".
+        for key in self._lists:
+            if isinstance(value := lookup(row, key), list):
+                value[:] = [_without_nulls(v, keep=("content",)) for v in value]
+        return row
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and tensors as lists, anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _without_nulls(value: Any, keep: Iterable[str] = ()) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None or k in keep}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value

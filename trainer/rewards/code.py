@@ -1,0 +1,251 @@
+"""This module pays for programs that pass the task's tests, each test run in the sandbox
+(`trainer/sandbox.py`): a process of its own in an empty folder, without a network where the system
+lets us, with limits of time and memory.
+
+::
+
+    answer ──► its last code block ─┬─ inputs, outputs            a program: stdout compared
+                                    ├─ inputs, outputs, fn_name   a function: result compared
+                                    └─ asserts, check(candidate)  run to their end
+
+A program that fails, hangs or floods has failed its test: 0. A sandbox that cannot be started is a
+missing score.
+
+Forms of the truth: PRIME's and verl's `{"inputs", "outputs", "fn_name"}` (APPS, TACO,
+codecontests, codeforces), also with `assert_case`; MBPP's `test_list`; HumanEval's `test` and
+`entry_point`. Sources: verl 0.9, `verl/utils/reward_score/prime_code`, `sandbox_fusion`; the data
+sets' cards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stepwell.trainer.errors import RewardCrashError, RewardValueError
+from stepwell.trainer.sandbox import SandboxConfig, run
+
+MOST_OF_A_WRONG_ONE = 10
+"""Tests that count for a program that does not pass them all, as in verl."""
+_BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_PRELUDE = """\
+import bisect, collections, functools, heapq, itertools, json, math, random, re, string, sys
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import gcd, ceil, floor, sqrt, inf, log
+from typing import *
+"""
+"""What these sets' answers use without importing it."""
+_ALONE = f"{_PRELUDE}exec(compile({{code!r}}, '<answer>', 'exec'), globals())\n"
+_AS_MODULE = f"""\
+import os, sys, types
+given, answer = os.fdopen(os.dup(0), encoding="utf-8"), types.ModuleType("answer")
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # an answer that reads must not read its test
+sys.modules["answer"] = answer
+exec({_PRELUDE!r}, answer.__dict__)
+exec(compile({{code!r}}, "<answer>", "exec"), answer.__dict__)
+"""
+_TESTED = _AS_MODULE + "exec(compile(given.read(), '<tests>', 'exec'), answer.__dict__)\n"
+_CALLED = (
+    _AS_MODULE
+    + """\
+import json
+name, arguments, mark = json.loads(given.read())
+owner = answer.Solution() if hasattr(answer, "Solution") else answer
+print("\\n" + mark + json.dumps(getattr(owner, name)(*arguments), default=list))
+"""
+)
+
+
+class _Test(NamedTuple):
+    """What is run, and whether its output is right. What it is compared with never enters the
+    process; a test that has to be run there is read after the answer, and ends with a mark that
+    the answer does not know."""
+
+    harness: str
+    stdin: str
+    passes: Callable[[str], bool]
+    output_chars: int = 0
+    """What it may at least write."""
+
+
+class CodeReward:
+    """1.0 for a program that passes every test; else the share of those it passes (of the first
+    10), or 0.0 without `continuous`. Beside it `acc`, `passed` and `tests`.
+
+    Args:
+        continuous: whether a part of the tests pays.
+        limits: of one test, as `SandboxConfig`; 1024 MB unless it says so.
+        total_s: after which no test of an answer is begun; those that were not have failed. Keep it
+            and one test's `wall_s` below `rollout.reward.timeout_s`.
+    """
+
+    def __init__(
+        self,
+        continuous: bool = True,
+        limits: Mapping[str, Any] | None = None,
+        total_s: float = 40.0,
+    ) -> None:
+        self._continuous = continuous
+        self._limits = SandboxConfig.model_validate({"memory_mb": 1024, **(limits or {})})
+        self._total_s = total_s
+
+    async def __call__(
+        self,
+        data_source: str,
+        solution_str: str,
+        ground_truth: Any,
+        extra_info: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """
+        Args:
+            ground_truth: tests in one of the module's forms, or as JSON, or as Python code.
+            extra_info: may hold what the truth lacks: `entry_point`, `prompt`, `test_setup_code`.
+
+        Raises:
+            RewardValueError: there are no tests in it.
+            RewardCrashError: the system does not isolate as `limits` require.
+        """
+        tests = list(_tests(ground_truth, extra_info or {}, data_source))
+        if not await self._limits.is_met():
+            raise RewardCrashError(
+                "limits.require_isolation is true, and this system permits no user namespaces "
+                "(unshare --map-root-user --net --pid fails); permit them, or set it to false"
+            )
+        code = _code_of(solution_str, extra_info or {}, ground_truth)
+        until = time.monotonic() + self._total_s
+        passed: list[bool] = []
+        for test in tests:
+            if time.monotonic() >= until or (
+                not all(passed) and (not self._continuous or len(passed) >= MOST_OF_A_WRONG_ONE)
+            ):
+                break
+            passed.append(await self._passes(test, code))
+        n = len(tests)
+        right = len(passed) == n and all(passed)
+        share = sum(passed[:MOST_OF_A_WRONG_ONE]) / min(n, MOST_OF_A_WRONG_ONE)
+        if len(passed) < n and all(passed):  # out of time: of all tests
+            share = len(passed) / n
+        score = 1.0 if right else share * self._continuous
+        return {"score": float(score), "acc": right, "passed": sum(passed), "tests": n}
+
+    async def _passes(self, test: _Test, code: str) -> bool:
+        most = max(self._limits.output_chars, test.output_chars)
+        limits = self._limits.model_copy(update={"output_chars": most})
+        with tempfile.TemporaryDirectory(prefix="stepwell-code-") as folder:
+            program = test.harness.replace("{code!r}", repr(code))
+            ended = await run(program, Path(folder), limits, test.stdin)
+        return not ended.failure and await asyncio.to_thread(test.passes, ended.output)
+
+
+def _code_of(answer: str, info: Mapping[str, Any], truth: Any) -> str:
+    """The last Python block of `answer`, else its last block, else all of it. What only goes on
+    after HumanEval's prompt gets the prompt before it."""
+    said = answer.rpartition("</think>")[2]
+    blocks = _BLOCK.findall(said)
+    python = [code for language, code in blocks if language.lower() in ("python", "py", "python3")]
+    code: str = [*(code for _, code in blocks), *python][-1] if blocks else said
+    known = {**info, **truth} if isinstance(truth, Mapping) else info
+    name, prompt = known.get("entry_point"), known.get("prompt")
+    if isinstance(prompt, str) and name and not re.search(rf"\bdef {re.escape(name)}\b", code):
+        code = prompt + code
+    return code
+
+
+def _tests(truth: Any, info: Mapping[str, Any], data_source: str) -> Sequence[_Test]:
+    if isinstance(truth, str):
+        try:
+            truth = json.loads(truth)
+        except ValueError:
+            truth = {"test": truth}
+    if isinstance(truth, list | tuple):
+        truth = {"test_list": truth}
+    truth = {} if not isinstance(truth, Mapping) else truth
+    if "input_output" in truth:  # APPS as it is on the Hub
+        return _tests(truth["input_output"], info, data_source)
+    known = {**info, **truth}
+    setup = "\n".join([str(known.get("test_setup_code") or ""), *(known.get("test_imports") or ())])
+    asserts = truth.get("assert_case") or truth.get("test_list")
+    inputs, outputs = truth.get("inputs"), truth.get("outputs")
+    if asserts:
+        return [_asserted(f"{setup}\n{a}") for a in asserts]
+    if truth.get("test"):
+        name = known.get("entry_point")
+        check = f"\ncheck({name})" if name and "def check" in truth["test"] else ""
+        return [_asserted(f"{setup}\n{truth['test']}{check}")]
+    if inputs and isinstance(outputs, Sequence) and len(inputs) == len(outputs):
+        name = truth.get("fn_name")
+        return [
+            _of_a_call(name, i, o) if name else _of_a_program(i, o)
+            for i, o in zip(inputs, outputs, strict=True)
+        ]
+    raise RewardValueError(
+        f"a task of {data_source!r} has the tests {truth!r:.80}; they should be inputs and outputs "
+        "of the same number, test_list, or test with entry_point: set label_key to where they are"
+    )
+
+
+def _asserted(tests: str) -> _Test:
+    mark = secrets.token_hex(16)
+    return _Test(
+        _TESTED, f"{tests}\nprint('\\n{mark}')", lambda output: output.rstrip().endswith(mark)
+    )
+
+
+def _of_a_call(name: str, given: Any, wanted: Any) -> _Test:
+    """As text, arguments stand one a line, as JSON."""
+    mark = secrets.token_hex(16)
+    arguments = [json.loads(x) for x in given.splitlines()] if isinstance(given, str) else given
+    want = json.loads(wanted) if isinstance(wanted, str) and _is_json(wanted) else wanted
+
+    def passes(output: str) -> bool:
+        _, found, result = output.rpartition(mark)
+        if not found or not _is_json(result):
+            return False
+        got = json.loads(result)
+        return bool(got == want or [got] == want)  # some sets put the one result into a list
+
+    return _Test(_CALLED, json.dumps([name, arguments, mark]), passes, 2 * len(json.dumps(want)))
+
+
+def _of_a_program(given: Any, wanted: Any) -> _Test:
+    """As lists, lines."""
+    stdin, want = (
+        "\n".join(map(str, x)) if isinstance(x, list | tuple) else str(x) for x in (given, wanted)
+    )
+    return _Test(_ALONE, stdin, lambda output: _same_output(output, want), 2 * len(want))
+
+
+def _same_output(output: str, want: str) -> bool:
+    """The same words, but for white space and the last digits of decimals."""
+    got, right = output.split(), want.split()
+    return len(got) == len(right) and all(map(_same_word, got, right))
+
+
+def _same_word(got: str, right: str) -> bool:
+    if got == right:
+        return True
+    try:
+        return "." in right and math.isclose(float(got), float(right), rel_tol=1e-6, abs_tol=1e-6)
+    except ValueError:
+        return False
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,78 @@
+"""This module calls reward functions of slime's signature, so that they work here as they stand.
+
+    async def custom_rm(args, sample, **kwargs) -> float | dict           # --custom-rm-path
+    async def custom_rm(args, samples, **kwargs) -> list                  # with --group-rm
+
+`sample` is slime's `Sample` where slime is installed, else `SlimeSample` with the same fields:
+prompt, response (the last one), label, metadata, status, tokens, loss_mask, …; of a trajectory of
+several branches, the last. `args` has the configured kwargs. Source: slime 0.3.1,
+`slime/rollout/rm_hub/__init__.py`, `docs/en/get_started/customization.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from stepwell.backends.slime.sample import SlimeSample, as_slime
+from stepwell.backends.slime.samples import to_samples
+from stepwell.datapool.types import Group
+from stepwell.trainer.rewards.base import RewardSample
+from stepwell.trainer.threads import function_name
+
+
+class _Arguments:
+    """What a function sees of slime's command line."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.reward_key = self.eval_reward_key = self.rm_type = self.rm_url = None
+        vars(self).update(given)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"args.{name} is not known here: set it in the kwargs of the reward's section"
+        )
+
+
+class SlimeReward:
+    """Called with one `RewardSample`, or with a group's."""
+
+    def __init__(self, function: Any, kwargs: Mapping[str, Any]) -> None:
+        self._function = function
+        self._args = _Arguments(kwargs)
+        self.__qualname__ = function_name(function)
+
+    def __call__(self, samples: RewardSample | Sequence[RewardSample]) -> Any:
+        if isinstance(samples, RewardSample):
+            return self._function(self._args, _sample(samples, 0))
+        return self._function(self._args, [_sample(s, i) for i, s in enumerate(samples)])
+
+
+def _sample(scored: RewardSample, index: int) -> Any:
+    info = scored.extra_info
+    return as_slime(
+        replace(
+            _tokens(scored),
+            group_index=0,
+            index=index,
+            rollout_id=index,
+            prompt=info.get("question", info.get("messages", "")),
+            response=scored.solution_str,
+            label=scored.ground_truth,
+            reward=info.get("agent_reward"),
+            metadata=dict(info),
+        )
+    )
+
+
+def _tokens(scored: RewardSample) -> SlimeSample:
+    """As they are trained; their reward is not known yet, and asked for."""
+    trajectory = scored.trajectory
+    if trajectory is None:
+        return SlimeSample(status=SlimeSample.Status.COMPLETED)
+    *earlier, last = trajectory.steps
+    asked = replace(trajectory, steps=(*earlier, replace(last, reward=0.0)), metadata={})
+    return to_samples([Group(trajectory.prompt_uid, (asked,))]).flat[-1]

@@ -1,0 +1,130 @@
+"""This module writes some of what each batch trains, as text, to `rollouts.jsonl` in the run's
+folder, so that people read what the policy did and what it was told about it.
+
+    {"step": 12, "version": 2, "prompt": "…", "response": "…", "reward": 1.0, "advantage": 0.9, …}
+
+One line per trajectory, `trainer.rollout_samples` of them a batch, spread over its groups; `step`
+is the first optimizer step that is taken on it. Bounded: a text is cut in its middle at
+`MAX_CHARS`, and a file that has grown over `MAX_BYTES` becomes `rollouts.old.jsonl`, in the place
+of the last one. A step that a resumed run does again stands twice; the later lines count.
+
+Does not own the sample tables of validation (`validation.py`) or recordings (`recording.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from stepwell.datapool.types import Group, Trajectory
+from stepwell.trainer.validation import versions_of
+
+log = logging.getLogger(__name__)
+
+ROLLOUTS = "rollouts.jsonl"
+OLD = "rollouts.old.jsonl"
+MAX_CHARS = 20_000
+MAX_BYTES = 64 << 20
+
+
+class RolloutSamples:
+    """The file of one run; see the module's docstring.
+
+    Args:
+        folder: of the run.
+        tokenizer_path: turns tokens into their text.
+        per_batch: trajectories of a batch; None: all.
+    """
+
+    def __init__(self, folder: Path, tokenizer_path: Path, per_batch: int | None) -> None:
+        self._folder = folder
+        self._tokenizer_path = tokenizer_path
+        self._per_batch = per_batch
+
+    def write(self, step: int, groups: Sequence[Group], advantages: Tensor | None = None) -> None:
+        """Append samples of the batch `groups`. A disk that takes nothing, or an answer that JSON
+        cannot hold, end no run: this is for people.
+
+        Args:
+            advantages: [T], of the response tokens of its steps, in order; None: not trained.
+        """
+        all_of = [(g, t) for g in groups for t in g.trajectories]
+        means: list[float | None] = [None] * len(all_of)
+        if advantages is not None:
+            tokens = [sum(len(s.response_ids) for s in t.steps) for _, t in all_of]
+            means = [float(own.mean()) for own in torch.split(advantages, tokens)]
+        n = len(all_of) if self._per_batch is None else min(self._per_batch, len(all_of))
+        chosen = sorted({i * len(all_of) // n for i in range(n)})
+        rows = [{"step": step, "advantage": means[i], **self._row(*all_of[i])} for i in chosen]
+        if not rows:
+            return
+        try:
+            self._append(b"".join(_json(row) + b"\n" for row in rows))
+        except (OSError, TypeError) as e:
+            log.warning("the rollouts of optimizer step %d are not written: %s", step, e)
+
+    def _append(self, lines: bytes) -> None:
+        path = self._folder / ROLLOUTS
+        if path.is_file() and path.stat().st_size > MAX_BYTES:
+            path.replace(self._folder / OLD)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            file.write(lines)
+
+    def _row(self, group: Group, trajectory: Trajectory) -> dict[str, Any]:
+        task: Mapping[str, Any] = group.metadata.get("task", {})
+        prompt = trajectory.steps[0].prompt_ids
+        last = trajectory.steps[-1]
+        whole = last.token_ids
+        if np.array_equal(whole[: len(prompt)], prompt):  # with what tools wrote in between
+            response = self._text(whole[len(prompt) :])
+        else:  # the history was rewritten on the way
+            response = "\n\n".join(self._text(s.response_ids) for s in trajectory.steps)
+        return {
+            "version": min(versions_of(trajectory)),
+            "data_source": task.get("data_source"),
+            "instance_id": task.get("instance_id"),
+            "prompt_uid": group.prompt_uid,
+            "trajectory_uid": trajectory.trajectory_uid,
+            "prompt": _cut(self._text(prompt)),
+            "response": _cut(response),
+            "answer": _short(task.get("answer")),
+            "reward": trajectory.reward,
+            "finish_reason": last.finish_reason,
+            "n_steps": len(trajectory.steps),
+        }
+
+    def _text(self, ids: Any) -> str:
+        return str(self._tokenizer.decode(ids))
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return AutoTokenizer.from_pretrained(self._tokenizer_path)
+
+
+def _json(value: Any) -> bytes:
+    return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS)
+
+
+def _short(answer: Any) -> Any:
+    """`answer`; one that is too long, as a program's tests may be, as its text without the
+    middle."""
+    text = answer if isinstance(answer, str) else str(answer)
+    return answer if len(text) <= MAX_CHARS else _cut(text)
+
+
+def _cut(text: str) -> str:
+    """`text`, without its middle if it is too long."""
+    half = MAX_CHARS // 2
+    if len(text) <= MAX_CHARS:
+        return text
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters …\n{text[-half:]}"

@@ -1,0 +1,222 @@
+"""This module runs a Python program that a model wrote in a process of its own with limits, so that
+the program can neither hang, flood nor change the process that asks for it.
+
+::
+
+    run ──► unshare (no network, own process ids; where the system permits it)
+              └─► python -I -c LIMITED ──► rlimits, then the program, in its folder
+                       │
+                       └── ends, or wall_s: the whole process group is killed
+
+Limits: CPU and wall time, memory, size and number of files, output, network. They stop what goes
+wrong by itself, endless loops, forks and floods; they are no wall against an attacker, who can
+still read what its user can read and write where its user can write. For code you do not trust, run
+the process in a container. Used by the reward `code` and by `examples/tools/sandbox.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+NAMESPACES = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
+"""An own network (none) and process ids: the first process that dies takes all others along, even
+those that left the process group."""
+
+STARTED = b"\6"
+"""What LIMITED writes first: without it the sandbox failed, not the program."""
+DRAIN_S = 1.0
+"""For what is left in the pipe of a program that has ended."""
+ORPHANED = ("setpriv", "--pdeathsig", "KILL")
+"""Ends a program whose caller was killed before it could."""
+
+LIMITED = """\
+import ast, os, resource, sys
+if os.getpid() == 1:  # signals that are not handled do not end the first of a namespace
+    child = os.fork()
+    if child:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os._exit(code if code >= 0 else 128 - code)
+cpu_s, memory, file_size, files, processes = map(int, sys.argv[1:6])
+def limit(what, soft, hard=None):
+    most = resource.getrlimit(what)[1]
+    hard = soft if hard is None else hard
+    hard = hard if most < 0 else min(hard, most)
+    resource.setrlimit(what, (min(soft, hard), hard))
+limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)
+limit(resource.RLIMIT_AS, memory)
+limit(resource.RLIMIT_FSIZE, file_size)
+limit(resource.RLIMIT_NOFILE, files)
+limit(resource.RLIMIT_CORE, 0)
+if processes:
+    limit(resource.RLIMIT_NPROC, processes)
+sys.argv[1:] = []
+def read(n):  # not through sys.stdin, whose buffer would take from what is the program's
+    data = b""
+    while len(data) < n and (chunk := os.read(0, n - len(data))):
+        data += chunk
+    return data
+source = read(int(read(16))).decode()
+os.write(1, b"\\6")
+scope = {"__name__": "__main__"}
+tree = ast.parse(source, "<code>")
+last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+exec(compile(tree, "<code>", "exec"), scope)
+if last is not None:
+    value = eval(compile(ast.Expression(last.value), "<code>", "eval"), scope)
+    if value is not None:
+        print(repr(value))
+"""
+
+
+class SandboxConfig(BaseModel):
+    """The limits of one program."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    cpu_s: int = Field(default=5, ge=1)
+    """CPU time of the process, seconds."""
+    wall_s: float = Field(default=10.0, gt=0)
+    """After this long everything is killed. Keep it below the `timeout_s` of the tool or reward."""
+    memory_mb: int = Field(default=512, ge=64)
+    """Address space."""
+    file_mb: int = Field(default=16, ge=0)
+    """Size of each file written."""
+    files: int = Field(default=64, ge=8)
+    """Open files."""
+    processes: int = Field(default=64, ge=1)
+    """Processes and threads. Counted only where namespaces are to be had, and not for root."""
+    output_chars: int = Field(default=16_384, ge=1)
+    """Output beyond it is not read: the process is killed."""
+    network: bool = False
+    """false: no network, if the system lets us have a network namespace."""
+    require_isolation: bool = False
+    """true: without namespaces nothing is run: a tool is unavailable, and the rollout aborted; a
+    score is missing."""
+
+    async def is_met(self) -> bool:
+        """Whether the system isolates as `require_isolation` asks."""
+        return not self.require_isolation or await asyncio.to_thread(namespaces_work)
+
+
+class Ended(NamedTuple):
+    """How a program ended."""
+
+    output: str
+    """What it wrote, stdout and stderr together."""
+    failure: str
+    """Why it ended before its end; empty: it ended well."""
+
+
+async def run(program: str, folder: Path, limits: SandboxConfig, stdin: str = "") -> Ended:
+    """Run `program` in `folder`; the value of a last expression is printed, as at a prompt.
+
+    Args:
+        stdin: what it may read.
+
+    Raises:
+        OSError: no process could be started; that says nothing of the program.
+    """
+    isolated = await asyncio.to_thread(namespaces_work)
+    orphaned = ORPHANED if await asyncio.to_thread(_works, ORPHANED) else ()
+    numbers = [limits.cpu_s, limits.memory_mb << 20, limits.file_mb << 20, limits.files]
+    numbers.append(limits.processes if isolated else 0)  # else it counts all that its user runs
+    wrapper = [n for n in NAMESPACES if not (limits.network and n == "--net")]
+    process = await asyncio.create_subprocess_exec(
+        *orphaned,
+        *(wrapper if isolated else ()),
+        *(sys.executable, "-I", "-c", LIMITED),
+        *map(str, numbers),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=folder,
+        env={"PATH": os.defpath, "HOME": str(folder), "LANG": "C.UTF-8"},  # no keys of ours
+        start_new_session=True,
+    )
+    source = program.encode(errors="surrogatepass")
+    given = b"%016d%b%b" % (len(source), source, stdin.encode(errors="surrogatepass"))
+    output, failure = bytearray(), ""
+    feeding = asyncio.create_task(_feed(process, given))
+    try:
+        async with asyncio.timeout(limits.wall_s):
+            await _read(process, output, limits.output_chars + len(STARTED))
+            if len(output) > limits.output_chars + len(STARTED):
+                failure = f"more than {limits.output_chars} characters of output; killed"
+            else:
+                await process.wait()
+    except TimeoutError:
+        failure = f"not finished within {limits.wall_s:g} s; killed"
+    finally:
+        feeding.cancel()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # also what it has left running
+        # asyncio waits for the end of the pipe, and a full one is not read by itself. What has left
+        # the group (there is no namespace that ends it) may hold it open for ever.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                while process.stdout is not None and await process.stdout.read(1 << 16):
+                    pass
+        process._transport.close()  # type: ignore[attr-defined]  # nothing public closes the pipe
+        await process.wait()
+    if not output.startswith(STARTED):
+        said = failure or output[:200].decode(errors="replace").strip()
+        raise OSError(f"the sandbox did not start ({said or f'exit status {process.returncode}'})")
+    text = output[len(STARTED) :][: limits.output_chars].decode(errors="replace")
+    return Ended(text, failure or _how(process.returncode or 0, limits))
+
+
+async def _feed(process: asyncio.subprocess.Process, given: bytes) -> None:
+    """Beside the reading: a program need not read its input before it writes."""
+    if process.stdin is None:
+        return
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        process.stdin.write(given)
+        await process.stdin.drain()
+    process.stdin.close()
+
+
+async def _read(process: asyncio.subprocess.Process, output: bytearray, most: int) -> None:
+    """Into `output`, which has what there was if this is cancelled."""
+    while process.stdout is not None and len(output) <= most:
+        chunk = await process.stdout.read(most + 1 - len(output))
+        if not chunk:
+            break
+        output += chunk
+
+
+def _how(status: int, limits: SandboxConfig) -> str:
+    # The first process of a namespace passes a signal on as 128 + number.
+    number = -status if status < 0 else status - 128
+    if status == 0:
+        return ""
+    if number == signal.SIGXCPU:
+        return f"more than {limits.cpu_s} s of CPU time; killed"
+    if number == signal.SIGXFSZ:
+        return f"a file larger than {limits.file_mb} MB; killed"
+    if number > 0:
+        return f"killed by signal {number}"
+    return f"exit status {status}"
+
+
+def namespaces_work() -> bool:
+    """Whether this system lets us run a process without a network and with its own process ids."""
+    return _works(NAMESPACES)
+
+
+@functools.cache
+def _works(wrapper: tuple[str, ...]) -> bool:
+    try:
+        done = subprocess.run([*wrapper, "true"], capture_output=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0

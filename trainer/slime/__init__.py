@@ -1,0 +1,12 @@
+"""slime's interfaces, for a slime that trains on what the gateway records.
+
+config         what slime's arguments say to Stepwell
+data_source    slime's data sources: `RolloutDataSource`, `…WithBuffer`, and the pool's
+rollout        slime's rollout function over the pool: `generate_rollout`
+buffer         the same over the HTTP of a Rollout Buffer, without the pool's Ray cluster
+pool           which rollout has which groups, settled by slime's checkpoints
+filters        slime's filter functions as rules of a channel's selection
+
+In `trainer` since it needs the pool and the prompt source; backends see neither. Does not own:
+samples (`backends/slime/`), slime's Rollout Buffer (`gateway/slime_buffer/`). Needs no slime.
+"""

@@ -1,0 +1,82 @@
+"""What slime's arguments say to Stepwell: the pool that is trained on, and where prompts lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from stepwell.datapool.types import TRAIN, VAL
+from stepwell.trainer.config import JsonlSource, ParquetSource
+from stepwell.trainer.errors import ConfigError
+
+PREFIX = "stepwell_"
+
+
+class SlimeConfig(BaseModel):
+    """What slime's `--custom-config-path` says to us, each name with `stepwell_` before it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pool: str = "data_pool"
+    """Name of the pool's actor."""
+    namespace: str | None = None
+    """Its Ray namespace: `stepwell-NAME` for the pool of `run.name=NAME`; null = slime's own."""
+    channel: str = TRAIN
+    """To train on. This run is its only consumer: leases left by an earlier one are taken back."""
+    val_channel: str = VAL
+    """To evaluate on."""
+    val_groups: int | None = Field(default=None, ge=1)
+    """Groups of an evaluation, waited for; null = those that are ready when it begins."""
+    lease_s: float = Field(default=600.0, gt=0)
+    """How long groups stay leased after the rollout manager's process died; renewed while it
+    lives. A restart gives them back at once."""
+
+    @classmethod
+    def of(cls, args: Any) -> SlimeConfig:
+        """Reads slime's arguments.
+
+        Raises:
+            ConfigError: a `stepwell_` name that is unknown, or a wrong value.
+        """
+        given = {
+            name.removeprefix(PREFIX): value
+            for name, value in vars(args).items()
+            if name.startswith(PREFIX)
+        }
+        try:
+            return cls.model_validate(given)
+        except ValidationError as e:
+            problems = "\n".join(
+                f"{PREFIX}{'.'.join(map(str, p['loc']))} is {p['input']!r:.80}: {p['msg']}"
+                for p in e.errors()
+            )
+            known = ", ".join(PREFIX + name for name in cls.model_fields)
+            raise ConfigError(f"{problems} (known: {known})") from e
+
+
+def prompt_data(args: Any) -> JsonlSource | ParquetSource | None:
+    """Where slime's prompts lie; None with `--disable-rollout-global-dataset`, or without
+    `--prompt-data`."""
+    if not args.rollout_global_dataset or args.prompt_data is None:
+        return None
+    kind = ParquetSource if str(args.prompt_data).endswith(".parquet") else JsonlSource
+    return kind(
+        kind="parquet" if kind is ParquetSource else "jsonl",
+        path=Path(args.prompt_data),
+        prompt_key=args.input_key,
+        label_key=args.label_key,
+        metadata_key=args.metadata_key,
+        tool_key=args.tool_key,
+        max_prompt_tokens=args.rollout_max_prompt_len,
+        shuffle=args.rollout_shuffle,
+        shuffle_seed=args.rollout_seed,
+        apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+    )
+
+
+def folder(args: Any, name: str) -> Path | None:
+    """The folder that slime's argument `name` names."""
+    value = getattr(args, name, None)
+    return None if value is None else Path(value)
