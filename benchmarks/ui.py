@@ -18,23 +18,19 @@ import importlib.util
 import os
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from benchmarks.checks import BenchResult
 from benchmarks.gateway import QUICK as SMALL
+from benchmarks.gateway import running
 from benchmarks.gateway.measure import Bench, sample
-from benchmarks.gateway.process import Client, Engine
 from benchmarks.gateway.systems import Stepwell
-from benchmarks.gateway.workload import make_workload
-from benchmarks.pool.cluster import bench_cluster
 from benchmarks.pool.workload import STEPS_PER_GROUP, small_calls
 from stepwell.datapool import DataPoolClient, Step
 from stepwell.trainer.errors import ConfigError
@@ -73,7 +69,8 @@ async def run(*, quick: bool = False) -> BenchResult:
     if importlib.util.find_spec("playwright") is None or shutil.which(CHROMIUM) is None:
         raise ConfigError(f"the bench opens pages in a browser, which is missing: {INSTALL}")
     report = BenchResult()
-    async with _running() as bench:
+    ours = Stepwell()
+    async with running([ours], ours, SMALL) as bench:
         n = QUICK_STEPS if quick else STEPS
         began = time.monotonic()
         await store(bench.ours.pool, n)
@@ -83,26 +80,6 @@ async def run(*, quick: bool = False) -> BenchResult:
         await pages(origin, n, 1 if quick else 3, report)
         await throughput(bench, origin, 1 if quick else ROUNDS, 1 if quick else GROUPS, report)
     return report.without_bounds() if quick else report
-
-
-@asynccontextmanager
-async def _running() -> AsyncIterator[Bench]:
-    """A gateway with its pool, an engine that answers at once, and a client that sends load."""
-    ours = Stepwell()
-    with (
-        tempfile.TemporaryDirectory(prefix="stepwell-bench-") as folder,
-        bench_cluster(_system_config={"worker_niceness": 0}),
-    ):
-        workload = make_workload(Path(folder))
-        async with AsyncExitStack() as stack:
-            engine, client = Engine(workload), Client(workload)
-            stack.push_async_callback(engine.stop)
-            stack.push_async_callback(client.stop)
-            await engine.serve()
-            await client.start(talks=True)
-            await ours.start(engine, workload)
-            stack.push_async_callback(ours.stop)
-            yield Bench(workload, engine, client, [ours], ours, SMALL, 0)
 
 
 # -- pages ---------------------------------------------------------------------------------------

@@ -91,7 +91,10 @@ async def run(
     if not 0 < minutes <= MOST_MINUTES:
         raise ConfigError(f"minutes is {minutes:g}; give a number in (0, {MOST_MINUTES:g}]")
     wanted = chosen_sections(only, SECTIONS)
-    async with _running(QUICK if quick else FULL, minutes) as bench:
+    ours = Stepwell()
+    systems: list[System] = [Direct(), ours, StepwellReplicas()]
+    systems += [other() for other in (Rllm, SglangRouter) if is_installed(other)]
+    async with running(systems, ours, QUICK if quick else FULL, minutes) as bench:
         for name in wanted:
             if name != "soak" or only:
                 await SECTIONS[name](bench)
@@ -103,11 +106,10 @@ async def run(
 
 
 @asynccontextmanager
-async def _running(size: Size, minutes: float) -> AsyncIterator[Bench]:
-    """Engine, client and all systems that are installed, at once."""
-    ours = Stepwell()
-    systems: list[System] = [Direct(), ours, StepwellReplicas()]
-    systems += [other() for other in (Rllm, SglangRouter) if is_installed(other)]
+async def running(
+    systems: Sequence[System], ours: Stepwell, size: Size, minutes: float = 0
+) -> AsyncIterator[Bench]:
+    """An engine that answers at once, a client that sends load, and these systems, at once."""
     # The others run at normal priority; Ray's processes would be nice by default.
     with (
         tempfile.TemporaryDirectory(prefix="stepwell-bench-") as folder,
