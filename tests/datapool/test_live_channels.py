@@ -85,8 +85,9 @@ def test_a_dry_run_says_who_waits_for_rewards(make_pool):
     assert pool.dry_run().counts == {"hold": {"unscored": 1}}
 
 
-def test_the_wait_for_a_reward_counts_on_through_a_restart(tmp_path):
-    live = {"default": ChannelConfig(reward_wait_s=100)}
+@pytest.mark.parametrize("wait", ["reward_wait_s", "hold_s"])
+def test_a_wait_counts_on_through_a_restart_and_is_not_begun_again(tmp_path, wait):
+    live = {"default": ChannelConfig(**{wait: 100})}
     pool = JournaledPool(tmp_path, **live)
     pool.say("t", "p", "text")
     pool("complete_trajectory", "t")
@@ -96,6 +97,7 @@ def test_the_wait_for_a_reward_counts_on_through_a_restart(tmp_path):
     pool.later(39 / DAY)
     assert pool("lease_batch") is None
     pool.later(1 / DAY)
+    pool = pool.restart(**live)
     assert uids(pool("lease_batch")) == ["p"]
 
 
@@ -144,21 +146,6 @@ def test_a_group_handed_back_is_not_held_again(make_pool):
     pool.advance(30)
     pool.nack(pool.lease_batch().lease_id)
     assert uids(pool.lease_batch()) == ["p"]
-
-
-def test_a_holding_time_counts_on_through_a_restart_and_is_not_begun_again(tmp_path):
-    live = {"default": ChannelConfig(hold_s=100)}
-    pool = JournaledPool(tmp_path, **live)
-    pool.say("t", "p", "text")
-    pool("complete_trajectory", "t")
-    pool.later(60 / DAY)
-    pool.say("u", "q", "another")  # so that the pool has seen this time
-    pool = pool.restart(**live)
-    pool.later(39 / DAY)
-    assert pool("lease_batch") is None
-    pool.later(1 / DAY)
-    pool = pool.restart(**live)
-    assert uids(pool("lease_batch")) == ["p"]
 
 
 # -- room ------------------------------------------------------------------------------------------

@@ -181,15 +181,14 @@ def test_its_policy_is_exported_as_a_model_that_transformers_loads(
     assert "exists; remove it" in again.stderr
 
 
-@pytest.mark.long
-def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    argv = command(tmp_path, "trainer.total_steps=6", "trainer.checkpoint_every=2")
+def kill_when_there_is(path: Path, argv: list[str]) -> None:
+    """Runs the command until this is there, kills it, and waits for its children to end."""
     process = subprocess.Popen(
         argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
     children: list[psutil.Process] = []
     try:
-        while not (tmp_path / "checkpoints" / "step_2").exists():
+        while not path.exists():
             assert process.poll() is None, "it ended before it was killed"
             time.sleep(0.05)
         children = psutil.Process(process.pid).children(recursive=True)
@@ -198,6 +197,11 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> No
         process.wait()
         psutil.wait_procs(children, timeout=30)
 
+
+@pytest.mark.long
+def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    argv = command(tmp_path, "trainer.total_steps=6", "trainer.checkpoint_every=2")
+    kill_when_there_is(tmp_path / "checkpoints" / "step_2", argv)
     second = run_here(argv)
     assert second.returncode == 0, second.stderr
     assert "resumed at optimizer step" in second.stdout

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from stepwell.datapool.types import SFT
 from stepwell.quickstart.conversations import conversations
 from stepwell.trainer.ledger import LEDGER, audit
-from tests.e2e.conftest import ROOT
-from tests.e2e.test_command import records_of, run
+from tests.e2e.test_command import kill_when_there_is, records_of, run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -48,17 +44,8 @@ def test_a_killed_run_without_agent_trains_every_row_once(tmp_path: Path) -> Non
         *("algorithm.kind=sft", "data.sft.epochs=2", "trainer.total_steps=null"),
         *("trainer.train_batch_size=4", "trainer.checkpoint_every=3"),
     )
-    process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL)
     checkpoints = tmp_path / "run/checkpoints"
-    try:
-        while not (checkpoints / "step_6").exists():
-            assert process.poll() is None, "it ended before it was killed"
-            time.sleep(0.05)
-        children = psutil.Process(process.pid).children(recursive=True)
-    finally:
-        process.kill()
-        process.wait()
-    psutil.wait_procs(children, timeout=30)
+    kill_when_there_is(checkpoints / "step_6", argv)
     done = run(argv)
     assert done.returncode == 0, done.stderr
     assert "resumed at optimizer step" in done.stdout
