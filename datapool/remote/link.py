@@ -247,7 +247,7 @@ class Link(ABC):
                 known.check_follows(self.met)
             if connection.transport.is_closing():
                 raise ConnectionResetError("the pool hung up")
-        except BaseException:
+        except BaseException:  # cancelled, too: nobody has this connection yet
             connection.transport.abort()
             raise
         self.met = known or self.met

@@ -218,7 +218,7 @@ class _Loop:
                 made = await self._made(dict(item), place)
             written = {**made, "trajectory_uid": uid} if uid else made
             await self._post("/buffer/write", written)
-        except BaseException as e:
+        except BaseException as e:  # cancelled ones too: an open trajectory would hold its group up
             if uid is not None:
                 with suppress(aiohttp.ClientError, RolloutError):  # gone already, or it ends
                     path = f"{place['base_url']}/v1/abort_trajectory"

@@ -64,7 +64,7 @@ class RolloutProcess:
                 start_new_session=True,
                 env=environment,
             )
-        except BaseException:
+        except BaseException:  # cancelled, too: `_watched` is not there to close it
             os.close(read)
             raise
         finally:
@@ -123,7 +123,7 @@ def _main() -> int:
     sys.stdin = open(os.devnull)  # noqa: SIM115 - for as long as the process lives
     try:
         load_generator(path)[1].run_rollout(payload)
-    except BaseException as e:
+    except BaseException as e:  # generators end by SystemExit, and Ctrl-C is told of, too
         if isinstance(e, SystemExit) and not e.code:
             return 0
         os.write(int(sys.argv[1]), f"{type(e).__name__}: {e}".encode()[:WORDS])

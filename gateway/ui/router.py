@@ -146,7 +146,7 @@ async def export(request: Request) -> Response:
     try:
         path = Path(folder.name) / f"export.{form}"
         await export_channel(services.pool, path, _channel(request), **_filters(request))
-    except BaseException:
+    except BaseException:  # the reader may have left in the middle: half a file is of no use
         folder.cleanup()
         raise
     done = BackgroundTask(folder.cleanup)
