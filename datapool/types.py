@@ -48,7 +48,7 @@ class _Column(NamedTuple):
 
 _IDS = _Column(np.dtype(np.int32), int, "i")
 _LOG_PROBS = _Column(np.dtype(np.float32), float, "f")
-_MOST = 2**63
+MAX_INT = 2**63
 """Integers that the journal and every export can hold are below."""
 
 TRAIN = "train"
@@ -155,7 +155,7 @@ _CHECKS: tuple[tuple[str, Callable[[object], bool], str], ...] = (
     ("trajectory_uid", _is_uid, "a non-empty string"),
     ("prompt_uid", _is_uid, "a non-empty string"),
     ("step_index", lambda value: _is_below(value, 2**31), "an integer in [0, 2**31)"),
-    ("policy_version", lambda value: _is_below(value, _MOST), "an integer in [0, 2**63)"),
+    ("policy_version", lambda value: _is_below(value, MAX_INT), "an integer in [0, 2**63)"),
     ("is_last", lambda value: isinstance(value, bool), "True or False"),
     ("finish_reason", _FINISH_REASONS.__contains__, "'stop', 'length', 'abort' or None"),
     ("metadata", lambda value: isinstance(value, Mapping), "a mapping"),
@@ -257,7 +257,7 @@ class Step:
             return
         for s in spans:
             is_int = type(s.version) is type(s.start) is type(s.end) is int
-            if not is_int or not 0 <= s.version < _MOST:
+            if not is_int or not 0 <= s.version < MAX_INT:
                 raise InvalidStepError(
                     f"{owner}: version_spans holds {s}; pass integers in [0, 2**63)"
                 )

@@ -57,6 +57,8 @@ async def _services(request: Request) -> Services:
 
 Parts: TypeAlias = Annotated[Services, Depends(_services)]
 Caller: TypeAlias = Annotated[Principal, Depends(_principal)]
+MAX_LABEL, MAX_CORRECTION = 256, 65_536
+"""Characters of a feedback, which stays in memory with its trajectory."""
 Name: TypeAlias = Annotated[str, Field(min_length=1)]
 StepReward: TypeAlias = Annotated[float, Field(allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)]
 StepIndex: TypeAlias = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
@@ -120,9 +122,9 @@ class Feedback(Body):
     """Of the reply that is meant; null: the trajectory as a whole, and its last reply."""
     score: float | None = Field(default=None, allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)
     """Replaces the reward."""
-    label: Name | None = None
+    label: Name | None = Field(default=None, max_length=MAX_LABEL)
     """Becomes one of its tags."""
-    correction: Name | None = None
+    correction: Name | None = Field(default=None, max_length=MAX_CORRECTION)
     """What should have been said, kept with it (`marks.corrections`): for SFT, or as a pair."""
 
 

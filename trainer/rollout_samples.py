@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from stepwell.datapool.types import Group, Trajectory
-from stepwell.trainer.validation import versions_of
+from stepwell.trainer.validation import as_lines, versions_of
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ class RolloutSamples:
         if not rows:
             return
         try:
-            self._append(b"".join(_json(row) + b"\n" for row in rows))
+            self._append(as_lines(rows))
         except (OSError, TypeError) as e:
             log.warning("the rollouts of optimizer step %d are not written: %s", step, e)
 
@@ -109,10 +108,6 @@ class RolloutSamples:
     @cached_property
     def _tokenizer(self) -> Any:
         return AutoTokenizer.from_pretrained(self._tokenizer_path)
-
-
-def _json(value: Any) -> bytes:
-    return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS)
 
 
 def _short(answer: Any) -> Any:

@@ -217,6 +217,8 @@ def namespaces_work() -> bool:
 def _works(wrapper: tuple[str, ...]) -> bool:
     try:
         done = subprocess.run([*wrapper, "true"], capture_output=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
+    except subprocess.TimeoutExpired as e:  # to be asked again: answers are kept
+        raise OSError(f"{wrapper[0]} true did not end within 20 s; the machine is too busy") from e
+    except OSError:
         return False
     return done.returncode == 0

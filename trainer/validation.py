@@ -447,11 +447,17 @@ def samples_path(run_dir: Path, step: int) -> Path:
     return run_dir / VALIDATION / f"step_{step}.jsonl"
 
 
+def as_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    """One JSON object per line: keys of any type, what JSON cannot hold as its text."""
+    keys = orjson.OPT_NON_STR_KEYS
+    return b"".join(orjson.dumps(row, default=str, option=keys) + b"\n" for row in rows)
+
+
 def write_samples(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """One JSON object per line; the file appears under its name when complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
-    draft.write_bytes(b"".join(orjson.dumps(row, default=str) + b"\n" for row in rows))
+    draft.write_bytes(as_lines(rows))
     draft.replace(path)
 
 

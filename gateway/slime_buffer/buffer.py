@@ -210,7 +210,7 @@ class RolloutBuffer:
                 continue
             try:
                 refused = [(g, why) for g in lease.groups if (why := await self._refusal(g))]
-            except GeneratorError:
+            except BaseException:  # the consumer may have left, too
                 self.give_back(lease)
                 raise
             if not refused:

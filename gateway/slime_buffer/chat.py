@@ -202,7 +202,12 @@ class _Loop:
             url = self._task.remote_engine_url.rstrip("/").removesuffix("/v1")
             places = [{"base_url": url, "api_key": "none"}] * n
         else:
-            body = {"n": n, "metadata": {"instance_id": item["instance_id"]}}
+            # Named, so that one that is asked for again is not another.
+            body = {
+                "prompt_uid": uuid.uuid4().hex,
+                "n": n,
+                "metadata": {"instance_id": item["instance_id"]},
+            }
             try:
                 places = (await self._post("/v1/groups", body))["trajectories"]
             except Exception as e:  # noqa: BLE001 - told at the end, as that of a rollout

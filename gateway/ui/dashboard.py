@@ -227,7 +227,8 @@ class Dashboard:
             )
         listed = await self.ask(self.pool.list_trajectories(channel, None, 1000, **named))
         whole = await self.ask(self.pool.read_trajectories(channel, None, 1000, **named))
-        both = await self._side_by_side([each.trajectory for each in whole.unpack()])
+        found = await asyncio.to_thread(lambda: [each.trajectory for each in whole.unpack()])
+        both = await self._side_by_side(found)
         both["prefixes"]["partial"] = whole.cursor is not None
         return {"group": page.items[0], "trajectories": listed.items, "step": None} | both
 
@@ -288,7 +289,7 @@ class Dashboard:
                 page = await self.ask(
                     self.pool.read_trajectories(name, None, 1, trajectory_uid=uid)
                 )
-                for exported in page.unpack():
+                for exported in await asyncio.to_thread(list, page.unpack()):
                     return _Found(exported.trajectory, None, name, None)
         if self._folder is not None:
             trained = await asyncio.to_thread(self._folder.trained, uid, step)

@@ -13,6 +13,7 @@ A strict Content-Security-Policy lets no script run but these files. Does not ow
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -25,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from stepwell.datapool.types import TRAIN
+from stepwell.datapool.types import MAX_INT, TRAIN
 from stepwell.gateway.errors import AuthenticationError, RequestError, UnknownItemError
 from stepwell.gateway.keys import SESSION_S
 from stepwell.gateway.lifecycle import forget_trajectory
@@ -133,11 +134,16 @@ async def live(request: Request) -> Response:
     return answer
 
 
-async def export(request: Request) -> Response:
-    """The trajectories of a channel, filtered as a listing, as one file."""
-    # Loads pyarrow, 30 MB that a gateway of which nobody exports need not have.
+def _exporter() -> Callable[..., Awaitable[object]]:
+    # Loads pyarrow: 30 MB that a gateway of which nobody exports need not have, and a second.
     from stepwell.datapool.files.transfer import export_channel
 
+    return export_channel
+
+
+async def export(request: Request) -> Response:
+    """The trajectories of a channel, filtered as a listing, as one file."""
+    export_channel = await asyncio.to_thread(_exporter)
     services = services_of(request)
     form = request.query_params.get("format", "jsonl")
     if form not in ("jsonl", "parquet"):
@@ -172,11 +178,15 @@ def _needed(request: Request, name: str) -> str:
 
 
 def _number(request: Request, name: str, kind: type[int] | type[float] = int) -> Any:
-    text = _text(request, name)
+    if (text := _text(request, name)) is None:
+        return None
     try:
-        return None if text is None else kind(text)
+        value = kind(text)
     except ValueError as e:
         raise RequestError(f"{name} is {text!r:.80}; send a number", name) from e
+    if not abs(value) < MAX_INT:  # nor is "nan"
+        raise RequestError(f"{name} is {text!r:.80}; send a number below 2**63", name)
+    return value
 
 
 def _words(request: Request, name: str) -> list[str] | None:

@@ -78,6 +78,8 @@ async def test_what_comes_after_the_lease_is_refused_and_changes_nothing(
         ({"correction": "no", "step_index": 7}, 400, "has no step 7"),
         ({"score": 2e9}, 400, "score"),
         ({"thumbs": "up"}, 400, "thumbs"),
+        ({"label": "l" * 257}, 400, "label"),
+        ({"correction": "c" * 65_537}, 400, "correction"),
         ({"trajectory_uid": "nobody", "score": 1}, 404, "'nobody', which no channel knows"),
     ],
 )

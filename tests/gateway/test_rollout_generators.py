@@ -12,6 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
@@ -183,6 +185,28 @@ async def test_groups_that_cannot_be_opened_are_told(worlds: Callable[..., Any],
     state = await ended(world)
     assert state.startswith("failed (RolloutError: 6 of 6 rollouts failed; the last: RolloutError")
     assert "answered 401" in state
+
+
+async def test_a_group_that_is_asked_for_again_has_the_same_name(
+    worlds: Callable[..., Any], prompts: str
+):
+    names: list[str] = []
+
+    async def busy(request: web.Request) -> web.Response:
+        names.append((await request.json())["prompt_uid"])
+        return web.Response(status=503 if len(names) == 1 else 400)
+
+    app = web.Application()
+    app.router.add_post("/v1/groups", busy)
+    async with TestServer(app) as other:
+        world = await worlds("chatml", reward_fn=REWARD, public_url=str(other.make_url("")))
+        consumer = Consumer(world.url)
+        await consumer.start(
+            task_type="chat", input_file=prompts, remote_engine_url=None, num_epoch=1
+        )
+        assert (await ended(world)).startswith("failed")
+    assert len(names) == 4
+    assert len(set(names)) == 3
 
 
 async def test_a_process_that_cannot_be_started_does_not_count_as_running(

@@ -135,6 +135,11 @@ def test_a_sample_has_the_question_the_answer_the_reply_and_the_reward(tmp_path:
     assert rows[0]["version"] == 10
 
 
+def test_a_sample_keeps_what_json_has_no_form_for_as_text(tmp_path: Path) -> None:
+    write_samples(tmp_path / "step_1.jsonl", [{"answer": {1: Path("a")}}])
+    assert read_samples(tmp_path / "step_1.jsonl") == [{"answer": {"1": "a"}}]
+
+
 @pytest.mark.parametrize(
     ("task", "asked"),
     [

@@ -155,9 +155,10 @@ async def test_listings_come_in_pages_and_filtered(http: httpx.AsyncClient) -> N
     assert gone["reasons"] == ["zero_variance"]
     assert [e["prompt_uid"] for e in gone["items"]] == ["chain_sum/1000"]
     assert not (await ok(http, "events", kinds="dropped", reason="stale"))["items"]
-    refused = await http.get("groups", params={"min_reward": "much"})
-    assert refused.status_code == 400
-    assert "min_reward is 'much'" in refused.text
+    for name, value in (("min_reward", "much"), ("min_reward", "nan"), ("min_version", "9" * 19)):
+        refused = await http.get("groups", params={name: value})
+        assert refused.status_code == 400
+        assert f"{name} is '{value}'" in refused.text
 
 
 async def test_a_trajectory_shows_its_tree_and_the_tokens_of_the_journal(
