@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import orjson
 from rich.console import Group, RenderableType
 from rich.rule import Rule
 from rich.table import Table
@@ -378,7 +379,7 @@ def _step_title(step: _StepView) -> Rule:
 
 
 def _tree(rows: Sequence[Row]) -> Iterator[Text]:
-    """A line per branch, which begins below the step that it branches off."""
+    """A line per branch, which begins below the step that it branches off, and why."""
     drawn: dict[int, int] = {}
     for row in rows:
         path = [step["step_index"] for step in row["steps"]]
@@ -389,7 +390,15 @@ def _tree(rows: Sequence[Row]) -> Iterator[Text]:
         for index in new:
             drawn[index] = len(line)
             line += f"{index} ─ "
-        yield Text(f"  {line.removesuffix(' ─ ')}", no_wrap=True, overflow="ellipsis")
+        text = Text(f"  {line.removesuffix(' ─ ')}", no_wrap=True, overflow="ellipsis")
+        causes = [_cause(step) for step in row["steps"] if step["step_index"] in new]
+        yield text.append("".join(f"  {cause}" for cause in causes if cause), "yellow")
+
+
+def _cause(step: Mapping[str, Any]) -> str | None:
+    """Why it begins a branch, as the gateway said in its metadata."""
+    cause = orjson.loads(step["metadata"]).get("branch")
+    return None if cause is None else str(cause)
 
 
 def _texts(ids: Iterable[int], tokens: Tokens | None) -> Iterator[str]:

@@ -72,7 +72,15 @@ def tree(tokenizer: ChatTokenizer) -> list[Step]:
         Step(
             prompt_ids=[*prompt, *first, *asked], response_ids=second, step_index=1, **known, **ROOT
         ),
-        Step(prompt_ids=prompt, response_ids=second, step_index=2, reward=0.5, **known, **ROOT),
+        Step(
+            prompt_ids=prompt,
+            response_ids=second,
+            step_index=2,
+            reward=0.5,
+            metadata={"branch": "resampled"},  # as the gateway says it
+            **known,
+            **ROOT,
+        ),
     ]
 
 
@@ -127,7 +135,7 @@ def test_show_tells_what_is_trained_without_colours_and_moves_no_cursor(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     out = said(capsys, "show", "tree", str(run))
-    assert "  0 ─ 1\n  2\n" in out, "the tree"
+    assert "  0 ─ 1\n  2  resampled\n" in out, "the tree"
     assert "· 1 + 1 =\\x1b[31m" in out
     assert "\x1b" not in out
     assert "█ two" in out
