@@ -759,7 +759,8 @@ async def test_a_stream_that_fails_before_its_first_event_aborts_the_other_sampl
 ) -> None:
     client = await world.client()
     world.engine.script.append(Sampled([], status=500))
-    world.say("never", gate=asyncio.Event())
+    # Of one token, so that nothing of it comes before the gate opens.
+    world.engine.script.append(Sampled(world.ids("a")[:1], gate=asyncio.Event()))
     with pytest.raises(openai.APIStatusError):
         await client.chat.completions.create(model="m", messages=[user("hi")], n=2, stream=True)
     async with asyncio.timeout(5):
