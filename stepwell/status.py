@@ -146,11 +146,9 @@ def _gateway(gateway: Mapping[str, Any], rates: _Rates) -> Text:
         f"{limits['running']} running",
         *([f"{limits['waiting']} waiting"] if limits["waiting"] else []),
         *([f"{calls['failed']:,} failed"] if calls.get("failed") else []),
-        *(
-            [f"adds {latency['p50_ms']:.0f} ms, p99 {latency['p99_ms']:.0f}"]
-            * bool(latency["calls"])
-        ),
     ]
+    if latency["calls"]:
+        said.append(f"adds {latency['p50_ms']:.0f} ms, p99 {latency['p99_ms']:.0f}")
     text = Text.assemble(gateway["url"], "  ", ("up", "green"), "  ", _together(said))
     if share := gateway["recording"]["unrecorded_share"]:
         text.append(f" · {share:.1%} not recorded", "red")

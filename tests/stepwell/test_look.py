@@ -365,3 +365,20 @@ async def test_a_pool_that_does_not_answer_is_told_with_the_rest(
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(status_screen(status, status))
     assert "the pool does not answer: no answer in 0.01 s" in console.export_text()
+
+
+def test_the_screen_of_a_run_that_nobody_has_called_yet(run: Path, capsys: Capture) -> None:
+    assert main(["status", str(run), "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    quiet = {"calls": 0, "p50_ms": None, "p99_ms": None}
+    gateway = {
+        "url": "http://here",
+        "calls": {},
+        "limits": {"running": 0, "waiting": 0},
+        "added_latency": quiet,
+        "recording": {"unrecorded_share": 0.0},
+    }
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(status_screen({**status, "gateways": [gateway]}))
+    [line] = [x for x in console.export_text().splitlines() if x.startswith("gateway")]
+    assert line.split() == ["gateway", "http://here", "up", *"0 calls · 0 running".split()]
