@@ -229,18 +229,17 @@ class Outcomes:
             marks["corrections"] = {which: correction}
 
         async def keep(channel: str) -> SubmitOutcome:
-            if score is not None:
-                scored = pool.set_reward(uid, score, step_index, channel=channel)
-                if await scored == "late":
-                    return "late"
-            elif step_index is not None:
+            if step_index is not None:
                 listed = await pool.list_trajectories(channel, trajectory_uid=uid)
                 for row in listed.items:
                     if step_index >= row.n_steps + row.n_missing:
                         raise StepIndexError(f"trajectory {uid!r} has no step {step_index}")
             if marks:
                 await pool.mark(trajectory_uid=uid, channel=channel, **marks)
-            return "accepted"
+            if score is None:
+                return "accepted"
+            # Last: its group may be leased as soon as it has all its rewards.
+            return await pool.set_reward(uid, score, step_index, channel=channel)
 
         late: Exception | None = None
         try:

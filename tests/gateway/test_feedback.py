@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -106,3 +107,21 @@ async def test_a_trajectorys_key_speaks_of_that_one_alone(worlds: Any, agents: A
     body = {"trajectory_uid": other["trajectory_uid"], "score": 1}
     assert (await agent.post("/v1/feedback", body, **key))[0] == 403
     assert (await agent.post("/v1/feedback", body))[0] == 401
+
+
+async def test_a_score_with_a_label_is_taken_whole_by_a_group_that_waits_for_scores(
+    worlds: Any, agents: Any
+) -> None:
+    """A consumer that waits leases the group as soon as it has its last reward."""
+    world = await worlds(pool_config=PoolConfig(default=ChannelConfig(reward_wait_s=60)))
+    agent = agents(world)
+    await agent.say(user("hi"))
+    uid = agent.headers[TRAJECTORY]
+    await agent.post("/v1/complete_trajectory", {"trajectory_uid": uid})
+    waiting = asyncio.create_task(world.pool.lease_batch(timeout_s=20))
+    await asyncio.sleep(0.1)
+    said = {"trajectory_uid": uid, "score": 1.0, "label": "liked"}
+    status, got = await agent.post("/v1/feedback", said)
+    assert status == 200, got
+    [group] = (await waiting).groups
+    assert group.trajectories[0].reward == 1.0
