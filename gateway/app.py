@@ -50,6 +50,8 @@ from stepwell.gateway.wiring import Wiring
 
 log = logging.getLogger(__name__)
 
+CALLS = ("/chat/completions", "/completions", "/messages", "/responses")
+
 
 class _App(FastAPI):
     """FastAPI with the layers that it has for telemetry, uploads and debugging left out: they cost
@@ -143,10 +145,13 @@ def _refused(
 
 
 def _http_error(request: Request, e: HTTPException) -> Response:
-    refused = PathError(
-        f"{request.method} {request.url.path}: {e.detail}; "
-        "see /openapi.json for what this gateway serves"
-    )
+    path = request.url.path
+    remedy = "see /openapi.json for what this gateway serves"
+    if "/v1/v1/" in path:
+        remedy = "/v1 is there twice: leave it out of the client's base URL"
+    elif path.endswith(CALLS) and "/v1/" not in path:
+        remedy = "/v1 is missing: add it to the end of the client's base URL"
+    refused = PathError(f"{request.method} {path}: {e.detail}; {remedy}")
     refused.status = e.status_code
     answer = error_response(request.url.path, refused)
     answer.headers.update(e.headers or {})

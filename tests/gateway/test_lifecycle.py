@@ -541,3 +541,20 @@ async def test_no_log_line_has_what_agents_and_model_say(
         *(str(r.exc_info) for r in caplog.records if r.exc_info),
     ]
     assert not [line for line in said if "secret" in line]
+
+
+@pytest.mark.parametrize("under", ["", "/t/p"])
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("/chat/completions", "/v1 is missing: add it to the end of the client's base URL"),
+        ("/v1/v1/chat/completions", "/v1 is there twice: leave it out of the client's base URL"),
+        ("/v1/no/such", "see /openapi.json for what this gateway serves"),
+    ],
+)
+async def test_a_base_url_with_a_wrong_end_is_told_what_to_change(
+    world: Any, http: Http, under: str, path: str, remedy: str
+) -> None:
+    async with http.session.post(world.url + under + path, json={}) as response:
+        assert response.status in (404, 405)
+        assert remedy in (await response.json())["error"]["message"]

@@ -93,6 +93,10 @@ async def crashes(task: Mapping[str, Any], base_url: str, api_key: str) -> float
     raise ValueError("no such tool")
 
 
+async def calls_a_wrong_path(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    raise LookupError(f"404: POST {base_url}/chat/completions")
+
+
 async def returns_text(task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
     return "347"
 
@@ -179,6 +183,14 @@ async def test_a_crash_is_an_abort_with_its_reason_and_no_reward(gateway: Record
     assert await run(gateway, "crashes", max_attempts=1) == {"ValueError": 1}
     assert gateway.told("abort") == [{"reason": "ValueError: no such tool", "will_retry": False}]
     assert gateway.told("complete") == []
+
+
+async def test_a_failure_that_names_its_rollouts_url_is_one_reason_for_all_rollouts(
+    gateway: RecordingGateway,
+) -> None:
+    await run(gateway, "calls_a_wrong_path", n=2, max_attempts=1)
+    reasons = {body["reason"] for body in gateway.told("abort")}
+    assert reasons == {"LookupError: 404: POST {base_url}/chat/completions"}
 
 
 @pytest.mark.parametrize(("agent", "named"), [("returns_text", "a str"), ("returns_nan", "nan")])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sysconfig
+import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -184,7 +186,15 @@ def crashed(call: str, error: BaseException) -> RewardError:
     """`error` of a reward function, as ours."""
     if isinstance(error, RewardError):
         return error
-    return RewardCrashError(f"{call} raised {type(error).__name__}: {error!s:.200}")
+    return RewardCrashError(f"{call} raised {type(error).__name__}{_place(error)}: {error!s:.200}")
+
+
+def _place(error: BaseException) -> str:
+    """The last line of the user's own code that an exception came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = ("site-packages", sysconfig.get_path("stdlib"))
+    own = [f for f in frames if not any(folder in f.filename for folder in libraries)]
+    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def timed_out(call: str, timeout_s: float, why: Sequence[str] = ()) -> RewardTimeoutError:

@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, cast
+from urllib.parse import urlsplit
 
 import ray
 from pydantic import SecretStr
@@ -220,7 +221,10 @@ class RolloutWorker:
             log.info("a rollout of %s had ended already: %s", prompt_uid, closed)
             return CLOSED
         except (Exception, SystemExit) as e:  # an agent is foreign code
-            reason = f"{type(e).__name__}: {e}"[:200]
+            # Without the rollout's own URL: the same failure of many rollouts is one reason.
+            path = urlsplit(base_url).path
+            said = str(e).replace(base_url, "{base_url}").replace(path, "{base_url}")
+            reason = f"{type(e).__name__}: {said}"[:200]
             frame = traceback.extract_tb(e.__traceback__)[-1]
             if (place := (frame.filename, frame.lineno)) not in self._traced:
                 self._traced.add(place)
