@@ -136,8 +136,7 @@ async def _run(config: RunConfig, checked: Checked) -> dict[str, Any]:
                 f"RAY_ADDRESS is {other!r}, which is not joined: cluster.address is null, so this "
                 "run has a Ray of its own; cluster.address=auto joins it"
             )
-        parts = "the pool, the gateway and an engine" if config.serves else "the pool"
-        display.status(f"starting Ray, {parts}; the model is {config.model.path}")
+        display.status(starting(config))
         async with start_run(config) as cluster:
             where = f"Ray at {cluster.ray.address}, namespace {cluster.ray.namespace}"
             gateway = f"gateway at {cluster.gateway_url}; " if config.serves else ""
@@ -372,11 +371,18 @@ async def serve(config: RunConfig) -> None:
         if config.run.resume == "never":
             _start_over(folder)
         with logged(folder, SERVE_LOG):
+            print(starting(config), flush=True)
             async with start_run(config, trains=False) as cluster:
                 print(where_to_call(config, cluster), flush=True)
                 while True:
                     await asyncio.sleep(WATCH_S)
                     await _continue_engines(config, cluster)
+
+
+def starting(config: RunConfig) -> str:
+    """What is said first: a start takes from some seconds to minutes."""
+    parts = "the pool, the gateway and an engine" if config.serves else "the pool"
+    return f"starting Ray, {parts}; the model is {config.model.path}"
 
 
 def where_to_call(config: RunConfig, cluster: Cluster) -> str:
