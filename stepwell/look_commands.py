@@ -63,7 +63,7 @@ def add_commands(commands: Commands) -> None:
         "doctor",
         help=text,
         description=f"{text}: this machine; with --config also the model and all that it names; "
-        "with RUN a live run's gateway and engines.",
+        "with RUN a live run's gateway and engines",
     )
     doctor.add_argument("--config", help="a preset's name or a YAML file")
     doctor.add_argument(

@@ -127,7 +127,9 @@ async def _run(config: RunConfig, checked: Checked) -> dict[str, Any]:
     if config.run.resume == "never":
         _start_over(folder)
     elif not config.validation.only and (done := _finished(config)) is not None:
-        display.status("this run is complete; run.resume=never starts it over")
+        display.status(
+            "this run is complete; a larger trainer.total_steps goes on, run.resume=never restarts"
+        )
         display.summary(done, folder)
         return done
     with only_trainer_in(folder), logged(folder):

@@ -25,6 +25,7 @@ from rich.text import Text
 from stepwell.console import all_safe, safe
 from stepwell.datapool.files.export import read
 from stepwell.datapool.files.rows import Row, to_rows
+from stepwell.datapool.files.trained import TRAINED as FOLDER
 from stepwell.datapool.files.trained import read_about, read_trained, trained_steps
 from stepwell.datapool.inspect.rows import ExportedTrajectory, GroupRow, TrajectoryRow
 from stepwell.gateway.errors import GatewayConfigError
@@ -249,8 +250,10 @@ def _in_sample(
 ) -> tuple[ExportedTrajectory, dict[str, Any], dict[int, list[float]]]:
     """One that was trained and has left the pool: what the trainer keeps of some, and which of its
     tokens were trained, by step."""
+    newest = None
     for step in reversed(trained_steps(view.folder)):
         heads = read_about(view.folder, step)["trajectories"]
+        newest = newest or next((f"{h['trajectory_uid']} of step {step}" for h in heads), None)
         head = next((h for h in heads if h["trajectory_uid"] == uid), None)
         if head is not None:
             kept = next(
@@ -266,9 +269,10 @@ def _in_sample(
             }
             return ExportedTrajectory(trajectory=kept.trajectory), about, masks
     raise ConfigError(
-        f"trajectory {uid!r} is not in the pool of {view.folder}, nor in its sample of what was "
-        "trained (trainer.sample_groups); `stepwell groups --prompt UID` lists those of a group, "
-        "`stepwell data export` keeps what is there"
+        f"trajectory {uid!r} is not in the pool of {view.folder} (`stepwell groups --prompt UID` "
+        "lists those of a group), nor in its sample of what was trained: trainer.sample_groups "
+        f"groups of each optimizer step, in {view.folder / FOLDER}"
+        + (f"; the newest there is {newest}" if newest else "")
     )
 
 

@@ -280,9 +280,11 @@ class Batches:
         """What a trainer that traffic keeps waiting waits for, and what the pool holds."""
         stats = await self._pool.get_statistics(TRAIN)
         groups, trajectories = stats["groups"], stats["trajectories"]
+        still_open = trajectories["open"]
+        remedy = " (each until POST /v1/complete_trajectory)" if still_open else ""
         return (
             f"waiting for {self._lease_size} groups of traffic: {groups['ready']} are ready, "
-            f"{groups['open']} open with {trajectories['open']} open trajectories; the engines "
+            f"{groups['open']} open with {still_open} open trajectories{remedy}; the engines "
             f"serve version {self._progress.version}"
         )
 

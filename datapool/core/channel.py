@@ -306,7 +306,7 @@ class Channel(Steps):
         wanted = group.terms.n_rollouts if group.terms else self.config.n_rollouts
         missing = wanted - len(group.complete) - group.n_final
         if group.n_open:
-            why = f"{group.n_open} trajectories are running"
+            why = f"{group.n_open} still open"
         elif missing > 0:
             why = f"{missing} trajectories were not started"
         else:

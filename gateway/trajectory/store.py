@@ -251,8 +251,8 @@ class Outcomes:
             late = e
         raise TrajectoryClosedError(
             f"trajectory {uid!r} takes no feedback any more: its group was leased by a trainer, or "
-            "dropped; give it sooner, or set the channel's hold_s (pool.default.hold_s), for which "
-            "groups are held"
+            "dropped; give it sooner, or set hold_s, for which groups are held, of its channel "
+            "(pool.channels.NAME.hold_s; without such a section pool.default.hold_s)"
         ) from late
 
     async def _first(self, uid: str, of_key: str | None, do: Callable[[str], Awaitable[T]]) -> T:

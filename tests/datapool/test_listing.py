@@ -102,8 +102,8 @@ def test_a_group_row_says_where_the_group_stands_and_why(varied):
         ("leased", "leased", None),
         ("ready", "ready", None),
         ("held", "held", "not_trainable"),
-        ("open", "open", "0 of 4 complete; 1 trajectories are running"),
-        ("undeclared", "open", "0 of 8 complete; 1 trajectories are running"),
+        ("open", "open", "0 of 4 complete; 1 still open"),
+        ("undeclared", "open", "0 of 8 complete; 1 still open"),
     ]
     ready, opened = rows[1], rows[3]
     assert (ready.n_rollouts, ready.n_complete, ready.metadata) == (2, 2, {"task": 3})

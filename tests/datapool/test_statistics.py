@@ -27,7 +27,7 @@ def test_the_oldest_open_groups_are_named_with_the_reason(pool, make_step):
         "running": 1,
         "aborted": 0,
         "deadline_in_s": 50,
-        "why": "1 of 3 complete; 1 trajectories are running",
+        "why": "1 of 3 complete; 1 still open",
     }
     assert not_started["why"] == "0 of 2 complete; 2 trajectories were not started"
     assert aborted["why"] == "0 of 1 complete; all trajectories were aborted"

@@ -174,6 +174,8 @@ def test_what_was_trained_and_kept_is_shown_with_what_was_trained_of_it(
         assert "trained at optimizer step 5 · advantage +2.000" in said(
             capsys, "show", "old", str(run)
         )
+        assert main(["show", "other", str(run)]) == 2
+        assert f"{run / TRAINED}; the newest there is old of step 5" in capsys.readouterr().err
     finally:
         shutil.rmtree(run / TRAINED)
 
@@ -381,4 +383,4 @@ def test_the_screen_of_a_run_that_nobody_has_called_yet(run: Path, capsys: Captu
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(status_screen({**status, "gateways": [gateway]}))
     [line] = [x for x in console.export_text().splitlines() if x.startswith("gateway")]
-    assert line.split() == ["gateway", "http://here", "up", *"0 calls · 0 running".split()]
+    assert " ".join(line.split()).endswith("up 0 calls · 0 running")

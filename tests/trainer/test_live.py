@@ -89,7 +89,21 @@ async def test_a_trainer_waits_for_traffic_as_long_as_it_takes_and_says_so(
         assert not training.done()
         await brings(run.pool)
         await training
-    assert "waiting for 2 groups of traffic: 1 are ready, 0 open" in told[0]
+    assert (
+        "waiting for 2 groups of traffic: 1 are ready, 0 open with 0 open trajectories;" in told[0]
+    )
+
+
+async def test_a_trainer_that_waits_for_open_conversations_says_what_ends_them(
+    tmp_path: Path,
+) -> None:
+    said: asyncio.Queue[str] = asyncio.Queue()
+    config = live_config(tmp_path, "trainer.starvation_timeout_s=0.01")
+    async with small_run(config, tell=said.put_nowait) as run:
+        await run.pool.open_trajectory("t", "p")
+        training = asyncio.create_task(run.train(1))
+        assert "(each until POST /v1/complete_trajectory)" in await said.get()
+        training.cancel()
 
 
 async def test_what_a_killed_trainer_had_leased_is_trained_by_the_next_one_once(
