@@ -16,6 +16,7 @@ import os
 import random
 import shutil
 import socket
+import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -373,7 +374,8 @@ async def serve(config: RunConfig) -> None:
         if config.run.resume == "never":
             _start_over(folder)
         with logged(folder, SERVE_LOG):
-            print(starting(config), flush=True)
+            # Programs read the address in the first line of the output.
+            print(starting(config), file=sys.stderr, flush=True)
             async with start_run(config, trains=False) as cluster:
                 print(where_to_call(config, cluster), flush=True)
                 while True:
