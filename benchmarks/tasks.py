@@ -27,7 +27,7 @@ from stepwell.report import BLUE, GREY, ORANGE, read_summary
 from stepwell.trainer.recording import load_recording, recordings
 
 RUNS = Path("runs")
-GAINS = {"tictactoe": 0.1, "search_cite": 0.3, "instructions": 0.2}
+GAINS = {"tictactoe": 0.15, "search_cite": 0.3, "instructions": 0.2}
 """Task -> what the evaluation score rises by in every run."""
 SMOOTHED = 5
 """Optimizer steps in the running mean of the reward."""
