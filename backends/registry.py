@@ -20,7 +20,10 @@ no torch and no plug-in.
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
@@ -65,7 +68,7 @@ class Names:
         found: dict[str, list[EntryPoint]] = {}
         for name, path in (self.built_in | dict.fromkeys(self.reserved, "")).items():
             found[name] = [EntryPoint(name, path, self.group)]
-        for entry in entry_points(group=self.group):
+        for entry in _installed(self.group, tuple((path, _changed(path)) for path in sys.path)):
             found.setdefault(entry.name, []).append(entry)
         return found
 
@@ -175,6 +178,21 @@ class Registry(Generic[T]):
         if lacking is not None:
             return Found(name, source, "missing", about, lacking)
         return Found(name, source, "ready", about)
+
+
+@functools.lru_cache(maxsize=64)
+def _installed(group: str, path: tuple[tuple[str, int | None], ...]) -> tuple[EntryPoint, ...]:
+    """Entry points of the packages on this `path`. To find them reads a file of every package, some
+    10 ms, and a configuration asks for them dozens of times; a folder where one was installed or
+    uninstalled since is a path that has `_changed`."""
+    return tuple(entry_points(group=group))
+
+
+def _changed(folder: str) -> int | None:
+    try:
+        return os.stat(folder or ".").st_mtime_ns
+    except OSError:
+        return None  # not there, which is as good a state as any
 
 
 def _line(error: BaseException) -> str:

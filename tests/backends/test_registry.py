@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -145,6 +146,18 @@ def test_a_package_adds_a_backend(install: Install) -> None:
     assert (found.source, found.state) == ("counter 1.2", "ready")
     assert found.about == "Counts steps. (convert only)"
     assert "counter 1.2" in listed()
+
+
+def test_a_package_installed_or_uninstalled_while_we_run_is_noticed(
+    install: Install, tmp_path: Path
+) -> None:
+    install("counter", "1", module=COUNTER, backends={"count": "counter:Counter"})
+    assert BACKEND_NAMES.check("count") == "count"
+    install("counted", "1", module=COUNTER, backends={"tally": "counted:Counter"})
+    assert BACKEND_NAMES.check("tally") == "tally"
+    shutil.rmtree(tmp_path / "counter-1.dist-info")
+    with pytest.raises(BackendConfigError, match=r"backend is 'count'; .* tally"):
+        BACKEND_NAMES.check("count")
 
 
 def test_a_package_adds_an_engine(install: Install) -> None:
