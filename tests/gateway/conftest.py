@@ -469,7 +469,14 @@ async def serving(
 ) -> AsyncIterator[str]:
     """`app` over HTTP, on a free port unless one is given, in this event loop."""
     listening = bind("127.0.0.1", port)
-    config = uvicorn.Config(app, http=http, log_level="critical", timeout_graceful_shutdown=5)
+    config = uvicorn.Config(
+        app,
+        http=http,
+        log_config=None,  # to configure it for each test costs more than a call
+        log_level="critical",
+        timeout_keep_alive=75,  # as the gateway's: a busy machine outlasts uvicorn's 5 s
+        timeout_graceful_shutdown=5,
+    )
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
