@@ -142,7 +142,7 @@ class Rig:
 
     async def generate(self, producer: Producer) -> None:
         """Until the source is used up."""
-        async with asyncio.timeout(20), producer.running():
+        async with asyncio.timeout(120), producer.running():  # a busy machine takes its time
             await producer.ended()
             await producer._pool.get_statistics(TRAIN)
 
