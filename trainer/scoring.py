@@ -75,6 +75,7 @@ class Scorer:
         self._failed_batches = 0
         self.unscored: Counter[str] = Counter()
         """Trajectories left out so far, by cause."""
+        self._last_failure = ""
 
     async def score(self, groups: Sequence[Group], min_rollouts: int | None = None) -> list[Group]:
         """`groups` with every trajectory scored; those that cannot be are left out.
@@ -119,6 +120,11 @@ class Scorer:
             metrics[f"reward/missing/{cause}"] = float(n)
         return metrics | {"reward/missing": float(self.unscored.total())}
 
+    def why_unscored(self) -> str:
+        """The commonest causes, and the last error of a reward as it was raised."""
+        causes = ", ".join(f"{n} × {cause}" for cause, n in self.unscored.most_common(3))
+        return causes + self._last_failure
+
     async def aclose(self) -> None:
         """End the reward's processes and connections."""
         await self._manager.aclose()
@@ -150,6 +156,7 @@ class Scorer:
             else:
                 rewarded[trajectory.trajectory_uid] = _rewarded(trajectory, outcome)
         for reason, uids in failed.items():  # one line for a reward that fails on all of them
+            self._last_failure = f"; the last: {reason}"
             log.warning("%d aborted (the first is %s): %s", len(uids), uids[0], reason)
         return rewarded
 
@@ -196,10 +203,9 @@ class Scorer:
             return
         self._failed_batches = 0 if scored else self._failed_batches + 1
         if self._failed_batches >= MAX_FAILED_BATCHES:
-            causes = ", ".join(f"{n} × {cause}" for cause, n in self.unscored.most_common(3))
             raise RewardError(
                 f"no trajectory could be scored in {self._failed_batches} batches running "
-                f"(left out so far: {causes}); "
+                f"(left out so far: {self.why_unscored()}); "
                 + (
                     "correct rollout.reward or the data's label_key; the log has each cause"
                     if not self._only_usual
@@ -215,13 +221,13 @@ async def why_lost(pool: DataPoolClient, channel: str, scorer: Scorer, folder: P
         folder: of the run.
     """
     aborted = (await pool.get_statistics(channel))["trajectories"]["abort_reasons"]
-    said = [
-        f"{what}: " + ", ".join(f"{n} × {MEANINGS.get(why, why)}" for why, n in common)
-        for what, causes in (("aborted", Counter(aborted)), ("without a score", scorer.unscored))
-        if (common := causes.most_common(3))
-    ]
+    common = Counter(aborted).most_common(3)
+    said = ", ".join(f"{n} × {MEANINGS.get(why, why)}" for why, n in common)
+    lost = [f"aborted: {said}"] if said else []
+    if scorer.unscored:
+        lost.append(f"without a score: {scorer.why_unscored()}")
     return (
-        f"{'; '.join(said) or 'none was aborted'}. Look into the agent, the reward and "
+        f"{'; '.join(lost) or 'none was aborted'}. Look into the agent, the reward and "
         f"{folder / 'logs'}"
     )
 
