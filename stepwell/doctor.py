@@ -92,7 +92,7 @@ def examine(config: RunConfig | None, run: RunFile | None, folder: Path) -> Iter
     checks: list[tuple[str, Check]] = [
         ("python", python),
         ("packages", packages),
-        ("torch", torch_device),
+        ("torch", lambda: torch_device(config)),
         ("disk", lambda: disk(folder, config)),
     ]
     if run is None:
@@ -158,7 +158,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def torch_device() -> Iterator[Finding]:
+def torch_device(config: RunConfig | None) -> Iterator[Finding]:
     import torch
 
     from stepwell.backends.engines.sglang import has_gpu
@@ -176,6 +176,33 @@ def torch_device() -> Iterator[Finding]:
     else:
         threads = torch.get_num_threads()
         yield Finding("torch", "ok", f"{torch.__version__} on the CPU, {threads} threads")
+        dtypes = {}
+        if config is not None:
+            dtypes = {"backend.dtype": config.backend.dtype, "engine.dtype": config.engine.dtype}
+        half = [key for key, dtype in dtypes.items() if dtype == "bfloat16"]
+        if half and (factor := bfloat16_by_float32()) > 1:
+            yield Finding(
+                "torch",
+                "warning",
+                f"{' and '.join(half)} = bfloat16 takes {factor:.1f} × float32's time on this CPU",
+                " ".join(f"{key}=float32" for key in half),
+            )
+
+
+def bfloat16_by_float32() -> float:
+    """Time of a matrix product in bfloat16 by that in float32. Few CPUs compute in it."""
+    import torch
+
+    took = []
+    for dtype in (torch.bfloat16, torch.float32):
+        a, b = torch.ones(256, 576, dtype=dtype), torch.ones(576, 1536, dtype=dtype)
+        times = []
+        for _ in range(5):
+            began = time.perf_counter()
+            torch.matmul(a, b)
+            times.append(time.perf_counter() - began)
+        took.append(min(times))
+    return took[0] / took[1]
 
 
 def disk(folder: Path, config: RunConfig | None) -> Iterator[Finding]:

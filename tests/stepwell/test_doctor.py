@@ -82,6 +82,25 @@ def test_packages_that_lack_are_named_with_the_command(monkeypatch: pytest.Monke
     ]
 
 
+@pytest.mark.parametrize(("factor", "states"), [(3.0, ["ok", "warning"]), (0.5, ["ok"])])
+def test_a_cpu_that_does_not_compute_in_bfloat16_is_told(
+    monkeypatch: pytest.MonkeyPatch, factor: float, states: list[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("stepwell.backends.engines.sglang.has_gpu", lambda: False)
+    monkeypatch.setattr(doctor, "bfloat16_by_float32", lambda: factor)
+    config = load_config("quickstart", ["engine.dtype=bfloat16"])
+    found = list(doctor.torch_device(config))
+    assert [f.state for f in found] == states
+    if factor > 1:
+        assert "engine.dtype = bfloat16 takes 3.0 × float32's time" in found[1].text
+        assert found[1].remedy == "engine.dtype=float32"
+
+
+def test_the_time_of_bfloat16_is_measured() -> None:
+    assert doctor.bfloat16_by_float32() > 0
+
+
 def test_a_disk_that_is_nearly_full_is_told_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
