@@ -27,7 +27,7 @@ from stepwell.report import BLUE, GREY, ORANGE, read_summary
 from stepwell.trainer.recording import load_recording, recordings
 
 RUNS = Path("runs")
-GAINS = {"tictactoe": 0.15, "search_cite": 0.3, "instructions": 0.2}
+GAINS = {"tictactoe": 0.15, "search_cite": 0.3, "instructions": 0.3}
 """Task -> what the evaluation score rises by in every run."""
 SMOOTHED = 5
 """Optimizer steps in the running mean of the reward."""
@@ -129,6 +129,7 @@ def plot(task: str, summaries: Mapping[int, Mapping[str, Any]], path: Path) -> N
             alpha=0.8,
             label="evaluation" if first else None,
         )
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylim(0, 1.03)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("mean reward")
