@@ -41,7 +41,7 @@ def _of_file(file: Path) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # pickle looks there
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException:  # whatever it raised: half a module would be found the next time
         del sys.modules[name]
         raise
     return module
