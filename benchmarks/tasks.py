@@ -105,6 +105,7 @@ def plot(task: str, summaries: Mapping[int, Mapping[str, Any]], path: Path) -> N
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
     for seed, summary in summaries.items():
@@ -129,7 +130,7 @@ def plot(task: str, summaries: Mapping[int, Mapping[str, Any]], path: Path) -> N
             alpha=0.8,
             label="evaluation" if first else None,
         )
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0, 1.03)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("mean reward")
