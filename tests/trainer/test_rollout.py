@@ -97,6 +97,12 @@ async def calls_a_wrong_path(task: Mapping[str, Any], base_url: str, api_key: st
     raise LookupError(f"404: POST {base_url}/chat/completions")
 
 
+async def calls_elsewhere(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    async with aiohttp.ClientSession() as session:
+        await session.post("http://127.0.0.1:1/v1/chat/completions", json={})
+    return 1.0
+
+
 async def returns_text(task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
     return "347"
 
@@ -134,7 +140,7 @@ async def hangs(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
 async def second_try(task: Any, base_url: str, api_key: str) -> float:
     task.setdefault("tries", []).append(base_url)
     if len(task["tries"]) == 1:
-        raise ConnectionError("lost")
+        raise ValueError("lost")
     return 0.5
 
 
@@ -191,6 +197,15 @@ async def test_a_failure_that_names_its_rollouts_url_is_one_reason_for_all_rollo
     await run(gateway, "calls_a_wrong_path", n=2, max_attempts=1)
     reasons = {body["reason"] for body in gateway.told("abort")}
     assert reasons == {"LookupError: 404: POST {base_url}/chat/completions"}
+
+
+async def test_an_agent_that_calls_elsewhere_is_asked_about_its_base_url(
+    gateway: RecordingGateway,
+) -> None:
+    ends = await run(gateway, "calls_elsewhere", max_attempts=1)
+    assert ends == {"ClientConnectorError": 1}
+    (abort,) = gateway.told("abort")
+    assert abort["reason"].endswith("does the agent call the base_url that it is given?)")
 
 
 @pytest.mark.parametrize(("agent", "named"), [("returns_text", "a str"), ("returns_nan", "nan")])
@@ -274,7 +289,7 @@ async def test_a_failed_attempt_is_tried_again_as_a_new_trajectory(
 ) -> None:
     assert await run(gateway, "second_try", max_attempts=2) == {"complete": 1}
     assert [b["attempt"] for b in gateway.told("init")] == [0, 1]
-    assert gateway.told("abort") == [{"reason": "ConnectionError: lost", "will_retry": True}]
+    assert gateway.told("abort") == [{"reason": "ValueError: lost", "will_retry": True}]
     assert gateway.told("complete") == [{"reward": 0.5}]
 
 

@@ -64,6 +64,8 @@ OUTAGE_PAUSE_S = (0.25, 10.0)
 RECOVERY_S = 900.0
 """The producer waits for workers, gateway and engine so long: an engine may load for ten minutes
 (`engine.startup_timeout_s`). The run ends if they are not back: no rollout can be run any more."""
+ELSEWHERE = " (the gateway was there: does the agent call the base_url that it is given?)"
+"""Beside an agent's connection error: clients name no address, and most have one by default."""
 COMPLETE = "complete"
 CLOSED = "closed"
 """How a rollout ended whose group was closed before it could."""
@@ -243,6 +245,8 @@ class RolloutWorker:
         )
         if disturbed:
             reason = f"{INFRASTRUCTURE}: {reason}"
+        elif "Connect" in reason.partition(":")[0]:
+            reason += ELSEWHERE
         if await self._abort(base_url, reason, will_retry=disturbed or not final):
             return reason.partition(":")[0]
         return CLOSED
