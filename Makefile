@@ -65,7 +65,7 @@ check-ui:
 .PHONY: docs
 docs: install
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt zensical deepmerge markdown pymdown-extensions tomli
-	PATH="$(BIN):$$PATH" $(BIN)/python docs/build.py site
+	$(BIN)/python docs/build.py site
 
 #   make reference  the reference pages of docs, from the code
 .PHONY: reference

@@ -304,7 +304,8 @@ def main() -> None:
             stage(BUILD / "pages")
             shutil.copyfile(ROOT / "docs" / "zensical.toml", BUILD / "zensical.toml")
             shutil.copyfile(ROOT / "docs" / "site.css", BUILD / "pages" / "docs" / "site.css")
-            subprocess.run(("zensical", "build", "--clean", "--strict"), cwd=BUILD, check=True)
+            tool = Path(sys.executable).with_name("zensical")
+            subprocess.run((tool, "build", "--clean", "--strict"), cwd=BUILD, check=True)
         case _:
             sys.exit(__doc__)
 
