@@ -28,7 +28,7 @@ from stepwell.datapool.codec import PackedLease
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.core.channel import METHODS, Channel
 from stepwell.datapool.core.leases import LeaseBook
-from stepwell.datapool.core.rows import GroupReturned, LeaseRecord, Load, Log, Writer
+from stepwell.datapool.core.rows import GroupReturned, LeaseRecord, Log, Writer
 from stepwell.datapool.inspect.events import EventLog, Events
 from stepwell.datapool.inspect.listing import listed
 from stepwell.datapool.types import TRAIN, VAL
@@ -197,9 +197,9 @@ class DataPool:
         """Payloads and prompts in memory."""
         return sum(channel.memory_bytes for channel in self.channels.values())
 
-    def attach(self, log: Log, load: Load) -> None:
+    def attach(self, log: Log) -> None:
         """Write every change down from now on, and read payloads back that are only there."""
-        self._writer.log, self._writer.load = log, load
+        self._writer.log = log
 
     def write_counts(self) -> None:
         """Put the counts that changed into the log. Before a flush."""

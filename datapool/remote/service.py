@@ -175,7 +175,7 @@ class PoolService:
             if former is not None:
                 here._replace(generation=here.generation - 1).check_follows(former.incarnation)
             with growing_heap():
-                n_rows = restore(self._pool, journal, journal.rows(), states, journal.read)
+                n_rows = restore(self._pool, journal)
             last = max(channel.now for channel in self._pool.channels.values())
             self._clock = Clock.resume(states.get(CLOCK), last)
             journal.put_state(CLOCK, self._clock.dump())

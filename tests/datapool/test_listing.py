@@ -350,7 +350,7 @@ def test_a_uid_is_found_on_the_first_page_wherever_it_is(listing):
 def recovered(folder: Path, **limits: Any) -> tuple[SyncPool, Journal]:
     journal = Journal(folder, "process")
     pool = SyncPool(PoolConfig(default=ChannelConfig(**limits)), epoch="0")
-    restore(pool, journal, journal.rows(), journal.states(), journal.read)
+    restore(pool, journal)
     return pool, journal
 
 

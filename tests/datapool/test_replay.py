@@ -55,9 +55,7 @@ class Journaled:
     def _start(self, folder: Path, config: PoolConfig) -> None:
         self.journal = Journal(folder, "process", lock_timeout_s=0.1)
         self.pool = SyncPool(config)
-        restore(
-            self.pool, self.journal, self.journal.rows(), self.journal.states(), self.journal.read
-        )
+        restore(self.pool, self.journal)
         self._flush()
 
     def _flush(self) -> None:
