@@ -10,14 +10,8 @@ import threading
 
 import pytest
 
-from stepwell.datapool import (
-    ChannelConfig,
-    DataPoolClient,
-    PoolConfig,
-    PoolFullError,
-    PoolUnavailableError,
-    StepConflictError,
-)
+from stepwell.datapool import ChannelConfig, DataPoolClient, PoolConfig
+from stepwell.datapool.errors import PoolFullError, PoolUnavailableError, StepConflictError
 from stepwell.datapool.remote import link as link_module
 from stepwell.datapool.remote.link import LocalPort
 from stepwell.datapool.remote.outbox import Tips

@@ -12,14 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepwell.datapool import (
-    ChannelConfig,
-    DataPool,
-    DataPoolError,
-    InvalidRequestError,
-    PoolConfig,
-    Step,
-)
+from stepwell.datapool import ChannelConfig, DataPool, DataPoolError, PoolConfig, Step
+from stepwell.datapool.errors import InvalidRequestError
 from stepwell.datapool.inspect.listing import MAX_LIMIT, MIN_LOOKS, PAGE_BYTES
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore

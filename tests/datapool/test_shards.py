@@ -19,11 +19,15 @@ from hypothesis import strategies as st
 from stepwell.datapool import (
     ChannelConfig,
     DataPoolClient,
+    PoolConfig,
+    start_data_pool,
+    start_shards,
+)
+from stepwell.datapool.errors import (
     InvalidRequestError,
     JournalError,
     LeaseClosedError,
     LeaseExpiredError,
-    PoolConfig,
     PoolFullError,
     PoolUnavailableError,
     StepConflictError,
@@ -31,8 +35,6 @@ from stepwell.datapool import (
     UnknownGroupError,
     UnknownLeaseError,
     UnknownTrajectoryError,
-    start_data_pool,
-    start_shards,
 )
 from stepwell.datapool.files.transfer import export_channel, import_channel
 from stepwell.datapool.ops import LeaseBatch
