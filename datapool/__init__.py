@@ -20,15 +20,8 @@ from stepwell.datapool.types import TRAIN, VAL, Group, Lease, Step, Trajectory, 
 if TYPE_CHECKING:
     from stepwell.datapool.core.pool import DataPool
     from stepwell.datapool.files.transfer import export_channel, import_channel
-    from stepwell.datapool.ops import Deleted, Resumed, SubmitOutcome, TrajectoryOutcome
     from stepwell.datapool.remote.client import DataPoolClient
-    from stepwell.datapool.remote.start import (
-        DataPoolHandle,
-        client_of,
-        connect,
-        start_data_pool,
-        start_shards,
-    )
+    from stepwell.datapool.remote.start import client_of, connect, start_data_pool, start_shards
 
 __all__ = [
     "TRAIN",
@@ -37,16 +30,11 @@ __all__ = [
     "DataPool",
     "DataPoolClient",
     "DataPoolError",
-    "DataPoolHandle",
-    "Deleted",
     "Group",
     "Lease",
     "PoolConfig",
-    "Resumed",
     "Step",
-    "SubmitOutcome",
     "Trajectory",
-    "TrajectoryOutcome",
     "VersionSpan",
     "client_of",
     "connect",
@@ -60,9 +48,8 @@ __all__ = [
 _HOMES = {
     "core.pool": ("DataPool",),
     "files.transfer": ("export_channel", "import_channel"),
-    "ops": ("Deleted", "Resumed", "SubmitOutcome", "TrajectoryOutcome"),
     "remote.client": ("DataPoolClient",),
-    "remote.start": ("DataPoolHandle", "client_of", "connect", "start_data_pool", "start_shards"),
+    "remote.start": ("client_of", "connect", "start_data_pool", "start_shards"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
