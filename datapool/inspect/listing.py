@@ -26,7 +26,7 @@ from stepwell.datapool.core.channel import Channel
 from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
 from stepwell.datapool.errors import InvalidRequestError
 from stepwell.datapool.inspect import rows
-from stepwell.datapool.ops import NATURAL, TEXT, Check
+from stepwell.datapool.ops import CURSOR, NATURAL, POSITIVE, TEXT, Check
 from stepwell.datapool.selection import UNMARKED, Marks
 from stepwell.datapool.types import Trajectory
 
@@ -48,7 +48,7 @@ def listed(channel: Channel, epoch: str, asked: questions.Listing[Any]) -> Any:
         JournalError: a payload cannot be read back.
     """
     kind, filters, walk = _LISTINGS[type(asked)]
-    pager = Pager(kind, filters, epoch, asked.cursor, asked.limit, asked.filters)
+    pager = Pager(kind, filters, epoch, asked)
     items = []
     for item in walk(channel, pager):
         items.append(item)
@@ -127,29 +127,23 @@ class Pager:
     Args:
         kind: of the listing; a cursor of another one is refused.
         epoch: of the pool; cursors of a pool that has lost its content are refused.
-        cursor: where to begin; None: at the beginning.
 
     Raises:
         InvalidRequestError: an unknown filter, a malformed value, limit or cursor.
     """
 
     def __init__(
-        self,
-        kind: str,
-        known: Filters,
-        epoch: str,
-        cursor: str | None,
-        limit: int,
-        filters: Mapping[str, Any],
+        self, kind: str, known: Filters, epoch: str, asked: questions.Listing[Any]
     ) -> None:
-        if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= MAX_LIMIT:
+        limit = asked.limit
+        if not POSITIVE.accepts(limit) or limit > MAX_LIMIT:
             raise InvalidRequestError(
                 f"limit is {limit!r}; pass 1 to {MAX_LIMIT}, and go on with the page's cursor"
             )
-        self.wanted = _parsed(filters, known)
+        self.wanted = _parsed(asked.filters, known)
         self._checks = [_check(name, wanted) for name, wanted in self.wanted.items()]
         self._name = f"{kind}:{epoch}"
-        self.start = Place(0) if cursor is None else self._parse(cursor)
+        self.start = Place(0) if asked.cursor is None else self._parse(asked.cursor)
         self._next: Place | None = None
         self.left = limit
         """Items that the page may still hold."""
@@ -158,9 +152,7 @@ class Pager:
     def _parse(self, cursor: str) -> Place:
         name, *numbers = cursor.rsplit(":", 2) if isinstance(cursor, str) else [""]
         if len(numbers) != 2 or not all(n.isascii() and n.isdigit() for n in numbers):
-            raise InvalidRequestError(
-                f"cursor is {cursor!r:.80}; pass one that the page before came with, or None"
-            )
+            CURSOR.refuse("cursor", cursor)
         if name != self._name:
             same_kind = name.partition(":")[0] == self._name.partition(":")[0]
             raise InvalidRequestError(
