@@ -17,13 +17,10 @@ import msgspec
 
 from stepwell.datapool.core import rows as kinds
 from stepwell.datapool.core.channel import METHODS
-from stepwell.datapool.core.pool import DataPool
+from stepwell.datapool.core.pool import COUNTS, DataPool
 from stepwell.datapool.errors import DataPoolError, ReplayError
 from stepwell.datapool.store.segments import Row
 
-COUNTS = "channel/"
-LEASES = "leases"
-WHOLE_POOL = "pool"
 DAMAGE = (DataPoolError, LookupError, TypeError, ValueError, AttributeError, msgspec.MsgspecError)
 """What rows and states raise that this release did not write, or not in this order."""
 ROWS_BETWEEN_SPILLS = 128
@@ -100,12 +97,7 @@ def _apply(pool: DataPool, row: Row, prompts: dict[int, bytes]) -> None:
 def _restore_states(pool: DataPool, states: Mapping[str, bytes]) -> None:
     for key, state in states.items():
         try:
-            if key == LEASES:
-                pool.leases.restore_counts(state)
-            elif key == WHOLE_POOL:
-                pool.restore_state(state)
-            elif key.startswith(COUNTS):
-                pool.channels[key.removeprefix(COUNTS)].restore_counts(state)
+            pool.restore_counts(key, state)
         except DAMAGE as e:
             raise ReplayError(
                 f"journal state {key!r} is not what this release writes "
