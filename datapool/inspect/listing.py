@@ -198,8 +198,8 @@ class _Found(NamedTuple):
     group_state: rows.GroupState
     record: TrajectoryRecord
     state: rows.TrajectoryState
-    position: int
-    """In its group."""
+    versions: tuple[int | None, int | None]
+    """The oldest and the newest of its steps."""
 
 
 def _groups(channel: Channel, pager: Pager) -> Iterator[tuple[GroupRecord, rows.GroupState]]:
@@ -226,7 +226,7 @@ def _live_groups(channel: Channel, pager: Pager) -> Iterator[GroupRecord]:
 
 
 def _trajectories(channel: Channel, pager: Pager) -> Iterator[_Found]:
-    """As far as what is asked of them can be seen without their steps."""
+    """Those that the filters let pass; their steps are looked at last."""
     uid = pager.wanted.get("trajectory_uid")
     for group, group_state in _groups(channel, pager):
         first = pager.start.position if group.number == pager.start.group else 0
@@ -237,8 +237,12 @@ def _trajectories(channel: Channel, pager: Pager) -> Iterator[_Found]:
             state: rows.TrajectoryState = "complete" if record.is_complete else "aborted"
             state = "open" if record.closing is None else state
             tags = record.marks.tags | group.marks.tags
-            if pager.admits(state=state, reason=_reason(record), tag=tags):
-                yield _Found(group, group_state, record, state, position)
+            if not pager.admits(state=state, reason=_reason(record), tag=tags):
+                continue
+            pager.spend(steps=len(record.steps))
+            versions = record.versions() if record.steps else (None, None)
+            if pager.admits_sums(record.reward(), *versions):
+                yield _Found(group, group_state, record, state, versions)
 
 
 # -- rows --------------------------------------------------------------------------------------
@@ -282,39 +286,25 @@ def _group_rows(channel: Channel, pager: Pager) -> Iterator[rows.GroupRow]:
 
 def _trajectory_rows(channel: Channel, pager: Pager) -> Iterator[rows.TrajectoryRow]:
     for found in _trajectories(channel, pager):
-        if _passes(found, pager):
-            yield _trajectory_row(found)
-
-
-def _passes(found: _Found, pager: Pager) -> bool:
-    """What is summed up over its steps."""
-    record = found.record
-    pager.spend(steps=len(record.steps))
-    return pager.admits_sums(
-        record.reward(), *(record.versions() if record.steps else (None, None))
-    )
-
-
-def _trajectory_row(found: _Found) -> rows.TrajectoryRow:
-    record, steps = found.record, found.record.steps
-    oldest, newest = record.versions() if steps else (None, None)
-    return rows.TrajectoryRow(
-        trajectory_uid=record.trajectory_uid,
-        prompt_uid=record.prompt_uid,
-        state=found.state,
-        group_state=found.group_state,
-        reason=_reason(record),
-        reward=record.reward(),
-        outcome=record.outcome,
-        n_steps=len(steps),
-        n_missing=record.max_index + 1 - len(steps),
-        n_tokens=sum(step.n_tokens for step in steps),
-        oldest_version=oldest,
-        newest_version=newest,
-        attempt=record.attempt,
-        metadata=dict(record.metadata),
-        marks=record.marks,
-    )
+        record, steps = found.record, found.record.steps
+        oldest, newest = found.versions
+        yield rows.TrajectoryRow(
+            trajectory_uid=record.trajectory_uid,
+            prompt_uid=record.prompt_uid,
+            state=found.state,
+            group_state=found.group_state,
+            reason=_reason(record),
+            reward=record.reward(),
+            outcome=record.outcome,
+            n_steps=len(steps),
+            n_missing=record.max_index + 1 - len(steps),
+            n_tokens=sum(step.n_tokens for step in steps),
+            oldest_version=oldest,
+            newest_version=newest,
+            attempt=record.attempt,
+            metadata=dict(record.metadata),
+            marks=record.marks,
+        )
 
 
 def _exported(
@@ -325,8 +315,6 @@ def _exported(
     head, because the pool released their steps."""
     n_bytes = 0
     for found in _trajectories(channel, pager):
-        if not _passes(found, pager):
-            continue
         record, group, is_open = found.record, found.group, found.state == "open"
         packed = channel.packed(record)
         if is_open and packed.steps:  # it came as if it were complete
