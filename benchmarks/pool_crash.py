@@ -47,12 +47,12 @@ from stepwell.datapool import (
     ChannelConfig,
     DataPoolClient,
     Lease,
-    LeaseExpiredError,
     PoolConfig,
     Step,
     client_of,
     start_data_pool,
 )
+from stepwell.datapool.errors import LeaseExpiredError
 
 SECTIONS = ("kills", "recovery")
 KILLS = 100

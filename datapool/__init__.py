@@ -14,95 +14,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from stepwell.datapool.config import ChannelConfig, PoolConfig
-from stepwell.datapool.errors import (
-    ChannelShutDownError,
-    DataPoolError,
-    ExportError,
-    GroupClosedError,
-    GroupConflictError,
-    InvalidRequestError,
-    InvalidStepError,
-    JournalCorruptError,
-    JournalError,
-    JournalFencedError,
-    JournalFullError,
-    JournalLockedError,
-    JournalVersionError,
-    LeaseClosedError,
-    LeaseExpiredError,
-    PoolFullError,
-    PoolReplacedError,
-    PoolUnavailableError,
-    ReplayError,
-    SelectionError,
-    StepConflictError,
-    StepIndexError,
-    TrajectoryClosedError,
-    TrajectoryConflictError,
-    UnknownBaseError,
-    UnknownGroupError,
-    UnknownLeaseError,
-    UnknownTrajectoryError,
-)
+from stepwell.datapool.errors import DataPoolError
 from stepwell.datapool.types import TRAIN, VAL, Group, Lease, Step, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
     from stepwell.datapool.core.pool import DataPool
     from stepwell.datapool.files.transfer import export_channel, import_channel
-    from stepwell.datapool.ops import Deleted, Resumed, SubmitOutcome, TrajectoryOutcome
     from stepwell.datapool.remote.client import DataPoolClient
-    from stepwell.datapool.remote.start import (
-        DataPoolHandle,
-        client_of,
-        connect,
-        start_data_pool,
-        start_shards,
-    )
+    from stepwell.datapool.remote.start import client_of, connect, start_data_pool, start_shards
 
 __all__ = [
     "TRAIN",
     "VAL",
     "ChannelConfig",
-    "ChannelShutDownError",
     "DataPool",
     "DataPoolClient",
     "DataPoolError",
-    "DataPoolHandle",
-    "Deleted",
-    "ExportError",
     "Group",
-    "GroupClosedError",
-    "GroupConflictError",
-    "InvalidRequestError",
-    "InvalidStepError",
-    "JournalCorruptError",
-    "JournalError",
-    "JournalFencedError",
-    "JournalFullError",
-    "JournalLockedError",
-    "JournalVersionError",
     "Lease",
-    "LeaseClosedError",
-    "LeaseExpiredError",
     "PoolConfig",
-    "PoolFullError",
-    "PoolReplacedError",
-    "PoolUnavailableError",
-    "ReplayError",
-    "Resumed",
-    "SelectionError",
     "Step",
-    "StepConflictError",
-    "StepIndexError",
-    "SubmitOutcome",
     "Trajectory",
-    "TrajectoryClosedError",
-    "TrajectoryConflictError",
-    "TrajectoryOutcome",
-    "UnknownBaseError",
-    "UnknownGroupError",
-    "UnknownLeaseError",
-    "UnknownTrajectoryError",
     "VersionSpan",
     "client_of",
     "connect",
@@ -116,9 +48,8 @@ __all__ = [
 _HOMES = {
     "core.pool": ("DataPool",),
     "files.transfer": ("export_channel", "import_channel"),
-    "ops": ("Deleted", "Resumed", "SubmitOutcome", "TrajectoryOutcome"),
     "remote.client": ("DataPoolClient",),
-    "remote.start": ("DataPoolHandle", "client_of", "connect", "start_data_pool", "start_shards"),
+    "remote.start": ("client_of", "connect", "start_data_pool", "start_shards"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

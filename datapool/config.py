@@ -149,19 +149,13 @@ class PoolConfig(_Section):
 
     @model_validator(mode="after")
     def _has_a_disk(self) -> PoolConfig:
-        if self.durability != "none":
-            return self
-        spilling = [n for n, c in self.channels.items() if c.overflow == "spill"]
-        if self.default.overflow == "spill":
-            spilling.append("default")
+        channels = {"default": self.default, **self.channels}
+        spilling = [f"overflow: spill of {n}" for n, c in channels.items() if c.overflow == "spill"]
         if self.memory_limit_bytes is not None:
+            spilling.append("memory_limit_bytes")
+        if spilling and self.durability == "none":
             raise ValueError(
-                "memory_limit_bytes needs a journal to keep payloads in; "
-                "set durability to process or power"
-            )
-        if spilling:
-            raise ValueError(
-                f"overflow is 'spill' in {', '.join(spilling)} but durability is 'none'; "
-                "spilling needs a journal: set durability to process or power"
+                f"durability is 'none', so there is no journal for {' and '.join(spilling)} to "
+                "keep payloads in; set durability to process or power"
             )
         return self

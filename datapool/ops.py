@@ -77,14 +77,15 @@ def _is_seconds(value: Any) -> bool:
 
 
 TEXT: Final = Check(lambda value: isinstance(value, str) and value != "", "a non-empty string")
+CURSOR: Final = Check(TEXT.accepts, "one that the page before came with, or None")
 NATURAL: Final = Check(lambda value: _is_int(value, 0), "an integer >= 0")
-_POSITIVE: Final = Check(lambda value: _is_int(value, 1), "an integer >= 1")
+POSITIVE: Final = Check(lambda value: _is_int(value, 1), "an integer >= 1")
 _SECONDS: Final = Check(_is_seconds, "seconds > 0, or None for the default")
 _REWARD: Final = Check(is_reward, f"a number within ±{MAX_REWARD:g}, or None if not scored")
 
 Text: TypeAlias = Annotated[str, TEXT]
 Natural: TypeAlias = Annotated[int, NATURAL]
-Positive: TypeAlias = Annotated[int, _POSITIVE]
+Positive: TypeAlias = Annotated[int, POSITIVE]
 Seconds: TypeAlias = Annotated[float, _SECONDS]
 Reward: TypeAlias = Annotated[float, _REWARD]
 

@@ -19,14 +19,14 @@ channel. Refuses and drops; waiting is the caller's. Does not decide when a grou
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 from sortedcontainers import SortedDict
 
-from stepwell.datapool.codec import PackedStep, decoder, encoder
+from stepwell.datapool.codec import PackedStep
 from stepwell.datapool.config import ChannelConfig
 from stepwell.datapool.core.accounting import Counts, count_reason
 from stepwell.datapool.core.orders import KeyedOrder, ReadyOrder
@@ -34,6 +34,7 @@ from stepwell.datapool.core.payloads import Payloads
 from stepwell.datapool.core.records import Closing, GroupRecord, Remembered, TrajectoryRecord
 from stepwell.datapool.core.rows import GroupClosed, GroupRetired, StepsStored, Writer
 from stepwell.datapool.errors import UnknownGroupError, UnknownTrajectoryError
+from stepwell.datapool.inspect.events import EventLog
 from stepwell.datapool.ops import AdvanceVersion
 from stepwell.datapool.questions import Credit, WaitCredit
 from stepwell.datapool.selection import STALE, Selection
@@ -60,17 +61,12 @@ _FULL: Final = {
     MAX_BYTES: "holds {used} bytes, max_bytes={limit}, and blocks",
 }
 
-Notice: TypeAlias = Callable[..., None]
-"""`(channel, kind, prompt_uid, [trajectory_uid], **data)`: something that people may watch for."""
-
-_counts_decoder = decoder(Counts)
-
 
 class Groups:
     """See the module.
 
     Args:
-        notice: is told what happened to groups and trajectories.
+        events: are told what happened to groups and trajectories.
         retention_s: from its opening on, after which a group goes whatever became of it.
     """
 
@@ -79,7 +75,7 @@ class Groups:
         name: str,
         config: ChannelConfig,
         writer: Writer,
-        notice: Notice,
+        events: EventLog,
         retention_s: float | None,
     ) -> None:
         self.name = name
@@ -101,7 +97,7 @@ class Groups:
         self.replaying = False
         """Nothing is judged, refused, dropped or told of."""
         self.selection = Selection(config.selection)
-        self._tell = notice
+        self._events = events
         self._open: OrderedDict[str, GroupRecord] = OrderedDict()
         self._order = ReadyOrder(self.prompt_groups)
         self._ready: OrderedDict[str, GroupRecord] = OrderedDict()
@@ -186,15 +182,9 @@ class Groups:
         uid: str | None = getattr(record, "prompt_uid", None)
         return self.prompt_groups[uid or self.trajectory_index[record.trajectory_uid].prompt_uid]
 
-    def dump_counts(self) -> bytes:
-        return encoder.encode(self.counts)
-
-    def restore_counts(self, state: bytes) -> None:
-        self.counts = _counts_decoder.decode(state)
-
     def _notice(self, kind: str, *uids: str, **data: Any) -> None:
         if not self.replaying:
-            self._tell(self, kind, *uids, **data)
+            self._events.add(self.now, kind, self.name, *uids, **data)
 
     # -- groups begin ------------------------------------------------------------------------
 

@@ -32,6 +32,8 @@ class LeaseCounts(msgspec.Struct):
     nack_reasons: dict[str, int] = {}
 
 
+STATE = "leases"
+"""The counts' name among the log's states."""
 ENDS: tuple[rows.LeaseEnd, ...] = get_args(rows.LeaseEnd)
 _State = tuple[int, dict[str, LeaseCounts]]
 _state_decoder = decoder(_State)
@@ -138,7 +140,7 @@ class LeaseBook:
         """Put the counts into the log, if they changed."""
         if self._changed:
             self._changed = False
-            log.put_state("leases", encoder.encode((self.n_issued, self._counts)))
+            log.put_state(STATE, encoder.encode((self.n_issued, self._counts)))
 
     def restore_counts(self, state: bytes) -> None:
         self.n_issued, self._counts = _state_decoder.decode(state)

@@ -57,10 +57,10 @@ class Payloads:
         copies = [PackedStep(step.prompt, step.payload) for step in steps]
         spilled = [step for step in copies if step.is_spilled]
         if spilled:
-            if self._writer.load is None:
+            if self._writer.log is None:
                 raise JournalError("spilled steps cannot be read: the pool has no journal")
             rows = list(dict.fromkeys(step.place[0] for step in spilled))
-            loaded = dict(zip(rows, self._writer.load(rows), strict=True))
+            loaded = dict(zip(rows, self._writer.log.read(rows), strict=True))
             for step in spilled:
                 row, at, size = step.place
                 step.payload = loaded[row][at : at + size]

@@ -24,11 +24,13 @@ import msgspec
 
 from stepwell.datapool import ops
 from stepwell.datapool import questions as asked
-from stepwell.datapool.codec import PackedLease
+from stepwell.datapool.codec import PackedLease, decoder, encoder
 from stepwell.datapool.config import PoolConfig
+from stepwell.datapool.core.accounting import Counts
 from stepwell.datapool.core.channel import METHODS, Channel
+from stepwell.datapool.core.leases import STATE as LEASES
 from stepwell.datapool.core.leases import LeaseBook
-from stepwell.datapool.core.rows import GroupReturned, LeaseRecord, Load, Log, Writer
+from stepwell.datapool.core.rows import GroupReturned, LeaseRecord, Log, Writer
 from stepwell.datapool.inspect.events import EventLog, Events
 from stepwell.datapool.inspect.listing import listed
 from stepwell.datapool.types import TRAIN, VAL
@@ -36,6 +38,10 @@ from stepwell.datapool.types import TRAIN, VAL
 R = TypeVar("R")
 
 DAY_S = 86_400.0
+COUNTS = "channel/"
+_POOL = "pool"
+"""Among the log's states: before a channel's name, its counts; and what is of the pool."""
+_counts_decoder = decoder(Counts)
 
 
 class DataPool:
@@ -197,9 +203,9 @@ class DataPool:
         """Payloads and prompts in memory."""
         return sum(channel.memory_bytes for channel in self.channels.values())
 
-    def attach(self, log: Log, load: Load) -> None:
+    def attach(self, log: Log) -> None:
         """Write every change down from now on, and read payloads back that are only there."""
-        self._writer.log, self._writer.load = log, load
+        self._writer.log = log
 
     def write_counts(self) -> None:
         """Put the counts that changed into the log. Before a flush."""
@@ -208,15 +214,20 @@ class DataPool:
         for channel in self.channels.values():
             if channel.changed:
                 channel.changed = False
-                log.put_state(f"channel/{channel.name}", channel.dump_counts())
+                log.put_state(COUNTS + channel.name, encoder.encode(channel.counts))
         self.leases.write_counts(log)
         if self._changed:
             self._changed = False
-            log.put_state("pool", msgspec.msgpack.encode(self._shut_down))
+            log.put_state(_POOL, encoder.encode(self._shut_down))
 
-    def restore_state(self, state: bytes) -> None:
-        """What `write_counts` wrote of the pool itself."""
-        self._shut_down = msgspec.msgpack.decode(state, type=bool)
+    def restore_counts(self, key: str, state: bytes) -> None:
+        """What `write_counts` wrote under this key."""
+        if key.startswith(COUNTS):
+            self.channel(key.removeprefix(COUNTS)).counts = _counts_decoder.decode(state)
+        elif key == LEASES:
+            self.leases.restore_counts(state)
+        elif key == _POOL:
+            self._shut_down = msgspec.msgpack.decode(state, type=bool)
 
     def written(self) -> None:
         """The log was flushed: payloads beyond the memory limits may live there alone."""
@@ -241,7 +252,7 @@ class DataPool:
         days = self.config.retention_days
         retention_s = None if days is None else days * DAY_S
         config = self.config.channel(name)
-        channel = Channel(name, config, self._writer, self._notice, retention_s)
+        channel = Channel(name, config, self._writer, self.events, retention_s)
         channel.counts.shut_down = self._shut_down
         return channel
 
@@ -256,9 +267,6 @@ class DataPool:
         channel = self.channels.get(name) or self._new_channel(name)
         channel.now = now
         return channel
-
-    def _notice(self, channel: Channel, kind: str, *uids: str, **data: Any) -> None:
-        self.events.add(channel.now, kind, channel.name, *uids, **data)
 
 
 _ANSWERS: Final[Mapping[type, Callable[[DataPool, Any, float], Any]]] = {

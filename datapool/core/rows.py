@@ -17,7 +17,7 @@ where they are kept (`store/journal.py`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
@@ -29,8 +29,6 @@ from stepwell.datapool.core.records import Closing
 POOL = ""
 """Channel of the rows that belong to none."""
 
-Load: TypeAlias = Callable[[Sequence[int]], Sequence[bytes]]
-"""Payloads by row of the log."""
 LeaseEnd: TypeAlias = Literal["acked", "nacked", "expired"]
 
 
@@ -45,6 +43,9 @@ class Log(Protocol):
 
     def put_state(self, key: str, value: bytes) -> None:
         """Remember the last value of `key`."""
+
+    def read(self, rows: Sequence[int]) -> Sequence[bytes]:
+        """The payloads of rows."""
 
     def scrub(self) -> None:
         """Erase the rows that were forgotten, so that nobody can read them any more."""
@@ -61,7 +62,6 @@ class Writer:
     def __init__(self, remembered: int) -> None:
         self.remembered = remembered
         self.log: Log | None = None
-        self.load: Load | None = None
 
     def write(
         self,

@@ -41,7 +41,7 @@ def delete_from_journals(
         journal = Journal(folder, "process")
         try:
             pool = DataPool(PoolConfig(memory_limit_bytes=MEMORY_BYTES))
-            restore(pool, journal, journal.rows(), journal.states(), journal.read)
+            restore(pool, journal)
             found += _delete(pool, trajectory_uid, tag)
             pool.write_counts()
             journal.flush()

@@ -24,7 +24,7 @@ import orjson
 
 from stepwell.datapool.branches import parents
 from stepwell.datapool.errors import ExportError
-from stepwell.datapool.types import Step, TokenIds, Trajectory
+from stepwell.datapool.types import Step, Trajectory
 
 TRAINED: Final = "trained"
 """The folder's name in a run's folder."""
@@ -147,10 +147,13 @@ def _mean(trained: TrainedTrajectory, name: str) -> float | None:
 
 def _line(trained: TrainedTrajectory) -> dict[str, Any]:
     trajectory = trained.trajectory
-    of = parents(trajectory.steps)
+    # Each after the one that it extends, which is shorter.
+    pairs = zip(trajectory.steps, trained.columns, strict=True)
+    in_order = sorted(pairs, key=lambda each: each[0].n_tokens)
+    of = parents([step for step, _ in in_order])
     steps = []
-    for step, parent, columns in zip(trajectory.steps, of, trained.columns, strict=True):
-        known = 0 if parent is None else trajectory.steps[parent].n_tokens
+    for (step, columns), parent in zip(in_order, of, strict=True):
+        known = 0 if parent is None else in_order[parent][0].n_tokens
         values = step.to_dict() | {"prompt_ids": step.prompt_ids[known:].tolist()}
         rounded = {name: _rounded(column) for name, column in columns.items()}
         steps.append(values | {"extends": parent, "columns": rounded})
@@ -170,27 +173,16 @@ def _rounded(column: Any) -> list[float]:
 
 
 def _trajectory(line: dict[str, Any]) -> TrainedTrajectory:
-    steps: list[Step] = []
-    columns: list[Columns] = []
-    before: dict[int, TokenIds] = {}
-    waiting = dict(enumerate(line.pop("steps")))
-    while waiting:  # a parent may have been stored after its child
-        ready = [i for i, v in waiting.items() if v["extends"] is None or v["extends"] in before]
-        if not ready:
-            raise ValueError("a step extends one that is not there")
-        for i in ready:
-            values = waiting.pop(i)
-            parent = values.pop("extends")
-            if parent is not None:
-                own = np.asarray(values["prompt_ids"], np.int32)
-                values["prompt_ids"] = np.concatenate([before[parent], own])
-            read = {n: np.asarray(c, np.float32) for n, c in values.pop("columns").items()}
-            columns.append(read)
-            steps.append(Step.from_dict(values))
-            before[i] = steps[-1].token_ids
-    order = sorted(range(len(steps)), key=lambda i: steps[i].step_index)
-    in_order = tuple(steps[i] for i in order)
-    return TrainedTrajectory(Trajectory(**line, steps=in_order), tuple(columns[i] for i in order))
+    found: list[tuple[Step, Columns]] = []
+    for values in line.pop("steps"):
+        if (parent := values.pop("extends")) is not None:
+            own = np.asarray(values["prompt_ids"], np.int32)
+            values["prompt_ids"] = np.concatenate([found[parent][0].token_ids, own])
+        read = {n: np.asarray(c, np.float32) for n, c in values.pop("columns").items()}
+        found.append((Step.from_dict(values), read))
+    found.sort(key=lambda each: each[0].step_index)
+    steps = tuple(step for step, _ in found)
+    return TrainedTrajectory(Trajectory(**line, steps=steps), tuple(each for _, each in found))
 
 
 def _plain(value: Any) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from stepwell.datapool.errors import InvalidRequestError
+from stepwell.datapool.ops import CURSOR
 
 REMEMBERED = 20_000
 KINDS = ("ready", "leased", "returned", "acked", "dropped", "aborted", "scored")
@@ -110,9 +110,7 @@ class EventLog:
             return 0, False
         epoch, _, number = cursor.rpartition(":")
         if not number.isdigit():
-            raise InvalidRequestError(
-                f"cursor is {cursor!r}; pass one that get_events returned, or None"
-            )
+            CURSOR.refuse("cursor", cursor)
         if epoch != self._epoch:
             return 0, True
         return min(int(number), self.n_events), False

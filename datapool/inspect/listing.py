@@ -26,7 +26,7 @@ from stepwell.datapool.core.channel import Channel
 from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
 from stepwell.datapool.errors import InvalidRequestError
 from stepwell.datapool.inspect import rows
-from stepwell.datapool.ops import NATURAL, TEXT, Check
+from stepwell.datapool.ops import CURSOR, NATURAL, POSITIVE, TEXT, Check
 from stepwell.datapool.selection import UNMARKED, Marks
 from stepwell.datapool.types import Trajectory
 
@@ -48,7 +48,7 @@ def listed(channel: Channel, epoch: str, asked: questions.Listing[Any]) -> Any:
         JournalError: a payload cannot be read back.
     """
     kind, filters, walk = _LISTINGS[type(asked)]
-    pager = Pager(kind, filters, epoch, asked.cursor, asked.limit, asked.filters)
+    pager = Pager(kind, filters, epoch, asked)
     items = []
     for item in walk(channel, pager):
         items.append(item)
@@ -127,29 +127,23 @@ class Pager:
     Args:
         kind: of the listing; a cursor of another one is refused.
         epoch: of the pool; cursors of a pool that has lost its content are refused.
-        cursor: where to begin; None: at the beginning.
 
     Raises:
         InvalidRequestError: an unknown filter, a malformed value, limit or cursor.
     """
 
     def __init__(
-        self,
-        kind: str,
-        known: Filters,
-        epoch: str,
-        cursor: str | None,
-        limit: int,
-        filters: Mapping[str, Any],
+        self, kind: str, known: Filters, epoch: str, asked: questions.Listing[Any]
     ) -> None:
-        if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= MAX_LIMIT:
+        limit = asked.limit
+        if not POSITIVE.accepts(limit) or limit > MAX_LIMIT:
             raise InvalidRequestError(
                 f"limit is {limit!r}; pass 1 to {MAX_LIMIT}, and go on with the page's cursor"
             )
-        self.wanted = _parsed(filters, known)
+        self.wanted = _parsed(asked.filters, known)
         self._checks = [_check(name, wanted) for name, wanted in self.wanted.items()]
         self._name = f"{kind}:{epoch}"
-        self.start = Place(0) if cursor is None else self._parse(cursor)
+        self.start = Place(0) if asked.cursor is None else self._parse(asked.cursor)
         self._next: Place | None = None
         self.left = limit
         """Items that the page may still hold."""
@@ -158,9 +152,7 @@ class Pager:
     def _parse(self, cursor: str) -> Place:
         name, *numbers = cursor.rsplit(":", 2) if isinstance(cursor, str) else [""]
         if len(numbers) != 2 or not all(n.isascii() and n.isdigit() for n in numbers):
-            raise InvalidRequestError(
-                f"cursor is {cursor!r:.80}; pass one that the page before came with, or None"
-            )
+            CURSOR.refuse("cursor", cursor)
         if name != self._name:
             same_kind = name.partition(":")[0] == self._name.partition(":")[0]
             raise InvalidRequestError(
@@ -206,8 +198,8 @@ class _Found(NamedTuple):
     group_state: rows.GroupState
     record: TrajectoryRecord
     state: rows.TrajectoryState
-    position: int
-    """In its group."""
+    versions: tuple[int | None, int | None]
+    """The oldest and the newest of its steps."""
 
 
 def _groups(channel: Channel, pager: Pager) -> Iterator[tuple[GroupRecord, rows.GroupState]]:
@@ -234,7 +226,7 @@ def _live_groups(channel: Channel, pager: Pager) -> Iterator[GroupRecord]:
 
 
 def _trajectories(channel: Channel, pager: Pager) -> Iterator[_Found]:
-    """As far as what is asked of them can be seen without their steps."""
+    """Those that the filters let pass; their steps are looked at last."""
     uid = pager.wanted.get("trajectory_uid")
     for group, group_state in _groups(channel, pager):
         first = pager.start.position if group.number == pager.start.group else 0
@@ -245,8 +237,12 @@ def _trajectories(channel: Channel, pager: Pager) -> Iterator[_Found]:
             state: rows.TrajectoryState = "complete" if record.is_complete else "aborted"
             state = "open" if record.closing is None else state
             tags = record.marks.tags | group.marks.tags
-            if pager.admits(state=state, reason=_reason(record), tag=tags):
-                yield _Found(group, group_state, record, state, position)
+            if not pager.admits(state=state, reason=_reason(record), tag=tags):
+                continue
+            pager.spend(steps=len(record.steps))
+            versions = record.versions() if record.steps else (None, None)
+            if pager.admits_sums(record.reward(), *versions):
+                yield _Found(group, group_state, record, state, versions)
 
 
 # -- rows --------------------------------------------------------------------------------------
@@ -290,39 +286,25 @@ def _group_rows(channel: Channel, pager: Pager) -> Iterator[rows.GroupRow]:
 
 def _trajectory_rows(channel: Channel, pager: Pager) -> Iterator[rows.TrajectoryRow]:
     for found in _trajectories(channel, pager):
-        if _passes(found, pager):
-            yield _trajectory_row(found)
-
-
-def _passes(found: _Found, pager: Pager) -> bool:
-    """What is summed up over its steps."""
-    record = found.record
-    pager.spend(steps=len(record.steps))
-    return pager.admits_sums(
-        record.reward(), *(record.versions() if record.steps else (None, None))
-    )
-
-
-def _trajectory_row(found: _Found) -> rows.TrajectoryRow:
-    record, steps = found.record, found.record.steps
-    oldest, newest = record.versions() if steps else (None, None)
-    return rows.TrajectoryRow(
-        trajectory_uid=record.trajectory_uid,
-        prompt_uid=record.prompt_uid,
-        state=found.state,
-        group_state=found.group_state,
-        reason=_reason(record),
-        reward=record.reward(),
-        outcome=record.outcome,
-        n_steps=len(steps),
-        n_missing=record.max_index + 1 - len(steps),
-        n_tokens=sum(step.n_tokens for step in steps),
-        oldest_version=oldest,
-        newest_version=newest,
-        attempt=record.attempt,
-        metadata=dict(record.metadata),
-        marks=record.marks,
-    )
+        record, steps = found.record, found.record.steps
+        oldest, newest = found.versions
+        yield rows.TrajectoryRow(
+            trajectory_uid=record.trajectory_uid,
+            prompt_uid=record.prompt_uid,
+            state=found.state,
+            group_state=found.group_state,
+            reason=_reason(record),
+            reward=record.reward(),
+            outcome=record.outcome,
+            n_steps=len(steps),
+            n_missing=record.max_index + 1 - len(steps),
+            n_tokens=sum(step.n_tokens for step in steps),
+            oldest_version=oldest,
+            newest_version=newest,
+            attempt=record.attempt,
+            metadata=dict(record.metadata),
+            marks=record.marks,
+        )
 
 
 def _exported(
@@ -333,8 +315,6 @@ def _exported(
     head, because the pool released their steps."""
     n_bytes = 0
     for found in _trajectories(channel, pager):
-        if not _passes(found, pager):
-            continue
         record, group, is_open = found.record, found.group, found.state == "open"
         packed = channel.packed(record)
         if is_open and packed.steps:  # it came as if it were complete

@@ -102,104 +102,67 @@ def _bounded(samples: Iterable[_Sample], most: int) -> Iterator[_Sample]:
 
 _STATES = ("open", "ready", "held", "leased")
 
+
+def _counter(name: str, help: str, path: str) -> Family:
+    return Family(f"stepwell_pool_{name}", COUNTER, help, f"{{channel}}.{path}")
+
+
+def _gauge(name: str, help: str, path: str) -> Family:
+    return Family(f"stepwell_pool_{name}", GAUGE, help, f"{{channel}}.{path}")
+
+
 POOL: Final = (
-    Family("stepwell_pool_groups", GAUGE, "Groups in the pool, by state", "{channel}.live.{state}"),
-    Family(
-        "stepwell_pool_groups_submitted",
-        COUNTER,
-        "Groups that ever came in",
-        "{channel}.groups.submitted",
+    _gauge("groups", "Groups in the pool, by state", "live.{state}"),
+    _counter("groups_submitted", "Groups that ever came in", "groups.submitted"),
+    _counter(
+        "groups_acked", "Groups that a consumer is done with: trained, mostly", "groups.acked"
     ),
-    Family(
-        "stepwell_pool_groups_acked",
-        COUNTER,
-        "Groups that a consumer is done with: trained, mostly",
-        "{channel}.groups.acked",
-    ),
-    Family(
-        "stepwell_pool_groups_dropped",
-        COUNTER,
+    _counter(
+        "groups_dropped",
         "Groups that left the pool unserved, by reason",
-        "{channel}.groups.drop_reasons.{reason}",
+        "groups.drop_reasons.{reason}",
     ),
-    Family(
-        "stepwell_pool_trajectories",
-        GAUGE,
-        "Trajectories of groups in the pool, by state",
-        "{channel}.kept.{state}",
-    ),
-    Family(
-        "stepwell_pool_trajectories_submitted",
-        COUNTER,
-        "Trajectories that ever came in",
-        "{channel}.trajectories.submitted",
-    ),
-    Family(
-        "stepwell_pool_trajectories_aborted",
-        COUNTER,
+    _gauge("trajectories", "Trajectories of groups in the pool, by state", "kept.{state}"),
+    _counter("trajectories_submitted", "Trajectories that ever came in", "trajectories.submitted"),
+    _counter(
+        "trajectories_aborted",
         "Trajectories that are not served, by reason",
-        "{channel}.trajectories.abort_reasons.{reason}",
+        "trajectories.abort_reasons.{reason}",
     ),
-    Family(
-        "stepwell_pool_trajectories_late",
-        COUNTER,
+    _counter(
+        "trajectories_late",
         "Calls about a trajectory whose group had gone on without it",
-        "{channel}.trajectories.late",
+        "trajectories.late",
     ),
-    Family(
-        "stepwell_pool_steps_submitted",
-        COUNTER,
-        "Steps that came in, by outcome",
-        "{channel}.outcomes.{outcome}",
-    ),
-    Family("stepwell_pool_steps", GAUGE, "Steps in the pool", "{channel}.steps.stored"),
-    Family(
-        "stepwell_pool_tokens",
-        GAUGE,
+    _counter("steps_submitted", "Steps that came in, by outcome", "outcomes.{outcome}"),
+    _gauge("steps", "Steps in the pool", "steps.stored"),
+    _gauge(
+        "tokens",
         "Prompt and response tokens in the pool, a shared prefix counted each time",
-        "{channel}.tokens.stored",
+        "tokens.stored",
     ),
-    Family(
-        "stepwell_pool_memory_bytes",
-        GAUGE,
-        "Payloads of Steps in memory",
-        "{channel}.memory_bytes",
-    ),
-    Family(
-        "stepwell_pool_leases",
-        GAUGE,
-        "Batches that consumers hold",
-        "{channel}.leases.active",
-    ),
-    Family(
-        "stepwell_pool_leases_ended",
-        COUNTER,
-        "Leases that are over, by how they ended",
-        "{channel}.ended.{outcome}",
-    ),
-    Family(
-        "stepwell_pool_waiting",
-        GAUGE,
+    _gauge("memory_bytes", "Payloads of Steps in memory", "memory_bytes"),
+    _gauge("leases", "Batches that consumers hold", "leases.active"),
+    _counter("leases_ended", "Leases that are over, by how they ended", "ended.{outcome}"),
+    _gauge(
+        "waiting",
         "Calls that wait in the pool: consumers for groups, producers for room",
-        "{channel}.waiting.{role}",
+        "waiting.{role}",
     ),
-    Family(
-        "stepwell_pool_policy_version",
-        GAUGE,
+    _gauge(
+        "policy_version",
         "Policy version that generation uses, as the pool was told",
-        "{channel}.policy_version",
+        "policy_version",
     ),
-    Family(
-        "stepwell_pool_oldest_ready_policy_version",
-        GAUGE,
+    _gauge(
+        "oldest_ready_policy_version",
         "Smallest policy version in a ready group",
-        "{channel}.oldest_policy_version_ready",
+        "oldest_policy_version_ready",
     ),
-    Family(
-        "stepwell_pool_oldest_open_group_age_seconds",
-        GAUGE,
+    _gauge(
+        "oldest_open_group_age_seconds",
         "Age of the group that has been open longest",
-        "{channel}.oldest_open_age_s",
+        "oldest_open_age_s",
     ),
 )
 """Of `{channel: GetStatistics}`, as `pool_counts` gives it."""

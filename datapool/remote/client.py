@@ -117,7 +117,7 @@ class DataPoolClient:
             PoolUnavailableError: the pool is gone, or does not come back in time.
         """
         if isinstance(op, ops.CompleteTrajectory | ops.AbortTrajectory):
-            self._outbox.end(op.trajectory_uid, op.channel)
+            self._outbox.tips.end(op.trajectory_uid, op.channel)
         return await self._shards.call(op, timeout_s)
 
     # -- producers ---------------------------------------------------------------------------

@@ -22,8 +22,6 @@ from typing import NamedTuple, TypeAlias
 
 from stepwell.datapool.errors import PoolReplacedError
 
-STATE = "generation"
-"""Its name among the journal's states."""
 _NAMESPACE = b"stepwell-pool"
 
 Known: TypeAlias = "Incarnation | None"
@@ -35,16 +33,7 @@ class Incarnation(NamedTuple):
     pool: str
     """`Journal.identity`."""
     generation: int
-    """How often the journal has been opened."""
-
-    @classmethod
-    def after(cls, journal: str, state: bytes | None) -> Incarnation:
-        """The one that follows what the journal of this identity says of the one before."""
-        return cls(journal, 1 if state is None else int(state) + 1)
-
-    def dump(self) -> bytes:
-        """The journal's state."""
-        return str(self.generation).encode()
+    """`Journal.opening`."""
 
     def __str__(self) -> str:
         return f"{self.pool} (generation {self.generation})"

@@ -34,11 +34,7 @@ class Outbox:
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
-        self._tips = Tips()
-
-    def end(self, trajectory_uid: str, channel: str) -> None:
-        """The trajectory gets no more steps."""
-        self._tips.end(trajectory_uid, channel)
+        self.tips = Tips()
 
     async def submit(self, steps: Sequence[Step], channel: str, timeout_s: float | None) -> Results:
         """Each step's outcome or refusal; waits up to `timeout_s` (None: for ever) for room."""
@@ -59,7 +55,7 @@ class Outbox:
     ) -> None:
         await self._send_once(steps, channel, which, results)
         if unknown := [i for i in which if _is(results[i], "UnknownBaseError")]:
-            self._tips.clear()
+            self.tips.clear()
             await self._send_once(steps, channel, unknown, results)
 
     async def _send_once(
@@ -70,7 +66,7 @@ class Outbox:
         for i in which:
             step = steps[i]
             try:
-                packed = i, step, self._tips.pack(step, channel)
+                packed = i, step, self.tips.pack(step, channel)
                 home = self._shards.home(step.trajectory_uid, step.prompt_uid, channel)
             except (InvalidStepError, TrajectoryConflictError) as e:
                 results[i] = Refusal.of(e)
@@ -105,38 +101,35 @@ class Tips:
     def __init__(self, limit: int = MAX_TIPS) -> None:
         self._limit = limit
         self._steps: OrderedDict[tuple[str, str], dict[int, Base]] = OrderedDict()
-        """(channel, trajectory_uid) -> step_index -> step"""
+        """(trajectory_uid, channel) -> step_index -> step"""
         self._n = 0
 
     def __len__(self) -> int:
         return self._n
 
     def pack(self, step: Step, channel: str) -> PackedStep:
-        key = channel, step.trajectory_uid
+        key = step.trajectory_uid, channel
         known = self._steps.get(key, {})
         base = step.step_index - 1 if step.parent_index is None else step.parent_index
         packed = pack(step, known.get(base))
         if step.is_last:
-            self._end(key)
+            self.end(*key)
             return packed
         self._n += step.step_index not in known
         known[step.step_index] = Base.of(step, packed.crc)
         self._steps[key] = known
         self._steps.move_to_end(key)
         while self._n > self._limit and len(self._steps) > 1:
-            self._end(next(iter(self._steps)))
+            self.end(*next(iter(self._steps)))
         return packed
 
     def end(self, trajectory_uid: str, channel: str) -> None:
         """The trajectory gets no more steps."""
-        self._end((channel, trajectory_uid))
+        self._n -= len(self._steps.pop((trajectory_uid, channel), ()))
 
     def clear(self) -> None:
         self._steps.clear()
         self._n = 0
-
-    def _end(self, key: tuple[str, str]) -> None:
-        self._n -= len(self._steps.pop(key, ()))
 
 
 def _is(result: object, kind: str) -> bool:

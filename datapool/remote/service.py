@@ -56,7 +56,6 @@ from stepwell.datapool.questions import (
     WaitAvailable,
     WaitCredit,
 )
-from stepwell.datapool.remote.incarnation import STATE as GENERATION
 from stepwell.datapool.remote.incarnation import Former, Incarnation, Known
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
@@ -170,16 +169,14 @@ class PoolService:
         )
         with contextlib.ExitStack() as undo:
             undo.callback(journal.close)
-            states = journal.states()
-            self.incarnation = here = Incarnation.after(journal.identity, states.get(GENERATION))
+            self.incarnation = here = Incarnation(journal.identity, journal.opening)
             if former is not None:
                 here._replace(generation=here.generation - 1).check_follows(former.incarnation)
             with growing_heap():
-                n_rows = restore(self._pool, journal, journal.rows(), states, journal.read)
+                n_rows = restore(self._pool, journal)
             last = max(channel.now for channel in self._pool.channels.values())
-            self._clock = Clock.resume(states.get(CLOCK), last)
+            self._clock = Clock.resume(journal.states().get(CLOCK), last)
             journal.put_state(CLOCK, self._clock.dump())
-            journal.put_state(GENERATION, here.dump())
             # On a full disk it goes with the first transaction, so before the first answer.
             with contextlib.suppress(JournalFullError):
                 journal.flush()

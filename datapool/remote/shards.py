@@ -43,14 +43,13 @@ from stepwell.datapool.codec import PackedLease
 from stepwell.datapool.core.channel import N_OLDEST_OPEN
 from stepwell.datapool.errors import (
     DataPoolError,
-    InvalidRequestError,
     PoolFullError,
     TrajectoryConflictError,
     UnknownLeaseError,
     UnknownTrajectoryError,
 )
 from stepwell.datapool.inspect.events import Events
-from stepwell.datapool.ops import Op, R
+from stepwell.datapool.ops import CURSOR, Op, R
 from stepwell.datapool.remote.link import Port
 from stepwell.datapool.selection import DryRun
 
@@ -323,10 +322,7 @@ class Shards:
         """Events of all shards, by time; each numbers its own."""
         cursors = [""] * self.n if op.cursor is None else op.cursor.split(",")
         if len(cursors) != self.n:
-            raise InvalidRequestError(
-                f"cursor is {op.cursor!r:.80}; pass one that get_events of this pool of {self.n} "
-                "shards returned, or None"
-            )
+            CURSOR.refuse("cursor", op.cursor)
         each = {k: replace(op, cursor=cursor or None) for k, cursor in enumerate(cursors)}
         calls = (self.ports[k].call(mine) for k, mine in each.items())
         pages = dict(enumerate(_values(await self._gather(calls))))
@@ -349,9 +345,7 @@ class Shards:
         if op.cursor is not None:
             number, slash, at = str(op.cursor).partition("/")
             if not (slash and number.isascii() and number.isdigit() and int(number) < self.n):
-                raise InvalidRequestError(
-                    f"cursor is {op.cursor!r:.80}; pass one that the page before came with, or None"
-                )
+                CURSOR.refuse("cursor", op.cursor)
             k = int(number)
         while True:
             page = await self.ports[k].call(replace(op, cursor=at or None))

@@ -32,9 +32,8 @@ class StoppedPort:
     met: Known = None
 
     def __init__(self, folder: Path, config: PoolConfig) -> None:
-        journal = StoppedJournal(folder)
         self._pool = DataPool(config.model_copy(update={"memory_limit_bytes": MEMORY_BYTES}))
-        restore(self._pool, journal, journal.rows(), journal.states, journal.read)
+        restore(self._pool, StoppedJournal(folder))
         self._pool.written()
         self.now = max(channel.now for channel in self._pool.channels.values())
         """Pool clock, seconds: when the last change was made."""

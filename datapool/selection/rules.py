@@ -63,7 +63,7 @@ class Selection:
         if refusal is not None:
             return refusal
         for name, judge in self._filters:
-            answer = _call(name, judge, f"group {info.prompt_uid!r}", info)
+            answer = _call(name, judge, info)
             if answer is None:
                 continue
             if not (
@@ -84,7 +84,7 @@ class Selection:
         """
         info, _ = self.gate(info)
         name = f"selection.order {self.config.order!r}"
-        value = _call(name, self._order, f"group {info.prompt_uid!r}", info)
+        value = _call(name, self._order, info)
         try:
             key = float(value) if isinstance(value, SupportsFloat) else math.nan
         except (TypeError, ValueError, OverflowError):
@@ -97,12 +97,12 @@ class Selection:
         return key
 
 
-def _call(name: str, function: Callable[..., Any], subject: str, *args: Any) -> Any:
+def _call(name: str, function: Callable[[GroupInfo], Any], info: GroupInfo) -> Any:
     """The function's answer; whatever it raises becomes a SelectionError with both names."""
     try:
-        return function(*args)
+        return function(info)
     except Exception as e:  # foreign code: whatever it raises is reported with its name
         raise SelectionError(
-            f"{name} failed on {subject}: {type(e).__name__}: {e}; "
+            f"{name} failed on group {info.prompt_uid!r}: {type(e).__name__}: {e}; "
             "a selection function must answer for every group (rewards may be None)"
         ) from e

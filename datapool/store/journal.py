@@ -191,9 +191,9 @@ class Journal:
         return self._log.last.journal.hex()
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes of the segments."""
-        return self._log.index.n_bytes
+    def opening(self) -> int:
+        """How often it was opened, this time included."""
+        return self._log.last.opening
 
     def statistics(self) -> dict[str, Any]:
         """Counts since the journal was opened, and what it holds now."""
@@ -207,7 +207,7 @@ class Journal:
             "rows_stored": self._log.index.n_rows,
             "rows_buffered": len(self._buffer.rows),
             "last_error": self._last_error,
-            "file_bytes": self.size_bytes,
+            "file_bytes": self._log.index.n_bytes,
             "free_bytes": self._log.index.n_bytes - self._log.index.live_bytes,
         }
 

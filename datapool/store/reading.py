@@ -44,7 +44,6 @@ class LogReader:
 
     folder: Path
     index: Index
-    states: dict[str, bytes]
 
     def rows(self) -> Iterator[Row]:
         """The live rows in order of their ids."""
@@ -148,7 +147,10 @@ class StoppedJournal(LogReader):
             if (acked := read_acked(self.folder)) is None:
                 raise JournalError(f"{self.folder} holds no journal")
             found = self._load(acked)
-        self.index, self.states = found.index, found.states
+        self.index, self._states = found.index, found.states
+
+    def states(self) -> dict[str, bytes]:
+        return self._states
 
     def read(self, rows: Sequence[int]) -> list[bytes]:
         """The payloads of `rows`, in this order."""

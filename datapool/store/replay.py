@@ -10,19 +10,17 @@ more, and what has rows was accepted. Afterwards the limits and filters of today
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import msgspec
 
 from stepwell.datapool.core import rows as kinds
 from stepwell.datapool.core.channel import METHODS
-from stepwell.datapool.core.pool import DataPool
+from stepwell.datapool.core.pool import COUNTS, DataPool
 from stepwell.datapool.errors import DataPoolError, ReplayError
 from stepwell.datapool.store.segments import Row
 
-COUNTS = "channel/"
-LEASES = "leases"
-WHOLE_POOL = "pool"
 DAMAGE = (DataPoolError, LookupError, TypeError, ValueError, AttributeError, msgspec.MsgspecError)
 """What rows and states raise that this release did not write, or not in this order."""
 ROWS_BETWEEN_SPILLS = 128
@@ -30,19 +28,22 @@ ROWS_BETWEEN_SPILLS = 128
 _STEPS, _PROMPT = kinds.StepsStored.__name__, kinds.PromptStored.__name__
 
 
-def restore(
-    pool: DataPool,
-    log: kinds.Log,
-    rows: Iterable[Row],
-    states: Mapping[str, bytes],
-    load: kinds.Load,
-) -> int:
-    """Make an empty pool what the log says; from then on it writes there, and reads payloads back
-    with `load`. Returns how many rows there were.
+class Stored(kinds.Log, Protocol):
+    """A log with what a pool wrote there before."""
+
+    def rows(self) -> Iterator[Row]: ...
+
+    def states(self) -> dict[str, bytes]: ...
+
+
+def restore(pool: DataPool, log: Stored) -> int:
+    """Make an empty pool what the log says; from then on it writes there, and reads payloads back.
+    Returns how many rows there were.
 
     Raises:
         ReplayError: a row cannot follow the ones before it.
     """
+    states = log.states()
     for key in states:
         if key.startswith(COUNTS):
             pool.channel(key.removeprefix(COUNTS))
@@ -50,7 +51,7 @@ def restore(
         channel.replaying = True
     prompts: dict[int, bytes] = {}
     n_rows = 0
-    for n_rows, row in enumerate(rows, start=1):
+    for n_rows, row in enumerate(log.rows(), start=1):
         try:
             _apply(pool, row, prompts)
         except DAMAGE as e:
@@ -63,7 +64,7 @@ def restore(
             pool.written()
     pool.written()
     _restore_states(pool, states)
-    pool.attach(log, load)
+    pool.attach(log)
     for channel in pool.channels.values():
         channel.end_replay()
     return n_rows
@@ -96,12 +97,7 @@ def _apply(pool: DataPool, row: Row, prompts: dict[int, bytes]) -> None:
 def _restore_states(pool: DataPool, states: Mapping[str, bytes]) -> None:
     for key, state in states.items():
         try:
-            if key == LEASES:
-                pool.leases.restore_counts(state)
-            elif key == WHOLE_POOL:
-                pool.restore_state(state)
-            elif key.startswith(COUNTS):
-                pool.channels[key.removeprefix(COUNTS)].restore_counts(state)
+            pool.restore_counts(key, state)
         except DAMAGE as e:
             raise ReplayError(
                 f"journal state {key!r} is not what this release writes "

@@ -167,16 +167,12 @@ def _damage(folder: Path) -> str | None:
     try:
         journal = Journal(folder, "process")
         try:
-            _replay(DataPool(PoolConfig()), journal)
+            restore(DataPool(PoolConfig()), journal)
         finally:
             journal.close()
     except (JournalCorruptError, ReplayError) as e:
         return str(e).partition(". `stepwell")[0].partition("; keep the folder")[0]
     return None
-
-
-def _replay(pool: DataPool, journal: Journal) -> None:
-    restore(pool, journal, journal.rows(), journal.states(), journal.read)
 
 
 def _rebuild(folder: Path, target: Path, report: Salvaged) -> None:
@@ -225,7 +221,7 @@ def _rebuild(folder: Path, target: Path, report: Salvaged) -> None:
         pool = DataPool(PoolConfig())
         for channel, _ in groups.rows:  # whose counts may be lost
             pool.channel(channel)
-        _replay(pool, journal)
+        restore(pool, journal)
         if best is around:
             _settle(pool, journal, groups)
         report.rows = journal.statistics()["rows_stored"]

@@ -72,7 +72,7 @@ def write(folder: Path, durability: Literal["process", "power"], seed: int) -> N
     chance = random.Random(seed)
     pool = SyncPool(PoolConfig(default=ChannelConfig(n_rollouts=2)))
     journal = Journal(folder, durability)
-    restore(pool, journal, journal.rows(), journal.states(), journal.read)
+    restore(pool, journal)
     open_: list[str] = []
     for k in range(1_000_000):
         uid = f"p{k}"
@@ -181,7 +181,7 @@ def open_pool(folder: Path, durability: str) -> dict[str, str]:
     journal = Journal(folder, "power" if durability == "power" else "process", lock_timeout_s=0)
     try:
         pool = SyncPool(PoolConfig(default=ChannelConfig(n_rollouts=2)))
-        restore(pool, journal, journal.rows(), journal.states(), journal.read)
+        restore(pool, journal)
         found = content(pool)
         counts = pool.get_statistics("train", now=time.time())["groups"]
     finally:

@@ -39,7 +39,6 @@ from stepwell.datapool.questions import (
 )
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
-from stepwell.datapool.store.segments import Row
 from stepwell.datapool.types import TRAIN, VAL, Step, Trajectory, VersionSpan
 from stepwell.layout import CHECKPOINTS
 from stepwell.presets import load_config
@@ -165,7 +164,8 @@ def read_pool(folder: Path) -> PoolBooks:
     """From the copy of a pool's journal: to open it may change it."""
     books = PoolBooks()
 
-    def rows(journal: Journal) -> Iterator[Row]:
+    journal = Journal(folder, "process")
+    try:
         for row in journal.rows():
             if row.kind == GroupClosed.__name__:
                 _, _, closed = read_row(row.kind, row.head)
@@ -176,12 +176,8 @@ def read_pool(folder: Path) -> PoolBooks:
                 for trajectory, closing in closed.closings.items():
                     if closing.aborted is not None:
                         books.aborted[trajectory] = closing.aborted
-            yield row
-
-    journal = Journal(folder, "process")
-    try:
         pool = DataPool(PoolConfig())
-        restore(pool, journal, rows(journal), journal.states(), journal.read)
+        restore(pool, journal)
         for channel in (TRAIN, VAL):
             _read_live(pool, channel, books)
         leases = pool.apply(GetStatistics(TRAIN), time.time())["leases"]

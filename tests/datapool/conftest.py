@@ -211,13 +211,7 @@ class JournaledPool:
         self.now = now
         self.journal = Journal(folder, "process")
         self.pool = SyncPool(PoolConfig(**config))
-        restore(
-            self.pool,
-            self.journal,
-            self.journal.rows(),
-            self.journal.states(),
-            self.journal.read,
-        )
+        restore(self.pool, self.journal)
 
     def __call__(self, method: str, *args, **kwargs):
         try:

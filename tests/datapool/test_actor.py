@@ -11,13 +11,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from stepwell.datapool import (
-    ChannelConfig,
-    ChannelShutDownError,
-    DataPoolClient,
-    PoolConfig,
-    PoolFullError,
-)
+from stepwell.datapool import ChannelConfig, DataPoolClient, PoolConfig
+from stepwell.datapool.errors import ChannelShutDownError, PoolFullError
 from stepwell.datapool.ops import LeaseBatch
 from stepwell.datapool.questions import Available, WaitAvailable
 

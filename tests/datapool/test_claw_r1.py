@@ -11,13 +11,8 @@ import numpy as np
 import pytest
 import ray
 
-from stepwell.datapool import (
-    DataPoolClient,
-    InvalidStepError,
-    Step,
-    VersionSpan,
-    start_data_pool,
-)
+from stepwell.datapool import DataPoolClient, Step, VersionSpan, start_data_pool
+from stepwell.datapool.errors import InvalidStepError
 
 
 def their_step(trajectory_uid: str, **fields: Any) -> Step:

@@ -24,6 +24,8 @@ def test_a_channel_not_named_has_the_default():
         {"default": {"lease_s": float("inf")}},
         {"default": {"group_deadline_s": 0}},
         {"remembered_uids": -1},
+        {"durability": "none", "memory_limit_bytes": 1},
+        {"durability": "none", "channels": {"val": {"overflow": "spill", "max_bytes": 1}}},
         {"chanels": {}},
         {"channels": {"val": {"n_rollout": 4}}},
     ],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stepwell.datapool import DataPoolClient, JournalLockedError, Trajectory
+from stepwell.datapool import DataPoolClient, Trajectory
+from stepwell.datapool.errors import JournalLockedError
 from stepwell.datapool.files.deletion import delete_from_export, delete_from_journals
 from stepwell.datapool.files.export import read, write
 from stepwell.datapool.inspect.rows import ExportedTrajectory

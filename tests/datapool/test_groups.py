@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepwell.datapool import (
+from stepwell.datapool.errors import (
     ChannelShutDownError,
     GroupClosedError,
     GroupConflictError,

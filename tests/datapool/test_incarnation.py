@@ -21,15 +21,12 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from stepwell.datapool import (
-    DataPoolClient,
+from stepwell.datapool import DataPoolClient, PoolConfig, Step, start_data_pool
+from stepwell.datapool.errors import (
     JournalFencedError,
     JournalLockedError,
-    PoolConfig,
     PoolReplacedError,
     PoolUnavailableError,
-    Step,
-    start_data_pool,
 )
 from stepwell.datapool.remote import service as service_module
 from stepwell.datapool.remote.incarnation import Former, Incarnation

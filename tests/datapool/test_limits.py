@@ -14,14 +14,13 @@ import pytest
 from stepwell.datapool import (
     ChannelConfig,
     DataPoolClient,
-    InvalidRequestError,
     PoolConfig,
-    PoolFullError,
     Step,
     client_of,
     start_data_pool,
 )
 from stepwell.datapool.config import SelectionConfig
+from stepwell.datapool.errors import InvalidRequestError, PoolFullError
 from stepwell.datapool.inspect import events as events_module
 from stepwell.datapool.ops import OpenTrajectory
 from tests.datapool.pools import pool_here

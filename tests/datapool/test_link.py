@@ -10,14 +10,8 @@ import threading
 
 import pytest
 
-from stepwell.datapool import (
-    ChannelConfig,
-    DataPoolClient,
-    PoolConfig,
-    PoolFullError,
-    PoolUnavailableError,
-    StepConflictError,
-)
+from stepwell.datapool import ChannelConfig, DataPoolClient, PoolConfig
+from stepwell.datapool.errors import PoolFullError, PoolUnavailableError, StepConflictError
 from stepwell.datapool.remote import link as link_module
 from stepwell.datapool.remote.link import LocalPort
 from stepwell.datapool.remote.outbox import Tips
@@ -626,7 +620,7 @@ def test_what_is_remembered_of_a_step_does_not_grow_with_its_tokens(long_step):
     tips = Tips()
     for n in (4, 400_000):
         tips.pack(long_step(f"t{n}", 0, n), "train")
-    short, long = (tips._steps["train", f"t{n}"][0] for n in (4, 400_000))
+    short, long = (tips._steps[f"t{n}", "train"][0] for n in (4, 400_000))
     assert sum(map(sys.getsizeof, long)) <= sum(map(sys.getsizeof, short)) + 8
     assert tips.pack(long_step("t400000", 1, 400_000), "train").header.base == 0
 
@@ -645,7 +639,7 @@ async def test_a_client_keeps_nothing_of_what_it_completed_or_aborted(pool, long
         await pool.submit_steps([long_step(uid, index) for index in range(3)])
     await pool.complete_trajectory("a")
     await pool.abort_trajectory("b", "test")
-    assert len(pool._outbox._tips) == 0
+    assert len(pool._outbox.tips) == 0
 
 
 async def test_a_step_relative_to_one_that_the_pool_lost_goes_once_more_whole(tmp_path, make_step):

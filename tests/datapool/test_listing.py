@@ -12,14 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepwell.datapool import (
-    ChannelConfig,
-    DataPool,
-    DataPoolError,
-    InvalidRequestError,
-    PoolConfig,
-    Step,
-)
+from stepwell.datapool import ChannelConfig, DataPool, DataPoolError, PoolConfig, Step
+from stepwell.datapool.errors import InvalidRequestError
 from stepwell.datapool.inspect.listing import MAX_LIMIT, MIN_LOOKS, PAGE_BYTES
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
@@ -350,7 +344,7 @@ def test_a_uid_is_found_on_the_first_page_wherever_it_is(listing):
 def recovered(folder: Path, **limits: Any) -> tuple[SyncPool, Journal]:
     journal = Journal(folder, "process")
     pool = SyncPool(PoolConfig(default=ChannelConfig(**limits)), epoch="0")
-    restore(pool, journal, journal.rows(), journal.states(), journal.read)
+    restore(pool, journal)
     return pool, journal
 
 

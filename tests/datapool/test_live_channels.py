@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from stepwell.datapool import ChannelConfig, PoolFullError
+from stepwell.datapool import ChannelConfig
 from stepwell.datapool.config import SelectionConfig
+from stepwell.datapool.errors import PoolFullError
 from tests.datapool.conftest import DAY, JournaledPool
 
 # -- late rewards ----------------------------------------------------------------------------------

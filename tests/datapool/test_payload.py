@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepwell.datapool import InvalidStepError, Lease, Step, VersionSpan
+from stepwell.datapool import Lease, Step, VersionSpan
 from stepwell.datapool.codec import (
     Base,
     PackedGroup,
@@ -27,6 +27,7 @@ from stepwell.datapool.codec import (
     pack,
     unpack,
 )
+from stepwell.datapool.errors import InvalidStepError
 from stepwell.datapool.types import TokenIds
 from tests.datapool.conftest import SyncPool
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stepwell.datapool import ChannelConfig, InvalidRequestError, Step
+from stepwell.datapool import ChannelConfig, Step
+from stepwell.datapool.errors import InvalidRequestError
 from tests.datapool.conftest import DAY, JournaledPool
 
 

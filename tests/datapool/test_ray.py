@@ -10,16 +10,12 @@ import psutil
 import pytest
 import ray
 
-from stepwell.datapool import (
-    DataPoolError,
-    PoolConfig,
+from stepwell.datapool import DataPoolError, PoolConfig, client_of, connect, start_data_pool
+from stepwell.datapool.errors import (
     PoolUnavailableError,
     StepConflictError,
     UnknownLeaseError,
     UnknownTrajectoryError,
-    client_of,
-    connect,
-    start_data_pool,
 )
 from stepwell.datapool.ops import LeaseBatch
 from stepwell.datapool.remote.actor import N_WAITING

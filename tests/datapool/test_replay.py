@@ -18,20 +18,24 @@ import ray
 
 from stepwell.datapool import (
     ChannelConfig,
-    ChannelShutDownError,
     DataPoolError,
     PoolConfig,
-    PoolFullError,
-    PoolUnavailableError,
     Step,
-    StepConflictError,
     client_of,
     start_data_pool,
 )
 from stepwell.datapool.codec import Base, PackedLease, decoder, encoder, pack
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.core import steps as steps_module
-from stepwell.datapool.errors import JournalCorruptError, JournalFullError, ReplayError
+from stepwell.datapool.errors import (
+    ChannelShutDownError,
+    JournalCorruptError,
+    JournalFullError,
+    PoolFullError,
+    PoolUnavailableError,
+    ReplayError,
+    StepConflictError,
+)
 from stepwell.datapool.ops import LeaseBatch
 from stepwell.datapool.remote import service as service_module
 from stepwell.datapool.store.journal import Journal
@@ -55,9 +59,7 @@ class Journaled:
     def _start(self, folder: Path, config: PoolConfig) -> None:
         self.journal = Journal(folder, "process", lock_timeout_s=0.1)
         self.pool = SyncPool(config)
-        restore(
-            self.pool, self.journal, self.journal.rows(), self.journal.states(), self.journal.read
-        )
+        restore(self.pool, self.journal)
         self._flush()
 
     def _flush(self) -> None:

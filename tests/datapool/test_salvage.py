@@ -33,7 +33,7 @@ class Pool:
         try:
             self.pool = SyncPool(PoolConfig(default=ChannelConfig(n_rollouts=1)))
             journal = self.journal
-            restore(self.pool, journal, journal.rows(), journal.states(), journal.read)
+            restore(self.pool, journal)
         except BaseException:
             self.journal.close()
             raise

@@ -8,7 +8,8 @@ import asyncio
 
 import pytest
 
-from stepwell.datapool import ChannelShutDownError, DataPoolClient
+from stepwell.datapool import DataPoolClient
+from stepwell.datapool.errors import ChannelShutDownError
 from stepwell.datapool.ops import Ack, LeaseBatch, OpenGroup, Renew, Shutdown
 from stepwell.datapool.questions import GetStatistics
 from stepwell.datapool.remote.shards import shard_of

@@ -19,11 +19,15 @@ from hypothesis import strategies as st
 from stepwell.datapool import (
     ChannelConfig,
     DataPoolClient,
+    PoolConfig,
+    start_data_pool,
+    start_shards,
+)
+from stepwell.datapool.errors import (
     InvalidRequestError,
     JournalError,
     LeaseClosedError,
     LeaseExpiredError,
-    PoolConfig,
     PoolFullError,
     PoolUnavailableError,
     StepConflictError,
@@ -31,8 +35,6 @@ from stepwell.datapool import (
     UnknownGroupError,
     UnknownLeaseError,
     UnknownTrajectoryError,
-    start_data_pool,
-    start_shards,
 )
 from stepwell.datapool.files.transfer import export_channel, import_channel
 from stepwell.datapool.ops import LeaseBatch
@@ -666,7 +668,7 @@ async def test_events_of_all_shards_are_one_stream(client, channel, make_step):
     (event,) = (await waiting).events
     assert (event.kind, event.prompt_uid) == ("dropped", prompts[0])
     assert (await client.get_events("elsewhere:7,elsewhere:9", channel)).lost
-    with pytest.raises(InvalidRequestError, match="pass one that get_events of this pool"):
+    with pytest.raises(InvalidRequestError, match="pass one that the page before"):
         await client.get_events("0:1")
 
 

@@ -578,7 +578,7 @@ class MemoryLog:
     def __init__(self) -> None:
         self._numbers = count()
         self._rows: dict[int, Row] = {}
-        self.states: dict[str, bytes] = {}
+        self._states: dict[str, bytes] = {}
 
     def append(self, channel: str, kind: str, head: bytes, *payload: bytes) -> int:
         number = next(self._numbers)
@@ -590,12 +590,15 @@ class MemoryLog:
             self._rows.pop(row, None)
 
     def put_state(self, key: str, value: bytes) -> None:
-        self.states[key] = value
+        self._states[key] = value
 
     def scrub(self) -> None: ...
 
     def rows(self) -> Iterator[Row]:
         return iter(list(self._rows.values()))
+
+    def states(self) -> dict[str, bytes]:
+        return self._states
 
     def read(self, rows: Sequence[int]) -> list[bytes]:
         return [self._rows[row].payload for row in rows]
@@ -672,7 +675,7 @@ class DataPoolMachine(RuleBasedStateMachine):
         )
         self.log = MemoryLog()
         self.pool = SyncPool(self.pool_config)
-        self.pool.attach(self.log, self.log.read)
+        self.pool.attach(self.log)
         retention_s = None if retention_days is None else retention_days * 86_400
         self.models = {name: Model(self.config, retention_s) for name in CHANNELS}
         self.now = 0.0
@@ -969,7 +972,7 @@ class DataPoolMachine(RuleBasedStateMachine):
     def restart(self):
         before = self.pool
         self.pool = SyncPool(self.pool_config)
-        restore(self.pool, self.log, self.log.rows(), self.log.states, self.log.read)
+        restore(self.pool, self.log)
         assert_same(self.pool, before, self.now)
         self.pool.write_counts()
         self.pool.written()

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from stepwell.datapool import (
+from stepwell.datapool.codec import Base, pack
+from stepwell.datapool.core import steps as steps_module
+from stepwell.datapool.errors import (
     InvalidStepError,
     StepConflictError,
     StepIndexError,
     TrajectoryConflictError,
     UnknownBaseError,
 )
-from stepwell.datapool.codec import Base, pack
-from stepwell.datapool.core import steps as steps_module
 
 
 def test_a_step_comes_back_as_it_was_submitted(pool, make_step):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,18 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("b", 1, 0.5),
     ]
     assert about["trajectories"][0]["advantage"] == pytest.approx(0.5)
+
+
+def test_a_step_may_extend_one_of_a_higher_index(tmp_path: Path) -> None:
+    chain = trajectory("a", 4)
+    steps = chain.trajectory.steps
+    turned = tuple(replace(s, step_index=len(steps) - 1 - s.step_index) for s in steps[::-1])
+    written = TrainedTrajectory(replace(chain.trajectory, steps=turned), chain.columns[::-1])
+    nothing = TrainedTrajectory(replace(chain.trajectory, steps=()), ())
+    write_trained(tmp_path, 1, {}, [written, nothing], 1 << 20)
+    found, none = read_trained(tmp_path, 1).trajectories
+    assert (found.trajectory, none) == (written.trajectory, nothing)
+    assert [c["advantages"][0] for c in found.columns] == [0.75, 0.5, 0.25, 0.0]
 
 
 def test_a_shared_prefix_is_stored_once(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from stepwell.datapool import (
+from stepwell.datapool.errors import (
     InvalidRequestError,
     TrajectoryClosedError,
     UnknownTrajectoryError,

@@ -14,18 +14,20 @@ import ray
 from stepwell.datapool import (
     ChannelConfig,
     DataPoolClient,
-    ExportError,
-    GroupClosedError,
-    GroupConflictError,
-    InvalidRequestError,
     PoolConfig,
-    PoolFullError,
     Step,
-    StepConflictError,
     Trajectory,
     VersionSpan,
     client_of,
     start_data_pool,
+)
+from stepwell.datapool.errors import (
+    ExportError,
+    GroupClosedError,
+    GroupConflictError,
+    InvalidRequestError,
+    PoolFullError,
+    StepConflictError,
 )
 from stepwell.datapool.files import transfer
 from stepwell.datapool.files.export import read, read_rows, write

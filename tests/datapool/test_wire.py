@@ -17,15 +17,9 @@ import psutil
 import pytest
 import uvloop
 
-from stepwell.datapool import (
-    DataPoolClient,
-    DataPoolError,
-    InvalidRequestError,
-    InvalidStepError,
-    Step,
-    UnknownLeaseError,
-)
+from stepwell.datapool import DataPoolClient, DataPoolError, Step
 from stepwell.datapool.codec import encoder
+from stepwell.datapool.errors import InvalidRequestError, InvalidStepError, UnknownLeaseError
 from stepwell.datapool.ops import Ack, LeaseBatch, OpenGroup, Refusal
 from stepwell.datapool.questions import GetStatistics
 from stepwell.datapool.remote import wire
