@@ -235,7 +235,7 @@ def _serve(args: argparse.Namespace) -> int:
     from stepwell.checks import check_serving
 
     check_serving(config)
-    from stepwell.run import serve
+    from stepwell.serving import serve
 
     asyncio.run(interruptible(serve(config)))
     return 0

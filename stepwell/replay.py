@@ -17,15 +17,12 @@ from typing import Any
 from stepwell.backends.base import TrainingBackend
 from stepwell.config import RunConfig
 from stepwell.console import Display
-from stepwell.layout import CHECKPOINTS
+from stepwell.layout import CHECKPOINTS, REPLAY
 from stepwell.trackers import build_trackers
 from stepwell.trainer import recording
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.metrics import MetricsWriter
 from stepwell.training import build_updater
-
-REPLAY = "replay"
-"""Folder of a replay's metrics, in the run's folder."""
 
 
 def replay(config: RunConfig, backend: TrainingBackend) -> dict[str, Any]:

@@ -164,6 +164,7 @@ def test_the_gateway_sees_nothing_of_backends_but_the_client_of_engines_and_the_
         ("import stepwell.backends.engines.server", ["torch", "transformers"]),
         ("import stepwell.gateway.engine", ["torch", "transformers", "ray"]),
         ("import stepwell.gateway.app", ["torch", "transformers", "pyarrow"]),
+        ("import stepwell.checks, stepwell.serving", ["torch", "transformers"]),
     ],
 )
 def test_what_is_light_loads_nothing_heavy(statement: str, absent: list[str]) -> None:

@@ -16,9 +16,9 @@ from stepwell.cli import main
 from stepwell.config import RunConfig
 from stepwell.find_run import find_run
 from stepwell.presets import attached_config
-from stepwell.run import forget_weights
 from stepwell.run_file import begin, left_by_trainer, only_trainer_in, refuse_second_trainer
 from stepwell.run_record import record_run
+from stepwell.serving import forget_weights
 from stepwell.trainer.errors import ConfigError
 from tests.stepwell.configuring import fails
 

@@ -26,8 +26,9 @@ from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.types import Group
 from stepwell.layout import CHECKPOINTS
 from stepwell.report import write_summary
-from stepwell.run import _finished, _start_over
+from stepwell.run import _finished
 from stepwell.run_file import only_trainer_in
+from stepwell.serving import start_over
 from stepwell.trainer.checkpoint import (
     CheckpointStore,
     checkpoint_due,
@@ -105,12 +106,12 @@ def test_a_run_is_not_started_over_while_a_pool_or_a_trainer_lives_in_its_folder
         journal.append("train", "step", b"head")
         journal.flush()
         with pytest.raises(ConfigError, match=rf"process {os.getpid()} has the pool .* run.name"):
-            _start_over(tmp_path)
+            start_over(tmp_path)
         journal.close()
     with only_trainer_in(tmp_path), pytest.raises(ConfigError, match=r"trains in"):
-        _start_over(tmp_path)  # attached, it outlived the run that was served
+        start_over(tmp_path)  # attached, it outlived the run that was served
     assert (tmp_path / "pool" / "pool.acked").exists()
-    _start_over(tmp_path)
+    start_over(tmp_path)
     assert not (tmp_path / "pool").exists()
 
 
