@@ -87,10 +87,6 @@ class Header(NamedTuple):
         return self.n_prompt + self.n_response
 
     @property
-    def has_log_probs(self) -> bool:
-        return bool(self.flags & _LOG_PROBS)
-
-    @property
     def is_last(self) -> bool:
         return bool(self.flags & _LAST)
 
@@ -441,35 +437,17 @@ def chain_tokens(chain: Sequence[PackedStep]) -> bytes:
     return b"".join((chain[-1].prompt or b"", *(p.tokens for p in reversed(chain))))
 
 
-class Extra(NamedTuple):
-    """What no index looks at."""
-
-    metadata: dict[str, Any]
-    version_spans: tuple[VersionSpan, ...]
-    multi_modal_data: dict[str, Any] | None
-    routed_experts: npt.NDArray[Any] | None
-
-
-def read_extra(packed: PackedStep, header: Header) -> Extra:
-    """What a step holds besides its columns."""
-    n_columns = header.n_new + header.n_response * (2 if header.has_log_probs else 1)
-    extra = memoryview(packed.payload)[_HEADER.size + 4 * n_columns :]
-    metadata, *more = _extra_decoder.decode(extra)
-    if not more:
-        return Extra(metadata, (), None, None)
-    spans, multi_modal_data, routed_experts = more
-    return Extra(metadata, tuple(VersionSpan(*s) for s in spans), multi_modal_data, routed_experts)
-
-
 def _unpack(
     header: Header, packed: PackedStep, tokens: TokenIds, trajectory_uid: str, prompt_uid: str
 ) -> Step:
     index, parent, _, flags, version, reward, n_prompt, n_new, n_response, *_ = header
-    log_probs = None
+    log_probs, offset = None, _HEADER.size + 4 * (n_new + n_response)
     if flags & _LOG_PROBS:
-        offset = _HEADER.size + 4 * (n_new + n_response)
         log_probs = np.frombuffer(packed.payload, np.float32, n_response, offset)
-    metadata, spans, multi_modal_data, routed_experts = read_extra(packed, header)
+        offset += 4 * n_response
+    # What no index looks at.
+    metadata, *more = _extra_decoder.decode(memoryview(packed.payload)[offset:])
+    spans, multi_modal_data, routed_experts = more or ((), None, None)
     return trusted_step(
         tokens[:n_prompt],
         tokens[n_prompt:],
@@ -483,7 +461,7 @@ def _unpack(
         log_probs,
         _REASONS[flags >> _REASON_SHIFT & _REASON],
         None if parent < 0 else parent,
-        spans,
+        tuple(VersionSpan(*span) for span in spans),
         multi_modal_data,
         routed_experts,
     )

@@ -257,9 +257,7 @@ def _in_sample(
         head = next((h for h in heads if h["trajectory_uid"] == uid), None)
         if head is not None:
             kept = next(
-                t
-                for t in read_trained(view.folder, step).trajectories
-                if t.trajectory.trajectory_uid == uid
+                t for t in read_trained(view.folder, step) if t.trajectory.trajectory_uid == uid
             )
             about = {"step": step, "advantage": head["advantage"], "weight": head["weight"]}
             masks = {

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -39,15 +39,6 @@ class TrainedTrajectory:
     trajectory: Trajectory
     columns: tuple[Columns, ...]
     """Of each of its steps: name to one number per response token; NaN where there is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedStep:
-    """What a file holds."""
-
-    about: dict[str, Any]
-    """`step`, the optimizer step, and what else the trainer says of it."""
-    trajectories: tuple[TrainedTrajectory, ...] = field(default=())
 
 
 def trained_path(folder: Path, step: int) -> Path:
@@ -89,7 +80,8 @@ def write_trained(
 
 
 def read_about(folder: Path, step: int) -> dict[str, Any]:
-    """What the file says of the optimizer step: its first line, which lists the trajectories.
+    """What the file says of the optimizer step: its first line, with `step`, what else the trainer
+    says of it, and a list of the trajectories.
 
     Raises:
         ExportError: there is no such file, or it is damaged.
@@ -103,12 +95,12 @@ def read_about(folder: Path, step: int) -> dict[str, Any]:
         raise _unreadable(path, e) from e
 
 
-def read_trained(folder: Path, step: int) -> TrainedStep:
-    """The file of an optimizer step. Raises as `read_about`."""
+def read_trained(folder: Path, step: int) -> tuple[TrainedTrajectory, ...]:
+    """The trajectories in the file of an optimizer step. Raises as `read_about`."""
     path = trained_path(folder, step)
     try:
-        about, *lines = map(orjson.loads, path.read_bytes().splitlines())
-        return TrainedStep(about, tuple(map(_trajectory, lines)))
+        _, *lines = map(orjson.loads, path.read_bytes().splitlines())
+        return tuple(map(_trajectory, lines))
     except (OSError, ValueError, LookupError, TypeError) as e:
         raise _unreadable(path, e) from e
 

@@ -32,7 +32,7 @@ class Event:
     channel: str
     prompt_uid: str
     trajectory_uid: str | None = None
-    data: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict, kw_only=True)
     """`ready`: size, why. `leased`, `returned`: delivery. `dropped`: reason, complete, and
     `returned`, whether its source should issue the prompt again: then metadata is the group's, else
     empty. `aborted`: reason. `scored`, of a complete trajectory, and again if its reward changes:
@@ -62,19 +62,13 @@ class EventLog:
         self._events: deque[Event] = deque(maxlen=REMEMBERED)
         self.n_events = 0
 
-    def add(
-        self,
-        time: float,
-        kind: str,
-        channel: str,
-        prompt_uid: str,
-        trajectory_uid: str | None = None,
-        **data: Any,
-    ) -> None:
+    def add(self, time: float, kind: str, channel: str, *uids: str, **data: Any) -> None:
+        """
+        Args:
+            uids: of the group; and of the trajectory, if it is about one.
+        """
         self.n_events += 1
-        self._events.append(
-            Event(self.n_events, time, kind, channel, prompt_uid, trajectory_uid, data)
-        )
+        self._events.append(Event(self.n_events, time, kind, channel, *uids, data=data))
 
     def after(
         self,

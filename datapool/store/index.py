@@ -130,7 +130,10 @@ class Index:
         chunk.rows.insert(i, row)
         chunk.places.insert(i, segment.number << OFFSET_BITS | offset)
         chunk.sizes.insert(i, size)
-        self._enter(segment, 1, size)
+        segment.live_rows += 1
+        segment.live_bytes += size
+        self.n_rows += 1
+        self.live_bytes += size
 
     def _delete(self, row: int, number: int, said_in: int) -> None:
         """The copy of the row in the segment `number` is dead."""
@@ -144,12 +147,6 @@ class Index:
         self._leave(row, chunk, i, said_in)
         if not chunk.rows:
             del self._chunks[row >> _CHUNK_BITS]
-
-    def _enter(self, segment: Segment, n_rows: int, n_bytes: int) -> None:
-        segment.live_rows += n_rows
-        segment.live_bytes += n_bytes
-        self.n_rows += n_rows
-        self.live_bytes += n_bytes
 
     def _leave(self, row: int, chunk: _Chunk, i: int, said_in: int) -> None:
         segment, size = self.segments[chunk.places[i] >> OFFSET_BITS], chunk.sizes[i]

@@ -132,7 +132,7 @@ class RunFolder:
 
     def _trained(self, step: int) -> tuple[TrainedTrajectory, ...]:
         try:
-            return read_trained(self.path, step).trajectories
+            return read_trained(self.path, step)
         except ExportError:  # removed meanwhile
             return ()
 

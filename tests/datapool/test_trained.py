@@ -50,8 +50,8 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     of[1].columns[0]["advantages"][1] = np.nan  # type: ignore[index]
     write_trained(tmp_path, 3, {"groups": 8}, of, 1 << 20)
     found = read_trained(tmp_path, 3)
-    assert [t.trajectory for t in found.trajectories] == [t.trajectory for t in of]
-    for read, written in zip(found.trajectories, of, strict=True):
+    assert [t.trajectory for t in found] == [t.trajectory for t in of]
+    for read, written in zip(found, of, strict=True):
         for a, b in zip(read.columns, written.columns, strict=True):
             np.testing.assert_allclose(a["advantages"], b["advantages"])
     about = read_about(tmp_path, 3)
@@ -70,7 +70,7 @@ def test_a_step_may_extend_one_of_a_higher_index(tmp_path: Path) -> None:
     written = TrainedTrajectory(replace(chain.trajectory, steps=turned), chain.columns[::-1])
     nothing = TrainedTrajectory(replace(chain.trajectory, steps=()), ())
     write_trained(tmp_path, 1, {}, [written, nothing], 1 << 20)
-    found, none = read_trained(tmp_path, 1).trajectories
+    found, none = read_trained(tmp_path, 1)
     assert (found.trajectory, none) == (written.trajectory, nothing)
     assert [c["advantages"][0] for c in found.columns] == [0.75, 0.5, 0.25, 0.0]
 

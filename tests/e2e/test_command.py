@@ -120,7 +120,7 @@ def test_its_logs_are_in_its_folder(resumed: Path) -> None:
 def test_what_each_step_was_trained_on_is_kept_for_people(resumed: Path) -> None:
     assert trained_steps(resumed) == [1, 2, 3, 4]
     for step in (1, 4):
-        (first, *_) = read_trained(resumed, step).trajectories
+        (first, *_) = read_trained(resumed, step)
         assert [set(columns) for columns in first.columns] == [
             {"advantages", "weights", "prox_log_probs", "mask"} for _ in first.trajectory.steps
         ]

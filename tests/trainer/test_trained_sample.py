@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stepwell.datapool.files.trained import read_trained, trained_steps
+from stepwell.datapool.files.trained import read_about, read_trained, trained_steps
 from stepwell.trainer import trained_sample
 from tests.trainer.small_run import small_config, small_run
 
@@ -23,11 +23,11 @@ async def test_a_run_keeps_what_each_step_was_trained_on_with_the_columns_of_its
     trained = zip(trained_steps(folder), run.backend.steps, run.backend.columns, strict=True)
     for step, steps, columns_of in trained:
         found = read_trained(folder, step)
-        assert found.about["groups"] == 2
-        kept = [s for t in found.trajectories for s in t.trajectory.steps]
+        assert read_about(folder, step)["groups"] == 2
+        kept = [s for t in found for s in t.trajectory.steps]
         assert kept == steps
         for name in ("advantages", "weights", "prox_log_probs"):
-            columns = np.concatenate([c[name] for t in found.trajectories for c in t.columns])
+            columns = np.concatenate([c[name] for t in found for c in t.columns])
             np.testing.assert_allclose(columns, columns_of[name].numpy(), atol=1e-6)
 
 
@@ -64,6 +64,6 @@ async def test_what_a_reward_says_beside_the_score_ends_no_run(
         (folder := tmp_path / function.__name__).mkdir()
         async with small_run(small_config(folder, mine), reward=lambda task, index: None) as run:
             assert len(await run.train(1)) == 1
-    (first, *_) = read_trained(tmp_path / "with_tests", 1).trajectories
+    (first, *_) = read_trained(tmp_path / "with_tests", 1)
     assert first.trajectory.metadata["reward_extra_info"] == {"tests": {"0": True, "1": False}}
     assert "the sample of optimizer step 1 is not written" in caplog.text
