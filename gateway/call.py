@@ -162,7 +162,7 @@ class Call:
         reader.text.tool_calls[:] = known
         spans = tuple(VersionSpan(*span) for span in finished.spans)
         self.reply = self._replied(
-            Generation(response, log_probs, spans, finished.finish_reason, None, 0, 0)
+            Generation(response, log_probs, spans, finished.finish_reason, None, 0)
         )
         parts.counts["recalled"] += 1
         self._done(finished)

@@ -36,7 +36,6 @@ from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
 from stepwell.gateway.web import error_body
 
-_KIND = ("cmpl", "text_completion")
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, and so vLLM's and SGLang's."""
 
