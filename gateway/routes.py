@@ -306,12 +306,10 @@ async def submit_steps(request: Request) -> Response:
         raise RequestError("steps is empty; send at least one step", "steps")
     channel = field(body, "channel", str, "a channel's name") or services.config.channel
     steps = [_step(s, f"steps[{i}]") for i, s in enumerate(raw)]
-    room_s = services.config.queue_timeout_s
+    recording = services.recording
+    stored = services.pool.submit_steps(steps, channel=channel, timeout_s=recording.room_s)
     try:
-        outcomes = await ask(
-            services.pool.submit_steps(steps, channel=channel, timeout_s=room_s),
-            services.config.pool_timeout_s + room_s,
-        )
+        outcomes = await recording.ask(stored, room=True)
     except (StepConflictError, StepIndexError, PoolTrajectoryConflictError) as e:
         raise TrajectoryConflictError(str(e)) from e
     for step in steps:

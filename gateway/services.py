@@ -112,17 +112,16 @@ class Services:
         self.dialects = make_dialects(template, self.responses)
         """By path below `/v1/`."""
         self.rollout_buffer = RolloutBuffer(
-            *(config, pool, self.outcomes, prompts, turn_messages),
+            *(config, self.recording, self.outcomes, prompts, turn_messages),
             *(self.engine, wiring.engine_urls),
         )
         self.dashboard = Dashboard(
-            pool,
+            self.recording,
             tokenizer,
             statistics=self.statistics,
             running=lambda uid: len(t.in_flight) if (t := self.trajectories.known(uid)) else 0,
             folder=wiring.run_dir,
             read_only=wiring.read_only,
-            timeout_s=config.pool_timeout_s,
         )
 
     async def start(self) -> None:

@@ -19,9 +19,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 
@@ -31,7 +31,6 @@ from stepwell.datapool.errors import (
     UnknownGroupError,
     UnknownLeaseError,
 )
-from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Group, Lease, Trajectory
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.dialects.params import wrong
@@ -50,12 +49,10 @@ from stepwell.gateway.slime_buffer.process import RolloutProcess
 from stepwell.gateway.slime_buffer.text import TextRollouts
 from stepwell.gateway.slime_buffer.writes import RolloutWriter, Start, remember
 from stepwell.gateway.tokens.turn_messages import TurnMessages
-from stepwell.gateway.trajectory.recording import ask
+from stepwell.gateway.trajectory.recording import Recording
 from stepwell.gateway.trajectory.store import Outcomes
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 MAX_GROUPS = 256
 """Groups in one answer if `gateway.rollout_batch_groups` is null."""
@@ -82,7 +79,7 @@ class RolloutBuffer:
     def __init__(
         self,
         config: GatewayConfig,
-        pool: DataPoolClient,
+        recording: Recording,
         outcomes: Outcomes,
         prompts: Prompts,
         turn_messages: TurnMessages,
@@ -94,7 +91,7 @@ class RolloutBuffer:
             GatewayConfigError: see `TextRollouts` and `load_generators`.
         """
         self._config = config
-        self._pool = pool
+        self._pool, self._ask = recording.pool, recording.ask
         self._engine = engine
         self._tokenizer = prompts.renderer.tokenizer
         self._repeats: int | None = None
@@ -104,7 +101,7 @@ class RolloutBuffer:
         self._ids: OrderedDict[str, str] = OrderedDict()
         """Group served last under an instance id."""
         text = TextRollouts(config, prompts, turn_messages)
-        self._writer = RolloutWriter(config, pool, outcomes, text)
+        self._writer = RolloutWriter(config, recording, outcomes, text)
         self._generators = load_generators(config.rollout_generators)
         self._generator: Generator | None = None
         self._task_type = ""
@@ -382,9 +379,6 @@ class RolloutBuffer:
                 lease.lease_id,
                 e,
             )
-
-    async def _ask(self, answer: Awaitable[T]) -> T:
-        return await ask(answer, self._config.pool_timeout_s)
 
 
 def _scored(group: Group) -> list[Trajectory]:

@@ -26,7 +26,7 @@ from stepwell.gateway.errors import (
     TrajectoryConflictError,
 )
 from stepwell.gateway.trajectory.groups import Identity
-from stepwell.gateway.trajectory.recording import Recording, Unrecorded, complete
+from stepwell.gateway.trajectory.recording import Recording, Unrecorded
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory, closed_error
 
 T = TypeVar("T")
@@ -179,12 +179,8 @@ class Outcomes:
         live = self._trajectories.known(uid)
         if live is not None and (of_key is None or live.channel in (of_key, VAL)):
             return await live.complete(reward, metadata, step_rewards)
-        pool = self._recording.pool
-        return await self._first(
-            uid,
-            of_key,
-            lambda channel: complete(pool, uid, channel, reward, metadata, step_rewards),
-        )
+        how, complete = (reward, metadata, step_rewards), self._recording.complete
+        return await self._first(uid, of_key, lambda channel: complete(uid, channel, *how))
 
     async def score(
         self, uid: str, reward: float, of_key: str | None = None, step_index: int | None = None

@@ -54,7 +54,7 @@ from stepwell.gateway.errors import (
 from stepwell.gateway.tokens.graph import TurnGraph
 from stepwell.gateway.trajectory.groups import Group, Identity
 from stepwell.gateway.trajectory.note import restore
-from stepwell.gateway.trajectory.recording import POOL_FAILURE, Recording, Unrecorded, complete
+from stepwell.gateway.trajectory.recording import POOL_FAILURE, Recording, Unrecorded
 from stepwell.gateway.trajectory.retries import CallMemory, LiveCall
 
 log = logging.getLogger(__name__)
@@ -196,8 +196,8 @@ class LiveTrajectory:
         it is harmless."""
         return await self._end(
             f"completed with reward {reward}",
-            lambda: complete(
-                self._pool, self.uid, self.channel, reward, metadata or {}, step_rewards
+            lambda: self._recording.complete(
+                self.uid, self.channel, reward, metadata or {}, step_rewards
             ),
         )
 
