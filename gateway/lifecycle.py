@@ -353,6 +353,6 @@ async def forget_trajectory(services: Services, uid: str) -> dict[str, Any]:
     if (trajectory := services.trajectories.known(uid)) is not None:
         trajectory.forget()
     services.responses.store.forget(uid)
-    services.calls.prompts.renderer.forget()
+    services.calls.prompts.cached.clear()
     deleted = await services.recording.ask(services.pool.delete(uid))
     return {"deleted": deleted.trajectories, "leased": deleted.leased}

@@ -212,7 +212,7 @@ async def stored_response(request: Request) -> Response:
     named = _named(request) or request.state.principal.trajectory
     stored = responses.stored(response_id, named[0] if named is not None else None).response
     if request.method == "DELETE":
-        responses.store.delete(response_id)
+        responses.store.pop(response_id, None)
         stored = {"id": response_id, "object": "response", "deleted": True}
     return OrjsonResponse(stored)
 

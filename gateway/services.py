@@ -46,8 +46,6 @@ from stepwell.gateway.wiring import Wiring
 log = logging.getLogger(__name__)
 
 RENDER_THREADS = 2
-PROMPT_CACHE_TOKENS = 4_000_000
-"""Tokens of whole prompts kept, so that the rollouts of one prompt tokenise it once."""
 
 
 class Services:
@@ -81,9 +79,7 @@ class Services:
             on_left=left,
             remembered_calls=config.remembered_calls,
         )
-        renderer = ChatRenderer(
-            tokenizer, thinking=config.thinking, cache_tokens=PROMPT_CACHE_TOKENS
-        )
+        renderer = ChatRenderer(tokenizer, thinking=config.thinking)
         if renderer.turn_close_id is None:
             log.warning(
                 "the chat template ends assistant turns with no special token: every later turn "

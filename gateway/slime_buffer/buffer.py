@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,8 @@ from stepwell.datapool.errors import (
     UnknownLeaseError,
 )
 from stepwell.datapool.types import Group, Lease, Trajectory
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.bounded import Bounded
+from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.dialects.params import wrong
 from stepwell.gateway.engine import EngineClient
 from stepwell.gateway.errors import PoolUnavailableError, RequestError, TrajectoryConflictError
@@ -47,7 +48,7 @@ from stepwell.gateway.slime_buffer.generators import (
 from stepwell.gateway.slime_buffer.items import InstanceId, instance_of, make_item
 from stepwell.gateway.slime_buffer.process import RolloutProcess
 from stepwell.gateway.slime_buffer.text import TextRollouts
-from stepwell.gateway.slime_buffer.writes import RolloutWriter, Start, remember
+from stepwell.gateway.slime_buffer.writes import RolloutWriter, Start
 from stepwell.gateway.tokens.turn_messages import TurnMessages
 from stepwell.gateway.trajectory.recording import Recording
 from stepwell.gateway.trajectory.store import Outcomes
@@ -98,7 +99,7 @@ class RolloutBuffer:
         self._skip: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
-        self._ids: OrderedDict[str, str] = OrderedDict()
+        self._ids: Bounded[str, str] = Bounded(REMEMBERED)
         """Group served last under an instance id."""
         text = TextRollouts(config, prompts, turn_messages)
         self._writer = RolloutWriter(config, recording, outcomes, text)
@@ -261,7 +262,7 @@ class RolloutBuffer:
         that was served before goes by its prompt_uid."""
         instance_id: InstanceId = instance_of(group)
         if self._ids.get(str(instance_id), group.prompt_uid) == group.prompt_uid:
-            remember(self._ids, str(instance_id), group.prompt_uid)
+            self._ids[str(instance_id)] = group.prompt_uid
         else:
             instance_id = group.prompt_uid
         return Served(group, instance_id, _scored(group)[: self._n_repeats(group)])

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +27,7 @@ from stepwell.datapool.errors import InvalidStepError, StepConflictError, Unknow
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.types import Step
+from stepwell.gateway.bounded import Bounded
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.dialects.params import Params, Part, wrong
 from stepwell.gateway.errors import RequestError, TrajectoryClosedError, TrajectoryConflictError
@@ -35,8 +35,6 @@ from stepwell.gateway.slime_buffer.items import INSTANCE, WRITTEN
 from stepwell.gateway.slime_buffer.text import TextRollouts
 from stepwell.gateway.trajectory.recording import Recording
 from stepwell.gateway.trajectory.store import Outcomes
-
-T = TypeVar("T")
 
 
 def _named(value: Any) -> int | str:
@@ -226,9 +224,9 @@ class RolloutWriter:
         self._recording, self._pool = recording, recording.pool
         self._outcomes = outcomes
         self._text = text
-        self._filling: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._filling: Bounded[str, tuple[int, int]] = Bounded(REMEMBERED)
         """By instance id: (number of its group that is filling up, items in it)."""
-        self._homes: OrderedDict[str, _Home] = OrderedDict()
+        self._homes: Bounded[str, _Home] = Bounded(REMEMBERED)
         """By uid: a repeated write is the same rollout."""
 
     async def write(self, body: Mapping[str, Any], repeats: int | None, version: int) -> str:
@@ -323,7 +321,7 @@ class RolloutWriter:
                 # Taken before waiting: items that are written at once do not overfill a group, and
                 # a write that fails and comes again has its place.
                 home = _Home(trajectory_uid, self._place(instance, repeats), is_open=False)
-                remember(self._homes, uid, home)
+                self._homes[uid] = home
             trajectory_uid, prompt_uid, _ = home
             opening = self._pool.open_trajectory(
                 *(trajectory_uid, prompt_uid),
@@ -343,8 +341,7 @@ class RolloutWriter:
                     self._filling[instance] = k + 1, 0
                 trajectory_uid, home = f"{trajectory_uid}+", None
             else:
-                home = home._replace(is_open=True)
-                remember(self._homes, uid, home)
+                home = self._homes[uid] = home._replace(is_open=True)
         return home
 
     def _place(self, instance: str, repeats: int | None) -> str:
@@ -352,7 +349,7 @@ class RolloutWriter:
         k, n = self._filling.get(instance, (0, 0))
         if repeats is not None and n >= repeats:
             k, n = k + 1, 0
-        remember(self._filling, instance, (k, n + 1))
+        self._filling[instance] = k, n + 1
         return _group_name(instance, k)
 
 
@@ -366,10 +363,3 @@ def _check_in_time(uid: str, is_late: bool) -> None:
 def _group_name(name: str, k: int) -> str:
     """A name of its own for each name and number: an instance may itself be called `17#1`."""
     return f"{name}#{k}" if k or "#" in name else name
-
-
-def remember(memory: OrderedDict[str, T], key: str, value: T) -> None:
-    memory[key] = value
-    memory.move_to_end(key)
-    while len(memory) > REMEMBERED:
-        memory.popitem(last=False)

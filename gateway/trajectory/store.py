@@ -11,7 +11,6 @@ until when a reward counts (the pool).
 from __future__ import annotations
 
 import uuid
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from stepwell.datapool.errors import StepIndexError, UnknownTrajectoryError
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import VAL
+from stepwell.gateway.bounded import Bounded
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.errors import (
     RequestError,
@@ -54,7 +54,7 @@ class TrajectoryStore:
         self._on_left = on_left
         self._remembered_calls = remembered_calls
         self._open: dict[str, LiveTrajectory] = {}
-        self._closed: OrderedDict[str, tuple[Identity, str]] = OrderedDict()
+        self._closed: Bounded[str, tuple[Identity, str]] = Bounded(REMEMBERED)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -142,8 +142,6 @@ class TrajectoryStore:
         if trajectory.closed is not None:
             identity = Identity(trajectory.uid, trajectory.prompt_uid, trajectory.channel)
             self._closed[trajectory.uid] = (identity, trajectory.closed)
-            while len(self._closed) > REMEMBERED:
-                self._closed.popitem(last=False)
 
 
 class Outcomes:
