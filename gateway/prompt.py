@@ -190,10 +190,6 @@ class Prompts:
         opens_thought = tail.rstrip().endswith(THINK_OPEN)
         return f"{THINK_CLOSE}\n\n{request.prefill}" if opens_thought else request.prefill
 
-    async def count_tokens(self, graph: TurnGraph | None, request: ChatRequest) -> int:
-        """Tokens of the prompt that this request would have in a trajectory; nothing is stored."""
-        return len((await self.prepare(graph or TurnGraph(), request)).ids)
-
     async def _plain(
         self, plain: str | bytes, attachment: Attachment, context: int | None
     ) -> Prompt:

@@ -49,6 +49,7 @@ from stepwell.gateway.paths import UNDER, quoted, uid_of
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.rewards import compute_reward
 from stepwell.gateway.services import Services, services_of
+from stepwell.gateway.tokens.graph import TurnGraph
 from stepwell.gateway.trajectory.identity import Origin
 from stepwell.gateway.trajectory.recording import ask
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
@@ -199,8 +200,9 @@ async def count_tokens(request: Request) -> Response:
         trajectory = services.identities.known(request.headers, call, channel)
     else:
         trajectory = services.trajectories.known(named[0])
-    n = await services.calls.prompts.count_tokens(trajectory.graph if trajectory else None, call)
-    return OrjsonResponse({"input_tokens": n})
+    graph = TurnGraph() if trajectory is None else trajectory.graph
+    prompt = await services.calls.prompts.prepare(graph, call)
+    return OrjsonResponse({"input_tokens": len(prompt.ids)})
 
 
 async def stored_response(request: Request) -> Response:

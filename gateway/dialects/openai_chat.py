@@ -41,15 +41,8 @@ _OTHER_POLICY = "it would make the log-probs those of another policy"
 _RESERVED_TEMPLATE_ARGS = frozenset(
     (
         *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
-        *(
-            "messages",
-            "padding",
-            "return_dict",
-            "return_tensors",
-            "tokenize",
-            "tools",
-            "truncation",
-        ),
+        *("messages", "padding", "return_dict", "return_tensors", "tokenize", "tools"),
+        "truncation",
     )
 )
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
