@@ -42,12 +42,12 @@ from stepwell.gateway.errors import (
     TrajectoryClosedError,
     TrajectoryConflictError,
 )
+from stepwell.gateway.functions import compute_reward
 from stepwell.gateway.keys import Named, Principal
 from stepwell.gateway.lifecycle import CompleteTrajectory
 from stepwell.gateway.metrics import exposition
 from stepwell.gateway.paths import UNDER, quoted, uid_of
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.rewards import compute_reward
 from stepwell.gateway.services import Services, services_of
 from stepwell.gateway.tokens.graph import TurnGraph
 from stepwell.gateway.trajectory.identity import Origin
