@@ -74,10 +74,7 @@ class Services:
                 self.groups.leave(trajectory.group)
 
         self.trajectories = TrajectoryStore(
-            self.recording,
-            channel_of=self.groups.channel,
-            on_left=left,
-            remembered_calls=config.remembered_calls,
+            self.recording, channel_of=self.groups.channel, on_left=left
         )
         renderer = ChatRenderer(tokenizer, thinking=config.thinking)
         if renderer.turn_close_id is None:

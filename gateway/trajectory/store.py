@@ -41,7 +41,6 @@ class TrajectoryStore:
         *,
         channel_of: Callable[[str, str | None], str],
         on_left: Callable[[LiveTrajectory], None],
-        remembered_calls: int,
     ) -> None:
         """
         Args:
@@ -52,7 +51,6 @@ class TrajectoryStore:
         self._recording = recording
         self._channel_of = channel_of
         self._on_left = on_left
-        self._remembered_calls = remembered_calls
         self._open: dict[str, LiveTrajectory] = {}
         self._closed: Bounded[str, tuple[Identity, str]] = Bounded(REMEMBERED)
 
@@ -133,7 +131,7 @@ class TrajectoryStore:
     def _make(
         self, identity: Identity, on_left: Callable[[LiveTrajectory], None], **how: Any
     ) -> LiveTrajectory:
-        return LiveTrajectory(self._recording, identity, on_left, self._remembered_calls, **how)
+        return LiveTrajectory(self._recording, identity, on_left, **how)
 
     def _leaves(self, trajectory: LiveTrajectory) -> None:
         """Of a closed one keep what answers 410; of one that the pool never heard of, nothing."""

@@ -68,7 +68,6 @@ class LiveTrajectory:
         recording: Recording,
         identity: Identity,
         on_left: Callable[[LiveTrajectory], None],
-        remembered_calls: int,
         *,
         closed: str | None = None,
         unrecorded: Unrecorded | None = None,
@@ -84,7 +83,7 @@ class LiveTrajectory:
         """Why its calls are not stored; None: they are."""
         self.graph = TurnGraph()
         self.in_flight: set[LiveCall] = set()
-        self.calls = CallMemory(remembered_calls)
+        self.calls = CallMemory()
         self.closed = closed
         """How the trajectory was closed, in words; None while open."""
         self.last_used = time.monotonic()
