@@ -31,7 +31,7 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway import lifecycle
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.dialects.params import refusal
-from stepwell.gateway.dialects.registry import error_response
+from stepwell.gateway.dialects.registry import PATHS, error_response
 from stepwell.gateway.errors import GatewayError, PathError, RequestError
 from stepwell.gateway.openapi import described
 from stepwell.gateway.protection import Protection
@@ -50,7 +50,7 @@ from stepwell.gateway.wiring import Wiring
 
 log = logging.getLogger(__name__)
 
-CALLS = ("/chat/completions", "/completions", "/messages", "/responses")
+CALLS = tuple(f"/{path}" for path in PATHS)
 
 
 class _App(FastAPI):

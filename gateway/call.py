@@ -162,7 +162,7 @@ class Call:
         reader.text.tool_calls[:] = known
         spans = tuple(VersionSpan(*span) for span in finished.spans)
         self.reply = self._replied(
-            Generation(response, log_probs, spans, finished.finish_reason, None, 0, 0)
+            Generation(response, log_probs, spans, finished.finish_reason, None, 0)
         )
         parts.counts["recalled"] += 1
         self._done(finished)
@@ -460,9 +460,9 @@ class Listener:
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.n_told = 0
-        """How many of the call's `tokens` the deltas so far tell; all, with the reply."""
-        self._read = 0
+        self.told: Sequence[SampledToken] = ()
+        """Of the call's `tokens`, those that the last delta tells, or the reply: the rest."""
+        self._n_told = self._read = 0
 
     async def next(self) -> Delta | Reply:
         """The next delta, or the reply when its Step is stored.
@@ -474,10 +474,10 @@ class Listener:
         while True:
             if self._read < len(call.deltas):
                 self._read += 1
-                self.n_told = call.n_told(self._read)
+                self._tell(call.n_told(self._read))
                 return call.deltas[self._read - 1]
             if (ended := self._end()) is not None:
-                self.n_told = len(call.tokens)
+                self._tell(len(call.tokens))
                 return ended
             await call.news()
 
@@ -490,6 +490,9 @@ class Listener:
     def close(self, why: GatewayError | None = None) -> None:
         """Listen no more, because the client went away or for another reason."""
         self.call.leave(self, why)
+
+    def _tell(self, n: int) -> None:
+        self.told, self._n_told = self.call.tokens[self._n_told : n], max(self._n_told, n)
 
     def _end(self) -> Reply | None:
         if self.call.error is not None:

@@ -228,8 +228,6 @@ class GatewayConfig(Section):
     """Calls of one trajectory; the next one gets a 400."""
     offload_chars: int = Field(default=8192, ge=0)
     """Prompts with more new text than this are rendered and tokenised in a thread."""
-    remembered_calls: int = Field(default=64, ge=1)
-    """Finished calls kept per trajectory to answer a client's retries."""
     stored_response_chars: int = Field(default=2**28, ge=0)
     """Text of all Responses API answers kept for `previous_response_id`; the least recently used go
     first. 0 keeps none."""

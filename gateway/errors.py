@@ -211,7 +211,7 @@ class RateLimitedError(
     status=429,
     kind="rate_limit_error",
     code="rate_limit_exceeded",
-    retry_after_s=1,
+    retry_after_s=1,  # whoever is refused has waited already, and may queue again at once
 ):
     """No room within `gateway.queue_timeout_s`: `RateLimitedError(message, retry_after_s)`."""
 

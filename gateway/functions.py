@@ -1,14 +1,23 @@
 """This module loads the functions that a configuration names, so that a wrong name fails before
-anything is served."""
+anything is served, and calls the one behind `/compute_reward`.
+
+`gateway.reward_fn` is for white-box agents that score themselves. It is called with the request's
+fields (by convention `data_source, solution_str, ground_truth, extra_info`), may be async, and
+returns a number, None (not scored), or a dict with the number under "score" and details beside it.
+A function that raises gives an error and no reward: missing is not zero.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from stepwell.datapool.dotted import resolve
+from stepwell.datapool.types import MAX_REWARD, is_reward
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.errors import GatewayConfigError
+from stepwell.gateway.errors import GatewayConfigError, GatewayError, RequestError
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -33,3 +42,40 @@ def load_function(config: GatewayConfig, key: str) -> Function | None:
         raise GatewayConfigError(f"gateway.{key} is {path!r}, which cannot be called")
     function: Function = found
     return function
+
+
+class RewardError(GatewayError, RuntimeError, code="reward_failed"):
+    """The reward function failed or returned no reward."""
+
+
+async def compute_reward(function: Function, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"reward": number | None, "details": {…}}`.
+
+    Raises:
+        RequestError: the fields do not fit the function.
+        RewardError: it failed.
+    """
+    try:
+        inspect.signature(function).bind(**fields)
+    except TypeError as e:
+        raise RequestError(f"the body does not fit gateway.reward_fn: {e}", None) from e
+    try:
+        if inspect.iscoroutinefunction(function):
+            result = await function(**fields)
+        else:
+            result = await asyncio.to_thread(function, **fields)
+    except Exception as e:  # foreign code: any failure is a missing score, never 0
+        raise RewardError(f"gateway.reward_fn failed ({type(e).__name__}: {e!s:.200})") from e
+    details: dict[str, Any] = {}
+    reward = result
+    if isinstance(result, Mapping):
+        details = {k: v for k, v in result.items() if k != "score"}
+        reward = result.get("score")
+    if reward is not None:
+        if not is_reward(reward):
+            raise RewardError(
+                f"gateway.reward_fn returned {result!r:.80}; return a number within "
+                f"±{MAX_REWARD:g}, None, or a dict with the number under 'score'"
+            )
+        reward = float(reward)
+    return {"reward": reward, "details": details}

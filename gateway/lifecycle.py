@@ -39,7 +39,6 @@ from stepwell.gateway.errors import (
 from stepwell.gateway.keys import Principal
 from stepwell.gateway.paths import UNDER, Uid, quoted
 from stepwell.gateway.services import Services, services_of
-from stepwell.gateway.trajectory.recording import ask
 from stepwell.gateway.trajectory.trajectory import more_rewards
 from stepwell.gateway.web import OrjsonResponse
 
@@ -166,18 +165,17 @@ async def declare_group(
     prompt_uid = body.prompt_uid or f"group-{uuid.uuid4().hex}"
     _check_names(prompt_uid=prompt_uid)
     channel = body.channel or services.groups.channel(prompt_uid, caller.channel)
-    pool, patience_s = services.pool, services.config.pool_timeout_s
-    room_s = services.config.queue_timeout_s
+    pool, ask = services.pool, services.recording.ask
     try:
         opened = pool.open_group(
             *(prompt_uid, body.n, body.deadline_s),
             metadata=body.metadata,
             channel=channel,
-            timeout_s=room_s,
+            timeout_s=services.recording.room_s,
         )
-        await ask(opened, patience_s + room_s)
+        await ask(opened, room=True)
         if body.tags:
-            await ask(pool.mark(prompt_uid, channel=channel, tags=body.tags), patience_s)
+            await ask(pool.mark(prompt_uid, channel=channel, tags=body.tags))
     except GroupClosedError as e:
         raise TrajectoryClosedError(str(e)) from e
     except (GroupConflictError, ChannelShutDownError) as e:
@@ -225,7 +223,7 @@ async def _hand_out(
     await trajectory.open(**opening)
     if tags and trajectory.unrecorded is None:
         mark = services.pool.mark(trajectory_uid=uid, channel=trajectory.channel, tags=list(tags))
-        await ask(mark, services.config.pool_timeout_s)
+        await services.recording.ask(mark)
     if replica is None:
         origin = services.config.public_url or services.hosts.origin(request.scope)
     else:
@@ -355,6 +353,6 @@ async def forget_trajectory(services: Services, uid: str) -> dict[str, Any]:
     if (trajectory := services.trajectories.known(uid)) is not None:
         trajectory.forget()
     services.responses.store.forget(uid)
-    services.calls.prompts.renderer.forget()
-    deleted = await ask(services.pool.delete(uid), services.config.pool_timeout_s)
+    services.calls.prompts.cached.clear()
+    deleted = await services.recording.ask(services.pool.delete(uid))
     return {"deleted": deleted.trajectories, "leased": deleted.leased}

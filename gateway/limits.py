@@ -12,13 +12,9 @@ given.
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
 
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import RateLimitedError, TrajectoryLimitError
-
-RETRY_AFTER_S = 1.0
-"""Whoever is refused has waited already, and may queue again at once."""
 
 
 class CallLimits:
@@ -42,12 +38,7 @@ class CallLimits:
                 await self._places.acquire()
         self._running += 1
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._running -= 1
         if self._places is not None:
             self._places.release()
@@ -80,8 +71,7 @@ class CallLimits:
             raise RateLimitedError(
                 f"the gateway runs {config.max_concurrent_calls} calls "
                 "(gateway.max_concurrent_calls) and none ended within "
-                f"{config.queue_timeout_s:g} s (gateway.queue_timeout_s); try again",
-                RETRY_AFTER_S,
+                f"{config.queue_timeout_s:g} s (gateway.queue_timeout_s); try again"
             ) from e
         finally:
             self._waiting -= 1

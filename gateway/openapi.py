@@ -8,7 +8,6 @@ SDKs. Made on the first request for it. An SDK that is not installed leaves a bo
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -18,23 +17,17 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import TypeAdapter
 from starlette.routing import Route
 
+from stepwell.datapool.dotted import resolve
 from stepwell.gateway.lifecycle import CompleteTrajectory
 
-_OPENAI = "openai.types"
-SDK_TYPES: Mapping[str, tuple[str, str]] = {
-    "chat/completions": (
-        f"{_OPENAI}.chat.completion_create_params",
-        "CompletionCreateParamsNonStreaming",
-    ),
-    "completions": (f"{_OPENAI}.completion_create_params", "CompletionCreateParamsNonStreaming"),
-    "responses": (
-        f"{_OPENAI}.responses.response_create_params",
-        "ResponseCreateParamsNonStreaming",
-    ),
-    "messages": ("anthropic.types.message_create_params", "MessageCreateParamsNonStreaming"),
+_PARAMS = "CreateParamsNonStreaming"
+SDK_TYPES: Mapping[str, str] = {
+    "chat/completions": f"openai.types.chat.completion_create_params:Completion{_PARAMS}",
+    "completions": f"openai.types.completion_create_params:Completion{_PARAMS}",
+    "responses": f"openai.types.responses.response_create_params:Response{_PARAMS}",
+    "messages": f"anthropic.types.message_create_params:Message{_PARAMS}",
     "messages/count_tokens": (
-        "anthropic.types.message_count_tokens_params",
-        "MessageCountTokensParams",
+        "anthropic.types.message_count_tokens_params:MessageCountTokensParams"
     ),
 }
 """By path below `/v1/`."""
@@ -126,9 +119,8 @@ def _described(route: Route, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sdk_schema(path: str, definitions: dict[str, Any]) -> dict[str, Any]:
-    module, name = SDK_TYPES[path]
     try:
-        kind = getattr(importlib.import_module(module), name)
+        kind = resolve(SDK_TYPES[path])
     except ImportError:
         return {"type": "object", "properties": {"stream": _STREAM}}
     schema, definitions_of_it = _schema(kind)

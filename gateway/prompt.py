@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from stepwell.datapool.types import TokenIds
+from stepwell.gateway.bounded import Bounded
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import RequestError
 from stepwell.gateway.reply.parser import THINK_CLOSE, THINK_OPEN
@@ -43,6 +44,9 @@ from stepwell.gateway.tokens.messages import (
 from stepwell.gateway.tokens.render import ChatRenderer, CutError
 
 T = TypeVar("T")
+
+CACHED_TOKENS = 4_000_000
+"""Of whole prompts, so that the rollouts of one prompt tokenise it once."""
 
 
 @dataclass(slots=True)  # not frozen: that doubles the time to make one, and every call does
@@ -124,10 +128,12 @@ class Prompts:
         self, config: GatewayConfig, renderer: ChatRenderer, threads: ThreadPoolExecutor
     ) -> None:
         self.renderer = renderer
+        self.cached: Bounded[Key, TokenIds] = Bounded(CACHED_TOKENS, len)
+        """Whole prompts by their `exact_key`: somebody's text."""
         self._config = config
         self._threads = threads
         self._rendering: dict[Key, asyncio.Future[TokenIds]] = {}
-        """Whole prompts under way, by their `exact_key`."""
+        """Those under way."""
         self._normalize = Normalizer(config.normalize)
         self._template = renderer.tokenizer.template_text
 
@@ -184,10 +190,6 @@ class Prompts:
         opens_thought = tail.rstrip().endswith(THINK_OPEN)
         return f"{THINK_CLOSE}\n\n{request.prefill}" if opens_thought else request.prefill
 
-    async def count_tokens(self, graph: TurnGraph | None, request: ChatRequest) -> int:
-        """Tokens of the prompt that this request would have in a trajectory; nothing is stored."""
-        return len((await self.prepare(graph or TurnGraph(), request)).ids)
-
     async def _plain(
         self, plain: str | bytes, attachment: Attachment, context: int | None
     ) -> Prompt:
@@ -218,7 +220,7 @@ class Prompts:
         if not request.is_kept:
             return await self._offload(n_chars, lambda: self.renderer.whole(*given, context))
         key = exact_key(*given)
-        if (ids := self.renderer.cached(key)) is not None:
+        if (ids := self.cached.get(key)) is not None:
             return ids
         under_way = self._rendering.get(key)
         if under_way is None:  # rollouts of one prompt begin together: the first one renders
@@ -231,7 +233,7 @@ class Prompts:
     def _rendered(self, key: Key, done: asyncio.Future[TokenIds]) -> None:
         del self._rendering[key]
         if not done.cancelled() and done.exception() is None:
-            self.renderer.remember(key, done.result())
+            self.cached[key] = done.result()
 
     async def _offload(self, n_chars: int, work: Callable[[], T]) -> T:
         """Render and tokenise, in a thread if it is long enough to hold the event loop up."""

@@ -34,7 +34,6 @@ from stepwell.datapool.process import (
     settle_heap,
     use_one_heap,
 )
-from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import PortInUseError
 from stepwell.gateway.listening import bind
@@ -58,17 +57,15 @@ class GatewayReplica:
         self,
         config: GatewayConfig,
         wiring: Wiring,
-        pool: DataPoolClient | str,
+        pool: str,
         log_file: Path | None = None,
     ) -> None:
         import ray
 
-        log_to_file(log_file)
-        if isinstance(pool, str):
-            from stepwell.datapool.remote.start import connect
+        from stepwell.datapool.remote.start import connect
 
-            pool = connect(pool)
-        self._http = HttpServer(config, wiring, pool)
+        log_to_file(log_file)
+        self._http = HttpServer(config, wiring, connect(pool))
         self._wiring = wiring
         self._origin: str | None = None
         if ray.get_runtime_context().was_current_actor_reconstructed:
@@ -109,7 +106,7 @@ class GatewayReplica:
 def start_replicas(
     config: GatewayConfig,
     wiring: Wiring,
-    pool: DataPoolClient | str,
+    pool: str,
     log_dir: Path | None = None,
     **ray_options: Any,
 ) -> list[Any]:
@@ -120,7 +117,7 @@ def start_replicas(
     that is restarted comes back where it was. Needs an initialised Ray.
 
     Args:
-        pool: the name of the pool's actor in the current namespace, or a `DataPoolClient`.
+        pool: the name of the pool's actor in the current namespace.
         log_dir: what they log goes to `gateway.log`, or `gateway_0.log`, …, there, too.
         ray_options: over the default `num_cpus=0`, `max_restarts=-1`.
     """

@@ -42,13 +42,14 @@ from stepwell.gateway.errors import (
     TrajectoryClosedError,
     TrajectoryConflictError,
 )
+from stepwell.gateway.functions import compute_reward
 from stepwell.gateway.keys import Named, Principal
 from stepwell.gateway.lifecycle import CompleteTrajectory
 from stepwell.gateway.metrics import exposition
 from stepwell.gateway.paths import UNDER, quoted, uid_of
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.rewards import compute_reward
 from stepwell.gateway.services import Services, services_of
+from stepwell.gateway.tokens.graph import TurnGraph
 from stepwell.gateway.trajectory.identity import Origin
 from stepwell.gateway.trajectory.recording import ask
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
@@ -199,8 +200,9 @@ async def count_tokens(request: Request) -> Response:
         trajectory = services.identities.known(request.headers, call, channel)
     else:
         trajectory = services.trajectories.known(named[0])
-    n = await services.calls.prompts.count_tokens(trajectory.graph if trajectory else None, call)
-    return OrjsonResponse({"input_tokens": n})
+    graph = TurnGraph() if trajectory is None else trajectory.graph
+    prompt = await services.calls.prompts.prepare(graph, call)
+    return OrjsonResponse({"input_tokens": len(prompt.ids)})
 
 
 async def stored_response(request: Request) -> Response:
@@ -212,7 +214,7 @@ async def stored_response(request: Request) -> Response:
     named = _named(request) or request.state.principal.trajectory
     stored = responses.stored(response_id, named[0] if named is not None else None).response
     if request.method == "DELETE":
-        responses.store.delete(response_id)
+        responses.store.pop(response_id, None)
         stored = {"id": response_id, "object": "response", "deleted": True}
     return OrjsonResponse(stored)
 
@@ -306,12 +308,10 @@ async def submit_steps(request: Request) -> Response:
         raise RequestError("steps is empty; send at least one step", "steps")
     channel = field(body, "channel", str, "a channel's name") or services.config.channel
     steps = [_step(s, f"steps[{i}]") for i, s in enumerate(raw)]
-    room_s = services.config.queue_timeout_s
+    recording = services.recording
+    stored = services.pool.submit_steps(steps, channel=channel, timeout_s=recording.room_s)
     try:
-        outcomes = await ask(
-            services.pool.submit_steps(steps, channel=channel, timeout_s=room_s),
-            services.config.pool_timeout_s + room_s,
-        )
+        outcomes = await recording.ask(stored, room=True)
     except (StepConflictError, StepIndexError, PoolTrajectoryConflictError) as e:
         raise TrajectoryConflictError(str(e)) from e
     for step in steps:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+import uvloop
 
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.config import GatewayConfig
@@ -126,7 +127,7 @@ class HttpServer:
 
     def _serve(self, server: _Server, listening: socket.socket) -> None:
         try:
-            with asyncio.Runner(loop_factory=_new_loop) as runner:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 self._loop = runner.get_loop()
                 runner.run(server.serve(sockets=[listening]))
         except BaseException as e:  # noqa: BLE001 - a thread has nobody else to tell
@@ -134,11 +135,3 @@ class HttpServer:
             server.settled.set()
         finally:
             listening.close()
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()

@@ -46,8 +46,6 @@ from stepwell.gateway.wiring import Wiring
 log = logging.getLogger(__name__)
 
 RENDER_THREADS = 2
-PROMPT_CACHE_TOKENS = 4_000_000
-"""Tokens of whole prompts kept, so that the rollouts of one prompt tokenise it once."""
 
 
 class Services:
@@ -76,14 +74,9 @@ class Services:
                 self.groups.leave(trajectory.group)
 
         self.trajectories = TrajectoryStore(
-            self.recording,
-            channel_of=self.groups.channel,
-            on_left=left,
-            remembered_calls=config.remembered_calls,
+            self.recording, channel_of=self.groups.channel, on_left=left
         )
-        renderer = ChatRenderer(
-            tokenizer, thinking=config.thinking, cache_tokens=PROMPT_CACHE_TOKENS
-        )
+        renderer = ChatRenderer(tokenizer, thinking=config.thinking)
         if renderer.turn_close_id is None:
             log.warning(
                 "the chat template ends assistant turns with no special token: every later turn "
@@ -112,17 +105,16 @@ class Services:
         self.dialects = make_dialects(template, self.responses)
         """By path below `/v1/`."""
         self.rollout_buffer = RolloutBuffer(
-            *(config, pool, self.outcomes, prompts, turn_messages),
+            *(config, self.recording, self.outcomes, prompts, turn_messages),
             *(self.engine, wiring.engine_urls),
         )
         self.dashboard = Dashboard(
-            pool,
+            self.recording,
             tokenizer,
             statistics=self.statistics,
             running=lambda uid: len(t.in_flight) if (t := self.trajectories.known(uid)) else 0,
             folder=wiring.run_dir,
             read_only=wiring.read_only,
-            timeout_s=config.pool_timeout_s,
         )
 
     async def start(self) -> None:

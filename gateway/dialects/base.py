@@ -23,7 +23,7 @@ from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import Delta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.trajectory.reply import Reply
+from stepwell.gateway.trajectory.reply import Reply, SampledToken
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 from stepwell.gateway.web import error_body
 
@@ -49,8 +49,8 @@ class Event(NamedTuple):
 
     sample: int
     item: Delta | Reply
-    n_told: int
-    """How many of the sample's tokens are told with it and before; see `Listener.n_told`."""
+    tokens: Sequence[SampledToken]
+    """What it tells, if the request asks for log-probs."""
 
 
 class Exchange:
@@ -151,7 +151,7 @@ class Exchange:
         listener = self._listeners[0]
         try:
             async with asyncio.timeout(self._keepalive_s) as patience:
-                return Event(0, await listener.next(), listener.n_told)
+                return Event(0, await listener.next(), listener.told)
         except TimeoutError:  # a call that took too long is one, too
             if not patience.expired():
                 raise
@@ -170,7 +170,7 @@ class Exchange:
             return None
         sample = self._coming.pop(come)
         listener, item = self._listeners[sample], come.result()
-        event = Event(sample, item, listener.n_told)
+        event = Event(sample, item, listener.told)
         if not isinstance(item, Reply):
             self._coming[asyncio.ensure_future(listener.next())] = sample
         return event

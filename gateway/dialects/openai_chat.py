@@ -41,15 +41,8 @@ _OTHER_POLICY = "it would make the log-probs those of another policy"
 _RESERVED_TEMPLATE_ARGS = frozenset(
     (
         *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
-        *(
-            "messages",
-            "padding",
-            "return_dict",
-            "return_tensors",
-            "tokenize",
-            "tools",
-            "truncation",
-        ),
+        *("messages", "padding", "return_dict", "return_tensors", "tokenize", "tools"),
+        "truncation",
     )
 )
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -212,11 +205,10 @@ class OpenAIChat(Dialect):
 
     def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
         """`ChatCompletionChunk`s and `[DONE]`."""
-        wanted, new_tokens = exchange.parsed.options.logprobs, NewTokens(exchange)
         n_calls = [0] * exchange.parsed.n
 
         def choice(event: Event) -> dict[str, Any]:
-            index, item, _ = event
+            index, item, tokens = event
             delta: dict[str, Any] = {}
             if isinstance(item, ToolCall):
                 delta = {"tool_calls": [{"index": n_calls[index], **item.entry()}]}
@@ -225,9 +217,7 @@ class OpenAIChat(Dialect):
                 delta = {"reasoning_content": item.text}
             elif isinstance(item, ContentDelta):
                 delta = {"content": item.text}
-            entries = None
-            if wanted and (tokens := new_tokens.of(event)):
-                entries = logprobs(tokens, exchange.tokenizer)
+            entries = logprobs(tokens, exchange.tokenizer) if tokens else None
             finish_reason = item.finish_reason if isinstance(item, Reply) else None
             return _delta(index, delta, entries, finish_reason)
 
@@ -279,19 +269,6 @@ async def completion_frames(
         yield sse({**head, "choices": [], "usage": usage([*replies.values()])})
     yield b"data: [DONE]\n\n"
     exchange.delivered()
-
-
-class NewTokens:
-    """The sampled tokens that an event tells, for each sample."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._calls = exchange.calls
-        self._shown = [0] * len(self._calls)
-
-    def of(self, event: Event) -> list[SampledToken]:
-        shown = self._shown[event.sample]
-        self._shown[event.sample] = max(shown, event.n_told)
-        return self._calls[event.sample].tokens[shown : event.n_told]
 
 
 def usage(replies: Sequence[Reply]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from stepwell.gateway.dialects.base import Dialect, Event, Exchange, Parsed
 from stepwell.gateway.dialects.openai_chat import (
     LEAST_LOGPROB,
     CompletionParams,
-    NewTokens,
     completion_frames,
     head,
     usage,
@@ -36,7 +35,6 @@ from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
 from stepwell.gateway.web import error_body
 
-_KIND = ("cmpl", "text_completion")
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, and so vLLM's and SGLang's."""
 
@@ -84,14 +82,13 @@ class OpenAICompletions(Dialect):
 
     def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
         """`Completion`s with what is new, and `[DONE]`."""
-        new_tokens = NewTokens(exchange)
         shown = [_Logprobs(exchange) for _ in range(exchange.parsed.n)]
 
         def choice(event: Event) -> dict[str, Any]:
-            index, item, _ = event
+            index, item, tokens = event
             text = item.text if isinstance(item, ContentDelta) else ""
             finish_reason = item.generation.finish_reason if isinstance(item, Reply) else None
-            return _choice(index, text, shown[index].of(new_tokens.of(event)), finish_reason)
+            return _choice(index, text, shown[index].of(tokens), finish_reason)
 
         return completion_frames(
             exchange, head(exchange, "cmpl", "text_completion"), choice, self.error

@@ -12,7 +12,6 @@ own: what items mean, calls, prompts.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from stepwell.gateway.bounded import Bounded
 from stepwell.gateway.dialects.base import KEEP_ALIVE, Dialect, Exchange, Parsed, sse
 from stepwell.gateway.dialects.params import (
     Effort,
@@ -293,7 +293,7 @@ class OpenAIResponses(Dialect):
         Raises:
             UnknownItemError
         """
-        stored = self.store.get(response_id, reader)
+        stored = self.store.read(response_id, reader)
         if stored is None:
             raise UnknownItemError(
                 f"Response with id {response_id!r:.80} not found; it was answered with "
@@ -312,13 +312,14 @@ class OpenAIResponses(Dialect):
         options: Options = exchange.parsed.options
         if options.store and exchange.calls[0].request.is_kept:
             messages = (*options.conversation, reply.text.message())
-            self.store.put(StoredResponse(response, messages, exchange.trajectory.uid))
+            stored = StoredResponse(response, messages, exchange.trajectory.uid)
+            self.store[response["id"]] = stored
         return events, response
 
     def _previous(self, previous_id: str | None, reader: str | None) -> StoredResponse | None:
         if previous_id is None:
             return None
-        previous = self.store.get(previous_id, reader)
+        previous = self.store.read(previous_id, reader)
         if previous is None:
             raise PreviousResponseError(
                 f"Previous response with id {previous_id!r:.80} not found; send the whole input "
@@ -378,45 +379,25 @@ class StoredResponse:
         return n
 
 
-class ResponseStore:
-    """Answers up to a number of characters; the least recently used go first."""
+class ResponseStore(Bounded[str, StoredResponse]):
+    """Answers by their ids, up to a number of characters."""
 
     def __init__(self, max_chars: int) -> None:
-        self._max_chars = max_chars
-        self._n_chars = 0
-        self._stored: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
+        super().__init__(max_chars, StoredResponse.n_chars)
 
-    def __len__(self) -> int:
-        return len(self._stored)
-
-    def put(self, stored: StoredResponse) -> None:
-        response_id, n_chars = stored.response["id"], stored.n_chars()
-        self.delete(response_id)
-        self._stored[response_id] = stored, n_chars
-        self._n_chars += n_chars
-        while self._n_chars > self._max_chars:
-            self.delete(next(iter(self._stored)))
-
-    def get(self, response_id: str, reader: str | None = None) -> StoredResponse | None:
+    def read(self, response_id: str, reader: str | None = None) -> StoredResponse | None:
         """`reader`: the trajectory that it must be of; None: any."""
-        stored, _ = self._stored.get(response_id, (None, 0))
-        if stored is None or reader not in (None, stored.trajectory_uid):
-            return None
-        self._stored.move_to_end(response_id)
-        return stored
+        stored = self.get(response_id)
+        return None if stored is None or reader not in (None, stored.trajectory_uid) else stored
 
     def item(self, item_id: str, reader: str | None = None) -> Item | None:
         """An item of a stored answer, whose id begins with that of the answer."""
-        stored = self.get(f"resp_{item_id.partition('_')[2][:32]}", reader)
+        stored = self.read(f"resp_{item_id.partition('_')[2][:32]}", reader)
         output = stored.response["output"] if stored is not None else ()
         return next((item for item in output if item["id"] == item_id), None)
 
-    def delete(self, response_id: str) -> None:
-        _, n_chars = self._stored.pop(response_id, (None, 0))
-        self._n_chars -= n_chars
-
     def forget(self, trajectory_uid: str) -> None:
         """Delete the answers of a trajectory."""
-        for response_id, (stored, _) in list(self._stored.items()):
+        for response_id, stored in self.items():
             if stored.trajectory_uid == trajectory_uid:
-                self.delete(response_id)
+                del self[response_id]

@@ -132,7 +132,6 @@ class Sampling:
     """Alternatives returned per token."""
     constraint: tuple[str, str] | None = None
     """(kind, text): "json_schema", "regex", "ebnf" or "structural_tag"."""
-    no_stop_trim: bool = False
 
     def wire(self, max_new_tokens: int) -> dict[str, Any]:
         """SGLang's `sampling_params`."""
@@ -145,7 +144,6 @@ class Sampling:
             "stop": list(self.stop) or None,
             "sampling_seed": self.seed,
             "min_p": self.min_p or None,
-            "no_stop_trim": self.no_stop_trim or None,
             kind: text,
         }
         return {name: value for name, value in params.items() if value is not None}
@@ -162,8 +160,6 @@ class Generation:
     matched: int | str | None
     """Token id or stop string that ended a `stop`."""
     cached_tokens: int
-    resumes: int
-    """Weight updates that cut this call."""
     top_log_probs: tuple[TopLogProbs, ...] = ()
     """One per token if `Sampling.n_top_logprobs`, else empty."""
 
@@ -228,7 +224,7 @@ class Part:
                 begin = self.spans.pop().start
             self.spans.append(VersionSpan(s.version, begin, start + s.end))
 
-    def generation(self, finish: Finish | None, resumes: int) -> Generation:
+    def generation(self, finish: Finish | None) -> Generation:
         """The whole call, as it ended.
 
         Raises:
@@ -248,7 +244,6 @@ class Part:
             finish_reason="stop" if finish.type == "stop" else "length",
             matched=finish.matched,
             cached_tokens=self.cached_tokens,
-            resumes=resumes,
             top_log_probs=tuple(self.tops),
         )
 

@@ -163,7 +163,7 @@ class EngineClient:
             EngineUnavailableError, EngineTimeoutError, EngineError
         """
         whole = Part()
-        resumes = empty = failures = 0
+        empty = failures = 0
         tried: set[Engine] = set()
         deadline = _now() + self._config.request_timeout_s
         while True:
@@ -183,7 +183,7 @@ class EngineClient:
                 if part.ids:
                     self._keep(whole, part, e)
                     if len(whole.ids) >= sampling.max_new_tokens:
-                        return whole.generation(Finish("length"), resumes)
+                        return whole.generation(Finish("length"))
                 if failures > self._config.engine_retries:
                     log.warning("no engine answered in %d tries; last: %s", failures, e)
                     raise EngineUnavailableError(
@@ -196,11 +196,10 @@ class EngineClient:
             tried.clear()
             whole.add(part)
             if part.finish is None or part.finish.type != "abort":
-                return whole.generation(part.finish, resumes)
-            resumes += 1
+                return whole.generation(part.finish)
             self.resumes += 1
             if len(whole.ids) >= sampling.max_new_tokens:
-                return whole.generation(Finish("length"), resumes)
+                return whole.generation(Finish("length"))
             empty = 0 if part.ids else empty + 1
             if empty >= _EMPTY_ABORTS:
                 raise EngineError(

@@ -33,11 +33,11 @@ import asyncio
 import hashlib
 import math
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from stepwell.gateway.bounded import Bounded
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 
 State: TypeAlias = Literal["up", "ailing", "open", "behind", "down"]
@@ -117,8 +117,7 @@ class Fleet:
         self.used_behind = 0
         """Calls sent to an engine that is behind, for want of a better one."""
         self._engines = [*map(Engine, urls)]
-        self._homes: OrderedDict[str, _Home] = OrderedDict()
-        self._remembered = remembered
+        self._homes: Bounded[str, _Home] = Bounded(remembered)
         self._canary_share = canary_share
         self._config = config
         self._all_behind_since: float | None = None
@@ -144,9 +143,6 @@ class Fleet:
                 engine = _rendezvous(affinity, candidates)
             self.used_behind += self._is_behind(engine)
         self._homes[affinity] = _Home(engine, engine.version if engine.canary else None)
-        self._homes.move_to_end(affinity)
-        if len(self._homes) > self._remembered:
-            self._homes.popitem(last=False)
         return engine
 
     def _suits(self, affinity: str, home: _Home | None) -> Callable[[Engine], bool]:

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 
@@ -31,9 +31,9 @@ from stepwell.datapool.errors import (
     UnknownGroupError,
     UnknownLeaseError,
 )
-from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Group, Lease, Trajectory
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.bounded import Bounded
+from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.dialects.params import wrong
 from stepwell.gateway.engine import EngineClient
 from stepwell.gateway.errors import PoolUnavailableError, RequestError, TrajectoryConflictError
@@ -48,14 +48,12 @@ from stepwell.gateway.slime_buffer.generators import (
 from stepwell.gateway.slime_buffer.items import InstanceId, instance_of, make_item
 from stepwell.gateway.slime_buffer.process import RolloutProcess
 from stepwell.gateway.slime_buffer.text import TextRollouts
-from stepwell.gateway.slime_buffer.writes import RolloutWriter, Start, remember
+from stepwell.gateway.slime_buffer.writes import RolloutWriter, Start
 from stepwell.gateway.tokens.turn_messages import TurnMessages
-from stepwell.gateway.trajectory.recording import ask
+from stepwell.gateway.trajectory.recording import Recording
 from stepwell.gateway.trajectory.store import Outcomes
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 MAX_GROUPS = 256
 """Groups in one answer if `gateway.rollout_batch_groups` is null."""
@@ -82,7 +80,7 @@ class RolloutBuffer:
     def __init__(
         self,
         config: GatewayConfig,
-        pool: DataPoolClient,
+        recording: Recording,
         outcomes: Outcomes,
         prompts: Prompts,
         turn_messages: TurnMessages,
@@ -94,17 +92,17 @@ class RolloutBuffer:
             GatewayConfigError: see `TextRollouts` and `load_generators`.
         """
         self._config = config
-        self._pool = pool
+        self._pool, self._ask = recording.pool, recording.ask
         self._engine = engine
         self._tokenizer = prompts.renderer.tokenizer
         self._repeats: int | None = None
         self._skip: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
-        self._ids: OrderedDict[str, str] = OrderedDict()
+        self._ids: Bounded[str, str] = Bounded(REMEMBERED)
         """Group served last under an instance id."""
         text = TextRollouts(config, prompts, turn_messages)
-        self._writer = RolloutWriter(config, pool, outcomes, text)
+        self._writer = RolloutWriter(config, recording, outcomes, text)
         self._generators = load_generators(config.rollout_generators)
         self._generator: Generator | None = None
         self._task_type = ""
@@ -264,7 +262,7 @@ class RolloutBuffer:
         that was served before goes by its prompt_uid."""
         instance_id: InstanceId = instance_of(group)
         if self._ids.get(str(instance_id), group.prompt_uid) == group.prompt_uid:
-            remember(self._ids, str(instance_id), group.prompt_uid)
+            self._ids[str(instance_id)] = group.prompt_uid
         else:
             instance_id = group.prompt_uid
         return Served(group, instance_id, _scored(group)[: self._n_repeats(group)])
@@ -382,9 +380,6 @@ class RolloutBuffer:
                 lease.lease_id,
                 e,
             )
-
-    async def _ask(self, answer: Awaitable[T]) -> T:
-        return await ask(answer, self._config.pool_timeout_s)
 
 
 def _scored(group: Group) -> list[Trajectory]:

@@ -33,13 +33,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
-import aiohttp
-from openai import AsyncOpenAI
+from openai import APIStatusError, AsyncOpenAI, OpenAIError
 from pydantic import ConfigDict, Field
 
 from stepwell.datapool.dotted import resolve
 from stepwell.gateway.dialects.params import Params
-from stepwell.gateway.rewards import compute_reward
+from stepwell.gateway.functions import compute_reward
 from stepwell.gateway.slime_buffer.generators import KEY
 
 TASK_TYPE = "chat"
@@ -51,8 +50,8 @@ Reward: TypeAlias = Callable[[Item, Messages], Awaitable[float | None]]
 
 TRIES = 6
 """As slime's."""
-WRITE_WAIT_S = 1.0
-"""Between two tries to write: the pool may be full, or away."""
+WRITE_TRIES = 32
+"""A pool that is full, or away, says to wait for a second or more."""
 
 Number: TypeAlias = Annotated[int, Field(ge=1, strict=False)]
 """slime sends its numbers as text."""
@@ -157,11 +156,10 @@ class _Loop:
         this = asyncio.current_task()
         if this is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
-        headers = {"authorization": f"Bearer {self._key}"}
-        async with (
-            aiohttp.ClientSession(headers=headers) as self._http,
-            AsyncOpenAI(api_key="none", max_retries=TRIES - 1) as self._client,
-        ):
+        client = AsyncOpenAI(
+            base_url=self._task.gateway_url, api_key=self._key, max_retries=TRIES - 1
+        )
+        async with client as self._client:
             under_way: set[asyncio.Task[None]] = set()
             n = 0
             try:
@@ -225,7 +223,7 @@ class _Loop:
             await self._post("/buffer/write", written)
         except BaseException as e:  # cancelled ones too: an open trajectory would hold its group up
             if uid is not None:
-                with suppress(aiohttp.ClientError, RolloutError):  # gone already, or it ends
+                with suppress(RolloutError):  # gone already, or it ends
                     path = f"{place['base_url']}/v1/abort_trajectory"
                     await self._post(path, {"reason": f"{type(e).__name__}: {e}"}, tries=1)
             if not isinstance(e, Exception):
@@ -262,22 +260,18 @@ class _Loop:
             "extra_info": {**item, **task.sampling, **told},
         }
 
-    async def _post(self, path: str, body: Any, tries: int = TRIES) -> Any:
+    async def _post(self, path: str, body: Any, tries: int = WRITE_TRIES) -> Any:
         """What the gateway answers, asked again while it, or its pool, is away or full."""
-        url = path if "://" in path else self._task.gateway_url.rstrip("/") + path
-        for left in range(tries - 1, -1, -1):
-            try:
-                async with self._http.post(url, json=body) as response:
-                    if response.status == 200:
-                        return await response.json()
-                    why = f"{response.status}: {await response.text()}"
-                    if response.status < 429:
-                        raise RolloutError(f"POST {url} answered {why:.500}")
-            except aiohttp.ClientConnectionError as e:
-                why = f"{type(e).__name__}: {e}"
-            if left:
-                await asyncio.sleep(WRITE_WAIT_S * 2 ** (tries - 1 - left))
-        raise RolloutError(f"POST {url} failed {tries} times; the last: {why:.500}")
+        client = self._client.with_options(max_retries=tries - 1)
+        try:
+            return await client.post(path, cast_to=object, body=body)
+        except APIStatusError as e:
+            why = f"answered {e.status_code}: {e.response.text:.500}"
+            raise RolloutError(f"POST {path} {why}") from e
+        except OpenAIError as e:
+            raise RolloutError(
+                f"POST {path} failed {tries} times; the last: {e.__cause__ or e}"
+            ) from e
 
 
 def _lines(path: Path) -> Iterator[Item]:

@@ -15,14 +15,12 @@ rollout chooses among them, and cannot bring code.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from stepwell.datapool.dotted import resolve
 from stepwell.gateway.errors import GatewayConfigError, GatewayError, RequestError
 
 EXTERNAL = "external"
@@ -92,7 +90,7 @@ def load_generator(path: str) -> tuple[str, Generator]:
     Raises:
         ImportError: it is no generator, or cannot be imported.
     """
-    module = _import(path)
+    module = sys.modules[resolve(f"{path}:__name__")]
     task_type, run = (getattr(module, name, None) for name in ("TASK_TYPE", "run_rollout"))
     if not isinstance(task_type, str) or not callable(run):
         raise ImportError("it has no TASK_TYPE (a string) and run_rollout (a function)")
@@ -147,17 +145,3 @@ def chosen(generators: Mapping[str, Generator], task_type: Any) -> Generator | N
         "their rollouts by themselves; name a module of your own in gateway.rollout_generators",
         "task_type",
     )
-
-
-def _import(path: str) -> Any:
-    if not path.endswith(".py"):
-        return importlib.import_module(path)
-    name = f"stepwell_generator_{Path(path).stem}"
-    spec = importlib.util.spec_from_file_location(name, Path(path).absolute())
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    # As an import does it: what the module defines is looked up there, e.g. to be pickled.
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections import OrderedDict
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,17 +26,15 @@ from pydantic import ConfigDict, Field, PlainValidator
 from stepwell.datapool.errors import InvalidStepError, StepConflictError, UnknownTrajectoryError
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
-from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step
+from stepwell.gateway.bounded import Bounded
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.dialects.params import Params, Part, wrong
 from stepwell.gateway.errors import RequestError, TrajectoryClosedError, TrajectoryConflictError
 from stepwell.gateway.slime_buffer.items import INSTANCE, WRITTEN
 from stepwell.gateway.slime_buffer.text import TextRollouts
-from stepwell.gateway.trajectory.recording import ask
+from stepwell.gateway.trajectory.recording import Recording
 from stepwell.gateway.trajectory.store import Outcomes
-
-T = TypeVar("T")
 
 
 def _named(value: Any) -> int | str:
@@ -221,15 +218,15 @@ class RolloutWriter:
     """Stores written items. Owned by the `RolloutBuffer`."""
 
     def __init__(
-        self, config: GatewayConfig, pool: DataPoolClient, outcomes: Outcomes, text: TextRollouts
+        self, config: GatewayConfig, recording: Recording, outcomes: Outcomes, text: TextRollouts
     ) -> None:
-        self._config = config
-        self._pool = pool
+        self._channel = config.channel
+        self._recording, self._pool = recording, recording.pool
         self._outcomes = outcomes
         self._text = text
-        self._filling: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._filling: Bounded[str, tuple[int, int]] = Bounded(REMEMBERED)
         """By instance id: (number of its group that is filling up, items in it)."""
-        self._homes: OrderedDict[str, _Home] = OrderedDict()
+        self._homes: Bounded[str, _Home] = Bounded(REMEMBERED)
         """By uid: a repeated write is the same rollout."""
 
     async def write(self, body: Mapping[str, Any], repeats: int | None, version: int) -> str:
@@ -299,12 +296,12 @@ class RolloutWriter:
             replace(s, trajectory_uid=home.trajectory_uid, prompt_uid=home.prompt_uid)
             for s in found
         ]
-        channel, room_s = self._config.channel, self._config.queue_timeout_s
+        channel, ask, room_s = self._channel, self._recording.ask, self._recording.room_s
         try:
-            submitted = await self._ask(
-                self._pool.submit_steps(steps, channel=channel, timeout_s=room_s), room_s
+            submitted = await ask(
+                self._pool.submit_steps(steps, channel=channel, timeout_s=room_s), room=True
             )
-            outcome = await self._ask(
+            outcome = await ask(
                 self._pool.complete_trajectory(home.trajectory_uid, item.reward, channel, metadata)
             )
         except (StepConflictError, PoolTrajectoryConflictError) as e:
@@ -324,19 +321,15 @@ class RolloutWriter:
                 # Taken before waiting: items that are written at once do not overfill a group, and
                 # a write that fails and comes again has its place.
                 home = _Home(trajectory_uid, self._place(instance, repeats), is_open=False)
-                remember(self._homes, uid, home)
+                self._homes[uid] = home
             trajectory_uid, prompt_uid, _ = home
-            room_s = self._config.queue_timeout_s
+            opening = self._pool.open_trajectory(
+                *(trajectory_uid, prompt_uid),
+                channel=self._channel,
+                timeout_s=self._recording.room_s,
+            )
             try:
-                opened = await self._ask(
-                    self._pool.open_trajectory(
-                        trajectory_uid,
-                        prompt_uid,
-                        channel=self._config.channel,
-                        timeout_s=room_s,
-                    ),
-                    room_s,
-                )
+                opened = await self._recording.ask(opening, room=True)
             except PoolTrajectoryConflictError as e:
                 raise TrajectoryConflictError(
                     f"uid is {uid!r}, which another trajectory has; send a uid of its own ({e})"
@@ -348,8 +341,7 @@ class RolloutWriter:
                     self._filling[instance] = k + 1, 0
                 trajectory_uid, home = f"{trajectory_uid}+", None
             else:
-                home = home._replace(is_open=True)
-                remember(self._homes, uid, home)
+                home = self._homes[uid] = home._replace(is_open=True)
         return home
 
     def _place(self, instance: str, repeats: int | None) -> str:
@@ -357,12 +349,8 @@ class RolloutWriter:
         k, n = self._filling.get(instance, (0, 0))
         if repeats is not None and n >= repeats:
             k, n = k + 1, 0
-        remember(self._filling, instance, (k, n + 1))
+        self._filling[instance] = k, n + 1
         return _group_name(instance, k)
-
-    async def _ask(self, answer: Awaitable[T], room_s: float = 0.0) -> T:
-        """`room_s`: how long it may wait for room in the channel."""
-        return await ask(answer, self._config.pool_timeout_s + room_s)
 
 
 def _check_in_time(uid: str, is_late: bool) -> None:
@@ -375,10 +363,3 @@ def _check_in_time(uid: str, is_late: bool) -> None:
 def _group_name(name: str, k: int) -> str:
     """A name of its own for each name and number: an instance may itself be called `17#1`."""
     return f"{name}#{k}" if k or "#" in name else name
-
-
-def remember(memory: OrderedDict[str, T], key: str, value: T) -> None:
-    memory[key] = value
-    memory.move_to_end(key)
-    while len(memory) > REMEMBERED:
-        memory.popitem(last=False)

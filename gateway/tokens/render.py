@@ -12,14 +12,13 @@ T's own text is never rendered or tokenised: its ids are the engine's. The turn-
 by rendering a nonce. What stands between nonce and close must be what it was then, else the cut is
 refused (`CutError`) and the caller renders the conversation whole, as a branch.
 
-Owns: the cut and the cache of whole prompts. Does not own: which turn is extended (`graph.py`).
+Owns: the cut. Does not own: which turn is extended (`graph.py`).
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -33,7 +32,7 @@ from stepwell.gateway.errors import RequestError
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import THINK_CLOSE, THINK_OPEN
 from stepwell.gateway.tokens.graph import BranchCause, Turn
-from stepwell.gateway.tokens.messages import Key, Message, Tool, parse_arguments
+from stepwell.gateway.tokens.messages import Message, Tool, parse_arguments
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError)
@@ -106,19 +105,15 @@ def call_example(tokenizer: ChatTokenizer) -> CallExample | None:
 
 
 class ChatRenderer:
-    """Thread-safe after construction: the prompt cache is only touched from the event loop."""
+    """Thread-safe after construction."""
 
-    def __init__(
-        self, tokenizer: ChatTokenizer, *, thinking: Thinking = "preserve", cache_tokens: int = 0
-    ) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, *, thinking: Thinking = "preserve") -> None:
         self.tokenizer = tokenizer
         self._thinking = thinking
         secret = secrets.token_hex(6)
         self._nonce, self._thought = f"nonce{secret}", f"thought{secret}"
         # Templates take past thinking from a field of its own, or out of the content.
         self._reads_reasoning = bool(_REASONING_FIELD.search(tokenizer.template_text))
-        self._cache: OrderedDict[Key, TokenIds] = OrderedDict()
-        self._cache_limit, self._cached_tokens = cache_tokens, 0
         self._system_anywhere = True
         self._close = self._find_close()
         self._tool_close = self._find_tool_close(self._close)
@@ -207,30 +202,6 @@ class ChatRenderer:
             if tail.rstrip().endswith(THINK_OPEN):
                 return f"{THINK_CLOSE}\n\n{opening}"
         return opening
-
-    # -- the whole prompts of groups ---------------------------------------------------------
-
-    def cached(self, key: Key) -> TokenIds | None:
-        """The whole prompt of this `exact_key`, if it is remembered."""
-        ids = self._cache.get(key)
-        if ids is not None:
-            self._cache.move_to_end(key)
-        return ids
-
-    def remember(self, key: Key, ids: TokenIds) -> None:
-        """Keep a whole prompt for the other rollouts of its group; the least used ones go."""
-        if key in self._cache or len(ids) > self._cache_limit:
-            return
-        self._cache[key] = ids
-        self._cached_tokens += len(ids)
-        while self._cached_tokens > self._cache_limit:
-            _, old = self._cache.popitem(last=False)
-            self._cached_tokens -= len(old)
-
-    def forget(self) -> None:
-        """All whole prompts: they are somebody's text."""
-        self._cache.clear()
-        self._cached_tokens = 0
 
     # -- the template ------------------------------------------------------------------------
 

@@ -20,11 +20,11 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from stepwell.datapool.types import VAL
+from stepwell.gateway.bounded import Bounded
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import Key, extend_key, text_key
@@ -64,7 +64,7 @@ class Groups:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
-        self._forming: OrderedDict[_Place, Group] = OrderedDict()
+        self._forming: Bounded[_Place, Group] = Bounded(REMEMBERED)
 
     def channel(self, prompt_uid: str, of_key: str | None = None) -> str:
         """Where a group is stored if nobody chose its channel.
@@ -126,10 +126,7 @@ class Groups:
 
     def _begin(self, place: _Place, prompt_uid: str) -> Group:
         config = self._config.groups
-        self._forming.pop(place, None)
         group = self._forming[place] = Group(prompt_uid, config.n, config.within_s, place)
-        while len(self._forming) > REMEMBERED:
-            self._forming.popitem(last=False)
         return group
 
     def _first_prompt(self, call: ChatRequest) -> Key | None:

@@ -30,7 +30,7 @@ import logging
 import re
 import time
 import uuid
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 from urllib.parse import unquote
@@ -38,6 +38,8 @@ from urllib.parse import unquote
 from starlette.datastructures import Headers
 
 from stepwell.datapool.errors import DataPoolError
+from stepwell.gateway.bounded import Bounded
+from stepwell.gateway.config import REMEMBERED
 from stepwell.gateway.errors import GatewayError, RequestError, TrajectoryClosedError
 from stepwell.gateway.keys import Named, presented
 from stepwell.gateway.prompt import ChatRequest
@@ -62,8 +64,6 @@ SESSION_HEADERS = (
     "x-conversation-id",
 )
 """In this order: a sub-agent that names its parent's session belongs to the parent's trajectory."""
-
-REMEMBERED_REQUESTS = 100_000
 
 Peer: TypeAlias = tuple[str, int] | None
 """The other end of a connection. Port 0: a proxy's word for it, and any of its connections."""
@@ -156,7 +156,7 @@ class Identities:
         self._groups = groups
         self._read_key = read_key
         self._idle_s = idle_s
-        self._first_calls: OrderedDict[tuple[Caller, str, str], tuple[str, Peer]] = OrderedDict()
+        self._first_calls: Bounded[tuple[Caller, str, str], tuple[str, Peer]] = Bounded(REMEMBERED)
         """How a conversation began, by caller and request: its trajectory's uid, and from where.
         For a client's retry of a conversation's first call."""
         self._sweeper: asyncio.Task[None] | None = None
@@ -264,7 +264,7 @@ class Identities:
         if (uid := self._conversations.extended(call, caller)) is not None:
             return uid
         request = caller, retry.key, retry.body
-        began, its_peer = self._first_calls.pop(request, ("", None))
+        began, its_peer = self._first_calls.get(request, ("", None))
         known = self._trajectories.known(began)
         is_same_client = retry.is_named or (peer is not None and peer[1] != 0 and peer == its_peer)
         if known is None or not (
@@ -272,8 +272,6 @@ class Identities:
         ):
             began = f"conversation-{uuid.uuid4().hex}"
         self._first_calls[request] = began, peer
-        while len(self._first_calls) > REMEMBERED_REQUESTS:
-            self._first_calls.popitem(last=False)
         return began
 
     # -- idle trajectories -------------------------------------------------------------------

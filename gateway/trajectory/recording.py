@@ -73,6 +73,26 @@ class Recording:
         """As `ask` below. `room`: the pool was told to wait for room in its channel."""
         return await ask(answer, self.timeout_s + self.room_s * room)
 
+    async def complete(
+        self,
+        uid: str,
+        channel: str,
+        reward: float | None,
+        metadata: Mapping[str, Any],
+        step_rewards: Sequence[float | None],
+    ) -> TrajectoryOutcome:
+        """Close a trajectory with an outcome reward and its steps' own.
+
+        Raises:
+            StepIndexError: there are more rewards than steps; nothing is closed.
+        """
+        for index in reversed(range(len(step_rewards))):  # a step that is not there is told first
+            if (own := step_rewards[index]) is not None:
+                await self.pool.set_reward(uid, own, step_index=index, channel=channel)
+        return await self.pool.complete_trajectory(
+            uid, reward=reward, metadata=dict(metadata), channel=channel
+        )
+
     @asynccontextmanager
     async def patience(self) -> AsyncIterator[None]:
         """
@@ -166,24 +186,3 @@ async def ask(answer: Awaitable[T], timeout_s: float) -> T:
         raise PoolUnavailableError(
             f"the DataPool did not answer ({type(e).__name__}); see the gateway's log"
         ) from e
-
-
-async def complete(
-    pool: DataPoolClient,
-    uid: str,
-    channel: str,
-    reward: float | None,
-    metadata: Mapping[str, Any],
-    step_rewards: Sequence[float | None],
-) -> TrajectoryOutcome:
-    """Close a trajectory with an outcome reward and its steps' own.
-
-    Raises:
-        StepIndexError: there are more rewards than steps; nothing is closed.
-    """
-    for index in reversed(range(len(step_rewards))):  # a step that is not there is told first
-        if (own := step_rewards[index]) is not None:
-            await pool.set_reward(uid, own, step_index=index, channel=channel)
-    return await pool.complete_trajectory(
-        uid, reward=reward, metadata=dict(metadata), channel=channel
-    )

@@ -17,6 +17,9 @@ from stepwell.datapool.types import Step
 from stepwell.gateway.errors import GatewayError, RequestError
 from stepwell.gateway.trajectory.note import FinishedCall
 
+REMEMBERED = 64
+"""Keys of a trajectory, and calls of each key; the oldest ones go."""
+
 
 @dataclass(frozen=True, slots=True)
 class RetryKey:
@@ -74,9 +77,7 @@ class LiveCall(Protocol):
 class CallMemory:
     """Calls by the digest of their request's key, the key used last at the end."""
 
-    def __init__(self, limit: int) -> None:
-        """`limit`: of keys, and of the calls of each key; the oldest ones go."""
-        self._limit = limit
+    def __init__(self) -> None:
         self._calls: dict[bytes, tuple[LiveCall | FinishedCall | None, ...]] = {}
         """None: one that failed."""
 
@@ -86,8 +87,8 @@ class CallMemory:
         failed = (i for i, each in enumerate(calls) if each is None or each.has_failed)
         if is_retry and (i := next(failed, None)) is not None:
             calls = calls[:i] + calls[i + 1 :]
-        self._calls[key] = (*calls, call)[-self._limit :]
-        while len(self._calls) > self._limit:
+        self._calls[key] = (*calls, call)[-REMEMBERED:]
+        while len(self._calls) > REMEMBERED:
             del self._calls[next(iter(self._calls))]
 
     def settle(self, call: LiveCall, finished: FinishedCall | None) -> None:

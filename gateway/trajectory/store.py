@@ -11,7 +11,6 @@ until when a reward counts (the pool).
 from __future__ import annotations
 
 import uuid
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from stepwell.datapool.errors import StepIndexError, UnknownTrajectoryError
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import VAL
+from stepwell.gateway.bounded import Bounded
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.errors import (
     RequestError,
@@ -26,7 +26,7 @@ from stepwell.gateway.errors import (
     TrajectoryConflictError,
 )
 from stepwell.gateway.trajectory.groups import Identity
-from stepwell.gateway.trajectory.recording import Recording, Unrecorded, complete
+from stepwell.gateway.trajectory.recording import Recording, Unrecorded
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory, closed_error
 
 T = TypeVar("T")
@@ -41,7 +41,6 @@ class TrajectoryStore:
         *,
         channel_of: Callable[[str, str | None], str],
         on_left: Callable[[LiveTrajectory], None],
-        remembered_calls: int,
     ) -> None:
         """
         Args:
@@ -52,9 +51,8 @@ class TrajectoryStore:
         self._recording = recording
         self._channel_of = channel_of
         self._on_left = on_left
-        self._remembered_calls = remembered_calls
         self._open: dict[str, LiveTrajectory] = {}
-        self._closed: OrderedDict[str, tuple[Identity, str]] = OrderedDict()
+        self._closed: Bounded[str, tuple[Identity, str]] = Bounded(REMEMBERED)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -133,7 +131,7 @@ class TrajectoryStore:
     def _make(
         self, identity: Identity, on_left: Callable[[LiveTrajectory], None], **how: Any
     ) -> LiveTrajectory:
-        return LiveTrajectory(self._recording, identity, on_left, self._remembered_calls, **how)
+        return LiveTrajectory(self._recording, identity, on_left, **how)
 
     def _leaves(self, trajectory: LiveTrajectory) -> None:
         """Of a closed one keep what answers 410; of one that the pool never heard of, nothing."""
@@ -142,8 +140,6 @@ class TrajectoryStore:
         if trajectory.closed is not None:
             identity = Identity(trajectory.uid, trajectory.prompt_uid, trajectory.channel)
             self._closed[trajectory.uid] = (identity, trajectory.closed)
-            while len(self._closed) > REMEMBERED:
-                self._closed.popitem(last=False)
 
 
 class Outcomes:
@@ -179,12 +175,8 @@ class Outcomes:
         live = self._trajectories.known(uid)
         if live is not None and (of_key is None or live.channel in (of_key, VAL)):
             return await live.complete(reward, metadata, step_rewards)
-        pool = self._recording.pool
-        return await self._first(
-            uid,
-            of_key,
-            lambda channel: complete(pool, uid, channel, reward, metadata, step_rewards),
-        )
+        how, complete = (reward, metadata, step_rewards), self._recording.complete
+        return await self._first(uid, of_key, lambda channel: complete(uid, channel, *how))
 
     async def score(
         self, uid: str, reward: float, of_key: str | None = None, step_index: int | None = None

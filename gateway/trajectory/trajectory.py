@@ -54,7 +54,7 @@ from stepwell.gateway.errors import (
 from stepwell.gateway.tokens.graph import TurnGraph
 from stepwell.gateway.trajectory.groups import Group, Identity
 from stepwell.gateway.trajectory.note import restore
-from stepwell.gateway.trajectory.recording import POOL_FAILURE, Recording, Unrecorded, complete
+from stepwell.gateway.trajectory.recording import POOL_FAILURE, Recording, Unrecorded
 from stepwell.gateway.trajectory.retries import CallMemory, LiveCall
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,6 @@ class LiveTrajectory:
         recording: Recording,
         identity: Identity,
         on_left: Callable[[LiveTrajectory], None],
-        remembered_calls: int,
         *,
         closed: str | None = None,
         unrecorded: Unrecorded | None = None,
@@ -84,7 +83,7 @@ class LiveTrajectory:
         """Why its calls are not stored; None: they are."""
         self.graph = TurnGraph()
         self.in_flight: set[LiveCall] = set()
-        self.calls = CallMemory(remembered_calls)
+        self.calls = CallMemory()
         self.closed = closed
         """How the trajectory was closed, in words; None while open."""
         self.last_used = time.monotonic()
@@ -196,8 +195,8 @@ class LiveTrajectory:
         it is harmless."""
         return await self._end(
             f"completed with reward {reward}",
-            lambda: complete(
-                self._pool, self.uid, self.channel, reward, metadata or {}, step_rewards
+            lambda: self._recording.complete(
+                self.uid, self.channel, reward, metadata or {}, step_rewards
             ),
         )
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import orjson
 
@@ -24,18 +24,15 @@ from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.errors import DataPoolError
 from stepwell.datapool.inspect.events import Event
 from stepwell.datapool.ops import Mark
-from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.selection.built_in import FILTERS, ORDERS
 from stepwell.datapool.types import TRAIN, Trajectory
 from stepwell.gateway.errors import PoolUnavailableError, RequestError, UnknownItemError
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.trajectory.recording import ask
+from stepwell.gateway.trajectory.recording import Recording
 from stepwell.gateway.ui.alerts import alerts
 from stepwell.gateway.ui.live import Live
 from stepwell.gateway.ui.run_folder import RunFolder
 from stepwell.gateway.ui.trajectories import last_words, prefixes, said, shown, tokens
-
-T = TypeVar("T")
 
 PAGE: Final = 100
 EVENTS_A_TICK: Final = 200
@@ -67,34 +64,27 @@ class Dashboard:
         running: how many calls of a trajectory are generated now.
         folder: of the run; None: this gateway knows none.
         read_only: the run is over; nothing can be marked.
-        timeout_s: the pool must answer within this.
     """
 
     def __init__(
         self,
-        pool: DataPoolClient,
+        recording: Recording,
         tokenizer: ChatTokenizer,
         *,
         statistics: Callable[[], dict[str, Any]],
         running: Callable[[str], int],
         folder: Path | None,
         read_only: bool,
-        timeout_s: float,
     ) -> None:
-        self.pool = pool
+        self.pool, self.ask = recording.pool, recording.ask
         self.read_only = read_only
         self.live = Live(self.tick)
         self._statistics, self._running = statistics, running
         self._folder = None if folder is None else RunFolder(folder)
-        self._timeout_s = timeout_s
         self._decode = tokenizer.decode
         self._text_of = lru_cache(1 << 16)(tokenizer.token_text)
         self._cursor: str | None = None
         """Of the events that the last tick has seen."""
-
-    async def ask(self, answer: Awaitable[T]) -> T:
-        """The pool's answer in time. Raises as `recording.ask`."""
-        return await ask(answer, self._timeout_s)
 
     # -- the run -----------------------------------------------------------------------------
 

@@ -242,7 +242,6 @@ async def test_sampling_options_are_sent_under_the_engines_names_and_only_if_set
     await rig.generate(
         min_p=0.1,
         constraint=("json_schema", '{"type": "object"}'),
-        no_stop_trim=True,
         n_top_logprobs=3,
         stop=("\n",),
         seed=5,
@@ -254,7 +253,6 @@ async def test_sampling_options_are_sent_under_the_engines_names_and_only_if_set
     params = full["sampling_params"]
     assert params["min_p"] == 0.1
     assert params["json_schema"] == '{"type": "object"}'
-    assert params["no_stop_trim"] is True
     assert (params["stop"], params["sampling_seed"]) == (["\n"], 5)
     assert full["input_ids"] == PROMPT.tolist()
     assert full["rid"] != plain["rid"]
@@ -618,7 +616,7 @@ def test_an_answer_of_another_shape_is_the_engines_failure(data: Any, other: Any
     part = Part(most=2, vocabulary=9)
     try:
         part.take(read_answer(json.dumps(answer).encode()))
-        generation = part.generation(part.finish, 0)
+        generation = part.generation(part.finish)
     except EngineError:
         return
     assert generation.response_ids.tolist() == answer["output_ids"]

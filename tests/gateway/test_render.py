@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -196,18 +195,6 @@ def test_what_a_template_refuses_is_the_request_at_fault(
     renderer = ChatRenderer(tokenizer_of("llama3"))
     with pytest.raises(RequestError, match="tools need a first user message"):
         renderer.whole([{"role": "assistant", "content": "x"}], TOOLS, {})
-
-
-def test_the_prompt_cache_forgets_what_was_used_least(tokenizer: Any) -> None:
-    renderer = ChatRenderer(tokenizer, cache_tokens=10)
-    for key in (b"a", b"b"):
-        renderer.remember(key, np.arange(5, dtype=np.int32))
-    assert renderer.cached(b"a") is not None
-    renderer.remember(b"c", np.arange(5, dtype=np.int32))
-    assert renderer.cached(b"b") is None
-    assert renderer.cached(b"a") is not None
-    renderer.remember(b"d", np.arange(11, dtype=np.int32))
-    assert renderer.cached(b"d") is None
 
 
 @pytest.mark.hypothesis

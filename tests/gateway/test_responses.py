@@ -878,15 +878,15 @@ def test_the_memory_is_bounded_and_keeps_the_latest(answers: list[tuple[int, int
         item = {"id": f"msg_{name}00", "type": "message"}
         response = {"id": f"resp_{name}", "output": [item]}
         message = {"role": "user", "content": "x" * n_chars}
-        store.put(StoredResponse(response, (message,), "t"))
-        assert store.get(f"resp_{name}") is not None
+        store[response["id"]] = StoredResponse(response, (message,), "t")
+        assert store.read(f"resp_{name}") is not None
         assert store.item(f"msg_{name}00") == item
         assert store.item(f"msg_{name}00", reader="another") is None
-        kept = [store.get(f"resp_{i:032x}") for i in range(6)]
+        kept = [store.read(f"resp_{i:032x}") for i in range(6)]
         assert sum(s.n_chars() for s in kept if s is not None) <= 20_000
     for i in range(6):
-        store.delete(f"resp_{i:032x}")
-    assert (len(store), store._n_chars) == (0, 0)
+        store.pop(f"resp_{i:032x}", None)
+    assert (len(store), store.total) == (0, 0)
 
 
 def test_what_an_answer_repeats_of_its_request_takes_memory_too() -> None:

@@ -26,6 +26,7 @@ from stepwell.gateway.slime_buffer.items import make_item, messages_of, rows
 from stepwell.gateway.slime_buffer.writes import Item
 from stepwell.gateway.tokens.render import ChatRenderer
 from stepwell.gateway.tokens.turn_messages import TurnMessages
+from stepwell.gateway.trajectory.recording import Recording
 from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import serving
 
@@ -968,7 +969,8 @@ def test_metadata_that_is_no_json_does_not_keep_a_group_from_being_served(
     trajectory = Trajectory("t", "p", (step,), metadata=odd)
     prompts = Prompts(GatewayConfig(), ChatRenderer(tokenizer_of("chatml")), None)  # type: ignore[arg-type]
     turns = TurnMessages(GatewayConfig())
-    buffer = RolloutBuffer(GatewayConfig(), None, None, prompts, turns, None, ())  # type: ignore[arg-type]
+    recording = Recording(None, GatewayConfig())  # type: ignore[arg-type]
+    buffer = RolloutBuffer(GatewayConfig(), recording, None, prompts, turns, None, ())  # type: ignore[arg-type]
     group_ = Group("p", (trajectory,))
     item = json.loads(buffer._encode(Served(group_, "p", (trajectory,))))
     assert item["tokens"] == [1, 2]
