@@ -1,4 +1,4 @@
-"""`python -m benchmarks pool`: the DataPool beside a bare Ray actor and TransferQueue, in one run.
+"""`python -m benchmarks pool`: the DataPool beside a bare Ray actor, in one run.
 
     memory       bytes per stored step of every system                   measure.py
     acks         bytes that a lease and its ack write to disk, a step    measure.py
@@ -8,9 +8,9 @@
     latency      lease and submit at 1 k, 100 k and 1 M stored steps     latency.py
     conversion   128 leased steps to padded training tensors             conversion.py
 
-`workload.py` says what is stored, `systems.py` and `transfer_queue.py` where. What comes back from
-a system is checked to be exactly what it was given. A quick run has the same parts on little data
-and no bounds: its figures are those of a start-up.
+`workload.py` says what is stored, `systems.py` where. What comes back from a system is checked to
+be exactly what it was given. A quick run has the same parts on little data and no bounds: its
+figures are those of a start-up.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from benchmarks.pool.measure import (
     throughput,
 )
 from benchmarks.pool.systems import BareActor, BareHandle, Stepwell, System
-from benchmarks.pool.transfer_queue import INSTALL, TransferQueue, is_installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +66,9 @@ class Systems:
         self.none, self.process = Stepwell("none"), Stepwell("process")
         self.power = Stepwell("power")
         self.bare = BareActor()
-        self.other = TransferQueue() if is_installed() else None
         self.two_shards, self.four_shards = Stepwell("process", 2), Stepwell("process", 4)
         self.handle = BareHandle()
         self.compared: list[System] = [self.none, self.process, self.power, self.bare]
-        self.compared += [self.other] if self.other else []
         self._rows: dict[str, dict[str, Any]] = {s.name: {} for s in self.of(SECTIONS)}
 
     def of(self, sections: Collection[str]) -> list[System]:
@@ -91,10 +88,7 @@ class Systems:
         self._rows[system.name] = figures | self._rows[system.name]
 
     def table(self) -> list[dict[str, Any]]:
-        rows = [{"system": name, **row} for name, row in self._rows.items() if row]
-        if self.other is None:
-            rows.append({"system": f"{TransferQueue.name}, not installed: {INSTALL}"})
-        return rows
+        return [{"system": name, **row} for name, row in self._rows.items() if row]
 
     def claims(self, section: str) -> list[tuple[str, float, Timed, Timed]]:
         """What is divided by what, and the least that comes out."""
@@ -109,18 +103,12 @@ class Systems:
             return [("handle_by_bare_pipelined", 0.8, (self.handle, PIPELINED), bare)]
         concurrent, one_by_one = (self.process, CONCURRENT), (self.bare, ONE_BY_ONE)
         waited = (self.process, ONE_AT_A_TIME)
-        claims: list[tuple[str, float, Timed, Timed]] = [
+        return [
             ("process_by_bare_one_at_a_time", 2.0, process, bare_waited),
             ("process_by_bare_both_one_at_a_time", 2.0, waited, bare_waited),
             ("none_by_bare_pipelined", 1.0, (self.none, PIPELINED), bare),
             ("process_concurrent_by_bare_one_by_one", 5.0, concurrent, one_by_one),
         ]
-        if self.other is not None:
-            # One put after another is how its documentation feeds it. With 32 at once it loses the
-            # order that stands for its groups; the table shows that figure too.
-            other = (self.other, ONE_AT_A_TIME)
-            claims.append(("process_by_transfer_queue", 8.0, process, other))
-        return claims
 
 
 async def _memory(systems: Systems, size: _Size, report: BenchResult) -> None:

@@ -2,7 +2,7 @@
 
 A `System` turns gateway calls into its own form, stores them and hands out 128 steps at a time.
 Only `unpack` is outside the measured part: it gives the fetched content back for the exactness
-check. TransferQueue is in `transfer_queue.py`.
+check.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ class System(ABC):
     """A running store. `start` before anything else; `stop` ends every process of it."""
 
     name: str
-    max_fetches = 4
-    """How many fetches it can have under way."""
 
     @abstractmethod
     async def start(self) -> None: ...
@@ -54,9 +52,6 @@ class System(ABC):
 
     @abstractmethod
     async def stop(self) -> None: ...
-
-    async def drained(self) -> None:  # noqa: B027  # most stores have nothing left to do
-        """Everything submitted was fetched; called outside the measured part."""
 
 
 async def pid_of(actor: Any) -> int:
@@ -163,7 +158,7 @@ class BareActor(System):
     async def start(self) -> None:
         actor_class: Any = ray.remote(_DequeActor)
         # Threads for the fetches that wait, and some for submits.
-        self._actor = actor_class.options(num_cpus=0, max_concurrency=4 + self.max_fetches).remote()
+        self._actor = actor_class.options(num_cpus=0, max_concurrency=8).remote()
         await pid_of(self._actor)
 
     async def submit(self, calls: Sequence[Call]) -> None:
