@@ -200,7 +200,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError:  # the router asks first whether this speaks HTTP/2
+        except httptools.HttpParserError:
             self._transport.close()
 
     def on_url(self, url: bytes) -> None:

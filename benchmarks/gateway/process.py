@@ -133,8 +133,8 @@ def _program(name: str) -> tuple[str, ...]:
     return sys.executable, "-P", str(Path(__file__).with_name(name))
 
 
-async def wait_until_served(url: str, payload: Any = None) -> None:
-    """Return once `url` answers 200, to a POST if there is a payload.
+async def wait_until_served(url: str) -> None:
+    """Return once `url` answers 200.
 
     Raises:
         RuntimeError: not within a minute.
@@ -143,8 +143,7 @@ async def wait_until_served(url: str, payload: Any = None) -> None:
     async with aiohttp.ClientSession() as session:
         for _ in range(int(START_S / 0.1)):
             try:
-                method = "GET" if payload is None else "POST"
-                async with session.request(method, url, json=payload) as response:
+                async with session.get(url) as response:
                     if response.status == 200:
                         return
                     last = f"status {response.status}"

@@ -2,8 +2,7 @@
 
 All take the same chat completions and pass them to the same engine; `Direct` is the engine itself.
 What each does for that differs: Stepwell renders and tokenises, asks `/generate` and stores Steps
-durably; rllm-model-gateway lets the engine tokenise and keeps traces in memory; the router is a
-proxy and keeps nothing.
+durably; rllm-model-gateway lets the engine tokenise and keeps traces in memory.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from stepwell.gateway.tokens.graph import join
 from stepwell.gateway.wiring import Wiring
 
 T = TypeVar("T")
-CHAT = {"model": "bench", "messages": [{"role": "user", "content": "."}], "max_tokens": 64}
 
 
 class System(ABC):
@@ -246,8 +244,7 @@ class Rllm(System):
     it was 1.04 to 1.2 times as fast.
     """
 
-    package = "rllm-model-gateway"
-    name = f"{package} 0.1.0"
+    name = "rllm-model-gateway 0.1.0"
     path = "/sessions/{trajectory}/v1/chat/completions"
 
     async def start(self, engine: Engine, workload: Workload) -> None:
@@ -275,37 +272,10 @@ class Rllm(System):
                     raise RuntimeError(f"{uid} has {deleted} traces of {job.turns} calls")
 
 
-class SglangRouter(System):
-    """sglang-router with its default policy."""
-
-    package = "sglang-router"
-    name = f"{package} 0.3.2"
-    scale = 4
-
-    async def start(self, engine: Engine, workload: Workload) -> None:
-        port = free_port()
-        self.ports = (port,)
-        self._process = Process(
-            *(sys.executable, "-m", "sglang_router.launch_router", "--worker-urls", engine.url),
-            *("--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware"),
-            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
-            *("--log-level", "warn"),
-        )
-        await self._process.start()
-        self.pids = (self._process.pid,)
-        # It serves before it knows its worker.
-        await wait_until_served(f"http://127.0.0.1:{port}{self.path}", CHAT)
-
-    async def stop(self) -> None:
-        await self._process.stop()
+INSTALL = "pip install --no-deps -c constraints.txt rllm-model-gateway aiosqlite setproctitle"
+"""What it imports beyond that is ours already."""
 
 
-INSTALL = (
-    "pip install --no-deps -c constraints.txt "
-    "rllm-model-gateway sglang-router aiosqlite setproctitle"
-)
-"""What they import beyond that is ours already."""
-
-
-def is_installed(system: type[Rllm] | type[SglangRouter]) -> bool:
-    return importlib.util.find_spec(system.package.replace("-", "_")) is not None
+def is_installed() -> bool:
+    """Whether rllm-model-gateway is there to be compared with."""
+    return importlib.util.find_spec("rllm_model_gateway") is not None

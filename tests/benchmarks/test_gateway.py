@@ -92,9 +92,8 @@ def _job(engine: Engine, **options: object) -> Job:
 
 
 def _installed() -> list[str]:
-    others = [s for s in (systems.Rllm, systems.SglangRouter) if systems.is_installed(s)]
-    ours = (systems.Stepwell.name, systems.StepwellReplicas.name)
-    return [Direct.name, *ours, *(other.name for other in others)]
+    others = [systems.Rllm.name] if systems.is_installed() else []
+    return [Direct.name, systems.Stepwell.name, systems.StepwellReplicas.name, *others]
 
 
 @pytest.mark.long
