@@ -68,8 +68,7 @@ async def running(systems: Sequence[System]) -> AsyncIterator[None]:
     """All `systems` at once, each having served one batch."""
     async with AsyncExitStack() as stack:
         for system in systems:
-            await system.start()
-            stack.push_async_callback(system.stop)
+            await stack.enter_async_context(system.running())
             await steps_per_s(system, list(workload_a(GROUPS_PER_FETCH, "warm-up")), PIPELINED)
         yield
 
@@ -135,10 +134,9 @@ async def memory(system: System, steps: int) -> tuple[float, float]:
 
     Stores `steps` (a multiple of 128) of workload A, then fetches them. `system` runs, is empty and
     never held more than a batch: memory it had freed would be used again."""
-    pids = await system.pids()
-    rss, uss = _memory(pids)
+    rss, uss = _memory(system.pids)
     calls = await _store(system, steps, "stored")
-    rss_then, uss_then = _memory(pids)
+    rss_then, uss_then = _memory(system.pids)
     await _fetch_all(system, calls)
     return (rss_then - rss) / steps, (uss_then - uss) / steps
 
@@ -158,15 +156,15 @@ async def bytes_written_by_acks(system: System, steps: int, settle_s: float) -> 
     """
     calls = await _store(system, steps, "acked")
     await asyncio.sleep(settle_s)
-    before = await _written(system)
+    before = _written(system)
     await _fetch_all(system, calls)
     await asyncio.sleep(settle_s)
-    return (await _written(system) - before) / steps
+    return (_written(system) - before) / steps
 
 
-async def _written(system: System) -> int:
+def _written(system: System) -> int:
     # Not `write_bytes`, which misses pages that are written again before the disk has them.
-    return sum(psutil.Process(pid).io_counters().write_chars for pid in await system.pids())
+    return sum(psutil.Process(pid).io_counters().write_chars for pid in system.pids)
 
 
 async def _store(system: System, steps: int, name: str) -> list[Call]:
