@@ -78,8 +78,8 @@ async def engine(model: Path, log: Path) -> AsyncIterator[RunningEngine]:
     """The embedded engine as a process of its own."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = ("stepwell.backends.engines.embedded", "--model-path", str(model))
-    async with python(log, *command, "--port", str(port)) as process:
+    command = ("-m", "stepwell.backends.engines.embedded", "--model-path", str(model))
+    async with python(*command, "--port", str(port), output=log) as process:
         async with asyncio.timeout(60), EngineClient(url) as client:
             while process.returncode is None and not await client.health():  # noqa: ASYNC110
                 await asyncio.sleep(0.1)

@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks.checks import BenchResult, chosen_sections
 from benchmarks.gateway.measure import CONNECTIONS, Bench, Size, delayed, throughput
 from benchmarks.gateway.memory import live_trajectories, soak
-from benchmarks.gateway.process import Client, Engine
+from benchmarks.gateway.process import running_client, running_engine
 from benchmarks.gateway.shapes import long_conversations, streams, waves
 from benchmarks.gateway.systems import (
     INSTALL,
@@ -114,12 +114,8 @@ async def running(
     ):
         workload = make_workload(Path(folder))
         async with AsyncExitStack() as stack:
-            engine, client = Engine(workload), Client(workload)
-            stack.push_async_callback(engine.stop)
-            stack.push_async_callback(client.stop)
-            await engine.serve()
-            await client.start(talks=True)
+            engine = await stack.enter_async_context(running_engine(workload))
+            client = await stack.enter_async_context(running_client(workload))
             for system in systems:
-                await system.start(engine, workload)
-                stack.push_async_callback(system.stop)
+                await stack.enter_async_context(system.running(engine, workload))
             yield Bench(workload, engine, client, systems, ours, size, minutes)

@@ -2,12 +2,13 @@
 
     python -P engine.py ANSWER.json        prints its port; ends when its standard input ends
 
+Each line on its standard input sets the delay before an answer (`delay_s`) and between the events
+of a stream (`interval_s`), and is answered by a line that tells when the events of each stream
+since the line before were written (seconds of the monotonic clock, which all processes share).
+
 It speaks SGLang's `/generate` (whole, or as a stream of cumulative events), and chat completions as
 SGLang and vLLM answer them: with ids and log-probs for those who ask by `return_token_ids`. Every
-answer is bytes made at the start; a request costs its parsing. `POST /control` sets the delay
-before an answer (`delay_s`) and between the events of a stream (`interval_s`); `GET /emitted` tells
-when the events of each stream were written (seconds of the monotonic clock, which all processes
-share).
+answer is bytes made at the start; a request costs its parsing.
 
 Imports nothing of ours: it starts at once, and what it costs is the same for all systems.
 """
@@ -221,13 +222,6 @@ class Connection(asyncio.Protocol):
                 self._answer(body, answers.chat_with_ids, answers.chat_events_with_ids)
             else:
                 self._answer(body, answers.chat, answers.chat_events)
-        elif path == b"/control":
-            for name, value in orjson.loads(body).items():
-                setattr(server, name, value)
-            server.emitted.clear()
-            self._transport.write(_response({}))
-        elif path == b"/emitted":
-            self._transport.write(_response(server.emitted))
         else:
             self._transport.write(server.other.get(path) or _response({}))
 
@@ -261,8 +255,15 @@ async def main(answers: Answers) -> None:
     listening = await loop.create_server(lambda: Connection(server), "127.0.0.1", 0, backlog=2048)
     print(listening.sockets[0].getsockname()[1], flush=True)
 
+    def control(line: str) -> None:
+        settings, emitted = orjson.loads(line), server.emitted
+        server.delay_s, server.interval_s = settings["delay_s"], settings["interval_s"]
+        server.emitted = []
+        print(orjson.dumps(emitted).decode(), flush=True)
+
     def watch() -> None:
-        sys.stdin.read()
+        for line in sys.stdin:
+            loop.call_soon_threadsafe(control, line)
         loop.call_soon_threadsafe(ended.set)
 
     threading.Thread(target=watch, daemon=True).start()
