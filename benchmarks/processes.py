@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 LINE_BYTES = 1 << 30
+STOP_S = 10.0
 
 
 @asynccontextmanager
@@ -37,8 +38,12 @@ async def python(
         yield process
     finally:
         if process.returncode is None:
-            process.kill()
-            await process.wait()
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), STOP_S)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
 
 
 async def ask(process: Process, line: bytes = b"") -> bytes:
