@@ -77,52 +77,30 @@ class Answers:
         }
 
     def _completion(self, *, with_ids: bool) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": 0,
-            "message": {"role": "assistant", "content": "".join(self._pieces)},
-            "finish_reason": "stop",
-        }
         n, n_prompt = len(self._ids), len(self._prompt_ids)
-        answer = {
-            "id": "chatcmpl-fixed",
-            "object": "chat.completion",
-            "created": 1,
-            "model": "bench",
-            "choices": [choice],
-            "usage": {
-                "prompt_tokens": n_prompt,
-                "completion_tokens": n,
-                "total_tokens": n_prompt + n,
-            },
-        }
+        usage = {"prompt_tokens": n_prompt, "completion_tokens": n, "total_tokens": n_prompt + n}
+        message = {"role": "assistant", "content": "".join(self._pieces)}
+        choice = {"message": message, "finish_reason": "stop"}
+        ids = {"prompt_token_ids": self._prompt_ids} if with_ids else {}
         if with_ids:
-            answer["prompt_token_ids"] = self._prompt_ids
-            choice["token_ids"] = self._ids
-            choice["logprobs"] = {"content": [self._log_prob(k) for k in range(n)]}
-        return answer
+            choice |= self._sampled(slice(None))
+        return _chat("chat.completion", choice, usage=usage, **ids)
 
     def _chunks(self, *, with_ids: bool) -> Events:
         events = []
         for k, piece in enumerate(self._pieces):
-            choice: dict[str, Any] = {
-                "index": 0,
-                "delta": {"content": piece} if piece else {},
-                "finish_reason": None if piece else "stop",
-            }
-            chunk = {
-                "id": "chatcmpl-fixed",
-                "object": "chat.completion.chunk",
-                "created": 1,
-                "model": "bench",
-                "choices": [choice],
-            }
+            choice: dict[str, Any] = {"delta": {"content": piece} if piece else {}}
+            choice["finish_reason"] = None if piece else "stop"
+            ids = {"prompt_token_ids": self._prompt_ids} if with_ids and k == 0 else {}
             if with_ids:
-                choice["token_ids"] = [self._ids[k]]
-                choice["logprobs"] = {"content": [self._log_prob(k)]}
-                if k == 0:
-                    chunk["prompt_token_ids"] = self._prompt_ids
-            events.append(_event(chunk))
+                choice |= self._sampled(slice(k, k + 1))
+            events.append(_event(_chat("chat.completion.chunk", choice, **ids)))
         return events
+
+    def _sampled(self, at: slice) -> dict[str, Any]:
+        """Ids and log-probs, as SGLang and vLLM answer those who ask for them."""
+        log_probs = [self._log_prob(k) for k in range(len(self._ids))[at]]
+        return {"token_ids": self._ids[at], "logprobs": {"content": log_probs}}
 
     def _log_prob(self, k: int) -> dict[str, Any]:
         return {
@@ -137,6 +115,11 @@ STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 )
 DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+
+
+def _chat(kind: str, choice: dict[str, Any], **more: Any) -> dict[str, Any]:
+    head = {"id": "chatcmpl-fixed", "object": kind, "created": 1, "model": "bench"}
+    return {**head, "choices": [{"index": 0, **choice}], **more}
 
 
 def _response(payload: Any) -> bytes:
