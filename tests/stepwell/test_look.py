@@ -26,6 +26,7 @@ from stepwell.datapool.ops import AbortTrajectory
 from stepwell.datapool.remote.stopped import stopped_pool
 from stepwell.datapool.store.reading import StoppedJournal
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.gateway.ui.run_folder import RunFolder
 from stepwell.run_file import GatewayPart, begin, read_run
 from stepwell.run_view import RunView, ask_gateway
 from stepwell.status import read_status, status_screen
@@ -360,7 +361,7 @@ async def test_a_pool_that_does_not_answer_is_told_with_the_rest(
             await asyncio.sleep(60)
 
     monkeypatch.setattr("stepwell.status.ANSWER_S", 0.01)
-    view = RunView(run, read_run(run), True, cast(Any, Silent()))
+    view = RunView(run, read_run(run), True, cast(Any, Silent()), RunFolder(run))
     status = await read_status(view)
     assert status["pool"] == {"error": "no answer in 0.01 s"}
     assert status["state"] == "ended", "nobody holds its lock"
