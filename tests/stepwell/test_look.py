@@ -44,6 +44,9 @@ RECORD = {
     "tokens_per_s": 1234.0,
     "wait/trainer_starved": 0.25,
     "wait/generation_saturated": 0.0,
+    "val/step": 7.0,
+    "val/score": 1.0,
+    "val/rollouts": 1.0,
 }
 
 
@@ -55,10 +58,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = load_config("quickstart", [f"run.dir={folder}", "run.name=mine"])
     begin(config)
     asyncio.run(_fill(folder / "pool", ChatTokenizer.load(str(config.model.path))))
-    (folder / "metrics.jsonl").write_text(json.dumps(RECORD) + "\n" + '{"step": 8, "torn')
-    (folder / "validation").mkdir()
-    for step, reward in ((0, 0.0), (7, 1.0)):
-        (folder / "validation" / f"step_{step}.jsonl").write_text(json.dumps({"reward": reward}))
+    before = {"step": 0, "val/step": 0.0, "val/score": 0.0, "val/rollouts": 1.0}
+    lines = [json.dumps(before), json.dumps(RECORD), '{"step": 8, "torn']
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
     return folder
 
 
