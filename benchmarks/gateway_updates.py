@@ -246,7 +246,6 @@ async def run(
     *,
     requests: Annotated[int, "in flight all the time"] = 200,
     updates: Annotated[int, "of weights, in each mode"] = 20,
-    mode: Sequence[PauseMode] = MODES,
 ) -> BenchResult:
     """A column of figures for each pause mode."""
     result = BenchResult()
@@ -255,7 +254,7 @@ async def run(
         model = endless_model(Path(folder))
         async with engine(model, Path(folder) / "engine.log") as running:
             version = 1
-            for each in mode:
+            for each in MODES:
                 figures = await update_under_load(
                     running.url,
                     model,
@@ -269,6 +268,6 @@ async def run(
                 columns[each] = figures | {"problems": "; ".join(figures["problems"][:SHOWN])}
     result.figures["by pause mode"] = [
         {"figure": name, **{each: column[name] for each, column in columns.items()}}
-        for name in columns[mode[0]]
+        for name in columns[MODES[0]]
     ]
     return result
