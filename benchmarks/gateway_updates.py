@@ -78,8 +78,8 @@ async def engine(model: Path, log: Path) -> AsyncIterator[RunningEngine]:
     """The embedded engine as a process of its own."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = ("stepwell.backends.engines.embedded", "--model-path", str(model))
-    async with python(log, *command, "--port", str(port)) as process:
+    command = ("-m", "stepwell.backends.engines.embedded", "--model-path", str(model))
+    async with python(*command, "--port", str(port), output=log) as process:
         async with asyncio.timeout(60), EngineClient(url) as client:
             while process.returncode is None and not await client.health():  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
@@ -246,7 +246,6 @@ async def run(
     *,
     requests: Annotated[int, "in flight all the time"] = 200,
     updates: Annotated[int, "of weights, in each mode"] = 20,
-    mode: Sequence[PauseMode] = MODES,
 ) -> BenchResult:
     """A column of figures for each pause mode."""
     result = BenchResult()
@@ -255,7 +254,7 @@ async def run(
         model = endless_model(Path(folder))
         async with engine(model, Path(folder) / "engine.log") as running:
             version = 1
-            for each in mode:
+            for each in MODES:
                 figures = await update_under_load(
                     running.url,
                     model,
@@ -269,6 +268,6 @@ async def run(
                 columns[each] = figures | {"problems": "; ".join(figures["problems"][:SHOWN])}
     result.figures["by pause mode"] = [
         {"figure": name, **{each: column[name] for each, column in columns.items()}}
-        for name in columns[mode[0]]
+        for name in columns[MODES[0]]
     ]
     return result

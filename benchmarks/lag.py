@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from benchmarks.checks import BenchResult
+from benchmarks.processes import python
 
 RESULTS = Path(__file__).with_name("lag.jsonl")
 LAGS = (0, 1, 2, 4, 8)
@@ -118,17 +119,11 @@ async def run(
 
 async def _run_one(lag: int, method: str, seed: int, steps: int) -> None:
     """One run in a process of its own, and its line in RESULTS."""
-    command = (sys.executable, "-m", "benchmarks.lag", str(lag), method, str(seed), str(steps))
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
-    try:
-        stdout, stderr = await process.communicate()
-    except asyncio.CancelledError:
-        process.terminate()
-        await process.wait()
-        raise
-    what = f"lag {lag}, {method}, seed {seed}"
+    what, arguments = f"lag {lag}, {method}, seed {seed}", (str(lag), method, str(seed), str(steps))
+    async with python("-m", "benchmarks.lag", *arguments, output=PIPE) as process:
+        stdout, _ = await process.communicate()
     if process.returncode:
-        raise RuntimeError(f"{what} failed:\n{stderr.decode()[-2000:]}")
+        raise RuntimeError(f"{what} failed with exit code {process.returncode}")
     line = stdout.decode().strip().splitlines()[-1]
     with RESULTS.open("a") as file:
         file.write(line + "\n")

@@ -84,11 +84,11 @@ async def run(
 
 async def _journey(base: Path, seconds: float, seed: int) -> BenchResult:
     live, calls, log = base / "live", base / "service.jsonl", base / "trainer.txt"
-    attach = ("stepwell.cli", "train", "--attach", str(live))
+    attach = ("-m", "stepwell.cli", "train", "--attach", str(live))
     async with AsyncExitStack() as stack:
-        start = ("stepwell.cli", "serve", "--config", "live", f"run.dir={live}", *OPTIONS)
+        start = ("-m", "stepwell.cli", "serve", "--config", "live", f"run.dir={live}", *OPTIONS)
         served = await stack.enter_async_context(
-            python(base / "serve.txt", *start, f"run.seed={seed}")
+            python(*start, f"run.seed={seed}", output=base / "serve.txt")
         )
         told = base / "serve.txt"
         await _until(lambda: "Ctrl-C" in told.read_text(), served, told)
@@ -98,8 +98,8 @@ async def _journey(base: Path, seconds: float, seed: int) -> BenchResult:
         url = found[1]
         service = await stack.enter_async_context(
             python(
-                calls,
-                *("examples.live.service", str(seed)),
+                *("-m", "examples.live.service", str(seed)),
+                output=calls,
                 OPENAI_BASE_URL=f"{url}/v1",
                 OPENAI_API_KEY="any",
             )
@@ -111,19 +111,19 @@ async def _journey(base: Path, seconds: float, seed: int) -> BenchResult:
             await asyncio.sleep(max(0.0, began + share * seconds - time.time()))
 
         await at(WINDOW)
-        async with python(log, *attach) as trainer:
+        async with python(*attach, output=log) as trainer:
             await at(KILL)
             lived = [await _end(trainer, signal.SIGKILL)]
         at_the_kill = _rows(calls)[-1].get("version", 0)
         steps_at_the_kill = _optimizer_steps(live)
         await at(AGAIN)
-        async with python(log, *attach) as trainer:
+        async with python(*attach, output=log) as trainer:
             await at(1.0)
             ended = time.time()
             lived.append(await _end(trainer, signal.SIGINT))
         total = CheckpointStore(live / "checkpoints").steps()[-1] + 2
         async with (
-            python(log, *attach, f"trainer.total_steps={total}") as trainer,
+            python(*attach, f"trainer.total_steps={total}", output=log) as trainer,
             asyncio.timeout(PATIENCE_S),
         ):
             await trainer.wait()

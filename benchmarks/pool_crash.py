@@ -21,20 +21,17 @@ import asyncio
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import psutil
-import ray
 
 from benchmarks.checks import BenchResult, chosen_sections
-from benchmarks.pool.cluster import bench_cluster
+from benchmarks.pool.cluster import bench_cluster, running_pool
 from benchmarks.pool.workload import (
     ROLLOUTS,
     STEPS_PER_GROUP,
@@ -47,10 +44,7 @@ from stepwell.datapool import (
     ChannelConfig,
     DataPoolClient,
     Lease,
-    PoolConfig,
     Step,
-    client_of,
-    start_data_pool,
 )
 from stepwell.datapool.errors import LeaseExpiredError
 
@@ -64,6 +58,7 @@ RETRIES = 0.1
 """Of the submits are repeated, of the rollouts crash and are run again, of the leases nacked."""
 ABANDONED = 0.05
 LEASE_S = 3.0
+LIMITS = ChannelConfig(n_rollouts=ROLLOUTS)
 BETWEEN_KILLS_S = (0.02, 0.6)
 SMALL_STEPS = (100_000, 1_000_000)
 WORKLOAD_A_STEPS = 20_000
@@ -147,7 +142,8 @@ async def run(*, kills: int = KILLS, quick: bool = False, only: Sequence[str] = 
 async def _killed_under_load(kills: int, result: BenchResult) -> None:
     ledger = _Ledger()
     began = time.monotonic()
-    with _pool() as client:
+    async with running_pool(default=LIMITS) as pool:
+        client = pool.client
         left_open = await _drive(client, ledger, kills)
         stored = [step for steps in left_open for step in steps]
         outcomes = await client.submit_steps(stored)
@@ -343,7 +339,8 @@ async def _recovery(
 ) -> dict[str, Any]:
     """Fill a pool, kill it, ask it."""
     n_groups = -(-steps // STEPS_PER_GROUP)
-    with _pool() as client:
+    async with running_pool(default=LIMITS) as pool:
+        client = pool.client
 
         async def submit(chunk: list[Call]) -> None:
             await client.submit_steps([call.step() for call in chunk])
@@ -363,17 +360,3 @@ async def _recovery(
         "first_answer_s": first_answer_s,
         "recovered_steps_per_s": stored / recovery_s,
     }
-
-
-@contextmanager
-def _pool() -> Iterator[DataPoolClient]:
-    """A pool with a journal of its own."""
-    with tempfile.TemporaryDirectory(prefix="stepwell-bench-") as folder:
-        config = PoolConfig(
-            default=ChannelConfig(n_rollouts=ROLLOUTS), journal_dir=Path(folder) / "journal"
-        )
-        actor = start_data_pool(config, f"bench-crash-{Path(folder).name}")
-        try:
-            yield client_of([actor])
-        finally:
-            ray.kill(actor)

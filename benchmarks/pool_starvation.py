@@ -14,21 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
-import ray
 
 from benchmarks.checks import BenchResult
-from benchmarks.pool.cluster import bench_cluster
-from benchmarks.pool.systems import pid_of
+from benchmarks.pool.cluster import bench_cluster, running_pool
 from benchmarks.pool.workload import ROLLOUTS, Call, small_calls
-from stepwell.datapool import DataPoolClient, PoolConfig, client_of, start_data_pool
+from stepwell.datapool import DataPoolClient
 
 GROUPS = 10_000
 QUICK_GROUPS = 120
@@ -72,16 +68,13 @@ async def run(*, quick: bool = False) -> BenchResult:
     """The whole run; a quick one has no bound on memory, it ends before there is a plateau."""
     groups = QUICK_GROUPS if quick else GROUPS
     deadline_s = QUICK_DEADLINE_S if quick else DEADLINE_S
-    with bench_cluster(), tempfile.TemporaryDirectory(prefix="stepwell-bench-") as folder:
-        config = PoolConfig(journal_dir=Path(folder), remembered_uids=REMEMBERED_UIDS)
-        actor = await asyncio.to_thread(start_data_pool, config, "bench-starvation")
-        client = client_of([actor])
-        process = psutil.Process(await pid_of(actor))
-        began = time.monotonic()
-        state = await _drive(client, process, groups, deadline_s)
-        elapsed = time.monotonic() - began
-        statistics = await client.get_statistics("train")
-        ray.kill(actor)
+    with bench_cluster():
+        async with running_pool(remembered_uids=REMEMBERED_UIDS) as pool:
+            (pid,) = await pool.pids()
+            began = time.monotonic()
+            state = await _drive(pool.client, psutil.Process(pid), groups, deadline_s)
+            elapsed = time.monotonic() - began
+            statistics = await pool.client.get_statistics("train")
     return _result(state, statistics, groups, elapsed, quick)
 
 

@@ -6,28 +6,60 @@ import asyncio
 import os
 import socket
 import sys
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
+
+LINE_BYTES = 1 << 30
+STOP_S = 10.0
 
 
 @asynccontextmanager
-async def python(log: Path, *command: str, **env: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A module that runs beside this process, and ends with the block; its output goes to `log`."""
-    with log.open("ab") as out:
+async def python(
+    *arguments: str, output: Path | int = DEVNULL, **env: str
+) -> AsyncIterator[Process]:
+    """`python ARGUMENTS` beside this process; it ends with the block.
+
+    Args:
+        output: where it goes: a file, a descriptor, nowhere, or PIPE: `ask` talks to it.
+    """
+    with output.open("ab") if isinstance(output, Path) else nullcontext(output) as out:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", *command),
+            *(sys.executable, *arguments),
+            stdin=PIPE if out == PIPE else DEVNULL,
             stdout=out,
-            stderr=asyncio.subprocess.STDOUT,
+            stderr=None if out == PIPE else STDOUT,
             env=os.environ | env,
+            limit=LINE_BYTES,
             start_new_session=True,
         )
     try:
         yield process
     finally:
         if process.returncode is None:
-            process.kill()
-            await process.wait()
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), STOP_S)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+
+async def ask(process: Process, line: bytes = b"") -> bytes:
+    """The line that it answers to `line`, or prints by itself.
+
+    Raises:
+        RuntimeError: it ended.
+    """
+    if process.stdin is None or process.stdout is None:
+        raise RuntimeError("the process was not started to talk")
+    if line:
+        process.stdin.write(line + b"\n")
+        await process.stdin.drain()
+    if not (answer := await process.stdout.readline()):
+        raise RuntimeError(f"process {process.pid} ended with {await process.wait()}")
+    return answer
 
 
 def free_port() -> int:

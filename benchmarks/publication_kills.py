@@ -316,8 +316,6 @@ async def run(
     replicas: Annotated[int, "at least 2"] = 4,
     agents: int = 6,
     seed: int = 0,
-    transport: Sequence[WeightTransport] = TRANSPORTS,
-    verbose: Annotated[bool, "a line on stderr for each publication"] = False,
 ) -> BenchResult:
     """Publications until `kills` replicas have been killed.
 
@@ -362,7 +360,7 @@ async def run(
             version += 1
             left = kills - record.kills.total()
             shots = plan(served, min(left, chance.randint(1, replicas - 1)), chance)
-            how = (chance.choice(MODES), chance.choice(transport))
+            how = (chance.choice(MODES), chance.choice(TRANSPORTS))
             if chance.random() < 0.5:
                 canary = chance.choice([r for r in served if r.up])
                 await publications.under_fire(version, shots[:1], how, canary)
@@ -373,8 +371,6 @@ async def run(
             for task in tasks:
                 if task.done():
                     task.result()  # raises what ended it
-            if verbose:
-                print(f"v{version} {how} kills={record.kills.total()}", file=sys.stderr, flush=True)
         await until_up(served, replicas)
         for replica in served:  # all are back at what is committed
             found = await replica.client.weight_version()

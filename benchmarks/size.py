@@ -1,8 +1,7 @@
 """`python -m benchmarks size`: how large the source is, by room and in the wheel.
 
     files, lines     of Python, blank lines and comments included; the wheel holds no test
-    public names     classes, functions and constants of a module whose names have no underscore
-                     in front, nor those of the modules around them
+    longest          lines of the longest file
     other bytes      presets, templates and the quickstart's model
 
 Configuration keys are leaves of `RunConfig`: what a user can set with `key=value`. The sections of
@@ -11,8 +10,6 @@ a choice by `kind` all count. None has a bound: issues that bound one say which.
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +25,7 @@ async def run() -> BenchResult:
     from stepwell.config_keys import all_keys
 
     rooms = [_row(room) for room in ROOMS]
-    columns = [column for column in rooms[0] if column != "room"]
-    total = {column: sum(row[column] for row in rooms) for column in columns}
+    total = {name: sum(row[name] for row in rooms) for name in ("files", "lines", "other bytes")}
     return BenchResult(
         {},
         {
@@ -41,35 +37,13 @@ async def run() -> BenchResult:
 
 
 def _row(folder: str) -> dict[str, Any]:
-    files = list(files_of(ROOT / folder))
-    modules = [path for path in files if path.suffix == ".py"]
+    """Files of the source, links left out."""
+    files = [f for f in (ROOT / folder).rglob("*") if f.is_file() and f.suffix != ".pyc"]
+    lines = [len(file.read_bytes().splitlines()) for file in files if file.suffix == ".py"]
     return {
         "room": folder,
-        "files": len(modules),
-        "lines": sum(len(path.read_bytes().splitlines()) for path in modules),
-        "public names": sum(len(list(public_names(path))) for path in modules),
-        "other bytes": sum(path.stat().st_size for path in files if path.suffix != ".py"),
+        "files": len(lines),
+        "lines": sum(lines),
+        "longest": max(lines, default=0),
+        "other bytes": sum(file.stat().st_size for file in files if file.suffix != ".py"),
     }
-
-
-def files_of(folder: Path) -> Iterator[Path]:
-    """Files of the source, links left out."""
-    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".pyc")
-
-
-def public_names(path: Path) -> Iterator[str]:
-    """Public names that a module defines; none if the module itself is private."""
-    inside = path.relative_to(ROOT).with_suffix("").parts
-    if any(part.startswith("_") and part != "__init__" for part in inside):
-        return
-    for node in ast.parse(path.read_bytes()).body:
-        match node:
-            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
-                names = [node.name]
-            case ast.Assign():
-                names = [n.id for t in node.targets for n in ast.walk(t) if isinstance(n, ast.Name)]
-            case ast.AnnAssign(target=ast.Name(id=name)):
-                names = [name]
-            case _:
-                continue
-        yield from (name for name in names if not name.startswith("_"))

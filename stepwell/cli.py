@@ -34,7 +34,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -42,10 +42,10 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from stepwell.look_commands import (
+    add_command,
     add_commands,
     add_data_commands,
-    add_json,
-    console,
+    answer,
     print_json,
 )
 from stepwell.trainer.errors import INTERRUPTED, ConfigError, TrainerError
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.path.insert(0, os.getcwd())
     try:
         with terminated_as_interrupted():
-            return int(args.run(args))
+            return args.run(args) or 0
     except ConfigError as e:
         print(f"stepwell: {e}", file=sys.stderr)
         return 2
@@ -96,12 +96,13 @@ def command_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"stepwell {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, run, text in (
+    own: tuple[tuple[str, Callable[[argparse.Namespace], None], str], ...] = (
         ("train", _train, "train an agent by async GRPO through the gateway"),
         ("serve", _serve, "keep pool, engines and gateway running, for agents to call"),
         ("config", _config, "print the resolved configuration"),
-    ):
-        command = commands.add_parser(name, help=text, description=text)
+    )
+    for name, run, text in own:
+        command = add_command(commands, name, run, text, has_json=name == "config")
         command.add_argument(
             "--config",
             required=name == "serve",
@@ -110,9 +111,7 @@ def command_parser() -> argparse.ArgumentParser:
         command.add_argument(
             "overrides", nargs="*", metavar="KEY=VALUE", help="e.g. trainer.total_steps=5"
         )
-        command.set_defaults(run=run)
         if name == "config":
-            add_json(command)
             command.add_argument(
                 "--keys",
                 metavar="PATTERN",
@@ -130,47 +129,39 @@ def command_parser() -> argparse.ArgumentParser:
                 "--replicas", type=int, metavar="N", help="as gateway.replicas=N (default 1)"
             )
     text = "write a folder with an agent, a reward, tasks, a configuration and a test"
-    init = commands.add_parser("init", help=text, description=text)
+    init = add_command(commands, "init", _init, text, has_json=False)
     init.add_argument("folder", metavar="NAME", type=Path, help="a new folder")
-    init.set_defaults(run=_init)
     text = (
         "list training backends, engines, policy losses, advantage estimators and off-policy "
         "methods, built in and of installed packages"
     )
-    backends = commands.add_parser("backends", help=text, description=text)
-    add_json(backends)
-    backends.set_defaults(run=_backends)
+    add_command(commands, "backends", _backends, text)
     text = "write the policy of a checkpoint as a Hugging Face directory"
-    export = commands.add_parser("export", help=text, description=text)
+    export = add_command(commands, "export", _export, text)
     export.add_argument("run_dir", metavar="RUN", type=Path, help="the run's folder, e.g. runs/me")
     export.add_argument("--step", default="latest", metavar="N", help="a step, latest or best")
     export.add_argument("--to", required=True, type=Path, metavar="DIR", help="a new folder")
-    export.set_defaults(run=_export)
     text = "serve the weights of an earlier version again, as a new version"
-    rollback = commands.add_parser("rollback", help=text, description=text)
+    rollback = add_command(commands, "rollback", _rollback, text)
     rollback.add_argument("run_dir", metavar="RUN", type=Path, help="a live run's folder")
     rollback.add_argument("--to", type=int, metavar="K", help="default: the version before")
-    rollback.set_defaults(run=_rollback)
     text = "evaluate a model, or a checkpoint of a run; nothing is trained"
-    evaluate = commands.add_parser("eval", help=text, description=text)
+    evaluate = add_command(commands, "eval", _eval, text)
     evaluate.add_argument(
         "what", metavar="RUN | MODEL", help="a folder, or a model's id on the hub"
     )
     evaluate.add_argument("--step", default="latest", metavar="N", help="a step, latest or best")
     evaluate.add_argument("--config", help="of a MODEL: the preset or file with the tasks")
     evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. validation.n=8")
-    add_json(evaluate)
-    evaluate.set_defaults(run=_eval)
     add_commands(commands)
     data = commands.add_parser("data", help="look after the pool's data: files of it, its journal")
     actions = data.add_subparsers(metavar="ACTION", required=True)
     add_data_commands(actions)
     text = "make a usable journal of a damaged one, and say what is lost"
-    salvage = actions.add_parser("salvage", help=text, description=text)
+    salvage = add_command(actions, "salvage", _salvage, text)
     salvage.add_argument("path", metavar="PATH", type=Path, help="e.g. runs/me, or its pool folder")
-    salvage.set_defaults(run=_salvage)
     text = "delete a trajectory, or all with a tag, from a run's pool and from exported files"
-    delete = actions.add_parser("delete", help=text, description=text)
+    delete = add_command(actions, "delete", _delete, text)
     delete.add_argument("run_dir", metavar="RUN", type=Path, help="the run's folder, alive or not")
     what = delete.add_mutually_exclusive_group(required=True)
     what.add_argument("--trajectory", metavar="UID", help="goes with its group")
@@ -178,15 +169,13 @@ def command_parser() -> argparse.ArgumentParser:
     delete.add_argument(
         "--exports", nargs="+", default=[], type=Path, metavar="PATH", help="Parquet or JSONL files"
     )
-    delete.set_defaults(run=_delete)
-    for command in (export, rollback, salvage, delete):
-        add_json(command)
     return parser
 
 
-def _train(args: argparse.Namespace) -> int:
+def _train(args: argparse.Namespace) -> None:
     if args.attach is not None:
-        return _attach(args)
+        _attach(args)
+        return
     from stepwell.checks import check_run
     from stepwell.presets import load_config
 
@@ -202,10 +191,9 @@ def _train(args: argparse.Namespace) -> int:
     from stepwell.run import train  # torch and Ray, only now: a mistake costs no seconds
 
     asyncio.run(interruptible(train(config, checked)))
-    return 0
 
 
-def _attach(args: argparse.Namespace) -> int:
+def _attach(args: argparse.Namespace) -> None:
     from stepwell.checks import check_attached
     from stepwell.find_run import find_run
     from stepwell.presets import attached_config
@@ -224,10 +212,9 @@ def _attach(args: argparse.Namespace) -> int:
     from stepwell.run import attach
 
     asyncio.run(interruptible(attach(config, run, checked)))
-    return 0
 
 
-def _serve(args: argparse.Namespace) -> int:
+def _serve(args: argparse.Namespace) -> None:
     from stepwell.presets import load_config
 
     chosen = [] if args.replicas is None else [f"gateway.replicas={args.replicas}"]
@@ -238,10 +225,9 @@ def _serve(args: argparse.Namespace) -> int:
     from stepwell.serving import serve
 
     asyncio.run(interruptible(serve(config)))
-    return 0
 
 
-def _config(args: argparse.Namespace) -> int:
+def _config(args: argparse.Namespace) -> None:
     from stepwell.presets import load_config, presets_and_uses
 
     config = None
@@ -253,36 +239,23 @@ def _config(args: argparse.Namespace) -> int:
         width = min(shutil.get_terminal_size().columns, 120)
         keys = find_keys(args.keys)
         told = [asdict(key) | {"default": told_default(key)} for key in keys]
-        _answer(args, told, show_keys(args.keys, config, width=width))
+        answer(args, told, show_keys(args.keys, config, width=width))
     elif config is not None:
         from omegaconf import OmegaConf
 
         values = config.model_dump(mode="json")
-        _answer(args, values, OmegaConf.to_yaml(OmegaConf.create(values)).rstrip())
+        answer(args, values, OmegaConf.to_yaml(OmegaConf.create(values)).rstrip())
     else:
         uses = presets_and_uses()
         wide = max(map(len, uses))
         lines = (f"{name:{wide}}  {about}".rstrip() for name, about in uses.items())
-        _answer(args, uses, "\n".join(lines))
-    return 0
+        answer(args, uses, "\n".join(lines))
 
 
-def _answer(args: argparse.Namespace, value: Any, text: str) -> None:
-    """Print `text`, or `value` for `--json`, which `head` or a pager may not read to its end."""
-    try:
-        if args.json:
-            print_json(value)
-        else:
-            print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
-
-
-def _init(args: argparse.Namespace) -> int:
+def _init(args: argparse.Namespace) -> None:
     from stepwell.init import write_project
 
     print(write_project(args.folder))
-    return 0
 
 
 def _step(args: argparse.Namespace) -> Any:
@@ -292,16 +265,15 @@ def _step(args: argparse.Namespace) -> Any:
     return int(args.step) if args.step.isdecimal() else args.step
 
 
-def _export(args: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace) -> None:
     step = _step(args)
     from stepwell.trainer.checkpoint import export_checkpoint
 
     folder = export_checkpoint(args.run_dir, step, args.to)
-    _answer(args, {"folder": folder}, str(folder))
-    return 0
+    answer(args, {"folder": folder}, str(folder))
 
 
-def _eval(args: argparse.Namespace) -> int:
+def _eval(args: argparse.Namespace) -> None:
     from stepwell.checks import check_run
     from stepwell.evaluate import evaluation_of, score_screen
 
@@ -313,46 +285,39 @@ def _eval(args: argparse.Namespace) -> int:
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere if quiet else sys.stderr):
         summary = asyncio.run(interruptible(train(config, checked)))
     evaluation = summary["evals"][-1]
-    if args.json:
-        print_json({"run": config.run.name, "folder": str(config.run.dir), **evaluation})
-    else:
-        console().print(score_screen(evaluation, config.run.dir))
-    return 0
+    told = {"run": config.run.name, "folder": str(config.run.dir), **evaluation}
+    answer(args, told, lambda _: score_screen(evaluation, config.run.dir))
 
 
-def _rollback(args: argparse.Namespace) -> int:
+def _rollback(args: argparse.Namespace) -> None:
     from stepwell.rollback import roll_back
 
     done = asyncio.run(interruptible(roll_back(args.run_dir, args.to)))
-    _answer(args, {"done": done}, done)
-    return 0
+    answer(args, {"done": done}, done)
 
 
-def _salvage(args: argparse.Namespace) -> int:
+def _salvage(args: argparse.Namespace) -> None:
     from stepwell.datapool.store.salvage import salvage
     from stepwell.run_file import journal_folder
 
     reports = salvage(journal_folder(args.path))
-    _answer(args, list(map(asdict, reports)), "\n".join(report.text() for report in reports))
-    return 0
+    answer(args, list(map(asdict, reports)), "\n".join(report.text() for report in reports))
 
 
-def _delete(args: argparse.Namespace) -> int:
+def _delete(args: argparse.Namespace) -> None:
     from stepwell.deletion import delete
 
     lines = asyncio.run(delete(args.run_dir, args.trajectory, args.tag, args.exports))
-    _answer(args, {"done": lines}, "\n".join(lines))
-    return 0
+    answer(args, {"done": lines}, "\n".join(lines))
 
 
-def _backends(args: argparse.Namespace) -> int:
+def _backends(args: argparse.Namespace) -> None:
     from stepwell.plugins import show_plugins, survey
 
     if args.json:
         print_json({kind: list(map(asdict, found)) for kind, _, found in survey()})
     else:
         show_plugins()
-    return 0
 
 
 @contextmanager

@@ -15,7 +15,16 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from stepwell.config_keys import ROOT, all_keys, child, fields_at, holds, models_of, types_of
+from stepwell.config_keys import (
+    ROOT,
+    all_keys,
+    child,
+    fields_at,
+    holds,
+    leaves,
+    models_of,
+    types_of,
+)
 from stepwell.migration import known_as
 
 
@@ -128,30 +137,22 @@ def _wanted(detail: ErrorDetails, parts: Sequence[str]) -> str:
 
 def _unknown(parts: tuple[str, ...], value: object, raw: Mapping[str, Any]) -> Iterator[Problem]:
     """A key that no section has. Of a whole section, each key that another framework knows."""
-    leaves = dict(_leaves(parts, value))
-    known = {leaf: text for leaf in leaves if (text := known_as(".".join(leaf)))}
-    for leaf in leaves if known else [parts]:
+    whole = [leaf for leaf, _ in leaves(value, parts)]
+    known = {leaf: text for leaf in whole if (text := known_as(".".join(leaf)))}
+    for leaf in whole if known else [parts]:
         key = ".".join(leaf)
-        hint = known.get(leaf) or _suggestion(leaf, list(leaves), raw)
+        hint = known.get(leaf) or _suggestion(leaf, whole, raw)
         yield Problem(leaf, f"{key} is not a known key; {hint}")
 
 
-def _leaves(parts: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, ...], object]]:
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            yield from _leaves((*parts, str(key)), inner)
-    else:
-        yield parts, value
-
-
 def _suggestion(
-    parts: tuple[str, ...], leaves: Sequence[tuple[str, ...]], raw: Mapping[str, Any]
+    parts: tuple[str, ...], whole: Sequence[tuple[str, ...]], raw: Mapping[str, Any]
 ) -> str:
     """The nearest key beside it; else keys of that name in other sections; else all beside it."""
     beside = fields_at(raw, parts[:-1])
     if near := nearest(parts[-1], beside, cutoff=0.6):
         return near.removeprefix("; ")
-    names = {leaf[-1] for leaf in leaves}
+    names = {leaf[-1] for leaf in whole}
     elsewhere = [key for key in all_keys() if key.rpartition(".")[2] in names]
     if 0 < len(elsewhere) <= 4:
         return f"did you mean {' or '.join(map(repr, elsewhere))}?"

@@ -90,6 +90,15 @@ def child(value: Any, part: str) -> Any:
     return value[int(part)] if isinstance(value, list) else value[part]
 
 
+def leaves(value: object, parts: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Each value below `parts` that is no section, or an empty one, with its key."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from leaves(inner, (*parts, str(key)))
+    else:
+        yield parts, value
+
+
 @dataclass(frozen=True)
 class Key:
     """One key that takes a value."""

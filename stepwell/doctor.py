@@ -42,7 +42,7 @@ from stepwell.gateway.tokens.messages import Message
 from stepwell.gateway.tokens.render import ChatRenderer, CutError
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.ray_cluster import connected
-from stepwell.run_file import RunFile
+from stepwell.run_file import PACKAGES, RunFile, versions
 from stepwell.run_view import ANSWER_S, ask_gateway
 from stepwell.trainer.errors import TrainerError
 
@@ -146,16 +146,8 @@ def packages() -> Iterator[Finding]:
         told = f"{requirement.name} {what}, not {requirement.specifier}"
         yield Finding("packages", "problem", told, f"pip install '{requirement}'")
     if not wrong:
-        names = ("ray", "torch", "transformers", "sglang")
-        known = [f"{name} {_version(name)}" for name in names if _version(name)]
+        known = [f"{name} {version}" for name, version in versions().items() if name in PACKAGES]
         yield Finding("packages", "ok", f"all {len(needed)} are there; {', '.join(known)}")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def torch_device(config: RunConfig | None) -> Iterator[Finding]:

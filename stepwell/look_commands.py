@@ -17,51 +17,80 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from stepwell.errors import RunUnavailableError
 from stepwell.trainer.errors import ConfigError
 
+if TYPE_CHECKING:  # a command loads what it needs
+    from rich.console import RenderableType
+
+    from stepwell.run_view import RunView
+
+T = TypeVar("T")
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 PIPED_WIDTH = 160
 """Columns of what is no terminal: names are not cut there."""
 
 
+def add_command(
+    commands: Commands,
+    name: str,
+    run: Callable[[argparse.Namespace], int | None],
+    text: str,
+    *,
+    description: str | None = None,
+    has_run: bool = False,
+    has_json: bool = True,
+) -> argparse.ArgumentParser:
+    """The command `name`, which `run` does; the exit code is 0 unless that returns one.
+
+    Args:
+        description: of its own help, if that says more than `text`.
+        has_run: which run is looked into is its last argument.
+    """
+    command = commands.add_parser(name, help=text, description=description or text)
+    command.set_defaults(run=run)
+    if has_run:
+        add_run(command)
+    if has_json:
+        command.add_argument("--json", action="store_true", help="JSON, for programs")
+    return command
+
+
 def add_commands(commands: Commands) -> None:
-    text = "how a run is doing, on one screen"
-    status = commands.add_parser("status", help=text, description=text)
-    text = "the same, live"
-    top = commands.add_parser("top", help=text, description="how a run is doing, live")
+    add_command(commands, "status", _status, "how a run is doing, on one screen", has_run=True)
+    top = add_command(
+        *(commands, "top", _top, "the same, live"),
+        description="how a run is doing, live",
+        has_run=True,
+    )
     top.add_argument("--interval", type=float, default=1.0, metavar="S", help="default: 1")
     text = "list the groups in a run's pool, and why others were dropped"
-    groups = commands.add_parser("groups", help=text, description=text)
+    groups = add_command(commands, "groups", _groups, text, has_run=True)
     text = "the tokens of a trajectory, what is trained of them, and its tree of turns"
-    show = commands.add_parser("show", help=text, description=text)
+    show = add_command(commands, "show", _show, text)
     show.add_argument("trajectory_uid", metavar="TRAJECTORY", help="as `stepwell groups` lists it")
+    add_run(show)
     show.add_argument("--tokens", action="store_true", help="a line per token")
-    for command, run in ((status, _status), (top, _top), (groups, _groups), (show, _show)):
-        add_run(command)
-        add_json(command)
-        command.set_defaults(run=run)
     text = "the dashboard of a run that has ended; of one that is alive, its address"
-    view = commands.add_parser("view", help=text, description=text)
-    add_run(view)
+    view = add_command(commands, "view", _view, text, has_run=True, has_json=False)
     view.add_argument(
         "--port", type=int, default=8120, metavar="N", help="default: 8120; 0: a free one"
     )
-    view.set_defaults(run=_view)
     groups.add_argument("--channel", default="train", help="default: train")
     _add_filters(groups, ("open", "ready", "held", "leased"))
     groups.add_argument("--prompt", metavar="UID", help="one group, with its trajectories")
     groups.add_argument("--limit", type=int, default=50, metavar="N", help="default: 50")
 
     text = "look for what keeps a run from working, or makes it slow"
-    doctor = commands.add_parser(
-        "doctor",
-        help=text,
+    doctor = add_command(
+        *(commands, "doctor", _doctor, text),
         description=f"{text}: this machine; with --config also the model and all that it names; "
         "with RUN a live run's gateway and engines",
     )
@@ -69,31 +98,23 @@ def add_commands(commands: Commands) -> None:
     doctor.add_argument(
         "overrides", nargs="*", metavar="RUN | KEY=VALUE", help="e.g. model.path=Qwen/Qwen3-0.6B"
     )
-    add_json(doctor)
-    doctor.set_defaults(run=_doctor)
 
 
 def add_data_commands(actions: Commands) -> None:
     text = "write the trajectories in a run's pool to a file, Parquet or JSONL"
-    export = actions.add_parser("export", help=text, description=text)
+    export = add_command(actions, "export", _export, text)
     export.add_argument("file", metavar="FILE", type=Path, help="x.parquet or x.jsonl")
     text = "put the complete trajectories of an exported file into a live run's pool"
-    imports = actions.add_parser("import", help=text, description=text)
+    imports = add_command(actions, "import", _import, text)
     imports.add_argument("file", metavar="FILE", type=Path, help="as `data export` wrote it")
-    for command, run in ((export, _export), (imports, _import)):
+    for command in (export, imports):
         add_run(command)
         command.add_argument("--channel", default="train", help="default: train")
-        add_json(command)
-        command.set_defaults(run=run)
     _add_filters(export, ("open", "complete", "aborted"))
     export.add_argument("--overwrite", action="store_true", help="replace FILE")
     imports.add_argument(
         "--timeout", type=float, default=60.0, metavar="S", help="to wait for room; default: 60"
     )
-
-
-def add_json(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", action="store_true", help="JSON, for programs")
 
 
 def add_run(command: argparse.ArgumentParser) -> None:
@@ -132,27 +153,43 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, default=str), flush=True)
 
 
+def answer(
+    args: argparse.Namespace, value: Any, shown: str | Callable[[Any], RenderableType]
+) -> None:
+    """Print `value` for `--json`, else what people are shown of it, which `head` or a pager may not
+    read to its end."""
+    try:
+        if args.json:
+            print_json(value)
+        elif isinstance(shown, str):
+            print(shown, flush=True)
+        else:
+            console().print(shown(value))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+
+
+def _of_run(where: str | None, look: Callable[[RunView], Awaitable[T]]) -> T:
+    """What `look` finds in the run at `where`."""
+    from stepwell.run_view import open_run
+
+    async def looked() -> T:
+        async with open_run(where) as view:
+            return await look(view)
+
+    return asyncio.run(looked())
+
+
 # -- the commands ------------------------------------------------------------------------------
 
 
-def _status(args: argparse.Namespace) -> int:
-    from stepwell.run_view import open_run
+def _status(args: argparse.Namespace) -> None:
     from stepwell.status import read_status, status_screen
 
-    async def status() -> dict[str, Any]:
-        async with open_run(args.where) as view:
-            return await read_status(view)
-
-    found = asyncio.run(status())
-    if args.json:
-        print_json(found)
-    else:
-        console().print(status_screen(found))
-    return 0
+    answer(args, _of_run(args.where, read_status), status_screen)
 
 
-def _top(args: argparse.Namespace) -> int:
-    from stepwell.run_view import open_run
+def _top(args: argparse.Namespace) -> None:
     from stepwell.status import read_status, watch
 
     if not args.interval > 0:
@@ -162,58 +199,43 @@ def _top(args: argparse.Namespace) -> int:
             "stepwell top needs a terminal; use `stepwell status`, or --json for a line each time"
         )
 
-    async def top() -> None:
-        async with open_run(args.where) as view:
-            if not args.json:
-                await watch(view, console(), args.interval)
-            while True:
-                print_json(await read_status(view))
-                await asyncio.sleep(args.interval)
+    async def top(view: RunView) -> None:
+        if not args.json:
+            await watch(view, console(), args.interval)
+        while True:
+            print_json(await read_status(view))
+            await asyncio.sleep(args.interval)
 
-    try:
-        asyncio.run(top())
-    except (KeyboardInterrupt, BrokenPipeError):
-        return 0  # that is how it ends
-    return 0
+    with suppress(KeyboardInterrupt, BrokenPipeError):  # that is how it ends
+        _of_run(args.where, top)
 
 
-def _groups(args: argparse.Namespace) -> int:
-    from stepwell.run_view import open_run
+def _groups(args: argparse.Namespace) -> None:
     from stepwell.show import groups_screen, read_groups
 
-    async def groups() -> dict[str, Any]:
-        async with open_run(args.where) as view:
-            return await read_groups(
-                view, args.channel, _filters(args), prompt_uid=args.prompt, limit=args.limit
-            )
-
-    found = asyncio.run(groups())
-    if args.json:
-        print_json(found)
-    else:
-        console().print(groups_screen(found))
-    return 0
+    chosen = {"prompt_uid": args.prompt, "limit": args.limit}
+    found = _of_run(
+        args.where, lambda view: read_groups(view, args.channel, _filters(args), **chosen)
+    )
+    answer(args, found, groups_screen)
 
 
-def _show(args: argparse.Namespace) -> int:
+def _show(args: argparse.Namespace) -> None:
     from stepwell.show import open_trajectory, token_lines, trajectory_screen
 
     opened = asyncio.run(open_trajectory(args.trajectory_uid, args.where))
-    if args.json:
-        told = {"branches": opened.rows, "trained": opened.trained}
-        print_json({"trajectory_uid": args.trajectory_uid, **told})
-    elif args.tokens:
+    if args.tokens and not args.json:
         console().print(token_lines(opened), soft_wrap=True)
-    else:
-        console().print(trajectory_screen(opened))
-    return 0
+        return
+    told = {"branches": opened.rows, "trained": opened.trained}
+    told = {"trajectory_uid": args.trajectory_uid, **told}
+    answer(args, told, lambda _: trajectory_screen(opened))
 
 
-def _view(args: argparse.Namespace) -> int:
+def _view(args: argparse.Namespace) -> None:
     from stepwell.view import view
 
     asyncio.run(view(args.where, args.port))
-    return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -250,44 +272,30 @@ def _doctor(args: argparse.Namespace) -> int:
     return int(any(finding.state == "problem" for finding in findings))
 
 
-def _export(args: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace) -> None:
     from stepwell.datapool.files.transfer import export_channel
-    from stepwell.run_view import open_run
 
     if args.file.exists() and not args.overwrite:
         raise ConfigError(f"{args.file} exists; choose another name, or give --overwrite")
-
-    async def export() -> Any:
-        async with open_run(args.where) as view:
-            chosen = _filters(args)
-            return await export_channel(
-                view.pool, args.file, args.channel, overwrite=args.overwrite, **chosen
-            )
-
-    done = asyncio.run(export())
-    if args.json:
-        print_json({"path": done.path, "trajectories": done.n_trajectories, "rows": done.n_rows})
-    else:
-        left = f", {done.n_without_steps} without steps left out" * bool(done.n_without_steps)
-        print(f"{done.path}: {done.n_trajectories} trajectories, {done.n_steps} steps{left}")
-    return 0
+    chosen = _filters(args) | {"overwrite": args.overwrite}
+    done = _of_run(
+        args.where, lambda view: export_channel(view.pool, args.file, args.channel, **chosen)
+    )
+    told = {"path": done.path, "trajectories": done.n_trajectories, "rows": done.n_rows}
+    left = f", {done.n_without_steps} without steps left out" * bool(done.n_without_steps)
+    text = f"{done.path}: {done.n_trajectories} trajectories, {done.n_steps} steps{left}"
+    answer(args, told, text)
 
 
-def _import(args: argparse.Namespace) -> int:
+def _import(args: argparse.Namespace) -> None:
     from stepwell.datapool.files.transfer import import_channel
-    from stepwell.run_view import open_run
 
     if not args.file.is_file():
         raise ConfigError(f"{args.file} is no file; name one that `stepwell data export` wrote")
-
-    async def put() -> Any:
-        async with open_run(args.where) as view:
-            return await import_channel(view.pool, args.file, args.channel, timeout_s=args.timeout)
-
-    done = asyncio.run(put())
-    if args.json:
-        print_json({"groups": done.n_groups, "trajectories": done.n_trajectories})
-    else:
-        left = f", {done.n_left_out} open ones left out" * bool(done.n_left_out)
-        print(f"{done.n_groups} groups, {done.n_trajectories} trajectories{left}")
-    return 0
+    done = _of_run(
+        args.where,
+        lambda view: import_channel(view.pool, args.file, args.channel, timeout_s=args.timeout),
+    )
+    left = f", {done.n_left_out} open ones left out" * bool(done.n_left_out)
+    text = f"{done.n_groups} groups, {done.n_trajectories} trajectories{left}"
+    answer(args, {"groups": done.n_groups, "trajectories": done.n_trajectories}, text)

@@ -13,6 +13,7 @@ wording of errors (`config_errors.py`). Loads no torch.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from stepwell.backends.hub import WANTED, fetch_model, is_hub_id
 from stepwell.backends.remote_files import fetch_folder, is_remote
 from stepwell.config import RunConfig
 from stepwell.config_errors import Problem, explain, nearest, told_value
-from stepwell.config_keys import ROOT, by_kind, models_of, named_by, types_of
+from stepwell.config_keys import ROOT, by_kind, leaves, models_of, named_by, types_of
 from stepwell.layout import EVAL
 from stepwell.run_file import HIDDEN, RUN_FILE
 from stepwell.trainer.errors import ConfigError
@@ -172,11 +173,7 @@ def attached_config(
             "run.resume is 'never', which would remove the pool that agents fill; give it to "
             "`stepwell serve`, or name a step to go back to"
         )
-    dumped = config.model_dump(mode="json", include=set(TRAINERS_SECTIONS))
-    lines += [
-        f"{key} is a secret, which {path} does not hold; give it again: {key}=…"
-        for key in _hidden_keys(dumped)
-    ]
+    lines += _hidden(config.model_dump(mode="json", include=set(TRAINERS_SECTIONS)), path)
     if lines:
         raise ConfigError("\n".join(lines))
     return config
@@ -207,10 +204,7 @@ def eval_config(
     given, lines = _read_overrides(overrides)
     path = run_dir / RUN_FILE
     config = _validated([Layer(path, own), Layer(None, given)], lines, path)
-    if hidden := _hidden_keys(config.model_dump(mode="json")):
-        lines = [
-            f"{key} is a secret, which {path} does not hold; give it: {key}=…" for key in hidden
-        ]
+    if lines := _hidden(config.model_dump(mode="json"), path):
         raise ConfigError("\n".join(lines))
     return config
 
@@ -224,13 +218,12 @@ _GATEWAYS_ALONE = ("admin_keys", "agent_keys", "host")
 """Keys of the gateway that `run.json` hides, and what asks for them."""
 
 
-def _hidden_keys(values: Any, parts: tuple[str, ...] = ()) -> list[str]:
-    """The keys of `values` that hold a hidden secret."""
-    if isinstance(values, dict):
-        return [k for key, v in values.items() for k in _hidden_keys(v, (*parts, str(key)))]
-    if isinstance(values, list):
-        return [k for v in values for k in _hidden_keys(v, parts)]
-    return [".".join(parts)] if isinstance(values, str) and HIDDEN in values else []
+def _hidden(values: Raw, path: Path) -> list[str]:
+    """A line for each of `values` that is, or holds, a secret which `path` hides."""
+    keys = [".".join(parts) for parts, value in leaves(values) if HIDDEN in json.dumps(value)]
+    return [
+        f"{key} is a secret, which {path} does not hold; give it again: {key}=…" for key in keys
+    ]
 
 
 def _named(name: str) -> Path:

@@ -10,7 +10,6 @@ Owns the names. Does not own the figures (`trainer/metrics.py`), or the gateway'
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -19,6 +18,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from stepwell.datapool.inspect.metrics import COUNTER, GAUGE, Family, families
+from stepwell.gateway.errors import GatewayError
+from stepwell.gateway.listening import bind
 from stepwell.trainer.errors import ConfigError
 
 MOST_KEYS: Final = 500
@@ -121,12 +122,9 @@ def check_address(host: str, port: int) -> None:
         ConfigError: nobody can listen there.
     """
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-    except OSError as e:
+        bind(host, port).close()
+    except GatewayError as e:
         raise ConfigError(
-            f"logging.prometheus_port is {port}, which cannot be used on {host} ({e.strerror}); "
-            "choose another port, or null"
+            f"logging.prometheus_port is {port}, which cannot be used on {host} "
+            f"({getattr(e.__cause__, 'strerror', e)}); choose another port, or null"
         ) from e

@@ -12,11 +12,12 @@ not own the state (`trainer/checkpoint.py`) or where it is refused (`checks.py`)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from stepwell.backends.model_folder import fingerprint
 from stepwell.config import RunConfig
+from stepwell.config_keys import leaves
 from stepwell.run_file import without_secrets
 from stepwell.trainer.data import FREE
 from stepwell.trainer.errors import ConfigError
@@ -129,14 +130,9 @@ def _short(value: Any) -> str:
 
 def _changes(about: Mapping[str, Any], config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Key -> (value then, value now)."""
-    before, now = dict(_flat(about["config"])), dict(_flat(without_secrets(config)))
+    before, now = (
+        {".".join(parts): value for parts, value in leaves(values)}
+        for values in (about["config"], without_secrets(config))
+    )
     keys = [*now, *(key for key in before if key not in now)]
     return {k: (before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)}
-
-
-def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value

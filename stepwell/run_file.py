@@ -119,7 +119,7 @@ def begin(config: RunConfig) -> RunFile:
         host=socket.gethostname(),
         started_at=datetime.now(UTC),
         folder=folder,
-        versions=_versions(),
+        versions=versions(),
         git=_git(folder),
         config=without_secrets(config),
     )
@@ -330,7 +330,8 @@ def _hide(value: Any) -> Any:
     return _PASSWORD.sub(rf"\1:{HIDDEN}@", value) if isinstance(value, str) else value
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of Stepwell, Python and what a run's figures depend on."""
     found = {"stepwell": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:

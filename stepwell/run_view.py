@@ -11,7 +11,6 @@ Owns which run is meant, and what is read of its files. Does not own what is sho
 from __future__ import annotations
 
 import json
-import os
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
@@ -30,6 +29,7 @@ from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.remote.stopped import stopped_pool
 from stepwell.errors import RunUnavailableError
 from stepwell.find_run import find_run
+from stepwell.gateway.ui.run_folder import RunFolder
 from stepwell.run_file import (
     RUN_FILE,
     TRAINER_LOCK,
@@ -43,8 +43,8 @@ from stepwell.trainer.errors import ConfigError
 
 RUNS = Path("runs")
 ANSWER_S = 5.0
-TAIL_BYTES = 1 << 20
-"""Of metrics.jsonl: the last few hundred optimizer steps."""
+RECENT = 300
+"""Optimizer steps that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,8 @@ class RunView:
     run: RunFile
     is_alive: bool
     pool: DataPoolClient
+    files: RunFolder
+    """What its trainer writes."""
 
     def lives(self) -> bool:
         """Whether it is alive still."""
@@ -66,10 +68,8 @@ class RunView:
         return holder(self.folder, TRAINER_LOCK)
 
     def records(self) -> list[dict[str, Any]]:
-        """What metrics.jsonl has of the last optimizer steps, in order; the last line of a step
-        counts."""
-        last = {record["step"]: record for record in tail(self.folder / "metrics.jsonl")}
-        return [last[step] for step in sorted(last) if step > 0]
+        """What metrics.jsonl has of the last optimizer steps, in order."""
+        return self.files.records([step for step in self.files.steps() if step > 0][-RECENT:])
 
     def tokenizer_path(self) -> str | None:
         """Of the served model, from wherever this process is."""
@@ -115,11 +115,13 @@ async def open_run(where: str | None) -> AsyncIterator[RunView]:
     """
     place = choose_run(where)
     folder, run, is_alive = _found(place)
+    files = RunFolder(folder)
     if is_alive:
         async with connect(place) as pool:
-            yield RunView(folder, run, True, pool)
+            yield RunView(folder, run, True, pool, files)
     else:
-        yield RunView(folder, run, False, stopped_pool(journal_folder(folder), _limits(run)))
+        pool = stopped_pool(journal_folder(folder), _limits(run))
+        yield RunView(folder, run, False, pool, files)
 
 
 def _found(place: Path | str) -> tuple[Path, RunFile, bool]:
@@ -139,20 +141,6 @@ def _limits(run: RunFile) -> PoolConfig:
         return RunConfig.model_validate(run.config, context={"here": False}).pool_of_run
     except ValidationError:  # another release's keys
         return PoolConfig()
-
-
-def tail(path: Path) -> list[dict[str, Any]]:
-    """The last whole lines of a JSONL file, of about `TAIL_BYTES`; none, if there is no file."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]  # the last one may be torn
-    except FileNotFoundError:
-        return []
-    if size > TAIL_BYTES:
-        lines = lines[1:]
-    return [json.loads(line) for line in lines if line]
 
 
 def ask_gateway(

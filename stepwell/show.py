@@ -26,7 +26,6 @@ from stepwell.console import all_safe, safe
 from stepwell.datapool.files.export import read
 from stepwell.datapool.files.rows import Row, to_rows
 from stepwell.datapool.files.trained import TRAINED as FOLDER
-from stepwell.datapool.files.trained import read_about, read_trained, trained_steps
 from stepwell.datapool.inspect.rows import ExportedTrajectory, GroupRow, TrajectoryRow
 from stepwell.gateway.errors import GatewayConfigError
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
@@ -250,28 +249,31 @@ def _in_sample(
 ) -> tuple[ExportedTrajectory, dict[str, Any], dict[int, list[float]]]:
     """One that was trained and has left the pool: what the trainer keeps of some, and which of its
     tokens were trained, by step."""
-    newest = None
-    for step in reversed(trained_steps(view.folder)):
-        heads = read_about(view.folder, step)["trajectories"]
-        newest = newest or next((f"{h['trajectory_uid']} of step {step}" for h in heads), None)
-        head = next((h for h in heads if h["trajectory_uid"] == uid), None)
-        if head is not None:
-            kept = next(
-                t for t in read_trained(view.folder, step) if t.trajectory.trajectory_uid == uid
-            )
-            about = {"step": step, "advantage": head["advantage"], "weight": head["weight"]}
-            masks = {
-                s.step_index: list(columns.get("mask", [1.0] * len(s.response_ids)))
-                for s, columns in zip(kept.trajectory.steps, kept.columns, strict=True)
-                if columns
-            }
-            return ExportedTrajectory(trajectory=kept.trajectory), about, masks
-    raise ConfigError(
-        f"trajectory {uid!r} is not in the pool of {view.folder} (`stepwell groups --prompt UID` "
-        "lists those of a group), nor in its sample of what was trained: trainer.sample_groups "
-        f"groups of each optimizer step, in {view.folder / FOLDER}"
-        + (f"; the newest there is {newest}" if newest else "")
-    )
+    files = view.files
+
+    def heads(step: int) -> list[dict[str, Any]]:
+        about = files.about(step)
+        return [] if about is None else about["trajectories"]
+
+    if (found := files.trained(uid)) is None:
+        kept = (
+            f"{h['trajectory_uid']} of step {s}" for s in files.sampled()[::-1] for h in heads(s)
+        )
+        raise ConfigError(
+            f"trajectory {uid!r} is not in the pool of {view.folder} (`stepwell groups --prompt "
+            "UID` lists those of a group), nor in its sample of what was trained: "
+            "trainer.sample_groups groups of each optimizer step, in "
+            f"{view.folder / FOLDER}{next((f'; the newest there is {k}' for k in kept), '')}"
+        )
+    step, trained = found
+    head = next((h for h in heads(step) if h["trajectory_uid"] == uid), {})
+    about = {"step": step, "advantage": head.get("advantage"), "weight": head.get("weight")}
+    masks = {
+        s.step_index: list(columns.get("mask", [1.0] * len(s.response_ids)))
+        for s, columns in zip(trained.trajectory.steps, trained.columns, strict=True)
+        if columns
+    }
+    return ExportedTrajectory(trajectory=trained.trajectory), about, masks
 
 
 def _in_file(uid: str, path: Path) -> ExportedTrajectory:

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-import orjson
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -77,16 +76,14 @@ async def _gateways(view: RunView) -> list[dict[str, Any]]:
 
 
 def _evaluations(view: RunView) -> list[dict[str, Any]]:
-    """The first and the last one, from their sample tables."""
-    # As `trainer/validation.py` names them, which would load transformers.
-    tables = {int(p.stem[5:]): p for p in view.folder.glob("validation/step_*.jsonl")}
-    found = []
-    for step in sorted({min(tables), max(tables)}) if tables else ():
-        with tables[step].open("rb") as lines:
-            rewards = [r for line in lines if (r := orjson.loads(line)["reward"]) is not None]
-        score = sum(rewards) / len(rewards) if rewards else None
-        found.append({"step": step, "score": score, "rollouts": len(rewards)})
-    return found
+    """The first and the last one."""
+    figures = view.files.series(keys := ["val/step", "val/score", "val/rollouts"])
+    found = [
+        {"step": int(step), "score": score, "rollouts": int(rollouts)}
+        for step, score, rollouts in zip(*(figures[key] for key in keys), strict=True)
+        if step is not None
+    ]
+    return found[:1] + found[1:][-1:]
 
 
 # -- for people --------------------------------------------------------------------------------

@@ -1,5 +1,4 @@
-"""`python -m benchmarks gateway`: the gateway beside its engine, rllm-model-gateway
-and sglang-router.
+"""`python -m benchmarks gateway`: the gateway beside its engine and rllm-model-gateway.
 
     throughput   requests/s, latency and CPU at 1, 16 and 64 connections      measure.py
     delayed      the same at 64 connections with an engine that takes 50 ms, and with
@@ -26,13 +25,12 @@ from pathlib import Path
 from benchmarks.checks import BenchResult, chosen_sections
 from benchmarks.gateway.measure import CONNECTIONS, Bench, Size, delayed, throughput
 from benchmarks.gateway.memory import live_trajectories, soak
-from benchmarks.gateway.process import Client, Engine
+from benchmarks.gateway.process import running_client, running_engine
 from benchmarks.gateway.shapes import long_conversations, streams, waves
 from benchmarks.gateway.systems import (
     INSTALL,
     Direct,
     Rllm,
-    SglangRouter,
     Stepwell,
     StepwellReplicas,
     System,
@@ -93,15 +91,14 @@ async def run(
     wanted = chosen_sections(only, SECTIONS)
     ours = Stepwell()
     systems: list[System] = [Direct(), ours, StepwellReplicas()]
-    systems += [other() for other in (Rllm, SglangRouter) if is_installed(other)]
+    systems += [Rllm()] if is_installed() else []
     async with running(systems, ours, QUICK if quick else FULL, minutes) as bench:
         for name in wanted:
             if name != "soak" or only:
                 await SECTIONS[name](bench)
     report = bench.report
-    for other in (Rllm, SglangRouter):
-        if not is_installed(other):
-            report.figures[f"{other.package}, not installed"] = INSTALL
+    if not is_installed():
+        report.figures[f"{Rllm.name}, not installed"] = INSTALL
     return report.without_bounds() if quick else report
 
 
@@ -117,12 +114,8 @@ async def running(
     ):
         workload = make_workload(Path(folder))
         async with AsyncExitStack() as stack:
-            engine, client = Engine(workload), Client(workload)
-            stack.push_async_callback(engine.stop)
-            stack.push_async_callback(client.stop)
-            await engine.serve()
-            await client.start(talks=True)
+            engine = await stack.enter_async_context(running_engine(workload))
+            client = await stack.enter_async_context(running_client(workload))
             for system in systems:
-                await system.start(engine, workload)
-                stack.push_async_callback(system.stop)
+                await stack.enter_async_context(system.running(engine, workload))
             yield Bench(workload, engine, client, systems, ours, size, minutes)

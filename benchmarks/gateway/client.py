@@ -11,7 +11,7 @@ Conversations are JSON fragments made ahead, so that a request costs one join; a
 parsed, only looked through for the text they must hold. Rollouts of a prompt start side by side and
 differ from their second turn on. Completing a trajectory is part of the load but no request.
 
-A job's fields are those of `Job`, a result's those of `Result.as_json`. Imports nothing of ours.
+A job's fields are those of `Job`, a result's those of `Result`. Imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import math
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import httptools
 import orjson
 import uvloop
 
 COMPLETE = '{"reward":1.0}'
+Pieces: TypeAlias = list[tuple[float, bytes]]
+"""A body as it came: when, and what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,19 @@ class Conversations:
     answer: bytes
     """What every answer holds."""
     answer_characters: int
+
+    @classmethod
+    def read(cls, file: Path) -> dict[str, Conversations]:
+        """Those of each kind, from a bench's file."""
+        return {
+            kind: cls(
+                [head.encode() for head in made["heads"]],
+                [follow_up.encode() for follow_up in made["follow_ups"]],
+                made["answer"].encode(),
+                made["answer_characters"],
+            )
+            for kind, made in orjson.loads(file.read_bytes()).items()
+        }
 
     def body(self, prompt: int, rollout: int, turn: int, *, stream: bool) -> bytes:
         """The request of one turn."""
@@ -88,11 +103,6 @@ class Job:
     """No job lasts longer."""
 
 
-class Rollout(NamedTuple):
-    prompt: int
-    rollout: int
-
-
 @dataclass(slots=True)
 class Result:
     """What happened. Times are seconds of the monotonic clock."""
@@ -108,222 +118,179 @@ class Result:
     sent: list[float] = field(default_factory=list)
     """When each stream was asked for."""
 
-    def as_json(self) -> bytes:
-        return orjson.dumps(self)
-
-
-class Load:
-    """The rollouts that no connection has taken yet."""
-
-    def __init__(self, job: Job, conversations: Conversations) -> None:
-        self.job = job
-        self.conversations = conversations
-        self.result = Result()
-        self.left: Iterator[Rollout] = itertools.starmap(
-            Rollout, itertools.product(range(job.prompts), range(job.rollouts))
-        )
-        self.running = job.connections
-        self.ended = asyncio.get_running_loop().create_future()
-
-    def connection_done(self) -> None:
-        self.running -= 1
-        if self.running == 0 and not self.ended.done():
-            self.ended.set_result(None)
-
-    def fail(self, what: str) -> None:
-        self.result.errors.append(what)
-
 
 class Connection(asyncio.Protocol):
-    """One agent after the other."""
+    """Sends one request at a time. One costs this process 35 µs; by the engines' client it would be
+    some 20 more."""
 
-    def __init__(self, load: Load) -> None:
-        self._load = load
-        self._job = load.job
+    def __init__(self) -> None:
         self._transport: Any = None
         self._parser = httptools.HttpResponseParser(self)
-        self._rollout = Rollout(0, 0)
-        self._turn = 0
-        self._completing = False
-        self._sent = 0.0
-        self._cpu = 0.0
-        self._body: list[bytes] = []
-        self._text = ""
-        self._buffer = b""
-        self._done = False
+        self._pieces: Pieces = []
+        self._answered: asyncio.Future[None] | None = None
+
+    async def post(self, path: str, body: bytes) -> Pieces:
+        """The body of its answer.
+
+        Raises:
+            ConnectionError: the connection is lost.
+            ValueError: the answer is no HTTP, or has another status than 200.
+        """
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n\r\n"
+        ).encode()
+        if self._transport.is_closing():
+            raise ConnectionError("connection lost")
+        self._pieces = []
+        self._answered = asyncio.get_running_loop().create_future()
+        self._transport.write(head + body)
+        await self._answered
+        if (status := self._parser.get_status_code()) != 200:
+            raise ValueError(f"{status}: {whole(self._pieces)[:300]!r}")
+        return self._pieces
+
+    def close(self) -> None:
+        self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        self._next_rollout()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self._done:
-            self._load.fail(f"connection lost ({exc})")
-            self._finish()
+        self._fail(ConnectionError(f"connection lost ({exc})"))
 
     def data_received(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as e:
-            self._load.fail(f"no HTTP: {e}")
-            self._finish()
-
-    # -- what is sent ------------------------------------------------------------------------
-
-    def _next_rollout(self) -> None:
-        rollout = next(self._load.left, None)
-        if rollout is None or self._is_late():
-            self._finish()
-            return
-        self._rollout, self._turn = rollout, 0
-        if self._job.cpu_pid is not None:
-            self._load.result.cpu_s.append([])
-            self._cpu = cpu_seconds(self._job.cpu_pid)
-        self._send_turn()
-
-    def _send_turn(self) -> None:
-        job, (prompt, rollout) = self._job, self._rollout
-        body = self._load.conversations.body(
-            job.first_prompt + prompt, rollout, self._turn, stream=job.stream
-        )
-        if job.stream:
-            self._load.result.seen.append([])
-            self._text = ""
-            self._buffer = b""
-        self._send(job.path, body)
-        if job.stream:
-            self._load.result.sent.append(self._sent)
-
-    def _send(self, path: str, body: bytes) -> None:
-        uid, prompt_uid = self._uids()
-        head = (
-            f"POST {path.format(trajectory=uid, prompt=prompt_uid)} HTTP/1.1\r\n"
-            f"host: 127.0.0.1\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n\r\n"
-        ).encode()
-        self._sent = time.perf_counter()
-        self._transport.write(head + body)
-
-    def _uids(self) -> tuple[str, str]:
-        prompt, rollout = self._rollout
-        return f"{self._job.name}-{prompt}-{rollout}", f"{self._job.name}-{prompt}"
-
-    def _finish(self) -> None:
-        if not self._done:
-            self._done = True
-            self._transport.close()
-            self._load.connection_done()
-
-    # -- what arrives (called by the parser) ---------------------------------------------------
+            self._fail(ValueError(f"no HTTP: {e}"))
 
     def on_body(self, body: bytes) -> None:
-        if self._job.stream and not self._completing:
-            self._read_events(body)
-        else:
-            self._body.append(body)
+        self._pieces.append((time.perf_counter(), body))
 
     def on_message_complete(self) -> None:
-        now = time.perf_counter()
-        body = b"".join(self._body)
-        self._body.clear()
-        status = self._parser.get_status_code()
-        if status != 200:
-            self._load.fail(f"{status}: {body[:300]!r}")
-            self._finish()
-            return
-        if self._completing:
-            self._completing = False
-            self._next_rollout()
-            return
-        self._load.result.latencies_s.append(now - self._sent)
-        if not self._is_answer(body):
-            self._load.fail(f"another answer: {(self._text or body[:300])!r}")
-        if self._job.pause_s:
-            asyncio.get_running_loop().call_later(self._job.pause_s, self._go_on)
-        else:
-            self._go_on()
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_result(None)
 
-    def _is_answer(self, body: bytes) -> bool:
-        expected = self._load.conversations
-        if self._job.stream:
-            return len(self._text) == expected.answer_characters
-        return expected.answer in body
+    def _fail(self, error: Exception) -> None:
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_exception(error)
 
-    def _go_on(self) -> None:
-        if self._job.cpu_pid is not None:
-            before, self._cpu = self._cpu, cpu_seconds(self._job.cpu_pid)
-            self._load.result.cpu_s[-1].append(self._cpu - before)
-        self._turn += 1
-        if self._turn < self._job.turns and not self._is_late():
-            self._send_turn()
-        elif self._job.complete_path is not None:
-            self._completing = True
-            self._send(self._job.complete_path, self._job.complete_body.encode())
-        else:
-            self._next_rollout()
 
-    def _is_late(self) -> bool:
-        duration_s = self._job.duration_s
-        return duration_s is not None and time.perf_counter() > self._load.result.began + duration_s
+def whole(pieces: Pieces) -> bytes:
+    return b"".join(data for _, data in pieces)
 
-    def _read_events(self, data: bytes) -> None:
-        now = time.perf_counter()
-        *events, self._buffer = (self._buffer + data).split(b"\n\n")
-        before = len(self._text)
+
+def arrivals(pieces: Pieces) -> list[tuple[float, int]]:
+    """When how many characters of a stream's text had arrived."""
+    seen: list[tuple[float, int]] = []
+    n, buffer = 0, b""
+    for at, data in pieces:
+        *events, buffer = (buffer + data).split(b"\n\n")
+        before = n
         for event in events:
             if event.startswith(b"data: {"):
                 for choice in orjson.loads(event[6:])["choices"]:
-                    self._text += choice["delta"].get("content") or ""
-        if len(self._text) > before:
-            self._load.result.seen[-1].append((now, len(self._text)))
+                    n += len(choice["delta"].get("content") or "")
+        if n > before:
+            seen.append((at, n))
+    return seen
 
 
-def cpu_seconds(pid: int) -> float:
+def cpu_seconds(pid: int | None) -> float:
     """User and system time of all threads of a process; Linux counts it in nanoseconds."""
-    return time.clock_gettime((~pid << 3) | 2)  # CPUCLOCK_SCHED of clock_getcpuclockid(3)
+    # CPUCLOCK_SCHED of clock_getcpuclockid(3)
+    return 0.0 if pid is None else time.clock_gettime((~pid << 3) | 2)
 
 
-async def run(job: Job, conversations: Conversations) -> Result:
-    """All trajectories of a job, to the last one's end."""
-    loop = asyncio.get_running_loop()
-    load = Load(job, conversations)
-    load.result.began = time.perf_counter()
+class Load:
+    """A job, and the rollouts of it that no connection has taken yet."""
 
-    async def connect(number: int) -> None:
+    def __init__(self, job: Job, conversations: Conversations) -> None:
+        self.result = Result(began=time.perf_counter())
+        self._job = job
+        self._conversations = conversations
+        self._left = itertools.product(range(job.prompts), range(job.rollouts))
+        self._until = self.result.began + (job.duration_s or math.inf)
+
+    async def run(self) -> None:
+        """All trajectories, to the last one's end."""
+        job, result = self._job, self.result
+        agents = [asyncio.create_task(self._agent(number)) for number in range(job.connections)]
+        done, waiting = await asyncio.wait(agents, timeout=job.limit_s)
+        result.ended = time.perf_counter()
+        result.errors += [str(error) for agent in done if (error := agent.exception())]
+        if waiting:
+            still = f"{len(waiting)} connections were still waiting after {job.limit_s:g} s"
+            result.errors.append(still)
+
+    async def _agent(self, number: int) -> None:
+        """One connection, and trajectory after trajectory on it."""
+        job, loop = self._job, asyncio.get_running_loop()
         await asyncio.sleep(number * job.stagger_s)
         port = job.ports[number % len(job.ports)]
-        await loop.create_connection(lambda: Connection(load), "127.0.0.1", port)
+        try:
+            _, connection = await loop.create_connection(Connection, "127.0.0.1", port)
+        except OSError as e:
+            raise ConnectionError(f"no connection: {e}") from e
+        try:
+            for prompt, rollout in self._left:
+                if self._is_late():
+                    return
+                await self._converse(connection, prompt, rollout)
+        finally:
+            connection.close()
 
-    opened = await asyncio.gather(*map(connect, range(job.connections)), return_exceptions=True)
-    for failure in opened:
-        if isinstance(failure, BaseException):
-            load.fail(f"no connection: {failure!r}")
-            load.connection_done()
-    try:
-        await asyncio.wait_for(load.ended, job.limit_s)
-    except TimeoutError:
-        load.fail(f"{load.running} connections were still waiting after {job.limit_s:g} s")
-    load.result.ended = time.perf_counter()
-    return load.result
+    async def _converse(self, connection: Connection, prompt: int, rollout: int) -> None:
+        """One trajectory."""
+        job, result = self._job, self.result
+        uids = {"trajectory": f"{job.name}-{prompt}-{rollout}", "prompt": f"{job.name}-{prompt}"}
+        path, cpu_s = job.path.format(**uids), list[float]()
+        cpu = cpu_seconds(job.cpu_pid)
+        for turn in range(job.turns):
+            if turn and self._is_late():
+                break
+            await self._turn(connection, path, prompt, rollout, turn)
+            if job.pause_s:
+                await asyncio.sleep(job.pause_s)
+            before, cpu = cpu, cpu_seconds(job.cpu_pid)
+            cpu_s.append(cpu - before)
+        result.cpu_s += [cpu_s] if job.cpu_pid is not None else []
+        if job.complete_path is not None:
+            await connection.post(job.complete_path.format(**uids), job.complete_body.encode())
+
+    async def _turn(
+        self, connection: Connection, path: str, prompt: int, rollout: int, turn: int
+    ) -> None:
+        job, result, expected = self._job, self.result, self._conversations
+        body = expected.body(job.first_prompt + prompt, rollout, turn, stream=job.stream)
+        sent = time.perf_counter()
+        answer = await connection.post(path, body)
+        result.latencies_s.append(time.perf_counter() - sent)
+        if job.stream:
+            seen = arrivals(answer)
+            result.sent.append(sent)
+            result.seen.append(seen)
+            is_answer = bool(seen) and seen[-1][1] == expected.answer_characters
+        else:
+            is_answer = expected.answer in whole(answer)
+        if not is_answer:
+            result.errors.append(f"another answer: {whole(answer)[:300]!r}")
+
+    def _is_late(self) -> bool:
+        return time.perf_counter() > self._until
 
 
 def main(conversations: Path) -> None:
-    kinds = {
-        kind: Conversations(
-            [head.encode() for head in made["heads"]],
-            [follow_up.encode() for follow_up in made["follow_ups"]],
-            made["answer"].encode(),
-            made["answer_characters"],
-        )
-        for kind, made in orjson.loads(conversations.read_bytes()).items()
-    }
+    kinds = Conversations.read(conversations)
     gc.collect()
     gc.freeze()
     gc.disable()  # nothing here is cyclic but connections
     for line in sys.stdin:
         job = Job(**orjson.loads(line))
-        result = uvloop.run(run(job, kinds[job.kind]))
-        sys.stdout.buffer.write(result.as_json() + b"\n")
+        load = Load(job, kinds[job.kind])
+        uvloop.run(load.run())
+        sys.stdout.buffer.write(orjson.dumps(load.result) + b"\n")
         sys.stdout.buffer.flush()
         gc.collect()
 

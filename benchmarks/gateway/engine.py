@@ -2,12 +2,13 @@
 
     python -P engine.py ANSWER.json        prints its port; ends when its standard input ends
 
+Each line on its standard input sets the delay before an answer (`delay_s`) and between the events
+of a stream (`interval_s`), and is answered by a line that tells when the events of each stream
+since the line before were written (seconds of the monotonic clock, which all processes share).
+
 It speaks SGLang's `/generate` (whole, or as a stream of cumulative events), and chat completions as
 SGLang and vLLM answer them: with ids and log-probs for those who ask by `return_token_ids`. Every
-answer is bytes made at the start; a request costs its parsing. `POST /control` sets the delay
-before an answer (`delay_s`) and between the events of a stream (`interval_s`); `GET /emitted` tells
-when the events of each stream were written (seconds of the monotonic clock, which all processes
-share).
+answer is bytes made at the start; a request costs its parsing.
 
 Imports nothing of ours: it starts at once, and what it costs is the same for all systems.
 """
@@ -76,52 +77,30 @@ class Answers:
         }
 
     def _completion(self, *, with_ids: bool) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": 0,
-            "message": {"role": "assistant", "content": "".join(self._pieces)},
-            "finish_reason": "stop",
-        }
         n, n_prompt = len(self._ids), len(self._prompt_ids)
-        answer = {
-            "id": "chatcmpl-fixed",
-            "object": "chat.completion",
-            "created": 1,
-            "model": "bench",
-            "choices": [choice],
-            "usage": {
-                "prompt_tokens": n_prompt,
-                "completion_tokens": n,
-                "total_tokens": n_prompt + n,
-            },
-        }
+        usage = {"prompt_tokens": n_prompt, "completion_tokens": n, "total_tokens": n_prompt + n}
+        message = {"role": "assistant", "content": "".join(self._pieces)}
+        choice = {"message": message, "finish_reason": "stop"}
+        ids = {"prompt_token_ids": self._prompt_ids} if with_ids else {}
         if with_ids:
-            answer["prompt_token_ids"] = self._prompt_ids
-            choice["token_ids"] = self._ids
-            choice["logprobs"] = {"content": [self._log_prob(k) for k in range(n)]}
-        return answer
+            choice |= self._sampled(slice(None))
+        return _chat("chat.completion", choice, usage=usage, **ids)
 
     def _chunks(self, *, with_ids: bool) -> Events:
         events = []
         for k, piece in enumerate(self._pieces):
-            choice: dict[str, Any] = {
-                "index": 0,
-                "delta": {"content": piece} if piece else {},
-                "finish_reason": None if piece else "stop",
-            }
-            chunk = {
-                "id": "chatcmpl-fixed",
-                "object": "chat.completion.chunk",
-                "created": 1,
-                "model": "bench",
-                "choices": [choice],
-            }
+            choice: dict[str, Any] = {"delta": {"content": piece} if piece else {}}
+            choice["finish_reason"] = None if piece else "stop"
+            ids = {"prompt_token_ids": self._prompt_ids} if with_ids and k == 0 else {}
             if with_ids:
-                choice["token_ids"] = [self._ids[k]]
-                choice["logprobs"] = {"content": [self._log_prob(k)]}
-                if k == 0:
-                    chunk["prompt_token_ids"] = self._prompt_ids
-            events.append(_event(chunk))
+                choice |= self._sampled(slice(k, k + 1))
+            events.append(_event(_chat("chat.completion.chunk", choice, **ids)))
         return events
+
+    def _sampled(self, at: slice) -> dict[str, Any]:
+        """Ids and log-probs, as SGLang and vLLM answer those who ask for them."""
+        log_probs = [self._log_prob(k) for k in range(len(self._ids))[at]]
+        return {"token_ids": self._ids[at], "logprobs": {"content": log_probs}}
 
     def _log_prob(self, k: int) -> dict[str, Any]:
         return {
@@ -136,6 +115,11 @@ STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 )
 DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+
+
+def _chat(kind: str, choice: dict[str, Any], **more: Any) -> dict[str, Any]:
+    head = {"id": "chatcmpl-fixed", "object": kind, "created": 1, "model": "bench"}
+    return {**head, "choices": [{"index": 0, **choice}], **more}
 
 
 def _response(payload: Any) -> bytes:
@@ -200,7 +184,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError:  # the router asks first whether this speaks HTTP/2
+        except httptools.HttpParserError:
             self._transport.close()
 
     def on_url(self, url: bytes) -> None:
@@ -221,13 +205,6 @@ class Connection(asyncio.Protocol):
                 self._answer(body, answers.chat_with_ids, answers.chat_events_with_ids)
             else:
                 self._answer(body, answers.chat, answers.chat_events)
-        elif path == b"/control":
-            for name, value in orjson.loads(body).items():
-                setattr(server, name, value)
-            server.emitted.clear()
-            self._transport.write(_response({}))
-        elif path == b"/emitted":
-            self._transport.write(_response(server.emitted))
         else:
             self._transport.write(server.other.get(path) or _response({}))
 
@@ -261,8 +238,15 @@ async def main(answers: Answers) -> None:
     listening = await loop.create_server(lambda: Connection(server), "127.0.0.1", 0, backlog=2048)
     print(listening.sockets[0].getsockname()[1], flush=True)
 
+    def control(line: str) -> None:
+        settings, emitted = orjson.loads(line), server.emitted
+        server.delay_s, server.interval_s = settings["delay_s"], settings["interval_s"]
+        server.emitted = []
+        print(orjson.dumps(emitted).decode(), flush=True)
+
     def watch() -> None:
-        sys.stdin.read()
+        for line in sys.stdin:
+            loop.call_soon_threadsafe(control, line)
         loop.call_soon_threadsafe(ended.set)
 
     threading.Thread(target=watch, daemon=True).start()

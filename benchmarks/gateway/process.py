@@ -1,117 +1,55 @@
-"""Processes of a bench: started, spoken to line by line, and ended with it."""
+"""The engine and the client of the bench, as processes of their own."""
 
 from __future__ import annotations
 
-import asyncio
-import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import orjson
 import psutil
 
 from benchmarks.gateway.client import Job, Result
 from benchmarks.gateway.workload import Workload
-
-START_S = 60.0
-STOP_S = 10.0
-LINE_BYTES = 1 << 30
+from benchmarks.processes import ask, python
 
 
-class Process:
-    """A program of its own. Its output goes nowhere, unless it is read here."""
-
-    def __init__(self, *command: str) -> None:
-        self._command = command
-        self._process: asyncio.subprocess.Process | None = None
-
-    @property
-    def pid(self) -> int:
-        return self._running.pid
-
-    @property
-    def _running(self) -> asyncio.subprocess.Process:
-        if self._process is None:
-            raise RuntimeError("the process was not started")
-        return self._process
-
-    async def start(self, *, talks: bool = False) -> None:
-        pipe = asyncio.subprocess.PIPE if talks else asyncio.subprocess.DEVNULL
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=None if talks else asyncio.subprocess.DEVNULL,
-            limit=LINE_BYTES,
-        )
-
-    async def ask(self, line: bytes | None) -> bytes:
-        """The line that it answers to `line`, or prints by itself.
-
-        Raises:
-            RuntimeError: it ended.
-        """
-        process = self._running
-        if process.stdin is None or process.stdout is None:
-            raise RuntimeError("the process was not started to talk")
-        if line is not None:
-            process.stdin.write(line + b"\n")
-            await process.stdin.drain()
-        answer = await process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"{Path(self._command[-2]).name} ended with {await process.wait()}")
-        return answer
-
-    async def stop(self) -> None:
-        """Ask it to end; kill it if it does not."""
-        if self._process is None or self._process.returncode is not None:
-            return
-        self._process.terminate()
-        try:
-            await asyncio.wait_for(self._process.wait(), STOP_S)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
+def _program(name: str, file: Path) -> AbstractAsyncContextManager[Process]:
+    return python("-P", str(Path(__file__).with_name(name)), str(file), output=PIPE)
 
 
-class Engine(Process):
+@dataclass(frozen=True, slots=True)
+class Engine:
     """`engine.py`; its origin is `url`."""
 
-    def __init__(self, workload: Workload) -> None:
-        super().__init__(*_program("engine.py"), str(workload.answer_file))
-        self.port = 0
+    process: Process
+    port: int
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    async def serve(self) -> None:
-        await self.start(talks=True)
-        self.port = int(await self.ask(None))
-
-    async def control(self, *, delay_s: float = 0.0, interval_s: float = 0.0) -> None:
-        """How long answers and events of streams are waited for; forgets the streams so far."""
-        async with aiohttp.ClientSession() as session:
-            settings = {"delay_s": delay_s, "interval_s": interval_s}
-            async with session.post(f"{self.url}/control", json=settings) as response:
-                response.raise_for_status()
-
-    async def emitted(self) -> list[list[float]]:
-        """When the events of each stream were written, since `control`."""
-        async with (
-            aiohttp.ClientSession() as session,
-            session.get(f"{self.url}/emitted") as response,
-        ):
-            emitted: list[list[float]] = await response.json()
-            return emitted
+    async def control(self, *, delay_s: float = 0.0, interval_s: float = 0.0) -> list[list[float]]:
+        """How long answers and events of streams are waited for from now on. Returns when the
+        events of each stream were written that was asked for since the last call of this."""
+        settings = {"delay_s": delay_s, "interval_s": interval_s}
+        emitted: list[list[float]] = orjson.loads(await ask(self.process, orjson.dumps(settings)))
+        return emitted
 
 
-class Client(Process):
+@asynccontextmanager
+async def running_engine(workload: Workload) -> AsyncIterator[Engine]:
+    async with _program("engine.py", workload.answer_file) as process:
+        yield Engine(process, int(await ask(process)))
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
     """`client.py`."""
 
-    def __init__(self, workload: Workload) -> None:
-        super().__init__(*_program("client.py"), str(workload.conversations_file))
+    process: Process
 
     async def run(self, job: Job) -> Result:
         """Send a job's load.
@@ -126,32 +64,13 @@ class Client(Process):
 
     async def attempt(self, job: Job) -> Result:
         """As `run`, with the errors in the result."""
-        return Result(**orjson.loads(await self.ask(orjson.dumps(job))))
+        return Result(**orjson.loads(await ask(self.process, orjson.dumps(job))))
 
 
-def _program(name: str) -> tuple[str, ...]:
-    return sys.executable, "-P", str(Path(__file__).with_name(name))
-
-
-async def wait_until_served(url: str, payload: Any = None) -> None:
-    """Return once `url` answers 200, to a POST if there is a payload.
-
-    Raises:
-        RuntimeError: not within a minute.
-    """
-    last: Any = None
-    async with aiohttp.ClientSession() as session:
-        for _ in range(int(START_S / 0.1)):
-            try:
-                method = "GET" if payload is None else "POST"
-                async with session.request(method, url, json=payload) as response:
-                    if response.status == 200:
-                        return
-                    last = f"status {response.status}"
-            except aiohttp.ClientError as e:
-                last = e
-            await asyncio.sleep(0.1)
-    raise RuntimeError(f"{url} did not answer within {START_S:g} s ({last})")
+@asynccontextmanager
+async def running_client(workload: Workload) -> AsyncIterator[Client]:
+    async with _program("client.py", workload.conversations_file) as process:
+        yield Client(process)
 
 
 def resident_bytes(pid: int) -> int:

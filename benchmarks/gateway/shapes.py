@@ -59,9 +59,9 @@ async def streams(bench: Bench) -> None:
     lag_ms: dict[str, list[float]] = defaultdict(list)
     in_time: dict[str, list[bool]] = defaultdict(list)
     """Of the events but the last: whether their text was seen before the next was written."""
+    await bench.engine.control(interval_s=INTERVAL_S)
     for turn in range(bench.size.rounds):
         for system in bench.systems:
-            await bench.engine.control(interval_s=INTERVAL_S)
             job = bench.job(
                 system,
                 "chat",
@@ -72,7 +72,7 @@ async def streams(bench: Bench) -> None:
                 first_prompt=turn,
             )
             result = await bench.client.run(job)
-            emitted = await bench.engine.emitted()
+            emitted = await bench.engine.control(interval_s=INTERVAL_S)
             await system.settle(job)
             for sent, seen, written in zip(result.sent, result.seen, emitted, strict=True):
                 at = _arrivals(seen, lengths)

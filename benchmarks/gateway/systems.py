@@ -2,8 +2,7 @@
 
 All take the same chat completions and pass them to the same engine; `Direct` is the engine itself.
 What each does for that differs: Stepwell renders and tokenises, asks `/generate` and stores Steps
-durably; rllm-model-gateway lets the engine tokenise and keeps traces in memory; the router is a
-proxy and keeps nothing.
+durably; rllm-model-gateway lets the engine tokenise and keeps traces in memory.
 """
 
 from __future__ import annotations
@@ -12,26 +11,21 @@ import asyncio
 import gc
 import importlib.util
 import itertools
-import os
-import sys
-import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
 import aiohttp
 import ray
 
 from benchmarks.gateway.client import Job
-from benchmarks.gateway.process import Engine, Process, wait_until_served
+from benchmarks.gateway.process import Engine
 from benchmarks.gateway.size import trajectory_size
 from benchmarks.gateway.workload import Workload
-from benchmarks.pool.systems import pid_of
-from benchmarks.processes import free_port
-from stepwell.datapool.config import PoolConfig
-from stepwell.datapool.remote.start import client_of, start_data_pool
+from benchmarks.pool.cluster import pid_of, running_pool
+from benchmarks.processes import free_port, python
 from stepwell.datapool.types import Step
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.replicas import GatewayReplica, start_replicas
@@ -39,11 +33,11 @@ from stepwell.gateway.tokens.graph import join
 from stepwell.gateway.wiring import Wiring
 
 T = TypeVar("T")
-CHAT = {"model": "bench", "messages": [{"role": "user", "content": "."}], "max_tokens": 64}
+START_S = 60.0
 
 
 class System(ABC):
-    """A running gateway. `start` before anything else; `stop` ends every process of it."""
+    """A gateway. `running` before anything else; what it starts ends with the block."""
 
     name: str
     ports: tuple[int, ...]
@@ -56,10 +50,7 @@ class System(ABC):
     """How many times the load of the slowest system, so that all run for a second or more."""
 
     @abstractmethod
-    async def start(self, engine: Engine, workload: Workload) -> None: ...
-
-    @abstractmethod
-    async def stop(self) -> None: ...
+    def running(self, engine: Engine, workload: Workload) -> AbstractAsyncContextManager[None]: ...
 
     async def settle(self, job: Job) -> None:  # noqa: B027  # most keep nothing
         """Check what was stored by `job` and let go of it; outside the measured part.
@@ -75,11 +66,10 @@ class Direct(System):
     name = "engine, direct"
     scale = 8
 
-    async def start(self, engine: Engine, workload: Workload) -> None:
+    @asynccontextmanager
+    async def running(self, engine: Engine, workload: Workload) -> AsyncIterator[None]:
         self.ports = (engine.port,)
-
-    async def stop(self) -> None:
-        pass
+        yield
 
 
 class WatchedGateway(GatewayReplica):
@@ -175,33 +165,24 @@ class Stepwell(System):
     abort_path = "/{trajectory}/{prompt}/v1/abort_trajectory"
     scale = 2
 
-    async def start(self, engine: Engine, workload: Workload) -> None:
+    @asynccontextmanager
+    async def running(self, engine: Engine, workload: Workload) -> AsyncIterator[None]:
         self._answer_ids = workload.answer_ids
-        self._folder = tempfile.TemporaryDirectory(prefix="stepwell-bench-")
-        pool_name = f"bench-{os.urandom(4).hex()}"
-        pool_config = PoolConfig(durability="process", journal_dir=Path(self._folder.name))
-        self._pool_actor = await asyncio.to_thread(start_data_pool, pool_config, pool_name)
-        self.pool = client_of([self._pool_actor])
-        config = GatewayConfig(
-            port=0,
-            tokenizer_path=str(workload.tokenizer_path),
-        )
-        self.actors = self._start(config, Wiring((engine.url,)), pool_name)
-        urls: list[str] = await asyncio.gather(*(actor.start.remote() for actor in self.actors))
-        self.ports = tuple(int(url.rpartition(":")[2]) for url in urls)
-        self.pids = tuple([await pid_of(actor) for actor in self.actors])
-        self.pool_pid = await pid_of(self._pool_actor)
+        config = GatewayConfig(port=0, tokenizer_path=str(workload.tokenizer_path))
+        async with running_pool(durability="process") as pool:
+            self.pool, (self.pool_pid,) = pool.client, await pool.pids()
+            self.actors = self._start(config, Wiring((engine.url,)), pool.name)
+            urls: list[str] = await asyncio.gather(*(a.start.remote() for a in self.actors))
+            self.ports = tuple(int(url.rpartition(":")[2]) for url in urls)
+            self.pids = tuple([await pid_of(actor) for actor in self.actors])
+            yield
+            for actor in self.actors:
+                await actor.stop.remote()
+                ray.kill(actor)
 
     def _start(self, config: GatewayConfig, wiring: Wiring, pool_name: str) -> list[Any]:
         actor_class: Any = ray.remote(num_cpus=0)(WatchedGateway)
         return [actor_class.remote(config, wiring, pool_name)]
-
-    async def stop(self) -> None:
-        for actor in self.actors:
-            await actor.stop.remote()
-            ray.kill(actor)
-        ray.kill(self._pool_actor)
-        self._folder.cleanup()
 
     async def settle(self, job: Job) -> None:
         if job.complete_path is None:
@@ -246,27 +227,38 @@ class Rllm(System):
     it was 1.04 to 1.2 times as fast.
     """
 
-    package = "rllm-model-gateway"
-    name = f"{package} 0.1.0"
+    name = "rllm-model-gateway 0.1.0"
     path = "/sessions/{trajectory}/v1/chat/completions"
 
-    async def start(self, engine: Engine, workload: Workload) -> None:
-        port = free_port()
-        self.ports = (port,)
-        self._process = Process(
-            *(sys.executable, "-m", "rllm_model_gateway", "--host", "127.0.0.1"),
-            *("--port", str(port), "--store", "memory", "--worker", f"{engine.url}/v1"),
-        )
-        await self._process.start()
-        self.pids = (self._process.pid,)
-        await wait_until_served(f"http://127.0.0.1:{port}/health")
+    @asynccontextmanager
+    async def running(self, engine: Engine, workload: Workload) -> AsyncIterator[None]:
+        self.ports = (free_port(),)
+        where = ("--host", "127.0.0.1", "--port", str(self.ports[0]))
+        what = ("--store", "memory", "--worker", f"{engine.url}/v1")
+        async with (
+            python("-m", "rllm_model_gateway", *where, *what) as process,
+            self._session() as session,
+        ):
+            self.pids = (process.pid,)
+            async with asyncio.timeout(START_S):
+                while not await self._is_up(session):  # noqa: ASYNC110 - no event tells of it
+                    await asyncio.sleep(0.1)
+            yield
 
-    async def stop(self) -> None:
-        await self._process.stop()
+    def _session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(f"http://127.0.0.1:{self.ports[0]}")
+
+    @staticmethod
+    async def _is_up(session: aiohttp.ClientSession) -> bool:
+        try:
+            async with session.get("/health") as response:
+                return response.status == 200
+        except aiohttp.ClientError:
+            return False
 
     async def settle(self, job: Job) -> None:
         """Delete the sessions, as a trainer does that has read them."""
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{self.ports[0]}") as session:
+        async with self._session() as session:
             for prompt, rollout in itertools.product(range(job.prompts), range(job.rollouts)):
                 uid = f"{job.name}-{prompt}-{rollout}"
                 async with session.delete(f"/sessions/{uid}") as response:
@@ -275,37 +267,10 @@ class Rllm(System):
                     raise RuntimeError(f"{uid} has {deleted} traces of {job.turns} calls")
 
 
-class SglangRouter(System):
-    """sglang-router with its default policy."""
-
-    package = "sglang-router"
-    name = f"{package} 0.3.2"
-    scale = 4
-
-    async def start(self, engine: Engine, workload: Workload) -> None:
-        port = free_port()
-        self.ports = (port,)
-        self._process = Process(
-            *(sys.executable, "-m", "sglang_router.launch_router", "--worker-urls", engine.url),
-            *("--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware"),
-            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
-            *("--log-level", "warn"),
-        )
-        await self._process.start()
-        self.pids = (self._process.pid,)
-        # It serves before it knows its worker.
-        await wait_until_served(f"http://127.0.0.1:{port}{self.path}", CHAT)
-
-    async def stop(self) -> None:
-        await self._process.stop()
+INSTALL = "pip install --no-deps -c constraints.txt rllm-model-gateway aiosqlite setproctitle"
+"""What it imports beyond that is ours already."""
 
 
-INSTALL = (
-    "pip install --no-deps -c constraints.txt "
-    "rllm-model-gateway sglang-router aiosqlite setproctitle"
-)
-"""What they import beyond that is ours already."""
-
-
-def is_installed(system: type[Rllm] | type[SglangRouter]) -> bool:
-    return importlib.util.find_spec(system.package.replace("-", "_")) is not None
+def is_installed() -> bool:
+    """Whether rllm-model-gateway is there to be compared with."""
+    return importlib.util.find_spec("rllm_model_gateway") is not None

@@ -1,4 +1,4 @@
-"""`python -m benchmarks pool`: the DataPool beside a bare Ray actor and TransferQueue, in one run.
+"""`python -m benchmarks pool`: the DataPool beside a bare Ray actor, in one run.
 
     memory       bytes per stored step of every system                   measure.py
     acks         bytes that a lease and its ack write to disk, a step    measure.py
@@ -8,16 +8,16 @@
     latency      lease and submit at 1 k, 100 k and 1 M stored steps     latency.py
     conversion   128 leased steps to padded training tensors             conversion.py
 
-`workload.py` says what is stored, `systems.py` and `transfer_queue.py` where. What comes back from
-a system is checked to be exactly what it was given. A quick run has the same parts on little data
-and no bounds: its figures are those of a start-up.
+`workload.py` says what is stored, `systems.py` where. What comes back from a system is checked to
+be exactly what it was given. A quick run has the same parts on little data and no bounds: its
+figures are those of a start-up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from benchmarks.checks import BenchResult, chosen_sections
 from benchmarks.pool.cluster import bench_cluster
@@ -37,11 +37,10 @@ from benchmarks.pool.measure import (
     throughput,
 )
 from benchmarks.pool.systems import BareActor, BareHandle, Stepwell, System
-from benchmarks.pool.transfer_queue import INSTALL, TransferQueue, is_installed
 
 
 @dataclass(frozen=True, slots=True)
-class _Size:
+class Size:
     """How much is measured."""
 
     rounds: int
@@ -56,133 +55,103 @@ class _Size:
     """Of each mode; None: the mode's own."""
 
 
-FULL = _Size(3, 20_096, 7.0, (1_000, 100_000, 1_000_000), turns=150, conversions=40)
-QUICK = _Size(1, 512, 0.1, (256, 1_024), turns=3, conversions=2, groups=4)
+FULL = Size(3, 20_096, 7.0, (1_000, 100_000, 1_000_000), turns=150, conversions=40)
+QUICK = Size(1, 512, 0.1, (256, 1_024), turns=3, conversions=2, groups=4)
 
 
-class Systems:
-    """The systems of a run, and one row of the table for each."""
+class Bench:
+    """The stores of a run, and what was found about them."""
 
-    def __init__(self) -> None:
-        self.none, self.process = Stepwell("none"), Stepwell("process")
-        self.power = Stepwell("power")
-        self.bare = BareActor()
-        self.other = TransferQueue() if is_installed() else None
-        self.two_shards, self.four_shards = Stepwell("process", 2), Stepwell("process", 4)
-        self.handle = BareHandle()
-        self.compared: list[System] = [self.none, self.process, self.power, self.bare]
-        self.compared += [self.other] if self.other else []
-        self._rows: dict[str, dict[str, Any]] = {s.name: {} for s in self.of(SECTIONS)}
-
-    def of(self, sections: Collection[str]) -> list[System]:
-        """Those that are measured in one of `sections`, in the order of the table."""
-        measured: dict[str, Sequence[System]] = {
-            "memory": self.compared,
-            "acks": [self.none, self.process],
-            "throughput": self.compared,
-            "shards": [self.process, self.two_shards, self.four_shards],
-            "handle": [self.handle, self.bare],
+    def __init__(self, size: Size) -> None:
+        self.size, self.report = size, BenchResult()
+        self.rows: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        none, process, power = Stepwell("none"), Stepwell("process"), Stepwell("power")
+        two, four = Stepwell("process", 2), Stepwell("process", 4)
+        bare, handle = BareActor(), BareHandle()
+        compared: list[System] = [none, process, power, bare]
+        self.systems: dict[str, list[System]] = {
+            "memory": compared,
+            "acks": [none, process],
+            "throughput": compared,
+            "shards": [process, two, four],
+            "handle": [handle, bare],
         }
-        return list(
-            dict.fromkeys(s for name in measured if name in sections for s in measured[name])
-        )
+        """Section -> what it measures; one that is not here has pools of its own."""
+        pipelined, waited = (process, PIPELINED), (bare, ONE_AT_A_TIME)
+        one_by_one = (bare, ONE_BY_ONE)
+        self.claims: dict[str, list[tuple[str, float, Timed, Timed]]] = {
+            "throughput": [
+                ("process_by_bare_one_at_a_time", 2.0, pipelined, waited),
+                ("process_by_bare_both_one_at_a_time", 2.0, (process, ONE_AT_A_TIME), waited),
+                ("none_by_bare_pipelined", 1.0, (none, PIPELINED), (bare, PIPELINED)),
+                ("process_concurrent_by_bare_one_by_one", 5.0, (process, CONCURRENT), one_by_one),
+            ],
+            "shards": [
+                ("two_shards_by_one", 0.9, (two, PIPELINED), pipelined),
+                ("four_shards_by_one", 0.8, (four, PIPELINED), pipelined),
+            ],
+            "handle": [("handle_by_bare_pipelined", 0.8, (handle, PIPELINED), (bare, PIPELINED))],
+        }
+        """Section -> what is divided by what, and the least that comes out."""
 
-    def note(self, system: System, **figures: float) -> None:
-        self._rows[system.name] = figures | self._rows[system.name]
+    def of(self, sections: Sequence[str]) -> list[System]:
+        """Those that are measured in one of `sections`."""
+        return list(dict.fromkeys(s for name in sections for s in self.systems.get(name, ())))
 
-    def table(self) -> list[dict[str, Any]]:
-        rows = [{"system": name, **row} for name, row in self._rows.items() if row]
-        if self.other is None:
-            rows.append({"system": f"{TransferQueue.name}, not installed: {INSTALL}"})
-        return rows
+    async def memory(self, section: str) -> None:
+        for system in self.systems[section]:
+            rss, private = await memory(system, self.size.stored)
+            figures = {"rss_bytes_per_step": rss, "private_bytes_per_step": private}
+            self.rows[system.name] |= figures
+            if isinstance(system, Stepwell):
+                # The actor's own: resident memory also counts pages of Ray's object store, which
+                # are shared by all processes and do not grow with what is stored.
+                self.report.at_most(f"bytes_per_step_{system.durability}", private, 2_000)
 
-    def claims(self, section: str) -> list[tuple[str, float, Timed, Timed]]:
-        """What is divided by what, and the least that comes out."""
-        process, bare = (self.process, PIPELINED), (self.bare, PIPELINED)
-        bare_waited = (self.bare, ONE_AT_A_TIME)
-        if section == "shards":
-            return [
-                ("two_shards_by_one", 0.9, (self.two_shards, PIPELINED), process),
-                ("four_shards_by_one", 0.8, (self.four_shards, PIPELINED), process),
-            ]
-        if section == "handle":
-            return [("handle_by_bare_pipelined", 0.8, (self.handle, PIPELINED), bare)]
-        concurrent, one_by_one = (self.process, CONCURRENT), (self.bare, ONE_BY_ONE)
-        waited = (self.process, ONE_AT_A_TIME)
-        claims: list[tuple[str, float, Timed, Timed]] = [
-            ("process_by_bare_one_at_a_time", 2.0, process, bare_waited),
-            ("process_by_bare_both_one_at_a_time", 2.0, waited, bare_waited),
-            ("none_by_bare_pipelined", 1.0, (self.none, PIPELINED), bare),
-            ("process_concurrent_by_bare_one_by_one", 5.0, concurrent, one_by_one),
+    async def acks(self, section: str) -> None:
+        none, process = [
+            await bytes_written_by_acks(system, self.size.stored, self.size.settle_s)
+            for system in self.systems[section]
         ]
-        if self.other is not None:
-            # One put after another is how its documentation feeds it. With 32 at once it loses the
-            # order that stands for its groups; the table shows that figure too.
-            other = (self.other, ONE_AT_A_TIME)
-            claims.append(("process_by_transfer_queue", 8.0, process, other))
-        return claims
+        # Without a journal it is the leased steps on their way to the consumer.
+        self.report.at_most("ack_bytes_per_step", process - none, 500)
+
+    async def rates(self, section: str) -> None:
+        systems, size = self.systems[section], self.size
+        rates = await throughput(systems, section, rounds=size.rounds, groups=size.groups)
+        for system in systems:
+            for mode in MODES:  # those that were measured before stay
+                self.rows[system.name].setdefault(mode.name, median(rates, system, mode))
+        for name, bound, of, to in self.claims[section]:
+            self.report.at_least(name, ratio(rates, of, to), bound)
+
+    async def latency(self, section: str) -> None:
+        rows = await latency_by_size(self.size.sizes, self.size.turns)
+        self.report.figures["pool_sizes"] = rows
+        smallest = rows[0]
+        for row in rows:
+            n, lease = row["stored_steps"], row["lease_128_p50_ms"]
+            self.report.at_most(f"lease_p50_ms_at_{n}", lease, 5.0)
+            if row is not smallest:
+                by = f"at_{n}_by_{smallest['stored_steps']}"
+                submit = row["submit_16_p50_ms"] / smallest["submit_16_p50_ms"]
+                self.report.at_most(f"lease_{by}", lease / smallest["lease_128_p50_ms"], 1.5)
+                self.report.at_most(f"submit_{by}", submit, 1.5)
+
+    async def conversion(self, section: str) -> None:
+        from benchmarks.pool.conversion import conversion
+
+        convert_ms, pad_ms, total_ms = await conversion(self.size.conversions)
+        self.report.at_most("conversion_128_ms", total_ms, 6.0)
+        self.report.figures.update(conversion_convert_ms=convert_ms, conversion_pad_ms=pad_ms)
 
 
-async def _memory(systems: Systems, size: _Size, report: BenchResult) -> None:
-    for system in systems.compared:
-        rss, private = await memory(system, size.stored)
-        systems.note(system, rss_bytes_per_step=rss, private_bytes_per_step=private)
-        if isinstance(system, Stepwell):
-            # The actor's own: resident memory also counts pages of Ray's object store, which are
-            # shared by all processes and do not grow with what is stored.
-            report.at_most(f"bytes_per_step_{system.durability}", private, 2_000)
-
-
-async def _acks(systems: Systems, size: _Size, report: BenchResult) -> None:
-    none, process = [
-        await bytes_written_by_acks(system, size.stored, size.settle_s)
-        for system in (systems.none, systems.process)
-    ]
-    # Without a journal it is the leased steps on their way to the consumer.
-    report.at_most("ack_bytes_per_step", process - none, 500)
-
-
-def _throughput(section: str) -> Section:
-    async def measured(systems: Systems, size: _Size, report: BenchResult) -> None:
-        of_section = systems.of([section])
-        rates = await throughput(of_section, section, rounds=size.rounds, groups=size.groups)
-        for system in of_section:
-            systems.note(system, **{mode.name: median(rates, system, mode) for mode in MODES})
-        for name, bound, of, to in systems.claims(section):
-            report.at_least(name, ratio(rates, of, to), bound)
-
-    return measured
-
-
-async def _latency(systems: Systems, size: _Size, report: BenchResult) -> None:
-    rows = await latency_by_size(size.sizes, size.turns)
-    report.figures["pool_sizes"] = rows
-    smallest = rows[0]
-    for row in rows:
-        n, lease = row["stored_steps"], row["lease_128_p50_ms"]
-        report.at_most(f"lease_p50_ms_at_{n}", lease, 5.0)
-        if row is not smallest:
-            by = f"at_{n}_by_{smallest['stored_steps']}"
-            submit = row["submit_16_p50_ms"] / smallest["submit_16_p50_ms"]
-            report.at_most(f"lease_{by}", lease / smallest["lease_128_p50_ms"], 1.5)
-            report.at_most(f"submit_{by}", submit, 1.5)
-
-
-async def _conversion(systems: Systems, size: _Size, report: BenchResult) -> None:
-    from benchmarks.pool.conversion import conversion
-
-    convert_ms, pad_ms, total_ms = await conversion(size.conversions)
-    report.at_most("conversion_128_ms", total_ms, 6.0)
-    report.figures.update(conversion_convert_ms=convert_ms, conversion_pad_ms=pad_ms)
-
-
-Section = Callable[[Systems, _Size, BenchResult], Awaitable[None]]
-SECTIONS: dict[str, Section] = {
-    "memory": _memory,  # first: of processes that never held more
-    "acks": _acks,
-    **{name: _throughput(name) for name in ("throughput", "shards", "handle")},
-    "latency": _latency,
-    "conversion": _conversion,
+SECTIONS: dict[str, Callable[[Bench, str], Awaitable[None]]] = {
+    "memory": Bench.memory,  # first: of processes that never held more
+    "acks": Bench.acks,
+    **dict.fromkeys(("throughput", "shards", "handle"), Bench.rates),
+    "latency": Bench.latency,
+    "conversion": Bench.conversion,
 }
 
 
@@ -194,14 +163,14 @@ async def run(*, quick: bool = False, only: Sequence[str] = ()) -> BenchResult:
         RuntimeError: a system gave back other content than it was given.
     """
     wanted = chosen_sections(only, SECTIONS)
-    size, systems, report = QUICK if quick else FULL, Systems(), BenchResult()
-    alone = [name for name in wanted if not systems.of([name])]
+    bench = Bench(QUICK if quick else FULL)
     with bench_cluster():
-        async with running(systems.of(wanted)):
-            for name in wanted:
-                if name not in alone:
-                    await SECTIONS[name](systems, size, report)
-        for name in alone:  # with pools of their own
-            await SECTIONS[name](systems, size, report)
-    report.figures["systems"] = systems.table()
-    return report.without_bounds() if quick else report
+        async with running(bench.of(wanted)):
+            for name in bench.systems:
+                if name in wanted:
+                    await SECTIONS[name](bench, name)
+        for name in wanted:
+            if name not in bench.systems:
+                await SECTIONS[name](bench, name)
+    bench.report.figures["systems"] = [{"system": k} | row for k, row in bench.rows.items()]
+    return bench.report.without_bounds() if quick else bench.report

@@ -41,8 +41,7 @@ async def latency_by_size(sizes: Sequence[int], turns: int) -> list[dict[str, An
     times: dict[int, dict[str, list[float]]] = {n: defaultdict(list) for n in sizes}
     async with AsyncExitStack() as stack:
         for stored, pool in pools.items():
-            await pool.start()
-            stack.push_async_callback(pool.stop)
+            await stack.enter_async_context(pool.running())
             rows.append({"stored_steps": stored, **await _fill(pool, stored)})
         settle_heap()
         for turn in range(turns):
@@ -61,7 +60,7 @@ async def _fill(pool: Stepwell, stored: int) -> dict[str, float]:
     began = time.perf_counter()
     await submit_all(pool.submit, calls, FILL_STEPS_PER_SUBMIT, FILL_IN_FLIGHT)
     took = time.perf_counter() - began
-    (pid,) = await pool.pids()
+    (pid,) = pool.pids
     rss = psutil.Process(pid).memory_info().rss
     return {"fill_steps_per_s": stored / took, "rss_mb": rss / 2**20}
 

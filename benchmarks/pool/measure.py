@@ -3,8 +3,8 @@
     producers ── 16 or 1 a submit, 1 .. 64 in flight ──► system ──128 steps a fetch──► consumer
     └──────────── one process, one event loop; first submit to last fetched step ─────────────┘
 
-With one submit in flight there is one fetch in flight, with more there are four (where the system
-can): a fetch that waits for its turn in a busy loop would be measured, not the system.
+With one submit in flight there is one fetch in flight, with more there are four: a fetch that waits
+for its turn in a busy loop would be measured, not the system.
 
 The systems take turns on the same calls in every round, and ratios are taken within a round: what
 else the machine does meets all of them. Medians over the rounds.
@@ -68,8 +68,7 @@ async def running(systems: Sequence[System]) -> AsyncIterator[None]:
     """All `systems` at once, each having served one batch."""
     async with AsyncExitStack() as stack:
         for system in systems:
-            await system.start()
-            stack.push_async_callback(system.stop)
+            await stack.enter_async_context(system.running())
             await steps_per_s(system, list(workload_a(GROUPS_PER_FETCH, "warm-up")), PIPELINED)
         yield
 
@@ -110,12 +109,11 @@ async def steps_per_s(system: System, calls: Sequence[Call], mode: Mode) -> floa
     settle_heap()
     began = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
-        for _ in range(min(mode.fetches, system.max_fetches)):
+        for _ in range(mode.fetches):
             tasks.create_task(consume())
         tasks.create_task(submit_all(system.submit, calls, mode.per_submit, mode.in_flight))
     elapsed = time.perf_counter() - began
     check_exact(calls, [call for batch in fetched for call in system.unpack(batch)])
-    await system.drained()
     return len(calls) / elapsed
 
 
@@ -136,10 +134,9 @@ async def memory(system: System, steps: int) -> tuple[float, float]:
 
     Stores `steps` (a multiple of 128) of workload A, then fetches them. `system` runs, is empty and
     never held more than a batch: memory it had freed would be used again."""
-    pids = await system.pids()
-    rss, uss = _memory(pids)
+    rss, uss = _memory(system.pids)
     calls = await _store(system, steps, "stored")
-    rss_then, uss_then = _memory(pids)
+    rss_then, uss_then = _memory(system.pids)
     await _fetch_all(system, calls)
     return (rss_then - rss) / steps, (uss_then - uss) / steps
 
@@ -159,15 +156,15 @@ async def bytes_written_by_acks(system: System, steps: int, settle_s: float) -> 
     """
     calls = await _store(system, steps, "acked")
     await asyncio.sleep(settle_s)
-    before = await _written(system)
+    before = _written(system)
     await _fetch_all(system, calls)
     await asyncio.sleep(settle_s)
-    return (await _written(system) - before) / steps
+    return (_written(system) - before) / steps
 
 
-async def _written(system: System) -> int:
+def _written(system: System) -> int:
     # Not `write_bytes`, which misses pages that are written again before the disk has them.
-    return sum(psutil.Process(pid).io_counters().write_chars for pid in await system.pids())
+    return sum(psutil.Process(pid).io_counters().write_chars for pid in system.pids)
 
 
 async def _store(system: System, steps: int, name: str) -> list[Call]:
@@ -179,4 +176,3 @@ async def _store(system: System, steps: int, name: str) -> list[Call]:
 async def _fetch_all(system: System, calls: Sequence[Call]) -> None:
     fetched = [system.unpack(await system.fetch()) for _ in range(len(calls) // STEPS_PER_FETCH)]
     check_exact(calls, [call for batch in fetched for call in batch])
-    await system.drained()

@@ -2,39 +2,37 @@
 
 A `System` turns gateway calls into its own form, stores them and hands out 128 steps at a time.
 Only `unpack` is outside the measured part: it gives the fetched content back for the exactness
-check. TransferQueue is in `transfer_queue.py`.
+check.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
-import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import ray
 
+from benchmarks.pool.cluster import RunningPool, pid_of, running_pool
 from benchmarks.pool.workload import GROUPS_PER_FETCH, ROLLOUTS, STEPS_PER_FETCH, Call
-from stepwell.datapool import PoolConfig, Step, connect, start_shards
+from stepwell.datapool import Step
 from stepwell.datapool.config import Durability
 
 
 class System(ABC):
-    """A running store. `start` before anything else; `stop` ends every process of it."""
+    """A store. `running` before anything else; what it starts ends with the block."""
 
     name: str
-    max_fetches = 4
-    """How many fetches it can have under way."""
+    pids: Sequence[int]
+    """Processes that hold the stored steps."""
 
     @abstractmethod
-    async def start(self) -> None: ...
+    def running(self) -> AbstractAsyncContextManager[None]: ...
 
     @abstractmethod
     async def submit(self, calls: Sequence[Call]) -> None:
@@ -48,22 +46,6 @@ class System(ABC):
     def unpack(self, batch: Any) -> list[Call]:
         """The content of a fetched batch."""
 
-    @abstractmethod
-    async def pids(self) -> list[int]:
-        """Processes that hold the stored steps."""
-
-    @abstractmethod
-    async def stop(self) -> None: ...
-
-    async def drained(self) -> None:  # noqa: B027  # most stores have nothing left to do
-        """Everything submitted was fetched; called outside the measured part."""
-
-
-async def pid_of(actor: Any) -> int:
-    """Process id of a Ray actor."""
-    pid: int = await actor.__ray_call__.remote(lambda _: os.getpid())
-    return pid
-
 
 class Stepwell(System):
     """The DataPool through its client, at one level of durability."""
@@ -73,15 +55,15 @@ class Stepwell(System):
         self.durability = durability
         self._shards = shards
 
-    async def start(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="stepwell-bench-")
-        folder = None if self.durability == "none" else Path(self._folder.name)
-        config = PoolConfig(durability=self.durability, journal_dir=folder, shards=self._shards)
-        name = f"bench-{os.urandom(4).hex()}"
-        self._actors: list[Any] = await asyncio.to_thread(start_shards, config, name)
-        self.client = await asyncio.to_thread(connect, name)
-        self._submit_steps: Any = self.client.submit_steps
-        self._fetch_batch: Any = self.client.fetch_batch
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with running_pool(durability=self.durability, shards=self._shards) as pool:
+            self.client, self.pids = pool.client, await pool.pids()
+            self._submit_steps, self._fetch_batch = self._calls(pool)
+            yield
+
+    def _calls(self, pool: RunningPool) -> tuple[Any, Any]:
+        return pool.client.submit_steps, pool.client.fetch_batch
 
     async def submit(self, calls: Sequence[Call]) -> None:
         await self._submit_steps([call.step() for call in calls])
@@ -97,14 +79,6 @@ class Stepwell(System):
     def unpack(self, batch: list[Step]) -> list[Call]:
         return [Call.of(step) for step in batch]
 
-    async def pids(self) -> list[int]:
-        return [await pid_of(actor) for actor in self._actors]
-
-    async def stop(self) -> None:
-        for actor in self._actors:
-            ray.kill(actor)
-        self._folder.cleanup()
-
 
 class BareHandle(Stepwell):
     """The DataPool through the documented methods of its Ray handle, without a client."""
@@ -113,11 +87,9 @@ class BareHandle(Stepwell):
         super().__init__("process")
         self.name += ", bare handle"
 
-    async def start(self) -> None:
-        await super().start()
-        (actor,) = self._actors
-        self._submit_steps = actor.submit_steps.remote
-        self._fetch_batch = actor.fetch_batch.remote
+    def _calls(self, pool: RunningPool) -> tuple[Any, Any]:
+        (actor,) = pool.actors
+        return actor.submit_steps.remote, actor.fetch_batch.remote
 
 
 Packed: TypeAlias = tuple[
@@ -160,11 +132,14 @@ class BareActor(System):
 
     name = "bare Ray actor"
 
-    async def start(self) -> None:
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
         actor_class: Any = ray.remote(_DequeActor)
         # Threads for the fetches that wait, and some for submits.
-        self._actor = actor_class.options(num_cpus=0, max_concurrency=4 + self.max_fetches).remote()
-        await pid_of(self._actor)
+        self._actor = actor_class.options(num_cpus=0, max_concurrency=8).remote()
+        self.pids = [await pid_of(self._actor)]
+        yield
+        ray.kill(self._actor)
 
     async def submit(self, calls: Sequence[Call]) -> None:
         await self._actor.submit.remote(_pack(calls))
@@ -175,12 +150,6 @@ class BareActor(System):
 
     def unpack(self, batch: list[Packed]) -> list[Call]:
         return [call for packed in batch for call in _unpack(packed)]
-
-    async def pids(self) -> list[int]:
-        return [await pid_of(self._actor)]
-
-    async def stop(self) -> None:
-        ray.kill(self._actor)
 
 
 def _pack(calls: Sequence[Call]) -> Packed:

@@ -63,7 +63,7 @@ async def run(*, quick: bool = False, only: Sequence[str] = ()) -> BenchResult:
             if model in wanted:
                 _speed(model, Path(folder) / model, shape, report)
         if "29M" in wanted:
-            _memory(Path(folder) / "29M", shape, report)
+            await _memory(Path(folder) / "29M", shape, report)
     return report.without_bounds() if quick else report
 
 
@@ -147,10 +147,10 @@ def _speed(model: ModelName, folder: Path, shape: Shape, report: BenchResult) ->
             report.at_least(f"{model}_{name}_over_{rival}", over(name, rival), 1.0)
 
 
-def _memory(folder: Path, shape: Shape, report: BenchResult) -> None:
+async def _memory(folder: Path, shape: Shape, report: BenchResult) -> None:
     vocab = make_model("29M", folder)
     peaks: dict[str, Peak] = {
-        name: peak_memory(name, folder, shape, vocab) for name in ("plain", *OURS)
+        name: await peak_memory(name, folder, shape, vocab) for name in ("plain", *OURS)
     }
     report.figures["29M: peak memory, MB"] = [
         {

@@ -7,12 +7,12 @@ behind the next would find. Prints one JSON object.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
+from asyncio.subprocess import PIPE
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from benchmarks.processes import python
 from benchmarks.trainer.workload import Shape, groups
 
 MB = 1e6
@@ -31,24 +31,19 @@ class Peak:
         return self.peak_mb - self.before_mb
 
 
-def peak_memory(form: str, folder: Path, shape: Shape, vocab: int) -> Peak:
+async def peak_memory(form: str, folder: Path, shape: Shape, vocab: int) -> Peak:
     """Of optimizer steps on one trajectory and on one group, in a fresh process.
 
     Raises:
-        RuntimeError: the process failed; its last words are in the message.
+        RuntimeError: the process failed.
     """
     arguments = json.dumps({"form": form, "folder": str(folder), "vocab": vocab} | asdict(shape))
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.trainer.memory", arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    if done.returncode != 0:
-        last = done.stderr.strip().splitlines()[-1:]
-        raise RuntimeError(f"the process of form {form!r} ended with {done.returncode}: {last}")
-    return Peak(**json.loads(done.stdout.splitlines()[-1]))
+    command = ("-m", "benchmarks.trainer.memory", arguments)
+    async with python(*command, output=PIPE, OMP_NUM_THREADS="1") as process:
+        stdout, _ = await process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"the process of form {form!r} ended with {process.returncode}")
+    return Peak(**json.loads(stdout.splitlines()[-1]))
 
 
 def _status_mb(field: str) -> float:

@@ -113,17 +113,6 @@ def test_size_counts_what_a_room_holds_and_the_wheel_is_their_sum(
     assert figures["configuration keys"] > 100
 
 
-def test_public_names_are_those_that_a_module_defines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(size, "ROOT", tmp_path)
-    text = "import os\nA = B = 1\nc: int = 2\n_d = 3\nclass E:\n    f = 1\ndef g():\n    h = 1\n"
-    for name in ("open.py", "_hidden.py"):
-        (tmp_path / name).write_text(text)
-    assert list(size.public_names(tmp_path / "open.py")) == ["A", "B", "c", "E", "g"]
-    assert list(size.public_names(tmp_path / "_hidden.py")) == []
-
-
 def test_a_bench_of_tables_alone_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     show("lag", BenchResult({}, {"scores": [{"method": "none", "lag 0": 0.97}]}))
     assert "0.97" in capsys.readouterr().out

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import httpx
 import numpy as np
@@ -20,7 +19,7 @@ from benchmarks.gateway import FULL, QUICK, SECTIONS, Direct, run, systems
 from benchmarks.gateway.client import Conversations, Job
 from benchmarks.gateway.measure import CONNECTIONS, Sample, paired, table
 from benchmarks.gateway.memory import growth
-from benchmarks.gateway.process import Client, Engine
+from benchmarks.gateway.process import Client, Engine, running_client, running_engine
 from benchmarks.gateway.shapes import WAVES, _arrivals
 from benchmarks.gateway.workload import (
     ANSWER_TOKENS,
@@ -45,32 +44,19 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
 
 @pytest.fixture(scope="module")
 def conversations(workload: Workload) -> dict[str, Conversations]:
-    made = json.loads(workload.conversations_file.read_text())
-    return {
-        kind: Conversations(
-            [head.encode() for head in each["heads"]],
-            [follow_up.encode() for follow_up in each["follow_ups"]],
-            each["answer"].encode(),
-            each["answer_characters"],
-        )
-        for kind, each in made.items()
-    }
+    return Conversations.read(workload.conversations_file)
 
 
 @pytest.fixture
 async def engine(workload: Workload) -> AsyncIterator[Engine]:
-    engine = Engine(workload)
-    await engine.serve()
-    yield engine
-    await engine.stop()
+    async with running_engine(workload) as engine:
+        yield engine
 
 
 @pytest.fixture
 async def client(workload: Workload) -> AsyncIterator[Client]:
-    client = Client(workload)
-    await client.start(talks=True)
-    yield client
-    await client.stop()
+    async with running_client(workload) as client:
+        yield client
 
 
 def _job(engine: Engine, **options: object) -> Job:
@@ -92,9 +78,8 @@ def _job(engine: Engine, **options: object) -> Job:
 
 
 def _installed() -> list[str]:
-    others = [s for s in (systems.Rllm, systems.SglangRouter) if systems.is_installed(s)]
-    ours = (systems.Stepwell.name, systems.StepwellReplicas.name)
-    return [Direct.name, *ours, *(other.name for other in others)]
+    others = [systems.Rllm.name] if systems.is_installed() else []
+    return [Direct.name, systems.Stepwell.name, systems.StepwellReplicas.name, *others]
 
 
 @pytest.mark.long
@@ -273,7 +258,7 @@ async def test_the_client_sees_each_event_of_a_stream_as_it_is_written(
 ) -> None:
     await engine.control(interval_s=0.002)
     result = await client.run(_job(engine, connections=1, prompts=1, rollouts=1, stream=True))
-    (first, second), written = result.seen, await engine.emitted()
+    (first, second), written = result.seen, await engine.control()
     assert len(first) == len(second) == ANSWER_TOKENS - 1  # the end token has no text
     for seen, times in zip(result.seen, written, strict=True):
         assert all(now >= then for (now, _), then in zip(seen, times, strict=False))
@@ -286,10 +271,10 @@ async def test_an_answer_that_is_another_is_an_error(engine: Engine, client: Cli
         await client.run(_job(engine, path="/v1/models", connections=1))
 
 
-async def test_a_server_that_is_not_there_is_an_error_for_each_connection(client: Client) -> None:
-    engine = Engine(Workload(Path(), []))
-    engine.port = 1  # nothing listens there
-    result = await client.attempt(_job(engine))
+async def test_a_server_that_is_not_there_is_an_error_for_each_connection(
+    engine: Engine, client: Client
+) -> None:
+    result = await client.attempt(_job(engine, ports=(1,)))  # nothing listens there
     assert [error.split(":")[0] for error in result.errors] == ["no connection"] * 3
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.checks import BenchResult
-from benchmarks.pool import FULL, MODES, QUICK, BareActor, Stepwell, Systems, run, transfer_queue
+from benchmarks.pool import FULL, MODES, QUICK, BareActor, Bench, Stepwell, run
 from benchmarks.pool.measure import CONCURRENT, ONE_AT_A_TIME, PIPELINED, ratio
 from benchmarks.pool.workload import (
     ROLLOUTS,
@@ -41,11 +41,10 @@ def test_every_system_is_measured_in_every_mode(quick: BenchResult) -> None:
     rows = {row.pop("system"): row for row in map(dict, quick.figures["systems"])}
     assert [*OURS, BareActor.name] == list(rows)[:4]
     names = {mode.name for mode in MODES}
-    compared = 4 + transfer_queue.is_installed()
-    for system in list(rows)[:compared]:
+    for system in list(rows)[:4]:
         assert rows[system].keys() == names | {"rss_bytes_per_step", "private_bytes_per_step"}
         assert all(rows[system][name] > 0 for name in names), system
-    assert list(rows)[compared : compared + 3] == HOW
+    assert list(rows)[4:] == HOW
     for system in HOW:
         assert rows[system].keys() == names
         assert all(rows[system][name] > 0 for name in names), system
@@ -86,26 +85,15 @@ def test_a_full_run_measures_what_the_claims_are_about() -> None:
 
 
 def test_a_section_runs_only_the_systems_that_it_compares() -> None:
-    systems = Systems()
-    assert [s.name for s in systems.of(["shards"])] == [OURS[1], *HOW[:2]]
-    assert [s.name for s in systems.of(["handle", "acks"])] == [*OURS[:2], HOW[2], BareActor.name]
-    assert systems.of(["latency", "conversion"]) == []
+    bench = Bench(QUICK)
+    assert [s.name for s in bench.of(["shards"])] == [OURS[1], *HOW[:2]]
+    assert [s.name for s in bench.of(["acks", "handle"])] == [*OURS[:2], HOW[2], BareActor.name]
+    assert bench.of(["latency", "conversion"]) == []
 
 
 def test_a_section_that_does_not_exist_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"throughputs.*choose from memory, acks"):
         asyncio.run(run(quick=True, only=["throughputs"]))
-
-
-def test_a_store_that_is_not_installed_has_a_row_that_says_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import benchmarks.pool as bench
-
-    monkeypatch.setattr(bench, "is_installed", lambda: False)
-    systems = bench.Systems()
-    assert [system.name for system in systems.compared] == [*OURS, BareActor.name]
-    assert "TransferQueue==0.1.11" in systems.table()[-1]["system"]
 
 
 def test_hanging_rollouts_cost_no_other_group_anything(capsys: pytest.CaptureFixture[str]) -> None:

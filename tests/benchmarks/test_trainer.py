@@ -71,11 +71,11 @@ def test_the_tree_computes_a_prompt_once_and_a_history_once(folder: Path) -> Non
 
 
 @pytest.mark.long
-def test_peak_memory_is_that_of_a_process_of_its_own(folder: Path) -> None:
-    peak = peak_memory("tree", folder, QUICK, 512)
+async def test_peak_memory_is_that_of_a_process_of_its_own(folder: Path) -> None:
+    peak = await peak_memory("tree", folder, QUICK, 512)
     assert 0 < peak.before_mb < peak.peak_mb
     with pytest.raises(RuntimeError, match="process of form 'nonsense' ended with 1"):
-        peak_memory("nonsense", folder, QUICK, 512)
+        await peak_memory("nonsense", folder, QUICK, 512)
 
 
 @pytest.mark.long

@@ -26,6 +26,7 @@ from stepwell.datapool.ops import AbortTrajectory
 from stepwell.datapool.remote.stopped import stopped_pool
 from stepwell.datapool.store.reading import StoppedJournal
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.gateway.ui.run_folder import RunFolder
 from stepwell.run_file import GatewayPart, begin, read_run
 from stepwell.run_view import RunView, ask_gateway
 from stepwell.status import read_status, status_screen
@@ -43,6 +44,9 @@ RECORD = {
     "tokens_per_s": 1234.0,
     "wait/trainer_starved": 0.25,
     "wait/generation_saturated": 0.0,
+    "val/step": 7.0,
+    "val/score": 1.0,
+    "val/rollouts": 1.0,
 }
 
 
@@ -54,10 +58,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = load_config("quickstart", [f"run.dir={folder}", "run.name=mine"])
     begin(config)
     asyncio.run(_fill(folder / "pool", ChatTokenizer.load(str(config.model.path))))
-    (folder / "metrics.jsonl").write_text(json.dumps(RECORD) + "\n" + '{"step": 8, "torn')
-    (folder / "validation").mkdir()
-    for step, reward in ((0, 0.0), (7, 1.0)):
-        (folder / "validation" / f"step_{step}.jsonl").write_text(json.dumps({"reward": reward}))
+    before = {"step": 0, "val/step": 0.0, "val/score": 0.0, "val/rollouts": 1.0}
+    lines = [json.dumps(before), json.dumps(RECORD), '{"step": 8, "torn']
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
     return folder
 
 
@@ -360,7 +363,7 @@ async def test_a_pool_that_does_not_answer_is_told_with_the_rest(
             await asyncio.sleep(60)
 
     monkeypatch.setattr("stepwell.status.ANSWER_S", 0.01)
-    view = RunView(run, read_run(run), True, cast(Any, Silent()))
+    view = RunView(run, read_run(run), True, cast(Any, Silent()), RunFolder(run))
     status = await read_status(view)
     assert status["pool"] == {"error": "no answer in 0.01 s"}
     assert status["state"] == "ended", "nobody holds its lock"
