@@ -84,6 +84,7 @@ smollm2: install
 
 #   make bench  the measured claims that take minutes, each with its bound
 bench: install
+	$(BIN)/pip install --quiet --no-deps -c constraints.txt TransferQueue tensordict pyvers cloudpickle pyzmq msgspec
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt rllm-model-gateway aiosqlite setproctitle trl
 	$(BIN)/python -m benchmarks overlap
 	$(BIN)/python -m benchmarks pool

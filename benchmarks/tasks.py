@@ -6,26 +6,30 @@ has ended is not repeated; delete its folder to have it again:
 
     runs/NAME-model      model and data, by examples/NAME/prepare.py
     runs/NAME-SEED       one run of configs/NAME.yaml
-    runs/NAME.md         conversations of the first and of the last batch (with --record:
-                         examples/NAME/transcripts.md)
+    runs/NAME.png        curves of the seeds (with --record: examples/NAME/curve.png)
+    runs/NAME.md         conversations of the first and of the last batch (…/transcripts.md)
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
+
+import numpy as np
 
 from benchmarks.checks import BenchResult, chosen_sections
 from benchmarks.processes import python
 from stepwell.datapool.types import Group
-from stepwell.report import read_summary
+from stepwell.report import BLUE, GREY, ORANGE, read_summary
 from stepwell.trainer.recording import load_recording, recordings
 
 RUNS = Path("runs")
 GAINS = {"tictactoe": 0.15, "search_cite": 0.3, "instructions": 0.3}
 """Task -> what the evaluation score rises by in every run."""
+SMOOTHED = 5
+"""Optimizer steps in the running mean of the reward."""
 SHOWN = 4
 """Conversations before, and as many after."""
 
@@ -34,7 +38,7 @@ async def run(
     *,
     only: Annotated[Sequence[str], "tasks; all, if none is named"] = (),
     seeds: Sequence[int] = (0,),
-    record: Annotated[bool, "conversations into examples/"] = False,
+    record: Annotated[bool, "curve and conversations into examples/"] = False,
 ) -> BenchResult:
     """Runs what is missing, one after the other.
 
@@ -48,14 +52,17 @@ async def run(
             await _do(f"examples.{task}.prepare", str(RUNS / f"{task}-model"))
         for seed in seeds:
             await _train(task, seed)
-            s = _summary(task, seed)
+        summaries = {seed: _summary(task, seed) for seed in seeds}
+        for seed, s in summaries.items():
             before, after = s["eval_before"], s["eval_after"]
             rows.append(
                 {"task": task, "seed": seed, "before": before, "after": after}
                 | {"steps": s["optimizer_steps"], "training_s": s["wall_s"]}
             )
             result.at_least(f"{task}, seed {seed}: gain", after - before, GAINS[task])
-        page = Path(f"examples/{task}/transcripts.md") if record else RUNS / f"{task}.md"
+        folder = Path("examples") / task
+        plot(task, summaries, folder / "curve.png" if record else RUNS / f"{task}.png")
+        page = folder / "transcripts.md" if record else RUNS / f"{task}.md"
         page.write_text(transcripts(task, seeds[0]))
         print(f"{task}: conversations before and after in {page}", file=sys.stderr)
     result.figures["score of the evaluation"] = rows
@@ -82,6 +89,49 @@ def _summary(task: str, seed: int) -> dict[str, Any]:
     if summary is None:
         raise RuntimeError(f"{RUNS / f'{task}-{seed}'} has no summary: the run did not end")
     return summary
+
+
+def plot(task: str, summaries: Mapping[int, Mapping[str, Any]], path: Path) -> None:
+    """Reward by optimizer step, a line per seed, and the evaluations."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    for seed, summary in summaries.items():
+        rewards = np.asarray(summary["rewards"])
+        mean = np.convolve(rewards, np.ones(SMOOTHED) / SMOOTHED, "valid")
+        first = seed == next(iter(summaries))
+        axes.plot(
+            range(SMOOTHED, len(rewards) + 1),
+            mean,
+            color=BLUE,
+            lw=1.3,
+            alpha=0.7,
+            label=f"reward, mean of {SMOOTHED} steps" if first else None,
+        )
+        axes.plot(
+            [e["step"] for e in summary["evals"]],
+            [e["score"] for e in summary["evals"]],
+            color=ORANGE,
+            marker="o",
+            ms=5,
+            lw=1,
+            alpha=0.8,
+            label="evaluation" if first else None,
+        )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(0, 1.03)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("mean reward")
+    axes.set_title(f"{task}, seed {', '.join(map(str, summaries))}", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color=GREY, alpha=0.25)
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
 
 
 def transcripts(task: str, seed: int) -> str:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks pool`: the DataPool beside a bare Ray actor, in one run.
+"""`python -m benchmarks pool`: the DataPool beside a bare Ray actor and TransferQueue, in one run.
 
     memory       bytes per stored step of every system                   measure.py
     acks         bytes that a lease and its ack write to disk, a step    measure.py
@@ -8,9 +8,9 @@
     latency      lease and submit at 1 k, 100 k and 1 M stored steps     latency.py
     conversion   128 leased steps to padded training tensors             conversion.py
 
-`workload.py` says what is stored, `systems.py` where. What comes back from a system is checked to
-be exactly what it was given. A quick run has the same parts on little data and no bounds: its
-figures are those of a start-up.
+`workload.py` says what is stored, `systems.py` and `transfer_queue.py` where. What comes back from
+a system is checked to be exactly what it was given. A quick run has the same parts on little data
+and no bounds: its figures are those of a start-up.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from benchmarks.pool.measure import (
     throughput,
 )
 from benchmarks.pool.systems import BareActor, BareHandle, Stepwell, System
+from benchmarks.pool.transfer_queue import INSTALL, TransferQueue, is_installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,15 @@ class Bench:
             "handle": [("handle_by_bare_pipelined", 0.8, (handle, PIPELINED), (bare, PIPELINED))],
         }
         """Section -> what is divided by what, and the least that comes out."""
+        if is_installed():
+            # One put after another is how its documentation feeds it. With 32 at once it loses the
+            # order that stands for its groups; the table shows that figure too.
+            other = TransferQueue()
+            compared.append(other)
+            claim = "process_by_transfer_queue", 8.0, pipelined, (other, ONE_AT_A_TIME)
+            self.claims["throughput"].append(claim)
+        else:
+            self.report.figures[f"{TransferQueue.name}, not installed"] = INSTALL
 
     def of(self, sections: Sequence[str]) -> list[System]:
         """Those that are measured in one of `sections`."""

@@ -30,6 +30,8 @@ def bench_cluster(**options: Any) -> Iterator[None]:
     threshold = gc.get_threshold()
     ray.init(
         address="local",
+        # Logical ones: TransferQueue's actors reserve one each, all systems run at once.
+        num_cpus=16,
         object_store_memory=OBJECT_STORE_BYTES,
         include_dashboard=False,
         log_to_driver=False,

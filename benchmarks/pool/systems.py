@@ -2,7 +2,7 @@
 
 A `System` turns gateway calls into its own form, stores them and hands out 128 steps at a time.
 Only `unpack` is outside the measured part: it gives the fetched content back for the exactness
-check.
+check. TransferQueue is in `transfer_queue.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class System(ABC):
     """A store. `running` before anything else; what it starts ends with the block."""
 
     name: str
+    max_fetches = 4
+    """How many fetches it can have under way."""
     pids: Sequence[int]
     """Processes that hold the stored steps."""
 
@@ -45,6 +47,9 @@ class System(ABC):
     @abstractmethod
     def unpack(self, batch: Any) -> list[Call]:
         """The content of a fetched batch."""
+
+    async def drained(self) -> None:  # noqa: B027  # most stores have nothing left to do
+        """Everything submitted was fetched; called outside the measured part."""
 
 
 class Stepwell(System):
