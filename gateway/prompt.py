@@ -14,14 +14,15 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+from cachetools import LRUCache
 
 from stepwell.datapool.types import TokenIds
-from stepwell.gateway.bounded import Bounded
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import RequestError
 from stepwell.gateway.reply.parser import THINK_CLOSE, THINK_OPEN
@@ -128,7 +129,7 @@ class Prompts:
         self, config: GatewayConfig, renderer: ChatRenderer, threads: ThreadPoolExecutor
     ) -> None:
         self.renderer = renderer
-        self.cached: Bounded[Key, TokenIds] = Bounded(CACHED_TOKENS, len)
+        self.cached: LRUCache[Key, TokenIds] = LRUCache(CACHED_TOKENS, len)
         """Whole prompts by their `exact_key`: somebody's text."""
         self._config = config
         self._threads = threads
@@ -233,7 +234,8 @@ class Prompts:
     def _rendered(self, key: Key, done: asyncio.Future[TokenIds]) -> None:
         del self._rendering[key]
         if not done.cancelled() and done.exception() is None:
-            self.cached[key] = done.result()
+            with suppress(ValueError):  # larger alone than all that is kept
+                self.cached[key] = done.result()
 
     async def _offload(self, n_chars: int, work: Callable[[], T]) -> T:
         """Render and tokenise, in a thread if it is long enough to hold the event loop up."""

@@ -13,14 +13,15 @@ own: what items mean, calls, prompts.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, ClassVar, Literal
 
+from cachetools import LRUCache
 from pydantic import Field
 
-from stepwell.gateway.bounded import Bounded
 from stepwell.gateway.dialects.base import KEEP_ALIVE, Dialect, Exchange, Parsed, sse
 from stepwell.gateway.dialects.params import (
     Effort,
@@ -312,8 +313,7 @@ class OpenAIResponses(Dialect):
         options: Options = exchange.parsed.options
         if options.store and exchange.calls[0].request.is_kept:
             messages = (*options.conversation, reply.text.message())
-            stored = StoredResponse(response, messages, exchange.trajectory.uid)
-            self.store[response["id"]] = stored
+            self.store.keep(StoredResponse(response, messages, exchange.trajectory.uid))
         return events, response
 
     def _previous(self, previous_id: str | None, reader: str | None) -> StoredResponse | None:
@@ -379,11 +379,16 @@ class StoredResponse:
         return n
 
 
-class ResponseStore(Bounded[str, StoredResponse]):
+class ResponseStore(LRUCache[str, StoredResponse]):
     """Answers by their ids, up to a number of characters."""
 
     def __init__(self, max_chars: int) -> None:
         super().__init__(max_chars, StoredResponse.n_chars)
+
+    def keep(self, stored: StoredResponse) -> None:
+        """Unless it is larger alone than all that is kept."""
+        with suppress(ValueError):
+            self[stored.response["id"]] = stored
 
     def read(self, response_id: str, reader: str | None = None) -> StoredResponse | None:
         """`reader`: the trajectory that it must be of; None: any."""
@@ -398,6 +403,6 @@ class ResponseStore(Bounded[str, StoredResponse]):
 
     def forget(self, trajectory_uid: str) -> None:
         """Delete the answers of a trajectory."""
-        for response_id, stored in self.items():
+        for response_id, stored in list(self.items()):
             if stored.trajectory_uid == trajectory_uid:
                 del self[response_id]

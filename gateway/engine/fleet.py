@@ -37,7 +37,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from stepwell.gateway.bounded import Bounded
+from cachetools import LRUCache
+
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 
 State: TypeAlias = Literal["up", "ailing", "open", "behind", "down"]
@@ -117,7 +118,7 @@ class Fleet:
         self.used_behind = 0
         """Calls sent to an engine that is behind, for want of a better one."""
         self._engines = [*map(Engine, urls)]
-        self._homes: Bounded[str, _Home] = Bounded(remembered)
+        self._homes: LRUCache[str, _Home] = LRUCache(remembered)
         self._canary_share = canary_share
         self._config = config
         self._all_behind_since: float | None = None

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
+from cachetools import LRUCache
 
 from stepwell.datapool.errors import (
     DataPoolError,
@@ -32,7 +33,6 @@ from stepwell.datapool.errors import (
     UnknownLeaseError,
 )
 from stepwell.datapool.types import Group, Lease, Trajectory
-from stepwell.gateway.bounded import Bounded
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.dialects.params import wrong
 from stepwell.gateway.engine import EngineClient
@@ -99,7 +99,7 @@ class RolloutBuffer:
         self._skip: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
-        self._ids: Bounded[str, str] = Bounded(REMEMBERED)
+        self._ids: LRUCache[str, str] = LRUCache(REMEMBERED)
         """Group served last under an instance id."""
         text = TextRollouts(config, prompts, turn_messages)
         self._writer = RolloutWriter(config, recording, outcomes, text)

@@ -21,13 +21,13 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from cachetools import LRUCache
 from pydantic import ConfigDict, Field, PlainValidator
 
 from stepwell.datapool.errors import InvalidStepError, StepConflictError, UnknownTrajectoryError
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.types import Step
-from stepwell.gateway.bounded import Bounded
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.dialects.params import Params, Part, wrong
 from stepwell.gateway.errors import RequestError, TrajectoryClosedError, TrajectoryConflictError
@@ -224,9 +224,9 @@ class RolloutWriter:
         self._recording, self._pool = recording, recording.pool
         self._outcomes = outcomes
         self._text = text
-        self._filling: Bounded[str, tuple[int, int]] = Bounded(REMEMBERED)
+        self._filling: LRUCache[str, tuple[int, int]] = LRUCache(REMEMBERED)
         """By instance id: (number of its group that is filling up, items in it)."""
-        self._homes: Bounded[str, _Home] = Bounded(REMEMBERED)
+        self._homes: LRUCache[str, _Home] = LRUCache(REMEMBERED)
         """By uid: a repeated write is the same rollout."""
 
     async def write(self, body: Mapping[str, Any], repeats: int | None, version: int) -> str:

@@ -23,8 +23,9 @@ import uuid
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from cachetools import LRUCache
+
 from stepwell.datapool.types import VAL
-from stepwell.gateway.bounded import Bounded
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import Key, extend_key, text_key
@@ -64,7 +65,7 @@ class Groups:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
-        self._forming: Bounded[_Place, Group] = Bounded(REMEMBERED)
+        self._forming: LRUCache[_Place, Group] = LRUCache(REMEMBERED)
 
     def channel(self, prompt_uid: str, of_key: str | None = None) -> str:
         """Where a group is stored if nobody chose its channel.

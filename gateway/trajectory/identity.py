@@ -35,10 +35,10 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 from urllib.parse import unquote
 
+from cachetools import LRUCache
 from starlette.datastructures import Headers
 
 from stepwell.datapool.errors import DataPoolError
-from stepwell.gateway.bounded import Bounded
 from stepwell.gateway.config import REMEMBERED
 from stepwell.gateway.errors import GatewayError, RequestError, TrajectoryClosedError
 from stepwell.gateway.keys import Named, presented
@@ -156,7 +156,9 @@ class Identities:
         self._groups = groups
         self._read_key = read_key
         self._idle_s = idle_s
-        self._first_calls: Bounded[tuple[Caller, str, str], tuple[str, Peer]] = Bounded(REMEMBERED)
+        self._first_calls: LRUCache[tuple[Caller, str, str], tuple[str, Peer]] = LRUCache(
+            REMEMBERED
+        )
         """How a conversation began, by caller and request: its trajectory's uid, and from where.
         For a client's retry of a conversation's first call."""
         self._sweeper: asyncio.Task[None] | None = None

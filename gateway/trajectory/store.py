@@ -14,11 +14,12 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from cachetools import LRUCache
+
 from stepwell.datapool.errors import StepIndexError, UnknownTrajectoryError
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import VAL
-from stepwell.gateway.bounded import Bounded
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.errors import (
     RequestError,
@@ -52,7 +53,7 @@ class TrajectoryStore:
         self._channel_of = channel_of
         self._on_left = on_left
         self._open: dict[str, LiveTrajectory] = {}
-        self._closed: Bounded[str, tuple[Identity, str]] = Bounded(REMEMBERED)
+        self._closed: LRUCache[str, tuple[Identity, str]] = LRUCache(REMEMBERED)
 
     def __len__(self) -> int:
         return len(self._open)

@@ -493,7 +493,7 @@ async def test_a_deleted_trajectory_leaves_nothing_in_gateway_and_pool(
     stats = await world.pool.get_statistics("train")
     assert stats["groups"]["drop_reasons"] == {"deleted": 1}
     assert world.gateway.trajectories.known("mine") is None
-    assert world.gateway.calls.prompts.cached.total == 0
+    assert world.gateway.calls.prompts.cached.currsize == 0
     status, _ = await http.get(f"{world.url}/v1/responses/{answered.id}")
     assert status == 404
     status, _ = await http.get(f"{world.url}/v1/responses/{kept.id}")

@@ -878,7 +878,7 @@ def test_the_memory_is_bounded_and_keeps_the_latest(answers: list[tuple[int, int
         item = {"id": f"msg_{name}00", "type": "message"}
         response = {"id": f"resp_{name}", "output": [item]}
         message = {"role": "user", "content": "x" * n_chars}
-        store[response["id"]] = StoredResponse(response, (message,), "t")
+        store.keep(StoredResponse(response, (message,), "t"))
         assert store.read(f"resp_{name}") is not None
         assert store.item(f"msg_{name}00") == item
         assert store.item(f"msg_{name}00", reader="another") is None
@@ -886,7 +886,15 @@ def test_the_memory_is_bounded_and_keeps_the_latest(answers: list[tuple[int, int
         assert sum(s.n_chars() for s in kept if s is not None) <= 20_000
     for i in range(6):
         store.pop(f"resp_{i:032x}", None)
-    assert (len(store), store.total) == (0, 0)
+    assert (len(store), store.currsize) == (0, 0)
+
+
+def test_an_answer_larger_than_the_memory_is_not_kept_and_displaces_no_other() -> None:
+    store = ResponseStore(20_000)
+    for name, n_chars in (("a", 9_000), ("b", 21_000)):
+        message = {"role": "user", "content": "x" * n_chars}
+        store.keep(StoredResponse({"id": name, "output": []}, (message,), "t"))
+    assert list(store) == ["a"]
 
 
 def test_what_an_answer_repeats_of_its_request_takes_memory_too() -> None:
