@@ -39,8 +39,7 @@ PRESET_DIRS = (Path("configs"), _PACKAGE / "configs")
 """Where `--config NAME` looks: the working folder, then what came with Stepwell."""
 
 MODELS = (
-    *("model.path", "engine.model_path", "engine.tokenizer_path", "backend.reference_path"),
-    "algorithm.critic.path",
+    *("model.path", "engine.model_path", "backend.reference_path", "algorithm.critic.path"),
 )
 """Keys that take a model's folder, its id on the hub, or an address such as s3://bucket/model."""
 
