@@ -241,17 +241,8 @@ BACKENDS: Registry[type[TrainingBackend]] = Registry(
 )
 
 
-def backend_class(name: str) -> type[TrainingBackend]:
-    """What `name` stands for in `BACKENDS`, or the dotted path `module:Class`.
-
-    Raises:
-        BackendConfigError: no such backend, or it cannot be used; the message says why.
-    """
-    return BACKENDS.load(name)
-
-
 def loop_backend(name: str, options: Mapping[str, Any]) -> type[TrainingBackend]:
-    """`backend_class(name)`, if Stepwell's loop can drive it on this machine.
+    """`BACKENDS.load(name)`, if Stepwell's loop can drive it on this machine.
 
     Args:
         options: `backend.options`.
@@ -260,7 +251,7 @@ def loop_backend(name: str, options: Mapping[str, Any]) -> type[TrainingBackend]
         BackendConfigError: it cannot be used, lacks a package, has not all methods, or takes no
             such options.
     """
-    found = backend_class(name)
+    found = BACKENDS.load(name)
     if lacking := found.loop_lacks():
         raise BackendConfigError(
             f"trainer.backend is {name!r}, which does not implement {', '.join(lacking)}; its own "
@@ -274,5 +265,5 @@ def loop_backend(name: str, options: Mapping[str, Any]) -> type[TrainingBackend]
 
 
 def build_backend(name: str, *args: Any, **kwargs: Any) -> TrainingBackend:
-    """`backend_class(name).build(*args, **kwargs)`."""
-    return backend_class(name).build(*args, **kwargs)
+    """`BACKENDS.load(name).build(*args, **kwargs)`."""
+    return BACKENDS.load(name).build(*args, **kwargs)

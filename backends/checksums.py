@@ -1,6 +1,7 @@
-"""This module seals a folder of files with their checksums so that a byte that changed on disk is
-found before it is used.
+"""This module writes files that survive, and seals a folder of them with their checksums, so that
+a byte that changed on disk is found before it is used.
 
+    write_durably    all of a file or nothing
     seal(folder)     writes checksums.json: the SHA-256 of every file, and of the list itself
     check(folder)    reads them all again and holds them against it
 
@@ -24,13 +25,30 @@ class ChecksumError(ValueError):
     """A file is not what was written."""
 
 
+def write_durably(path: Path, content: bytes) -> None:
+    """All of it or nothing, whenever the process or the machine dies."""
+    draft = path.with_name(f"{path.name}.tmp")
+    draft.write_bytes(content)
+    fsync(draft)
+    draft.replace(path)
+    fsync(path.parent)
+
+
+def fsync(path: Path) -> None:
+    """A file's content, or a folder's entries, survive a power failure."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def seal(folder: Path) -> None:
     """Write the checksums of the files in `folder`, durably."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != CHECKSUMS)
-    with (folder / CHECKSUMS).open("w") as file:
-        file.write(sealed_json({path.name: digest for path, digest in _digests(files)}))
-        file.flush()
-        os.fsync(file.fileno())
+    listed = folder / CHECKSUMS
+    listed.write_text(sealed_json({path.name: digest for path, digest in _digests(files)}))
+    fsync(listed)
 
 
 def check(folder: Path, names: Iterable[str] | None = None) -> None:

@@ -48,8 +48,6 @@ class EngineConfig(Section):
     model_path: Path | None = None
     """Hugging Face directory that it starts from, unless `kind` is `attach`; default
     `model.path`."""
-    tokenizer_path: Path | None = None
-    """Where its tokenizer is; null = `model_path`."""
     urls: tuple[str, ...] = ()
     """Base urls of running servers, for `kind: attach`."""
     host: str = "127.0.0.1"

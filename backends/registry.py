@@ -72,17 +72,12 @@ class Names:
             found.setdefault(entry.name, []).append(entry)
         return found
 
-    def check(self, name: str) -> str:
-        """`name`, if it is registered, once, or a dotted path.
+    def entry(self, name: str) -> EntryPoint:
+        """Where `name` leads: what is registered, or a dotted path.
 
         Raises:
             BackendConfigError: it is unknown, or several packages claim it.
         """
-        self.entry(name)
-        return name
-
-    def entry(self, name: str) -> EntryPoint:
-        """Where `name` leads. Raises as `check`."""
         entries = self.entries()
         claims = entries.get(name, [])
         if len(claims) > 1:

@@ -20,7 +20,7 @@ def resolve(path: str) -> Any:
     """
     file, _, name = path.rpartition(":")
     if file.endswith(".py"):
-        module = _of_file(Path(file).expanduser().resolve())
+        module = module_of(file)
         if not hasattr(module, name):
             raise ImportError(f"{file} has no {name!r}")
         return getattr(module, name)
@@ -30,8 +30,9 @@ def resolve(path: str) -> Any:
         raise ImportError(str(e)) from e
 
 
-def _of_file(file: Path) -> ModuleType:
-    """The module in `file`, loaded once."""
+def module_of(path: str) -> ModuleType:
+    """The module in the file at `path`, loaded once. Raises as `resolve`."""
+    file = Path(path).expanduser().resolve()
     name = f"stepwell_file_{file.with_suffix('')}"
     if name in sys.modules:
         return sys.modules[name]

@@ -234,8 +234,6 @@ def engine(config: RunConfig) -> None:
         return
     path = section.model_path or config.model.path
     check_weights(path, "model.path" if path == config.model.path else "engine.model_path")
-    if section.tokenizer_path is not None:
-        check_tokenizer(section.tokenizer_path, "engine.tokenizer_path")
     if _is_here(config):
         command_line(section, Launch(port=1, model_path=str(path)))
     if section.python is not None and shutil.which(section.python) is None:

@@ -153,8 +153,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _plug_ins_are_known(self) -> RunConfig:
         try:
-            BACKEND_NAMES.check(self.trainer.backend)
-            ENGINE_NAMES.check(self.engine.kind)
+            BACKEND_NAMES.entry(self.trainer.backend)
+            ENGINE_NAMES.entry(self.engine.kind)
         except BackendConfigError as e:
             raise ValueError(str(e)) from e
         return self

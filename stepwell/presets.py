@@ -39,10 +39,7 @@ _PACKAGE = Path(__file__).resolve().parent
 PRESET_DIRS = (Path("configs"), _PACKAGE / "configs")
 """Where `--config NAME` looks: the working folder, then what came with Stepwell."""
 
-MODELS = (
-    *("model.path", "engine.model_path", "engine.tokenizer_path", "backend.reference_path"),
-    "algorithm.critic.path",
-)
+MODELS = (*("model.path", "engine.model_path", "backend.reference_path", "algorithm.critic.path"),)
 """Keys that take a model's folder, its id on the hub, or an address such as s3://bucket/model."""
 
 Raw: TypeAlias = dict[str, Any]

@@ -25,7 +25,6 @@ not in a checkpoint) are issued again on resume. Does not own what the state mea
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
@@ -35,7 +34,15 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from stepwell.backends.checksums import ChecksumError, check, checked_json, seal, sealed_json
+from stepwell.backends.checksums import (
+    ChecksumError,
+    check,
+    checked_json,
+    fsync,
+    seal,
+    sealed_json,
+    write_durably,
+)
 from stepwell.trainer.errors import CheckpointError
 
 Resume: TypeAlias = Literal["auto", "never"] | int | Path
@@ -95,13 +102,11 @@ class CheckpointStore:
                 self._write_scores({})  # from now on it is missed
             about = {**self._origin, **(about or {}), "step": step, "format": FORMAT}
             (draft / "about.json").write_text(json.dumps(about) + "\n")
-            with (draft / "state.pt").open("wb") as file:
-                torch.save(dict(state), file)
-                file.flush()
-                os.fsync(file.fileno())
-            _fsync(draft / "about.json")
+            torch.save(dict(state), draft / "state.pt")
+            fsync(draft / "state.pt")
+            fsync(draft / "about.json")
             seal(draft)
-            _fsync(draft)
+            fsync(draft)
             # An older one of the same step makes way only when the new one is whole, and comes
             # back (`__init__`) if the process dies between these two renames.
             old = final.with_suffix(".old")
@@ -109,7 +114,7 @@ class CheckpointStore:
                 shutil.rmtree(old, ignore_errors=True)
                 final.rename(old)
             draft.rename(final)
-            _fsync(self.folder)
+            fsync(self.folder)
             shutil.rmtree(old, ignore_errors=True)
         except (OSError, RuntimeError) as e:  # torch's zip writer makes the latter of a full disk
             raise CheckpointError(
@@ -280,10 +285,8 @@ class CheckpointStore:
                 shutil.rmtree(doomed, ignore_errors=True)
 
     def _write_scores(self, scores: Mapping[int, float]) -> None:
-        draft = self.folder / "scores.json.tmp"
-        draft.write_text(sealed_json({str(step): scores[step] for step in sorted(scores)}))
-        _fsync(draft)
-        draft.replace(self.folder / "scores.json")
+        text = sealed_json({str(step): scores[step] for step in sorted(scores)})
+        write_durably(self.folder / "scores.json", text.encode())
 
 
 def checkpoint_due(before: int, now: int, every: int, eval_every: int, keep_best: int) -> bool:
@@ -341,11 +344,3 @@ def export_checkpoint(run_dir: Path, step: int | Literal["latest", "best"], targ
         shutil.rmtree(draft, ignore_errors=True)
         backend.close()
     return target
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -287,8 +287,7 @@ class Trainer:
 
     async def _save_interrupted(self) -> None:
         """A checkpoint of where an interrupted run stands, unless a batch is half trained."""
-        wanted = self._config.checkpoint_on_interrupt and self.batches.consumed
-        if not wanted or self._untrained:
+        if not self.batches.consumed or self._untrained:
             return
         try:
             await self.checkpoint()

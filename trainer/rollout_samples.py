@@ -14,7 +14,7 @@ Does not own the sample tables of validation (`validation.py`) or recordings (`r
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from stepwell.datapool.types import Group, Trajectory
+from stepwell.trainer.trajectory_metrics import task_of
 from stepwell.trainer.validation import as_lines, versions_of
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class RolloutSamples:
             file.write(lines)
 
     def _row(self, group: Group, trajectory: Trajectory) -> dict[str, Any]:
-        task: Mapping[str, Any] = group.metadata.get("task", {})
+        task = task_of(group)
         prompt = trajectory.steps[0].prompt_ids
         last = trajectory.steps[-1]
         whole = last.token_ids

@@ -32,6 +32,7 @@ from stepwell.trainer.rewards import (
 )
 from stepwell.trainer.rewards.data_sources import has_usual_reward
 from stepwell.trainer.rewards.overlong import punished
+from stepwell.trainer.trajectory_metrics import task_of
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ class Scorer:
         """What the function gets. `extra_info` is the task, beneath it the trajectory's metadata
         (what agent and tools said) and the task's (where verl's functions look), and what only the
         rollout knows."""
-        task = _task(group)
+        task = task_of(group)
         responses = [
             str(self._tokenizer.decode(s.response_ids, skip_special_tokens=True))
             for s in trajectory.steps
@@ -232,13 +233,9 @@ async def why_lost(pool: DataPoolClient, channel: str, scorer: Scorer, folder: P
     )
 
 
-def _task(group: Group) -> Mapping[str, Any]:
-    return group.metadata.get("task") or {}
-
-
 def _source(group: Group) -> tuple[str, Any]:
     """The task's data source, and slime's name of its reward."""
-    task = _task(group)
+    task = task_of(group)
     return str(task.get("data_source", "")), (task.get("metadata") or {}).get("rm_type")
 
 

@@ -1,18 +1,16 @@
-"""The base of every section: unknown keys are refused, and nothing changes."""
+"""The base of every section: what `backends/config.py` refuses, and text alone for a section."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from stepwell.backends.config import Section as Refusing
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
-
+class Section(Refusing):
     named_by: ClassVar[str | None] = None
     """The key that text alone stands for: `reward: math` is `reward: {function: math}`."""
     spelled_out: ClassVar[Callable[[str], dict[str, str]] | None] = None

@@ -11,7 +11,7 @@ not own retries, or which engine is asked.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -130,23 +130,6 @@ class EngineClient:
         continued."""
         body = {"input_ids": input_ids, "sampling_params": dict(sampling_params or {}), **fields}
         return await self._object("/generate", body, timeout_s=timeout_s)
-
-    async def generate_stream(
-        self, input_ids: Sequence[int], sampling_params: Mapping[str, Any], **fields: Any
-    ) -> AsyncIterator[dict[str, Any]]:
-        """The cumulative chunks of a streamed `/generate`. Leaving early aborts the request."""
-        fields |= {"input_ids": input_ids, "sampling_params": sampling_params, "stream": True}
-        url, rest = f"{self.url}/generate", b""
-        try:
-            async with self._connections.request("POST", url, orjson.dumps(fields)) as answer:
-                _check(url, answer.status, b"" if answer.status < 400 else await answer.read())
-                async for data in answer.chunks():
-                    *events, rest = (rest + data).split(b"\n\n")
-                    for event in events:
-                        if (payload := event.removeprefix(b"data: ")) != b"[DONE]":
-                            yield orjson.loads(payload)
-        except ConnectionError as e:
-            raise EngineUnavailableError(f"{url} broke off: {e}") from e
 
     async def abort(self, rid: str | None = None) -> None:
         """Abort the request `rid`, with it those whose id starts with that; all if it is None."""

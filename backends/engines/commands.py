@@ -47,8 +47,7 @@ Builder: TypeAlias = Callable[[EngineConfig, Launch], CommandLine]
 
 def common_flags(config: EngineConfig, launch: Launch) -> list[str]:
     """What the embedded engine and SGLang's `launch_server` both understand."""
-    tokenizer = config.tokenizer_path or config.model_path
-    argv = ["--model-path", launch.model_path, "--tokenizer-path", str(tokenizer)]
+    argv = ["--model-path", launch.model_path, "--tokenizer-path", str(config.model_path)]
     argv += ["--host", config.host, "--port", str(launch.port)]
     argv += ["--weight-version", launch.weight_version]
     argv += ["--max-running-requests", str(config.max_running_requests), "--dtype", config.dtype]

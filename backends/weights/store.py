@@ -3,9 +3,8 @@
     weights/
       v6/  v7/            a Hugging Face directory each (with LoRA, an adapter's); whole or absent,
                           and sealed with checksums (`backends/checksums.py`)
-      v7-from-v6/         the tensors of v7 that differ from v6
       current.json        {"version": 7, "path": ".../v7", "adapter": false}; its rename commits
-        v8/origin.json      {"weights_of": 6}: a roll-back; version 8 has the weights of 6
+      v8/origin.json      {"weights_of": 6}: a roll-back; version 8 has the weights of 6
     .lock               held by a publication until it has committed or rolled back, and by the
                           supervisor of a restarted engine that brings it to the committed version
 
@@ -152,7 +151,21 @@ class WeightStore:
         A version of that number that is already there (a run that resumed) is replaced."""
         if version < 0:
             raise ValueError(f"version is {version}; versions count from 0")
-        return self._write(self.path(version), save)
+        target = self.path(version)
+        mine = f"{target.name}-{os.getpid()}"
+        temporary = self.folder / f".tmp-{mine}"
+        try:
+            save(temporary)
+            if not temporary.is_dir() or not any(temporary.iterdir()):
+                raise ValueError(f"save wrote nothing to {temporary}; it must fill the folder")
+            seal(temporary)
+            if target.exists():
+                os.rename(target, self.folder / f".tmp-replaced-{mine}")
+            os.rename(temporary, target)
+        finally:
+            for leftover in self.folder.glob(f".tmp-*{mine}"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        return target
 
     def commit(
         self,
@@ -172,22 +185,6 @@ class WeightStore:
 
     def current(self) -> Published | None:
         return read_current(self.folder)
-
-    def _write(self, target: Path, save: Callable[[Path], object]) -> Path:
-        mine = f"{target.name}-{os.getpid()}"
-        temporary = self.folder / f".tmp-{mine}"
-        try:
-            save(temporary)
-            if not temporary.is_dir() or not any(temporary.iterdir()):
-                raise ValueError(f"save wrote nothing to {temporary}; it must fill the folder")
-            seal(temporary)
-            if target.exists():
-                os.rename(target, self.folder / f".tmp-replaced-{mine}")
-            os.rename(temporary, target)
-        finally:
-            for leftover in self.folder.glob(f".tmp-*{mine}"):
-                shutil.rmtree(leftover, ignore_errors=True)
-        return target
 
 
 def _link(file: Path, target: Path) -> None:

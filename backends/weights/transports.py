@@ -92,13 +92,16 @@ class Transport(ABC):
 
     async def restore(self, target: Target, to: Published) -> None:
         """Bring a replica to a version that is on disk, whatever it has now."""
-        await _from_disk(target.engine, to.path, str(to.version), flush=self.update.flush)
+        await target.engine.update_weights_from_disk(
+            to.path, str(to.version), flush_cache=self.update.flush
+        )
 
 
 class Disk(Transport):
     async def send(self, target: Target) -> None:
-        update = self.update
-        await _from_disk(target.engine, update.path, update.name, flush=update.flush)
+        await target.engine.update_weights_from_disk(
+            self.update.path, self.update.name, flush_cache=self.update.flush
+        )
 
 
 class Distributed(Transport):
@@ -189,10 +192,6 @@ TRANSPORTS: Mapping[WeightTransport, type[Transport]] = MappingProxyType(
 
 
 # -- parts ------------------------------------------------------------------------------------
-
-
-async def _from_disk(engine: EngineClient, path: str, version: str, *, flush: bool) -> None:
-    await engine.update_weights_from_disk(path, version, flush_cache=flush)
 
 
 async def _begin(engine: EngineClient) -> None:

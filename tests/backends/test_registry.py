@@ -16,7 +16,6 @@ from rich.console import Console
 from stepwell.backends.base import (
     BACKENDS,
     TrainingBackend,
-    backend_class,
     build_backend,
     loop_backend,
 )
@@ -123,9 +122,9 @@ def listed() -> str:
 
 
 def test_the_torch_backend_is_found_by_name_and_by_dotted_path() -> None:
-    assert backend_class("torch") is TorchBackend
-    assert backend_class("stepwell.backends.torch.backend:TorchBackend") is TorchBackend
-    assert backend_class("stepwell.backends.torch.backend.TorchBackend") is TorchBackend
+    assert BACKENDS.load("torch") is TorchBackend
+    assert BACKENDS.load("stepwell.backends.torch.backend:TorchBackend") is TorchBackend
+    assert BACKENDS.load("stepwell.backends.torch.backend.TorchBackend") is TorchBackend
 
 
 def test_every_built_in_name_can_be_imported_and_has_a_line_about_it() -> None:
@@ -141,7 +140,7 @@ def test_every_built_in_name_can_be_imported_and_has_a_line_about_it() -> None:
 def test_a_package_adds_a_backend(install: Install) -> None:
     install("counter", "1.2", module=COUNTER, backends={"count": "counter:Counter"})
     assert build_backend("count").convert([]) == 0
-    assert BACKEND_NAMES.check("count") == "count"
+    assert BACKEND_NAMES.entry("count").name == "count"
     (found,) = [f for f in BACKENDS.survey() if f.name == "count"]
     assert (found.source, found.state) == ("counter 1.2", "ready")
     assert found.about == "Counts steps. (convert only)"
@@ -152,12 +151,12 @@ def test_a_package_installed_or_uninstalled_while_we_run_is_noticed(
     install: Install, tmp_path: Path
 ) -> None:
     install("counter", "1", module=COUNTER, backends={"count": "counter:Counter"})
-    assert BACKEND_NAMES.check("count") == "count"
+    assert BACKEND_NAMES.entry("count").name == "count"
     install("counted", "1", module=COUNTER, backends={"tally": "counted:Counter"})
-    assert BACKEND_NAMES.check("tally") == "tally"
+    assert BACKEND_NAMES.entry("tally").name == "tally"
     shutil.rmtree(tmp_path / "counter-1.dist-info")
     with pytest.raises(BackendConfigError, match=r"backend is 'count'; .* tally"):
-        BACKEND_NAMES.check("count")
+        BACKEND_NAMES.entry("count")
 
 
 def test_a_package_adds_an_engine(install: Install) -> None:
@@ -255,7 +254,7 @@ def test_the_documented_backend_with_options_is_one(install: Install) -> None:
 )
 def test_an_unknown_backend_is_refused_in_one_line(name: str, reason: str) -> None:
     with pytest.raises(BackendConfigError, match=reason) as e:
-        backend_class(name)
+        BACKENDS.load(name)
     assert "\n" not in str(e.value)
     assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)
 
@@ -263,7 +262,7 @@ def test_an_unknown_backend_is_refused_in_one_line(name: str, reason: str) -> No
 def test_the_names_of_plug_ins_are_proposed_too(install: Install) -> None:
     install("counter", "1", module=COUNTER, backends={"counting": "counter:Counter"})
     with pytest.raises(BackendConfigError, match=r"did you mean counting\?.* `stepwell backends`"):
-        backend_class("countin")
+        BACKENDS.load("countin")
 
 
 def test_an_unknown_name_in_a_configuration_costs_no_start() -> None:
@@ -297,7 +296,7 @@ def test_a_broken_package_is_named_and_the_others_are_listed(
     install("wrecked", "0.3", module=module, backends={"wreck": "wrecked:Wreck"})
     install("counter", "1", module=COUNTER, backends={"count": "counter:Counter"})
     with pytest.raises(BackendConfigError) as e:
-        backend_class("wreck")
+        BACKENDS.load("wreck")
     assert str(e.value).startswith(
         "trainer.backend 'wreck' (wrecked 0.3: wrecked:Wreck) cannot be imp"
     )
@@ -314,7 +313,7 @@ def test_what_is_no_backend_or_engine_is_refused(install: Install) -> None:
         "numbers9", "1", module="x = 3", backends={"x": "numbers9:x"}, engines={"x": "numbers9:x"}
     )
     with pytest.raises(BackendConfigError, match=r"\(numbers9 1: numbers9:x\) is no TrainingBack"):
-        backend_class("x")
+        BACKENDS.load("x")
     with pytest.raises(BackendConfigError, match=r"is no function \(EngineConfig, Launch\)"):
         ENGINES.load("x")
 
@@ -345,14 +344,14 @@ def test_a_name_claimed_twice_is_refused_until_one_is_gone(install: Install) -> 
     install("counter", "1.2", module=COUNTER, backends={"count": "counter:Counter"})
     install("counted", "3.4", module=COUNTER, backends={"count": "counted:Counter"})
     reason = r"'count' is claimed by more than one: .*counte[rd] .*counte[rd] .*; uninstall all"
-    for use in (BACKEND_NAMES.check, BACKENDS.load):
+    for use in (BACKEND_NAMES.entry, BACKENDS.load):
         with pytest.raises(BackendConfigError, match=reason) as e:
             use("count")
         assert "counter 1.2 (counter:Counter)" in str(e.value)
         assert "counted 3.4 (counted:Counter)" in str(e.value)
     states = {f.name: f.state for f in BACKENDS.survey()}
     assert (states["count"], states["torch"]) == ("claimed twice", "ready")
-    assert issubclass(backend_class("counter:Counter"), TrainingBackend)
+    assert issubclass(BACKENDS.load("counter:Counter"), TrainingBackend)
 
 
 def test_a_package_cannot_take_a_built_in_name_in_silence(install: Install) -> None:
@@ -364,7 +363,7 @@ def test_a_package_cannot_take_a_built_in_name_in_silence(install: Install) -> N
         engines={"attach": "usurper:Counter"},
     )
     with pytest.raises(BackendConfigError, match="'torch' is claimed by more than one: built in"):
-        backend_class("torch")
+        BACKENDS.load("torch")
     attached = ["engine.kind=attach", "engine.urls=[http://x]"]
     with pytest.raises(ConfigError, match="'attach' is claimed by more than one: built in"):
         load_config("quickstart", ["trainer.backend=usurper:Counter", *attached])

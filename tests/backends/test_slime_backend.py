@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from stepwell.backends.base import backend_class
+from stepwell.backends.base import BACKENDS
 from stepwell.backends.errors import BackendConfigError, BatchError
 from stepwell.backends.slime.backend import SlimeBackend, post_process_rewards, train_data
 from stepwell.backends.slime.sample import PrefixCacheInfo, SlimeSample, SpecInfo
@@ -477,7 +477,7 @@ def test_each_trajectory_weighs_the_same_in_slimes_loss_whatever_its_shape() -> 
 
 
 def test_the_backend_is_found_by_name_and_says_how_it_is_used() -> None:
-    found = backend_class("slime")
+    found = BACKENDS.load("slime")
     assert found is SlimeBackend
     assert isinstance(found.build(grpo_std_normalization=False), SlimeBackend)
     with pytest.raises(BackendConfigError, match="--rollout-function-path"):

@@ -160,9 +160,9 @@ def test_without_the_package_its_names_are_unknown(
 ) -> None:
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(site)])
     with pytest.raises(BackendConfigError, match="is 'jsonl'"):
-        BACKEND_NAMES.check("jsonl")
+        BACKEND_NAMES.entry("jsonl")
     with pytest.raises(BackendConfigError, match="is 'background'"):
-        ENGINE_NAMES.check("background")
+        ENGINE_NAMES.entry("background")
 
 
 # --- mathematics

@@ -13,15 +13,13 @@ Owns names and signatures. Does not own the calls (`manager.py`).
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Awaitable, Mapping
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from stepwell.datapool.dotted import module_of
 from stepwell.trainer.errors import RewardLoadError
 from stepwell.trainer.rewards.base import RewardFn, Score, close, last_boxed
 from stepwell.trainer.rewards.slime import SlimeReward
@@ -88,8 +86,7 @@ def load_reward(path: str, kwargs: Mapping[str, Any] | None = None) -> RewardFn:
             f"reward is {path!r}; name a built-in ({', '.join(sorted(BUILT_IN))}), "
             "package.module:function or path/to/file.py:function"
         )
-    find = _import_file if module_name.endswith(".py") else _import
-    module = find(path, module_name)
+    module = _import(path, module_name)
     function: Any = getattr(module, name, None)
     if not callable(function):
         functions = sorted(
@@ -214,26 +211,11 @@ class _Boxed(_Wrapped):
 
 def _import(path: str, module_name: str) -> ModuleType:
     try:
+        if module_name.endswith(".py"):
+            return module_of(module_name)
         return importlib.import_module(module_name)
     except Exception as e:  # any error of foreign code at import
         raise RewardLoadError(
             f"reward is {path!r}, whose module {module_name} cannot be imported "
             f"({type(e).__name__}: {e})"
         ) from e
-
-
-def _import_file(path: str, file: str) -> ModuleType:
-    where = Path(file).expanduser().resolve()
-    spec = importlib.util.spec_from_file_location(f"stepwell_reward_{where.stem}", where)
-    if spec is None or spec.loader is None or not where.is_file():
-        raise RewardLoadError(f"reward is {path!r}, but there is no file {where}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up here
-    try:
-        spec.loader.exec_module(module)
-    except Exception as e:  # the user's own file: it may raise anything
-        del sys.modules[spec.name]
-        raise RewardLoadError(
-            f"reward is {path!r}, but {where} cannot be imported ({type(e).__name__}: {e})"
-        ) from e
-    return module

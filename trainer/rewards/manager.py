@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from stepwell.trainer.config import RewardConfig, RewardFunctionConfig
 from stepwell.trainer.errors import RewardError, RewardValueError
@@ -174,25 +175,26 @@ def _arguments(sample: RewardSample) -> tuple[Any, ...]:
     return sample.data_source, sample.solution_str, sample.ground_truth, sample.extra_info
 
 
-class _Caller(Protocol):
+class _Caller(ABC):
     """Where a function runs."""
-
-    takes_samples: bool
-    """It is called with samples, not with their four arguments."""
-
-    async def call(self, timeout_s: float, call: str, args: tuple[Any, ...]) -> Any: ...
-
-    def describe(self, data_source: str) -> str: ...
-
-    async def aclose(self) -> None: ...
-
-
-class _InThread:
-    """A coroutine function on the event loop, another one in a thread."""
 
     def __init__(self, reward: Any) -> None:
         self._reward = reward
         self.takes_samples = isinstance(reward, SlimeReward)
+        """It is called with samples, not with their four arguments."""
+
+    def describe(self, data_source: str) -> str:
+        return describe(self._reward, data_source)
+
+    @abstractmethod
+    async def call(self, timeout_s: float, call: str, args: tuple[Any, ...]) -> Any: ...
+
+    @abstractmethod
+    async def aclose(self) -> None: ...
+
+
+class _InThread(_Caller):
+    """A coroutine function on the event loop, another one in a thread."""
 
     async def call(self, timeout_s: float, call: str, args: tuple[Any, ...]) -> Any:
         if (serve := getattr(self._reward, "start_serving", None)) is not None:
@@ -202,19 +204,15 @@ class _InThread:
                 raise crashed(call, e) from e
         return await call_within(timeout_s, call, self._reward, *args)
 
-    def describe(self, data_source: str) -> str:
-        return describe(self._reward, data_source)
-
     async def aclose(self) -> None:
         await close(self._reward)
 
 
-class _InProcesses:
+class _InProcesses(_Caller):
     """Each call in whichever of the processes is free."""
 
     def __init__(self, function: RewardFunctionConfig, processes: int, reward: Any) -> None:
-        self._reward = reward
-        self.takes_samples = isinstance(reward, SlimeReward)
+        super().__init__(reward)
         self._all = [RewardProcess(function.function, function.kwargs) for _ in range(processes)]
         # The one used last comes first: it is warm, and the others need not start at all.
         self._free: asyncio.LifoQueue[RewardProcess] = asyncio.LifoQueue()
@@ -230,9 +228,6 @@ class _InProcesses:
             raise
         finally:
             self._free.put_nowait(process)
-
-    def describe(self, data_source: str) -> str:
-        return describe(self._reward, data_source)
 
     async def aclose(self) -> None:
         for process in self._all:

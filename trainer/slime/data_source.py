@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from stepwell.backends.checksums import write_durably
 from stepwell.backends.slime.sample import sample_class
 from stepwell.datapool.dotted import resolve
 from stepwell.datapool.remote.start import connect
@@ -41,7 +42,7 @@ from stepwell.trainer.data import PromptSource, Task
 from stepwell.trainer.data.prompt_length import PromptMeter
 from stepwell.trainer.errors import CheckpointError, ConfigError, DataError
 from stepwell.trainer.slime.config import SlimeConfig, folder, prompt_data
-from stepwell.trainer.slime.pool import SlimePool, write_durably
+from stepwell.trainer.slime.pool import SlimePool
 
 
 class RolloutDataSource:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import threading
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
@@ -29,6 +28,7 @@ from typing import Any, TypeVar
 
 import orjson
 
+from stepwell.backends.checksums import write_durably
 from stepwell.backends.slime.samples import rollouts_of
 from stepwell.datapool.errors import DataPoolError, GroupClosedError, UnknownGroupError
 from stepwell.datapool.remote.client import DataPoolClient
@@ -241,21 +241,6 @@ async def _cancel_others() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """All of it or nothing, whenever the process or the machine dies."""
-    new = path.with_name(path.name + ".new")
-    with new.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _unfit(group: Group, group_size: int) -> str | None:

@@ -30,7 +30,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=30000, help="0 takes a free one")
     parser.add_argument("--weight-version", default="0")
     parser.add_argument("--max-running-requests", type=int, default=64)
-    parser.add_argument("--prefix-cache-rows", type=int, help="default: --max-running-requests")
     parser.add_argument("--context-length", type=int)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="auto", choices=DTYPE_NAMES)
@@ -94,14 +93,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         server.should_exit = True
 
     def generating() -> GenerationLoop:
-        rows = args.prefix_cache_rows
         runner = ModelRunner(
             args.model_path,
             dtype=args.dtype,
             device=args.device,
             context_length=args.context_length,
             max_running=args.max_running_requests,
-            n_retained=args.max_running_requests if rows is None else rows,
+            n_retained=args.max_running_requests,
         )
         if args.lora_paths is not None:
             name, _, path = args.lora_paths.rpartition("=")

@@ -24,17 +24,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Literal
 
 import numpy as np
 import torch
 
+from stepwell.backends.config import PauseMode
 from stepwell.backends.engines.embedded.model import ModelRunner
 from stepwell.backends.engines.embedded.reply import StopStrings
 from stepwell.backends.engines.embedded.request import InvalidRequestError, Request
 from stepwell.backends.engines.embedded.sampling import sample
 
-PauseMode = Literal["abort", "retract", "in_place"]
 PREFILL_BUDGET = 2048
 """Padded prompt tokens computed between two decode steps."""
 

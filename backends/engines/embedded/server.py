@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 from fastapi import FastAPI, HTTPException, Response
@@ -24,6 +24,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
+from stepwell.backends.config import PauseMode
 from stepwell.backends.engines.embedded.loop import EngineStoppedError, GenerationLoop
 from stepwell.backends.engines.embedded.reply import Reply
 from stepwell.backends.engines.embedded.request import (
@@ -50,7 +51,7 @@ class ServerInfo:
 
 
 class PauseBody(BaseModel):
-    mode: Literal["abort", "retract", "in_place"] = "abort"
+    mode: PauseMode = "abort"
 
 
 class AbortBody(BaseModel):

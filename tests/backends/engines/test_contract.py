@@ -15,6 +15,7 @@ import torch
 
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import EngineRequestError
+from tests.backends.engines.streams import streamed
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47, 48, 49]
 LONG = {"max_new_tokens": 400, "ignore_eos": True}
@@ -36,7 +37,7 @@ class InFlight:
     """A streamed request that has produced tokens and goes on."""
 
     def __init__(self, client: EngineClient, **fields: Any) -> None:
-        self._chunks = client.generate_stream(PROMPT, LONG, return_logprob=True, **fields)
+        self._chunks = streamed(client, PROMPT, LONG, return_logprob=True, **fields)
 
     async def started(self, n: int = 5) -> dict[str, Any]:
         async for chunk in self._chunks:
@@ -49,7 +50,7 @@ class InFlight:
         return [chunk async for chunk in self._chunks][-1]
 
     async def leave(self) -> None:
-        await self._chunks.aclose()  # type: ignore[attr-defined]  # it is an async generator
+        await self._chunks.aclose()
 
 
 async def test_generate_returns_ids_log_probs_and_why_it_ended(client: EngineClient) -> None:

@@ -14,6 +14,7 @@ from stepwell.backends.engines.embedded.reply import Text
 from stepwell.backends.engines.embedded.request import Request, SamplingParams
 from stepwell.backends.errors import EngineRequestError
 from tests.backends.engines.exchanges import MODEL
+from tests.backends.engines.streams import streamed
 
 PROMPT = [40, 41, 42, 43, 44, 45]
 
@@ -37,11 +38,11 @@ async def test_fields_it_does_not_implement_are_refused_by_name(client: EngineCl
 
 
 async def test_a_request_id_in_use_is_refused(client: EngineClient) -> None:
-    stream = client.generate_stream(PROMPT, {"max_new_tokens": 400, "ignore_eos": True}, rid="one")
+    stream = streamed(client, PROMPT, {"max_new_tokens": 400, "ignore_eos": True}, rid="one")
     await anext(stream)
     with pytest.raises(EngineRequestError, match="Duplicate request ID detected: one"):
         await client.generate(PROMPT, rid="one")
-    await stream.aclose()  # type: ignore[attr-defined]  # it is an async generator
+    await stream.aclose()
 
 
 async def test_the_same_seed_samples_the_same_tokens(client: EngineClient) -> None:
