@@ -329,6 +329,22 @@ def test_under_gradient_checkpointing_the_gradient_is_the_same() -> None:
     torch.testing.assert_close(got[2], expected[2], atol=1e-5, rtol=1e-4)
 
 
+def test_the_last_mlp_computes_response_positions_alone_and_is_left_as_it_was() -> None:
+    policy = model(FAMILIES["qwen3"])
+    steps = branching(5)
+    batch = TokenBatch.of(steps)
+    first, last = (layer.mlp.gate_proj for layer in policy.model.layers)
+    seen: dict[Any, int] = {}
+    for module in (first, last):
+        module.register_forward_hook(
+            lambda m, args, out: seen.__setitem__(m, out.shape[:-1].numel())
+        )
+    rows = build_rows(steps, "step")
+    forward(policy, batch, rows, device=torch.device("cpu"), entropy=False)
+    assert seen[last] == batch.n_tokens < seen[first]
+    assert "forward" not in policy.model.layers[-1].mlp.__dict__
+
+
 def test_a_model_with_tree_attention_still_runs_without_a_tree() -> None:
     policy = model(FAMILIES["llama"])
     ids = torch.arange(12)[None]
