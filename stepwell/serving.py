@@ -126,7 +126,7 @@ def logged(folder: Path, name: str = TRAINER_LOG) -> Iterator[None]:
     with logging_to(path):
         try:
             yield
-        except Exception as e:
+        except Exception as e:  # whatever ends a run is told, and raised again
             log.info("the run has failed", exc_info=True)  # the console has one line of it
             e.add_note(f"see {path}, and the logs of the other parts beside it")
             raise
