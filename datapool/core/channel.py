@@ -28,7 +28,7 @@ from stepwell.datapool.core.records import Closing, GroupRecord, GroupTerms, Tra
 from stepwell.datapool.core.rows import GroupRetired
 from stepwell.datapool.core.serving import AT_ONCE
 from stepwell.datapool.core.steps import Steps
-from stepwell.datapool.selection import Marks
+from stepwell.datapool.selection import DOUBTFUL, Marks
 
 NO_STEPS = "no_steps"
 DELETED = "deleted"
@@ -330,6 +330,13 @@ class Channel(Steps):
         if group.prompt_uid in self._held:
             return "held", self._held[group.prompt_uid]
         return ("ready" if group.prompt_uid in self._ready else "open"), None
+
+    def is_leased(self, prompt_uid: str) -> bool:
+        return prompt_uid in self._leased
+
+    def doubtful(self) -> list[str]:
+        """prompt_uids of groups that a salvage holds."""
+        return list(self._tagged.get(DOUBTFUL, ()))
 
     # -- inside ------------------------------------------------------------------------------
 

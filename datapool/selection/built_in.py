@@ -19,6 +19,8 @@ zero would miss sums that differ in their last bit."""
 
 STALE: Final = "stale"
 NOT_TRAINABLE: Final = "not_trainable"
+DOUBTFUL: Final = "doubtful"
+"""Tag of groups that a salvage holds, as they may have been closed in what was lost."""
 UNSCORED: Final = "unscored"
 
 
