@@ -140,6 +140,16 @@ class Ledger:
                 self._append(file.read(offset))
         return self._offset
 
+    def ended(self) -> set[str]:
+        """prompt_uids that were trained or dropped, by the history that counts. Reads the file."""
+        found: set[str] = set()
+        for entry in [] if self._path is None else read_ledger(self._path):
+            if entry["event"] == "trained":
+                found.update(entry["prompt_uids"])
+            elif entry["event"] == "dropped":
+                found.add(entry["prompt_uid"])
+        return found - self._open.keys()
+
     def sync(self) -> None:
         """Make it survive a power failure; any thread."""
         if self._fd is not None:

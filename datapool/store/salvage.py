@@ -361,13 +361,7 @@ class _Survey:
                 f"Acknowledged transactions {self.sequence + 1} to {acked.sequence} are lost: "
                 f"{rows if self.next_row < acked.next_row else 'no new rows'}, and deletions"
             )
-        if acked is not None and self.sequence < acked.sequence and self._open is None:
-            self._lose(newest, "the end of the log")
-        if self._open is not None:
-            self._open.next_row = self.next_row
-            if acked is not None:
-                self._open.next_row = max(acked.next_row, self._open.first_row)
-            self._close()
+        self._end_of_log(acked, newest)
         n_lost = 0
         released = set(range(1, newest)).difference(wanted)
         for gap in self.gaps:
@@ -465,6 +459,14 @@ class _Survey:
         if self._open is None:
             known = dict(self.states)
             self._open = _Gap(number, self.sequence, self.next_row, self.next_row, known)
+
+    def _end_of_log(self, acked: Acked | None, newest: int) -> None:
+        if acked is not None and self.sequence < acked.sequence and self._open is None:
+            self._lose(newest, "the end of the log")
+        if self._open is not None:
+            end = self.next_row if acked is None else acked.next_row
+            self._open.next_row = max(end, self._open.first_row)
+            self._close()
 
     def _close(self) -> None:
         if self._open is not None:
