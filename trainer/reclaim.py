@@ -74,7 +74,7 @@ async def reclaim(
             reason = LOST_POLICY
         elif ours and uid not in pending:
             reason = AFTER_CHECKPOINT
-        elif ours and DOUBTFUL in group.marks.tags:
+        elif ours and DOUBTFUL in group.marks.tags and group.marks.trainable is False:
             reason = DOUBTFUL  # held for a person; the prompt can be issued again
         elif ours and group.state == "open":
             reason = PRODUCER_GONE

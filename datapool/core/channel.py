@@ -335,8 +335,9 @@ class Channel(Steps):
         return prompt_uid in self._leased
 
     def doubtful(self) -> list[str]:
-        """prompt_uids of groups that a salvage holds."""
-        return list(self._tagged.get(DOUBTFUL, ()))
+        """prompt_uids of groups that a salvage holds, and nobody has released."""
+        tagged = self._tagged.get(DOUBTFUL, ())
+        return [uid for uid in tagged if self.prompt_groups[uid].marks.trainable is False]
 
     # -- inside ------------------------------------------------------------------------------
 
