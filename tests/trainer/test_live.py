@@ -132,11 +132,13 @@ async def test_what_a_killed_trainer_had_leased_is_trained_by_the_next_one_once(
     assert set(trained(run)) <= set(uids)
 
 
-@pytest.mark.parametrize("from_end", [60, 700, 1500, 3000])
+@pytest.mark.parametrize("how", ["flip", "cut"])
+@pytest.mark.parametrize("from_end", [60, 700, 3000, 9000])
 async def test_what_was_acked_is_not_trained_again_after_a_salvage_even_if_it_is_released(
-    tmp_path: Path, from_end: int
+    tmp_path: Path, how: str, from_end: int
 ) -> None:
-    """60 groups are trained and acked, then a bit of the journal flips near its end."""
+    """60 groups are trained and acked, then a bit of the journal flips near its end, or that
+    is cut off."""
     folder, config = tmp_path / "pool", live_config(tmp_path)
     async with (
         DataPoolClient.local(PoolConfig(), folder) as pool,
@@ -148,6 +150,7 @@ async def test_what_was_acked_is_not_trained_again_after_a_salvage_even_if_it_is
     path = newest_segment(folder)
     data = bytearray(path.read_bytes())
     data[-from_end] ^= 4
+    data = data[:-from_end] if how == "cut" else data
     path.write_bytes(data)
     with pytest.raises(JournalCorruptError):
         async with DataPoolClient.local(PoolConfig(), folder):
