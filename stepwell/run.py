@@ -25,6 +25,7 @@ from stepwell.backends.base import build_backend
 from stepwell.backends.engines.client import EngineClient
 from stepwell.checks import Checked, check_attached, check_run, validation_tasks
 from stepwell.cluster import Parts
+from stepwell.collapse import find_collapse
 from stepwell.config import RunConfig
 from stepwell.console import Display
 from stepwell.datapool import connect as connect_pool
@@ -190,6 +191,8 @@ async def _train(
         memory.sample()
         records = metrics.read()
         summary = summarise(config.run.name, records, trainer.progress, memory.peak)
+        if finding := find_collapse(metrics.read(first=0)):
+            summary["finding"] = finding
         write_summary(config.run.dir, summary)
         plot_reward(config.run.dir, f"Stepwell · {config.run.name}", records, summary["evals"])
         display.summary(summary, config.run.dir)

@@ -337,15 +337,18 @@ async def test_a_rollout_that_finishes_starts_the_count_of_lost_groups_anew(rig:
         await asyncio.sleep(0.2)
         options = {"n": 5, "min_n": 1, "max_attempts": 1}
         agent = f"{__name__}:works_at_every_seventh"
-        async with producer_of(one, 21, agent=agent, **options) as producer:
-            async with asyncio.timeout(120), producer.running() as generation:
-                for _ in range(3):  # what is ready holds the one place until it is taken
-                    lease = await one.pool.lease_batch(timeout_s=60)
-                    assert lease is not None
-                    producer.leased(group.prompt_uid for group in lease.groups)
-                    await one.pool.ack(lease.lease_id)
-                await producer.ended()
-                assert not generation.done()
+        async with (
+            producer_of(one, 21, agent=agent, **options) as producer,
+            asyncio.timeout(120),
+            producer.running() as generation,
+        ):
+            for _ in range(3):  # what is ready holds the one place until it is taken
+                lease = await one.pool.lease_batch(timeout_s=60)
+                assert lease is not None
+                producer.leased(group.prompt_uid for group in lease.groups)
+                await one.pool.ack(lease.lease_id)
+            await producer.ended()
+            assert not generation.done()
     assert producer.ends == {"ValueError": 90, "complete": 15}
 
 

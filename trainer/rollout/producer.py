@@ -11,7 +11,8 @@ the credit of its window (`Pace`, in the modes that have windows) and for the po
 
 A group that came out too small because of INFRASTRUCTURE, or whose worker died, is dropped and its
 prompt issued again, `LOSSES` times at most; no prompt is drawn until worker, gateway and engine
-answer. An agent that loses `LOST_IN_A_ROW` groups by its own error ends the run. Does not own how one rollout is run (`worker.py`).
+answer. An agent that loses `LOST_IN_A_ROW` groups by its own error ends the run. Does not own how
+one rollout is run (`worker.py`).
 """
 
 from __future__ import annotations
