@@ -132,3 +132,15 @@ def test_data_that_has_other_rows_is_refused(stopped: Path) -> None:
     said = refused(stopped)
     assert "data.train had 8 tasks when the checkpoint of step 20" in said
     assert "and has 9" in said
+
+
+def test_a_checkpoint_of_another_run_is_named_with_the_weights_to_begin_with(
+    stopped: Path,
+) -> None:
+    theirs = stopped / "run" / "checkpoints" / "step_20"
+    line = refused(
+        stopped, f"run.dir={stopped / 'second'}", f"run.resume={theirs}", "backend.optimizer=sgd"
+    )
+    assert f"the checkpoint {theirs} cannot go on" in line
+    assert f"model.path={stopped / 'run' / 'weights' / 'v'}" in line
+    assert "start over" not in line
