@@ -39,7 +39,7 @@ def test_adapters_learn_at_ten_times_the_rate(tmp_path: Path, seed: int) -> None
 
 @pytest.mark.timeout(1200)
 def test_rewards_that_say_nothing_teach_nothing(tmp_path: Path) -> None:
-    shuffled = f"rollout.agent={Path(__file__).parent / 'shuffled_agent.py'}:agent"
+    shuffled = "rollout.agent=tests.e2e.shuffled_agent:agent"
     only = ("validation.before_train=false", "run.seed=0")
     trained(tmp_path / "control", *ADAPTERS, shuffled, *only)
     versions = (tmp_path / "control" / "weights").glob("v*")

@@ -101,7 +101,8 @@ def test_another_model_is_refused_with_the_old_one_and_the_remedy(stopped: Path)
     weights.write_bytes(weights.read_bytes()[:-4] + b"\1\2\3\4")
     said = refused(stopped, f"model.path={stopped / 'other'}")
     assert (
-        f"model.path is '{stopped / 'other'}', but the checkpoint {stopped}/run/checkpoints/step_20 is"
+    checkpoint = stopped / "run" / "checkpoints" / "step_20"
+    assert f"model.path is '{stopped / 'other'}', but the checkpoint {checkpoint} is of" in said
         in said
     )
     assert str(MODEL.name) in said
