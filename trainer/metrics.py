@@ -28,6 +28,9 @@ from typing import Any, Protocol, Self
 import orjson
 import psutil
 
+METRICS = "metrics.jsonl"
+"""File of the metrics, in the run's folder."""
+
 
 class Tracker(Protocol):
     """A place that metrics are mirrored to, such as wandb. It gets clean records (finite numbers,
@@ -53,7 +56,7 @@ class MetricsWriter:
 
     def __init__(self, folder: Path, trackers: Sequence[Tracker] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / "metrics.jsonl"
+        self._path = folder / METRICS
         _drop_torn_line(self._path)
         self._file = self._path.open("ab")
         self._trackers = trackers
@@ -99,9 +102,9 @@ class MetricsWriter:
             for tracker in self._trackers:
                 tracker.table(step, name, columns, data)
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self, first: int = 1) -> list[dict[str, Any]]:
         """The record of every optimizer step of the run, from before a resume too."""
-        return read_metrics(self._path)
+        return read_metrics(self._path, first)
 
     def _write(self, step: int, clean: dict[str, Any], known: dict[str, Any]) -> None:
         line = orjson.dumps({"step": step, **known, **clean}, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -112,12 +115,13 @@ class MetricsWriter:
             tracker.write(step, clean)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The record of each optimizer step in a `metrics.jsonl`, in order: the last line of a step
-    counts, and step 0 is none. A line that is being written is left out."""
+def read_metrics(path: Path, first: int = 1) -> list[dict[str, Any]]:
+    """Return the record of each optimizer step in a `metrics.jsonl`, from step `first` on, in
+    order: the last line of a step counts, and step 0 is the evaluation before training. A line that
+    is being written is left out."""
     lines = path.read_bytes().split(b"\n")[:-1]
     last = {r["step"]: r for r in map(orjson.loads, lines)}
-    return [last[step] for step in sorted(last) if step > 0]
+    return [last[step] for step in sorted(last) if step >= first]
 
 
 def _clean(record: Mapping[str, Any]) -> dict[str, Any]:

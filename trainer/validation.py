@@ -300,7 +300,7 @@ class TaskValidator(Validator):
         trajectories = [t for g in pinned for t in g.trajectories]
         if not finished:
             why = await why_lost(self._pool, VAL, self._scorer, self._folder)
-            raise StarvedError(f"none of {len(tasks) * n} evaluation rollouts finished; {why}")
+            raise StarvedError(f"{why}; none of {len(tasks) * n} evaluation rollouts finished")
         if not trajectories:
             log.warning("no evaluation at step %d: weights were published meanwhile", policy.step)
             return []

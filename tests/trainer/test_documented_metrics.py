@@ -33,6 +33,7 @@ FLAT = (
     "async_training.ppo_epochs=2",
     "async_training.trigger_parameter_sync_step=2",
 )
+TOGETHER = ("trainer.total_steps=1", "sampling.channels={train: 0.5, sft: 0.5}")
 SCORED = (
     "sampling.filters=[nonzero_std]",
     f"rollout.reward={__name__}:score",
@@ -77,6 +78,9 @@ async def keys_of_runs(folder: Path) -> set[str]:
         keys |= {key for record in await run.train() for key in record}
         for evaluation in run.evaluations:
             keys |= evaluation.as_metrics().keys()
+    together = small_config(_new(folder / "together"), *TOGETHER, sft=8)
+    async with small_run(together) as run:
+        keys |= {key for record in await run.train() for key in record}
     return keys
 
 
@@ -96,7 +100,7 @@ def _new(folder: Path) -> Path:
 
 async def test_the_figures_of_settings_are_those_of_the_page(tmp_path: Path) -> None:
     keys = await keys_of_runs(tmp_path)
-    for overrides in (CRITIC, RUNNING):
+    for overrides in (CRITIC, RUNNING, ("backend.lora.rank=4",)):
         with updater_of(tmp_path, *overrides) as updater:
             keys |= (await asyncio.to_thread(train, updater))[1].keys()
     with updater_of(tmp_path) as updater:
