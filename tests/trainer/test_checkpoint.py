@@ -18,10 +18,10 @@ import torch
 from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stepwell.backends.checksums import seal
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.torch.backend import TorchBackend
 from stepwell.config import RunConfig, RunSection
+from stepwell.datapool.sealed import seal
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.types import Group
 from stepwell.layout import CHECKPOINTS
