@@ -29,7 +29,6 @@ SECRETIVE = (
 OWNER = """
 import sys, time
 from pathlib import Path
-from stepwell.datapool.errors import DamagedFileError
 from stepwell.run_file import only_run_in, begin
 from stepwell import load_config
 with only_run_in(Path(sys.argv[1])):

@@ -249,9 +249,7 @@ def test_a_damaged_checkpoint_is_an_error_that_names_it_and_the_remedy(tmp_path:
     store = CheckpointStore(tmp_path, keep=1)
     path = store.save(3, {})
     (path / "state.pt").write_bytes(b"damaged")
-    with pytest.raises(
-        DamagedFileError, match=r"state\.pt is damaged .* delete .*step_3 to resume"
-    ):
+    with pytest.raises(DamagedFileError, match=r"state\.pt is damaged .* delete .*step_3"):
         store.load(path)
 
 
