@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import pickle
 import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +165,7 @@ def _trajectories(chance: random.Random) -> list[Trajectory]:
 
 def _of_exports(folder: Path, chance: random.Random) -> dict[str, Artefact]:
     folder.mkdir()
-    exported = [ExportedTrajectory(trajectory) for trajectory in _trajectories(chance)]
+    exported = [ExportedTrajectory(trajectory=trajectory) for trajectory in _trajectories(chance)]
     found = {}
     for suffix in ("jsonl", "parquet"):
         path = folder / f"x.{suffix}"
@@ -283,7 +282,7 @@ def run_trials(n: int, seed: int, folder: Path) -> list[Trial]:
 def _trials(
     n: int,
     places: Sequence[tuple[str, Artefact, Path]],
-    sound: dict[str, bytes],
+    sound: Mapping[str, str],
     chance: random.Random,
 ) -> Iterator[Trial]:
     for k in range(n):
@@ -301,8 +300,19 @@ def _trials(
             file.write_bytes(content)
 
 
-def _plain(value: Any) -> bytes:
-    return repr(value).encode() if not isinstance(value, tuple | list) else pickle.dumps(value)
+def _plain(value: Any) -> str:
+    """A text that differs wherever the values do."""
+    if isinstance(value, Step):
+        return _plain(value.to_dict())
+    if isinstance(value, Mapping):
+        return _plain(list(value.items()))
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_plain, value))}]"
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if is_dataclass(value):
+        return _plain([getattr(value, field.name) for field in fields(value)])
+    return repr(value)
 
 
 def summary(trials: Sequence[Trial], seed: int) -> dict[str, Any]:
