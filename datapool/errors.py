@@ -23,6 +23,7 @@ and also subclasses the matching built-in::
     ├── ChannelShutDownError(RuntimeError)    takes steps and serves what is ready; opens no group
     ├── SelectionError(ValueError)            an order or filter failed, or does not exist
     ├── ExportError(ValueError)               a file that is no export, or a value that fits in none
+    ├── DamagedFileError(ValueError)          a file of ours is not what was written
     ├── JournalError(OSError)                 the journal cannot be read or written:
     │   ├── JournalFullError(OSError)           the disk is full; what was to be written is kept,
     │   │                                       and goes with the next transaction
@@ -102,6 +103,9 @@ class SelectionError(DataPoolError, ValueError): ...
 
 
 class ExportError(DataPoolError, ValueError): ...
+
+
+class DamagedFileError(DataPoolError, ValueError): ...
 
 
 class JournalError(DataPoolError, OSError): ...

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stepwell.config import RunConfig
+from stepwell.datapool.sealed import read_sealed, write_sealed
 from stepwell.prometheus import PrometheusTracker
 from stepwell.run_file import without_secrets
 from stepwell.trainer.metrics import Tracker
@@ -109,5 +110,6 @@ def _run_id(file: Path) -> str:
     """The same for every life of the run."""
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(uuid.uuid4().hex[:8])
-    return file.read_text().strip()
+        write_sealed(file, {"id": uuid.uuid4().hex[:8]})
+    remedy = "delete it to go on as another run in wandb"
+    return str(read_sealed(file, remedy)["id"])

@@ -39,7 +39,7 @@ import torch
 from stepwell.datapool.codec import encoder
 from stepwell.datapool.config import ChannelConfig, PoolConfig
 from stepwell.datapool.core.pool import DataPool
-from stepwell.datapool.errors import DataPoolError, JournalError
+from stepwell.datapool.errors import DamagedFileError, DataPoolError, JournalError
 from stepwell.datapool.store import cleaning, log
 from stepwell.datapool.store.folder import ACKED_NAME
 from stepwell.datapool.store.journal import Journal
@@ -313,7 +313,7 @@ def try_checkpoint(left: Path, copy: Path, kind: str, file: str, chance: random.
     damage(copy / file, kind, chance)
     try:
         found = load_checkpoint(copy)
-    except CheckpointError as e:
+    except (CheckpointError, DamagedFileError) as e:
         names_it = Path(file).name in str(e)
         return Trial(kind, file, "raised", str(e), told=names_it)
     return Trial(kind, file, "harmless" if found == sound else "silent", "")

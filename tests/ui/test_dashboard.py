@@ -15,6 +15,7 @@ import pytest
 
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.files.export import read
+from stepwell.datapool.sealed import sealed
 from stepwell.datapool.types import Step, Trajectory
 from stepwell.gateway.ui.alerts import alerts
 from stepwell.gateway.ui.dashboard import as_json
@@ -399,11 +400,14 @@ def test_metrics_are_read_as_they_grow_and_a_step_that_was_done_again_counts_onc
 ) -> None:
     folder, path = RunFolder(tmp_path), tmp_path / "metrics.jsonl"
     assert folder.steps() == []
-    path.write_text('{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n{"step": 3, "lo')
+    first, second, third, again = (
+        sealed(b'{"step": %d, "loss": %d}' % record) for record in ((1, 3), (2, 2), (3, 1), (2, 9))
+    )
+    path.write_bytes(first + second + third[:17])
     assert folder.steps() == [1, 2]
-    with path.open("a") as file:
-        file.write('ss": 1}\n{"step": 2, "loss": 9}\n')
+    with path.open("ab") as file:
+        file.write(third[17:] + again)
     assert folder.series(["loss"]) == {"step": [1, 2, 3], "loss": [3, 9, 1]}
     path.unlink()
-    path.write_text('{"step": 1, "loss": 7}\n')
+    path.write_bytes(sealed(b'{"step": 1, "loss": 7}'))
     assert folder.series(["loss"])["loss"] == [7]
