@@ -76,14 +76,14 @@ class Principal(NamedTuple):
         """A trajectory of this owner. What the operator opened has none and is open to all."""
         return owner is None or self.opens_as(uid) in (None, owner)
 
-    def check_owner(self, uid: str, owner: str | None) -> None:
+    def check_owner(self, uid: str, owner: str | None, what: str = "trajectory") -> None:
         """
         Raises:
-            PermissionDeniedError: another key opened the trajectory.
+            PermissionDeniedError: another key opened the trajectory, or whatever it is.
         """
         if not self.may_use(uid, owner):
             raise PermissionDeniedError(
-                f"trajectory {uid!r} has another owner; use the key that opened it"
+                f"{what} {uid!r} has another owner; use the key that opened it"
             )
 
     def check_trajectory(self, uid: str) -> None:

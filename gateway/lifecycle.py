@@ -177,6 +177,7 @@ async def declare_group(
     _check_names(prompt_uid=prompt_uid)
     channel = body.channel or services.groups.channel(prompt_uid, caller.channel)
     pool, ask = services.pool, services.recording.ask
+    await _check_group(services, caller, prompt_uid)
     owned = body.metadata if caller.owner is None else {**body.metadata, OWNER: caller.owner}
     try:
         opened = pool.open_group(
@@ -201,6 +202,23 @@ async def declare_group(
         )
     )
     return OrjsonResponse({"prompt_uid": prompt_uid, "trajectories": addresses})
+
+
+async def _check_group(services: Services, caller: Principal, prompt_uid: str) -> None:
+    """
+    Raises:
+        PermissionDeniedError: another key opened the group, in whatever channel: the keys of its
+            trajectories would be handed out.
+    """
+    if caller.owner is None:
+        return
+    pool, ask = services.pool, services.recording.ask
+    for channel in await ask(pool.get_statistics()):
+        named = {"prompt_uid": prompt_uid}
+        groups = (await ask(pool.list_groups(channel, None, 1, **named))).items
+        rows = groups and (await ask(pool.list_trajectories(channel, None, 1000, **named))).items
+        for owner in {row.metadata.get(OWNER) for row in (*groups, *rows)} - {None, caller.owner}:
+            caller.check_owner(prompt_uid, owner, "group")
 
 
 def _check_names(**names: str) -> None:

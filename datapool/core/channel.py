@@ -339,6 +339,14 @@ class Channel(Steps):
 
     # -- inside ------------------------------------------------------------------------------
 
+    def check_owner(self, op: ops.ResumeTrajectory) -> None:
+        """
+        Raises:
+            NotOwnerError: the trajectory is here, and has another owner than `op` names.
+        """
+        if op.trajectory_uid in self.trajectory_index:
+            self._check_owner(op.metadata.get(OWNER), op.trajectory_uid, op.prompt_uid)
+
     def _check_owner(self, owner: str | None, trajectory_uid: str | None, prompt_uid: str) -> None:
         """
         Args:
