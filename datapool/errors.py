@@ -69,6 +69,10 @@ class StepIndexError(DataPoolError, ValueError): ...
 class TrajectoryConflictError(DataPoolError, ValueError): ...
 
 
+class NotOwnerError(DataPoolError):
+    """A trajectory or group has another owner (`types.OWNER`) than the one that asks."""
+
+
 class TrajectoryClosedError(DataPoolError, ValueError): ...
 
 

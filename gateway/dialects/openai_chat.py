@@ -30,6 +30,7 @@ from stepwell.gateway.dialects.params import (
     wrong,
 )
 from stepwell.gateway.errors import GatewayError
+from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import ContentDelta, ReasoningDelta
@@ -156,7 +157,7 @@ class OpenAIChat(Dialect):
         """`chat_template`: looked through for the switches that `reasoning_effort` can turn."""
         self._chat_template = chat_template
 
-    def parse(self, body: dict[str, Any], reader: str | None = None) -> Parsed:
+    def parse(self, body: dict[str, Any], reader: Principal | None = None) -> Parsed:
         params = ChatParams.read(body)
         if params.top_logprobs and not params.logprobs:
             raise wrong("top_logprobs", params.top_logprobs, "send logprobs: true with it")

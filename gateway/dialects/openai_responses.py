@@ -46,6 +46,7 @@ from stepwell.gateway.errors import (
     RequestError,
     UnknownItemError,
 )
+from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import Message, Tool
 from stepwell.gateway.trajectory.reply import Reply
@@ -174,7 +175,7 @@ class OpenAIResponses(Dialect):
         self.store = ResponseStore(stored_chars)
         self._chat_template = chat_template
 
-    def parse(self, body: dict[str, Any], reader: str | None = None) -> Parsed:
+    def parse(self, body: dict[str, Any], reader: Principal | None = None) -> Parsed:
         """See `Dialect.parse`.
 
         Raises:
@@ -288,7 +289,7 @@ class OpenAIResponses(Dialect):
         """OpenAI's error object; the conversation is called `input` here."""
         return error_body(e, "input" if e.param == "messages" else e.param)
 
-    def stored(self, response_id: str, reader: str | None = None) -> StoredResponse:
+    def stored(self, response_id: str, reader: Principal | None = None) -> StoredResponse:
         """A remembered answer; `reader` as of `parse`.
 
         Raises:
@@ -313,10 +314,11 @@ class OpenAIResponses(Dialect):
         options: Options = exchange.parsed.options
         if options.store and exchange.calls[0].request.is_kept:
             messages = (*options.conversation, reply.text.message())
-            self.store.keep(StoredResponse(response, messages, exchange.trajectory.uid))
+            whose = exchange.trajectory.uid, exchange.trajectory.owner
+            self.store.keep(StoredResponse(response, messages, *whose))
         return events, response
 
-    def _previous(self, previous_id: str | None, reader: str | None) -> StoredResponse | None:
+    def _previous(self, previous_id: str | None, reader: Principal | None) -> StoredResponse | None:
         if previous_id is None:
             return None
         previous = self.store.read(previous_id, reader)
@@ -369,6 +371,8 @@ class StoredResponse:
     messages: tuple[Message, ...]
     """The conversation up to and with the answer; instructions are not carried over."""
     trajectory_uid: str
+    owner: str | None = None
+    """Of its trajectory."""
 
     def n_chars(self) -> int:
         # What an answer takes besides its texts; it repeats the tools.
@@ -390,12 +394,18 @@ class ResponseStore(LRUCache[str, StoredResponse]):
         with suppress(ValueError):
             self[stored.response["id"]] = stored
 
-    def read(self, response_id: str, reader: str | None = None) -> StoredResponse | None:
-        """`reader`: the trajectory that it must be of; None: any."""
+    def read(self, response_id: str, reader: Principal | None = None) -> StoredResponse | None:
+        """`reader`: of a trajectory's key, it must be that trajectory's; of an agent key, one that
+        it, or the operator, opened; None: any."""
         stored = self.get(response_id)
-        return None if stored is None or reader not in (None, stored.trajectory_uid) else stored
+        if stored is None or reader is None:
+            return stored
+        if reader.trajectory is not None and reader.trajectory[0] != stored.trajectory_uid:
+            return None
+        # Below a URL the trajectory is named without its key.
+        return stored if reader.owner is None or stored.owner in (None, reader.owner) else None
 
-    def item(self, item_id: str, reader: str | None = None) -> Item | None:
+    def item(self, item_id: str, reader: Principal | None = None) -> Item | None:
         """An item of a stored answer, whose id begins with that of the answer."""
         stored = self.read(f"resp_{item_id.partition('_')[2][:32]}", reader)
         output = stored.response["output"] if stored is not None else ()
