@@ -33,8 +33,10 @@ from pathlib import Path
 
 import psutil
 
+from stepwell.config import RunConfig
 from stepwell.datapool.store.folder import journal_exists
 from stepwell.layout import POOL, WEIGHTS
+from stepwell.presets import load_config
 from stepwell.trainer.ledger import LEDGER
 from tests.chaos import agent
 from tests.chaos.faults import Fault, attempt, find, part_of
@@ -53,6 +55,7 @@ LEFT_S = 90.0
 """After its parent's death a process must end within it."""
 EXCUSES = {
     **dict.fromkeys(("raylet", "gcs", "cable"), ("ray ", "ray'", "cluster", "node")),
+    "service": ("ray ", "ray'", "cluster", "node", "serve", "gone", "pool"),
     "disk": ("disk", "space"),
 }
 """Parts whose fault may end a life -> words of which its last lines must have one."""
@@ -152,6 +155,8 @@ class SmallDisk:
 class Run:
     """The run under fire.
 
+    `draws_prompts`: the trainer issues them itself, in the order of its source.
+
     Args:
         folder: of everything that the runs of this scenario write.
         options: of the command, besides `run.dir` and `trainer.total_steps`.
@@ -159,6 +164,8 @@ class Run:
         machines: whose cluster the run joins.
         plant: name of a deliberate fault of the product (`plants.py`).
     """
+
+    draws_prompts = True
 
     def __init__(
         self,
@@ -178,6 +185,8 @@ class Run:
         self.commits: list[tuple[float, int]] = []
         """(when it was seen, version)"""
         self.books = Books()
+        self.named_lost: set[str] = set()
+        """Groups of which a salvage said that they are lost or dropped."""
         self.disk = disk
         self._weights = folder / "weights"
         self._log = folder / "run.log"
@@ -205,8 +214,16 @@ class Run:
             ours[PLANT] = self._plant
         return os.environ | ours | (self._machines.token if self._machines is not None else {})
 
+    def config(self) -> RunConfig:
+        return load_config("quickstart", self.options(1))
+
+    def command(self, total_steps: int) -> list[str]:
+        """Of a life."""
+        train = [sys.executable, "-m", "stepwell.cli", "train", "--config", "quickstart"]
+        return [*train, *self.options(total_steps)]
+
     def start(self, total_steps: int = 100_000) -> None:
-        command = [sys.executable, "-m", "stepwell.cli", "train", "--config", "quickstart"]
+        command = self.command(total_steps)
         if self._machines is not None:
             self._machines.start(self.environment)
             command = [*self._machines.prefix, *command]
@@ -214,7 +231,7 @@ class Run:
             self._life_at = log.tell()
             log.write(f"--- life {self.books.lives}\n".encode())
             self._process = subprocess.Popen(
-                [*command, *self.options(total_steps)],
+                command,
                 stdout=log,
                 stderr=log,
                 cwd=ROOT,

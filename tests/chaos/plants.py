@@ -138,7 +138,9 @@ def _zero_log_probs(reply: Any) -> None:
 
     def zeroed(self: Any, *args: Any) -> Any:
         found = step(self, *args)
-        return replace(found, rollout_log_probs=[0.0] * len(found.response_ids)) if hits() else found
+        return (
+            replace(found, rollout_log_probs=[0.0] * len(found.response_ids)) if hits() else found
+        )
 
     reply.Reply.step = zeroed
 
@@ -226,9 +228,7 @@ def _drop_last_token(group: Any) -> Any:
             policy_version=min((s.version for s in spans), default=step.policy_version),
         )
 
-    trajectories = (
-        replace(t, steps=(*t.steps[:-1], cut(t.steps[-1]))) for t in group.trajectories
-    )
+    trajectories = (replace(t, steps=(*t.steps[:-1], cut(t.steps[-1]))) for t in group.trajectories)
     return replace(group, trajectories=tuple(trajectories))
 
 

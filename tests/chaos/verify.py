@@ -49,7 +49,6 @@ from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
 from stepwell.datapool.types import TRAIN, VAL, Step, Trajectory, VersionSpan
 from stepwell.layout import CHECKPOINTS
-from stepwell.presets import load_config
 from stepwell.trainer.ledger import LEDGER, Audit, audit, read_ledger
 from stepwell.trainer.reclaim import AFTER_CHECKPOINT, LOST_POLICY, PRODUCER_GONE, TRAINED
 from stepwell.trainer.recording import load_recording, recordings
@@ -100,6 +99,8 @@ class PoolBooks:
     stored: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
     """Trajectory of a live group -> call -> response tokens."""
     expired: int = 0
+    named_lost: set[str] = field(default_factory=set)
+    """Groups of which a salvage said that they are lost or dropped."""
 
 
 @dataclass(slots=True)
@@ -119,18 +120,19 @@ class Verdict:
 
 def verify(run: Run) -> Verdict:
     """All of it, after the run has ended."""
-    config = load_config("quickstart", run.options(1))
+    config = run.config()
     rollouts = read_agents(run.agents)
     trained = _Trained(config, run.batches)
     pool = read_pool(run.pool)
     found = Verdict()
     found.figures["leases_expired"] = pool.expired
-    _check_ledger(config, trained, rollouts, found)
+    pool.named_lost |= run.named_lost
+    _check_ledger(config, trained, rollouts, found, draws_prompts=run.draws_prompts)
     _check_answers(rollouts, trained, pool, found)
     check_aborts(rollouts, pool, run.books.disturbances, found)
     check_drops(
         *(rollouts, pool, trained.prompts, run.books.disturbances, found),
-        min_n=config.rollout.min_n,
+        min_n=config.rollout.min_n if run.draws_prompts else 1,
     )
     for trajectory in trained.trajectories.values():
         _check_trajectory(trajectory, rollouts.get(trajectory.trajectory_uid), found)
@@ -242,12 +244,19 @@ def _read_live(pool: DataPool, channel: str, books: PoolBooks) -> None:
 
 
 def _check_ledger(
-    config: RunConfig, trained: _Trained, rollouts: Mapping[str, Rollout], found: Verdict
+    config: RunConfig,
+    trained: _Trained,
+    rollouts: Mapping[str, Rollout],
+    found: Verdict,
+    *,
+    draws_prompts: bool,
 ) -> None:
     path = config.run.dir / CHECKPOINTS / LEDGER
-    source = training_prompts(config)
-    n_draws = len(audit(path).draws)
-    books: Audit = audit(path, order=[source.next()["instance_id"] for _ in range(n_draws)])
+    n_draws, order = len(audit(path).draws), None
+    if draws_prompts:
+        source = training_prompts(config)
+        order = [source.next()["instance_id"] for _ in range(n_draws)]
+    books: Audit = audit(path, order=order)
     for uid in books.doubled:
         found.check(False, "trained_twice", f"the ledger doubles {uid}")
     for uid in trained.doubled:
@@ -270,7 +279,11 @@ def _check_ledger(
             found.figures[f"dropped for good: {reason}"] += 1
             own = [r for r in rollouts.values() if r.prompt == uid and set(r.ends) & AGENTS_OWN]
             lost = f"group {uid} was dropped for good ({reason})"
-            found.check(len(own) > config.rollout.n - config.rollout.min_n, "groups_lost", lost)
+            found.check(
+                not draws_prompts or len(own) > config.rollout.n - config.rollout.min_n,
+                "groups_lost",
+                lost,
+            )
     found.figures.update(prompts=n_draws, groups_trained=books.trained, returned=books.returned)
     found.figures.update(optimizer_steps=len(books.updates))
 
@@ -299,6 +312,8 @@ def _check_answers(
                 where = "lost" if rollout.reward is not None or trajectory else "never completed"
             elif (how := pool.closed.get(rollout.prompt)) not in (None, "acked"):
                 where = f"group {how}"
+            elif rollout.prompt in pool.named_lost:
+                where = "named by a salvage"
             else:
                 where = "lost"
             found.became[where] += 1
@@ -350,7 +365,7 @@ def check_drops(
         by_prompt[rollout.prompt].append(rollout)
     restarts = [d for d in disturbances if d.is_restart]
     for uid, how in pool.closed.items():
-        if not how.startswith("dropped"):
+        if not how.startswith("dropped") or uid in pool.named_lost:
             continue
         reason, of = how.removeprefix("dropped (").removesuffix(")"), by_prompt[uid]
         began = min((r.began_at for r in of), default=0.0)
