@@ -59,7 +59,9 @@ Caller: TypeAlias = Annotated[Principal, Depends(_principal)]
 MAX_LABEL, MAX_CORRECTION = 256, 65_536
 """Characters of a feedback, which stays in memory with its trajectory."""
 Name: TypeAlias = Annotated[str, Field(min_length=1)]
-StepReward: TypeAlias = Annotated[float, Field(allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)]
+Number: TypeAlias = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+"""A number as JSON has it: neither true nor "1.5"."""
+StepReward: TypeAlias = Annotated[Number, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 StepIndex: TypeAlias = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
 
@@ -94,7 +96,7 @@ class InitTrajectory(Opening):
 class DeclareGroup(Opening):
     n: int = Field(ge=1, le=MOST_OF_A_GROUP, strict=True)
     """Trajectories, which are opened and handed out."""
-    deadline_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    deadline_s: Number | None = Field(default=None, gt=0)
     """After which it is served with what is complete; null: as the pool's channel says."""
 
 
@@ -104,7 +106,7 @@ class RegisterTrajectory(Body):
 
 
 class CompleteTrajectory(Body):
-    reward: float | None = Field(default=None, allow_inf_nan=False)
+    reward: Number | None = None
     step_rewards: list[StepReward | None] = []
     """Of its steps, in order; null: none of its own. `reward` is added to the last step's."""
     metadata: Metadata = {}
@@ -128,7 +130,7 @@ class Feedback(Body):
 
     step_index: StepIndex | None = None
     """Of the reply that is meant; null: the trajectory as a whole, and its last reply."""
-    score: float | None = Field(default=None, allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)
+    score: StepReward | None = None
     """Replaces the reward."""
     label: Name | None = Field(default=None, max_length=MAX_LABEL)
     """Becomes one of its tags."""

@@ -41,6 +41,7 @@ from stepwell.gateway.errors import (
     RequestError,
     TrajectoryClosedError,
     TrajectoryConflictError,
+    UnknownItemError,
 )
 from stepwell.gateway.functions import compute_reward
 from stepwell.gateway.keys import Named, Principal
@@ -225,15 +226,30 @@ async def stored_response(request: Request) -> Response:
 
 async def models(request: Request) -> Response:
     """The one model that is served, with its context length in tokens."""
+    return OrjsonResponse({"object": "list", "data": [await _served(request)]})
+
+
+async def model(request: Request) -> Response:
+    """The model that is served, by its name; calls may name any model, and are answered by it."""
+    asked, served = uid_of(request.path_params["model"]), await _served(request)
+    if asked != served["id"]:
+        raise UnknownItemError(
+            f"model is {asked!r:.200}; this gateway serves {served['id']!r}, "
+            "which also answers calls that name another model",
+            "model",
+        )
+    return OrjsonResponse(served)
+
+
+async def _served(request: Request) -> dict[str, Any]:
     services = services_of(request)
-    model = {
+    return {
         "id": services.config.served_model_name,
         "object": "model",
         "created": 0,
         "owned_by": "stepwell",
         "max_model_len": await services.engine.context_length(),
     }
-    return OrjsonResponse({"object": "list", "data": [model]})
 
 
 # -- white-box -------------------------------------------------------------------------------
@@ -410,6 +426,7 @@ ROUTES = [
     *_both("messages/count_tokens", count_tokens),
     *_both("responses/{response_id}", stored_response, ("GET", "DELETE")),
     *_both("models", models, ("GET",)),
+    *_both("models/{model:path}", model, ("GET",)),
     Route("/health", health),
     Route("/ready", ready),
     Route("/statistics", statistics),

@@ -15,12 +15,15 @@ from pydantic import AfterValidator, Field
 
 from stepwell.gateway.dialects.base import KEEP_ALIVE, Dialect, Event, Exchange, Parsed, sse
 from stepwell.gateway.dialects.params import (
+    OTHER_POLICY,
     Effort,
     MaxTokens,
+    NoPenalty,
     Params,
     Part,
     Temperature,
     Texts,
+    TopK,
     TopLogprobs,
     TopP,
     effort_args,
@@ -38,7 +41,6 @@ from stepwell.gateway.tokens.messages import Message, Tool
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
 
-_OTHER_POLICY = "it would make the log-probs those of another policy"
 _RESERVED_TEMPLATE_ARGS = frozenset(
     (
         *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
@@ -72,11 +74,11 @@ class CompletionParams(Params):
             *("frequency_penalty", "ignore_eos", "logit_bias", "min_tokens", "presence_penalty"),
             "repetition_penalty",
         ),
-        _OTHER_POLICY,
+        OTHER_POLICY,
     )
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    top_k: TopK | None = None
     min_p: float | None = Field(default=None, ge=0, le=1)
     max_tokens: MaxTokens | None = None
     stop: Annotated[Texts, Field(max_length=16)] = ()
@@ -86,11 +88,11 @@ class CompletionParams(Params):
     n: int = Field(default=1, ge=1, le=16)
 
     # Not supported, but these values ask for nothing.
-    frequency_penalty: Literal[0] = 0
+    frequency_penalty: NoPenalty = 0
     ignore_eos: Literal[False] = False
     logit_bias: dict[str, Any] | None = Field(default=None, max_length=0)
     min_tokens: Literal[0] = 0
-    presence_penalty: Literal[0] = 0
+    presence_penalty: NoPenalty = 0
     repetition_penalty: Literal[1] = 1
 
     @property

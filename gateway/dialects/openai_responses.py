@@ -24,11 +24,14 @@ from pydantic import Field
 
 from stepwell.gateway.dialects.base import KEEP_ALIVE, Dialect, Exchange, Parsed, sse
 from stepwell.gateway.dialects.params import (
+    OTHER_POLICY,
     Effort,
     MaxTokens,
+    NoPenalty,
     Params,
     Part,
     Temperature,
+    TopK,
     TopP,
     effort_args,
     json_constraint,
@@ -67,8 +70,10 @@ _ECHOED = (
     *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls"),
     *("previous_response_id", "reasoning", "store", "temperature", "text", "tool_choice", "tools"),
     *("top_logprobs", "top_p", "prompt_cache_key", "safety_identifier", "user"),
+    *("presence_penalty", "frequency_penalty", "max_tool_calls"),
 )
-"""Fields of a request that its answer repeats, in OpenAI's order."""
+"""Fields of a request that its answer repeats, in OpenAI's order; then those that Open Responses
+wants in every answer."""
 Summary = Literal["auto", "concise", "detailed"]
 STORED_CHARS = 2**28
 """Default of `gateway.stored_response_chars`."""
@@ -111,13 +116,15 @@ class StreamOptions(Params):
 class ResponsesParams(Params):
     ignored = frozenset(
         (
-            *("client_metadata", "max_tool_calls", "model", "prompt_cache_options"),
-            *("prompt_cache_retention", "service_tier"),
+            *("client_metadata", "model", "prompt_cache_options", "prompt_cache_retention"),
+            "service_tier",
         )
     )
     remedies: ClassVar = {
         "background": "send false, and stream for long answers",
         "conversation": "send the whole input, or previous_response_id",
+        "frequency_penalty": OTHER_POLICY,
+        "presence_penalty": OTHER_POLICY,
         "prompt": "send instructions and input",
         "top_logprobs": "chat completions have log-probs",
     }
@@ -130,6 +137,7 @@ class ResponsesParams(Params):
     max_output_tokens: MaxTokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
+    top_k: TopK | None = None
     include: list[Includable] | None = None
     reasoning: Reasoning = Reasoning()
     text: Text = Text()
@@ -141,7 +149,12 @@ class ResponsesParams(Params):
     truncation: Literal["auto", "disabled"] = "disabled"
     context_management: Any = None
 
+    # Not supported, but this value asks for nothing.
+    frequency_penalty: NoPenalty = 0
+    presence_penalty: NoPenalty = 0
+
     # Echoed.
+    max_tool_calls: int | None = Field(default=None, ge=1)
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
@@ -213,6 +226,7 @@ class OpenAIResponses(Dialect):
             max_tokens=params.max_output_tokens,
             temperature=params.temperature,
             top_p=params.top_p,
+            top_k=params.top_k,
             constraint=constraint,
             constraint_field="text.format",
             forced_tool=forced_tool,

@@ -144,7 +144,7 @@ async def test_a_published_adapter_generates_and_survives_a_crash(
             async def back() -> bool:
                 return supervisor.restarts == 1 and supervisor.state == "up"
 
-            await eventually(back, 120.0)
+            await eventually(back, 240.0)
             assert await client.weight_version() == 2
             assert await agrees(merged[1])
     finally:
