@@ -4,8 +4,14 @@ weight version that reaches a Step is one that the engine sampled.
     bytes ──► EngineAnswer (types) ──► Part (one request's share) ──► a whole Part ──► Generation
 
 It checks that ids are of the vocabulary and no more than asked for, that log-probs are numbers <= 0
-of just these ids, and that version spans cover them without a gap. It does not own requests
-(`client.py`).
+of just these ids, and that version spans cover them without a gap. An engine that sends no
+`weight_versions` still says with every event which version it has; spans then follow the events,
+and tokens between two that differ get the older version::
+
+    asked at 3 ──► event: 2 tokens, "3" ──► 5 tokens, "4" ──► 9 tokens, "4"
+                         3 3                3 3 3             4 4 4 4
+
+An answer that was not streamed has one event. It does not own requests (`client.py`).
 """
 
 from __future__ import annotations
@@ -44,6 +50,8 @@ _ADDRESSES = re.compile(
 """URLs, files and IP addresses in an engine's own words."""
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
 """An empty line ends an event; servers end lines in either way."""
+_VERSION_FIELD = re.compile(rb'"weight_version"\s*:\s*(?:"[^"]*"|[^\s,}]+)')
+"""No text of a reply matches: its quotation marks are escaped."""
 
 
 class LostError(Exception):
@@ -201,6 +209,8 @@ class Part:
     cached_tokens: int = 0
     reported: int | None = None
     """What the engine said last that it has."""
+    changes: list[tuple[int, int]] = field(default_factory=list)
+    """(version, its first token), by what the engine said with each event."""
     canary: bool = False
     """That is not committed."""
     is_certain: bool = True
@@ -268,7 +278,7 @@ class Part:
         if (n := len(self.ids) + len(new)) > self.most:
             raise EngineError(f"the engine returned {n} tokens for max_new_tokens {self.most}")
         self.ids += new
-        self._note_version(meta.weight_version)
+        self._note_version(meta.weight_version, n - len(new))
         entries = self._of_new(meta.output_token_logprobs, len(new))
         if [e[1] for e in entries] != new:
             raise EngineError(
@@ -286,7 +296,7 @@ class Part:
         if finish is not None:
             self.finish = finish
             self.cached_tokens = meta.cached_tokens or 0
-            self.spans = _spans(meta, n) if n else []
+            self.spans = self._whole_spans(meta) if n else []
 
     def _of_new(self, entries: list[T] | None, n: int) -> list[T]:
         """Those of the last `n` tokens: an event has those of all tokens or of the new ones."""
@@ -302,9 +312,14 @@ class Part:
                 f"It is {bad!r:.200}.",
             )
 
-    def _note_version(self, reported: Any) -> None:
+    def _note_version(self, reported: Any, start: int) -> None:
         """What was sampled between two moments at which the engine had one version is that
-        version's. Around a change, an event does not tell which of its tokens are whose."""
+        version's. Around a change, an event does not tell which of its tokens are whose.
+
+        Args:
+            start: tokens before this event.
+        """
+        before = self.version if self.reported is None else self.reported
         try:
             self.reported = version_number(reported)
         except ValueError:
@@ -312,6 +327,39 @@ class Part:
         self.canary = is_canary(reported)
         if self.reported is None or self.reported != self.version:
             self.is_certain = False
+        if self.reported is None:
+            return
+        older = self.reported if before is None else min(before, self.reported)
+        if not self.changes or self.changes[-1][0] != older:
+            self.changes.append((older, start if self.changes else 0))
+
+    def _whole_spans(self, meta: _Meta) -> list[VersionSpan]:
+        reported, n = meta.weight_versions, len(self.ids)
+        try:
+            if reported:
+                spans = [VersionSpan(version_number(s.version), s.start, s.end) for s in reported]
+            else:
+                version_number(meta.weight_version)
+                ends = [*(start for _, start in self.changes[1:]), n]
+                spans = [VersionSpan(v, s, e) for (v, s), e in zip(self.changes, ends, strict=True)]
+        except ValueError as e:
+            raise EngineError(
+                "the engine's weight_version is no number; publish decimal integers ('0', '1', …)",
+                f"but {reported or meta.weight_version!r:.200}",
+            ) from e
+        spans = [s for s in spans if s.end > s.start]
+        if [0, *(s.end for s in spans)] != [*(s.start for s in spans), n]:
+            raise EngineError(
+                f"the engine's weight_versions do not cover its {n} tokens",
+                f"but {reported!r:.200}",
+            )
+        return spans
+
+
+def version_field(event: bytes) -> bytes:
+    """The bytes of an event that name the engine's version; empty if it names none."""
+    found = _VERSION_FIELD.search(event)
+    return b"" if found is None else found[0]
 
 
 async def events(body: AsyncIterator[bytes]) -> AsyncIterator[list[bytes]]:
@@ -346,20 +394,3 @@ def _log_probs(entries: list[_Entry]) -> list[float]:
             "the engine returned a log-prob that is no number <= 0", f"{log_probs!r:.200}"
         )
     return log_probs
-
-
-def _spans(meta: _Meta, n: int) -> list[VersionSpan]:
-    reported = meta.weight_versions or [_Span(meta.weight_version, 0, n)]
-    try:
-        spans = [VersionSpan(version_number(s.version), s.start, s.end) for s in reported]
-    except ValueError as e:
-        raise EngineError(
-            "the engine's weight_version is no number; publish decimal integers ('0', '1', …)",
-            f"but {reported!r:.200}",
-        ) from e
-    spans = [s for s in spans if s.end > s.start]
-    if [0, *(s.end for s in spans)] != [*(s.start for s in spans), n]:
-        raise EngineError(
-            f"the engine's weight_versions do not cover its {n} tokens", f"but {reported!r:.200}"
-        )
-    return spans

@@ -49,6 +49,7 @@ from stepwell.gateway.engine.answers import (
     events,
     read_answer,
     refuse,
+    version_field,
 )
 from stepwell.gateway.engine.checks import EngineChecks
 from stepwell.gateway.engine.fleet import Engine, Fleet, backoff_s
@@ -304,7 +305,7 @@ class EngineClient:
             raise
         finally:
             engine.in_flight.discard(scope)
-        version = part.spans[-1].version if part.spans else None
+        version = part.reported if part.spans else None
         if version is not None and engine.version is not None and version < engine.version:
             self._checks.look_at(engine)  # it may have restarted between two checks
         self._fleet.succeeded(engine, version, canary=part.canary)
@@ -338,10 +339,18 @@ class EngineClient:
 
 
 async def _follow(answer: Answer, part: Part, on_tokens: OnTokens) -> None:
-    """Read an SSE answer. Of cumulative events that are here already only the last is parsed."""
+    """Read an SSE answer. Of cumulative events that are here already only the last is parsed,
+    unless the engine's version changed among them."""
+    version: bytes | None = None
     async for payloads in events(answer.chunks()):
-        last = read_answer(payloads[-1])
-        missed = payloads[:-1] if last.begins > len(part.ids) else ()
+        last, missed = read_answer(payloads[-1]), payloads[:-1]
+        is_first = version is None
+        if version is None:
+            version = version_field(payloads[0])
+        if not all(version in payload for payload in payloads):
+            version = version_field(payloads[-1])
+        elif last.begins <= len(part.ids):
+            missed = missed[:is_first]  # what the engine has may differ from what it was known for
         for event in (*map(read_answer, missed), last):
             n = len(part.ids)
             part.take(event, is_event=True)

@@ -202,7 +202,7 @@ class Fleet:
     # -- what calls saw -----------------------------------------------------------------------
 
     def succeeded(self, engine: Engine, version: int | None, *, canary: bool = False) -> None:
-        """A call was answered; `version` sampled its last token, as a canary or not."""
+        """A call was answered; the engine has `version` now, as a canary or not."""
         engine.failures = 0
         if version is not None:
             self._saw(engine, version, canary)

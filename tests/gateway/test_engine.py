@@ -48,6 +48,10 @@ class Machine:
     """Every `/generate` breaks off without an answer."""
     tops: int = 0
     incremental: bool = False
+    events_per_write: int = 1
+    """Events of a stream that are sent, and read, together."""
+    drops_spans: bool = False
+    """An answer names the version of now, and not which tokens are whose."""
     checks: int = 0
     port: int = 0
     _runner: web.AppRunner | None = None
@@ -78,6 +82,7 @@ class Machine:
             return web.json_response(self._chunk(said, len(said.ids), 0))
         out = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await out.prepare(request)
+        held = b""
         for n in range(1, len(said.ids) + 1):
             if said.drop_after is not None and n > said.drop_after:
                 await asyncio.sleep(0.02)  # so that what was sent is read before the reset
@@ -86,8 +91,11 @@ class Machine:
             if said.gate is not None and n == len(said.ids):
                 await said.gate.wait()
             chunk = self._chunk(said, n, n - 1 if self.incremental else 0)
-            await out.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-        await out.write(b"data: [DONE]\n\n")
+            held += b"data: " + json.dumps(chunk).encode() + b"\n\n"
+            if n % self.events_per_write == 0:
+                await out.write(held)
+                held = b""
+        await out.write(held + b"data: [DONE]\n\n")
         return out
 
     def _chunk(self, said: Sampled, n: int, start: int) -> dict[str, Any]:
@@ -98,6 +106,8 @@ class Machine:
         if self.tops:
             meta["output_top_logprobs"] = [tops(i, self.tops) for i in chunk["output_ids"]]
             meta["output_top_logprobs"] = meta["output_top_logprobs"][start:]
+        if self.drops_spans:
+            meta.pop("weight_versions", None)
         chunk["output_ids"] = chunk["output_ids"][start:]
         meta["output_token_logprobs"] = meta["output_token_logprobs"][start:]
         return chunk
@@ -329,6 +339,54 @@ async def test_a_stream_of_an_engine_that_was_updated_unseen_is_not_guessed_at(r
     rig.machines[0].script = [Sampled([7, 8, 9], drop_after=2, version="2")]
     with pytest.raises(EngineUnavailableError, match="not certain"):
         await rig.generate(stream=True)
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize("together", [1, 2, 3, 6])
+async def test_without_spans_tokens_are_of_the_version_that_events_name_around_them(
+    rigs: Any, together: int, incremental: bool
+) -> None:
+    rig = await rigs(engine_health_interval_s=60.0)
+    machine = rig.machines[0]
+    await rig.until(lambda: machine.checks == 1)
+    machine.drops_spans, machine.incremental = True, incremental
+    machine.events_per_write = together
+    versions = [("1", 0, 2), ("2", 2, 4), ("3-canary", 4, 6)]
+    machine.script = [Sampled([7, 8, 9, 10, 11, 12], versions=versions)]
+    got = await rig.generate(stream=True)
+    check_whole(got, [7, 8, 9, 10, 11, 12])
+    # The third token came with the first event of 2, so 1 may have sampled it.
+    assert [(s.version, s.start, s.end) for s in got.spans] == [(1, 0, 3), (2, 3, 5), (3, 5, 6)]
+    assert got.policy_version == 1
+
+
+async def test_a_change_back_and_forth_between_two_reads_is_not_missed(rigs: Any) -> None:
+    rig = await rigs(engine_health_interval_s=60.0)
+    machine = rig.machines[0]
+    await rig.until(lambda: machine.checks == 1)
+    machine.drops_spans, machine.events_per_write = True, 4
+    versions = [("2", 0, 4), ("1", 4, 6), ("2", 6, 8)]
+    machine.script = [Sampled([5, 6, 7, 8, 9, 10, 11, 12], versions=versions)]
+    got = await rig.generate(stream=True)
+    spans = [(s.version, s.start, s.end) for s in got.spans]
+    assert spans == [(1, 0, 1), (2, 1, 4), (1, 4, 7), (2, 7, 8)]
+
+
+@pytest.mark.parametrize("answered", ["2", "1"])
+async def test_without_a_stream_a_change_gives_all_tokens_the_older_version(
+    rigs: Any, answered: str
+) -> None:
+    rig = await rigs(engine_health_interval_s=60.0)
+    machine = rig.machines[0]
+    await rig.until(lambda: machine.checks == 1)
+    machine.version, machine.drops_spans = "2", True
+    if answered == "1":  # it went back meanwhile, and the gateway knows 2 already
+        machine.script = [Sampled([7], version="2")]
+        await rig.generate()
+    machine.script = [Sampled([7, 8], version=answered), Sampled([7, 8], version=answered)]
+    changed, after = await rig.generate(), await rig.generate()
+    assert [(s.version, s.start, s.end) for s in changed.spans] == [(1, 0, 2)]
+    assert [(s.version, s.start, s.end) for s in after.spans] == [(int(answered), 0, 2)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
