@@ -763,10 +763,10 @@ async def test_statistics_tell_the_latency_that_the_gateway_adds(world: Any, age
     world.say("slow", gate=gate)
     calls = asyncio.create_task(agent.say(user("hi")))
     await world.engine.arrived.wait()
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(1.0)  # longer than a busy machine takes for the rest
     gate.set()
     await calls
     async with agent.session.get(f"{world.url}/statistics") as answer:
         added = (await answer.json())["added_latency"]
     assert added["calls"] == 1
-    assert 0 < added["p50_ms"] == added["p99_ms"] < 300, "the engine's time is not the gateway's"
+    assert 0 < added["p50_ms"] == added["p99_ms"] < 1000, "the engine's time is not the gateway's"
