@@ -11,6 +11,7 @@ and also subclasses the matching built-in::
     │                                         sends it whole
     ├── StepIndexError(ValueError)            contradicts the trajectory's is_last step
     ├── TrajectoryConflictError(ValueError)   trajectory_uid used under two prompt_uids
+    ├── NotOwnerError(PermissionError)        a trajectory or group has another owner
     ├── TrajectoryClosedError(ValueError)     contradicts how the trajectory was closed before
     ├── UnknownTrajectoryError(KeyError)      the channel never saw it
     ├── GroupConflictError(ValueError)        prompt_uid declared again, with other numbers
@@ -69,7 +70,7 @@ class StepIndexError(DataPoolError, ValueError): ...
 class TrajectoryConflictError(DataPoolError, ValueError): ...
 
 
-class NotOwnerError(DataPoolError):
+class NotOwnerError(DataPoolError, PermissionError):
     """A trajectory or group has another owner (`types.OWNER`) than the one that asks."""
 
 

@@ -375,21 +375,27 @@ async def _by_name(
 
 @router.delete("/v1/trajectories/{trajectory_uid}")
 async def delete_trajectory(services: Parts, caller: Caller, trajectory_uid: Uid) -> Response:
-    """Forget what this gateway has of it, and delete it from the pool with its group."""
+    """Delete it from the pool with its group, and forget what this gateway has of it. Its own key
+    deletes a group of one; one of several is the operator's to delete."""
     named = caller.trajectory
     if named[0] != trajectory_uid if named is not None else caller.access != "admin":
         raise PermissionDeniedError(
             "this API key does not delete this trajectory; use an admin key "
             "(gateway.admin_keys), or the trajectory's own"
         )
-    return OrjsonResponse(await forget_trajectory(services, trajectory_uid))
+    alone = caller.access != "admin"
+    return OrjsonResponse(await forget_trajectory(services, trajectory_uid, alone=alone))
 
 
-async def forget_trajectory(services: Services, uid: str) -> dict[str, Any]:
-    """Delete a trajectory with its group, here and in the pool; what went, and what was leased."""
+async def forget_trajectory(services: Services, uid: str, *, alone: bool = False) -> dict[str, Any]:
+    """Delete a trajectory with its group, here and in the pool; what went, and what was leased.
+
+    Raises:
+        PermissionDeniedError: it is to be `alone` in its group, and is not; nothing went.
+    """
+    deleted = await services.recording.ask(services.pool.delete(uid, alone=alone))
     if (trajectory := services.trajectories.known(uid)) is not None:
         trajectory.forget()
     services.responses.store.forget(uid)
     services.calls.prompts.cached.clear()
-    deleted = await services.recording.ask(services.pool.delete(uid))
     return {"deleted": deleted.trajectories, "leased": deleted.leased}

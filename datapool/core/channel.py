@@ -262,6 +262,13 @@ class Channel(Steps):
             record = self.trajectory_index.get(op.trajectory_uid or "")
             uids = [] if record is None else [record.prompt_uid]
         groups = [self.prompt_groups[uid] for uid in uids]
+        for group in groups if op.alone else ():
+            n = max(len(group.trajectories), group.terms.n_rollouts if group.terms else 1)
+            if n > 1:
+                raise errors.NotOwnerError(
+                    f"trajectory {op.trajectory_uid!r} is one of {n} of group "
+                    f"{group.prompt_uid!r}, which would be deleted with it; use an admin key"
+                )
         leased = [group for group in groups if group.prompt_uid in self._leased]
         for group in leased:
             self.retire(GroupRetired(group.prompt_uid, DELETED))

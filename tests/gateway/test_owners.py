@@ -197,3 +197,25 @@ async def test_what_the_operator_opened_is_open_to_agent_keys_and_others_routes_
         taken = {"metadata": {"stepwell_owner": "b"}}
         status, refused = await http("/op/op-group/v1/register_trajectory", B, taken)
         assert (status, "leave it out" in str(refused)) == (400, True)
+
+
+async def test_a_trajectorys_own_key_does_not_delete_its_siblings(worlds: Any) -> None:
+    world = await worlds(**keys())
+    async with aiohttp.ClientSession() as session:
+        http = Http(session, world.url)
+        _, opened = await http("/v1/groups", A, {"n": 2, "prompt_uid": GROUP})
+        own = opened["trajectories"][0]["api_key"]
+        assert (await http.route("chat", own))[0] == 200
+        before = await _state(world.pool)
+        path = f"/v1/trajectories/{UID}"
+        status, refused = await http(path, own, None, "DELETE")
+        assert (status, "use an admin key" in str(refused)) == (403, True)
+        assert await _state(world.pool) == before
+        assert (await http.route("chat", own))[0] == 200, "it goes on"
+        assert (await http(path, ADMIN, None, "DELETE"))[0] == 200
+        alone = {"n": 1, "prompt_uid": "one"}
+        _, opened = await http("/v1/groups", A, alone)
+        (only,) = opened["trajectories"]
+        assert (await http.route("chat", only["api_key"], "one-0", "one"))[0] == 200
+        status, gone = await http("/v1/trajectories/one-0", only["api_key"], None, "DELETE")
+        assert (status, gone) == (200, {"deleted": ["one-0"], "leased": []})
