@@ -100,11 +100,8 @@ def test_another_model_is_refused_with_the_old_one_and_the_remedy(stopped: Path)
     weights = stopped / "other" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\1\2\3\4")
     said = refused(stopped, f"model.path={stopped / 'other'}")
-    assert (
     checkpoint = stopped / "run" / "checkpoints" / "step_20"
     assert f"model.path is '{stopped / 'other'}', but the checkpoint {checkpoint} is of" in said
-        in said
-    )
     assert str(MODEL.name) in said
     assert "run.resume=never, or another run.name" in said
     check_run(configured(stopped, f"model.path={stopped / 'other'}", "run.resume=never"))
