@@ -57,7 +57,9 @@ from stepwell.gateway.web import (
     EventStream,
     OrjsonResponse,
     aborts_on_disconnect,
+    connection_of,
     field,
+    hand_over,
     parse_object,
     read_body,
     retry_key,
@@ -140,7 +142,9 @@ async def serve(
         except BaseException:  # nobody reads what the other samples say
             exchange.close()
             raise
-        return _told(EventStream(dialect.frames(exchange), exchange), services, exchange)
+        return _told(
+            EventStream(dialect.frames(exchange), exchange, exchange.handed), services, exchange
+        )
     try:
         with aborts_on_disconnect(request.scope, exchange):
             replies = await exchange.results()
@@ -149,6 +153,7 @@ async def serve(
         exchange.delivered()
     finally:
         exchange.close()
+    hand_over(connection_of(request.scope), exchange.handed())
     return _told(answer, services, exchange)
 
 
