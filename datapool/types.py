@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard, get_args
@@ -63,6 +63,11 @@ GREEDY = "greedy_baseline"
 """Key of the metadata of a trajectory and its group: true for a rollout that the gateway
 samples at temperature 0; its reward is the group's baseline (ReMax) and it is never trained."""
 
+DUPLICATE_OF = "duplicate_of"
+"""Key of a Step's metadata: the Step of another try of the same request, which was stored first."""
+SUPERSEDES = "supersedes"
+"""Key of a Step's metadata: other tries of the request whose reply this Step goes on from; no
+client got theirs to the end."""
 
 MAX_REWARD = 1e9
 """The largest size of a reward. The spread of a group is a sum of squares, which larger ones would
@@ -373,6 +378,20 @@ class Trajectory:
         """Sum of the step rewards (the outcome reward is on the last); None if none is set."""
         scored = [s.reward for s in self.steps if s.reward is not None]
         return sum(scored) if scored else None
+
+
+def superseded(steps: Sequence[Step]) -> frozenset[int]:
+    """`step_index` of the replies of one trajectory that nobody saw, since another try of their
+    request took their place. Of two tries at two gateways at once it is the later one, unless the
+    agent went on from that. A reply that another Step goes on from was seen."""
+    continued = {step.parent_index for step in steps}
+    found: set[Any] = set()
+    for step in steps:
+        if (first := step.metadata.get(DUPLICATE_OF)) is not None:
+            found.add(first if step.step_index in continued else step.step_index)
+        if isinstance(others := step.metadata.get(SUPERSEDES), list):
+            found.update(i for i in others if isinstance(i, int))
+    return frozenset(i for i in found if isinstance(i, int) and i not in continued)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from stepwell.datapool.errors import DataPoolError, InvalidStepError
-from stepwell.datapool.types import Step, VersionSpan
+from stepwell.datapool.types import DUPLICATE_OF, SUPERSEDES, Step, VersionSpan
 from stepwell.gateway.config import Thinking
 from stepwell.gateway.engine import EngineClient, Generation, Sampling, TopLogProbs
 from stepwell.gateway.errors import (
@@ -129,6 +129,8 @@ class Call:
         self._timing: dict[str, float] | None = None
         self._streamed_version: int | None = None
         self._note: TurnNote | None = None
+        self._duplicate_of: int | None = None
+        """Step that another try of this request became, at another gateway."""
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
@@ -174,8 +176,10 @@ class Call:
             (self.retry.digest, self.retry.body_digest) != (other.note.retry, other.note.body)
             or self.state not in ("generating", "committing")
             or not (self.retry.is_retry or other.note.is_retry or not self._listeners)
-            or (self.request.stream and self._listeners and self.deltas)  # it was told otherwise
         ):
+            return False
+        if self.request.stream and self._listeners and self.deltas:  # it was told otherwise
+            self._duplicate_of = other.turn.step_index
             return False
         if self.state == "generating" and self._task is not None:
             self._task.cancel()
@@ -342,6 +346,8 @@ class Call:
             "dialect": self._dialect,
             NOTE: note.as_json(),
             MESSAGES: said,
+            DUPLICATE_OF: self._duplicate_of,
+            SUPERSEDES: self._trajectory.calls.unseen_beside(prompt.parent) or None,
             "timing": self._timing,
             "thinking": self._parts.thinking if note.has_reasoning else None,
             # 0: it might have called one.
@@ -441,6 +447,7 @@ class Call:
         if self.state in ("done", "failed") and not self._listeners:
             if self.finished is not None:
                 self.finished.delivered |= self.delivered
+                self.finished.is_unseen = not self.finished.delivered
             self._trajectory.calls.settle(self, self.finished)
 
     def _publish(self, deltas: Sequence[Delta]) -> None:

@@ -20,6 +20,7 @@ import asyncio
 import http
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import httptools
@@ -33,7 +34,7 @@ from stepwell.gateway.errors import (
     HeaderTooLargeError,
     TooManyConnectionsError,
 )
-from stepwell.gateway.web import CONNECTION, Closing, error_body
+from stepwell.gateway.web import CONNECTION, Closing, Losing, error_body
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **options)
         self.is_lost = False
         self.listeners: set[Closing] = set()
+        self.handed: Sequence[Losing] = ()
         self._limits = limits
         self._raw: Any = None
         """The transport, without `_OneWrite`."""
@@ -122,8 +124,12 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.authenticated()
         self._stop_timer()
+        is_broken = exc is not None or self._raw.get_write_buffer_size() > 0
         super().connection_lost(exc)
         self.is_lost = True
+        if is_broken:  # a client that has read all it was sent closes in order
+            for reply in self.handed:
+                reply.lose()
         for listener in tuple(self.listeners):
             listener.close()
 
@@ -176,6 +182,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._has_moved = self._is_in_head = True
+        self.handed = ()
         extensions: dict[str, Any] = {CONNECTION: self}
         self.scope["extensions"] = extensions
 

@@ -58,7 +58,9 @@ from stepwell.gateway.web import (
     EventStream,
     OrjsonResponse,
     aborts_on_disconnect,
+    connection_of,
     field,
+    hand_over,
     parse_object,
     read_body,
     retry_key,
@@ -142,7 +144,9 @@ async def serve(
         except BaseException:  # nobody reads what the other samples say
             exchange.close()
             raise
-        return _told(EventStream(dialect.frames(exchange), exchange), services, exchange)
+        return _told(
+            EventStream(dialect.frames(exchange), exchange, exchange.handed), services, exchange
+        )
     try:
         with aborts_on_disconnect(request.scope, exchange):
             replies = await exchange.results()
@@ -151,6 +155,7 @@ async def serve(
         exchange.delivered()
     finally:
         exchange.close()
+    hand_over(connection_of(request.scope), exchange.handed())
     return _told(answer, services, exchange)
 
 

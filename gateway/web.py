@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -21,6 +21,12 @@ class Closing(Protocol):
     """A client's side of something: closed when it leaves, and when it has been served."""
 
     def close(self) -> None: ...
+
+
+class Losing(Protocol):
+    """Something that was handed to a connection."""
+
+    def lose(self) -> None: ...
 
 
 class OrjsonResponse(Response):
@@ -90,6 +96,10 @@ class Connection(Protocol):
     listeners: set[Closing]
     """Closed when the connection is lost."""
 
+    handed: Sequence[Losing]
+    """Replies of the last request, whose ends the client may not have got: told if the connection
+    breaks before the next request."""
+
     def authenticated(self) -> None:
         """A request on it was authorised."""
 
@@ -100,6 +110,14 @@ CONNECTION = "stepwell.connection"
 def connection_of(scope: Scope) -> Connection:
     connection: Connection = scope["extensions"][CONNECTION]
     return connection
+
+
+def hand_over(connection: Connection, replies: Sequence[Losing]) -> None:
+    """Tell `replies` if the connection breaks before the client says that it has them."""
+    connection.handed = replies
+    if connection.is_lost:
+        for reply in replies:
+            reply.lose()
 
 
 @contextmanager
@@ -118,7 +136,13 @@ def aborts_on_disconnect(scope: Scope, listener: Closing) -> Iterator[None]:
 class EventStream(Response):
     """Server-sent events of one call. Frames are written as they come; nothing is buffered."""
 
-    def __init__(self, frames: AsyncIterator[bytes], listener: Closing) -> None:
+    def __init__(
+        self,
+        frames: AsyncIterator[bytes],
+        listener: Closing,
+        handed: Callable[[], Sequence[Losing]] = tuple,
+    ) -> None:
+        """`handed`: the replies, once all frames are sent."""
         super().__init__(
             headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
             media_type="text/event-stream",
@@ -126,6 +150,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._frames = frames
         self._listener = listener
+        self._handed = handed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -137,6 +162,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": b""})
         finally:
             self._listener.close()
+        hand_over(connection_of(scope), self._handed())
 
 
 def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], wanted: str) -> Any:

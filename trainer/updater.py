@@ -34,6 +34,7 @@ from stepwell.trainer.algorithms.losses import (
     coefficients,
     loss_columns,
     make_loss_fn,
+    seen,
     untruncated,
 )
 from stepwell.trainer.algorithms.off_policy.correction import correct
@@ -179,9 +180,14 @@ class Updater:
         columns |= advantages.columns
         metrics |= advantages.metrics
         mask = None
+        heard = seen(batch.steps, batch.lengths) if algorithm.loss.mask_superseded else None
+        if heard is not None:
+            mask = heard
+            metrics["policy/superseded_share"] = 1 - float(heard.mean())
         if algorithm.loss.mask_truncated:
-            mask = untruncated(batch.steps, batch.lengths)
-            metrics["policy/truncated_share"] = 1 - float(mask.mean())
+            whole = untruncated(batch.steps, batch.lengths)
+            mask = whole if mask is None else mask * whole
+            metrics["policy/truncated_share"] = 1 - float(whole.mean())
         correction = correct(
             prox,
             columns["rollout_log_probs"],

@@ -28,10 +28,11 @@ import numpy.typing as npt
 from stepwell.backends.errors import BatchError
 from stepwell.backends.rows import Row, Segment, build_rows
 from stepwell.backends.slime.sample import SlimeSample
-from stepwell.datapool.types import GREEDY, Group, Step, Trajectory
+from stepwell.datapool.types import GREEDY, Group, Step, Trajectory, superseded
 
 NO_LOG_PROBS = "no_log_probs"
 OTHER_TEMPERATURE = "other_temperature"
+SUPERSEDED = "superseded"
 PADDING = "padding"
 """Key of a sample's metadata: true for one that stands for a rollout that its group lacks."""
 
@@ -200,7 +201,11 @@ def _samples(
                 f"step {step.trajectory_uid!r}[{step.step_index}] has multi_modal_data; slime is "
                 "given text only"
             )
-    reasons = [_untrained(step, temperature, known) for step in steps]
+    unseen = superseded(steps)
+    reasons = [
+        SUPERSEDED if step.step_index in unseen else _untrained(step, temperature, known)
+        for step in steps
+    ]
     for step, reason in zip(steps, reasons, strict=True):
         if reason is not None:
             untrained[reason] += len(step.response_ids)

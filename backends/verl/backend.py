@@ -34,7 +34,7 @@ from stepwell.backends.base import TrainingBackend
 from stepwell.backends.config import VerlConfig
 from stepwell.backends.errors import BackendConfigError, BatchError
 from stepwell.backends.verl.rows import VerlRow, build
-from stepwell.datapool.types import GREEDY, Group, Step
+from stepwell.datapool.types import GREEDY, Group, Step, superseded
 
 DataProto: TypeAlias = Any
 """`verl.DataProto`."""
@@ -208,9 +208,12 @@ class VerlBackend(TrainingBackend):
 
 
 def trained_steps(groups: Sequence[Group]) -> list[Step]:
-    """The steps of `groups` in order, without those of greedy baseline rollouts."""
+    """The steps of `groups` in order, without those of greedy baseline rollouts and replies that
+    nobody saw."""
+    trained = [t for g in groups for t in g.trajectories if not t.metadata.get(GREEDY)]
+    unseen = [superseded(t.steps) for t in trained]
     return [
-        s for g in groups for t in g.trajectories if not t.metadata.get(GREEDY) for s in t.steps
+        s for t, no in zip(trained, unseen, strict=True) for s in t.steps if s.step_index not in no
     ]
 
 

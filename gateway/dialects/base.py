@@ -24,6 +24,7 @@ from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import Delta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.gateway.trajectory.note import FinishedCall
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 from stepwell.gateway.web import error_body
@@ -137,6 +138,10 @@ class Exchange:
         if not self._closed:
             for call in self.calls:
                 call.delivered = True
+
+    def handed(self) -> list[FinishedCall]:
+        """The replies, if their ends were handed to the client's connection."""
+        return [c.finished for c in self.calls if c.delivered and c.finished is not None]
 
     def close(self) -> None:
         """The client is gone or served; calls nobody else listens to are aborted."""

@@ -68,7 +68,14 @@ class FinishedCall(msgspec.Struct, eq=False, gc=False):
     """None: the reply shows none."""
     alternatives: Sequence[TopLogProbs] = ()
     delivered: bool = False
-    """The terminal event was handed to some client's connection."""
+    """The terminal event was handed to some client's connection, which did not break then."""
+    is_unseen: bool = False
+    """This gateway knows that no client got the end. Another one cannot know it of what it reads in
+    the pool."""
+
+    def lose(self) -> None:
+        """The connection broke that its end was handed to."""
+        self.delivered, self.is_unseen = False, True
 
     @property
     def has_failed(self) -> bool:

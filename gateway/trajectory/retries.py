@@ -15,6 +15,7 @@ from typing import Protocol
 
 from stepwell.datapool.types import Step
 from stepwell.gateway.errors import GatewayError, RequestError
+from stepwell.gateway.tokens.graph import Turn
 from stepwell.gateway.trajectory.note import FinishedCall
 
 REMEMBERED = 64
@@ -133,6 +134,17 @@ class CallMemory:
             retry.is_retry if call is None or call.has_failed else call.is_unclaimed
             for call in self._calls.get(retry.digest, ())
         )
+
+    def unseen_beside(self, turn: Turn | None) -> list[int]:
+        """The Steps of other tries of the request that `turn` answered whose replies no client got.
+        Samples of one request have keys of their own."""
+        if turn is None:
+            return []
+        for calls in self._calls.values():
+            unseen = [c for c in calls if isinstance(c, FinishedCall) and c.is_unseen]
+            if unseen and any(isinstance(c, FinishedCall) and c.turn is turn for c in calls):
+                return [i for c in unseen if (i := c.turn.step_index) is not None]
+        return []
 
     def clear(self) -> None:
         self._calls.clear()

@@ -6,11 +6,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
@@ -24,7 +27,7 @@ from pydantic import ValidationError
 from stepwell.datapool.files.export import read, write
 from stepwell.datapool.ops import ResumeTrajectory, SubmitSteps
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.datapool.types import Step
+from stepwell.datapool.types import DUPLICATE_OF, Step, superseded
 from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
@@ -433,6 +436,121 @@ async def test_a_retry_becomes_the_first_try_that_was_stored_while_it_was_genera
     # Not a retry, and both have clients: two samples.
     await say_again(b, "chat/completions", BODIES["chat/completions"])
     assert len(fleet.world.stored()) == 4
+
+
+@pytest.mark.parametrize("goes_on", [None, 0, 1], ids=["never", "first", "later"])
+async def test_of_two_streams_with_one_key_at_two_gateways_the_later_is_not_trained(
+    fleet: Fleet, goes_on: int | None
+) -> None:
+    a, b = await fleet.another(), await fleet.another()
+    for here in (a, b):
+        await ask(await here.client(), [user(f"before {here.url}")])
+    gates, texts = [asyncio.Event(), asyncio.Event()], ["says a", "says b"]
+    body, tries = {"messages": [user("hi")], "stream": True}, []
+    for here, gate, text in zip((a, b), gates, texts, strict=True):
+        here.say(text, gate=gate)
+        here.engine.arrived.clear()
+        told = say_again(here, "chat/completions", body, **{"idempotency-key": "k"})
+        tries.append(asyncio.create_task(told))
+        await here.engine.arrived.wait()
+        await asyncio.sleep(0.2)  # both have told their client some of it
+    for gate, each in zip(gates, tries, strict=True):
+        gate.set()
+        await each
+    first, later = fleet.world.stored()[-2:]
+    assert DUPLICATE_OF not in first.metadata
+    assert later.metadata[DUPLICATE_OF] == first.step_index == 2
+    if goes_on is not None:
+        said = [user("hi"), {"role": "assistant", "content": texts[goes_on]}, user("on")]
+        await ask(await fleet.world.client(), said)
+    steps = fleet.world.stored()
+    assert superseded(steps) == {2 if goes_on == 1 else 3}
+
+
+async def begin_raw(world: World, body: Any) -> socket.socket:
+    """Send a call on t1 over a connection that is read by hand."""
+    data = json.dumps({"model": "m", **body}).encode()
+    url = urlsplit(world.base_url())
+    head = [
+        f"POST {url.path}/v1/chat/completions HTTP/1.1",
+        f"host: {url.netloc}",
+        "content-type: application/json",
+        f"content-length: {len(data)}",
+    ]
+    loop, connection = asyncio.get_running_loop(), socket.socket()
+    connection.setblocking(False)
+    await loop.sock_connect(connection, (url.hostname, url.port))
+    await loop.sock_sendall(connection, "\r\n".join([*head, "", ""]).encode() + data)
+    return connection
+
+
+async def lose(connection: socket.socket, end: bytes) -> None:
+    """Break the connection when the answer has come, as one that is lost on its way does."""
+    seen = b""
+    while end not in seen:
+        seen += await asyncio.get_running_loop().sock_recv(connection, 1 << 16)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+STREAMS = [
+    ({"messages": [user("hi")]}, b"}]"),
+    ({"messages": [user("hi")], "stream": True}, b"DONE"),
+]
+
+
+@pytest.mark.parametrize(("body", "end"), STREAMS, ids=["whole", "stream"])
+async def test_a_repetition_after_a_broken_connection_gets_the_reply_that_was_lost(
+    fleet: Fleet, body: Any, end: bytes
+) -> None:
+    world = await fleet.another()
+    world.say("the lost one")
+    await lose(await begin_raw(world, body), end)
+    _, told = await say_again(world, "chat/completions", body)
+    assert "the lost one" in told.replace('"the', "the") or "lost" in told
+    assert len(world.stored()) == 1
+    await say_again(world, "chat/completions", body)  # it has arrived: another sample
+    assert len(world.stored()) == 2
+    assert superseded(world.stored()) == frozenset()
+
+
+@pytest.mark.parametrize(("body", "end"), STREAMS, ids=["whole", "stream"])
+async def test_a_lost_reply_whose_request_came_again_before_it_is_superseded(
+    fleet: Fleet, body: Any, end: bytes
+) -> None:
+    world, gate = await fleet.another(), asyncio.Event()
+    world.say("lost", gate=gate)
+    world.engine.arrived.clear()
+    connection = await begin_raw(world, body)
+    await world.engine.arrived.wait()
+    world.say("read")
+    await say_again(world, "chat/completions", body)
+    gate.set()
+    await lose(connection, end)
+    read, lost = world.stored()
+    assert lost.metadata["branch"] == "resampled"
+    assert superseded(world.stored()) == frozenset(), "nothing goes on from its sibling yet"
+    said = [user("hi"), {"role": "assistant", "content": "read"}, user("on")]
+    await ask(await world.client(), said)
+    assert world.stored()[-1].parent_index == read.step_index
+    assert superseded(world.stored()) == {lost.step_index}
+    # The mark is in the pool: a gateway that begins later goes on with it.
+    await ask(await (await fleet.another()).client(), [*said, {"role": "user", "content": "and"}])
+    assert superseded(world.stored()) == {lost.step_index}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_siblings_that_were_all_delivered_are_the_agents_choice(fleet: Fleet, n: int) -> None:
+    world = await fleet.another()
+    client = await world.client()
+    for text in ("one", "two", "three"):
+        world.say(text)
+    for _ in range(3 // n):
+        await client.chat.completions.create(model="m", messages=[user("hi")], n=n)
+    said: list[Any] = [user("hi"), {"role": "assistant", "content": "two"}, user("on")]
+    await ask(client, said)
+    assert len(world.stored()) == 4
+    assert superseded(world.stored()) == frozenset()
 
 
 async def test_a_reply_that_may_not_have_arrived_is_given_once_without_a_retry_mark(

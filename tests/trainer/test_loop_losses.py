@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stepwell.backends.torch.backend import TorchBackend, TorchBatch
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper
-from stepwell.datapool.types import TRAIN, Group, Lease, Step, Trajectory
+from stepwell.datapool.types import DUPLICATE_OF, TRAIN, Group, Lease, Step, Trajectory
 from stepwell.presets import load_config
 from stepwell.trainer.batches import Batches
 from stepwell.trainer.errors import ConfigError
@@ -164,6 +164,29 @@ def test_what_was_cut_off_trains_nothing_and_counts_in_its_group(tmp_path: Path)
     assert torch.equal(batch.columns["advantages"], whole.columns["advantages"])
     assert batch.columns["coef"].sum() == pytest.approx(1)
     assert metrics["policy/truncated_share"] == pytest.approx(1 - float(trained.float().mean()))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_reply_that_nobody_saw_trains_nothing_unless_that_is_wanted(
+    tmp_path: Path, masked: bool
+) -> None:
+    def marked(group: Group) -> Group:
+        def ended(t: Trajectory) -> Trajectory:
+            *others, last = t.steps
+            if others:
+                last = replace(last, metadata={**last.metadata, DUPLICATE_OF: 0})
+            return replace(t, steps=(*others, replace(last, parent_index=None)))
+
+        return replace(group, trajectories=tuple(map(ended, group.trajectories)))
+
+    with updater_of(tmp_path, f"algorithm.loss.mask_superseded={str(masked).lower()}") as updater:
+        prepared = updater.prepare([marked(g) for g in groups()])
+    trained = prepared.batch.columns["coef"] != 0
+    index = [s.step_index for s in prepared.batch.steps for _ in s.response_ids]
+    dead = {i for i, live in zip(index, trained.tolist(), strict=True) if not live}
+    assert dead == ({1} if masked else set())
+    assert prepared.batch.columns["coef"].sum() == pytest.approx(1)
+    assert ("policy/superseded_share" in prepared.metrics) is masked
 
 
 def test_a_kl_in_the_reward_lowers_it_and_adapts_its_coefficient(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from stepwell.backends.base import LossOutput, Mean, TokenBatch
-from stepwell.datapool.types import Step
+from stepwell.datapool.types import Step, superseded
 from stepwell.trainer.algorithms.kl import KlConfig, kl_estimate
 from stepwell.trainer.algorithms.policy_losses.base import (
     MAX_LOG_RATIO,
@@ -79,6 +79,18 @@ def untruncated(steps: Sequence[Step], lengths: Tensor) -> Tensor:
         if step.step_index > known.step_index:
             last[step.trajectory_uid] = step
     kept = [float(last[s.trajectory_uid].finish_reason != "length") for s in steps]
+    return torch.tensor(kept).repeat_interleave(lengths)
+
+
+def seen(steps: Sequence[Step], lengths: Tensor) -> Tensor | None:
+    """The mask of `mask_superseded`, [T]: 0 on replies that nobody saw. None: there are none."""
+    trajectories: dict[str, list[Step]] = {}
+    for step in steps:
+        trajectories.setdefault(step.trajectory_uid, []).append(step)
+    unseen = {uid: superseded(own) for uid, own in trajectories.items()}
+    if not any(unseen.values()):
+        return None
+    kept = [float(s.step_index not in unseen[s.trajectory_uid]) for s in steps]
     return torch.tensor(kept).repeat_interleave(lengths)
 
 

@@ -135,7 +135,7 @@ class LossConfig(Section):
     """The ratio r = π/π_prox earns nothing below 1 - clip_ratio_low (A < 0). The default is the
     policy loss's own: `gspo` 3e-4; `cispo` 1, which is no bound. Of `geo_mean` it bounds log r
     (0.4), of `dppo_tv` and `dppo_kl` the divergence (0.15, 0.05). Acts only where r ≠ 1:
-    `async_training.require_batches` or `algorithm.ppo_epochs` > 1, or `off_policy.method:
+    `async_training.require_batches` or `async_training.ppo_epochs` > 1, or `off_policy.method:
     bypass`."""
     clip_ratio_high: float = Field(default=PPO.clip[1], ge=0)
     """… and nothing above 1 + clip_ratio_high (A > 0); larger than clip_ratio_low is DAPO's
@@ -148,6 +148,9 @@ class LossConfig(Section):
     mask_truncated: bool = False
     """DAPO's overlong filtering: a trajectory whose last reply was cut off at the token limit
     trains no token, whoever scored it. It counts in its group's baseline."""
+    mask_superseded: bool = True
+    """Replies that nobody saw train no token: another try of the same request took their place, as
+    the gateway says (docs/design/gateway.md, Retries). Their trajectory's reward stays."""
     entropy_coeff: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     report_entropy: bool = True
