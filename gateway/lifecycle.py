@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeAlias
 from urllib.parse import unquote
 
 from fastapi import APIRouter, Depends
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,6 +29,7 @@ from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryCo
 from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import MAX_REWARD
 from stepwell.gateway.config import MOST_OF_A_GROUP
+from stepwell.gateway.dialects.params import with_first_unknown
 from stepwell.gateway.errors import (
     PermissionDeniedError,
     RequestError,
@@ -58,6 +59,9 @@ Parts: TypeAlias = Annotated[Services, Depends(_services)]
 Caller: TypeAlias = Annotated[Principal, Depends(_principal)]
 MAX_LABEL, MAX_CORRECTION = 256, 65_536
 """Characters of a feedback, which stays in memory with its trajectory."""
+RECORDED_HEADER = "x-stepwell-recorded"
+"""`false` on answers of which no Step is stored."""
+MAX_TAGS, MAX_STEP_REWARDS = 1024, 16_384
 Name: TypeAlias = Annotated[str, Field(min_length=1)]
 StepReward: TypeAlias = Annotated[float, Field(allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)]
 StepIndex: TypeAlias = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
@@ -66,13 +70,18 @@ StepIndex: TypeAlias = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _first_unknown(cls, sent: Any) -> Any:
+        return with_first_unknown(cls, sent)
+
 
 class Opening(Body):
     prompt_uid: Name | None = None
     """Of the group; null: made here. Given, a repeated request is of the same group."""
     channel: Name | None = None
     metadata: dict[str, Any] = {}
-    tags: list[Name] = []
+    tags: Annotated[list[Name], Field(fail_fast=True)] = Field(default=[], max_length=MAX_TAGS)
     """By which it can be deleted (`DataPoolClient.delete`, `stepwell data delete`) and selected."""
 
 
@@ -96,7 +105,9 @@ class RegisterTrajectory(Body):
 
 class CompleteTrajectory(Body):
     reward: float | None = Field(default=None, allow_inf_nan=False)
-    step_rewards: list[StepReward | None] = []
+    step_rewards: Annotated[list[StepReward | None], Field(fail_fast=True)] = Field(
+        default=[], max_length=MAX_STEP_REWARDS
+    )
     """Of its steps, in order; null: none of its own. `reward` is added to the last step's."""
     metadata: dict[str, Any] = {}
 
@@ -279,6 +290,15 @@ async def complete_by_name(
     return await _by_name(caller, name, services.outcomes.complete, *how)
 
 
+def completed(uid: str, outcome: TrajectoryOutcome | SubmitOutcome) -> Response:
+    """The answer to a completion. The outcome is `aborted` where no Step is stored: there was no
+    call, or calls were served unrecorded. The reward is not kept."""
+    answer: dict[str, Any] = {"trajectory_uid": uid, "outcome": outcome}
+    if outcome != "aborted":
+        return OrjsonResponse(answer)
+    return OrjsonResponse({**answer, "recorded": False}, headers={RECORDED_HEADER: "false"})
+
+
 @router.post("/v1/rewards")
 async def late_reward(services: Parts, caller: Caller, body: Reward) -> Response:
     """The reward of a trajectory, open or complete, or of one step, until its group is leased."""
@@ -328,7 +348,7 @@ async def _by_name(
             raise TrajectoryConflictError(str(e)) from e
         except StepIndexError as e:
             raise more_rewards(e) from e
-        return OrjsonResponse({"trajectory_uid": uid, "outcome": outcome})
+        return completed(uid, outcome)
     raise UnknownItemError(
         f"trajectory_uid is {name!r:.200}, which no channel knows; send what a reply's header "
         "x-stepwell-trajectory says",

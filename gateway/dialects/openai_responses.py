@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from cachetools import LRUCache
 from pydantic import Field
@@ -26,6 +26,7 @@ from stepwell.gateway.dialects.base import KEEP_ALIVE, Dialect, Exchange, Parsed
 from stepwell.gateway.dialects.params import (
     Effort,
     MaxTokens,
+    Metadata,
     Params,
     Part,
     Temperature,
@@ -129,7 +130,7 @@ class ResponsesParams(Params):
     max_output_tokens: MaxTokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    include: list[Includable] | None = None
+    include: Annotated[list[Includable], Field(fail_fast=True)] | None = None
     reasoning: Reasoning = Reasoning()
     text: Text = Text()
     stream: bool = False
@@ -141,7 +142,7 @@ class ResponsesParams(Params):
     context_management: Any = None
 
     # Echoed.
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
