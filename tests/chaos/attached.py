@@ -12,7 +12,6 @@ service first. Does not own the lives of the trainer (`lives.py`).
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import re
 import signal
@@ -82,7 +81,7 @@ class AttachedRun(Run):
         self._served: subprocess.Popen[bytes] | None = None
         self._clients: subprocess.Popen[bytes] | None = None
         self._serve_at = 0
-        self._judged: subprocess.Popen[bytes] | None = None
+        self._judged_service: subprocess.Popen[bytes] | None = None
         """The service whose end was judged."""
         self._service_excuse: Excuse | None = None
         """Survives the trainer's lives: the service goes on beneath them."""
@@ -164,9 +163,9 @@ class AttachedRun(Run):
 
     def _judge_service(self, code: int) -> None:
         """The service has ended. Its trainer may end, too, whatever the reason was."""
-        if self._served is self._judged:
+        if self._served is self._judged_service:
             return
-        self._judged, excuse = self._served, self._service_excuse
+        self._judged_service, excuse = self._served, self._service_excuse
         was_killed = excuse is not None and excuse.fault == "kill service"
         now = (self.service_words(), code, self.trained(), time.monotonic())
         if not was_killed and (excuse is None or not excuse.covers(*now)):
@@ -232,19 +231,8 @@ class AttachedRun(Run):
 
     async def salvage(self) -> None:
         """The command, as its user gives it; the groups that it names are lost by its own word."""
-        command = [sys.executable, "-m", "stepwell.cli", "data", "salvage", str(self.folder)]
-        done = await asyncio.to_thread(
-            subprocess.run,
-            command,
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env=self.environment,
-            check=False,
-        )
-        said = done.stdout + done.stderr
+        code, said = await asyncio.to_thread(self.cli, "data", "salvage", str(self.folder))
         (self.folder.parent / "salvage.txt").write_text(said)
-        if done.returncode:
-            self.books.violations.append(f"salvage ended with {done.returncode}: {said[-1500:]}")
+        if code:
+            self.books.violations.append(f"salvage ended with {code}: {said[-1500:]}")
         self.named_lost |= set(_UID.findall(said))
-        os.sync()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import json
 import os
 import shutil
@@ -127,18 +128,26 @@ class Kept:
 
 
 class SmallDisk:
-    """A file system of its own, of a few MB, for the journal; needs root."""
+    """A file system of its own, of a few MB; needs root.
 
-    def __init__(self, folder: Path, megabytes: int) -> None:
+    Args:
+        content: is there once the run has begun to write; before, nothing is filled.
+    """
+
+    def __init__(self, folder: Path, megabytes: int, content: str = POOL) -> None:
         self.folder = folder
+        self.is_full = False
+        self._content = content
         self._ballast = folder / "ballast"
         folder.mkdir(parents=True)
         shell("mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "chaos", str(folder))
 
     def fill(self) -> bool:
-        """Not a byte is left. False: there is no journal yet."""
-        if not journal_exists(self.folder / POOL):
+        """Not a byte is left. False: there is no content yet."""
+        content = self.folder / self._content
+        if not content.is_dir() or not any(content.iterdir()):
             return False
+        self.is_full = True
         with self._ballast.open("ab", buffering=0) as ballast:
             for size in (1 << 16, 1 << 8, 1):
                 with suppress(OSError):
@@ -148,6 +157,7 @@ class SmallDisk:
 
     def free(self) -> None:
         self._ballast.unlink(missing_ok=True)
+        self.is_full = False
 
     def remove(self) -> None:
         shell("umount", "-l", str(self.folder))
@@ -161,7 +171,8 @@ class Run:
     Args:
         folder: of everything that the runs of this scenario write.
         options: of the command, besides `run.dir` and `trainer.total_steps`.
-        disk: what a fault `fill` fills, and the folder of the journal.
+        disk: what a fault `fill` fills.
+        home: holds the journal's folder; None: the run's folder does.
         machines: whose cluster the run joins.
         plant: name of a deliberate fault of the product (`plants.py`).
     """
@@ -174,6 +185,7 @@ class Run:
         options: Sequence[str],
         *,
         disk: SmallDisk | None = None,
+        home: Path | None = None,
         machines: TwoMachines | None = None,
         plant: str | None = None,
     ) -> None:
@@ -192,9 +204,12 @@ class Run:
         self._weights = folder / "weights"
         self._log = folder / "run.log"
         self._given = (*options, f"trainer.save_debug_rollout_data={self.batches}")
+        self._home = home or self.folder
         self._machines = machines
         self._plant = plant
         self._process: subprocess.Popen[bytes] | None = None
+        self._judged: subprocess.Popen[bytes] | None = None
+        """The life whose end was judged."""
         self._life_at = 0
         self._hit = False
         self._excuse: Excuse | None = None
@@ -287,6 +302,14 @@ class Run:
         """The next life, if this one has ended. It is a violation, if nothing excuses it."""
         if self.process.poll() is None:
             return
+        if self._judged is not self.process:
+            self._judged = self.process
+            self._judge()
+        if self.disk is None or not self.disk.is_full:  # who starts it again makes room first
+            self.start()
+
+    def _judge(self) -> None:
+        """The life has ended: an excuse, or a violation."""
         self._note_restart("a life ended")
         words = self.last_words()
         if self._excuse is not None and self._excuse.covers(
@@ -302,11 +325,22 @@ class Run:
             )
             if len(self.books.violations) >= MAX_VIOLATIONS:
                 raise RuntimeError("\n".join(self.books.violations))
-        self.start()
 
     def _note_restart(self, what: str) -> None:
         at = time.time()
         self.books.disturbances.append(Disturbance(at, at, what, is_restart=True))
+
+    def cli(self, *arguments: str) -> tuple[int, str]:
+        """Exit code of another command beside the run, and what it printed."""
+        done = subprocess.run(
+            [sys.executable, "-m", "stepwell.cli", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=self.environment,
+            check=False,
+        )
+        return done.returncode, done.stdout + done.stderr
 
     # -- faults ----------------------------------------------------------------------------------
 
@@ -464,7 +498,7 @@ class Run:
         self._copy_pool()
 
     def _copy_pool(self) -> None:
-        homes = [self.disk.folder if self.disk is not None else self.folder]
+        homes = [self._home]
         if self._machines is not None:
             homes = [m.own for m in self._machines.machines]
         first, *others = (home / POOL for home in homes if journal_exists(home / POOL))
@@ -531,6 +565,11 @@ class Run:
         target.mkdir(parents=True, exist_ok=True)
         for file in path.iterdir():
             with suppress(FileExistsError):
-                os.link(file, target / file.name)
+                try:
+                    os.link(file, target / file.name)
+                except OSError as e:
+                    if e.errno != errno.EXDEV:
+                        raise
+                    shutil.copy2(file, target / file.name)  # the run has a disk of its own
         seen.add(which)
         self.kept.append(Kept(version, target))

@@ -3,6 +3,7 @@
 machine   one machine: everything is killed and stopped, the driver is started again
 lease     leases shorter than a step: groups are redelivered while they are trained
 disk      the journal's disk is full for seconds, again and again
+full      the disk of checkpoints, weights, logs and exports is full for seconds
 nodes     two machines with a cable that is cut
 attached  a service whose agents nobody here starts, and a trainer that is attached to it
 salvage   a crash, a flipped bit in the journal, `stepwell data salvage`, and training on
@@ -12,15 +13,16 @@ from __future__ import annotations
 
 import random
 import secrets
+import shutil
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stepwell.layout import POOL
+from stepwell.layout import CHECKPOINTS, POOL
 from tests.chaos.attached import AttachedRun
 from tests.chaos.faults import PARTS, Action, plan
-from tests.chaos.lives import Run, SmallDisk
+from tests.chaos.lives import EXCUSES, OURS, Run, SmallDisk
 from tests.chaos.machines import TwoMachines
 
 OPTIONS = (
@@ -71,13 +73,60 @@ async def disk(folder: Path, seed: str, n: int) -> Run:
     )
     small = SmallDisk(folder / "disk", megabytes=32)
     try:
-        run = Run(folder, (*OPTIONS, f"pool.journal_dir={small.folder / POOL}"), disk=small)
+        run = Run(
+            folder,
+            (*OPTIONS, f"pool.journal_dir={small.folder / POOL}"),
+            disk=small,
+            home=small.folder,
+        )
         async with run.running():
             await run.fire(plan(seed, n, kinds))
             await run.finish()
         return run
     finally:
         small.remove()
+
+
+async def full(folder: Path, seed: str, n: int) -> Run:
+    kinds: tuple[tuple[Action, str], ...] = (
+        ("fill", "disk"),
+        ("fill", "disk"),
+        ("fill", "disk"),
+        ("kill", "driver"),
+    )
+    small, home = SmallDisk(folder / "run", megabytes=64, content=CHECKPOINTS), folder / "home"
+    home.mkdir()
+    try:
+        options = (*OPTIONS, f"pool.journal_dir={home / POOL}")
+        run = Run(folder, options, disk=small, home=home)
+        async with run.running():
+            await run.fire(plan(seed, n, kinds))
+            await run.until(partial(export_whole_or_not, run, small), "exports on a full disk")
+            await run.finish()
+        return run
+    finally:
+        shutil.copytree(run.folder, folder / "copy", symlinks=True)
+        small.remove()
+        run.folder.rmdir()
+        (folder / "copy").rename(run.folder)
+
+
+def export_whole_or_not(run: Run, small: SmallDisk) -> bool:
+    """On a full disk each export ends with a line that names it, and leaves no file."""
+    small.fill()
+    for target in ("x.jsonl", "x.parquet", "policy"):
+        path = small.folder / target
+        what = ("export", "--to", path) if target == "policy" else ("data", "export", path)
+        code, said = run.cli(*map(str, what), str(run.folder))
+        own = [line for line in said.lower().splitlines() if line.startswith(OURS)]
+        names_it = any(cause in line for line in own for cause in EXCUSES["disk"])
+        if code <= 0 or not names_it or path.exists():
+            run.books.violations.append(
+                f"{target} on a full disk: code {code}, {path.exists()=}: {said[-800:]}"
+            )
+    small.free()
+    run.books.faults["fill exports"] += 1
+    return True
 
 
 async def nodes(folder: Path, seed: str, n: int) -> Run:
@@ -132,6 +181,7 @@ SCENARIOS: dict[str, tuple[Scenario, int]] = {
     "machine": (machine, 32),
     "lease": (lease, 8),
     "disk": (disk, 6),
+    "full": (full, 6),
     "nodes": (nodes, 16),
     "attached": (attached, 9),
     "salvage": (salvage, 4),
