@@ -138,10 +138,14 @@ test-trl: install
 test-publication: install
 	$(BIN)/python -m benchmarks publication-kills --kills 8 --replicas 3
 
-#   make test-chaos  a run's processes, disk, leases and machines fail 62 times (root, iproute2; CHAOS_SEED=7)
-.PHONY: test-chaos
+#   make test-chaos  runs' processes, disks, leases, machines and journal fail 81 times (root, iproute2; CHAOS_SEED=7)
+.PHONY: test-chaos test-chaos-plants
 test-chaos: install
 	$(BIN)/python -m tests.chaos $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
+
+#   make test-chaos-plants  12 deliberate faults of the product, one run each: test-chaos's verifier must notice all
+test-chaos-plants: install
+	$(BIN)/python -m tests.chaos.run_plants
 
 # torch first, with what it needs on this platform; then everything as pinned, nothing resolved:
 # SGLang's own requirements are of its GPU path.

@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -166,6 +166,11 @@ class _LogFile(RotatingFileHandler):
         # A full disk loses lines and ends no part; to say so is to print, which is logged, too.
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
+
+    def close(self) -> None:
+        # The last lines do not fit: what ended the run is said elsewhere, and is not hidden by it.
+        with suppress(OSError):
+            super().close()
 
 
 class _Printed:

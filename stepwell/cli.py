@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import os
 import shutil
 import signal
@@ -370,6 +371,9 @@ async def interruptible(work: Coroutine[Any, Any, T]) -> T:
             signal.signal(number, handler)
 
 
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
 def _expected(error: BaseException) -> str | None:
     """The one line for a failure with a known cause; None for a bug, which gets its traceback."""
     from stepwell.backends.errors import BackendError
@@ -386,6 +390,9 @@ def _expected(error: BaseException) -> str | None:
             TrainerError | DataPoolError | GatewayError | BackendError | RunUnavailableError,
         ):
             return str(candidate)
+    if isinstance(error, OSError) and error.errno in _NO_SPACE:
+        where = f"the disk of {error.filename}" if error.filename else "a disk"
+        return f"{where} is full ({error.strerror}); free space and run the same command again"
     return None
 
 

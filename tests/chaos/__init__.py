@@ -7,4 +7,6 @@ faults.py      what is done to the run: kills, stops, full disks, in an order th
 lives.py       the run under fire: one life of the command after another, on one machine or two
 verify.py      compares the log with what was trained, with the ledger, the pool and the weights
 scenarios.py   which faults meet which run
+attached.py    a service, clients with a log of their own, a trainer that is attached; salvage
+plants.py      deliberate faults of the product, which verify.py must notice; run_plants.py
 """

@@ -120,3 +120,18 @@ def test_training_nothing_in_particular_is_told_what_to_name(
     told = capsys.readouterr().err
     assert "--config is missing" in told
     assert len(told.splitlines()) == 1
+
+
+def test_a_full_disk_is_one_line_and_no_traceback(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-u", "-m", "stepwell.cli", "config", "--config", "quickstart"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            check=False,
+        )
+    assert done.returncode == 1
+    said = "a disk is full (No space left on device); free space and run the same command again"
+    assert done.stderr == f"stepwell: {said}\n"

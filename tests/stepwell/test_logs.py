@@ -125,3 +125,13 @@ def test_the_console_is_as_it_was_and_the_file_has_more(
     subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, check=True)
     assert capfd.readouterr().err == "careful\ncareful\n"
     assert [line.rpartition(" ")[2] for line in lines(path)] == ["detail", "careful"]
+
+
+def test_a_log_on_a_full_disk_does_not_hide_what_ended_the_run() -> None:
+    def run() -> None:
+        with logging_to(Path("/dev/full")):
+            logging.getLogger("stepwell").warning("does not fit")
+            raise ValueError("what ended it")
+
+    with pytest.raises(ValueError, match="what ended it"):
+        run()
