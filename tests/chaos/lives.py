@@ -143,9 +143,9 @@ class SmallDisk:
         shell("mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "chaos", str(folder))
 
     def fill(self) -> bool:
-        """Not a byte is left. False: there is no content yet."""
+        """Not a byte is left. False: it is so already, or there is no content yet."""
         content = self.folder / self._content
-        if not content.is_dir() or not any(content.iterdir()):
+        if self.is_full or not content.is_dir() or not any(content.iterdir()):
             return False
         self.is_full = True
         with self._ballast.open("ab", buffering=0) as ballast:
