@@ -255,7 +255,9 @@ class Run:
                 start_new_session=True,
             )
         self.books.lives += 1
-        self._hit, self._excuse = False, None
+        self._hit = False
+        if self.disk is None or not self.disk.is_full:  # else it meets what its predecessor met
+            self._excuse = None
 
     @property
     def process(self) -> subprocess.Popen[bytes]:

@@ -103,8 +103,9 @@ async def full(folder: Path, seed: str, n: int) -> Run:
         async with run.running():
             await run.fire(plan(seed, n, kinds))
             await run.until(partial(run.trains, run.trained()), "a run to export")
-            await asyncio.to_thread(export_in_vain, run, folder / "exports")
+            await asyncio.to_thread(export_in_vain, run, folder / "exports", *DATA)
             await run.finish()
+            await asyncio.to_thread(export_in_vain, run, folder / "policy", POLICY)
         return run
     finally:
         shutil.copytree(run.folder, folder / "copy", symlinks=True)
@@ -113,15 +114,19 @@ async def full(folder: Path, seed: str, n: int) -> Run:
         (folder / "copy").rename(run.folder)
 
 
-def export_in_vain(run: Run, folder: Path) -> None:
+DATA, POLICY = ("x.jsonl", "x.parquet"), "policy"
+"""Exports of a live run's trajectories, and of a checkpoint."""
+
+
+def export_in_vain(run: Run, folder: Path, *targets: str) -> None:
     """On a full disk each export ends with a line that names it, and leaves no file."""
     small = SmallDisk(folder, megabytes=1, content=".")
     (folder / "other").touch()
     small.fill()
     try:
-        for target in ("x.jsonl", "x.parquet", "policy"):
+        for target in targets:
             path = folder / target
-            what = ("export", "--to", path) if target == "policy" else ("data", "export", path)
+            what = ("export", "--to", path) if target == POLICY else ("data", "export", path)
             code, said = run.cli(*map(str, what), str(run.folder))
             own = [line for line in said.lower().splitlines() if line.startswith(OURS)]
             names_it = any(cause in line for line in own for cause in EXCUSES["disk"])
