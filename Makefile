@@ -46,6 +46,11 @@ check: install
 test-long: install
 	@HYPOTHESIS_PROFILE=long exec $(COST) "long tests" $(BIN)/pytest -o timeout=1800 -m "long or hypothesis"
 
+#   make test-luck  every test file that starts a server or an engine, twenty times (TIMES=3; hours)
+.PHONY: test-luck
+test-luck: install
+	@exec $(BIN)/python -m tests.luck --times $(or $(TIMES),20)
+
 #   make test-newcomer  a newcomer's first hour: the built wheel in an empty folder, an own agent, live traffic, mistakes
 .PHONY: test-newcomer
 test-newcomer: install

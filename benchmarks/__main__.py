@@ -15,8 +15,11 @@ import argparse
 import asyncio
 import importlib
 import inspect
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -45,6 +48,9 @@ BENCHES = {
     "size": "lines, public names and configuration keys, by room",
 }
 
+RECORDS = Path(__file__).with_name("recorded")
+"""The last recorded run of a bench, a file each."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
@@ -66,9 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     options.add_argument("--json", action="store_true", help="print one JSON object")
+    options.add_argument(
+        "--keep", action="store_true", help=f"write {RECORDS.name}/NAME.json, which claims follow"
+    )
     add_options(options, module.run)
     args = vars(options.parse_args(given[1:]))
-    as_json = args.pop("json")
+    as_json, is_recorded = args.pop("json"), args.pop("keep")
     try:
         result = asyncio.run(interruptible(module.run(**args)))
     except ConfigError as e:
@@ -77,11 +86,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("benchmarks: interrupted", file=sys.stderr)
         return 130
+    if is_recorded:
+        record(name, result)
     if as_json:
         print(orjson.dumps(result.as_json(name)).decode())
     else:
         show(name, result)
     return 0 if all(check.holds for check in result.checks.values()) else 1
+
+
+def record(name: str, result: BenchResult, folder: Path | None = None) -> None:
+    """Keep a run as the one whose figures README and docs tell (`tests/test_documents.py`)."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    told = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "commit": commit, **result.as_json(name)}
+    data = orjson.dumps(told, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+    ((folder or RECORDS) / f"{name}.json").write_bytes(data)
 
 
 def load(name: str) -> ModuleType:

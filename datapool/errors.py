@@ -11,6 +11,7 @@ and also subclasses the matching built-in::
     │                                         sends it whole
     ├── StepIndexError(ValueError)            contradicts the trajectory's is_last step
     ├── TrajectoryConflictError(ValueError)   trajectory_uid used under two prompt_uids
+    ├── NotOwnerError(PermissionError)        a trajectory or group has another owner
     ├── TrajectoryClosedError(ValueError)     contradicts how the trajectory was closed before
     ├── UnknownTrajectoryError(KeyError)      the channel never saw it
     ├── GroupConflictError(ValueError)        prompt_uid declared again, with other numbers
@@ -23,6 +24,7 @@ and also subclasses the matching built-in::
     ├── ChannelShutDownError(RuntimeError)    takes steps and serves what is ready; opens no group
     ├── SelectionError(ValueError)            an order or filter failed, or does not exist
     ├── ExportError(ValueError)               a file that is no export, or a value that fits in none
+    ├── DamagedFileError(ValueError)          a file of ours is not what was written
     ├── JournalError(OSError)                 the journal cannot be read or written:
     │   ├── JournalFullError(OSError)           the disk is full; what was to be written is kept,
     │   │                                       and goes with the next transaction
@@ -68,6 +70,10 @@ class StepIndexError(DataPoolError, ValueError): ...
 class TrajectoryConflictError(DataPoolError, ValueError): ...
 
 
+class NotOwnerError(DataPoolError, PermissionError):
+    """A trajectory or group has another owner (`types.OWNER`) than the one that asks."""
+
+
 class TrajectoryClosedError(DataPoolError, ValueError): ...
 
 
@@ -102,6 +108,9 @@ class SelectionError(DataPoolError, ValueError): ...
 
 
 class ExportError(DataPoolError, ValueError): ...
+
+
+class DamagedFileError(DataPoolError, ValueError): ...
 
 
 class JournalError(DataPoolError, OSError): ...

@@ -352,6 +352,8 @@ class Delete(Change[Deleted], frozen=True, array_like=True):
 
     trajectory_uid: Text | None = None
     tag: Text | None = None
+    alone: bool = False
+    """Refused (NotOwnerError) if the trajectory's group has, or is declared for, others."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

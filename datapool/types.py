@@ -56,6 +56,9 @@ VAL = "val"
 SFT = "sft"
 CANARY = "-canary"
 """Ends the weight version of an engine that tries one out: `7-canary` is 7, not committed."""
+OWNER = "stepwell_owner"
+"""Key of the metadata of a trajectory and its group: who opened it. Who opens, or goes on with, a
+trajectory or group and names an owner is refused if it has another one; it never changes."""
 GREEDY = "greedy_baseline"
 """Key of the metadata of a trajectory and its group: true for a rollout that the gateway
 samples at temperature 0; its reward is the group's baseline (ReMax) and it is never trained."""

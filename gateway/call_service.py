@@ -18,6 +18,7 @@ import numpy as np
 from stepwell.gateway.call import Call, CallParts, Listener
 from stepwell.gateway.engine import Sampling
 from stepwell.gateway.errors import ContextLengthError, RequestError
+from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest, Prompt
 from stepwell.gateway.trajectory.note import FinishedCall
 from stepwell.gateway.trajectory.retries import RetryKey
@@ -43,6 +44,8 @@ class CallService(CallParts):
         retry: RetryKey,
         dialect: str,
         n: int = 1,
+        *,
+        caller: Principal,
     ) -> list[Listener]:
         """Begin `n` calls, or find those that this request repeats.
 
@@ -65,7 +68,7 @@ class CallService(CallParts):
             if room < 1:
                 raise ContextLengthError.of(len(prompt.ids), context)
             was_new, n_steps = trajectory.is_new, trajectory.steps
-            await trajectory.open()
+            await trajectory.open(caller)
             if not was_new and self._is_elsewhere(trajectory, request, prompt, keys):
                 await trajectory.catch_up()
             if trajectory.steps > n_steps:

@@ -213,8 +213,8 @@ class GatewayConfig(Section):
     header_timeout_s: float = Field(default=10.0, gt=0)
     """A request's headers must arrive within this; then 408."""
     max_unauthenticated_connections: int = Field(default=1024, ge=1)
-    """Connections of one address on which no request was authorised yet; more are refused. Without
-    keys there is no bound."""
+    """Connections of one address on which no request was authorised yet; of more, the oldest are
+    closed. Without keys there is no bound."""
     max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
     """Larger request bodies are refused with 413."""
     body_timeout_s: float = Field(default=60.0, gt=0)

@@ -4,7 +4,7 @@ holds up the others.
     connected ──► head ──► body ──► answered ──► head …
                    │ header_timeout_s: 408       └ before the body was there: closed
                    │ max_header_bytes: 431
-                   └ one of too many of this peer without a key: 503
+                   └ the oldest of too many of this peer without a key: 503
 
 uvicorn bounds none of that with httptools, whose parser joins the pieces of a header anew for each
 piece that arrives: one without an end costs its square. A connection counts for its peer until a
@@ -20,10 +20,10 @@ import asyncio
 import http
 import logging
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -40,9 +40,6 @@ log = logging.getLogger(__name__)
 
 LINGER_S = 1.0
 """Between a last answer and the end of its connection, so that the client can read it."""
-_UPGRADE, _NO_UPGRADE = b"\r\nUpgrade: h2c\r\n", b"\r\nIgnored: h2c\r\n"
-"""An offer to go on in HTTP/2, as Java's client makes it. A server may ignore it; httptools takes
-the body that follows for HTTP/2 and drops it."""
 
 
 class ConnectionLimits:
@@ -54,22 +51,27 @@ class ConnectionLimits:
         has_keys = bool(config.admin_keys or config.agent_keys)
         self._most: float = config.max_unauthenticated_connections if has_keys else math.inf
         """Without keys nobody is a stranger, and a thousand agents may connect at once."""
-        self._strangers: Counter[str] = Counter()
-        """Connections by peer, of which no request was authorised yet."""
+        self._strangers: dict[str, dict[HttpProtocol, None]] = {}
+        """By peer, the oldest first: its connections of which no request was authorised yet."""
 
-    def enter(self, peer: str) -> bool:
-        """A new connection; false: its peer has too many."""
-        if self._strangers[peer] >= self._most:
-            return False
-        self._strangers[peer] += 1
-        if self._strangers[peer] == self._most:
-            log.warning("%s has %d connections without a key; more are refused", peer, self._most)
-        return True
+    def enter(self, peer: str, connection: HttpProtocol) -> None:
+        """Count a new connection. Of too many the oldest is closed: a newcomer has had no time yet
+        to show its key."""
+        strangers = self._strangers.setdefault(peer, {})
+        strangers[connection] = None
+        if len(strangers) > self._most:
+            next(iter(strangers)).make_room()
+        elif len(strangers) == self._most:
+            log.warning(
+                "%s has %d connections without a key; the oldest make room for more",
+                *(peer, self._most),
+            )
 
-    def leave(self, peer: str) -> None:
-        """It was authorised, or is gone."""
-        self._strangers[peer] -= 1
-        if not self._strangers[peer]:
+    def leave(self, peer: str, connection: HttpProtocol) -> None:
+        """Count it no longer: it was authorised, or is gone."""
+        strangers = self._strangers[peer]
+        del strangers[connection]
+        if not strangers:
             del self._strangers[peer]
 
 
@@ -99,19 +101,24 @@ class HttpProtocol(HttpToolsProtocol):
         self._raw = transport
         super().connection_made(_OneWrite(transport, self.loop))  # type: ignore[arg-type]
         peer = self.client[0] if self.client else ""
-        if self._limits.enter(peer):
-            self._peer = peer
-            self._wait_for_head()
-            return
+        self._peer = peer
+        self._limits.enter(peer, self)
+        self._wait_for_head()
+
+    def make_room(self) -> None:
+        """Close it: its peer has too many connections without a key."""
+        self.authenticated()
+        self._stop_timer()
         self._is_refused = True
-        self._raw.write(
-            _answer(
-                TooManyConnectionsError(
-                    "this address has too many connections without a valid key "
-                    "(gateway.max_unauthenticated_connections)"
+        if not self._is_served:
+            self._raw.write(
+                _answer(
+                    TooManyConnectionsError(
+                        "this address has too many connections without a valid key "
+                        "(gateway.max_unauthenticated_connections)"
+                    )
                 )
             )
-        )
         self._raw.close()  # at once: those that linger would be too many, too
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -128,21 +135,49 @@ class HttpProtocol(HttpToolsProtocol):
 
     def authenticated(self) -> None:
         if self._peer is not None:
-            self._limits.leave(self._peer)
+            self._limits.leave(self._peer, self)
             self._peer = None
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        if self.cycle is None or not self.cycle.more_body:
-            data = data.replace(_UPGRADE, _NO_UPGRADE, 1)
         self._has_moved = False
-        super().data_received(data)
+        self._read(data)
         self._n_loose = 0 if self._has_moved else self._n_loose + len(data)
         if self._n_loose > self._limits.max_header_bytes:
             self._refuse(self._too_large())  # a head or trailers without end
         elif self._is_in_head and self._timer is None and not self._is_served:
             self._wait_for_head()
+
+    def _read(self, data: bytes) -> None:
+        """uvicorn's `data_received`, but an offer of another protocol is ignored (RFC 9110, 7.8).
+        httptools takes what follows the head for that protocol's, so the request is read again
+        without the offer."""
+        self._unset_keepalive_if_required()
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as e:
+                if not self._is_upgrade:
+                    return  # CONNECT, which was answered
+                data = self._without_upgrade() + data[e.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                return
+
+    @property
+    def _is_upgrade(self) -> bool:
+        """The request that is read offers another protocol."""
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
+    def _without_upgrade(self) -> bytes:
+        """The head of the request that is read, without `Upgrade`."""
+        version = self.parser.get_http_version().encode()
+        lines = [b" ".join([self.parser.get_method(), self.url, b"HTTP/" + version])]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -157,6 +192,8 @@ class HttpProtocol(HttpToolsProtocol):
             refused = self._too_large()
             self._refuse(refused)
             raise refused  # the parser is to read no further
+        if self._is_upgrade:
+            return
         self._has_moved, self._is_in_head = True, False
         self._stop_timer()
         super().on_headers_complete()
@@ -167,6 +204,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._is_upgrade:
+            return
         self._has_moved = True
         super().on_message_complete()
 

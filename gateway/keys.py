@@ -7,7 +7,9 @@
                      admin                       admin key
 
 An admin key may do everything. An agent key makes LLM calls, declares groups, and opens, closes or
-scores trajectories; it may have a channel, where all that it opens is stored. A trajectory key,
+scores trajectories; it may have a channel, where all that it opens is stored. Then it owns that: no
+other agent key reads, continues, closes or scores it. Keys without a channel share one owner, and
+what the operator opened is open to every agent key. A trajectory key,
 which `/init_trajectory` and `/v1/groups` hand out, calls, closes and scores its trajectory alone;
 it also names that trajectory, for agents whose base URL has no path::
 
@@ -61,6 +63,28 @@ class Principal(NamedTuple):
     """It may do things to that trajectory only."""
     channel: str | None = None
     """Of its agent key."""
+    owner: str | None = None
+    """Owner of what it opens: the name of its agent key, or "" for all agent keys without a
+    channel, which share what they open. None: no agent key; it may use what anybody opened."""
+
+    def opens_as(self, uid: str) -> str | None:
+        """The owner as which it opens, or goes on with, a trajectory; None: not asked for."""
+        has_its_key = self.trajectory is not None and self.trajectory[0] == uid
+        return None if has_its_key else self.owner
+
+    def may_use(self, uid: str, owner: str | None) -> bool:
+        """A trajectory of this owner. What the operator opened has none and is open to all."""
+        return owner is None or self.opens_as(uid) in (None, owner)
+
+    def check_owner(self, uid: str, owner: str | None, what: str = "trajectory") -> None:
+        """
+        Raises:
+            PermissionDeniedError: another key opened the trajectory, or whatever it is.
+        """
+        if not self.may_use(uid, owner):
+            raise PermissionDeniedError(
+                f"{what} {uid!r} has another owner; use the key that opened it"
+            )
 
     def check_trajectory(self, uid: str) -> None:
         """
@@ -120,14 +144,21 @@ def presented(headers: Headers) -> list[str]:
     return [key for key in keys if key]
 
 
+OPERATOR = Principal("admin")
+"""The gateway itself, and whoever may do everything."""
+
+
 class KeyRing:
     """Judges requests by their keys; makes and reads trajectory keys. Holds no state."""
 
     def __init__(self, config: GatewayConfig) -> None:
         keys = [(key, Principal("admin")) for key in config.admin_keys]
         keys += [
-            (each.key, Principal("agent", channel=each.channel))
-            for each in config.agent_keys.values()
+            (
+                each.key,
+                Principal("agent", channel=each.channel, owner=name if each.channel else ""),
+            )
+            for name, each in config.agent_keys.items()
         ]
         secrets = [(key.get_secret_value().encode(), holder) for key, holder in keys]
         # By digest: how long it takes to find one tells nothing about a key.

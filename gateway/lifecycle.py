@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeAlias
 from urllib.parse import unquote
 
 from fastapi import APIRouter, Depends
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,7 +27,7 @@ from stepwell.datapool.errors import (
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
-from stepwell.datapool.types import MAX_REWARD
+from stepwell.datapool.types import MAX_REWARD, OWNER
 from stepwell.gateway.config import MOST_OF_A_GROUP
 from stepwell.gateway.errors import (
     PermissionDeniedError,
@@ -59,7 +59,9 @@ Caller: TypeAlias = Annotated[Principal, Depends(_principal)]
 MAX_LABEL, MAX_CORRECTION = 256, 65_536
 """Characters of a feedback, which stays in memory with its trajectory."""
 Name: TypeAlias = Annotated[str, Field(min_length=1)]
-StepReward: TypeAlias = Annotated[float, Field(allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)]
+Number: TypeAlias = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+"""A number as JSON has it: neither true nor "1.5"."""
+StepReward: TypeAlias = Annotated[Number, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 StepIndex: TypeAlias = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
 
@@ -67,11 +69,20 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
+def _no_owner(metadata: dict[str, Any]) -> dict[str, Any]:
+    if OWNER in metadata:
+        raise ValueError(f"{OWNER} is set by the gateway; leave it out")
+    return metadata
+
+
+Metadata: TypeAlias = Annotated[dict[str, Any], AfterValidator(_no_owner)]
+
+
 class Opening(Body):
     prompt_uid: Name | None = None
     """Of the group; null: made here. Given, a repeated request is of the same group."""
     channel: Name | None = None
-    metadata: dict[str, Any] = {}
+    metadata: Metadata = {}
     tags: list[Name] = []
     """By which it can be deleted (`DataPoolClient.delete`, `stepwell data delete`) and selected."""
 
@@ -85,20 +96,20 @@ class InitTrajectory(Opening):
 class DeclareGroup(Opening):
     n: int = Field(ge=1, le=MOST_OF_A_GROUP, strict=True)
     """Trajectories, which are opened and handed out."""
-    deadline_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    deadline_s: Number | None = Field(default=None, gt=0)
     """After which it is served with what is complete; null: as the pool's channel says."""
 
 
 class RegisterTrajectory(Body):
     channel: Name | None = None
-    metadata: dict[str, Any] = {}
+    metadata: Metadata = {}
 
 
 class CompleteTrajectory(Body):
-    reward: float | None = Field(default=None, allow_inf_nan=False)
+    reward: Number | None = None
     step_rewards: list[StepReward | None] = []
     """Of its steps, in order; null: none of its own. `reward` is added to the last step's."""
-    metadata: dict[str, Any] = {}
+    metadata: Metadata = {}
 
 
 class CompleteByName(CompleteTrajectory):
@@ -119,7 +130,7 @@ class Feedback(Body):
 
     step_index: StepIndex | None = None
     """Of the reply that is meant; null: the trajectory as a whole, and its last reply."""
-    score: float | None = Field(default=None, allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)
+    score: StepReward | None = None
     """Replaces the reward."""
     label: Name | None = Field(default=None, max_length=MAX_LABEL)
     """Becomes one of its tags."""
@@ -148,7 +159,9 @@ async def init_trajectory(
     _check_names(trajectory_uid=uid, prompt_uid=prompt_uid)
     opening = {"channel": body.channel, "attempt": body.attempt, "metadata": body.metadata}
     replica = await services.addresses.place(body.trajectory_uid)
-    address = await _hand_out(request, replica, uid, prompt_uid, body.tags, **opening)
+    address = await _hand_out(
+        request, replica, uid, prompt_uid, body.tags, request.state.principal, **opening
+    )
     return OrjsonResponse({**address, "prompt_uid": prompt_uid})
 
 
@@ -166,10 +179,12 @@ async def declare_group(
     _check_names(prompt_uid=prompt_uid)
     channel = body.channel or services.groups.channel(prompt_uid, caller.channel)
     pool, ask = services.pool, services.recording.ask
+    await _check_group(services, caller, prompt_uid)
+    owned = body.metadata if caller.owner is None else {**body.metadata, OWNER: caller.owner}
     try:
         opened = pool.open_group(
             *(prompt_uid, body.n, body.deadline_s),
-            metadata=body.metadata,
+            metadata=owned,
             channel=channel,
             timeout_s=services.recording.room_s,
         )
@@ -184,11 +199,28 @@ async def declare_group(
     replicas = [await services.addresses.place(uid) for uid in uids]
     addresses = await asyncio.gather(
         *(
-            _hand_out(request, replica, uid, prompt_uid, (), channel=channel, metadata={})
+            _hand_out(request, replica, uid, prompt_uid, (), caller, channel=channel, metadata={})
             for replica, uid in zip(replicas, uids, strict=True)
         )
     )
     return OrjsonResponse({"prompt_uid": prompt_uid, "trajectories": addresses})
+
+
+async def _check_group(services: Services, caller: Principal, prompt_uid: str) -> None:
+    """
+    Raises:
+        PermissionDeniedError: another key opened the group, in whatever channel: the keys of its
+            trajectories would be handed out.
+    """
+    if caller.owner is None:
+        return
+    pool, ask = services.pool, services.recording.ask
+    for channel in await ask(pool.get_statistics()):
+        named = {"prompt_uid": prompt_uid}
+        groups = (await ask(pool.list_groups(channel, None, 1, **named))).items
+        rows = groups and (await ask(pool.list_trajectories(channel, None, 1000, **named))).items
+        for owner in {row.metadata.get(OWNER) for row in (*groups, *rows)} - {None, caller.owner}:
+            caller.check_owner(prompt_uid, owner, "group")
 
 
 def _check_names(**names: str) -> None:
@@ -205,6 +237,7 @@ async def _hand_out(
     uid: str,
     prompt_uid: str,
     tags: Sequence[str],
+    caller: Principal,
     **opening: Any,
 ) -> dict[str, str]:
     """Open a trajectory and tag it; what its agent needs to know.
@@ -217,10 +250,10 @@ async def _hand_out(
     if replica is not None and trajectories.known(uid) is not None:
         replica = addresses.index
     if replica in (None, addresses.index):
-        trajectory = trajectories.get(uid, prompt_uid)
+        trajectory = trajectories.get(uid, prompt_uid, caller)
     else:
-        trajectory = trajectories.elsewhere(uid, prompt_uid)
-    await trajectory.open(**opening)
+        trajectory = trajectories.elsewhere(uid, prompt_uid, caller)
+    await trajectory.open(caller, **opening)
     if tags and trajectory.unrecorded is None:
         mark = services.pool.mark(trajectory_uid=uid, channel=trajectory.channel, tags=list(tags))
         await services.recording.ask(mark)
@@ -246,19 +279,23 @@ async def register_trajectory(
     """Open the trajectory of this URL before its first call, which would open it, too."""
     body = body or RegisterTrajectory()
     caller.check_channel(body.channel)
-    trajectory = services.trajectories.get(trajectory_uid, prompt_uid, caller.channel)
-    await trajectory.open(channel=body.channel, metadata=body.metadata)
+    trajectory = services.trajectories.get(trajectory_uid, prompt_uid, caller)
+    await trajectory.open(caller, channel=body.channel, metadata=body.metadata)
     uids = {"trajectory_uid": trajectory_uid, "prompt_uid": prompt_uid}
     return OrjsonResponse({**uids, "channel": trajectory.channel})
 
 
 @router.post(f"{UNDER}/abort_trajectory")
 async def abort_trajectory(
-    services: Parts, trajectory_uid: Uid, prompt_uid: Uid, body: AbortTrajectory
+    services: Parts,
+    caller: Caller,
+    trajectory_uid: Uid,
+    prompt_uid: Uid,
+    body: AbortTrajectory,
 ) -> Response:
     """The trajectory failed: it is never trained, and never has a reward of 0 for it."""
-    trajectory = services.trajectories.find(trajectory_uid, prompt_uid)
-    outcome = await trajectory.abort(body.reason, will_retry=body.will_retry)
+    trajectory = services.trajectories.find(trajectory_uid, prompt_uid, caller)
+    outcome = await trajectory.abort(body.reason, will_retry=body.will_retry, caller=caller)
     return OrjsonResponse({"trajectory_uid": trajectory_uid, "outcome": outcome})
 
 
@@ -275,14 +312,14 @@ async def complete_by_name(
             "the trajectory's own api_key",
             "trajectory_uid",
         )
-    how = (body.reward, body.metadata, caller.channel, body.step_rewards)
+    how = (body.reward, body.metadata, caller, body.step_rewards)
     return await _by_name(caller, name, services.outcomes.complete, *how)
 
 
 @router.post("/v1/rewards")
 async def late_reward(services: Parts, caller: Caller, body: Reward) -> Response:
     """The reward of a trajectory, open or complete, or of one step, until its group is leased."""
-    how = (body.reward, caller.channel, body.step_index)
+    how = (body.reward, caller, body.step_index)
     return await _by_name(caller, body.trajectory_uid, services.outcomes.score, *how)
 
 
@@ -303,7 +340,7 @@ async def feedback(
 async def _keep(services: Services, caller: Principal, uid: str, body: Feedback) -> Response:
     if body.score is None and body.label is None and body.correction is None:
         raise RequestError("the feedback is empty; send a score, a label or a correction", None)
-    how = (body.step_index, body.score, body.label, body.correction, caller.channel)
+    how = (body.step_index, body.score, body.label, body.correction, caller)
     return await _by_name(caller, uid, services.outcomes.feedback, *how)
 
 
@@ -338,21 +375,27 @@ async def _by_name(
 
 @router.delete("/v1/trajectories/{trajectory_uid}")
 async def delete_trajectory(services: Parts, caller: Caller, trajectory_uid: Uid) -> Response:
-    """Forget what this gateway has of it, and delete it from the pool with its group."""
+    """Delete it from the pool with its group, and forget what this gateway has of it. Its own key
+    deletes a group of one; one of several is the operator's to delete."""
     named = caller.trajectory
     if named[0] != trajectory_uid if named is not None else caller.access != "admin":
         raise PermissionDeniedError(
             "this API key does not delete this trajectory; use an admin key "
             "(gateway.admin_keys), or the trajectory's own"
         )
-    return OrjsonResponse(await forget_trajectory(services, trajectory_uid))
+    alone = caller.access != "admin"
+    return OrjsonResponse(await forget_trajectory(services, trajectory_uid, alone=alone))
 
 
-async def forget_trajectory(services: Services, uid: str) -> dict[str, Any]:
-    """Delete a trajectory with its group, here and in the pool; what went, and what was leased."""
+async def forget_trajectory(services: Services, uid: str, *, alone: bool = False) -> dict[str, Any]:
+    """Delete a trajectory with its group, here and in the pool; what went, and what was leased.
+
+    Raises:
+        PermissionDeniedError: it is to be `alone` in its group, and is not; nothing went.
+    """
+    deleted = await services.recording.ask(services.pool.delete(uid, alone=alone))
     if (trajectory := services.trajectories.known(uid)) is not None:
         trajectory.forget()
     services.responses.store.forget(uid)
     services.calls.prompts.cached.clear()
-    deleted = await services.recording.ask(services.pool.delete(uid))
     return {"deleted": deleted.trajectories, "leased": deleted.leased}

@@ -41,6 +41,7 @@ from stepwell.gateway.errors import (
     RequestError,
     TrajectoryClosedError,
     TrajectoryConflictError,
+    UnknownItemError,
 )
 from stepwell.gateway.functions import compute_reward
 from stepwell.gateway.keys import Named, Principal
@@ -111,16 +112,17 @@ async def serve(
     began_at = time.perf_counter()
     retry = retry_key(request.headers, body, dialect.name)
     principal: Principal = request.state.principal
-    reader = principal.trajectory[0] if principal.trajectory is not None else None
-    parsed = dialect.parse(parse_object(body), reader)
+    parsed = dialect.parse(parse_object(body), principal)
     del body  # as large as all that is parsed of it, and the call may take minutes
     call = services.calls.prompts.normalised(parsed.call)
     call.began_at = began_at
-    origin = Origin(request.headers, url, request.scope["client"], principal.channel)
+    origin = Origin(request.headers, url, request.scope["client"], principal)
     for attempt in range(MAX_BEGINNINGS):
         trajectory = services.identities.identify(origin, call, retry, parsed.trajectory_uid)
         try:
-            listeners = await services.calls.start(trajectory, call, retry, dialect.name, parsed.n)
+            listeners = await services.calls.start(
+                trajectory, call, retry, dialect.name, parsed.n, caller=principal
+            )
             break
         except (TrajectoryClosedError, TrajectoryConflictError):
             # A conversation has no address that its agent could be told is over.
@@ -190,8 +192,9 @@ async def complete_trajectory(request: Request) -> Response:
     except ValidationError as e:
         raise refusal(e.errors(include_url=False)) from e
     named = _named(request) or ("", "")
-    trajectory = services_of(request).trajectories.find(*named)
-    outcome = await trajectory.complete(body.reward, body.metadata, body.step_rewards)
+    caller: Principal = request.state.principal
+    trajectory = services_of(request).trajectories.find(*named, caller)
+    outcome = await trajectory.complete(body.reward, body.metadata, body.step_rewards, caller)
     return OrjsonResponse({"trajectory_uid": named[0], "outcome": outcome})
 
 
@@ -200,11 +203,11 @@ async def count_tokens(request: Request) -> Response:
     services = services_of(request)
     parsed = AnthropicMessages().parse(parse_object(await read_body(request)), kind=CountParams)
     call = services.calls.prompts.normalised(parsed.call)
+    caller: Principal = request.state.principal
     if (named := _named(request)) is None:
-        channel = request.state.principal.channel
-        trajectory = services.identities.known(request.headers, call, channel)
-    else:
-        trajectory = services.trajectories.known(named[0])
+        trajectory = services.identities.known(request.headers, call, caller)
+    elif (trajectory := services.trajectories.known(named[0])) is not None:
+        trajectory.check_owner(caller)
     graph = TurnGraph() if trajectory is None else trajectory.graph
     prompt = await services.calls.prompts.prepare(graph, call)
     return OrjsonResponse({"input_tokens": len(prompt.ids)})
@@ -216,8 +219,10 @@ async def stored_response(request: Request) -> Response:
     if request.query_params.get("stream") == "true":
         raise RequestError("stream is true; a stored response comes whole, leave it out", "stream")
     responses, response_id = services_of(request).responses, request.path_params["response_id"]
-    named = _named(request) or request.state.principal.trajectory
-    stored = responses.stored(response_id, named[0] if named is not None else None).response
+    reader: Principal = request.state.principal
+    if (named := _named(request)) is not None:
+        reader = reader._replace(trajectory=named)
+    stored = responses.stored(response_id, reader).response
     if request.method == "DELETE":
         responses.store.pop(response_id, None)
         stored = {"id": response_id, "object": "response", "deleted": True}
@@ -226,15 +231,30 @@ async def stored_response(request: Request) -> Response:
 
 async def models(request: Request) -> Response:
     """The one model that is served, with its context length in tokens."""
+    return OrjsonResponse({"object": "list", "data": [await _served(request)]})
+
+
+async def model(request: Request) -> Response:
+    """The model that is served, by its name; calls may name any model, and are answered by it."""
+    asked, served = uid_of(request.path_params["model"]), await _served(request)
+    if asked != served["id"]:
+        raise UnknownItemError(
+            f"model is {asked!r:.200}; this gateway serves {served['id']!r}, "
+            "which also answers calls that name another model",
+            "model",
+        )
+    return OrjsonResponse(served)
+
+
+async def _served(request: Request) -> dict[str, Any]:
     services = services_of(request)
-    model = {
+    return {
         "id": services.config.served_model_name,
         "object": "model",
         "created": 0,
         "owned_by": "stepwell",
         "max_model_len": await services.engine.context_length(),
     }
-    return OrjsonResponse({"object": "list", "data": [model]})
 
 
 # -- white-box -------------------------------------------------------------------------------
@@ -248,10 +268,11 @@ async def generate(request: Request) -> Response:
     uid = field(body, "trajectory_uid", str, "a string") or uuid.uuid4().hex
     prompt_uid = field(body, "prompt_uid", str, "a string") or f"prompt-{uid}"
     chat = _white_box(body)
-    trajectory = services.trajectories.get(uid, prompt_uid)
+    trajectory = services.trajectories.get(uid, prompt_uid, request.state.principal)
     retry = retry_key(request.headers, raw, "generate")
     (listener,) = await services.calls.start(
-        trajectory, services.calls.prompts.normalised(chat), retry, "generate"
+        *(trajectory, services.calls.prompts.normalised(chat), retry, "generate"),
+        caller=request.state.principal,
     )
     try:
         with aborts_on_disconnect(request.scope, listener):
@@ -410,6 +431,7 @@ ROUTES = [
     *_both("messages/count_tokens", count_tokens),
     *_both("responses/{response_id}", stored_response, ("GET", "DELETE")),
     *_both("models", models, ("GET",)),
+    *_both("models/{model:path}", model, ("GET",)),
     Route("/health", health),
     Route("/ready", ready),
     Route("/statistics", statistics),

@@ -107,10 +107,9 @@ def check_attached(config: RunConfig) -> Checked:
     _all((agent, reward, backend, selections), config)
     if config.trainer.load_debug_rollout_data is None:
         _all((checkpoint,), config)
-    if prompts is not None and config.trainer.load_debug_rollout_data is None:
-        about = _resumed(config)
-        if about is not None:
-            check_same_data(about, len(prompts), config)
+    from_batches = config.trainer.load_debug_rollout_data is not None
+    if prompts is not None and not from_batches and (found := _resumed(config)) is not None:
+        check_same_data(*found, len(prompts))
     _all((architecture,), config)
     return Checked(prompts, conversations)
 
@@ -449,15 +448,16 @@ def recording(config: RunConfig) -> None:
 
 
 def checkpoint(config: RunConfig) -> None:
-    if (about := _resumed(config)) is not None:
-        check_resumed(about, config)
+    if (found := _resumed(config)) is not None:
+        check_resumed(*found, config)
 
 
-def _resumed(config: RunConfig) -> dict[str, Any] | None:
-    """What the checkpoint that the run goes on from says of itself; None: it begins anew."""
+def _resumed(config: RunConfig) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint that the run goes on from, and what it says of itself; None: it begins
+    anew."""
     store = CheckpointStore(config.run.dir / CHECKPOINTS)
     path = store.find(config.run.resume)
-    return None if path is None else store.about(path)
+    return None if path is None else (path, store.about(path))
 
 
 def training_prompts(config: RunConfig) -> PromptSource:

@@ -160,6 +160,14 @@ def command_parser() -> argparse.ArgumentParser:
     text = "make a usable journal of a damaged one, and say what is lost"
     salvage = add_command(actions, "salvage", _salvage, text)
     salvage.add_argument("path", metavar="PATH", type=Path, help="e.g. runs/me, or its pool folder")
+    what = salvage.add_mutually_exclusive_group()
+    for name, text in (("release", "serve"), ("drop", "drop")):
+        what.add_argument(
+            f"--{name}",
+            nargs="*",
+            metavar="PROMPT_UID",
+            help=f"{text} these doubtful groups of a stopped pool; none named: all",
+        )
     text = "delete a trajectory, or all with a tag, from a run's pool and from exported files"
     delete = add_command(actions, "delete", _delete, text)
     delete.add_argument("run_dir", metavar="RUN", type=Path, help="the run's folder, alive or not")
@@ -297,9 +305,17 @@ def _rollback(args: argparse.Namespace) -> None:
 
 
 def _salvage(args: argparse.Namespace) -> None:
-    from stepwell.datapool.store.salvage import salvage
+    from stepwell.datapool.store.salvage import salvage, settle_doubtful
     from stepwell.run_file import journal_folder
 
+    chosen = args.drop if args.release is None else args.release
+    if chosen is not None:
+        release = args.release is not None
+        done = settle_doubtful(journal_folder(args.path), chosen, release=release)
+        word = "released" if release else "dropped"
+        lines = [f"{word} in channel {c!r}: {', '.join(uids)}" for c, uids in done.items()]
+        answer(args, {word: done}, "\n".join(lines) or "no group is doubtful")
+        return
     reports = salvage(journal_folder(args.path))
     answer(args, list(map(asdict, reports)), "\n".join(report.text() for report in reports))
 

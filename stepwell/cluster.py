@@ -43,7 +43,7 @@ from stepwell.placement import (
     cluster_nodes,
     place,
 )
-from stepwell.ray_cluster import connected, ray_here, while_raylet_lives
+from stepwell.ray_cluster import connected, ray_here, while_head_lives, while_raylet_lives
 from stepwell.run_file import RayPart
 from stepwell.trainer.config import RolloutConfig, ValidationConfig
 from stepwell.trainer.rollout.worker import WorkerHandle, start_workers
@@ -93,8 +93,8 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
         stack.enter_context(
             connected(config.cluster.address, namespace, config.cluster.object_store_mb)
         )
-        if config.cluster.address is None:
-            await stack.enter_async_context(while_raylet_lives())
+        own = config.cluster.address is None
+        await stack.enter_async_context(while_raylet_lives() if own else while_head_lives())
         # Absolute: an actor's working directory need not be ours.
         folder = config.run.dir.absolute()
         pool = client_of(

@@ -95,19 +95,23 @@ class Display:
                 table.add_row(label, *(f"{value:.2f}" for value in values))
         if table.row_count:
             self.console.print(table)
-        share = summary["off_policy_share"]
-        self.console.print(
-            f"  {summary['optimizer_steps']} optimizer steps in {summary['wall_s']:.0f} s, "
-            f"{summary['trajectories_trained']} trajectories of "
-            f"{summary['steps_per_trajectory_mean'] or 0:.2f} steps on average, "
-            f"{0 if share is None else share:.0%} of steps off-policy, "
+        turns, share = summary["steps_per_trajectory_mean"], summary["off_policy_share"]
+        trained = f"{summary['trajectories_trained']} trajectories"
+        if turns is not None:  # conversations that SFT trains have no turns
+            trained += f" of {turns:.2f} steps on average"
+        parts = [
+            f"{summary['optimizer_steps']} optimizer steps in {summary['wall_s']:.0f} s",
+            trained,
+            *([] if share is None else [f"{share:.0%} of steps off-policy"]),
             f"peak memory {summary['peak_memory_gb']:.1f} GB",
-            soft_wrap=True,
-        )
+        ]
+        self.console.print(f"  {', '.join(parts)}", soft_wrap=True)
         if summary["rewards"]:
             self.console.print(f"  reward {sparkline(summary['rewards'])}")
         if losses := summary.get("sft_loss"):
             self.console.print(f"  SFT loss {losses[0]:.3f} → {losses[-1]:.3f}")
+        if finding := summary.get("finding"):
+            self.status(f"warning: {finding}", always=True)
         for name, text in (
             ("summary.json", "the figures"),
             ("metrics.jsonl", "one object per optimizer step"),

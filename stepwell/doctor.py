@@ -33,6 +33,7 @@ from rich.text import Text
 
 from stepwell.backends.errors import BackendError
 from stepwell.checks import check_run
+from stepwell.collapse import find_collapse
 from stepwell.config import RunConfig
 from stepwell.datapool.errors import DataPoolError
 from stepwell.errors import RunUnavailableError
@@ -45,6 +46,7 @@ from stepwell.ray_cluster import connected
 from stepwell.run_file import PACKAGES, RunFile, versions
 from stepwell.run_view import ANSWER_S, ask_gateway
 from stepwell.trainer.errors import TrainerError
+from stepwell.trainer.metrics import METRICS, read_metrics
 
 State: TypeAlias = Literal["ok", "warning", "problem"]
 
@@ -108,6 +110,8 @@ def examine(config: RunConfig | None, run: RunFile | None, folder: Path) -> Iter
     if run is not None:
         checks.append(("gateway", lambda: gateways(run)))
         checks.append(("engine", lambda: engines(() if run.engines is None else run.engines.urls)))
+    if config is not None and (metrics := config.run.dir / METRICS).is_file():
+        checks.append(("learning", lambda: learning(metrics)))
     for name, check in checks:
         try:
             yield from check()
@@ -347,6 +351,18 @@ def chat_template(path: str) -> Iterator[Finding]:
         return
     tools = "" if renderer.shows_tools else "; it leaves tools out"
     yield Finding("template", "ok", f"a second turn extends the first, {len(new)} tokens{tools}")
+
+
+def learning(metrics: Path) -> Iterator[Finding]:
+    """The score of the run, alive or ended, that wrote `metrics`."""
+    records = read_metrics(metrics, first=0)
+    if finding := find_collapse(records):
+        remedy = (
+            "lower backend.lr and start over from weights of before (model.path=RUN/weights/vN)"
+        )
+        yield Finding("learning", "warning", finding, remedy)
+    elif records:
+        yield Finding("learning", "ok", f"{records[-1]['step']} optimizer steps, no collapse")
 
 
 # -- what runs ---------------------------------------------------------------------------------

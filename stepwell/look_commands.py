@@ -17,7 +17,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +29,7 @@ from stepwell.trainer.errors import ConfigError
 if TYPE_CHECKING:  # a command loads what it needs
     from rich.console import RenderableType
 
+    from stepwell.doctor import Finding
     from stepwell.run_view import RunView
 
 T = TypeVar("T")
@@ -92,9 +93,12 @@ def add_commands(commands: Commands) -> None:
     doctor = add_command(
         *(commands, "doctor", _doctor, text),
         description=f"{text}: this machine; with --config also the model and all that it names; "
-        "with RUN a live run's gateway and engines",
+        "with RUN a live run's gateway and engines; with --engine a server alone",
     )
     doctor.add_argument("--config", help="a preset's name or a YAML file")
+    doctor.add_argument(
+        "--engine", metavar="URL", help="of an engine: what Stepwell asks of it, and what it lacks"
+    )
     doctor.add_argument(
         "overrides", nargs="*", metavar="RUN | KEY=VALUE", help="e.g. model.path=Qwen/Qwen3-0.6B"
     )
@@ -239,8 +243,13 @@ def _view(args: argparse.Namespace) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from stepwell.doctor import examine, finding_line, verdict
+    from stepwell.doctor import examine
+    from stepwell.engine_check import check_engine
 
+    if args.engine is not None:
+        if args.config is not None or args.overrides:
+            raise ConfigError("give --engine URL alone: it looks at that server, at no run")
+        return _told(args, check_engine(args.engine))
     named = [word for word in args.overrides if "=" not in word]
     overrides = [word for word in args.overrides if "=" in word]
     if len(named) > 1 or (named and (args.config is not None or overrides)):
@@ -260,8 +269,15 @@ def _doctor(args: argparse.Namespace) -> int:
 
         config = load_config(args.config, overrides)
         folder = config.run.dir
+    return _told(args, examine(config, run, folder))
+
+
+def _told(args: argparse.Namespace, found: Iterable[Finding]) -> int:
+    """Print findings as they come; 1 if one of them is a problem."""
+    from stepwell.doctor import finding_line, verdict
+
     screen, findings = console(), []
-    for finding in examine(config, run, folder):
+    for finding in found:
         findings.append(finding)
         if not args.json:
             screen.print(finding_line(finding))

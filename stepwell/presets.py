@@ -14,6 +14,7 @@ wording of errors (`config_errors.py`). Loads no torch.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from yaml import MarkedYAMLError, YAMLError
 
+from stepwell.backends.config import LORA_RATE
 from stepwell.backends.errors import BackendConfigError
 from stepwell.backends.hub import WANTED, fetch_model, is_hub_id
 from stepwell.backends.remote_files import fetch_folder, is_remote
@@ -44,6 +46,9 @@ MODELS = (*("model.path", "engine.model_path", "backend.reference_path", "algori
 
 Raw: TypeAlias = dict[str, Any]
 """Sections as a file has them: plain containers, `${…}` not resolved."""
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,24 @@ def load_config(
     path = None if name is None else _named(name)
     given, lines = _read_overrides(overrides)
     layers = [*(_read_files(path, ()) if path else ()), Layer(None, given)]
-    return _validated(layers, lines, path, here)
+    config = _validated(layers, lines, path, here)
+    _warn_of_rate(layers, config)
+    return config
+
+
+def _warn_of_rate(layers: Sequence[Layer], config: RunConfig) -> None:
+    """Warn where `backend.lora` is put over a `backend.lr` that was chosen without it."""
+
+    def setting(*key: str) -> list[int]:
+        return [i for i, layer in enumerate(layers) if layer.depth(key) == len(key)]
+
+    rates, adapters = setting("backend", "lr"), setting("backend", "lora")
+    if config.backend.lora is not None and rates and rates[-1] < adapters[0]:
+        log.warning(
+            "backend.lora is set, and backend.lr = %g in %s is a rate of full fine-tuning; "
+            "adapters want about ten times that: backend.lr=%g",
+            *(config.backend.lr, layers[rates[-1]].path, LORA_RATE * config.backend.lr),
+        )
 
 
 def attached_config(
@@ -173,6 +195,7 @@ def attached_config(
     lines += _hidden(config.model_dump(mode="json", include=set(TRAINERS_SECTIONS)), path)
     if lines:
         raise ConfigError("\n".join(lines))
+    _warn_of_rate([served, *above], config)
     return config
 
 

@@ -18,7 +18,9 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -43,6 +45,10 @@ RETRIES = 2
 """Of Ray's first question to a GCS, some seconds each; by default it asks 20 times."""
 LOOK_S = 0.5
 """A process that the run cannot do without is missed within this."""
+ASK_S = 2.0
+"""Between two questions to the head of a Ray that was joined, and for an answer."""
+HEAD_WAIT_S = 20.0
+"""A head that does not answer for so long is gone. Ray ends the driver after 60 s."""
 _raylet: Any = ray._raylet
 """Ray's compiled part, whose types do not cover authentication."""
 _MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
@@ -104,19 +110,88 @@ def _our_signals() -> Iterator[None]:
 
 @asynccontextmanager
 async def while_raylet_lives() -> AsyncIterator[None]:
-    """Cancels the body if the raylet that this process has started ends: no actor can be started
-    again then, and what waits for one would wait for ever.
+    """Cancels the body if the raylet or GCS that this process has started ends: no actor can be
+    started again then, and what waits for one would wait for ever.
 
     Raises:
         RayEndedError: it has.
     """
-    raylets = [c for c in psutil.Process().children() if c.name() == "raylet"]
+    parts = [c for c in psutil.Process().children() if c.name() in ("raylet", "gcs_server")]
     ended = RayEndedError(
-        "the raylet of this run's Ray has ended (killed, or out of memory: see `dmesg`); run "
-        "the same command again, it goes on from the last checkpoint"
+        "the raylet or GCS of this run's Ray has ended (killed, or out of memory: see `dmesg`); "
+        "run the same command again, it goes on from the last checkpoint"
     )
-    async with while_lives(lambda: all(runs(raylet) for raylet in raylets), ended):
+    async with while_lives(lambda: all(runs(part) for part in parts), ended):
         yield
+
+
+@asynccontextmanager
+async def while_head_lives() -> AsyncIterator[None]:
+    """Cancels the body if the Ray that this process has joined ends: its GCS does not answer for
+    HEAD_WAIT_S, or the raylet of this node is gone.
+
+    Raises:
+        RayEndedError: it has.
+    """
+    head = _Head(ray.get_runtime_context().gcs_address)
+    ended = RayEndedError(
+        f"the Ray at {head.address} has ended: its head does not answer, or this node's raylet is "
+        "gone (killed, out of memory, or the machine is down); start it again (`ray start --head`) "
+        "and run the same command again, it goes on from the last checkpoint"
+    )
+    try:
+        async with while_lives(head.lives, ended):
+            yield
+    except RayEndedError:
+        raise
+    except Exception as e:  # whatever a call met first
+        if await asyncio.to_thread(head.is_up):
+            raise
+        log.warning("%s", ended)
+        raise ended from e
+
+
+class _Head:
+    """The Ray that this process has joined, as far as it can be seen from here."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._answered = self._asked = time.monotonic()
+        node = ray._private.worker._global_node  # Ray says it nowhere else
+        mine = None if node is None else f"--raylet_socket_name={node.raylet_socket_name}"
+        raylets = (p for p in psutil.process_iter(["name"]) if p.info["name"] == "raylet")
+        self._raylets = [p for p in raylets if mine in _command(p)]
+
+    def is_up(self) -> bool:
+        """The raylet of this node runs, and the GCS answers."""
+        return self._has_raylet() and self._answers()
+
+    def lives(self) -> bool:
+        """As `is_up`, but a GCS may come back: Ray itself waits for it for a minute."""
+        now = time.monotonic()
+        if now - self._asked >= ASK_S:
+            self._asked = now
+            if self._answers():
+                self._answered = now
+        return self._has_raylet() and now - self._answered < HEAD_WAIT_S
+
+    def _has_raylet(self) -> bool:
+        return all(runs(raylet) for raylet in self._raylets)
+
+    def _answers(self) -> bool:
+        host, _, port = self.address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=ASK_S).close()
+        except OSError:
+            return False
+        return True
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:  # it has ended, or is another user's
+        return []
 
 
 @asynccontextmanager
@@ -127,7 +202,7 @@ async def while_lives(lives: Callable[[], bool], ended: Exception) -> AsyncItera
 
     async def watch() -> None:
         nonlocal has_ended
-        while lives():  # noqa: ASYNC110 - of a process that dies nobody tells
+        while await asyncio.to_thread(lives):  # noqa: ASYNC110 - a process that dies tells nobody
             await asyncio.sleep(LOOK_S)
         has_ended = True
         log.warning("%s", ended)  # at once: Ray ends a driver whose raylet is gone, within seconds

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import orjson
 
+from stepwell.datapool.sealed import read_sealed, write_sealed
 from stepwell.trainer.metrics import waits
 
 if TYPE_CHECKING:
@@ -67,14 +67,14 @@ def summarise(
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> Path:
     path = folder / SUMMARY
-    path.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY))
+    write_sealed(path, summary)
     return path
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """The summary of a run that ended, or None."""
     path = folder / SUMMARY
-    return dict(orjson.loads(path.read_bytes())) if path.is_file() else None
+    return read_sealed(path, "delete it: the run writes it anew") if path.is_file() else None
 
 
 def plot_reward(

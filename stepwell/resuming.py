@@ -13,11 +13,13 @@ not own the state (`trainer/checkpoint.py`) or where it is refused (`checks.py`)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from stepwell.backends.model_folder import fingerprint
 from stepwell.config import RunConfig
 from stepwell.config_keys import leaves
+from stepwell.layout import WEIGHTS
 from stepwell.run_file import without_secrets
 from stepwell.trainer.data import FREE
 from stepwell.trainer.errors import ConfigError
@@ -38,6 +40,7 @@ _REFUSED = (
 )
 _FREE = tuple(f"{data}.{name}" for data in _TRAINED for name in FREE)
 _OF_GROUPS = {"rollout.n", "rollout.min_n"}
+START_OVER = "or start over: run.resume=never, or another run.name"
 MOST = 8
 """Changes that are told one by one."""
 
@@ -58,16 +61,15 @@ def origin(config: RunConfig, tasks: int | None) -> dict[str, Any]:
     }
 
 
-def check_resumed(about: Mapping[str, Any], config: RunConfig) -> None:
-    """Raises ConfigError: a run so configured cannot go on from the checkpoint."""
+def check_resumed(checkpoint: Path, about: Mapping[str, Any], config: RunConfig) -> None:
+    """Raises ConfigError: a run so configured cannot go on from `checkpoint`."""
     if "config" not in about:  # of a release that did not note it: loading it will tell
         return
-    start_over = "or start over: run.resume=never, or another run.name"
+    remedy = _remedy(checkpoint, about, config)
     if about["model"] != fingerprint(config.model.path):
         raise ConfigError(
-            f"model.path is {str(config.model.path)!r}, but the checkpoint of step {about['step']} "
-            f"in {config.run.dir} is of the weights in {about['model_path']}; set model.path back, "
-            f"{start_over}"
+            f"model.path is {str(config.model.path)!r}, but the checkpoint {checkpoint} is of the "
+            f"weights in {about['model_path']}; set model.path back, {remedy}"
         )
     refused = []
     for key, (was, now) in _changes(about, config).items():
@@ -77,20 +79,32 @@ def check_resumed(about: Mapping[str, Any], config: RunConfig) -> None:
             refused.append(f"{key} was {was!r} and is {now!r}")
     if refused:
         raise ConfigError(
-            f"{'; '.join(refused[:3])}: the checkpoint of step {about['step']} in {config.run.dir} "
-            f"cannot go on with that; set it back, {start_over}"
+            f"{'; '.join(refused[:3])}: the checkpoint {checkpoint} cannot go on with that; set it "
+            f"back, {remedy}"
         )
 
 
-def check_same_data(about: Mapping[str, Any], tasks: int, config: RunConfig) -> None:
+def check_same_data(checkpoint: Path, about: Mapping[str, Any], tasks: int) -> None:
     """Raises ConfigError: the data has other rows than when the checkpoint was written."""
     was = about.get("tasks")
     if was is not None and was != tasks:
         raise ConfigError(
-            f"data.train had {was} tasks when the checkpoint of step {about['step']} in "
-            f"{config.run.dir} was written and has {tasks}: its place in them is lost; put the "
-            "data back, or start over: run.resume=never, or another run.name"
+            f"data.train had {was} tasks when the checkpoint {checkpoint} was written and has "
+            f"{tasks}: its place in them is lost; put the data back, {START_OVER}"
         )
+
+
+def _remedy(checkpoint: Path, about: Mapping[str, Any], config: RunConfig) -> str:
+    """Return how to go on otherwise: with the weights that another run has trained, from the start
+    with this run's."""
+    theirs = checkpoint.absolute().parents[1]
+    if theirs == config.run.dir.absolute():
+        return START_OVER
+    weights = theirs / WEIGHTS / f"v{about.get('version', 'N')}"
+    return (
+        f"or begin a new run with the weights that were trained there: model.path={weights}, "
+        "without run.resume"
+    )
 
 
 def told(about: Mapping[str, Any], config: RunConfig) -> list[str]:

@@ -25,6 +25,7 @@ from stepwell.backends.base import build_backend
 from stepwell.backends.engines.client import EngineClient
 from stepwell.checks import Checked, check_attached, check_run, validation_tasks
 from stepwell.cluster import Parts
+from stepwell.collapse import find_collapse
 from stepwell.config import RunConfig
 from stepwell.console import Display
 from stepwell.datapool import connect as connect_pool
@@ -52,6 +53,8 @@ from stepwell.trainer.live import LOST
 from stepwell.trainer.loop import Trainer
 from stepwell.trainer.metrics import MemoryMeter, MetricsWriter
 from stepwell.trainer.rollout.worker import WorkerHandle, start_workers
+from stepwell.trainer.rollout_samples import COLUMNS as TRAINED_COLUMNS
+from stepwell.trainer.rollout_samples import TABLE
 from stepwell.trainer.validation import COLUMNS, read_samples, samples_path
 from stepwell.training import build_trainer
 
@@ -190,6 +193,8 @@ async def _train(
         memory.sample()
         records = metrics.read()
         summary = summarise(config.run.name, records, trainer.progress, memory.peak)
+        if finding := find_collapse(metrics.read(first=0)):
+            summary["finding"] = finding
         write_summary(config.run.dir, summary)
         plot_reward(config.run.dir, f"Stepwell · {config.run.name}", records, summary["evals"])
         display.summary(summary, config.run.dir)
@@ -216,6 +221,7 @@ async def _train(
         async with aclosing(trainer.train(total)) as steps:
             async for record in steps:
                 metrics.write(record)
+                metrics.table(record["step"], TABLE, TRAINED_COLUMNS, trainer.samples.take())
                 display.step(record)
                 report()
                 if trainer.evaluation_due():

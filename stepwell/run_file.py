@@ -30,6 +30,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 
 from stepwell.config import RunConfig
+from stepwell.datapool.sealed import read_sealed, sealed
 from stepwell.errors import RunUnavailableError
 from stepwell.trainer.errors import ConfigError
 from stepwell.version import __version__
@@ -43,6 +44,10 @@ REPAIR_S = 3.0
 """What a killed trainer left undone is put right in this time, mostly."""
 PACKAGES = ("torch", "ray", "transformers", "sglang")
 GIT_S = 10.0
+DAMAGED_RUN = (
+    "delete it and start the run again, which writes it anew: its journal and checkpoints are "
+    "kept, and engines begin with the base model until the trainer publishes"
+)
 
 
 class _Part(BaseModel):
@@ -105,8 +110,9 @@ class RunFile(_Part):
     def write(self, run_dir: Path) -> None:
         draft = run_dir / f".{RUN_FILE}.{os.getpid()}"
         draft.unlink(missing_ok=True)
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(self.model_dump_json(indent=2, exclude_none=True) + "\n")
+        content = sealed(self.model_dump_json(indent=2, exclude_none=True).encode())
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
         draft.replace(run_dir / RUN_FILE)
 
 
@@ -131,7 +137,8 @@ def read_run(run_dir: Path) -> RunFile:
     """The file of the last run in `run_dir`, alive or not.
 
     Raises:
-        RunUnavailableError: there is none, or it is damaged.
+        RunUnavailableError: there is none, or another release wrote it.
+        DamagedFileError: it is not what was written.
     """
     start = "start it (`stepwell train` or `stepwell serve`)"
     if not (run_dir / RUN_FILE).is_file():
@@ -140,7 +147,7 @@ def read_run(run_dir: Path) -> RunFile:
             f"named, such as runs/quickstart, or {start}"
         )
     try:
-        return RunFile.model_validate_json((run_dir / RUN_FILE).read_bytes())
+        return RunFile.model_validate(read_sealed(run_dir / RUN_FILE, DAMAGED_RUN))
     except (OSError, ValidationError) as e:
         raise RunUnavailableError(
             f"{run_dir / RUN_FILE} cannot be read ({str(e).splitlines()[0]}); start the run again, "
@@ -171,7 +178,7 @@ def journal_folder(run_dir: Path) -> Path:
     """Where the journal of the run in `run_dir` is; `run_dir` itself if it is no run's folder.
 
     Raises:
-        RunUnavailableError: its `run.json` is damaged.
+        DamagedFileError: its `run.json` is damaged.
     """
     if not (run_dir / RUN_FILE).is_file():
         return run_dir

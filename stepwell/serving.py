@@ -92,9 +92,22 @@ def where_to_call(config: RunConfig, cluster: Cluster) -> str:
         f"run folder {folder}  (run.json says where everything is; logs are in {folder / LOGS})",
         f"call it    OPENAI_BASE_URL={cluster.gateway_url}/v1 any-agent",
         f"train      stepwell train --attach {folder}",
+        *_limits_without_trainer(config),
         "(Ctrl-C stops it)",
     ]
     return "\n".join(lines)
+
+
+def _limits_without_trainer(config: RunConfig) -> list[str]:
+    """A trainer with agents of its own limits how far they run ahead, and nobody leases yet."""
+    if (most := config.max_outstanding_groups) is None or not config.serves:
+        return []
+    return [
+        f"nobody leases what is recorded until a trainer is attached: with {most} groups open or "
+        "ready (rollout.max_outstanding_groups) a call that begins another one waits, for "
+        f"{config.gateway.queue_timeout_s:g} s (gateway.queue_timeout_s), and is refused; agents "
+        "that nobody here starts need rollout.agent and data null, as `--config live` has them",
+    ]
 
 
 async def _continue_engines(config: RunConfig, cluster: Cluster) -> None:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from stepwell.config import RunConfig
+from stepwell.datapool.sealed import read_sealed, write_sealed
 from stepwell.prometheus import PrometheusTracker
 from stepwell.run_file import without_secrets
 from stepwell.trainer.metrics import Tracker
+from stepwell.verl_names import VerlNames
 
 TENSORBOARD = "tensorboard"
 """Folder of the event files, in the run's folder: `tensorboard --logdir runs`."""
@@ -28,6 +30,8 @@ def build_trackers(folder: Path, config: RunConfig) -> list[Tracker]:
         trackers.append(WandbTracker(folder, config))
     if config.logging.tensorboard:
         trackers.append(TensorBoardTracker(folder / TENSORBOARD))
+    if config.logging.names == "verl":
+        trackers = [VerlNames(tracker, config) for tracker in trackers]
     if config.logging.prometheus_port is not None:
         trackers.append(PrometheusTracker(config.gateway.host, config.logging.prometheus_port))
     return trackers
@@ -59,6 +63,7 @@ class WandbTracker:
         # wandb's own step cannot go back, and an evaluation ends after the step that it is of.
         self._run.define_metric("val/step", hidden=True)
         self._run.define_metric("val/*", step_metric="val/step")
+        self._run.define_metric("val-core/*", step_metric="val/step")
         self._newest = 0
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
@@ -109,5 +114,6 @@ def _run_id(file: Path) -> str:
     """The same for every life of the run."""
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(uuid.uuid4().hex[:8])
-    return file.read_text().strip()
+        write_sealed(file, {"id": uuid.uuid4().hex[:8]})
+    remedy = "delete it to go on as another run in wandb"
+    return str(read_sealed(file, remedy)["id"])

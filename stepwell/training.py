@@ -94,6 +94,7 @@ def build_trainer(
             pace=Pace(credit_limit(config.async_training, config.sampling, window, share)),
             drops_surplus=drops_surplus(config.async_training),
             n_greedy=int(config.algorithm.estimator.greedy),
+            tell=tell,
         )
         validator = TaskValidator(config.validation, parts.pool, scorer, producer, **looks)
         if share < 1:

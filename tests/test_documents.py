@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import runpy
 import subprocess
@@ -67,6 +68,32 @@ def test_what_checks_each_claim_exists() -> None:
                 assert list(ROOT.glob(f"{module.replace('.', '/')}*")), check
             case [path]:
                 assert (ROOT / path).exists(), check
+
+
+CLAIMED = {
+    "gateway": ("requests_by_rllm_at_64_of_one_process", "requests_by_rllm_at_64"),
+    "pool": ("process_by_bare_both_one_at_a_time",),
+}
+"""Figures that are told as "n ×", by bench."""
+
+
+def test_claims_of_speed_are_the_figures_of_the_last_recorded_run() -> None:
+    recorded, runs = [], []
+    for bench, names in CLAIMED.items():
+        run = json.loads((ROOT / f"benchmarks/recorded/{bench}.json").read_bytes())
+        told = {name: check["value"] for name, check in run["checks"].items()} | run["figures"]
+        recorded += [f"{told[name]:.2f}" for name in names]
+        runs.append(f"{bench}, {run['commit']}, {run['date']}")
+    rows = {
+        "README.md": r"^\| \*\*Fast\*\* .*",
+        "docs/claims.md": r"^\| the (?:gateway|pool)'s speed.*",
+        "benchmarks/README.md": r"^\| (?:gateway, |pool, |\| \d).*",
+    }
+    for page, row in rows.items():
+        told = "\n".join(re.findall(row, (ROOT / page).read_text(), re.M))
+        assert re.findall(r"([\d.]+) ×", told) == recorded, page
+    for run in runs:
+        assert run in told, "benchmarks/README.md names the recorded runs"
 
 
 def test_every_page_is_in_the_list_of_pages() -> None:

@@ -289,11 +289,27 @@ class Batches:
         )
 
     async def _why_starved(self, channel: str) -> str:
+        """The causes, and a table of where the channel's groups are."""
         stats = await self._pool.get_statistics(channel)
         return (
+            f"{await why_lost(self._pool, channel, self.scorer, self._folder)}\n"
             f"no {self._config.train_batch_size} groups became ready within "
-            f"trainer.starvation_timeout_s = {self._config.starvation_timeout_s:g} s; "
-            f"groups: {stats['groups']}; oldest open: {stats['oldest_open']}; "
-            f"filtered: {dict(self._filter.dropped)}; "
-            f"{await why_lost(self._pool, channel, self.scorer, self._folder)}"
+            f"trainer.starvation_timeout_s = {self._config.starvation_timeout_s:g} s\n"
+            + _states(stats, self._filter.dropped)
         )
+
+
+def _states(stats: Mapping[str, Any], filtered: Mapping[str, int]) -> str:
+    """A table of the groups of a channel: state, how many, why they are there."""
+    groups = stats["groups"]
+    dropped = sorted(groups["drop_reasons"].items(), key=lambda item: -item[1])
+    oldest = [f"{o['prompt_uid']} for {o['age_s']:.0f} s" for o in stats["oldest_open"][:1]]
+    about = {
+        "open": f"the oldest, {oldest[0]}" if oldest else "",
+        "dropped": ", ".join(f"{n} × {reason}" for reason, n in dropped[:3]),
+        "filtered": ", ".join(f"{n} × {reason}" for reason, n in filtered.items()),
+    }
+    rows = [(s, groups[s]) for s in ("submitted", "open", "ready", "leased", "acked", "dropped")]
+    rows.append(("filtered", sum(filtered.values())))
+    lines = [f"  {state:<9} {n:>8,}  {about.get(state, '')}".rstrip() for state, n in rows]
+    return "\n".join(["  groups       number", *lines])

@@ -34,20 +34,12 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from stepwell.backends.checksums import (
-    ChecksumError,
-    check,
-    checked_json,
-    fsync,
-    seal,
-    sealed_json,
-    write_durably,
-)
+from stepwell.datapool.sealed import check, fsync, read_sealed, seal, write_sealed
 from stepwell.trainer.errors import CheckpointError
 
 Resume: TypeAlias = Literal["auto", "never"] | int | Path
 
-FORMAT = 3
+FORMAT = 4
 """Of a checkpoint, and of the scores and the ledger beside it. Raised with every change that those
 of before would not survive; they are refused."""
 
@@ -130,7 +122,8 @@ class CheckpointStore:
         this run has one of its own; then the newest.
 
         Raises:
-            CheckpointError: there is no such checkpoint, or it is damaged or of another format.
+            CheckpointError: there is no such checkpoint, or it is of another format.
+            DamagedFileError: it is damaged.
         """
         path = self._find(resume)
         if path is not None:
@@ -167,7 +160,8 @@ class CheckpointStore:
         """The state in the checkpoint `path`; on the CPU.
 
         Raises:
-            CheckpointError: it cannot be read, is not what was written, or is of another format.
+            CheckpointError: it cannot be read, or is of another format.
+            DamagedFileError: it is not what was written.
         """
         import torch
 
@@ -182,7 +176,8 @@ class CheckpointStore:
         """What `save` was told about the checkpoint `path`.
 
         Raises:
-            CheckpointError: it cannot be read, is not what was written, or is of another format.
+            CheckpointError: it cannot be read, or is of another format.
+            DamagedFileError: it is not what was written.
         """
         self._check(path, "about.json")
         about = dict(json.loads((path / "about.json").read_text()))
@@ -213,19 +208,26 @@ class CheckpointStore:
             self._prune()
 
     def scores(self) -> dict[int, float]:
-        """Evaluation score by step, of checkpoints that are gone too."""
+        """Evaluation score by step, of checkpoints that are gone too.
+
+        Raises:
+            DamagedFileError: the file is not what was written.
+            CheckpointError: it is missing, or cannot be read.
+        """
         path = self.folder / "scores.json"
         if not path.exists() and not self.steps():
             return {}
+        remedy = (
+            "which checkpoints are the best is not known: put it back, or write {} into it to go "
+            "on without the scores"
+        )
         try:
-            text = path.read_text()
-            raw: Any = {} if text.strip() == "{}" else checked_json(text)
-        except (OSError, ValueError) as e:
-            raise CheckpointError(
-                f"{path} is damaged or missing ({e}), so which checkpoints are the best is not "
-                "known; put it back, or write {} into it to go on without the scores"
-            ) from e
-        return {int(step): float(value) for step, value in raw.items()}
+            if path.read_bytes().strip() == b"{}":
+                return {}
+            scores = read_sealed(path, remedy)
+        except OSError as e:
+            raise CheckpointError(f"{path} cannot be read ({e}); {remedy}") from e
+        return {int(step): float(value) for step, value in scores.items()}
 
     def best(self) -> int | None:
         """The step of the checkpoint with the highest score; None if none is scored."""
@@ -236,7 +238,8 @@ class CheckpointStore:
         """The checkpoint of a step, the newest one, or that with the highest score.
 
         Raises:
-            CheckpointError: there is none, or it is damaged.
+            CheckpointError: there is none.
+            DamagedFileError: it is damaged.
         """
         wanted = self.best() if step == "best" else step
         path = self.find("auto" if wanted == "latest" or wanted is None else wanted)
@@ -252,14 +255,15 @@ class CheckpointStore:
         return sorted(int(name[1]) for name in names if name)
 
     def _check(self, path: Path, *names: str) -> None:
-        """Raises CheckpointError if a file of the checkpoint, or one of `names`, is damaged."""
+        """Raises DamagedFileError if a file of the checkpoint, or one of `names`, is damaged."""
+        remedy = (
+            f"delete {path} to resume from an older checkpoint, or set run.resume=never to start "
+            "over"
+        )
         try:
-            check(path, names or None)
-        except (ChecksumError, OSError) as e:
-            raise CheckpointError(
-                f"checkpoint {path} cannot be read ({e}); delete that folder to resume from an "
-                "older one, or set run.resume=never to start over"
-            ) from e
+            check(path, remedy, names or None)
+        except OSError as e:
+            raise CheckpointError(f"checkpoint {path} cannot be read ({e}); {remedy}") from e
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step}"
@@ -285,8 +289,7 @@ class CheckpointStore:
                 shutil.rmtree(doomed, ignore_errors=True)
 
     def _write_scores(self, scores: Mapping[int, float]) -> None:
-        text = sealed_json({str(step): scores[step] for step in sorted(scores)})
-        write_durably(self.folder / "scores.json", text.encode())
+        write_sealed(self.folder / "scores.json", {step: scores[step] for step in sorted(scores)})
 
 
 def checkpoint_due(before: int, now: int, every: int, eval_every: int, keep_best: int) -> bool:

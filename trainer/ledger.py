@@ -1,7 +1,7 @@
 """The ledger of prompts: what became of every prompt that was handed out, in a file that is only
 ever appended to. It proves, over any number of kills, that none was skipped and none trained twice.
 
-    runs/NAME/checkpoints/ledger.jsonl      one object per line
+    runs/NAME/checkpoints/ledger.jsonl      one object per line, each with its `digest`
       {"event":"issued","prompt_uid":"p7-ab12","instance_id":"p7","channel":"train"}
       {"event":"trained","update":12,"prompt_uids":["p7-ab12"]}
       {"event":"dropped","prompt_uid":"p8-cd34","reason":"deadline","returned":true}
@@ -26,13 +26,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from stepwell.datapool.sealed import damaged, read_lines, sealed
 from stepwell.datapool.types import TRAIN
 from stepwell.trainer.errors import CheckpointError
 
@@ -107,7 +108,8 @@ class Ledger:
         """Go on from a checkpoint: what was written after `offset` did not happen.
 
         Raises:
-            CheckpointError: the ledger is shorter than `offset`, or damaged before it.
+            CheckpointError: the ledger is shorter than `offset`.
+            DamagedFileError: it is damaged before it.
         """
         if offset > self._offset:
             raise CheckpointError(
@@ -140,6 +142,16 @@ class Ledger:
                 self._append(file.read(offset))
         return self._offset
 
+    def ended(self) -> set[str]:
+        """prompt_uids that were trained or dropped, by the history that counts. Reads the file."""
+        found: set[str] = set()
+        for entry in [] if self._path is None else read_ledger(self._path):
+            if entry["event"] == "trained":
+                found.update(entry["prompt_uids"])
+            elif entry["event"] == "dropped":
+                found.add(entry["prompt_uid"])
+        return found - self._open.keys()
+
     def sync(self) -> None:
         """Make it survive a power failure; any thread."""
         if self._fd is not None:
@@ -151,7 +163,7 @@ class Ledger:
             os.close(fd)
 
     def _write(self, **entry: Any) -> None:
-        self._append(orjson.dumps(entry) + b"\n")
+        self._append(sealed(orjson.dumps(entry)))
 
     def _append(self, line: bytes) -> None:
         if self._fd is None:
@@ -170,14 +182,11 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
     """The entries that count, in order: without those of histories that were lost to a kill.
 
     Raises:
-        CheckpointError: a line that counts is damaged.
+        DamagedFileError: a line that counts is damaged.
     """
     entries: list[tuple[int, dict[str, Any] | None]] = []
-    for offset, line in _lines(path):
-        try:
-            entry = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            entry = None
+    for offset, line in read_lines(path):
+        entry = None if line is None else orjson.loads(line)
         if entry is not None and entry["event"] == "resumed":
             while entries and entries[-1][0] >= entry["offset"]:
                 entries.pop()
@@ -185,19 +194,14 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
     counted: list[dict[str, Any]] = []
     for offset, entry in entries:
         if entry is None:
-            raise CheckpointError(f"{path} is damaged at byte {offset}; that line is no JSON")
+            raise damaged(
+                path,
+                f"the line at byte {offset} is not what was written",
+                "put the file back, resume from a checkpoint before that byte (run.resume), or "
+                "start over: run.resume=never",
+            )
         counted.append(entry)
     return counted
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    offset = 0
-    with path.open("rb") as file:
-        for line in file:
-            # The last line may lack its end: the machine died, or it is being written.
-            if line.endswith(b"\n") and line.strip():
-                yield offset, line
-            offset += len(line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +236,7 @@ def audit(path: Path, order: Sequence[str] | None = None, channel: str = TRAIN) 
         beginning: one that is missing was skipped, one that comes again was doubled.
 
     Raises:
-        CheckpointError: the ledger is damaged.
+        DamagedFileError: the ledger is damaged.
     """
     issued: dict[str, str] = {}
     ended: dict[str, str] = {}

@@ -26,7 +26,7 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import TRAIN, VAL, Group
 from stepwell.trainer.data import Task
 from stepwell.trainer.ledger import Ledger
-from stepwell.trainer.reclaim import RESTARTED, settle_former
+from stepwell.trainer.reclaim import RESTARTED, drop_ended, settle_former
 from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.validation import (
     Evaluation,
@@ -91,10 +91,13 @@ class Traffic:
         return {}
 
     async def resume(self, state: Mapping[str, Any] | None, version: int) -> None:
-        """What the checkpoint contains is taken out of the pool; all else that the former trainer
-        had leased is ready again."""
+        """What the checkpoint, or the ledger before it, contains is taken out of the pool; all else
+        that the former trainer had leased is ready again."""
         trained = state["trained"] if state is not None else {}
         dropped = await settle_former(self._pool, trained, TRAIN)
+        # Of a salvaged journal: what was acked may be back.
+        ended = await asyncio.to_thread(self.ledger.ended)
+        dropped += await drop_ended(self._pool, ended, TRAIN)
         if dropped:
             log.info("%d groups that the checkpoint contains were dropped", len(dropped))
         await self._pool.release_leases(VAL, RESTARTED)

@@ -82,13 +82,13 @@ class Trainer:
         self.publisher = publisher
         self.validator = validator
         self.checkpoints = checkpoints
+        self.samples = samples
         self.progress = updater.progress
         self._ledger = batches.producer.ledger
         self._config = config
         self._compute = compute
         self._phases = phases
         self._sample = sample
-        self._samples = samples
         self._folder = folder
         self._tell = tell
         self._mark = time.monotonic()
@@ -138,7 +138,7 @@ class Trainer:
             prepared = await self._traced("prepare", partial(self.updater.prepare, groups))
         before = self.progress.updates
         advantages = prepared.batch.columns.get("advantages")
-        await self._compute(self._samples.write, before + 1, groups, advantages)
+        await self._compute(self.samples.write, before + 1, groups, advantages)
         for number, (steps, trained_on, epoch) in enumerate(prepared.mini_batches, 1):
             self._untrained = len(prepared.mini_batches) - number
             await self.publisher.borrow_memory()
@@ -173,7 +173,7 @@ class Trainer:
 
     async def _leave_out(self, groups: Sequence[Group]) -> dict[str, Any]:
         """The record of a batch that is recorded, acked and not trained."""
-        await self._compute(self._samples.write, self.progress.updates + 1, groups)
+        await self._compute(self.samples.write, self.progress.updates + 1, groups)
         self.updater.leave_out()
         consumed = self.batches.consumed
         self._ledger.leased(consumed)

@@ -28,6 +28,11 @@ from typing import Any, Protocol, Self
 import orjson
 import psutil
 
+from stepwell.datapool.sealed import damaged, read_lines, sealed, unsealed
+
+METRICS = "metrics.jsonl"
+"""File of the metrics, in the run's folder."""
+
 
 class Tracker(Protocol):
     """A place that metrics are mirrored to, such as wandb. It gets clean records (finite numbers,
@@ -53,14 +58,13 @@ class MetricsWriter:
 
     def __init__(self, folder: Path, trackers: Sequence[Tracker] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / "metrics.jsonl"
+        self._path = folder / METRICS
+        self._path.touch()
+        self._trackers = trackers
+        self._places = {int(record["step"]): at for at, record in _records(self._path)}
+        """Optimizer step -> where its last line begins."""
         _drop_torn_line(self._path)
         self._file = self._path.open("ab")
-        self._trackers = trackers
-        self._places = {
-            int(orjson.loads(line)["step"]): at for at, line in _lines(self._path.read_bytes())
-        }
-        """Optimizer step -> where its last line begins."""
 
     def __enter__(self) -> Self:
         return self
@@ -87,7 +91,7 @@ class MetricsWriter:
         if step in self._places:
             with self._path.open("rb") as file:
                 file.seek(self._places[step])
-                known = orjson.loads(file.readline())
+                known = orjson.loads(unsealed(file.readline()))
         self._write(step, _clean(figures), known)
 
     def table(
@@ -99,25 +103,29 @@ class MetricsWriter:
             for tracker in self._trackers:
                 tracker.table(step, name, columns, data)
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self, first: int = 1) -> list[dict[str, Any]]:
         """The record of every optimizer step of the run, from before a resume too."""
-        return read_metrics(self._path)
+        return read_metrics(self._path, first)
 
     def _write(self, step: int, clean: dict[str, Any], known: dict[str, Any]) -> None:
         line = orjson.dumps({"step": step, **known, **clean}, option=orjson.OPT_SERIALIZE_NUMPY)
         self._places[step] = self._file.tell()
-        self._file.write(line + b"\n")
+        self._file.write(sealed(line))
         self._file.flush()
         for tracker in self._trackers:
             tracker.write(step, clean)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The record of each optimizer step in a `metrics.jsonl`, in order: the last line of a step
-    counts, and step 0 is none. A line that is being written is left out."""
-    lines = path.read_bytes().split(b"\n")[:-1]
-    last = {r["step"]: r for r in map(orjson.loads, lines)}
-    return [last[step] for step in sorted(last) if step > 0]
+def read_metrics(path: Path, first: int = 1) -> list[dict[str, Any]]:
+    """Return the record of each optimizer step in a `metrics.jsonl`, from step `first` on, in
+    order: the last line of a step counts, and step 0 is the evaluation before training. A line that
+    is being written is left out.
+
+    Raises:
+        DamagedFileError: a line is not what was written.
+    """
+    last = {record["step"]: record for _, record in _records(path)}
+    return [last[step] for step in sorted(last) if step >= first]
 
 
 def _clean(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,12 +134,16 @@ def _clean(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Each line and where it begins."""
-    at = 0
-    for line in content.splitlines(keepends=True):
-        yield at, line
-        at += len(line)
+def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each record and where its line begins."""
+    for at, line in read_lines(path):
+        if line is None:
+            raise damaged(
+                path,
+                f"the line at byte {at} is not what was written",
+                "delete that line, or move the file aside: training needs none of it",
+            )
+        yield at, orjson.loads(line)
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -14,13 +14,14 @@ log-probs say by what they were sampled.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from stepwell.datapool.errors import GroupClosedError, UnknownGroupError
 from stepwell.datapool.inspect.rows import GroupRow
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.lease_keeper import LOST
+from stepwell.datapool.selection import DOUBTFUL
 from stepwell.datapool.types import TRAIN, VAL
 from stepwell.trainer.data import Task
 
@@ -73,6 +74,8 @@ async def reclaim(
             reason = LOST_POLICY
         elif ours and uid not in pending:
             reason = AFTER_CHECKPOINT
+        elif ours and DOUBTFUL in group.marks.tags and group.marks.trainable is False:
+            reason = DOUBTFUL  # held for a person; the prompt can be issued again
         elif ours and group.state == "open":
             reason = PRODUCER_GONE
         elif ours:
@@ -106,6 +109,12 @@ async def settle_former(
     await pool.release_leases(channel, RESTARTED)
     # Once no lease holds them: a leased group cannot be dropped.
     return [uid for uid in unacked if await _drop(pool, uid, TRAINED, channel)]
+
+
+async def drop_ended(pool: DataPoolClient, ended: Set[str], channel: str) -> list[str]:
+    """Drop live groups that the ledger says were trained or dropped before; their prompt_uids."""
+    back = sorted(ended & await live_groups(pool, channel)) if ended else []
+    return [uid for uid in back if await _drop(pool, uid, TRAINED, channel)]
 
 
 async def _ack(pool: DataPoolClient, lease_id: str) -> bool:

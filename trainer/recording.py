@@ -12,6 +12,7 @@ own the mathematics (`updater.py`).
 
 from __future__ import annotations
 
+import io
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -20,13 +21,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from stepwell.datapool.sealed import damaged, sealed, unsealed
 from stepwell.datapool.types import Group
 from stepwell.trainer.errors import CheckpointError
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.updater import Updater, record_of
 
-FORMAT = 3
+FORMAT = 4
 """Raised with every change that a recording of before would not survive; that one is refused."""
 
 _FIELD = "{rollout_id}"
@@ -60,9 +62,11 @@ def record_batch(where: str | None, groups: Sequence[Group], progress: Progress)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"format": FORMAT, "groups": tuple(groups), "progress": progress}
-        torch.save(content, draft)
+        file = io.BytesIO()
+        torch.save(content, file)
+        draft.write_bytes(sealed(file.getvalue()))
         draft.replace(path)
-    except (OSError, RuntimeError) as e:  # torch's zip writer makes the latter of a full disk
+    except OSError as e:
         raise CheckpointError(
             f"trainer.save_debug_rollout_data is {where!r}, and {path} cannot be written ({e})"
         ) from e
@@ -89,9 +93,14 @@ def load_recording(path: Path) -> Recording:
     """
     Raises:
         CheckpointError: it cannot be read, or another release wrote it.
+        DamagedFileError: it is not what was written.
     """
     try:
-        raw = torch.load(path, map_location="cpu", weights_only=False)
+        content = io.BytesIO(unsealed(path.read_bytes()))
+    except ValueError as e:
+        raise damaged(path, str(e), "record the run again") from e
+    try:
+        raw = torch.load(content, map_location="cpu", weights_only=False)
     except Exception as e:  # what is damaged, or of classes that are gone, fails in many ways
         raise CheckpointError(f"{path} cannot be read ({e}); record the run again") from e
     found = raw.get("format", 1)

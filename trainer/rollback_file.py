@@ -11,7 +11,6 @@ The lock is `flock`: what a command that was killed had asked for is not done. O
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import time
 import uuid
@@ -20,9 +19,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from stepwell.datapool.sealed import read_sealed, sealed_json
+
 REQUEST = "rollback.json"
 ANSWER = "rollback-answer.json"
 LOOK_S = 0.1
+_REMEDY = "delete it and ask again (`stepwell rollback`)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,9 @@ class RollBackFile:
         """
         request = Request(uuid.uuid4().hex, to)
         draft = self._request.with_name(f".{REQUEST}-{request.id}")
-        with draft.open("w") as file:
+        with draft.open("wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.write(json.dumps(asdict(request)))
+            file.write(sealed_json(asdict(request)))
             file.flush()
             try:
                 if self._waits():
@@ -81,7 +83,7 @@ class RollBackFile:
 
     def answer(self, request: Request, **answer: int | str) -> None:
         draft = self._answer.with_name(f".{ANSWER}")
-        draft.write_text(json.dumps({"id": request.id, **answer}))
+        draft.write_bytes(sealed_json({"id": request.id, **answer}))
         os.replace(draft, self._answer)
 
     def _waits(self) -> bool:
@@ -96,13 +98,13 @@ class RollBackFile:
 
     def _read_request(self) -> Request | None:
         try:
-            return Request(**json.loads(self._request.read_text()))
+            return Request(**read_sealed(self._request, _REMEDY))
         except FileNotFoundError:
             return None
 
     def _read(self, request: Request) -> Answer | None:
         try:
-            answer = Answer(**json.loads(self._answer.read_text()))
+            answer = Answer(**read_sealed(self._answer, _REMEDY))
         except FileNotFoundError:
             return None
         return answer if answer.id == request.id else None

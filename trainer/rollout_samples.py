@@ -34,6 +34,11 @@ ROLLOUTS = "rollouts.jsonl"
 OLD = "rollouts.old.jsonl"
 MAX_CHARS = 20_000
 MAX_BYTES = 64 << 20
+TABLE = "train/samples"
+"""Key of the table that trackers are given."""
+COLUMNS = ("step", "version", "instance_id", "prompt", "response", "answer", "reward", "advantage")
+TABLE_ROWS = 8
+TABLE_CHARS = 2_000
 
 
 class RolloutSamples:
@@ -49,6 +54,13 @@ class RolloutSamples:
         self._folder = folder
         self._tokenizer_path = tokenizer_path
         self._per_batch = per_batch
+        self._newest: list[dict[str, Any]] = []
+
+    def take(self) -> list[dict[str, Any]]:
+        """Return the samples of the newest batch, once: a table for trackers, of `COLUMNS`, with
+        at most `TABLE_ROWS` rows and `TABLE_CHARS` characters in a cell."""
+        rows, self._newest = self._newest[:TABLE_ROWS], []
+        return [{column: _shown(row[column]) for column in COLUMNS} for row in rows]
 
     def write(self, step: int, groups: Sequence[Group], advantages: Tensor | None = None) -> None:
         """Append samples of the batch `groups`. A disk that takes nothing, or an answer that JSON
@@ -65,6 +77,7 @@ class RolloutSamples:
         n = len(all_of) if self._per_batch is None else min(self._per_batch, len(all_of))
         chosen = sorted({i * len(all_of) // n for i in range(n)})
         rows = [{"step": step, "advantage": means[i], **self._row(*all_of[i])} for i in chosen]
+        self._newest = rows
         if not rows:
             return
         try:
@@ -118,9 +131,15 @@ def _short(answer: Any) -> Any:
     return answer if len(text) <= MAX_CHARS else _cut(text)
 
 
-def _cut(text: str) -> str:
+def _shown(value: Any) -> Any:
+    """A cell of the table."""
+    return value if isinstance(value, int | float | None) else _cut(str(value), TABLE_CHARS)
+
+
+def _cut(text: str, most: int | None = None) -> str:
     """`text`, without its middle if it is too long."""
-    half = MAX_CHARS // 2
-    if len(text) <= MAX_CHARS:
+    most = most or MAX_CHARS
+    half = most // 2
+    if len(text) <= most:
         return text
     return f"{text[:half]}\n… {len(text) - 2 * half} characters …\n{text[-half:]}"

@@ -216,7 +216,8 @@ class Scorer:
 
 
 async def why_lost(pool: DataPoolClient, channel: str, scorer: Scorer, folder: Path) -> str:
-    """Why trajectories of a channel bring no reward, the commonest causes first, and where to look.
+    """Return why trajectories of a channel bring no reward, the commonest causes first, and where
+    to look.
 
     Args:
         folder: of the run.

@@ -28,6 +28,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -36,6 +37,7 @@ import orjson
 from transformers import AutoTokenizer
 
 from stepwell.datapool.remote.client import DataPoolClient
+from stepwell.datapool.sealed import damaged, read_lines, sealed
 from stepwell.datapool.types import VAL, Group, Trajectory
 from stepwell.trainer.config import ValidationConfig
 from stepwell.trainer.data import Task
@@ -300,7 +302,7 @@ class TaskValidator(Validator):
         trajectories = [t for g in pinned for t in g.trajectories]
         if not finished:
             why = await why_lost(self._pool, VAL, self._scorer, self._folder)
-            raise StarvedError(f"none of {len(tasks) * n} evaluation rollouts finished; {why}")
+            raise StarvedError(f"{why}; none of {len(tasks) * n} evaluation rollouts finished")
         if not trajectories:
             log.warning("no evaluation at step %d: weights were published meanwhile", policy.step)
             return []
@@ -457,11 +459,16 @@ def write_samples(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """One JSON object per line; the file appears under its name when complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
-    draft.write_bytes(as_lines(rows))
+    draft.write_bytes(b"".join(map(sealed, as_lines(rows).splitlines(keepends=True))))
     draft.replace(path)
 
 
 def read_samples(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
     """The first `limit` rows of a sample table (None: all)."""
-    with path.open("rb") as lines:
-        return [orjson.loads(line) for line, _ in zip(lines, range(limit or 1 << 62), strict=False)]
+    rows = []
+    for at, line in islice(read_lines(path), limit):
+        if line is None:
+            why = f"the line at byte {at} is not what was written"
+            raise damaged(path, why, "delete it: the run evaluates again")
+        rows.append(orjson.loads(line))
+    return rows

@@ -93,7 +93,7 @@ class EngineClient:
     ) -> None:
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
-        self._connections = ConnectionPool() if connections is None else connections
+        self.connections = ConnectionPool() if connections is None else connections
 
     def __repr__(self) -> str:
         return f"EngineClient({self.url!r})"
@@ -114,7 +114,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close idle connections. Idempotent."""
-        self._connections.close()
+        self.connections.close()
 
     # -- generation ---------------------------------------------------------------------------
 
@@ -315,7 +315,7 @@ class EngineClient:
         try:
             async with (
                 asyncio.timeout(limit),
-                self._connections.request(method, url, data) as answer,
+                self.connections.request(method, url, data) as answer,
             ):
                 status, content = answer.status, await answer.read()
         except TimeoutError as e:

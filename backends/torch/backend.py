@@ -106,6 +106,7 @@ class TorchBackend(TrainingBackend):
         if config.gradient_checkpointing:
             checkpoint_layers(self._model)
         self._policy = self._on_device(self._model)
+        self._update_size = None if config.lora is None else lora.UpdateSize(self._model, full)
         self._aliases = aliases_of(self._model)
         # Sharded weights are float32 too, and FSDP2 gathers them in `dtype`.
         rounded = torch.float32 if config.ranks > 1 else getattr(torch, config.dtype)
@@ -208,7 +209,8 @@ class TorchBackend(TrainingBackend):
         Returns:
             The means that `loss_fn` reports, and `loss`, `grad_norm` (before clipping), `lr`,
             `tokens` (trained), `padded_tokens` (computed), `rows`, `micro_batches`, `seconds`,
-            `skipped` (1: this update was not applied), `skipped_updates` (so far).
+            `skipped` (1: this update was not applied), `skipped_updates` (so far); with adapters
+            `lora/relative_norm`, |s·B·A| / |W|.
 
         Raises:
             BatchError: `indices` is empty or not within the batch.
@@ -255,8 +257,14 @@ class TorchBackend(TrainingBackend):
             **{name: float(number) for name, number in count.items()},
             "skipped": float(self._updates == before),
             "skipped_updates": float(self._skipped_updates),
+            **self._lora_metrics(),
             "seconds": time.perf_counter() - start,
         }
+
+    def _lora_metrics(self) -> dict[str, float]:
+        if self._update_size is None:
+            return {}
+        return {"lora/relative_norm": self._update_size.median()}
 
     def save_weights(self, path: str | Path) -> None:
         """Write a Hugging Face directory: weights and config of now, the rest as in `model_path`.

@@ -91,6 +91,42 @@ def adapter_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in weights.items() if _is_adapter(name)}
 
 
+class UpdateSize:
+    """Measures |s·B·A| / |W|, the size of the update against the weights it changes, in Frobenius
+    norms. s·B·A is never made: |BA|² = ⟨BᵀB, AAᵀ⟩, two r × r matrices.
+
+    Args:
+        full: Makes a whole tensor of one that may be sharded over ranks.
+    """
+
+    def __init__(self, model: Any, full: Callable[[Tensor], Tensor]) -> None:
+        self._full = full
+        self._layers = [layer for _, layer in _layers(model) if ADAPTER in layer.lora_A]
+        self._scales = torch.tensor([float(layer.scaling[ADAPTER]) for layer in self._layers])
+        self._norms: Tensor | None = None
+        """|W| per layer. W is frozen, so it is computed once."""
+
+    @torch.no_grad()
+    def median(self) -> float:
+        """Return the median over the adapted layers."""
+        full = self._full
+        if self._norms is None:
+            weights = (layer.get_base_layer().weight for layer in self._layers)
+            self._norms = _on_cpu([full(torch.linalg.vector_norm(w.float())) for w in weights])
+        squares = []
+        for layer in self._layers:
+            a, b = full(layer.lora_A[ADAPTER].weight), full(layer.lora_B[ADAPTER].weight)
+            a, b = a.flatten(1).float(), b.flatten(1).float()
+            squares.append(((b.T @ b) * (a @ a.T)).sum())
+        sizes = self._scales * _on_cpu(squares).clamp(min=0).sqrt() / self._norms
+        return float(sizes.median())
+
+
+def _on_cpu(scalars: list[Tensor]) -> Tensor:
+    """The scalars of one device as one tensor: one transfer."""
+    return torch.stack(scalars).cpu()
+
+
 def merged_weights(model: Any, full: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """(name in the original model, W' or the untouched tensor) of every weight.
 

@@ -2,8 +2,9 @@
 
     weights/
       v6/  v7/            a Hugging Face directory each (with LoRA, an adapter's); whole or absent,
-                          and sealed with checksums (`backends/checksums.py`)
-      current.json        {"version": 7, "path": ".../v7", "adapter": false}; its rename commits
+                          and sealed with checksums (`datapool/sealed.py`)
+      current.json        {"version": 7, "path": ".../v7", "adapter": false} and its digest; its
+                          rename commits
       v8/origin.json      {"weights_of": 6}: a roll-back; version 8 has the weights of 6
     .lock               held by a publication until it has committed or rolled back, and by the
                           supervisor of a restarted engine that brings it to the committed version
@@ -17,7 +18,6 @@ Owns the folder. Writes no model: `save` does (`TrainingBackend.save_weights`).
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -26,8 +26,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepwell.backends.checksums import CHECKSUMS, ChecksumError, check, seal
 from stepwell.backends.errors import VersionNotKeptError
+from stepwell.datapool.sealed import (
+    CHECKSUMS,
+    check,
+    damaged,
+    read_sealed,
+    seal,
+    sealed_json,
+    write_sealed,
+)
 
 CURRENT = "current.json"
 LOCK = ".lock"
@@ -99,9 +107,16 @@ class WeightStore:
         return base | {version: self.path(version) for version in self.versions()}
 
     def weights_of(self, version: int) -> int:
-        """The version whose weights `version` has: its own, unless it was a roll-back."""
+        """The version whose weights `version` has: its own, unless it was a roll-back.
+
+        Raises:
+            DamagedFileError: what says so is damaged.
+        """
+        path = self.path(version)
         try:
-            return int(json.loads((self.path(version) / ORIGIN).read_text())["weights_of"])
+            return int(
+                read_sealed(path / ORIGIN, _damaged_version(self.folder, path))["weights_of"]
+            )
         except FileNotFoundError:
             return version
 
@@ -132,7 +147,7 @@ class WeightStore:
 
         Raises:
             VersionNotKeptError: it is not.
-            ChecksumError: a file of it is damaged.
+            DamagedFileError: a file of it is damaged.
         """
         source = self.kept()[self.find(of, version)]
         check_version(self.folder, source)
@@ -142,7 +157,7 @@ class WeightStore:
             for file in source.iterdir():
                 if file.is_file() and file.name not in (CHECKSUMS, ORIGIN):
                     _link(file, folder / file.name)
-            (folder / ORIGIN).write_text(json.dumps({"weights_of": self.weights_of(of)}))
+            (folder / ORIGIN).write_bytes(sealed_json({"weights_of": self.weights_of(of)}))
 
         return self.write(version, save)
 
@@ -176,9 +191,7 @@ class WeightStore:
     ) -> None:
         """Make `version` what a (re)started engine serves, and prune old versions."""
         entry = {"version": version, "path": str(path or self.path(version)), "adapter": adapter}
-        temporary = self.folder / f".{CURRENT}-{os.getpid()}"
-        temporary.write_text(json.dumps(entry))
-        os.replace(temporary, self.folder / CURRENT)
+        write_sealed(self.folder / CURRENT, entry)
         for old in self.versions()[: -self.keep]:
             if old != version:
                 shutil.rmtree(self.path(old), ignore_errors=True)
@@ -198,32 +211,43 @@ def check_version(folder: str | os.PathLike[str], path: str | os.PathLike[str]) 
     """Whether the version in `path` is what was written, if the store in `folder` wrote it.
 
     Raises:
-        ChecksumError: a file is damaged or missing; the message names it.
+        DamagedFileError: a file is damaged or missing; the message names it.
     """
-    if Path(path).absolute().parent != Path(folder).absolute():
-        return  # a model that somebody else made
-    try:
-        check(Path(path))
-    except ChecksumError as e:
-        raise ChecksumError(
-            f"{e}; delete {Path(folder) / CURRENT} to start from the base model: a resumed trainer "
-            "publishes the weights of its checkpoint again"
-        ) from e
+    if _is_own(folder, path):  # else a model that somebody else made
+        check(Path(path), _damaged_version(folder, path))
+
+
+def _is_own(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> bool:
+    return Path(path).absolute().parent == Path(folder).absolute()
+
+
+def _damaged_version(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> str:
+    return (
+        f"delete {path} and {Path(folder) / CURRENT} to start from the base model: a resumed "
+        "trainer publishes the weights of its checkpoint again"
+    )
 
 
 def read_current(folder: str | os.PathLike[str]) -> Published | None:
     """The committed version of a store; None before the first commit.
 
     Raises:
-        ValueError: `current.json` is not what a store writes.
+        DamagedFileError: `current.json` is not what a store wrote, or names another version than
+            its folder has.
     """
     file = Path(folder) / CURRENT
+    remedy = (
+        "delete it to start from the base model: a resumed trainer publishes the weights of its "
+        "checkpoint again"
+    )
     try:
-        entry = json.loads(file.read_text())
-        return Published(int(entry["version"]), str(entry["path"]), bool(entry["adapter"]))
+        entry = read_sealed(file, remedy)
+        found = Published(int(entry["version"]), str(entry["path"]), bool(entry["adapter"]))
     except FileNotFoundError:
         return None
-    except (AttributeError, KeyError, TypeError, ValueError) as e:
-        raise ValueError(
-            f"{file} is damaged ({e!r}); delete it to start from the base model"
-        ) from e
+    except (KeyError, TypeError) as e:
+        raise damaged(file, f"it is no version: {e!r}", remedy) from e
+    if _is_own(folder, found.path) and Path(found.path).name != f"v{found.version}":
+        why = f"version {found.version} is in {Path(found.path).name}"
+        raise damaged(file, why, remedy)
+    return found

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any, Final, Literal
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from stepwell.datapool import errors, ops, questions
 from stepwell.datapool.core import rows
@@ -28,7 +28,8 @@ from stepwell.datapool.core.records import Closing, GroupRecord, GroupTerms, Tra
 from stepwell.datapool.core.rows import GroupRetired
 from stepwell.datapool.core.serving import AT_ONCE
 from stepwell.datapool.core.steps import Steps
-from stepwell.datapool.selection import Marks
+from stepwell.datapool.selection import DOUBTFUL, Marks
+from stepwell.datapool.types import OWNER
 
 NO_STEPS = "no_steps"
 DELETED = "deleted"
@@ -43,6 +44,7 @@ class Channel(Steps):
     def open_group(self, op: ops.OpenGroup) -> ops.SubmitOutcome:
         prompt_uid, terms = op.prompt_uid, GroupTerms(op.n_rollouts, op.min_rollouts, op.deadline_s)
         gone = self._closed_groups.get(prompt_uid)
+        self._check_owner(op.metadata.get(OWNER), None, prompt_uid)
         if gone is not None:
             raise errors.GroupClosedError(
                 f"group {prompt_uid!r} in channel {self.name!r} was {gone}; "
@@ -104,7 +106,11 @@ class Channel(Steps):
     # -- trajectories ------------------------------------------------------------------------
 
     def open_trajectory(self, op: ops.OpenTrajectory) -> ops.SubmitOutcome:
+        self._check_owner(op.metadata.get(OWNER), op.trajectory_uid, op.prompt_uid)
         record = self._find(op.trajectory_uid, op.prompt_uid)
+        if record is not None and OWNER in op.metadata:  # it has one, or is everybody's
+            metadata = {name: v for name, v in op.metadata.items() if name != OWNER}
+            op = replace(op, metadata=metadata)
         outcome: ops.SubmitOutcome = "accepted"
         if record is None:
             record = self._begin(op.trajectory_uid, op.prompt_uid)
@@ -256,6 +262,13 @@ class Channel(Steps):
             record = self.trajectory_index.get(op.trajectory_uid or "")
             uids = [] if record is None else [record.prompt_uid]
         groups = [self.prompt_groups[uid] for uid in uids]
+        for group in groups if op.alone else ():
+            n = max(len(group.trajectories), group.terms.n_rollouts if group.terms else 1)
+            if n > 1:
+                raise errors.NotOwnerError(
+                    f"trajectory {op.trajectory_uid!r} is one of {n} of group "
+                    f"{group.prompt_uid!r}, which would be deleted with it; use an admin key"
+                )
         leased = [group for group in groups if group.prompt_uid in self._leased]
         for group in leased:
             self.retire(GroupRetired(group.prompt_uid, DELETED))
@@ -331,7 +344,46 @@ class Channel(Steps):
             return "held", self._held[group.prompt_uid]
         return ("ready" if group.prompt_uid in self._ready else "open"), None
 
+    def is_leased(self, prompt_uid: str) -> bool:
+        return prompt_uid in self._leased
+
+    def doubtful(self) -> list[str]:
+        """prompt_uids of groups that a salvage holds, and nobody has released."""
+        tagged = self._tagged.get(DOUBTFUL, ())
+        return [uid for uid in tagged if self.prompt_groups[uid].marks.trainable is False]
+
     # -- inside ------------------------------------------------------------------------------
+
+    def check_owner(self, op: ops.ResumeTrajectory) -> None:
+        """
+        Raises:
+            NotOwnerError: the trajectory is here, and has another owner than `op` names.
+        """
+        if op.trajectory_uid in self.trajectory_index:
+            self._check_owner(op.metadata.get(OWNER), op.trajectory_uid, op.prompt_uid)
+
+    def _check_owner(self, owner: str | None, trajectory_uid: str | None, prompt_uid: str) -> None:
+        """
+        Args:
+            owner: who asks; None: one who may do everything.
+            trajectory_uid: what it asks for; None: the group.
+
+        Raises:
+            NotOwnerError: that has another owner.
+        """
+        if owner is None or self.replaying:
+            return
+        what, group = f"group {prompt_uid!r}", self.prompt_groups.get(prompt_uid)
+        metadata: Mapping[str, Any] = {}
+        if trajectory_uid is not None and trajectory_uid in self.trajectory_index:
+            what = f"trajectory {trajectory_uid!r}"
+            metadata = self.trajectory_index[trajectory_uid].metadata
+        elif group is not None and group.terms is not None:
+            metadata = group.metadata
+        elif group is not None and group.trajectories:  # undeclared: whoever came first
+            metadata = group.trajectories[0].metadata
+        if metadata.get(OWNER) not in (None, owner):
+            raise errors.NotOwnerError(f"{what} has another owner; use the key that opened it")
 
     def _add_metadata(self, record: TrajectoryRecord, metadata: dict[str, Any]) -> None:
         if metadata:

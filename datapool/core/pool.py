@@ -33,7 +33,7 @@ from stepwell.datapool.core.leases import LeaseBook
 from stepwell.datapool.core.rows import GroupReturned, LeaseRecord, Log, Writer
 from stepwell.datapool.inspect.events import EventLog, Events
 from stepwell.datapool.inspect.listing import listed
-from stepwell.datapool.types import TRAIN, VAL
+from stepwell.datapool.types import OWNER, TRAIN, VAL
 
 R = TypeVar("R")
 
@@ -90,6 +90,8 @@ class DataPool:
         """Where the trajectory is open, else where it was closed, else where it is asked for."""
         names = sorted(self.channels, key=lambda name: name != op.channel) if op.elsewhere else ()
         known = {n: self.channels[n].knows(op.trajectory_uid, op.prompt_uid) for n in names}
+        for name in self.channels if OWNER in op.metadata else ():
+            self.channels[name].check_owner(op)
         at_all = [n for state in ("open", "closed") for n in names if known[n] == state]
         return self._at((*at_all, op.channel)[0], now).resume_trajectory(op)
 

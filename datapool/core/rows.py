@@ -187,6 +187,7 @@ _OPS: Final[tuple[type[msgspec.Struct], ...]] = (
 )
 _KINDS: Final[tuple[type[msgspec.Struct], ...]] = (*_OPS, *_Record.__subclasses__())
 _tuple: Any = tuple
+KIND_NAMES: Final = tuple(kind.__name__ for kind in _KINDS)
 _DECODERS: Final = {kind.__name__: decoder(_tuple[float, int, kind]) for kind in _KINDS}
 
 

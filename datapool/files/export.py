@@ -8,6 +8,9 @@ One row per branch of a trajectory (`rows.py` says what is in it; the columns ar
 `read(write(x))` is x. Rows may be removed by whole trajectories, and the file saved anew by
 `datasets`. Both formats load to the same values.
 
+Beside a file is its digest, `x.parquet.sha256`, as `sha256sum` writes it: a file that has one is
+held against it when it is read. Whoever saves a file anew deletes that of the old one.
+
 Owns the file and its two formats, told by the suffix. Does not own which trajectories are in it,
 nor where they go (`transfer.py`).
 """
@@ -39,6 +42,7 @@ from stepwell.datapool.files.rows import (
     to_rows,
 )
 from stepwell.datapool.inspect.rows import ExportedTrajectory
+from stepwell.datapool.sealed import check_sidecar, sidecar_of, write_sidecar
 
 _ROW_GROUP_BYTES = 16 << 20
 _ROW_GROUP_ROWS = 2048
@@ -108,7 +112,11 @@ def write_rows(path: Path, rows: Iterable[Row], *, overwrite: bool) -> None:
                 raise ExportError(f"{path}: a value that no column can carry ({e})") from e
             file.flush()
             os.fsync(file.fileno())
+        sidecar_of(path).unlink(
+            missing_ok=True
+        )  # a kill may leave a file with none, not a wrong one
         temporary.replace(path)
+        write_sidecar(path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -122,6 +130,7 @@ def read(path: Path | str) -> Iterator[ExportedTrajectory]:
         ExportError: not a file of ours, another schema, a missing column, a truncated or damaged
             file, missing rows, values that no Step can have. What lies before the damage is given
             back first.
+        DamagedFileError: it is not what the digest beside it was made of.
         OSError: the file cannot be read.
     """
     return from_rows(read_rows(Path(path)))
@@ -129,7 +138,12 @@ def read(path: Path | str) -> Iterator[ExportedTrajectory]:
 
 def read_rows(path: Path) -> Iterator[PlacedRow]:
     """The rows of a file; raises as `read`."""
-    for where, row in _format_of(path).read(path):
+    form = _format_of(path)
+    check_sidecar(
+        path,
+        f"export it again; if you changed it yourself, delete {sidecar_of(path).name} beside it",
+    )
+    for where, row in form.read(path):
         check_row(row, where)
         yield where, row
 

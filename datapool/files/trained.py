@@ -4,6 +4,7 @@ while the run goes on and after it.
     trainer ──write──► RUN/trained/000000000012.jsonl ──read──► dashboard, `stepwell view`
                        {"step": 12, "groups": 8, …}                          the step
                        {"trajectory_uid": …, "steps": [{…, "columns": {…}}]}  a trajectory each
+                       each line with its `digest` (`datapool/sealed.py`)
 
 A prompt is stored without the tokens of the step that it extends. Columns have one number for each
 response token, with six decimals: `advantages`, `weights`, `mask`, `prox_log_probs`, …; their names
@@ -14,7 +15,7 @@ are the trainer's. Owns the format and the folder's bound. Does not own which tr
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -24,6 +25,7 @@ import orjson
 
 from stepwell.datapool.branches import parents
 from stepwell.datapool.errors import ExportError
+from stepwell.datapool.sealed import damaged, read_lines, sealed
 from stepwell.datapool.types import Step, Trajectory
 
 TRAINED: Final = "trained"
@@ -64,11 +66,11 @@ def write_trained(
     trajectories = list(of)
     head = {"step": step, **about, "trajectories": [_head(each) for each in trajectories]}
     said = (head, *map(_line, trajectories))
-    lines = [orjson.dumps(o, default=_plain, option=orjson.OPT_NON_STR_KEYS) for o in said]
+    lines = [sealed(orjson.dumps(o, default=_plain, option=orjson.OPT_NON_STR_KEYS)) for o in said]
     path = trained_path(folder, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
-    draft.write_bytes(b"\n".join(lines) + b"\n")
+    draft.write_bytes(b"".join(lines))
     draft.replace(path)
     with os.scandir(path.parent) as entries:  # once a step, and there may be ten thousand
         sizes = {e.name: e.stat().st_size for e in entries if e.name.endswith(path.suffix)}
@@ -84,32 +86,40 @@ def read_about(folder: Path, step: int) -> dict[str, Any]:
     says of it, and a list of the trajectories.
 
     Raises:
-        ExportError: there is no such file, or it is damaged.
+        ExportError: there is no such file.
+        DamagedFileError: it is damaged.
     """
-    path = trained_path(folder, step)
-    try:
-        with path.open("rb") as file:
-            about: dict[str, Any] = orjson.loads(file.readline())
-            return about
-    except (OSError, ValueError) as e:
-        raise _unreadable(path, e) from e
+    return next(_objects(trained_path(folder, step)))
 
 
 def read_trained(folder: Path, step: int) -> tuple[TrainedTrajectory, ...]:
     """The trajectories in the file of an optimizer step. Raises as `read_about`."""
     path = trained_path(folder, step)
+    about, *lines = _objects(path)
+    if len(lines) != len(about["trajectories"]):
+        raise damaged(path, "lines are missing", _REMEDY)
+    return tuple(map(_trajectory, lines))
+
+
+_REMEDY = "delete it: it is for people alone"
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file, the first one in any case."""
+    found = 0
     try:
-        _, *lines = map(orjson.loads, path.read_bytes().splitlines())
-        return tuple(map(_trajectory, lines))
-    except (OSError, ValueError, LookupError, TypeError) as e:
-        raise _unreadable(path, e) from e
-
-
-def _unreadable(path: Path, e: Exception) -> ExportError:
-    return ExportError(
-        f"{path} cannot be read ({e}); the trainer keeps the newest files only "
-        "(trainer.sample_mb), and none where trainer.sample_groups is 0"
-    )
+        for at, line in read_lines(path):
+            if line is None:
+                raise damaged(path, f"the line at byte {at} is not what was written", _REMEDY)
+            found += 1
+            yield orjson.loads(line)
+    except OSError as e:
+        raise ExportError(
+            f"{path} cannot be read ({e}); the trainer keeps the newest files only "
+            "(trainer.sample_mb), and none where trainer.sample_groups is 0"
+        ) from e
+    if not found:
+        raise damaged(path, "it is empty", _REMEDY)
 
 
 # -- lines -------------------------------------------------------------------------------------

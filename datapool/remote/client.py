@@ -288,13 +288,13 @@ class DataPoolClient:
         return await self.call(ops.Mark(prompt_uid, trajectory_uid, marks, channel))
 
     async def delete(
-        self, trajectory_uid: str | None = None, tag: str | None = None
+        self, trajectory_uid: str | None = None, tag: str | None = None, alone: bool = False
     ) -> ops.Deleted:
         """Delete data (`ops.Delete`), all there is. Erased from the journal's files within
         seconds."""
         found = ops.Deleted(more=True)
         while found.more:
-            found += await self.call(ops.Delete(trajectory_uid, tag))
+            found += await self.call(ops.Delete(trajectory_uid, tag, alone))
         return found
 
     async def dry_run(

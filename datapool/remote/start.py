@@ -35,6 +35,7 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.incarnation import Known
 from stepwell.datapool.remote.link import RESTART_S, Link
 from stepwell.datapool.remote.wire import Door
+from stepwell.datapool.sealed import read_sealed, write_sealed
 from stepwell.datapool.store.folder import journal_exists
 
 DEFAULT_NAME = "data_pool"
@@ -297,7 +298,8 @@ def _was_started(folder: Path, n: int) -> bool:
     note = folder / SHARDS_FILE
     before = str(n)
     if note.exists():
-        before = note.read_text().strip() or "unknown"
+        remedy = "put it back, or delete it if the pool has one shard alone"
+        before = str(read_sealed(note, remedy)["shards"])
     elif journal_exists(folder):
         before = "1"
     if before != str(n):
@@ -312,6 +314,4 @@ def _was_started(folder: Path, n: int) -> bool:
 def _note_started(folder: Path, n: int) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # all journals may be on other nodes
     note = folder / SHARDS_FILE
-    draft = note.with_suffix(".new")  # a full disk, or a kill, leaves no empty note
-    draft.write_text(f"{n}\n")
-    draft.replace(note)
+    write_sealed(note, {"shards": n})

@@ -27,7 +27,7 @@ Modules: `groups` (what rules see and answer), `built_in` (rules that have names
 one channel, in their order), `dry_run`.
 """
 
-from stepwell.datapool.selection.built_in import NOT_TRAINABLE, STALE, UNSCORED
+from stepwell.datapool.selection.built_in import DOUBTFUL, NOT_TRAINABLE, STALE, UNSCORED
 from stepwell.datapool.selection.dry_run import Decision, DryRun, dry_run
 from stepwell.datapool.selection.groups import (
     UNMARKED,
@@ -42,6 +42,7 @@ from stepwell.datapool.selection.groups import (
 from stepwell.datapool.selection.rules import Selection
 
 __all__ = [
+    "DOUBTFUL",
     "NOT_TRAINABLE",
     "STALE",
     "UNMARKED",

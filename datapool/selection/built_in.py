@@ -19,6 +19,8 @@ zero would miss sums that differ in their last bit."""
 
 STALE: Final = "stale"
 NOT_TRAINABLE: Final = "not_trainable"
+DOUBTFUL: Final = "doubtful"
+"""Tag of groups that a salvage holds, as they may have been closed in what was lost."""
 UNSCORED: Final = "unscored"
 
 
@@ -92,7 +94,8 @@ _NAME: Final = re.compile(r"([A-Za-z_]\w*)(?:\((.*)\))?")
 
 
 def build(config_field: str, spec: str, known: Rules) -> Callable[..., Any]:
-    """The function that `spec` names: built in, `name(argument)`, or a dotted path."""
+    """The function that `spec` names: built in, `name(argument)`, or a dotted path. For the texts
+    of a configuration or a program: a dotted path loads code."""
     built_in = _NAME.fullmatch(spec.strip())
     remedy = f"use {', '.join(known)} or the dotted path of a function, package.module:name"
     if built_in is not None and built_in[1] not in known:
@@ -100,27 +103,54 @@ def build(config_field: str, spec: str, known: Rules) -> Callable[..., Any]:
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise SelectionError(f"{config_field} is {spec!r}, which is not built in{hint}; {remedy}")
     try:
-        return _made(known[built_in[1]], built_in[2] or None) if built_in else _load(spec)
+        return _made(known[built_in[1]], built_in[2] or None) if built_in else load(spec)
     except Exception as e:  # importing the module of a dotted path runs foreign code
         reason = str(e) if type(e) is ValueError else f"{type(e).__name__}: {e}"
         raise SelectionError(f"{config_field} is {spec!r}: {reason}; {remedy}") from e
+
+
+def read_name(config_field: str, spec: str, known: Rules) -> str:
+    """The built-in rule and argument that `spec` names, written anew: what comes from a page, which
+    may name no code. `build` of the result loads nothing.
+
+    Raises:
+        SelectionError: `spec` is anything but one of `known` with an argument that it takes.
+    """
+    names = [name for name, rule in known.items() if callable(rule)]
+    built_in = _NAME.fullmatch(spec)
+    if built_in is None or built_in[1] not in names:
+        raise SelectionError(
+            f"{config_field} is {spec!r:.80}, which is not built in; use {', '.join(names)}"
+        )
+    name, argument = built_in[1], built_in[2]
+    if not argument:
+        return name
+    try:
+        number = _argument(known[name], argument)
+    except ValueError as e:
+        raise SelectionError(f"{config_field} is {spec!r:.80}: {e}") from e
+    return f"{name}({number!r})"
 
 
 def _made(rule: Callable[..., Any] | str, argument: str | None) -> Callable[..., Any]:
     if isinstance(rule, str):
         if argument is None:
             raise ValueError("it needs the dotted path of a function in brackets")
-        return _load(rule)(_load(argument))  # type: ignore[no-any-return]
-    if argument is None:
-        return rule
+        return load(rule)(load(argument))  # type: ignore[no-any-return]
+    return rule if argument is None else partial(rule, threshold=_argument(rule, argument))
+
+
+def _argument(rule: object, argument: str) -> float:
     if rule not in _TAKE_A_NUMBER:
         raise ValueError("it takes no argument")
     if not math.isfinite(threshold := float(argument)):
         raise ValueError(f"{argument} is out of range, pass a finite number")
-    return partial(rule, threshold=threshold)
+    return threshold
 
 
-def _load(path: str) -> Callable[..., Any]:
+def load(path: str) -> Callable[..., Any]:
+    """The function that a configuration, or a program that asks the pool itself, names by its
+    path. The only way from a rule's text to code: no text of a web page comes here."""
     found = resolve(path.strip())
     if not callable(found):
         raise ValueError(f"{path} is {found!r:.80}, not a function")

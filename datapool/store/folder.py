@@ -124,7 +124,7 @@ def lost_between(sequence: int, next_row: int, n_rows: int, acked: Acked) -> str
         rows = "no new rows"
     return (
         f"Acknowledged transactions {sequence + 1} to {acked.sequence} are lost: {rows}, and "
-        f"deletions; {n_rows} rows are there, {acked.rows} should be."
+        f"deletions; {n_rows} rows were live before them, {acked.rows} after them."
     )
 
 

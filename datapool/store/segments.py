@@ -19,8 +19,9 @@ format. Does not own which rows are where (`index.py`), nor when something is wr
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -32,6 +33,9 @@ from xxhash import xxh3_64_intdigest as xxh3
 _HEADER = struct.Struct("<Q16sIIQ")
 _SUM_BYTES = 8
 _RECORD = struct.Struct("<QQqHII")
+
+_CHANNEL_BYTES = 1024
+"""Names of channels are shorter."""
 
 Record: TypeAlias = tuple[bytes, ...]
 """A row as bytes, in pieces, which are put together when they are written."""
@@ -218,6 +222,42 @@ def blocks_in(data: bytes, journal: bytes) -> Iterator[Placed]:
             at = placed.end
         else:  # each begins with a checksum and this id
             at = data.find(journal, at + _SUM_BYTES + 1) - _SUM_BYTES
+
+
+def records_are_whole(data: bytes, begin: int, end: int) -> bool:
+    """Whether one transaction takes these bytes, and all its records are what was written, though
+    its block is not."""
+    records_at = begin + _HEADER.size
+    if records_at > end:
+        return False
+    _, _, n_block, n_records, records_sum = _HEADER.unpack_from(data, begin)
+    records_at += n_block
+    if records_at + n_records != end:
+        return False
+    whole: bool = xxh3(memoryview(data)[records_at:end]) == records_sum
+    return whole
+
+
+def records_in(
+    data: bytes, begin: int, end: int, kinds: Collection[str]
+) -> Iterator[tuple[int, int]]:
+    """Id and offset of each record of these kinds between two offsets whose names and head are
+    what was written, without the help of a block."""
+    names = re.compile(b"\\0(?:%s)" % b"|".join(re.escape(kind.encode()) for kind in kinds))
+    for match in names.finditer(data, begin, end):
+        for n_channel in range(min(match.start() - begin, _CHANNEL_BYTES) + 1):
+            at = match.start() - n_channel - _RECORD.size
+            if at < begin:
+                break
+            checksum, _, row, n_names, n_head, _ = _RECORD.unpack_from(data, at)
+            front = at + _RECORD.size + n_names + n_head
+            if (
+                n_names == match.end() - match.start() + n_channel
+                and front <= end
+                and checksum == xxh3(data[at + _SUM_BYTES : front])
+            ):
+                yield row, at
+                break
 
 
 def sound_blocks(data: bytes, journal: bytes) -> Iterator[Placed]:

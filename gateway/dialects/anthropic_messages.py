@@ -43,6 +43,7 @@ from stepwell.gateway.dialects.params import (
     wrong,
 )
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
+from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import Message, Tool
 from stepwell.gateway.trajectory.reply import Reply
@@ -149,7 +150,7 @@ class AnthropicMessages(Dialect):
     def parse(
         self,
         body: dict[str, Any],
-        reader: str | None = None,
+        reader: Principal | None = None,
         kind: type[MessagesParams] = MessagesParams,
     ) -> Parsed:
         """`kind`: `CountParams` for `POST /v1/messages/count_tokens`."""

@@ -20,6 +20,7 @@ import orjson
 
 from stepwell.gateway.call import Call, Listener
 from stepwell.gateway.errors import GatewayError
+from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import Delta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
@@ -186,10 +187,10 @@ class Dialect(ABC):
     """Recorded in each Step's metadata; tells apart the retries of different endpoints."""
 
     @abstractmethod
-    def parse(self, body: dict[str, Any], reader: str | None = None) -> Parsed:
+    def parse(self, body: dict[str, Any], reader: Principal | None = None) -> Parsed:
         """
         Args:
-            reader: the trajectory whose key was sent; answers of others are not there for it.
+            reader: who asks; answers of others are not there for it. None: the operator.
 
         Raises:
             RequestError: names the field, its value and the remedy.

@@ -15,12 +15,15 @@ from pydantic import AfterValidator, Field
 
 from stepwell.gateway.dialects.base import KEEP_ALIVE, Dialect, Event, Exchange, Parsed, sse
 from stepwell.gateway.dialects.params import (
+    OTHER_POLICY,
     Effort,
     MaxTokens,
+    NoPenalty,
     Params,
     Part,
     Temperature,
     Texts,
+    TopK,
     TopLogprobs,
     TopP,
     effort_args,
@@ -30,6 +33,7 @@ from stepwell.gateway.dialects.params import (
     wrong,
 )
 from stepwell.gateway.errors import GatewayError
+from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import ContentDelta, ReasoningDelta
@@ -37,7 +41,6 @@ from stepwell.gateway.tokens.messages import Message, Tool
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
 
-_OTHER_POLICY = "it would make the log-probs those of another policy"
 _RESERVED_TEMPLATE_ARGS = frozenset(
     (
         *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
@@ -71,11 +74,11 @@ class CompletionParams(Params):
             *("frequency_penalty", "ignore_eos", "logit_bias", "min_tokens", "presence_penalty"),
             "repetition_penalty",
         ),
-        _OTHER_POLICY,
+        OTHER_POLICY,
     )
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    top_k: TopK | None = None
     min_p: float | None = Field(default=None, ge=0, le=1)
     max_tokens: MaxTokens | None = None
     stop: Annotated[Texts, Field(max_length=16)] = ()
@@ -85,11 +88,11 @@ class CompletionParams(Params):
     n: int = Field(default=1, ge=1, le=16)
 
     # Not supported, but these values ask for nothing.
-    frequency_penalty: Literal[0] = 0
+    frequency_penalty: NoPenalty = 0
     ignore_eos: Literal[False] = False
     logit_bias: dict[str, Any] | None = Field(default=None, max_length=0)
     min_tokens: Literal[0] = 0
-    presence_penalty: Literal[0] = 0
+    presence_penalty: NoPenalty = 0
     repetition_penalty: Literal[1] = 1
 
     @property
@@ -156,7 +159,7 @@ class OpenAIChat(Dialect):
         """`chat_template`: looked through for the switches that `reasoning_effort` can turn."""
         self._chat_template = chat_template
 
-    def parse(self, body: dict[str, Any], reader: str | None = None) -> Parsed:
+    def parse(self, body: dict[str, Any], reader: Principal | None = None) -> Parsed:
         params = ChatParams.read(body)
         if params.top_logprobs and not params.logprobs:
             raise wrong("top_logprobs", params.top_logprobs, "send logprobs: true with it")

@@ -29,6 +29,7 @@ from stepwell.gateway.dialects.openai_chat import (
 )
 from stepwell.gateway.dialects.params import TopLogprobs, wrong
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
+from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import ContentDelta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
@@ -53,7 +54,7 @@ class OpenAICompletions(Dialect):
 
     name = "openai_completions"
 
-    def parse(self, body: dict[str, Any], reader: str | None = None) -> Parsed:
+    def parse(self, body: dict[str, Any], reader: Principal | None = None) -> Parsed:
         params = CompletionsParams.read(body)
         text, ids = _prompt(params.prompt)
         call = ChatRequest(

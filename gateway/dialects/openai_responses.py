@@ -24,11 +24,14 @@ from pydantic import Field
 
 from stepwell.gateway.dialects.base import KEEP_ALIVE, Dialect, Exchange, Parsed, sse
 from stepwell.gateway.dialects.params import (
+    OTHER_POLICY,
     Effort,
     MaxTokens,
+    NoPenalty,
     Params,
     Part,
     Temperature,
+    TopK,
     TopP,
     effort_args,
     json_constraint,
@@ -46,6 +49,7 @@ from stepwell.gateway.errors import (
     RequestError,
     UnknownItemError,
 )
+from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import Message, Tool
 from stepwell.gateway.trajectory.reply import Reply
@@ -66,8 +70,10 @@ _ECHOED = (
     *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls"),
     *("previous_response_id", "reasoning", "store", "temperature", "text", "tool_choice", "tools"),
     *("top_logprobs", "top_p", "prompt_cache_key", "safety_identifier", "user"),
+    *("presence_penalty", "frequency_penalty", "max_tool_calls"),
 )
-"""Fields of a request that its answer repeats, in OpenAI's order."""
+"""Fields of a request that its answer repeats, in OpenAI's order; then those that Open Responses
+wants in every answer."""
 Summary = Literal["auto", "concise", "detailed"]
 STORED_CHARS = 2**28
 """Default of `gateway.stored_response_chars`."""
@@ -110,13 +116,15 @@ class StreamOptions(Params):
 class ResponsesParams(Params):
     ignored = frozenset(
         (
-            *("client_metadata", "max_tool_calls", "model", "prompt_cache_options"),
-            *("prompt_cache_retention", "service_tier"),
+            *("client_metadata", "model", "prompt_cache_options", "prompt_cache_retention"),
+            "service_tier",
         )
     )
     remedies: ClassVar = {
         "background": "send false, and stream for long answers",
         "conversation": "send the whole input, or previous_response_id",
+        "frequency_penalty": OTHER_POLICY,
+        "presence_penalty": OTHER_POLICY,
         "prompt": "send instructions and input",
         "top_logprobs": "chat completions have log-probs",
     }
@@ -129,6 +137,7 @@ class ResponsesParams(Params):
     max_output_tokens: MaxTokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
+    top_k: TopK | None = None
     include: list[Includable] | None = None
     reasoning: Reasoning = Reasoning()
     text: Text = Text()
@@ -140,7 +149,12 @@ class ResponsesParams(Params):
     truncation: Literal["auto", "disabled"] = "disabled"
     context_management: Any = None
 
+    # Not supported, but this value asks for nothing.
+    frequency_penalty: NoPenalty = 0
+    presence_penalty: NoPenalty = 0
+
     # Echoed.
+    max_tool_calls: int | None = Field(default=None, ge=1)
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
@@ -174,7 +188,7 @@ class OpenAIResponses(Dialect):
         self.store = ResponseStore(stored_chars)
         self._chat_template = chat_template
 
-    def parse(self, body: dict[str, Any], reader: str | None = None) -> Parsed:
+    def parse(self, body: dict[str, Any], reader: Principal | None = None) -> Parsed:
         """See `Dialect.parse`.
 
         Raises:
@@ -212,6 +226,7 @@ class OpenAIResponses(Dialect):
             max_tokens=params.max_output_tokens,
             temperature=params.temperature,
             top_p=params.top_p,
+            top_k=params.top_k,
             constraint=constraint,
             constraint_field="text.format",
             forced_tool=forced_tool,
@@ -288,7 +303,7 @@ class OpenAIResponses(Dialect):
         """OpenAI's error object; the conversation is called `input` here."""
         return error_body(e, "input" if e.param == "messages" else e.param)
 
-    def stored(self, response_id: str, reader: str | None = None) -> StoredResponse:
+    def stored(self, response_id: str, reader: Principal | None = None) -> StoredResponse:
         """A remembered answer; `reader` as of `parse`.
 
         Raises:
@@ -313,10 +328,11 @@ class OpenAIResponses(Dialect):
         options: Options = exchange.parsed.options
         if options.store and exchange.calls[0].request.is_kept:
             messages = (*options.conversation, reply.text.message())
-            self.store.keep(StoredResponse(response, messages, exchange.trajectory.uid))
+            whose = exchange.trajectory.uid, exchange.trajectory.owner
+            self.store.keep(StoredResponse(response, messages, *whose))
         return events, response
 
-    def _previous(self, previous_id: str | None, reader: str | None) -> StoredResponse | None:
+    def _previous(self, previous_id: str | None, reader: Principal | None) -> StoredResponse | None:
         if previous_id is None:
             return None
         previous = self.store.read(previous_id, reader)
@@ -369,6 +385,8 @@ class StoredResponse:
     messages: tuple[Message, ...]
     """The conversation up to and with the answer; instructions are not carried over."""
     trajectory_uid: str
+    owner: str | None = None
+    """Of its trajectory."""
 
     def n_chars(self) -> int:
         # What an answer takes besides its texts; it repeats the tools.
@@ -390,12 +408,18 @@ class ResponseStore(LRUCache[str, StoredResponse]):
         with suppress(ValueError):
             self[stored.response["id"]] = stored
 
-    def read(self, response_id: str, reader: str | None = None) -> StoredResponse | None:
-        """`reader`: the trajectory that it must be of; None: any."""
+    def read(self, response_id: str, reader: Principal | None = None) -> StoredResponse | None:
+        """`reader`: of a trajectory's key, it must be that trajectory's; of an agent key, one that
+        it, or the operator, opened; None: any."""
         stored = self.get(response_id)
-        return None if stored is None or reader not in (None, stored.trajectory_uid) else stored
+        if stored is None or reader is None:
+            return stored
+        if reader.trajectory is not None and reader.trajectory[0] != stored.trajectory_uid:
+            return None
+        # Below a URL the trajectory is named without its key.
+        return stored if reader.owner is None or stored.owner in (None, reader.owner) else None
 
-    def item(self, item_id: str, reader: str | None = None) -> Item | None:
+    def item(self, item_id: str, reader: Principal | None = None) -> Item | None:
         """An item of a stored answer, whose id begins with that of the answer."""
         stored = self.read(f"resp_{item_id.partition('_')[2][:32]}", reader)
         output = stored.response["output"] if stored is not None else ()

@@ -20,6 +20,11 @@ T = TypeVar("T")
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Temperature: TypeAlias = Annotated[float, Field(ge=0, le=2)]
 TopP: TypeAlias = Annotated[float, Field(gt=0, le=1)]
+TopK: TypeAlias = Annotated[int, Field(ge=-1, lt=2**31)]
+NoPenalty: TypeAlias = Literal[0]
+"""A penalty that asks for nothing."""
+OTHER_POLICY = "it would make the log-probs those of another policy"
+"""Why a field that reshapes the distribution is refused."""
 MaxTokens: TypeAlias = Annotated[int, Field(ge=1, lt=2**31)]
 TopLogprobs: TypeAlias = Annotated[int, Field(ge=0, le=20)]
 Texts: TypeAlias = Annotated[

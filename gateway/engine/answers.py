@@ -48,6 +48,8 @@ _ADDRESSES = re.compile(
     r"\w+://[^\s\"']+|(?<![\w/])(?:/[\w.@+-]+){2,}|\b\d+(?:\.\d+){3}(?::\d+)?\b"
 )
 """URLs, files and IP addresses in an engine's own words."""
+_EVENT_END = re.compile(rb"\r?\n\r?\n")
+"""An empty line ends an event; servers end lines in either way."""
 _VERSION_FIELD = re.compile(rb'"weight_version"\s*:\s*(?:"[^"]*"|[^\s,}]+)')
 """No text of a reply matches: its quotation marks are escaped."""
 
@@ -364,7 +366,7 @@ async def events(body: AsyncIterator[bytes]) -> AsyncIterator[list[bytes]]:
     """Payloads of the SSE events that arrived together."""
     buffer = b""
     async for data in body:
-        *whole, buffer = (buffer + data).split(b"\n\n")
+        *whole, buffer = _EVENT_END.split(buffer + data)
         payloads = [e[5:].strip() for e in whole if e.startswith(b"data:")]
         payloads = [p for p in payloads if p != b"[DONE]"]
         if payloads:

@@ -27,11 +27,12 @@ from cachetools import LRUCache
 
 from stepwell.datapool.types import VAL
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
+from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import Key, extend_key, text_key
 
 _Place: TypeAlias = tuple[str | None, str | Key]
-"""Channel of the caller's key, and the declared name or the first prompt."""
+"""Owner (`keys.Principal.owner`), and the declared name or the first prompt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +59,8 @@ class Identity(NamedTuple):
     """Found by what is said in it: no agent knows its address."""
     group: Group | None = None
     """To be declared when the trajectory is opened."""
+    owner: str | None = None
+    """Of the key that opens it (`keys.Principal.owner`)."""
 
 
 class Groups:
@@ -79,18 +82,18 @@ class Groups:
         return of_key or self._config.channel
 
     def join(
-        self, call: ChatRequest, uid: str, declared: str | None, of_key: str | None
+        self, call: ChatRequest, uid: str, declared: str | None, caller: Principal
     ) -> Identity | None:
         """Who a conversation is that begins with this call; None: it is not to be stored.
 
         Args:
             uid: of the conversation's trajectory.
             declared: the group that the call names.
-            of_key: the channel of its caller's key.
+            caller: as whose, and in whose channel, it begins.
         """
         config, group = self._config.groups, None
         if declared is not None:
-            place = of_key, declared
+            place = caller.owner, declared
             group = self._forming.get(place) or self._begin(place, declared)
         elif config.form == "declared":
             return None
@@ -98,10 +101,11 @@ class Groups:
             if (first := self._first_prompt(call)) is None:
                 group = Group(f"prompt-{uid}", 1, config.within_s)
             else:
-                group = self._formed((of_key, first), first)
+                group = self._formed((caller.owner, first), first)
                 group.joined += 1
         prompt_uid = f"prompt-{uid}" if group is None else group.prompt_uid
-        return Identity(uid, prompt_uid, self.channel(prompt_uid, of_key), True, group)
+        channel = self.channel(prompt_uid, caller.channel)
+        return Identity(uid, prompt_uid, channel, True, group, caller.opens_as(uid))
 
     def leave(self, group: Group | None) -> None:
         """A conversation that joined it was refused before it was stored."""

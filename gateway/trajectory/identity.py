@@ -41,7 +41,7 @@ from starlette.datastructures import Headers
 from stepwell.datapool.errors import DataPoolError
 from stepwell.gateway.config import REMEMBERED
 from stepwell.gateway.errors import GatewayError, RequestError, TrajectoryClosedError
-from stepwell.gateway.keys import Named, presented
+from stepwell.gateway.keys import Named, Principal, presented
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import Key, extend_key, text_prefix_keys
 from stepwell.gateway.trajectory.groups import Groups
@@ -79,8 +79,7 @@ class Origin(NamedTuple):
     headers: Headers
     url: Named | None
     peer: Peer
-    channel: str | None
-    """Of its agent key."""
+    caller: Principal
 
 
 class Conversations:
@@ -189,23 +188,27 @@ class Identities:
         """
         headers = origin.headers
         if _is_not_recorded(headers):
-            return self._trajectories.unrecorded("asked", origin.channel)
+            return self._trajectories.unrecorded("asked", origin.caller)
         if (named := origin.url or self._named(headers)) is not None:
-            return self._trajectories.get(*named, origin.channel)
+            return self._trajectories.get(*named, origin.caller)
         caller = _caller(headers)
         trajectory = self._trajectories.known(continued) if continued is not None else None
+        if trajectory is not None:
+            trajectory.check_owner(origin.caller)
         if trajectory is not None and trajectory.uid not in self._conversations:
             return trajectory  # it was opened by its URL, and is its opener's to complete
         if trajectory is None:
-            uid = self._session_uid(headers, origin.channel) or self._of_conversation(
+            uid = self._session_uid(headers, origin.caller) or self._of_conversation(
                 call, retry, caller, origin.peer
             )
             trajectory = self._trajectories.known(uid)
-        if trajectory is None:
+        if trajectory is not None:
+            trajectory.check_owner(origin.caller)
+        else:
             declared = _decoded(headers, PROMPT_HEADER)
-            identity = self._groups.join(call, uid, declared, origin.channel)
+            identity = self._groups.join(call, uid, declared, origin.caller)
             if identity is None:
-                return self._trajectories.unrecorded("undeclared", origin.channel)
+                return self._trajectories.unrecorded("undeclared", origin.caller)
             trajectory = self._trajectories.begin(identity)
         self._conversations.use(trajectory.uid, caller)
         return trajectory
@@ -216,20 +219,21 @@ class Identities:
         trajectory.let_go()
 
     def known(
-        self, headers: Headers, call: ChatRequest, of_key: str | None
+        self, headers: Headers, call: ChatRequest, principal: Principal
     ) -> LiveTrajectory | None:
         """The open trajectory that `identify` would find without a URL; none is begun.
 
-        Args:
-            of_key: the channel of the caller's key.
-
         Raises:
             RequestError: a header is malformed.
+            PermissionDeniedError: another key opened it.
         """
         named = self._named(headers)
-        uid = named[0] if named is not None else self._session_uid(headers, of_key)
+        uid = named[0] if named is not None else self._session_uid(headers, principal)
         uid = uid or self._conversations.extended(call, _caller(headers))
-        return self._trajectories.known(uid) if uid is not None else None
+        trajectory = self._trajectories.known(uid) if uid is not None else None
+        if trajectory is not None:
+            trajectory.check_owner(principal)
+        return trajectory
 
     def _named(self, headers: Headers) -> tuple[str, str] | None:
         """(trajectory_uid, prompt_uid) that key or headers name.
@@ -244,16 +248,16 @@ class Identities:
             return None
         return uid, _decoded(headers, PROMPT_HEADER) or f"prompt-{uid}"
 
-    def _session_uid(self, headers: Headers, of_key: str | None) -> str | None:
+    def _session_uid(self, headers: Headers, caller: Principal) -> str | None:
         """Of the session that headers name. One that goes on after its trajectory was closed begins
         another one."""
         session = next((value for name in SESSION_HEADERS if (value := headers.get(name))), None)
         if session is None:
             return None
         # No two sessions have one name: `~` stands before our number, `%` before an escaped byte,
-        # `@` before the channel of a key: those of two services may be called alike.
-        first = "session-" + re.sub("[%/~@]", lambda m: f"%{ord(m[0]):02X}", session)
-        first = uid = first if of_key is None else f"{first}@{of_key}"
+        # `@` before the owner's name: sessions of two services may be called alike.
+        first = f"session-{_escaped(session)}"
+        first = uid = f"{first}@{_escaped(caller.owner)}" if caller.owner else first
         n = 1
         while self._trajectories.is_closed(uid):
             n += 1
@@ -308,6 +312,10 @@ class Identities:
             except (GatewayError, DataPoolError) as e:  # tried again in a later round
                 log.warning("idle trajectory %s could not be closed: %s", trajectory.uid, e)
         return n_completed
+
+
+def _escaped(name: str) -> str:
+    return re.sub("[%/~@]", lambda m: f"%{ord(m[0]):02X}", name)
 
 
 def _decoded(headers: Headers, name: str) -> str | None:

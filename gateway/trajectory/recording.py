@@ -25,12 +25,23 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
-from stepwell.datapool.errors import DataPoolError, JournalError, JournalFullError, PoolFullError
+from stepwell.datapool.errors import (
+    DataPoolError,
+    JournalError,
+    JournalFullError,
+    NotOwnerError,
+    PoolFullError,
+)
 from stepwell.datapool.errors import PoolUnavailableError as PoolGoneError
 from stepwell.datapool.ops import TrajectoryOutcome
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.errors import ChannelFullError, PoolStorageError, PoolUnavailableError
+from stepwell.gateway.errors import (
+    ChannelFullError,
+    PermissionDeniedError,
+    PoolStorageError,
+    PoolUnavailableError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -161,6 +172,7 @@ async def ask(answer: Awaitable[T], timeout_s: float) -> T:
     Raises:
         DataPoolError: the pool refuses what was sent.
         ChannelFullError: there is no room; nothing was applied.
+        PermissionDeniedError: what the call is about has another owner.
         PoolUnavailableError: no answer, or one that is not durable; whether the pool applied the
             call is not known.
     """
@@ -169,6 +181,8 @@ async def ask(answer: Awaitable[T], timeout_s: float) -> T:
             return await answer
     except PoolFullError as e:
         raise ChannelFullError(f"the DataPool takes no new group now: {e}") from e
+    except NotOwnerError as e:
+        raise PermissionDeniedError(str(e)) from e
     except DataPoolError as e:
         for kind, failure, words in _FAILURES:
             if isinstance(e, kind):

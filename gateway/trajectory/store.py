@@ -19,13 +19,14 @@ from cachetools import LRUCache
 from stepwell.datapool.errors import StepIndexError, UnknownTrajectoryError
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
-from stepwell.datapool.types import VAL
+from stepwell.datapool.types import OWNER, VAL
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.errors import (
     RequestError,
     TrajectoryClosedError,
     TrajectoryConflictError,
 )
+from stepwell.gateway.keys import OPERATOR, Principal
 from stepwell.gateway.trajectory.groups import Identity
 from stepwell.gateway.trajectory.recording import Recording, Unrecorded
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory, closed_error
@@ -61,29 +62,32 @@ class TrajectoryStore:
     def __iter__(self) -> Iterator[LiveTrajectory]:
         return iter(tuple(self._open.values()))
 
-    def get(self, uid: str, prompt_uid: str, of_key: str | None = None) -> LiveTrajectory:
+    def get(self, uid: str, prompt_uid: str, caller: Principal = OPERATOR) -> LiveTrajectory:
         """The open trajectory of this URL; an unknown one begins here.
 
         Args:
-            of_key: the channel of the caller's key, for one that begins.
+            caller: in whose channel, and as whose, one begins.
 
         Raises:
+            PermissionDeniedError: another key opened it.
             TrajectoryClosedError, TrajectoryConflictError
         """
-        trajectory = self.find(uid, prompt_uid, of_key)
+        trajectory = self.find(uid, prompt_uid, caller)
         if trajectory.closed is not None:
             raise closed_error(uid, trajectory.closed)
         return trajectory
 
-    def find(self, uid: str, prompt_uid: str, of_key: str | None = None) -> LiveTrajectory:
+    def find(self, uid: str, prompt_uid: str, caller: Principal = OPERATOR) -> LiveTrajectory:
         """As `get`, but closed ones are returned too: closing them again is the pool's to judge."""
         trajectory = self._open.get(uid)
         if trajectory is None and uid in self._closed:
             identity, how = self._closed[uid]
             trajectory = self._make(identity, self._leaves, closed=how)
         elif trajectory is None:
-            channel = self._channel_of(prompt_uid, of_key)
-            trajectory = self.begin(Identity(uid, prompt_uid, channel))
+            channel = self._channel_of(prompt_uid, caller.channel)
+            owner = caller.opens_as(uid)
+            trajectory = self.begin(Identity(uid, prompt_uid, channel, owner=owner))
+        trajectory.check_owner(caller)
         if trajectory.prompt_uid != prompt_uid:
             raise TrajectoryConflictError(
                 f"trajectory {uid!r} belongs to prompt_uid {trajectory.prompt_uid!r}, not "
@@ -97,18 +101,20 @@ class TrajectoryStore:
         self._open[identity.uid] = trajectory
         return trajectory
 
-    def unrecorded(self, why: Unrecorded, of_key: str | None) -> LiveTrajectory:
+    def unrecorded(self, why: Unrecorded, caller: Principal) -> LiveTrajectory:
         """A trajectory for one request, of which nothing is stored or kept.
 
         Args:
-            of_key: the channel of the caller's key, as which it is sampled.
+            caller: in whose channel it is sampled.
         """
         uid = f"unrecorded-{uuid.uuid4().hex}"
-        return self.begin(Identity(uid, f"prompt-{uid}", self._channel_of("", of_key)), why)
+        channel = self._channel_of("", caller.channel)
+        return self.begin(Identity(uid, f"prompt-{uid}", channel, owner=caller.owner), why)
 
-    def elsewhere(self, uid: str, prompt_uid: str) -> LiveTrajectory:
+    def elsewhere(self, uid: str, prompt_uid: str, caller: Principal = OPERATOR) -> LiveTrajectory:
         """A trajectory to open for another gateway: it is not kept here."""
-        identity = Identity(uid, prompt_uid, self._channel_of(prompt_uid, None))
+        channel = self._channel_of(prompt_uid, None)
+        identity = Identity(uid, prompt_uid, channel, owner=caller.opens_as(uid))
         return self._make(identity, lambda _: None, is_elsewhere=True)
 
     def known(self, uid: str) -> LiveTrajectory | None:
@@ -139,14 +145,15 @@ class TrajectoryStore:
         self._open.pop(trajectory.uid, None)
         self._on_left(trajectory)
         if trajectory.closed is not None:
-            identity = Identity(trajectory.uid, trajectory.prompt_uid, trajectory.channel)
+            uids = trajectory.uid, trajectory.prompt_uid
+            identity = Identity(*uids, trajectory.channel, owner=trajectory.owner)
             self._closed[trajectory.uid] = (identity, trajectory.closed)
 
 
 class Outcomes:
     """Closes and scores trajectories by their uid alone, for agents that know no URL and rewards
-    that come late. A caller whose key has a channel finds only what is there, or held out. Owned by
-    the app's lifespan."""
+    that come late. An agent key finds what it opened, and what the operator did in its channel, or
+    held out. Owned by the app's lifespan."""
 
     def __init__(
         self, config: GatewayConfig, recording: Recording, trajectories: TrajectoryStore
@@ -160,13 +167,13 @@ class Outcomes:
         uid: str,
         reward: float | None,
         metadata: Mapping[str, Any],
-        of_key: str | None = None,
+        caller: Principal = OPERATOR,
         step_rewards: Sequence[float | None] = (),
     ) -> TrajectoryOutcome:
         """
         Args:
             step_rewards: of its steps, in order.
-            of_key: the channel of the caller's key.
+            caller: who asks; an agent key finds what it, or the operator, opened.
 
         Raises:
             UnknownTrajectoryError: no channel knows it.
@@ -174,13 +181,15 @@ class Outcomes:
             PoolUnavailableError
         """
         live = self._trajectories.known(uid)
-        if live is not None and (of_key is None or live.channel in (of_key, VAL)):
-            return await live.complete(reward, metadata, step_rewards)
+        if live is not None:
+            live.check_owner(caller)
+            if caller.channel is None or live.channel in (caller.channel, VAL):
+                return await live.complete(reward, metadata, step_rewards, caller)
         how, complete = (reward, metadata, step_rewards), self._recording.complete
-        return await self._first(uid, of_key, lambda channel: complete(uid, channel, *how))
+        return await self._first(uid, caller, lambda channel: complete(uid, channel, *how))
 
     async def score(
-        self, uid: str, reward: float, of_key: str | None = None, step_index: int | None = None
+        self, uid: str, reward: float, caller: Principal = OPERATOR, step_index: int | None = None
     ) -> SubmitOutcome:
         """The reward of a trajectory, or of one step, from now on; `late` once its group was
         leased.
@@ -193,7 +202,7 @@ class Outcomes:
         set_reward = self._recording.pool.set_reward
         try:
             return await self._first(
-                uid, of_key, lambda channel: set_reward(uid, reward, step_index, channel=channel)
+                uid, caller, lambda channel: set_reward(uid, reward, step_index, channel=channel)
             )
         except StepIndexError as e:
             raise RequestError(str(e), "step_index") from e
@@ -205,7 +214,7 @@ class Outcomes:
         score: float | None,
         label: str | None,
         correction: str | None,
-        of_key: str | None = None,
+        caller: Principal = OPERATOR,
     ) -> SubmitOutcome:
         """Keep what a person says of a trajectory (`step_index` None), or of one step.
 
@@ -236,7 +245,7 @@ class Outcomes:
 
         late: Exception | None = None
         try:
-            if await self._first(uid, of_key, keep) == "accepted":
+            if await self._first(uid, caller, keep) == "accepted":
                 return "accepted"
         except StepIndexError as e:
             raise RequestError(str(e), "step_index") from e
@@ -248,27 +257,43 @@ class Outcomes:
             "(pool.channels.NAME.hold_s; without such a section pool.default.hold_s)"
         ) from late
 
-    async def _first(self, uid: str, of_key: str | None, do: Callable[[str], Awaitable[T]]) -> T:
-        """What the first channel answers that knows the trajectory."""
-        async for channel in self._channels(uid, of_key):
+    async def _first(self, uid: str, caller: Principal, do: Callable[[str], Awaitable[T]]) -> T:
+        """What the first channel answers that knows a trajectory of this uid that the caller may
+        use.
+
+        Raises:
+            PermissionDeniedError: there is none but another's.
+            UnknownTrajectoryError: there is none.
+        """
+        owner: str | None = None
+        async for channel in self._channels(uid, caller):
+            if caller.opens_as(uid) is not None:
+                listed = self._recording.pool.list_trajectories(channel, trajectory_uid=uid)
+                rows = (await self._recording.ask(listed)).items
+                found = next((row.metadata.get(OWNER) for row in rows), None)
+                if not caller.may_use(uid, found):
+                    owner = found
+                    continue
+                if found is None and caller.channel not in (None, channel) and channel != VAL:
+                    continue
             try:
                 return await self._recording.ask(do(channel))
             except UnknownTrajectoryError:
                 continue
+        caller.check_owner(uid, owner)
         raise UnknownTrajectoryError(f"trajectory {uid!r} is unknown in every channel")
 
-    async def _channels(self, uid: str, of_key: str | None) -> AsyncIterator[str]:
+    async def _channels(self, uid: str, caller: Principal) -> AsyncIterator[str]:
         """Where it may be, the likely ones first."""
-        if of_key is not None:
-            likely = dict.fromkeys((of_key, VAL))
-        else:
-            known = self._trajectories.channel(uid)
-            likely = dict.fromkeys(self._config.channels if known is None else (known,))
+        known = self._trajectories.channel(uid)
+        first = [known] if known is not None else [*self._config.channels]
+        if caller.channel is not None:
+            first = [caller.channel, VAL, *first]
+        likely = dict.fromkeys(first)
         for channel in likely:
             yield channel
-        if of_key is None:
-            everywhere: dict[str, Any] = await self._recording.ask(
-                self._recording.pool.get_statistics()
-            )
-            for channel in everywhere.keys() - likely:
-                yield channel
+        everywhere: dict[str, Any] = await self._recording.ask(
+            self._recording.pool.get_statistics()
+        )
+        for channel in everywhere.keys() - likely:
+            yield channel

@@ -44,13 +44,14 @@ from stepwell.datapool.errors import (
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.ops import Resumed, TrajectoryOutcome
-from stepwell.datapool.types import GREEDY
+from stepwell.datapool.types import GREEDY, OWNER
 from stepwell.gateway.errors import (
     PoolUnavailableError,
     RequestError,
     TrajectoryClosedError,
     TrajectoryConflictError,
 )
+from stepwell.gateway.keys import OPERATOR, Principal
 from stepwell.gateway.tokens.graph import TurnGraph
 from stepwell.gateway.trajectory.groups import Group, Identity
 from stepwell.gateway.trajectory.note import restore
@@ -78,7 +79,10 @@ class LiveTrajectory:
             on_left: told when it was closed, or was refused before the pool heard of it.
             is_elsewhere: another gateway serves it, and alone can give it up.
         """
-        self.uid, self.prompt_uid, self.channel, self.is_conversation, self.group = identity
+        self.uid, self.prompt_uid, self.channel = identity[:3]
+        self.is_conversation, self.group = identity.is_conversation, identity.group
+        self.owner = identity.owner
+        """Who opened it (`keys.Principal.owner`); None: the operator. Provisional while new."""
         self.unrecorded = unrecorded
         """Why its calls are not stored; None: they are."""
         self.graph = TurnGraph()
@@ -129,8 +133,18 @@ class LiveTrajectory:
         if not (self._opened or self._users or self.in_flight or self.closed is not None):
             self._on_left(self)
 
+    def check_owner(self, caller: Principal) -> None:
+        """A new one is checked as the pool is asked about it.
+
+        Raises:
+            PermissionDeniedError: another key opened it.
+        """
+        if not self.is_new:
+            caller.check_owner(self.uid, self.owner)
+
     async def open(
         self,
+        caller: Principal = OPERATOR,
         *,
         channel: str | None = None,
         attempt: int = 0,
@@ -144,7 +158,9 @@ class LiveTrajectory:
             TrajectoryConflictError: it is open in another channel.
             TrajectoryClosedError: the pool has closed it.
             ChannelFullError: there is no room for its group.
+            PermissionDeniedError: another key opened it, or its group.
         """
+        self.check_owner(caller)
         if self._opened and channel is None and metadata is None:
             return
         self.greedy |= bool(metadata and metadata.get(GREEDY))
@@ -152,7 +168,8 @@ class LiveTrajectory:
             return
         async with self._or_unrecorded(), self._alone():
             if not self._opened or channel is not None or metadata is not None:
-                await self._read(channel, attempt, metadata)
+                await self._read(channel, attempt, metadata, caller.opens_as(self.uid))
+        self.check_owner(caller)
 
     async def catch_up(self) -> None:
         """Read what other gateways stored since.
@@ -190,6 +207,7 @@ class LiveTrajectory:
         reward: float | None,
         metadata: Mapping[str, Any] | None,
         step_rewards: Sequence[float | None] = (),
+        caller: Principal = OPERATOR,
     ) -> TrajectoryOutcome:
         """Close with an outcome reward, and the steps' own. Calls in flight answer 410; repeating
         it is harmless."""
@@ -198,15 +216,19 @@ class LiveTrajectory:
             lambda: self._recording.complete(
                 self.uid, self.channel, reward, metadata or {}, step_rewards
             ),
+            caller,
         )
 
-    async def abort(self, reason: str, *, will_retry: bool) -> TrajectoryOutcome:
+    async def abort(
+        self, reason: str, *, will_retry: bool, caller: Principal = OPERATOR
+    ) -> TrajectoryOutcome:
         """Close without serving it. Calls in flight are aborted; repeating it is harmless."""
         return await self._end(
             f"aborted ({reason})",
             lambda: self._pool.abort_trajectory(
                 self.uid, reason, will_retry=will_retry, channel=self.channel
             ),
+            caller,
         )
 
     def forget(self) -> None:
@@ -303,6 +325,7 @@ class LiveTrajectory:
         channel: str | None = None,
         attempt: int = 0,
         metadata: Mapping[str, Any] | None = None,
+        owner: str | None = None,
     ) -> bool:
         """Open it, or go on with it. Whether it is open: it may be complete already.
 
@@ -314,18 +337,21 @@ class LiveTrajectory:
                 f"trajectory {self.uid!r} is open in channel {self.channel!r}, not "
                 f"{channel!r}; register it before its first call"
             )
-        self.channel = channel or self.channel
+        chosen = channel or self.channel
         room_s = self._recording.room_s
+        about = dict(metadata or {})
+        if owner is not None:
+            about[OWNER] = owner
         if self.group is not None and not self._opened:
-            await self._declare(self.group)
+            await self._declare(self.group, owner)
         try:
             resumed = await self._recording.ask(
                 self._pool.resume_trajectory(
                     self.uid,
                     self.prompt_uid,
                     attempt=attempt,
-                    metadata=dict(metadata or {}),
-                    channel=self.channel,
+                    metadata=about,
+                    channel=chosen,
                     elsewhere=channel is None and not self._opened,
                     timeout_s=room_s,
                 ),
@@ -333,6 +359,7 @@ class LiveTrajectory:
             )
         except PoolTrajectoryConflictError as e:
             raise TrajectoryConflictError(str(e)) from e
+        self.channel = chosen
         if resumed.outcome == "late":
             self._close("closed before in the DataPool, or its group was")
             self._check_open()
@@ -343,6 +370,7 @@ class LiveTrajectory:
     def _take_over(self, resumed: Resumed) -> None:
         self._opened = True
         self.channel = resumed.channel
+        self.owner = resumed.metadata.get(OWNER)
         self.greedy |= bool(resumed.metadata.get(GREEDY))  # said to another gateway, or before
         steps = resumed.steps
         for step in steps:
@@ -354,7 +382,7 @@ class LiveTrajectory:
         if steps:
             self.note_steps(steps[-1].step_index)
 
-    async def _declare(self, group: Group) -> None:
+    async def _declare(self, group: Group, owner: str | None) -> None:
         """Let the pool close the group of this conversation by itself."""
         try:
             await self._recording.ask(
@@ -362,6 +390,7 @@ class LiveTrajectory:
                     group.prompt_uid,
                     group.n,
                     group.deadline_s,
+                    metadata={} if owner is None else {OWNER: owner},
                     channel=self.channel,
                     timeout_s=self._recording.room_s,
                 ),
@@ -375,15 +404,17 @@ class LiveTrajectory:
             log.debug("group %s: %s", self.prompt_uid, e)
 
     async def _end(
-        self, how: str, end: Callable[[], Awaitable[TrajectoryOutcome]]
+        self, how: str, end: Callable[[], Awaitable[TrajectoryOutcome]], caller: Principal
     ) -> TrajectoryOutcome:
+        self.check_owner(caller)
         with self.in_use():
             async with self._lock:
                 if self.unrecorded is not None:
                     self._close(how)
                     return "aborted"
                 if not self._opened:
-                    await self._resume()
+                    await self._resume(owner=caller.opens_as(self.uid))
+                self.check_owner(caller)
                 try:
                     outcome = await self._recording.ask(end())
                 except PoolTrajectoryClosedError as e:

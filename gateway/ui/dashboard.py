@@ -21,10 +21,10 @@ import orjson
 
 from stepwell.datapool.branches import parents
 from stepwell.datapool.config import SelectionConfig
-from stepwell.datapool.errors import DataPoolError
+from stepwell.datapool.errors import DataPoolError, SelectionError
 from stepwell.datapool.inspect.events import Event
 from stepwell.datapool.ops import Mark
-from stepwell.datapool.selection.built_in import FILTERS, ORDERS
+from stepwell.datapool.selection.built_in import FILTERS, ORDERS, read_name
 from stepwell.datapool.types import TRAIN, Trajectory
 from stepwell.gateway.errors import PoolUnavailableError, RequestError, UnknownItemError
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
@@ -37,7 +37,6 @@ from stepwell.gateway.ui.trajectories import last_words, prefixes, said, shown, 
 PAGE: Final = 100
 EVENTS_A_TICK: Final = 200
 EVENTS_A_PAGE: Final = 1000
-BUILT_IN: Final = [n for n, rule in {**ORDERS, **FILTERS}.items() if callable(rule)]
 MOST_TRIED: Final = 2000
 """Ready groups of a dry run: some 0.3 ms each, during which the pool answers nobody else."""
 LAST_RECORDS: Final = 20
@@ -95,7 +94,7 @@ class Dashboard:
             "run": run,
             "read_only": self.read_only,
             "channels": list(await self.ask(self.pool.get_statistics())),
-            "filters": [name for name in FILTERS if name in BUILT_IN],
+            "filters": [name for name, rule in FILTERS.items() if callable(rule)],
             "orders": list(ORDERS),
         }
 
@@ -324,26 +323,19 @@ class Dashboard:
     async def dry_run(
         self, channel: str, batch_size: int | None, selection: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """What would be served now. Built-in rules alone: a page names no code to be loaded."""
+        """What would be served now. Rules are built-in ones: a page names no code to be loaded."""
         rules = None
         if selection is not None:
             try:
                 rules = SelectionConfig.model_validate(selection)
             except ValueError as e:
                 raise RequestError(f"selection: {e}", "selection") from e
-            for name in (*rules.filters, rules.order):
-                if name.partition("(")[0] not in BUILT_IN:
-                    raise RequestError(
-                        f"selection names {name!r:.80}; here it may name {', '.join(BUILT_IN)}. "
-                        "Rules of your own are set in pool.channels.NAME.selection",
-                        "selection",
-                    )
+            rules = _built_in(rules)
         ready = (await self.ask(self.pool.get_statistics(channel)))["groups"]["ready"]
         if ready > MOST_TRIED:
             raise RequestError(
                 f"channel {channel!r} has {ready} ready groups; a dry run looks at each of them "
-                f"and holds the pool up meanwhile, so here it takes {MOST_TRIED} at most. A "
-                "program may call DataPoolClient.dry_run",
+                f"and holds the pool up meanwhile, so here it takes {MOST_TRIED} at most",
                 "channel",
             )
         run = await self.ask(self.pool.dry_run(rules, channel, batch_size or 1))
@@ -351,6 +343,24 @@ class Dashboard:
 
     def close(self) -> None:
         self.live.close()
+
+
+def _built_in(rules: SelectionConfig) -> SelectionConfig:
+    """`rules`, if all of them are built in, as the parser of built-in rules writes them.
+
+    Raises:
+        RequestError: one is not; a page names no code.
+    """
+    try:
+        return SelectionConfig(
+            order=read_name("selection.order", rules.order, ORDERS),
+            filters=tuple(
+                read_name(f"selection.filters[{i}]", each, FILTERS)
+                for i, each in enumerate(rules.filters)
+            ),
+        )
+    except SelectionError as e:
+        raise RequestError(str(e), "selection") from e
 
 
 def _least(lag: str) -> float:

@@ -5,6 +5,8 @@ training without knowing a trainer.
     trained/        what a step was trained on (`datapool/files/trained.py`)
     run.json        who runs what, since when
 
+All of them carry digests (`datapool/sealed.py`); what is damaged is an error that names the file.
+
 A record is found by its place in the file: of a long run the places are kept and not the records.
 Every method reads files; call it in a thread. Owns no file.
 """
@@ -25,6 +27,7 @@ from stepwell.datapool.files.trained import (
     read_trained,
     trained_steps,
 )
+from stepwell.datapool.sealed import damaged, read_sealed, unsealed
 from stepwell.datapool.types import Trajectory
 
 METRICS: Final = "metrics.jsonl"
@@ -68,7 +71,7 @@ class RunFolder:
             found = []
             for at, size in places:
                 file.seek(at)
-                found.append(orjson.loads(file.read(size)))
+                found.append(self._record(at, file.read(size)))
             return found
 
     def series(self, keys: Sequence[str]) -> dict[str, list[Any]]:
@@ -92,13 +95,24 @@ class RunFolder:
                 for line in file:
                     if not line.endswith(b"\n"):
                         return  # it is being written
-                    step = orjson.loads(line)["step"]
+                    step = self._record(self._read_to, line)["step"]
                     self._places[step] = (self._read_to, len(line))
                     if b'"val/' in line:
                         self._evaluated.add(step)
                     self._read_to += len(line)
-        except (OSError, ValueError, LookupError):  # no trainer yet, or a line of somebody else's
+        except OSError:  # no trainer yet
             return
+
+    def _record(self, at: int, line: bytes) -> dict[str, Any]:
+        try:
+            record: dict[str, Any] = orjson.loads(unsealed(line))
+        except ValueError as e:
+            raise damaged(
+                self.path / METRICS,
+                f"the line at byte {at} is not what was written",
+                "delete that line, or move the file aside: training needs none of it",
+            ) from e
+        return record
 
     # -- what was trained on -----------------------------------------------------------------
 
@@ -141,10 +155,10 @@ class RunFolder:
     def run(self) -> dict[str, Any]:
         """What run.json says that may be shown."""
         try:
-            said = orjson.loads((self.path / RUN).read_bytes())
+            said = read_sealed(self.path / RUN, "start the run again, which writes it anew")
             config = said["config"]
             shown = {name: said.get(name) for name in ("name", "started_at", "versions", "git")}
             keys = {"model": ("model", "path"), "backend": ("trainer", "backend")}
             return shown | {k: config.get(a, {}).get(b) for k, (a, b) in keys.items()}
-        except (OSError, ValueError, LookupError):  # the run is still starting
+        except OSError:  # the run is still starting
             return {"name": self.path.name}

@@ -225,6 +225,20 @@ def test_a_small_budget_of_logits_changes_no_update(
 # --- LoRA
 
 
+def test_the_size_of_the_update_is_that_of_the_merged_weights(
+    model_path: Path, tmp_path: Path
+) -> None:
+    trained = backend(model_path, lora={"rank": 4, "rslora": True}, lr=1e-2)
+    train(trained, [1, 2])
+    metrics = train(trained, [1, 2])[-1]
+    trained.save_weights(tmp_path / "v1")
+    start = load_file(model_path / "model.safetensors")
+    merged = load_file(tmp_path / "v1" / "model.safetensors")
+    changed = [name for name in start if not torch.equal(start[name], merged[name])]
+    sizes = torch.stack([(merged[n] - start[n]).norm() / start[n].norm() for n in changed])
+    assert metrics["lora/relative_norm"] == pytest.approx(float(sizes.median()), rel=1e-3)
+
+
 def test_adapters_alone_are_trained_and_checkpointed_and_engines_get_merged_weights(
     model_path: Path, tmp_path: Path
 ) -> None:

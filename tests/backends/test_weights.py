@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.backends.checksums import ChecksumError
 from stepwell.backends.weights import Published, WeightStore, check_version, read_current
+from stepwell.datapool.errors import DamagedFileError
 
 
 def save(content: str):  # type: ignore[no-untyped-def]  # a closure for `write`
@@ -100,10 +100,10 @@ def test_a_byte_that_changed_in_a_version_is_found_and_its_file_named(tmp_path: 
     for file in sorted(path.iterdir()):
         sound = file.read_bytes()
         file.write_bytes(bytes([*sound[:-3], sound[-3] ^ 1, *sound[-2:]]))
-        with pytest.raises(ChecksumError, match=rf"v1/{file.name} is damaged"):
+        with pytest.raises(DamagedFileError, match=rf"v1/{file.name} is damaged"):
             check_version(tmp_path, path)
         file.unlink()
-        with pytest.raises(ChecksumError, match=rf"v1/{file.name} is missing"):
+        with pytest.raises(DamagedFileError, match=rf"v1/{file.name} is missing"):
             check_version(tmp_path, path)
         file.write_bytes(sound)
     check_version(tmp_path, path)

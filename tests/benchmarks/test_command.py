@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import pytest
 
 from benchmarks import size
-from benchmarks.__main__ import BENCHES, add_options, main, show
+from benchmarks.__main__ import BENCHES, add_options, main, record, show
 from benchmarks.checks import BenchResult, Check
 
 ROOT = Path(__file__).parents[2]
@@ -116,3 +116,13 @@ def test_size_counts_what_a_room_holds_and_the_wheel_is_their_sum(
 def test_a_bench_of_tables_alone_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     show("lag", BenchResult({}, {"scores": [{"method": "none", "lag 0": 0.97}]}))
     assert "0.97" in capsys.readouterr().out
+
+
+def test_a_recorded_run_has_its_figures_its_commit_and_its_day(tmp_path: Path) -> None:
+    result = BenchResult(figures={"calls": 3})
+    result.at_least("ratio", 2.5, 2.0)
+    record("gateway", result, tmp_path)
+    run = json.loads((tmp_path / "gateway.json").read_bytes())
+    assert run["checks"] == {"ratio": {"value": 2.5, "bound": 2.0, "holds": True}}
+    assert (run["bench"], run["figures"]) == ("gateway", {"calls": 3})
+    assert run.keys() >= {"date", "commit"}

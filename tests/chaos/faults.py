@@ -20,7 +20,7 @@ import psutil
 
 Action: TypeAlias = Literal["kill", "stop", "fill", "cut"]
 
-PARTS = ("pool", "gateway", "engine", "engine_server", "worker", "driver", "raylet")
+PARTS = ("pool", "gateway", "engine", "engine_server", "worker", "driver", "raylet", "gcs")
 ACTORS = {
     "pool": "ray::DataPoolActor",
     "gateway": "ray::GatewayReplica",
@@ -28,6 +28,8 @@ ACTORS = {
     "worker": "ray::RolloutWorker",
 }
 """How Ray names their processes."""
+DAEMONS = {"raylet": "raylet", "gcs_server": "gcs"}
+"""How Ray names its own processes."""
 ENGINE = "stepwell.backends.engines.embedded"
 STOP_S = (3.0, 15.0)
 LONG_STOP_S = 40.0
@@ -88,8 +90,8 @@ def part_of(process: psutil.Process) -> str | None:
         return None
     if ENGINE in line:
         return "engine"
-    if line[0].endswith("/raylet"):
-        return "raylet"
+    if (daemon := DAEMONS.get(line[0].rpartition("/")[2])) is not None:
+        return daemon
     return next((part for part, title in ACTORS.items() if line[0].startswith(title)), None)
 
 

@@ -8,8 +8,10 @@ small, so that many come, are cleaned and go. Each trial
 copies what it left, damages one file (a flipped bit, a cut, a removal), and opens it as a pool's
 actor does. The pipe is the independent record: a pool that opens must hold exactly what was
 acknowledged, perhaps with the transaction that was under way. A journal that is refused is
-salvaged: what the pool holds then must be part of what it held at one moment, and what is missing
-must have been said.
+salvaged, and the pool over it is held against the acknowledgements, too: a group that it would
+serve must be live by them and as they left it, so that nothing acked is trained again; and each
+group that is live by them and is not served must be named in the report, or its number, where the
+damage took every row of it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ import torch
 from stepwell.datapool.codec import encoder
 from stepwell.datapool.config import ChannelConfig, PoolConfig
 from stepwell.datapool.core.pool import DataPool
-from stepwell.datapool.errors import DataPoolError, JournalError
+from stepwell.datapool.errors import DamagedFileError, DataPoolError, JournalError
 from stepwell.datapool.store import cleaning, log
 from stepwell.datapool.store.folder import ACKED_NAME
 from stepwell.datapool.store.journal import Journal
@@ -176,13 +178,20 @@ def leave(folder: Path, durability: str, n: int, closed: bool, seed: int) -> Lef
     return Left(folder, durability, moments[n_acked], under_way, moments)
 
 
-def open_pool(folder: Path, durability: str) -> dict[str, str]:
-    """What a pool serves that is started over the folder."""
+def open_pool(folder: Path, durability: str, *, served: bool = False) -> dict[str, str]:
+    """What a pool holds that is started over the folder.
+
+    Args:
+        served: only what a consumer would get, now or once it is complete.
+    """
     journal = Journal(folder, "power" if durability == "power" else "process", lock_timeout_s=0)
     try:
         pool = SyncPool(PoolConfig(default=ChannelConfig(n_rollouts=2)))
         restore(pool, journal)
         found = content(pool)
+        if served:
+            groups = pool.channel("train").prompt_groups
+            found = {u: c for u, c in found.items() if groups[u].marks.trainable is not False}
         counts = pool.get_statistics("train", now=time.time())["groups"]
     finally:
         journal.close()
@@ -203,8 +212,16 @@ class Trial:
     outcome: Outcome
     said: str
     """The error, or what was found instead."""
-    salvaged: bool | None = None
-    """Whether what salvage made is usable and true; None: not asked."""
+    served_again: tuple[str, ...] = ()
+    """Groups that a pool over the salvaged journal serves and that are not live, or not so."""
+    unnamed: tuple[str, ...] = ()
+    """Groups that it does not serve and that the report does not name."""
+    told: bool = True
+    """Whether the error names the damaged file of a checkpoint."""
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.outcome == "silent" or self.served_again or self.unnamed or not self.told)
 
 
 def damage(path: Path, kind: str, chance: random.Random) -> None:
@@ -230,24 +247,38 @@ def try_journal(left: Left, copy: Path, kind: str, file: str, chance: random.Ran
     try:
         found = open_pool(copy, left.durability)
     except DataPoolError as e:
-        return Trial(kind, file, "raised", str(e), salvaged=usable(left, copy))
+        again, unnamed = salvaged(left, copy)
+        return Trial(kind, file, "raised", str(e), again, unnamed)
     if found in (left.acknowledged, left.under_way):
         return Trial(kind, file, "harmless", "")
     missing = left.acknowledged.items() - found.items()
     return Trial(kind, file, "silent", f"{len(missing)} groups are not as acknowledged")
 
 
-def usable(left: Left, folder: Path) -> bool:
-    """Whether salvage makes a journal that opens, holds groups as they were at one moment, and
-    says so if one is missing."""
+def salvaged(left: Left, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Groups that are served again after a salvage, and groups that are lost without a name."""
     try:
-        reports = salvage(folder)
-    except JournalError as e:  # nothing is left to be saved, and it says so
-        return "nothing can be saved" in str(e)
-    found = open_pool(folder, left.durability)
-    is_true = any(found.items() <= moment.items() for moment in left.moments)
-    loses = not left.acknowledged.items() <= found.items()
-    return is_true and (not loses or any(report.lost or report.dropped for report in reports))
+        [report] = salvage(folder)
+    except JournalError as e:
+        if "nothing can be saved" in str(e):  # nothing is served, and it says so
+            return (), ()
+        raise
+    found = open_pool(folder, left.durability, served=True)
+    true = [left.acknowledged, *([] if left.under_way is None else [left.under_way])]
+    again = tuple(u for u, c in found.items() if all(c != moment.get(u) for moment in true))
+    named = {u for uids in (*report.dropped.values(), *report.doubtful.values()) for u in uids}
+    nameless = report.nameless.get("train", [])
+    unnamed = tuple(
+        uid
+        for uid in set.intersection(*map(set, true)) - found.keys() - named
+        if not any(first <= number_of(uid) <= last for first, last in nameless)
+    )
+    return again, unnamed
+
+
+def number_of(uid: str) -> int:
+    """The pool's number of a group: the writer begins p0, p1, … in order."""
+    return int(uid[1:]) + 1
 
 
 def save_checkpoint(folder: Path, seed: int) -> Path:
@@ -282,9 +313,9 @@ def try_checkpoint(left: Path, copy: Path, kind: str, file: str, chance: random.
     damage(copy / file, kind, chance)
     try:
         found = load_checkpoint(copy)
-    except CheckpointError as e:
+    except (CheckpointError, DamagedFileError) as e:
         names_it = Path(file).name in str(e)
-        return Trial(kind, file, "raised", str(e), salvaged=names_it)
+        return Trial(kind, file, "raised", str(e), told=names_it)
     return Trial(kind, file, "harmless" if found == sound else "silent", "")
 
 
@@ -325,11 +356,12 @@ def summary(trials: Sequence[Trial], seed: int) -> dict[str, Any]:
         "trials": len(trials),
         "outcomes": {outcome: total[outcome] for outcome in get_args(Outcome)},
         "by_kind": {place: dict(counts[place]) for place in sorted(counts)},
-        "salvage_untrue": sum(trial.salvaged is False for trial in trials),
+        "served_again": sum(len(trial.served_again) for trial in trials),
+        "unnamed": sum(len(trial.unnamed) for trial in trials),
         "failures": [
-            [trial.kind, trial.file, trial.outcome, trial.said]
-            for trial in trials
-            if trial.outcome == "silent" or trial.salvaged is False
+            [t.kind, t.file, t.outcome, t.said, list(t.served_again), list(t.unnamed)]
+            for t in trials
+            if t.failed
         ],
     }
 

@@ -33,14 +33,19 @@ from pathlib import Path
 
 import psutil
 
+from stepwell.config import RunConfig
 from stepwell.datapool.store.folder import journal_exists
 from stepwell.layout import POOL, WEIGHTS
+from stepwell.presets import load_config
 from stepwell.trainer.ledger import LEDGER
 from tests.chaos import agent
 from tests.chaos.faults import Fault, attempt, find, part_of
 from tests.chaos.machines import TwoMachines, shell
+from tests.chaos.plants import PLANT
 
 ROOT = Path(__file__).parents[2]
+SITE = Path(__file__).parent / "site"
+"""Folder of `sitecustomize.py`, for runs with a plant."""
 PR_SET_CHILD_SUBREAPER = 36
 UP = "gateway at "
 """What a life prints when all its parts have come up."""
@@ -48,9 +53,36 @@ PATIENCE_S = 240.0
 """The run must train again within it, or end."""
 LEFT_S = 90.0
 """After its parent's death a process must end within it."""
+EXCUSES = {
+    **dict.fromkeys(("raylet", "gcs", "cable"), ("ray ", "ray'", "cluster", "node")),
+    "service": ("ray ", "ray'", "cluster", "node", "serve", "gone", "pool"),
+    "disk": ("disk", "space"),
+}
+"""Parts whose fault may end a life -> words of which its last lines must have one."""
+EXCUSED_S = 90.0
+"""A life may still end so long after the fault that excuses it has ended: Ray's own time-outs."""
+GOES_ON = 8
+"""Optimizer steps after a fault; a run that has made more got over it. Fewer may be made with what
+was leased before."""
+LAST_WORDS = 3_000
+"""Characters at the end of what a life printed."""
+PROGRESS = 3
+"""Optimizer steps since the last kill before the next one: a checkpoint, and a step behind it."""
 LOOK_S = 0.25
 MAX_VIOLATIONS = 10
 """Then it is no use to go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbance:
+    """A fault, or the end of a life: what may keep a rollout or a group from ending well."""
+
+    began: float
+    ended: float
+    """By the clock of `time.time`."""
+    what: str
+    is_restart: bool = False
+    """A life ended: another one follows over the same pool."""
 
 
 @dataclass(slots=True)
@@ -61,9 +93,28 @@ class Books:
     lives: int = 0
     excused: Counter[str] = field(default_factory=Counter)
     """Lives that ended because of a fault that is allowed to end one."""
+    disturbances: list[Disturbance] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     recovery_s: list[float] = field(default_factory=list)
     """From a fault's end to the next optimizer step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Excuse:
+    """A fault that may end the life that it meets: soon, in words that name the cause, and with an
+    exit code of the command's own. Once the run has trained on, it is over."""
+
+    fault: str
+    causes: tuple[str, ...]
+    """Words of which the last lines must have one, in lower case."""
+    until: float
+    """By the clock of `time.monotonic`."""
+    trained: int
+    """Optimizer steps before it."""
+
+    def covers(self, last_words: str, code: int, trained: int, now: float) -> bool:
+        names_it = any(cause in last_words[-LAST_WORDS:].lower() for cause in self.causes)
+        return code > 0 and now <= self.until and trained <= self.trained + GOES_ON and names_it
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +155,17 @@ class SmallDisk:
 class Run:
     """The run under fire.
 
+    `draws_prompts`: the trainer issues them itself, in the order of its source.
+
     Args:
         folder: of everything that the runs of this scenario write.
         options: of the command, besides `run.dir` and `trainer.total_steps`.
         disk: what a fault `fill` fills, and the folder of the journal.
         machines: whose cluster the run joins.
+        plant: name of a deliberate fault of the product (`plants.py`).
     """
+
+    draws_prompts = True
 
     def __init__(
         self,
@@ -118,6 +174,7 @@ class Run:
         *,
         disk: SmallDisk | None = None,
         machines: TwoMachines | None = None,
+        plant: str | None = None,
     ) -> None:
         self.folder = folder / "run"
         self.agents = folder / "agents"
@@ -128,15 +185,18 @@ class Run:
         self.commits: list[tuple[float, int]] = []
         """(when it was seen, version)"""
         self.books = Books()
+        self.named_lost: set[str] = set()
+        """Groups of which a salvage said that they are lost or dropped."""
         self.disk = disk
         self._weights = folder / "weights"
         self._log = folder / "run.log"
         self._given = (*options, f"trainer.save_debug_rollout_data={self.batches}")
         self._machines = machines
+        self._plant = plant
         self._process: subprocess.Popen[bytes] | None = None
         self._life_at = 0
         self._hit = False
-        self._excuse: str | None = None
+        self._excuse: Excuse | None = None
         self._orphans: dict[psutil.Process, float] = {}
         self._lasting: set[asyncio.Task[None]] = set()
 
@@ -147,12 +207,23 @@ class Run:
 
     @property
     def environment(self) -> dict[str, str]:
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        site = [str(SITE)] if self._plant is not None else []
+        paths = [*site, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         ours = {agent.FOLDER: str(self.agents), "PYTHONPATH": ":".join(paths)}
+        if self._plant is not None:
+            ours[PLANT] = self._plant
         return os.environ | ours | (self._machines.token if self._machines is not None else {})
 
+    def config(self) -> RunConfig:
+        return load_config("quickstart", self.options(1))
+
+    def command(self, total_steps: int) -> list[str]:
+        """Of a life."""
+        train = [sys.executable, "-m", "stepwell.cli", "train", "--config", "quickstart"]
+        return [*train, *self.options(total_steps)]
+
     def start(self, total_steps: int = 100_000) -> None:
-        command = [sys.executable, "-m", "stepwell.cli", "train", "--config", "quickstart"]
+        command = self.command(total_steps)
         if self._machines is not None:
             self._machines.start(self.environment)
             command = [*self._machines.prefix, *command]
@@ -160,7 +231,7 @@ class Run:
             self._life_at = log.tell()
             log.write(f"--- life {self.books.lives}\n".encode())
             self._process = subprocess.Popen(
-                [*command, *self.options(total_steps)],
+                command,
                 stdout=log,
                 stderr=log,
                 cwd=ROOT,
@@ -215,9 +286,13 @@ class Run:
         """The next life, if this one has ended. It is a violation, if nothing excuses it."""
         if self.process.poll() is None:
             return
-        if self._excuse is not None:
-            self.books.excused[self._excuse] += 1
-        elif self._hit and UP not in self.last_words():
+        self._note_restart("a life ended")
+        words = self.last_words()
+        if self._excuse is not None and self._excuse.covers(
+            words, self.process.returncode, self.trained(), time.monotonic()
+        ):
+            self.books.excused[self._excuse.fault] += 1
+        elif self._hit and UP not in words:
             self.books.excused["a fault met its start"] += 1
         else:
             self.books.violations.append(
@@ -227,6 +302,10 @@ class Run:
             if len(self.books.violations) >= MAX_VIOLATIONS:
                 raise RuntimeError("\n".join(self.books.violations))
         self.start()
+
+    def _note_restart(self, what: str) -> None:
+        at = time.time()
+        self.books.disturbances.append(Disturbance(at, at, what, is_restart=True))
 
     # -- faults ----------------------------------------------------------------------------------
 
@@ -252,10 +331,18 @@ class Run:
             if fault.action == "stop":
                 self._last(fault.seconds, lambda: attempt(target.resume))
         self._hit = True
-        if fault.part in ("raylet", "disk", "cable"):
-            self._excuse = str(fault).rsplit(" ", 2)[0] if fault.seconds else str(fault)
+        at = time.time()
+        self.books.disturbances.append(Disturbance(at, at + fault.seconds, str(fault)))
+        if fault.part in EXCUSES:
+            self._excuse = Excuse(
+                f"{fault.action} {fault.part}",
+                EXCUSES[fault.part],
+                time.monotonic() + fault.seconds + EXCUSED_S,
+                self.trained(),
+            )
         if fault.part == "driver" and fault.action == "kill":
             self.process.wait()
+            self._note_restart(str(fault))
             self.start()
         self.books.faults[f"{fault.action} {fault.part}"] += 1
         return True
@@ -272,7 +359,11 @@ class Run:
         task.add_done_callback(self._lasting.discard)
 
     async def fire(self, faults: Sequence[Fault]) -> None:
+        done = self.trained()
         for number, fault in enumerate(faults, 1):
+            if number == 1 or fault.action == "kill":  # else it finds nothing that it could break
+                needed = done + PROGRESS
+                await self.until(partial(self.trains, needed - 1), f"{PROGRESS} steps to lose")
             if fault.action in ("kill", "stop"):  # it has to be there first
                 await self.until(partial(self.find, fault.part), f"a {fault.part}")
             await asyncio.sleep(fault.delay_s)
@@ -286,6 +377,8 @@ class Run:
                 file=sys.stderr,
                 flush=True,
             )
+            if fault.action == "kill":
+                done = self.trained()
             if fault.settles:
                 await asyncio.gather(*self._lasting)
                 before, since = self.trained(), time.monotonic()
@@ -318,16 +411,21 @@ class Run:
 
         before = self.trained()
         await self.until(partial(self.trains, before + 1), "the end")
-        os.killpg(self.process.pid, signal.SIGINT)
-        if (code := await self._ended()) != 130:
-            self.books.violations.append(
-                f"Ctrl-C ended it with {code}: …{self.last_words()[-1500:]}"
-            )
+        await self.interrupt()
         done = CheckpointStore(self.folder / "checkpoints").steps()[-1]
         self.start(done + 2)
         if (code := await self._ended()) != 0:
             self.books.violations.append(
                 f"the last life ended with {code}: …{self.last_words()[-1500:]}"
+            )
+
+    async def interrupt(self) -> None:
+        """A stop as by Ctrl-C."""
+        self._note_restart("Ctrl-C")
+        os.killpg(self.process.pid, signal.SIGINT)
+        if (code := await self._ended()) != 130:
+            self.books.violations.append(
+                f"Ctrl-C ended it with {code}: …{self.last_words()[-1500:]}"
             )
 
     async def _ended(self) -> int | None:
@@ -396,7 +494,7 @@ class Run:
 
     def _parts_left(self) -> int:
         """In a cluster that others run, after the last life: parts of it that are still there."""
-        left = [p for p in self.processes() if part_of(p) not in (None, "raylet")]
+        left = [p for p in self.processes() if part_of(p) not in (None, "raylet", "gcs")]
         for process in left:
             self._expect_end(process, time.monotonic())
         return len(left)

@@ -3,16 +3,22 @@
 machine   one machine: everything is killed and stopped, the driver is started again
 lease     leases shorter than a step: groups are redelivered while they are trained
 disk      the journal's disk is full for seconds, again and again
+nodes     two machines with a cable that is cut
+attached  a service whose agents nobody here starts, and a trainer that is attached to it
+salvage   a crash, a flipped bit in the journal, `stepwell data salvage`, and training on
 """
 
 from __future__ import annotations
 
+import random
 import secrets
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stepwell.layout import POOL
+from tests.chaos.attached import AttachedRun
 from tests.chaos.faults import PARTS, Action, plan
 from tests.chaos.lives import Run, SmallDisk
 from tests.chaos.machines import TwoMachines
@@ -92,11 +98,42 @@ async def nodes(folder: Path, seed: str, n: int) -> Run:
         machines.remove()
 
 
+async def attached(folder: Path, seed: str, n: int) -> Run:
+    kinds: tuple[tuple[Action, str], ...] = (
+        *(("kill", part) for part in ("driver", "pool", "gateway", "engine", "service", "gcs")),
+        *(("stop", part) for part in ("driver", "pool", "gateway")),
+    )
+    run = AttachedRun(folder)
+    async with run.running():
+        await run.fire(plan(seed, n, kinds))
+        await run.finish()
+    return run
+
+
+async def salvage(folder: Path, seed: str, n: int) -> Run:
+    """`n` times: a crash, a flipped bit in what was written last, a salvage, and training on."""
+    pick = random.Random(seed)
+    run = AttachedRun(folder)
+    async with run.running():
+        for _ in range(n):
+            before = run.trained()
+            await run.until(partial(run.trains, before + 5), "steps whose groups are acked")
+            await run.crash()
+            run.damage(pick)
+            await run.salvage()
+            run.books.faults["flip journal"] += 1
+            run.start()
+        await run.finish()
+    return run
+
+
 Scenario = Callable[[Path, str, int], Coroutine[Any, Any, Run]]
 SCENARIOS: dict[str, tuple[Scenario, int]] = {
     "machine": (machine, 32),
     "lease": (lease, 8),
     "disk": (disk, 6),
     "nodes": (nodes, 16),
+    "attached": (attached, 9),
+    "salvage": (salvage, 4),
 }
 """Each with its share of the faults."""

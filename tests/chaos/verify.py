@@ -6,6 +6,11 @@ lost, doubled, changed, or trained with another reward or version than its own i
     trained trajectory ═════════► exactly the calls its agent was answered, log-prob for log-prob,
                                   and the reward that its agent returned
     every trained token ════════► its log-prob again, with the weights of the version it names
+    finished rollout aborted ───► a disturbance at that time that explains it
+    group dropped ──────────────► its agents' failures, a disturbance, a restart, or it was trained
+
+A reason that the pool gives is its own word; it counts only where the agents' log or the list of
+disturbances (faults, and lives that ended) says the same.
 
 The pool is read from its journal, after the run has ended. What the ledger dropped for good must be
 the agents' own doing. Does not own: the processes that were left (`lives.py`).
@@ -16,7 +21,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +32,11 @@ from stepwell.backends.torch.backend import TorchBackend
 from stepwell.checks import training_prompts
 from stepwell.config import RunConfig
 from stepwell.datapool.config import PoolConfig
+from stepwell.datapool.core.groups import DEADLINE, GROUP_DROPPED
 from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.core.rows import GroupClosed
 from stepwell.datapool.core.rows import read as read_row
+from stepwell.datapool.core.serving import TOO_FEW_ROLLOUTS
 from stepwell.datapool.questions import (
     GetStatistics,
     ListGroups,
@@ -37,14 +44,16 @@ from stepwell.datapool.questions import (
     ListTrajectories,
     ReadTrajectories,
 )
+from stepwell.datapool.remote.lease_keeper import USED
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
 from stepwell.datapool.types import TRAIN, VAL, Step, Trajectory, VersionSpan
 from stepwell.layout import CHECKPOINTS
-from stepwell.presets import load_config
 from stepwell.trainer.ledger import LEDGER, Audit, audit, read_ledger
+from stepwell.trainer.reclaim import AFTER_CHECKPOINT, LOST_POLICY, PRODUCER_GONE, TRAINED
 from stepwell.trainer.recording import load_recording, recordings
-from tests.chaos.lives import Run
+from stepwell.trainer.rollout.worker import INFRASTRUCTURE
+from tests.chaos.lives import Disturbance, Run
 
 TOLERANCE = 1e-3
 """Of a log-prob that is computed again."""
@@ -53,8 +62,14 @@ PER_VERSION = 24
 COMMIT_SEEN_S = 1.0
 """After the commit of a version, until a call that begins must not be answered by an older one."""
 AGENTS_OWN = frozenset({"raised"})
-DUE_TO_AGENT = "OnPurposeError"
-"""What an abort says whose agent failed on purpose."""
+DUE_TO_RESTART = frozenset({LOST_POLICY, AFTER_CHECKPOINT, PRODUCER_GONE})
+"""Drop reasons that a trainer gives only when it starts over a pool that was there before."""
+DUE_TO_OUTAGE = frozenset({INFRASTRUCTURE, DEADLINE})
+"""Drop reasons of groups that an outage kept from ending."""
+BEFORE_S, AFTER_S = 2.0, 45.0
+"""A disturbance explains what happened between so long before it and so long after its end."""
+DUE_TO_TRAINING = frozenset({TRAINED, USED})
+"""Drop reasons of groups that were trained."""
 
 
 @dataclass(slots=True)
@@ -66,6 +81,9 @@ class Rollout:
     """By call."""
     reward: float | None = None
     ends: list[str] = field(default_factory=list)
+    began_at: float = float("inf")
+    last_at: float = 0.0
+    """When its first call began, and when it wrote its last line."""
 
 
 @dataclass(slots=True)
@@ -73,7 +91,7 @@ class PoolBooks:
     """What the pool's journal holds."""
 
     closed: dict[str, str] = field(default_factory=dict)
-    """Group -> acked, or why it was dropped; one of the evaluation's: evaluated."""
+    """Group -> acked, or why it was dropped; one of the evaluation's that was acked: evaluated."""
     aborted: dict[str, str] = field(default_factory=dict)
     """Trajectory -> why."""
     live: set[str] = field(default_factory=set)
@@ -81,6 +99,8 @@ class PoolBooks:
     stored: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
     """Trajectory of a live group -> call -> response tokens."""
     expired: int = 0
+    named_lost: set[str] = field(default_factory=set)
+    """Groups of which a salvage said that they are lost or dropped."""
 
 
 @dataclass(slots=True)
@@ -100,14 +120,20 @@ class Verdict:
 
 def verify(run: Run) -> Verdict:
     """All of it, after the run has ended."""
-    config = load_config("quickstart", run.options(1))
+    config = run.config()
     rollouts = read_agents(run.agents)
     trained = _Trained(config, run.batches)
     pool = read_pool(run.pool)
     found = Verdict()
     found.figures["leases_expired"] = pool.expired
-    _check_ledger(config, trained, rollouts, found)
+    pool.named_lost |= run.named_lost
+    _check_ledger(config, trained, rollouts, found, draws_prompts=run.draws_prompts)
     _check_answers(rollouts, trained, pool, found)
+    check_aborts(rollouts, pool, run.books.disturbances, found)
+    check_drops(
+        *(rollouts, pool, trained.prompts, run.books.disturbances, found),
+        min_n=config.rollout.min_n if run.draws_prompts else 1,
+    )
     for trajectory in trained.trajectories.values():
         _check_trajectory(trajectory, rollouts.get(trajectory.trajectory_uid), found)
     _check_versions(config, run, trained, rollouts, found)
@@ -124,6 +150,8 @@ def read_agents(folder: Path) -> dict[str, Rollout]:
         for line in file.read_bytes().splitlines():
             entry = json.loads(line)
             rollout = rollouts.setdefault(entry["trajectory"], Rollout(entry["prompt"]))
+            rollout.began_at = min(rollout.began_at, entry.get("began", entry["at"]))
+            rollout.last_at = max(rollout.last_at, entry["at"])
             if entry["event"] == "answered":
                 rollout.answered[entry["call"]] = entry
                 continue
@@ -170,9 +198,8 @@ def read_pool(folder: Path) -> PoolBooks:
             if row.kind == GroupClosed.__name__:
                 _, _, closed = read_row(row.kind, row.head)
                 if closed.how is not None:
-                    books.closed[closed.prompt_uid] = (
-                        closed.how if row.channel == TRAIN else "evaluated"
-                    )
+                    is_evaluated = row.channel != TRAIN and closed.how == "acked"
+                    books.closed[closed.prompt_uid] = "evaluated" if is_evaluated else closed.how
                 for trajectory, closing in closed.closings.items():
                     if closing.aborted is not None:
                         books.aborted[trajectory] = closing.aborted
@@ -217,12 +244,19 @@ def _read_live(pool: DataPool, channel: str, books: PoolBooks) -> None:
 
 
 def _check_ledger(
-    config: RunConfig, trained: _Trained, rollouts: Mapping[str, Rollout], found: Verdict
+    config: RunConfig,
+    trained: _Trained,
+    rollouts: Mapping[str, Rollout],
+    found: Verdict,
+    *,
+    draws_prompts: bool,
 ) -> None:
     path = config.run.dir / CHECKPOINTS / LEDGER
-    source = training_prompts(config)
-    n_draws = len(audit(path).draws)
-    books: Audit = audit(path, order=[source.next()["instance_id"] for _ in range(n_draws)])
+    n_draws, order = len(audit(path).draws), None
+    if draws_prompts:
+        source = training_prompts(config)
+        order = [source.next()["instance_id"] for _ in range(n_draws)]
+    books: Audit = audit(path, order=order)
     for uid in books.doubled:
         found.check(False, "trained_twice", f"the ledger doubles {uid}")
     for uid in trained.doubled:
@@ -245,7 +279,11 @@ def _check_ledger(
             found.figures[f"dropped for good: {reason}"] += 1
             own = [r for r in rollouts.values() if r.prompt == uid and set(r.ends) & AGENTS_OWN]
             lost = f"group {uid} was dropped for good ({reason})"
-            found.check(len(own) > config.rollout.n - config.rollout.min_n, "groups_lost", lost)
+            found.check(
+                not draws_prompts or len(own) > config.rollout.n - config.rollout.min_n,
+                "groups_lost",
+                lost,
+            )
     found.figures.update(prompts=n_draws, groups_trained=books.trained, returned=books.returned)
     found.figures.update(optimizer_steps=len(books.updates))
 
@@ -274,6 +312,8 @@ def _check_answers(
                 where = "lost" if rollout.reward is not None or trajectory else "never completed"
             elif (how := pool.closed.get(rollout.prompt)) not in (None, "acked"):
                 where = f"group {how}"
+            elif rollout.prompt in pool.named_lost:
+                where = "named by a salvage"
             else:
                 where = "lost"
             found.became[where] += 1
@@ -283,6 +323,64 @@ def _check_answers(
                 "steps_lost",
                 f"call {call} of {uid} ({rollout.prompt}: {state}, agent: {rollout.ends})",
             )
+
+
+def explain(disturbances: Sequence[Disturbance], began: float, ended: float) -> bool:
+    """Whether a disturbance, with the time that the run needs after it, meets [began, ended]."""
+    return any(d.began - BEFORE_S <= ended and began <= d.ended + AFTER_S for d in disturbances)
+
+
+def check_aborts(
+    rollouts: Mapping[str, Rollout],
+    pool: PoolBooks,
+    disturbances: Sequence[Disturbance],
+    found: Verdict,
+) -> None:
+    """A rollout that its agent finished is not aborted, unless a disturbance came between, or its
+    group was dropped (`check_drops`)."""
+    for uid, rollout in rollouts.items():
+        reason = pool.aborted.get(uid)
+        if rollout.ends != ["returned"] or reason is None or reason == GROUP_DROPPED:
+            continue
+        found.figures["finished_and_aborted"] += 1
+        found.check(
+            explain(disturbances, rollout.last_at, rollout.last_at),
+            "silent_aborts",
+            f"{uid} returned {rollout.reward} and was aborted ({reason}); nothing had happened",
+        )
+
+
+def check_drops(
+    rollouts: Mapping[str, Rollout],
+    pool: PoolBooks,
+    trained: Collection[str],
+    disturbances: Sequence[Disturbance],
+    found: Verdict,
+    *,
+    min_n: int,
+) -> None:
+    """Each dropped group has a reason that somebody but the pool knows."""
+    by_prompt: dict[str, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts.values():
+        by_prompt[rollout.prompt].append(rollout)
+    restarts = [d for d in disturbances if d.is_restart]
+    for uid, how in pool.closed.items():
+        if not how.startswith("dropped") or uid in pool.named_lost:
+            continue
+        reason, of = how.removeprefix("dropped (").removesuffix(")"), by_prompt[uid]
+        began = min((r.began_at for r in of), default=0.0)
+        ended = max((r.last_at for r in of), default=float("inf"))
+        if reason in DUE_TO_TRAINING:
+            is_known = uid in trained
+        elif reason in DUE_TO_RESTART:
+            is_known = any(began <= d.ended + AFTER_S for d in restarts)
+        elif reason == TOO_FEW_ROLLOUTS:
+            n_finished = sum(r.ends == ["returned"] for r in of)
+            is_known = n_finished < min_n or explain(disturbances, began, ended)
+        else:
+            is_known = reason in DUE_TO_OUTAGE and explain(disturbances, began, ended)
+        what = f"group {uid} was dropped ({reason}); its agents: {[r.ends for r in of]}"
+        found.check(is_known, "silent_drops", f"{what}; nobody else knows why")
 
 
 def _check_trajectory(trajectory: Trajectory, rollout: Rollout | None, found: Verdict) -> None:
@@ -298,6 +396,8 @@ def _check_trajectory(trajectory: Trajectory, rollout: Rollout | None, found: Ve
         f"{uid} was trained with {trajectory.reward}; its agent: {rollout.ends}, {rollout.reward}",
     )
     found.check(rollout.prompt == trajectory.prompt_uid, "steps_changed", f"{uid}: another prompt")
+    for call, times in Counter(s.metadata["call_id"] for s in trajectory.steps).items():
+        found.check(times == 1, "trained_twice", f"{uid} has call {call} {times} times")
     for step in trajectory.steps:
         call = step.metadata["call_id"]
         if (entry := rollout.answered.get(call)) is None:

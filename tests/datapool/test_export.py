@@ -20,10 +20,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stepwell.datapool.errors import ExportError
+from stepwell.datapool.errors import DamagedFileError, ExportError
 from stepwell.datapool.files.export import read, write
 from stepwell.datapool.files.rows import SCHEMA_VERSION, schema
 from stepwell.datapool.inspect.rows import ExportedTrajectory
+from stepwell.datapool.sealed import sidecar_of
 from stepwell.datapool.types import Step, Trajectory, VersionSpan
 
 BOTH = pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
@@ -71,7 +72,8 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
-    """`path` again, with other rows in the same schema."""
+    """`path` again, with other rows in the same schema, as whoever changes a file is told to."""
+    sidecar_of(path).unlink()
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows, schema=schema()), path)
     else:
@@ -536,7 +538,7 @@ def test_an_export_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, suf
     with pytest.raises(ConnectionError):
         write(path, failing(), overwrite=True)
     assert list(read(path)) == [build_chain("old")]
-    assert list(tmp_path.iterdir()) == [path]
+    assert sorted(tmp_path.iterdir()) == [path, sidecar_of(path)]
 
 
 def test_a_full_disk_raises_and_leaves_nothing_behind(tmp_path):
@@ -603,6 +605,7 @@ def test_a_missing_column_is_named(tmp_path, suffix):
     write(path, [build_chain()])
     if suffix == "parquet":
         pq.write_table(pq.read_table(path).drop_columns(["steps"]), path)
+        sidecar_of(path).unlink()
     else:
         rows = rows_of(path)
         del rows[0]["steps"]
@@ -629,6 +632,10 @@ def test_a_file_cut_off_anywhere_is_an_error_or_a_whole_beginning(tmp_path, suff
     batch = [*varied(), build_chain("z")]
     write(path, batch)
     content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    with pytest.raises(DamagedFileError, match=f"{path} is damaged"):
+        list(read(path))
+    sidecar_of(path).unlink()
     for length in range(1, len(content), max(1, len(content) // 97)):
         path.write_bytes(content[:length])
         got: list[ExportedTrajectory] = []
@@ -661,6 +668,9 @@ def test_a_flipped_byte_in_a_parquet_page_is_an_error(tmp_path):
     start = ids.dictionary_page_offset if ids.has_dictionary_page else ids.data_page_offset
     content[start + ids.total_compressed_size // 2] ^= 0x10
     path.write_bytes(content)
+    with pytest.raises(DamagedFileError, match=f"{path} is damaged"):
+        list(read(path))
+    sidecar_of(path).unlink()  # Parquet has checksums of its own
     with pytest.raises(ExportError, match="damaged"):
         list(read(path))
 

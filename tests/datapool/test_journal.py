@@ -325,7 +325,7 @@ def test_rows_that_were_cut_out_are_corruption(tmp_path: Path) -> None:
     def change(data: bytearray) -> None:
         del data[data.index(b"needle") - 400 : data.index(b"needle")]
 
-    with pytest.raises(JournalCorruptError, match="0 rows are there, 41 should be"):
+    with pytest.raises(JournalCorruptError, match="0 rows were live before them, 41 after them"):
         read_all(damaged(tmp_path, change))
 
 

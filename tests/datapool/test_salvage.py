@@ -12,12 +12,17 @@ import numpy as np
 import pytest
 
 from stepwell.datapool.config import ChannelConfig, PoolConfig
-from stepwell.datapool.errors import JournalCorruptError, JournalError, JournalLockedError
+from stepwell.datapool.errors import (
+    InvalidRequestError,
+    JournalCorruptError,
+    JournalError,
+    JournalLockedError,
+)
 from stepwell.datapool.store import log as log_module
 from stepwell.datapool.store.folder import ACKED_NAME
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
-from stepwell.datapool.store.salvage import salvage
+from stepwell.datapool.store.salvage import salvage, settle_doubtful
 from stepwell.datapool.store.segments import segment_path, segments_in
 from stepwell.datapool.types import Step
 from tests.datapool.conftest import SyncPool, newest_segment
@@ -286,3 +291,41 @@ def test_ids_and_identity_go_on(tmp_path: Path) -> None:
     assert journal.identity == identity
     assert journal.append("train", "step", b"") > before
     journal.close()
+
+
+def cut_before_the_ack(folder: Path) -> None:
+    """All groups are acked, and the transaction that says so is cut off."""
+    fill(folder, closed=True)
+    before = newest_segment(folder).stat().st_size
+    pool = Pool(folder)
+    lease = pool.pool.lease_batch(batch_size=N_GROUPS - 2, now=time.time())
+    assert lease is not None
+    pool.pool.ack(lease.lease_id, now=time.time())
+    pool.flush()
+    pool.journal.close()
+    os.truncate(newest_segment(folder), before)
+
+
+def test_groups_whose_ack_may_be_lost_are_held_and_named_until_somebody_decides(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "pool"
+    cut_before_the_ack(folder)
+    [report] = salvage(folder)
+    doubtful = [f"p{k}" for k in range(2, N_GROUPS)]
+    assert report.doubtful == {"train": doubtful}
+    assert not report.dropped
+    pool = Pool(folder)
+    assert pool.pool.lease_batch(now=time.time()) is None
+    pool.journal.close()
+    with pytest.raises(InvalidRequestError, match="no doubtful group is called nobody"):
+        settle_doubtful(folder, ["nobody"], release=True)
+    assert settle_doubtful(folder, ["p3"], release=True) == {"train": ["p3"]}
+    assert settle_doubtful(folder, ["p4"], release=False) == {"train": ["p4"]}
+    assert held(folder) == {*doubtful} - {"p4"}
+    pool = Pool(folder)
+    lease = pool.pool.lease_batch(now=time.time())
+    assert lease is not None
+    assert [group.prompt_uid for group in lease.groups] == ["p3"]
+    assert pool.pool.lease_batch(now=time.time()) is None
+    pool.journal.close()

@@ -24,6 +24,7 @@ from stepwell.datapool import (
     start_shards,
 )
 from stepwell.datapool.errors import (
+    DamagedFileError,
     InvalidRequestError,
     JournalError,
     LeaseClosedError,
@@ -42,6 +43,7 @@ from stepwell.datapool.questions import Credit, WaitCredit
 from stepwell.datapool.remote.actor import SHARDS_FILE
 from stepwell.datapool.remote.shards import parts, shard_of
 from stepwell.datapool.remote.start import client_of, connect, share
+from stepwell.datapool.sealed import write_sealed
 from stepwell.datapool.store.folder import ACKED_NAME
 
 N = 2
@@ -202,7 +204,7 @@ def test_another_number_of_shards_than_before_is_a_clear_error(tmp_path):
         start_shards(PoolConfig(shards=n, journal_dir=folder), name="another number")
 
     (tmp_path / "two").mkdir()
-    (tmp_path / "two" / SHARDS_FILE).write_text("2\n")
+    write_sealed(tmp_path / "two" / SHARDS_FILE, {"shards": 2})
     for n in (1, 3):
         with pytest.raises(JournalError, match=rf"shards is {n}, .* written by 2 shard.*=2"):
             start(n, tmp_path / "two")
@@ -211,12 +213,12 @@ def test_another_number_of_shards_than_before_is_a_clear_error(tmp_path):
     with pytest.raises(JournalError, match=r"shards is 2, .* written by 1 shard"):
         start(2, tmp_path / "one")
     (tmp_path / "two" / SHARDS_FILE).write_text("")
-    with pytest.raises(JournalError, match=r"shards is 2, .* written by unknown shard"):
+    with pytest.raises(DamagedFileError, match=r"two/shards is damaged .* put it back"):
         start(2, tmp_path / "two")
 
 
 def test_a_number_of_shards_that_cannot_be_noted_starts_no_pool(cluster, tmp_path):
-    (tmp_path / f"{SHARDS_FILE}.new").mkdir()
+    (tmp_path / f"{SHARDS_FILE}.tmp").mkdir()
     config = PoolConfig(shards=2, journal_dir=tmp_path)
     with pytest.raises(OSError, match=SHARDS_FILE):
         start_shards(config, name="not noted")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepwell.datapool.errors import ExportError
+from stepwell.datapool.errors import DamagedFileError, ExportError
 from stepwell.datapool.files.trained import (
     TrainedTrajectory,
     read_about,
@@ -93,5 +93,5 @@ def test_the_oldest_files_go(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"trainer\.sample_mb"):
         read_trained(tmp_path, 8)
     trained_path(tmp_path, 9).write_bytes(b'{"step": 9}\n{"torn')
-    with pytest.raises(ExportError, match="cannot be read"):
+    with pytest.raises(DamagedFileError, match=r"000000000009\.jsonl is damaged .* delete it"):
         read_trained(tmp_path, 9)

@@ -303,7 +303,7 @@ async def test_an_export_that_is_refused_leaves_no_file(client, channel, tmp_pat
     with pytest.raises(ExportError, match="exists"):
         await export_channel(client, tmp_path / "y.jsonl", channel)
     await export_channel(client, tmp_path / "y.jsonl", channel, overwrite=True)
-    assert [p.name for p in tmp_path.iterdir()] == ["y.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["y.jsonl", "y.jsonl.sha256"]
 
 
 async def test_a_file_that_is_none_of_ours_imports_nothing(client, other, tmp_path):

@@ -399,6 +399,8 @@ class ScriptedEngine:
     incremental: bool = False
     burst: int = 1
     """Tokens that a stream's events bring at once."""
+    line_end: bytes = b"\n"
+    """Of its server-sent events."""
     url: str = ""
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -433,9 +435,9 @@ class ScriptedEngine:
                 logs = chunk["meta_info"]["output_token_logprobs"]
                 chunk["meta_info"]["output_token_logprobs"] = logs[before:]
                 before = n
-            yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
+            yield b"data: " + json.dumps(chunk).encode() + self.line_end * 2
             await asyncio.sleep(0)
-        yield b"data: [DONE]\n\n"
+        yield b"data: [DONE]" + self.line_end * 2
 
     async def abort(self, request: Request) -> Response:
         self.aborts.append((await request.json())["rid"])

@@ -626,6 +626,21 @@ async def test_the_models_endpoint_lists_the_served_model(world: Any) -> None:
     assert [m.id for m in models] == ["stepwell"]
 
 
+@pytest.mark.parametrize("name", ["stepwell", "Qwen/Qwen3-4B"])
+async def test_the_served_model_is_found_by_its_name(worlds: Any, name: str) -> None:
+    world = await worlds(served_model_name=name)
+    client = await world.client()
+    [listed] = [m async for m in client.models.list()]
+    assert await client.models.retrieve(name) == listed
+    async with aiohttp.ClientSession() as session:  # clients differ in how they write a slash
+        for written in (name, name.replace("/", "%2F")):
+            async with session.get(f"{world.url}/v1/models/{written}") as answer:
+                assert (answer.status, (await answer.json())["id"]) == (200, name)
+    with pytest.raises(openai.NotFoundError, match=f"serves '{name}'"):
+        await client.models.retrieve("gpt-5")
+    assert world.stored() == []
+
+
 # -- any body --------------------------------------------------------------------------------
 
 JSON = st.recursive(

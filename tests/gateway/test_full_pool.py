@@ -105,12 +105,12 @@ async def test_every_endpoint_that_stores_answers_503_while_the_disk_is_full(
 
 
 async def test_the_sweeper_outlives_a_full_disk(worlds: Any, tmp_path: Path) -> None:
-    world = await worlds(pool_folder=tmp_path, conversation_idle_s=0.1)
+    world = await worlds(pool_folder=tmp_path, conversation_idle_s=0.5)
     status, _, _ = await ask(world, "/v1/chat/completions", CALLS["chat/completions"])
     assert status == 200
     identities = world.gateway.identities
     with full_disk():
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.2)
         assert len(world.gateway.trajectories) == 1
         assert not identities._sweeper.done()
     async with asyncio.timeout(10):

@@ -155,18 +155,17 @@ async def test_a_peer_without_a_key_has_so_many_connections_and_one_with_a_key_m
         assert (await wire.one())[0] == 200
         await wire.send(HEAD + "\r\n")
         assert (await wire.one())[0] == 401
-    refused = await Wire.to(world)
-    answer = await refused.answer()
+    newcomer = await Wire.to(world)  # the oldest stranger makes room for it
+    answer = await strangers[0].answer()
     assert answer.startswith("HTTP/1.1 503")
     assert "gateway.max_unauthenticated_connections" in answer
-    await known[0].send(HEAD + AUTHORISED + "\r\n")
-    assert (await known[0].one())[0] == 200
-    strangers[0].writer.close()
-    await asyncio.sleep(0.05)
+    for wire in (newcomer, known[0]):
+        await wire.send(HEAD + AUTHORISED + "\r\n")
+        assert (await wire.one())[0] == 200
     again = await Wire.to(world)
-    await again.send(HEAD + AUTHORISED + "\r\n")
-    assert (await again.one())[0] == 200
-    for wire in (*known, *strangers, again):
+    await strangers[1].send("GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    assert (await strangers[1].one())[0] == 200  # there is room for both
+    for wire in (*known, newcomer, strangers[1], again):
         wire.writer.close()
 
 
@@ -179,20 +178,51 @@ async def test_without_keys_nobody_is_a_stranger(worlds: Any) -> None:
         wire.writer.close()
 
 
-async def test_an_offer_of_http_2_takes_no_body_away(worlds: Any) -> None:
+async def test_a_crowd_of_silent_connections_keeps_nobody_with_a_key_out(worlds: Any) -> None:
+    world = await worlds(max_unauthenticated_connections=8, admin_keys=[KEY])
+    crowd = [await Wire.to(world) for _ in range(20)]
+    for _ in range(3):
+        wire = await Wire.to(world)
+        await wire.send(HEAD + AUTHORISED + "\r\n")
+        assert (await wire.one())[0] == 200
+        wire.writer.close()
+    for wire in crowd:
+        wire.writer.close()
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize(
+    "offer",
+    [
+        "connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAMAAABk\r\nUpgrade: h2c",
+        "connection: upgrade\r\nupgrade: h2c",
+        "Connection: Upgrade\r\nUpgrade: TLS/1.0, HTTP/2.0",
+        "upgrade:websocket\r\nconnection: keep-alive, Upgrade",
+        "UPGRADE: IRC/6.9\r\nCONNECTION: UPGRADE",
+    ],
+)
+async def test_an_upgrade_that_is_not_taken_is_ignored(
+    worlds: Any, offer: str, is_chunked: bool
+) -> None:
     world = await worlds()
-    offer = "connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAMAAABk\r\nUpgrade: h2c\r\n"
     wire = await Wire.to(world)
-    for uid in ("a", "b"):
+    for uid, n_cut in (("a", 0), ("b", 10), ("c", 1), ("d", 10_000)):
         body = f'{{"trajectory_uid": "{uid}"}}'
-        await wire.send(
+        framing = f"content-length: {len(body)}"
+        if is_chunked:
+            body = f"{len(body):x}\r\n{body}\r\n0\r\n\r\n"
+            framing = "transfer-encoding: chunked"
+        head = (
             "POST /init_trajectory HTTP/1.1\r\nhost: localhost\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{offer}\r\n"
+            f"content-type: application/json\r\n{offer}\r\n{framing}\r\n\r\n"
         )
-        await asyncio.sleep(0.05)
-        await wire.send(body)
+        at = head.lower().index("upgrade: " if "upgrade: " in head.lower() else "upgrade:") + n_cut
+        for piece in ((head + body)[:at], (head + body)[at:]):
+            if piece:
+                await wire.send(piece)
+                await asyncio.sleep(0.02)
         status, answer = await wire.one()
-        assert (status, f'"trajectory_uid":"{uid}"' in answer) == (200, True)
+        assert (status, f'"trajectory_uid":"{uid}"' in answer) == (200, True), answer
     wire.writer.close()
 
 

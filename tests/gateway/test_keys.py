@@ -86,6 +86,8 @@ async def http(locked: Any) -> AsyncIterator[Http]:
         ("GET", "/ready", ("agent", None)),
         ("POST", "/v1/chat/completions", ("agent", None)),
         ("GET", "/v1/models", ("agent", None)),
+        ("GET", "/v1/models/stepwell", ("agent", None)),
+        ("GET", "/v1/models/Qwen/Qwen3", ("agent", None)),
         ("POST", "/t/p/v1/messages/count_tokens", ("agent", ("t", "p"))),
         ("POST", "/t/p/v1/complete_trajectory", ("agent", ("t", "p"))),
         ("POST", "/v1/p/v1/responses", ("agent", ("v1", "p"))),

@@ -175,6 +175,21 @@ async def test_an_answer_is_a_whole_response(http: Http) -> None:
     http.world.check_exact()
 
 
+async def test_every_response_has_the_penalties_and_the_most_tool_calls(http: Http) -> None:
+    got = await http.create("hi")
+    asked = [got[name] for name in ("presence_penalty", "frequency_penalty", "max_tool_calls")]
+    assert asked == [0, 0, None]
+    got = await http.create("hi", max_tool_calls=3, presence_penalty=0.0, frequency_penalty=None)
+    asked = [got[name] for name in ("presence_penalty", "frequency_penalty", "max_tool_calls")]
+    assert asked == [0, 0, 3]
+
+
+async def test_top_k_reaches_the_engine_and_the_step(http: Http) -> None:
+    await http.create("hi", top_k=7)
+    assert http.world.engine.requests[-1]["sampling_params"]["top_k"] == 7
+    assert http.world.stored("t1")[-1].metadata["sampling_params"]["top_k"] == 7
+
+
 async def test_a_stream_says_what_the_answer_says(worlds: Any) -> None:
     world = await worlds("qwen3")
     http = await connect(world)
@@ -693,6 +708,10 @@ def test_malformed_tools_are_refused_by_name(tools: Any, param: str) -> None:
     ("body", "param"),
     [
         ({"background": True}, "background"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": -1}, "frequency_penalty"),
+        ({"max_tool_calls": 0}, "max_tool_calls"),
+        ({"top_k": -2}, "top_k"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"moderation": {"model": "m"}}, "moderation"),
@@ -732,6 +751,7 @@ def test_unsupported_fields_are_refused_by_name(body: Any, param: str) -> None:
         {"include": ["web_search_call.action.sources"], "safety_identifier": "me"},
         {"reasoning": {"effort": "high", "context": "auto"}, "text": {"verbosity": "high"}},
         {"model": "gpt-5", "prompt_cache_retention": "24h"},
+        {"presence_penalty": 0.0, "frequency_penalty": 0},
     ],
 )
 def test_fields_that_ask_for_nothing_are_accepted_in_silence(body: Any) -> None:

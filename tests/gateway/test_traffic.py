@@ -497,7 +497,8 @@ async def test_a_key_with_a_channel_closes_and_scores_nothing_in_another_one(
     await agent.say(user("hi"), **bearer(OTHER))
     body = {"trajectory_uid": agent.headers[TRAJECTORY], "reward": 1}
     for each in (world, await worlds(pool=world.pool, **KEYS)):  # it is known there, or not
-        assert (await agents(each).post(path, body, **bearer(SUPPORT)))[0] == 404
+        status, refused = await agents(each).post(path, body, **bearer(SUPPORT))
+        assert (status, "has another owner" in str(refused)) == (403, True)
     assert (await agent.post(path, body, **bearer(OTHER)))[0] == 200
 
 
@@ -762,10 +763,10 @@ async def test_statistics_tell_the_latency_that_the_gateway_adds(world: Any, age
     world.say("slow", gate=gate)
     calls = asyncio.create_task(agent.say(user("hi")))
     await world.engine.arrived.wait()
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(1.0)  # longer than a busy machine takes for the rest
     gate.set()
     await calls
     async with agent.session.get(f"{world.url}/statistics") as answer:
         added = (await answer.json())["added_latency"]
     assert added["calls"] == 1
-    assert 0 < added["p50_ms"] == added["p99_ms"] < 300, "the engine's time is not the gateway's"
+    assert 0 < added["p50_ms"] == added["p99_ms"] < 1000, "the engine's time is not the gateway's"

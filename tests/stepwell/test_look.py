@@ -24,6 +24,7 @@ from stepwell.datapool.errors import JournalLockedError, PoolUnavailableError
 from stepwell.datapool.files.trained import TRAINED, TrainedTrajectory, write_trained
 from stepwell.datapool.ops import AbortTrajectory
 from stepwell.datapool.remote.stopped import stopped_pool
+from stepwell.datapool.sealed import sealed
 from stepwell.datapool.store.reading import StoppedJournal
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.ui.run_folder import RunFolder
@@ -60,7 +61,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     asyncio.run(_fill(folder / "pool", ChatTokenizer.load(str(config.model.path))))
     before = {"step": 0, "val/step": 0.0, "val/score": 0.0, "val/rollouts": 1.0}
     lines = [json.dumps(before), json.dumps(RECORD), '{"step": 8, "torn']
-    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    (folder / "metrics.jsonl").write_bytes(
+        b"".join(sealed(line.encode()) for line in lines if line)
+    )
     return folder
 
 

@@ -166,6 +166,16 @@ def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     shutil.rmtree(short, ignore_errors=True)
 
 
+def _wait_listening(address: str) -> None:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        try:
+            socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))).close()
+            break
+        except OSError:
+            time.sleep(0.2)
+
+
 JOINER = """
 import sys, time
 from stepwell.trainer.errors import ConfigError
@@ -183,13 +193,7 @@ except ConfigError as e:
 def test_a_cluster_with_a_token_is_joined_by_its_address(
     head: str, tmp_path: Path, has_token: bool
 ) -> None:
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        try:
-            socket.create_connection(("127.0.0.1", int(head.rpartition(":")[2]))).close()
-            break
-        except OSError:
-            time.sleep(0.2)
+    _wait_listening(head)
     home = tmp_path if has_token else tmp_path / "another"
     home.mkdir(exist_ok=True)
     env = {k: v for k, v in os.environ.items() if k != "RAY_AUTH_MODE"} | {"HOME": str(home)}
@@ -201,6 +205,56 @@ def test_a_cluster_with_a_token_is_joined_by_its_address(
     else:
         assert f"cluster.address is {head!r}" in said.stdout, said
         assert "token" in said.stdout
+
+
+VISITOR = """
+import asyncio, sys, time
+import psutil, ray
+from stepwell.ray_cluster import joined, while_head_lives
+from stepwell.trainer.errors import RayEndedError
+
+async def wait():
+    with joined(sys.argv[1]):
+        try:
+            async with while_head_lives():
+                print("joined", flush=True)
+                await asyncio.sleep(600)
+        except RayEndedError as e:
+            print(e, flush=True)
+
+asyncio.run(wait())
+"""
+
+
+@pytest.mark.parametrize("dies", ["gcs_server", "raylet", "head"])
+@pytest.mark.long
+def test_a_run_says_that_the_ray_it_joined_has_ended_and_that_the_same_command_goes_on(
+    head: str, tmp_path: Path, dies: str
+) -> None:
+    _wait_listening(head)
+    port = head.rpartition(":")[2]
+    env = {k: v for k, v in os.environ.items() if k != "RAY_AUTH_MODE"} | {"HOME": str(tmp_path)}
+    visitor = subprocess.Popen(
+        [sys.executable, "-c", VISITOR, head], env=env, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert visitor.stdout is not None
+        assert visitor.stdout.readline() == "joined\n"
+        option = f"--gcs_server_port={port}"
+        (gcs,) = (
+            p for p in psutil.process_iter() if p.name() == "gcs_server" and option in p.cmdline()
+        )
+        family = gcs.parents()[0].children(recursive=True)
+        for process in family:
+            if dies in (process.name(), "head"):
+                process.kill()
+        said = visitor.stdout.readline()
+    finally:
+        visitor.kill()
+        visitor.wait()
+    assert said.startswith("the Ray at ")
+    assert f":{port} has ended" in said
+    assert "run the same command again, it goes on from the last checkpoint" in said
 
 
 async def asks(task: Mapping[str, Any], base_url: str, api_key: str) -> float:

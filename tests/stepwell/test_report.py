@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
-from stepwell.report import plot_reward, write_summary
+from stepwell.report import plot_reward, read_summary, write_summary
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
@@ -36,4 +37,6 @@ def test_a_run_that_ended_before_its_first_step_has_a_plot_too(tmp_path: Path) -
 
 def test_the_summary_is_json(tmp_path: Path) -> None:
     path = write_summary(tmp_path, {"eval_after": 0.9, "log_prob_gap_max": None})
-    assert json.loads(path.read_text()) == {"eval_after": 0.9, "log_prob_gap_max": None}
+    summary = {"eval_after": 0.9, "log_prob_gap_max": None}
+    assert read_summary(tmp_path) == summary
+    assert json.loads(path.read_text()) == summary | {"digest": ANY}

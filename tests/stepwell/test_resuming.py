@@ -100,7 +100,8 @@ def test_another_model_is_refused_with_the_old_one_and_the_remedy(stopped: Path)
     weights = stopped / "other" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\1\2\3\4")
     said = refused(stopped, f"model.path={stopped / 'other'}")
-    assert f"model.path is '{stopped / 'other'}', but the checkpoint of step 20" in said
+    checkpoint = stopped / "run" / "checkpoints" / "step_20"
+    assert f"model.path is '{stopped / 'other'}', but the checkpoint {checkpoint} is of" in said
     assert str(MODEL.name) in said
     assert "run.resume=never, or another run.name" in said
     check_run(configured(stopped, f"model.path={stopped / 'other'}", "run.resume=never"))
@@ -130,5 +131,17 @@ def test_data_that_has_other_rows_is_refused(stopped: Path) -> None:
     with (stopped / "tasks.jsonl").open("a") as file:
         file.write('{"question": "100 + 1?", "answer": "101"}\n')
     said = refused(stopped)
-    assert "data.train had 8 tasks when the checkpoint of step 20" in said
+    assert f"data.train had 8 tasks when the checkpoint {stopped}/run/checkpoints/step_20" in said
     assert "and has 9" in said
+
+
+def test_a_checkpoint_of_another_run_is_named_with_the_weights_to_begin_with(
+    stopped: Path,
+) -> None:
+    theirs = stopped / "run" / "checkpoints" / "step_20"
+    line = refused(
+        stopped, f"run.dir={stopped / 'second'}", f"run.resume={theirs}", "backend.optimizer=sgd"
+    )
+    assert f"the checkpoint {theirs} cannot go on" in line
+    assert f"model.path={stopped / 'run' / 'weights' / 'v'}" in line
+    assert "start over" not in line

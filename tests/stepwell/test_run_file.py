@@ -15,6 +15,7 @@ import pytest
 from stepwell import RunUnavailableError, load_config
 from stepwell.cli import main
 from stepwell.config import RunConfig
+from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.store.journal import Journal
 from stepwell.run_file import RUN_FILE, begin, holder, live_run, only_run_in
 
@@ -111,7 +112,7 @@ def test_a_killed_run_is_seen_not_to_be_alive_and_the_next_one_is(tmp_path: Path
 
 def test_a_file_that_is_damaged_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / RUN_FILE).write_text('{"name": "a", "pid":')
-    with only_run_in(tmp_path), pytest.raises(RunUnavailableError, match=r"run\.json cannot be"):
+    with only_run_in(tmp_path), pytest.raises(DamagedFileError, match=r"run\.json is damaged"):
         live_run(tmp_path)
 
 

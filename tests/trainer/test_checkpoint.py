@@ -18,10 +18,11 @@ import torch
 from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stepwell.backends.checksums import seal
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.torch.backend import TorchBackend
 from stepwell.config import RunConfig, RunSection
+from stepwell.datapool.errors import DamagedFileError
+from stepwell.datapool.sealed import seal
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.types import Group
 from stepwell.layout import CHECKPOINTS
@@ -71,13 +72,13 @@ def test_a_flipped_bit_in_any_file_is_an_error_that_names_it(tmp_path: Path) -> 
         damaged = bytearray(data)
         damaged[random.Random(k).randrange(len(data))] ^= 1 << k % 8
         file.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=re.escape(str(file))):
+        with pytest.raises(DamagedFileError, match=re.escape(str(file))):
             store.scores(), store.load(path), store.about(path)
         file.write_bytes(data)
     for file in path.iterdir():
         data = file.read_bytes()
         file.unlink()
-        with pytest.raises(CheckpointError, match=re.escape(str(file))):
+        with pytest.raises(DamagedFileError, match=re.escape(str(file))):
             store.load(path)
         file.write_bytes(data)
     assert store.load(path)["weights"].tolist() == list(range(3000))
@@ -90,7 +91,7 @@ def test_scores_that_are_gone_are_missed_until_somebody_goes_on_without_them(
     store.save(1, {})
     store.score(1, 0.5)
     (tmp_path / "scores.json").unlink()
-    with pytest.raises(CheckpointError, match=r"scores\.json is damaged or missing"):
+    with pytest.raises(CheckpointError, match=r"scores\.json cannot be read .* write \{\} into it"):
         store.save(2, {})
     (tmp_path / "scores.json").write_text("{}\n")
     store.save(3, {})
@@ -248,7 +249,7 @@ def test_a_damaged_checkpoint_is_an_error_that_names_it_and_the_remedy(tmp_path:
     store = CheckpointStore(tmp_path, keep=1)
     path = store.save(3, {})
     (path / "state.pt").write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match=r"step_3 cannot be read .* delete that folder"):
+    with pytest.raises(DamagedFileError, match=r"state\.pt is damaged .* delete .*step_3"):
         store.load(path)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stepwell.datapool.types import SFT
+from stepwell.datapool.types import DUPLICATE_OF, SFT
 from stepwell.trainer.sampling import CHANNEL
 from stepwell.trainer.updater import Updater, record_of
 from tests.documented_metrics import documented, undocumented, unseen
@@ -33,6 +33,7 @@ FLAT = (
     "async_training.ppo_epochs=2",
     "async_training.trigger_parameter_sync_step=2",
 )
+TOGETHER = ("trainer.total_steps=1", "sampling.channels={train: 0.5, sft: 0.5}")
 SCORED = (
     "sampling.filters=[nonzero_std]",
     f"rollout.reward={__name__}:score",
@@ -77,16 +78,25 @@ async def keys_of_runs(folder: Path) -> set[str]:
         keys |= {key for record in await run.train() for key in record}
         for evaluation in run.evaluations:
             keys |= evaluation.as_metrics().keys()
+    together = small_config(_new(folder / "together"), *TOGETHER, sft=8)
+    async with small_run(together) as run:
+        keys |= {key for record in await run.train() for key in record}
     return keys
 
 
 def mixed(updater: Updater) -> dict[str, Any]:
     """The record of an optimizer step on a group that was rolled out and a conversation."""
     rolled_out, other = groups()
+    long = next(t for t in rolled_out.trajectories if len(t.steps) > 1)
+    *others, last = long.steps
+    again = replace(last, parent_index=None, metadata={**last.metadata, DUPLICATE_OF: 0})
+    rest = (t for t in rolled_out.trajectories if t is not long)
+    trajectories = (replace(long, steps=(*others, again)), *rest)
+    rolled_out = replace(rolled_out, trajectories=trajectories)
     batch = [rolled_out, replace(other, metadata={CHANNEL: SFT})]
     prepared = updater.prepare(batch)
     update = updater.step(prepared.batch, prepared.mini_batches[0][0])
-    return update | record_of(updater.progress, batch, {}, batch)
+    return update | prepared.metrics | record_of(updater.progress, batch, {}, batch)
 
 
 def _new(folder: Path) -> Path:
@@ -96,7 +106,7 @@ def _new(folder: Path) -> Path:
 
 async def test_the_figures_of_settings_are_those_of_the_page(tmp_path: Path) -> None:
     keys = await keys_of_runs(tmp_path)
-    for overrides in (CRITIC, RUNNING):
+    for overrides in (CRITIC, RUNNING, ("backend.lora.rank=4",)):
         with updater_of(tmp_path, *overrides) as updater:
             keys |= (await asyncio.to_thread(train, updater))[1].keys()
     with updater_of(tmp_path) as updater:

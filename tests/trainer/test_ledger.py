@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepwell.datapool.errors import DamagedFileError
 from stepwell.trainer.errors import CheckpointError
 from stepwell.trainer.ledger import NOT_TRAINED, Ledger, audit, read_ledger
 
@@ -142,7 +143,7 @@ def test_a_damaged_line_that_counts_is_an_error(path: Path) -> None:
     Ledger(path).issued("p0-a", "p0")
     with path.open("ab") as file:
         file.write(b"nonsense\n")
-    with pytest.raises(CheckpointError, match=r"ledger\.jsonl is damaged at byte 7\d"):
+    with pytest.raises(DamagedFileError, match=r"ledger\.jsonl is damaged \(the line at byte 104"):
         audit(path)
 
 

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from stepwell.config import RunConfig
-from stepwell.datapool import DataPoolClient, Step, VersionSpan
+from stepwell.datapool import DataPoolClient, PoolConfig, Step, VersionSpan
+from stepwell.datapool.errors import JournalCorruptError
+from stepwell.datapool.store.salvage import salvage, settle_doubtful
 from stepwell.datapool.types import TRAIN, VAL
 from stepwell.trainer import batches
 from stepwell.trainer.ledger import audit
+from tests.datapool.conftest import newest_segment
 from tests.trainer.small_run import RecordingBackend, SmallRun, small_config, small_run
 
 
@@ -127,6 +130,44 @@ async def test_what_a_killed_trainer_had_leased_is_trained_by_the_next_one_once(
     assert (found.trained, found.doubled, found.in_flight) == (10, (), ())
     assert len(trained(run)) == 6
     assert set(trained(run)) <= set(uids)
+
+
+@pytest.mark.parametrize("how", ["flip", "cut"])
+@pytest.mark.parametrize("from_end", [60, 700, 3000, 9000])
+async def test_what_was_acked_is_not_trained_again_after_a_salvage_even_if_it_is_released(
+    tmp_path: Path, how: str, from_end: int
+) -> None:
+    """60 groups are trained and acked, then a bit of the journal flips near its end, or that
+    is cut off."""
+    folder, config = tmp_path / "pool", live_config(tmp_path)
+    async with (
+        DataPoolClient.local(PoolConfig(), folder) as pool,
+        small_run(config, pool=pool) as run,
+    ):
+        old = [await brings(pool) for _ in range(60)]
+        await run.train(30)
+        assert (await pool.get_statistics(TRAIN))["groups"]["acked"] == 60
+    path = newest_segment(folder)
+    data = bytearray(path.read_bytes())
+    data[-from_end] ^= 4
+    data = data[:-from_end] if how == "cut" else data
+    path.write_bytes(data)
+    with pytest.raises(JournalCorruptError):
+        async with DataPoolClient.local(PoolConfig(), folder):
+            pass
+    salvage(folder)
+    settle_doubtful(folder, [], release=True)
+    backend = RecordingBackend()
+    async with (
+        DataPoolClient.local(PoolConfig(), folder) as pool,
+        small_run(config, pool=pool, backend=backend) as run,
+    ):
+        assert await run.trainer.resume()
+        new = [await brings(pool) for _ in range(2)]
+        await run.train(31)
+    assert trained(run) == sorted(new)
+    assert audit(tmp_path / "ledger.jsonl").doubled == ()
+    assert not {*old} & {*trained(run)}
 
 
 async def test_a_model_that_was_trained_on_tasks_is_trained_on_by_traffic(tmp_path: Path) -> None:

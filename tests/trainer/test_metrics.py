@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from stepwell.datapool.sealed import sealed
 from stepwell.trainer.metrics import Idle, MetricsWriter, Phases, waits
 
 
@@ -24,7 +25,9 @@ def test_records_are_json_lines_and_what_is_not_finite_is_null(tmp_path: Path) -
     with MetricsWriter(tmp_path) as metrics:
         metrics.write({"step": 1, "loss": math.nan, "tokens": 3})
         assert metrics.read() == [{"step": 1, "loss": None, "tokens": 3}]
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == metrics.read()[0]
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert line.pop("digest")
+    assert line == metrics.read()[0]
 
 
 def test_a_step_that_is_done_again_after_a_resume_counts_once(tmp_path: Path) -> None:
@@ -36,7 +39,7 @@ def test_a_step_that_is_done_again_after_a_resume_counts_once(tmp_path: Path) ->
 
 
 def test_a_line_that_was_cut_off_by_a_crash_is_dropped(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step":1}\n{"step":2,"lo')
+    (tmp_path / "metrics.jsonl").write_bytes(sealed(b'{"step":1}') + b'{"step":2,"lo')
     with MetricsWriter(tmp_path) as metrics:
         metrics.write({"step": 2})
         assert metrics.read() == [{"step": 1}, {"step": 2}]
@@ -64,9 +67,11 @@ def test_an_evaluation_is_in_the_record_of_its_own_step(tmp_path: Path) -> None:
             {"step": 1, "loss": 1, "val/score": 0.2, "val/pass@1": None},
             {"step": 2, "loss": 2, "val/score": 0.3},
         ]
-    last = {r["step"]: r for r in map(json.loads, (tmp_path / "metrics.jsonl").open())}
-    assert last[0] == {"step": 0, "val/score": 0.1}
-    assert [last[1], last[2]] == metrics.read()
+    last = {
+        r["step"]: r | {"digest": ""} for r in map(json.loads, (tmp_path / "metrics.jsonl").open())
+    }
+    assert last[0] == {"step": 0, "val/score": 0.1, "digest": ""}
+    assert [last[1], last[2]] == [r | {"digest": ""} for r in metrics.read()]
     assert [(step, sorted(r)) for step, r in told][-2:] == [
         (1, ["val/pass@1", "val/score"]),
         (2, ["val/score"]),

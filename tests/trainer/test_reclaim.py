@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,6 +14,7 @@ from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import DataExhaustedError
 from stepwell.trainer.ledger import Ledger
+from stepwell.trainer.live import Traffic
 from stepwell.trainer.reclaim import reclaim
 from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.rollout.worker import WorkerHandle
@@ -198,3 +200,23 @@ class Source:
 
     def put_back(self, tasks: list[dict[str, str]]) -> None:
         self.returned += tasks
+
+
+async def test_traffic_that_the_surviving_ledger_trained_is_not_leased_again(
+    pool: DataPoolClient, tmp_path: Path
+) -> None:
+    """A salvaged pool has groups again whose acks were lost."""
+    for uid in ("trained", "void", "new"):
+        await group(pool, uid, ours=False)
+    former = Ledger(tmp_path / "ledger.jsonl")
+    former.issued("trained", "trained")
+    former.trained(1, ["trained"])
+    offset = former.offset
+    former.issued("void", "void")
+    former.trained(2, ["void"])
+    former.close()
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.resume(1, offset)
+    await Traffic(pool, ledger, min_n=1).resume({"trained": {}}, version=1)
+    assert await live(pool) == {"void", "new"}
+    ledger.close()

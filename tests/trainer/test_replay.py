@@ -6,12 +6,15 @@ tests/e2e/test_command.py.
 
 from __future__ import annotations
 
+import io
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
+from stepwell.datapool.errors import DamagedFileError
+from stepwell.datapool.sealed import sealed
 from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
 from stepwell.trainer.errors import CheckpointError
@@ -67,11 +70,17 @@ def test_nothing_is_recorded_without_a_place() -> None:
     record_batch(None, [group("a")], Progress())
 
 
+def save(content: object, path: Path) -> None:
+    file = io.BytesIO()
+    torch.save(content, file)
+    path.write_bytes(sealed(file.getvalue()))
+
+
 def test_a_recording_that_is_not_there_or_damaged_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"load_debug_rollout_data is .* no batch"):
         recordings(str(tmp_path))
     (tmp_path / "0.pt").write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match=r"0\.pt cannot be read .* record the run again"):
+    with pytest.raises(DamagedFileError, match=r"0\.pt is damaged .* record the run again"):
         load_recording(tmp_path / "0.pt")
 
 
@@ -83,7 +92,7 @@ def test_a_recording_of_another_format_is_refused_by_name(
     path = tmp_path / "0.pt"
     content = torch.load(path, weights_only=False)
     content = {**content, "format": other} if other else {k: content[k] for k in ("groups",)}
-    torch.save(content, path)
+    save(content, path)
     with pytest.raises(CheckpointError, match=rf"0\.pt has format {other or 1}, .* record"):
         load_recording(path)
 
@@ -94,7 +103,7 @@ def test_a_recording_of_classes_that_are_gone_is_refused_by_name(tmp_path: Path)
             return import_module, ("no_such_package.types",)
 
     path = tmp_path / "0.pt"
-    torch.save({"groups": Gone()}, path)
+    save({"groups": Gone()}, path)
     with pytest.raises(CheckpointError, match=r"0\.pt cannot be read .*no_such_package"):
         load_recording(path)
 

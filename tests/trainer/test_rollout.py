@@ -149,10 +149,12 @@ def not_async(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
 
 
 async def run(gateway: RecordingGateway, agent: str, n: int = 1, **options: Any) -> dict[str, int]:
+    """Run a group; return how many of its rollouts ended in which way, failures by their type."""
     config = RolloutConfig(agent=f"{__name__}:{agent}", **options)
     worker = RolloutWorker(config, [gateway.url])
     try:
-        return await worker.run_group({"question": "?"}, "p", n, "train")
+        ends = await worker.run_group({"question": "?"}, "p", n, "train")
+        return {end.partition(":")[0]: times for end, times in ends.items()}
     finally:
         await worker.close()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -28,8 +29,9 @@ from stepwell.gateway.server import http_protocol
 from stepwell.gateway.wiring import Wiring
 from stepwell.trainer.config import JsonlSource, RolloutConfig
 from stepwell.trainer.data import PromptSource
+from stepwell.trainer.errors import RolloutError
 from stepwell.trainer.ledger import Ledger, audit
-from stepwell.trainer.rollout.producer import LOSSES, Producer
+from stepwell.trainer.rollout.producer import LOSSES, LOST_IN_A_ROW, Producer
 from stepwell.trainer.rollout.worker import INFRASTRUCTURE, RolloutWorker, start_workers
 from tests.gateway.conftest import make_tokenizer
 from tests.gateway.test_engine import Machine
@@ -115,7 +117,13 @@ class Rig:
     gateway: Gateway
     folder: Path
 
-    def producer(self, n_prompts: int, workers: list[Any], **rollout: Any) -> Producer:
+    def producer(
+        self,
+        n_prompts: int,
+        workers: list[Any],
+        tell: Callable[[str], None] = print,
+        **rollout: Any,
+    ) -> Producer:
         path = self.folder / "prompts.jsonl"
         lines = [
             {"question": f"{i}?", "answer": "1", "instance_id": f"p{i}"} for i in range(n_prompts)
@@ -124,7 +132,7 @@ class Rig:
         source = PromptSource(JsonlSource(kind="jsonl", path=path, epochs=1, shuffle=False))
         config = self.config(**rollout)
         ledger = Ledger(self.folder / "ledger.jsonl")
-        return Producer(config, source, self.pool, workers, ledger)
+        return Producer(config, source, self.pool, workers, ledger, tell=tell)
 
     def config(self, **rollout: Any) -> RolloutConfig:
         return RolloutConfig(**{"agent": f"{__name__}:asks_once", "n": 2, "min_n": 2, **rollout})
@@ -179,9 +187,11 @@ async def worker_of(rig: Rig, **rollout: Any) -> AsyncIterator[RolloutWorker]:
 
 
 @asynccontextmanager
-async def producer_of(rig: Rig, n_prompts: int, **rollout: Any) -> AsyncIterator[Producer]:
+async def producer_of(
+    rig: Rig, n_prompts: int, tell: Callable[[str], None] = print, **rollout: Any
+) -> AsyncIterator[Producer]:
     async with worker_of(rig, **rollout) as worker:
-        yield rig.producer(n_prompts, [worker], **rollout)
+        yield rig.producer(n_prompts, [worker], tell=tell, **rollout)
 
 
 async def until(condition: Callable[[], Awaitable[Any]]) -> Any:
@@ -286,6 +296,60 @@ async def test_an_agent_that_always_fails_is_counted_and_its_prompts_are_not_iss
     assert (failure, n) == ("ValueError" if agent == "raises" else "ConnectionError", 10)
     told = audit(rig.folder / "ledger.jsonl")
     assert (len(told.draws), told.dropped.total(), told.returned) == (5, 5, 0)
+
+
+async def never_calls(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("agent", "cause"),
+    [
+        ("raises", "32 × ValueError: no such tool"),
+        ("never_calls", "32 × no_steps (the agent never called the model at its base_url)"),
+    ],
+)
+async def test_an_agent_that_never_works_is_named_at_once_and_ends_the_run(
+    rig: Rig, agent: str, cause: str
+) -> None:
+    await asyncio.sleep(0.2)  # the gateway has begun to serve
+    told: list[str] = []
+    # One group at a time: the order of their ending is that of their prompts.
+    options = {"agent": f"{__name__}:{agent}", "n": 4, "concurrency": 1, "max_attempts": 1}
+    async with producer_of(rig, 40, tell=told.append, **options) as producer:
+        with pytest.RaisesGroup(pytest.RaisesExc(RolloutError, match=re.escape(cause))):
+            await rig.generate(producer)
+    assert len(told) == 1
+    assert told[0].startswith(cause.replace("32 ×", "4 ×")), told[0]
+    assert "p0-" in told[0]
+    drawn = len(audit(rig.folder / "ledger.jsonl").draws)
+    assert drawn <= LOST_IN_A_ROW + 16, "those that had begun"
+
+
+async def works_at_every_seventh(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    if task["instance_id"] in ("p6", "p13", "p20"):
+        return await asks_once(task, base_url, api_key)
+    raise ValueError("no such tool")
+
+
+async def test_a_rollout_that_finishes_starts_the_count_of_lost_groups_anew(rig: Rig) -> None:
+    async with rig_in(rig.folder, outstanding=1) as one:
+        await asyncio.sleep(0.2)
+        options = {"n": 5, "min_n": 1, "max_attempts": 1}
+        agent = f"{__name__}:works_at_every_seventh"
+        async with (
+            producer_of(one, 21, agent=agent, **options) as producer,
+            asyncio.timeout(120),
+            producer.running() as generation,
+        ):
+            for _ in range(3):  # what is ready holds the one place until it is taken
+                lease = await one.pool.lease_batch(timeout_s=60)
+                assert lease is not None
+                producer.leased(group.prompt_uid for group in lease.groups)
+                await one.pool.ack(lease.lease_id)
+            await producer.ended()
+            assert not generation.done()
+    assert producer.ends == {"ValueError": 90, "complete": 15}
 
 
 async def test_an_attempt_during_an_outage_does_not_count_against_the_agent(rig: Rig) -> None:

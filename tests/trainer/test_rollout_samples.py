@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,31 @@ from stepwell.run import _train
 from stepwell.trainer import rollout_samples
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
 from stepwell.trainer.errors import ConfigError
-from stepwell.trainer.metrics import MemoryMeter, MetricsWriter
+from stepwell.trainer.metrics import MemoryMeter, MetricsWriter, Tracker
 from stepwell.trainer.recording import recordings, replay
 from stepwell.trainer.updater import Updater
 from tests.trainer.small_run import RecordingBackend, SmallRun, small_config, small_run
 
 
-async def whole_run(run: SmallRun) -> dict[str, Any]:
+class Tables:
+    """A tracker that keeps tables."""
+
+    def __init__(self) -> None:
+        self.tables: list[tuple[int, str, Sequence[str], Sequence[Sequence[Any]]]] = []
+
+    def write(self, step: int, record: Mapping[str, Any]) -> None: ...
+
+    def table(
+        self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+    ) -> None:
+        self.tables.append((step, name, columns, rows))
+
+    def close(self, failed: bool) -> None: ...
+
+
+async def whole_run(run: SmallRun, *trackers: Tracker) -> dict[str, Any]:
     """As `stepwell train` does, but for the parts."""
-    with MemoryMeter() as memory, MetricsWriter(run.config.run.dir) as metrics:
+    with MemoryMeter() as memory, MetricsWriter(run.config.run.dir, trackers) as metrics:
         return await _train(run.config, run.trainer, metrics, Display("small", "quiet"), memory)
 
 
@@ -41,7 +58,7 @@ async def test_what_is_trained_can_be_read(tmp_path: Path) -> None:
     config = small_config(tmp_path, "trainer.rollout_samples=3", "trainer.total_steps=2")
     async with small_run(config, step=lambda task, index: ids) as run:
         await run.train()
-        decode = run.trainer._samples._tokenizer.decode
+        decode = run.trainer.samples._tokenizer.decode
     found = rows(tmp_path)
     assert [r["step"] for r in found] == [1, 1, 1, 2, 2, 2]
     first = found[0]
@@ -52,6 +69,22 @@ async def test_what_is_trained_can_be_read(tmp_path: Path) -> None:
     assert {r["prompt_uid"] for r in found[:3]} == {s.prompt_uid for s in run.backend.steps[0]}, (
         "spread over the groups"
     )
+
+
+async def test_trackers_get_a_bounded_table_of_what_is_trained_under_one_key(
+    tmp_path: Path,
+) -> None:
+    config = small_config(tmp_path, "trainer.rollout_samples=null", "trainer.total_steps=2")
+    ids = {"response_ids": [7] * 9000, "rollout_log_probs": [-0.5] * 9000}
+    kept = Tables()
+    async with small_run(config, step=lambda task, index: ids) as run:
+        await whole_run(run, kept)
+    tables = [table for table in kept.tables if table[1] == "train/samples"]
+    assert [step for step, *_ in tables] == [1, 2]
+    for step, _, columns, lines in tables:
+        assert 1 <= len(lines) <= 8
+        assert {line[columns.index("step")] for line in lines} == {step}
+        assert all(len(str(cell)) < 2_100 for line in lines for cell in line)
 
 
 @pytest.mark.parametrize(("per_batch", "lines"), [("0", 0), ("null", 4)])

@@ -22,9 +22,10 @@ import stepwell.trainer.slime.pool
 from stepwell.backends.errors import BatchError
 from stepwell.backends.slime.sample import SlimeSample, as_slime
 from stepwell.datapool import DataPoolClient, PoolConfig, Step, connect, start_data_pool
+from stepwell.datapool.errors import DamagedFileError
 from stepwell.trainer.config import JsonlSource
 from stepwell.trainer.data import PromptSource
-from stepwell.trainer.errors import CheckpointError, ConfigError, DataError, StarvedError
+from stepwell.trainer.errors import ConfigError, DataError, StarvedError
 from stepwell.trainer.slime.config import SlimeConfig
 from stepwell.trainer.slime.data_source import (
     PoolDataSource,
@@ -575,7 +576,7 @@ def test_a_checkpoint_without_state_starts_the_data_from_the_beginning(
 def test_a_damaged_state_is_an_error_with_its_path(prompts: Path, tmp_path: Path) -> None:
     (tmp_path / "rollout").mkdir()
     (tmp_path / "rollout" / "stepwell_state_4.pt").write_bytes(b"PK")
-    with pytest.raises(CheckpointError, match=r"stepwell_state_4\.pt cannot be read"):
+    with pytest.raises(DamagedFileError, match=r"stepwell_state_4\.pt is damaged"):
         source_of(prompts, tmp_path).load(4)
 
 

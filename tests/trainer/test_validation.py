@@ -329,7 +329,7 @@ async def test_an_evaluation_of_which_nothing_was_scored_says_what_the_reward_do
     (tmp_path / "broken.py").write_text("def score(*given):\n    raise KeyError('answer')\n")
     reward = f"rollout.reward={tmp_path / 'broken.py'}:score"
     async with small_run(small_config(tmp_path, reward), reward=lambda task, index: None) as run:
-        said = r"without a score: 6 × .*; the last: .*KeyError at .*broken.py:2.*Look into .*/logs"
+        said = r"^without a score: 6 × .*; the last: .*KeyError at .*broken.py:2.*Look into .*/logs"
         with pytest.raises(StarvedError, match=said):
             await run.trainer.evaluate(run.val_tasks)
 

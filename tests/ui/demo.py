@@ -25,6 +25,7 @@ import numpy as np
 from stepwell.datapool.config import ChannelConfig, PoolConfig, SelectionConfig
 from stepwell.datapool.files.trained import TrainedTrajectory, write_trained
 from stepwell.datapool.remote.client import DataPoolClient
+from stepwell.datapool.sealed import sealed, write_sealed
 from stepwell.datapool.types import Group
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
@@ -177,7 +178,7 @@ def _trained(group: Group) -> list[TrainedTrajectory]:
 def write_run(folder: Path, steps: int) -> None:
     """`metrics.jsonl` and `run.json` of a run that learns."""
     draw = random.Random(3)
-    with (folder / "metrics.jsonl").open("w") as file:
+    with (folder / "metrics.jsonl").open("wb") as file:
         for step in range(1, steps + 1):
             learnt = 1 - math.exp(-step / 14)
             record: dict[str, float] = {
@@ -213,7 +214,7 @@ def write_run(folder: Path, steps: int) -> None:
                 record["log_prob_gap"] = 0.002 + draw.random() * 0.002
             if step % 10 == 0:
                 record |= {"val/score": 0.2 + 0.7 * learnt, "val/step": step}
-            file.write(json.dumps(record) + "\n")
+            file.write(sealed(json.dumps(record).encode()))
     about = {
         "name": "arithmetic",
         "started_at": "2026-11-23T10:00:00Z",
@@ -221,7 +222,7 @@ def write_run(folder: Path, steps: int) -> None:
         "versions": {"stepwell": "0.1.0", "python": "3.11", "torch": "2.9", "ray": "2.51"},
         "config": {"model": {"path": "quickstart/model"}, "trainer": {"backend": "torch"}},
     }
-    (folder / "run.json").write_text(json.dumps(about))
+    write_sealed(folder / "run.json", about)
 
 
 async def main() -> None:

@@ -9,16 +9,18 @@ import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
 
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.files.export import read
+from stepwell.datapool.sealed import sealed
 from stepwell.datapool.types import Step, Trajectory
 from stepwell.gateway.ui.alerts import alerts
 from stepwell.gateway.ui.dashboard import as_json
-from stepwell.gateway.ui.router import STATIC
+from stepwell.gateway.ui.router import STATIC, UI_ROUTES
 from stepwell.gateway.ui.run_folder import RunFolder
 from stepwell.gateway.ui.trajectories import prefixes
 from tests.ui.demo import HOSTILE, Demo, demo, fill, train, write_run
@@ -364,17 +366,89 @@ async def test_a_dry_run_that_would_hold_up_the_pool_is_refused(
     assert "has 1 ready groups" in refused.text
 
 
-async def test_a_dry_run_tries_built_in_rules_and_loads_no_code(http: httpx.AsyncClient) -> None:
+async def test_a_dry_run_tries_built_in_rules(http: httpx.AsyncClient) -> None:
     strict = SelectionConfig(order="freshest", filters=("all_correct(1.0)", "scored"))
     run = await posted(http, "dry_run", batch_size=1, selection=strict.model_dump())
     assert run["counts"] == {"serve": {"in_order": 1}}
-    for rule in ("os:system", "antigravity.anything", "slime_filter(os.system)"):
-        answer = await http.post("dry_run", json={"selection": {"filters": [rule]}})
-        assert answer.status_code == 400
-        assert "may name" in answer.text
     for wrong in ({"sort": "fifo"}, {"filters": None}, {"filters": 5}, {"order": ["fifo"]}):
         answer = await http.post("dry_run", json={"selection": wrong})
         assert answer.status_code == 400, answer.text
+    for rule in ("scored(1)", "all_correct(nan)", "all_correct(x)", "slime_filter", " scored"):
+        answer = await http.post("dry_run", json={"selection": {"filters": [rule]}})
+        assert answer.status_code == 400, answer.text
+        assert "selection.filters[0] is" in answer.text
+        assert "path" not in answer.text, "a page is not told of what only a configuration may"
+
+
+def code_texts(path: Path) -> list[str]:
+    """Texts that name the code in `path` (an absolute one, without its suffix) in some way."""
+    file = f"{path}.py"
+    named = [f"{file}:f", f"{path.name}:f", f"{path.name}.f", file, f"file://{file}"]
+    around = ("{}", "scored(/../..{}", "fifo(/../..{}", "scored({}", "scored({})", "fifo {}")
+    rules = ("all_correct({})", "slime_filter({})", "slime_filter(\n{})", "\n{}", "scored\n({}")
+    return [form.format(name) for form in (*around, *rules) for name in named]
+
+
+@pytest.mark.parametrize("dry", ["order", "filters"])
+async def test_a_dry_run_loads_no_code(
+    http: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dry: str
+) -> None:
+    ran = plant(tmp_path, monkeypatch)
+    for text in code_texts(tmp_path / "evil"):
+        value = text if dry == "order" else [text]
+        answer = await http.post("dry_run", json={"selection": {dry: value}})
+        assert answer.status_code == 400, (text, answer.text)
+        assert not ran.exists(), text
+
+
+async def test_no_route_loads_code_that_a_request_names(
+    shown: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every route of the application, with such a text in its path, its query and its body."""
+    ran = plant(tmp_path, monkeypatch)
+    described = shown.app[0].openapi()["paths"]
+    routes = {(m.upper(), path) for path, ways in described.items() for m in ways}
+    routes |= {(m, r.path) for r in UI_ROUTES for m in r.methods or () if m != "HEAD"}
+    assert {
+        ("POST", "/ui/api/dry_run"),
+        ("POST", "/start_rollout"),
+        ("POST", "/v1/groups"),
+    } < routes
+    names = sorted(
+        {name for each in list_of(described) for name in each}
+        | {"channel", "selection", "task_type", "reward_fn", "state", "key", "filters", "order"}
+    )
+    async with httpx.AsyncClient(base_url=shown.url, timeout=30) as client:
+        for method, path in sorted(routes):
+            if path == "/ui/api/live":  # a stream without end, which takes nothing
+                continue
+            for text in code_texts(tmp_path / "evil"):
+                named = re.sub(r"{[^}]*}", quote(text, safe=""), path)
+                chosen = {"order": text, "filters": [text]}
+                bodies: list[Any] = [dict.fromkeys(names, text), {"selection": chosen}]
+                bodies = bodies if method == "POST" else [None]
+                for body in bodies:
+                    await client.request(method, named, params={"channel": text}, json=body)
+                assert not ran.exists(), (method, path, text)
+
+
+def list_of(described: Any) -> list[list[str]]:
+    """Names of the properties of every schema in a description."""
+    if isinstance(described, list):
+        return [names for each in described for names in list_of(each)]
+    if not isinstance(described, dict):
+        return []
+    found = [list(described["properties"])] if isinstance(described.get("properties"), dict) else []
+    return found + [names for each in described.values() for names in list_of(each)]
+
+
+def plant(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module that anybody who names it could run; the file that it makes when it does."""
+    ran = folder / "ran"
+    source = f"open({str(ran)!r}, 'w').close()\ndef f(*args): return None\n"
+    (folder / "evil.py").write_text(source)
+    monkeypatch.syspath_prepend(folder)
+    return ran
 
 
 async def test_data_is_exported_as_a_file_and_deleted(
@@ -399,11 +473,14 @@ def test_metrics_are_read_as_they_grow_and_a_step_that_was_done_again_counts_onc
 ) -> None:
     folder, path = RunFolder(tmp_path), tmp_path / "metrics.jsonl"
     assert folder.steps() == []
-    path.write_text('{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n{"step": 3, "lo')
+    first, second, third, again = (
+        sealed(b'{"step": %d, "loss": %d}' % record) for record in ((1, 3), (2, 2), (3, 1), (2, 9))
+    )
+    path.write_bytes(first + second + third[:17])
     assert folder.steps() == [1, 2]
-    with path.open("a") as file:
-        file.write('ss": 1}\n{"step": 2, "loss": 9}\n')
+    with path.open("ab") as file:
+        file.write(third[17:] + again)
     assert folder.series(["loss"]) == {"step": [1, 2, 3], "loss": [3, 9, 1]}
     path.unlink()
-    path.write_text('{"step": 1, "loss": 7}\n')
+    path.write_bytes(sealed(b'{"step": 1, "loss": 7}'))
     assert folder.series(["loss"])["loss"] == [7]

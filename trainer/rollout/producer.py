@@ -11,7 +11,8 @@ the credit of its window (`Pace`, in the modes that have windows) and for the po
 
 A group that came out too small because of INFRASTRUCTURE, or whose worker died, is dropped and its
 prompt issued again, `LOSSES` times at most; no prompt is drawn until worker, gateway and engine
-answer. Does not own how one rollout is run (`worker.py`).
+answer. An agent that loses `LOST_IN_A_ROW` groups by its own error ends the run. Does not own how
+one rollout is run (`worker.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from copy import deepcopy
 from functools import partial
@@ -34,12 +35,13 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import GREEDY, SFT, TRAIN
 from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.data import PromptSource, Task, slug
-from stepwell.trainer.errors import DataExhaustedError
+from stepwell.trainer.errors import DataExhaustedError, RolloutError
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.metrics import Idle
 from stepwell.trainer.reclaim import PRODUCER_GONE, live_groups, reclaim
-from stepwell.trainer.rollout.worker import COMPLETE, INFRASTRUCTURE, WorkerHandle
+from stepwell.trainer.rollout.worker import CLOSED, COMPLETE, INFRASTRUCTURE, WorkerHandle
 from stepwell.trainer.sampling import SURPLUS, Pace
+from stepwell.trainer.scoring import MEANINGS
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,10 @@ LOSSES = 10
 agent that ends its worker, or the engine, whenever it is given that prompt."""
 EVALUATION_ISSUES = 3
 """How often a prompt of an evaluation is issued whose groups are lost to infrastructure."""
+LOST_IN_A_ROW = 8
+"""Groups in a row, by order of ending, of which the agent finished no rollout, that end the run."""
+FAILED_IN_A_ROW = 32
+"""Rollouts that those groups must have at least: with small groups chance loses eight in a row."""
 TOO_FEW = "too few rollouts finished"
 FORGOTTEN = "dropped_unseen"
 """Ledger's reason: the pool dropped the group and was restarted before it could say why."""
@@ -60,7 +66,8 @@ class Producer:
         pace: credit for beginning groups; without one only the pool's admission counts.
         drops_surplus: drop what a window leaves over (`sampling.drops_surplus`).
         n_greedy: greedy rollouts per group besides its `rollout.n` (ReMax's baseline).
-        channel: that it feeds.
+        channel: Channel to feed.
+        tell: Shows the user a line.
     """
 
     def __init__(
@@ -75,7 +82,9 @@ class Producer:
         drops_surplus: bool = False,
         n_greedy: int = 0,
         channel: str = TRAIN,
+        tell: Callable[[str], None] = log.warning,
     ) -> None:
+        self._tell = tell
         self._config = config
         self._channel = channel
         self._source = source
@@ -99,7 +108,13 @@ class Producer:
         self._admitting: str | None = None
         self.idle = Idle(config.max_outstanding_groups)
         self.ends: Counter[str] = Counter()
-        """How rollouts ended so far."""
+        """How rollouts ended so far; failures by their kind."""
+        self._agent_failed = False
+        """The user was told of a group that the agent lost."""
+        self._lost_in_a_row = 0
+        """Groups that the agent lost since a rollout finished."""
+        self._causes: Counter[str] = Counter()
+        """Reasons of their rollouts."""
         self.in_flight: dict[str, Task] = {}
         """Prompts handed out and not yet settled, by prompt_uid: what a resume re-issues."""
         self._taken: set[str] = set()
@@ -365,6 +380,10 @@ class Producer:
 
     async def _train_group(self, number: int, task: Task, prompt_uid: str) -> None:
         ends = await self._run_group(number, task, prompt_uid, self._n, self._channel)
+        await self._end_group(prompt_uid, ends)
+        self._watch_agent(prompt_uid, ends)
+
+    async def _end_group(self, prompt_uid: str, ends: Mapping[str, int]) -> None:
         reason = self._drop_reasons.get(prompt_uid)
         if ends.get(COMPLETE, 0) >= self._min_n and reason is None:
             return  # it is served, at the latest at its deadline
@@ -373,6 +392,35 @@ class Producer:
                 self._dropped(prompt_uid, INFRASTRUCTURE, returned=True)
         else:
             self._dropped(prompt_uid, reason or TOO_FEW, returned=False)
+
+    def _watch_agent(self, prompt_uid: str, ends: Mapping[str, int]) -> None:
+        """Count the groups that the agent's own errors lose: an agent that never works would use up
+        the data in silence.
+
+        Raises:
+            RolloutError: too many in a row.
+        """
+        if COMPLETE in ends:
+            self._lost_in_a_row = 0
+            self._causes.clear()
+            return
+        own = {end: n for end, n in ends.items() if end not in (INFRASTRUCTURE, CLOSED)}
+        if INFRASTRUCTURE in ends or not own:
+            return
+        self._lost_in_a_row += 1
+        self._causes.update({MEANINGS.get(end, end): n for end, n in own.items()})
+        agent = f"rollout.agent = {self._config.agent}"
+        if not self._agent_failed:
+            self._agent_failed = True
+            self._tell(
+                f"{_told(self._causes)}: {agent} lost all rollouts of {prompt_uid}; the log has "
+                f"the traceback, and {LOST_IN_A_ROW} such groups in a row end the run"
+            )
+        if self._lost_in_a_row >= LOST_IN_A_ROW and self._causes.total() >= FAILED_IN_A_ROW:
+            raise RolloutError(
+                f"{_told(self._causes)}: {agent} finished no rollout of {self._lost_in_a_row} "
+                "groups in a row; correct the agent and run the same command again"
+            )
 
     async def _run_group(
         self, number: int, task: Task, prompt_uid: str, n: int, channel: str
@@ -387,7 +435,8 @@ class Producer:
             ends = {INFRASTRUCTURE: n}
         if INFRASTRUCTURE in ends:
             self._failed.add(index)
-        self.ends.update(ends)
+        for end, times in ends.items():
+            self.ends[end.partition(":")[0]] += times
         return ends
 
     async def _drop_lost(self, prompt_uid: str, channel: str) -> bool:
@@ -414,6 +463,11 @@ class Producer:
                 index = min(self._failed)
                 await self._workers[index].ready()
                 self._failed.discard(index)
+
+
+def _told(causes: Counter[str]) -> str:
+    """Return the commonest causes, the first first."""
+    return ", ".join(f"{n} × {cause}" for cause, n in causes.most_common(3))
 
 
 def new_uid(task: Task) -> str:

@@ -67,6 +67,8 @@ RECOVERY_S = 900.0
 ELSEWHERE = " (the gateway was there: does the agent call the base_url that it is given?)"
 """Beside an agent's connection error: clients name no address, and most have one by default."""
 COMPLETE = "complete"
+NO_STEPS = "no_steps"
+"""End of a rollout whose agent returned without a call to the model; the pool counts it as used."""
 CLOSED = "closed"
 """How a rollout ended whose group was closed before it could."""
 INFRASTRUCTURE = "infrastructure"
@@ -120,7 +122,7 @@ class RolloutWorker:
         self, task: Task, prompt_uid: str, n: int, channel: str = TRAIN, n_greedy: int = 0
     ) -> dict[str, int]:
         """Run `n` rollouts of `task`, the last `n_greedy` of them as greedy baselines; returns how
-        they ended: {"complete": 7, "timeout": 1}.
+        they ended, failures by their reason: {"complete": 6, "timeout": 1, "KeyError: 'a'": 1}.
 
         Raises:
             RolloutError: the gateway refuses to begin rollouts; none can be run.
@@ -162,7 +164,7 @@ class RolloutWorker:
             if end == CLOSED and await self._gateway.was_disturbed(began):
                 return INFRASTRUCTURE
             failures, outages = failures + 1, 0
-            if end in (COMPLETE, CLOSED) or failures == self._config.max_attempts:
+            if end in (COMPLETE, NO_STEPS, CLOSED) or failures == self._config.max_attempts:
                 break
         return end
 
@@ -186,7 +188,7 @@ class RolloutWorker:
         final: bool,
         channel: str,
     ) -> str:
-        """How it ended: COMPLETE, CLOSED, INFRASTRUCTURE, or what the agent failed with."""
+        """How it ended: COMPLETE, NO_STEPS, CLOSED, INFRASTRUCTURE, or why the agent failed."""
         began = time.monotonic()
         try:
             started = await self._gateway.ask(
@@ -211,7 +213,7 @@ class RolloutWorker:
             async with asyncio.timeout(self._config.timeout_s):
                 returned = await self._agent(task, base_url, started.get("api_key", "none"))
             reward = read_reward(self._config.agent or "", returned)
-            await self._gateway.ask(f"{base_url}/v1/complete_trajectory", reward)
+            ended = await self._gateway.ask(f"{base_url}/v1/complete_trajectory", reward)
         except TimeoutError:
             reason = "timeout"
         except asyncio.CancelledError:
@@ -232,7 +234,7 @@ class RolloutWorker:
                 self._traced.add(place)
                 log.warning("the first rollout that failed there", exc_info=True)
         else:
-            return COMPLETE
+            return NO_STEPS if ended.get("outcome") == "aborted" else COMPLETE
         origin = base_url.rsplit("/", 2)[0]
         disturbed = await self._gateway.was_disturbed(began, origin)
         log.warning(
@@ -248,7 +250,7 @@ class RolloutWorker:
         elif "Connect" in reason.partition(":")[0]:
             reason += ELSEWHERE
         if await self._abort(base_url, reason, will_retry=disturbed or not final):
-            return reason.partition(":")[0]
+            return INFRASTRUCTURE if disturbed else reason
         return CLOSED
 
     async def _abort(

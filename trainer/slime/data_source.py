@@ -33,10 +33,10 @@ from typing import Any
 
 import torch
 
-from stepwell.backends.checksums import write_durably
 from stepwell.backends.slime.sample import sample_class
 from stepwell.datapool.dotted import resolve
 from stepwell.datapool.remote.start import connect
+from stepwell.datapool.sealed import damaged, sealed, unsealed, write_durably
 from stepwell.datapool.types import Group
 from stepwell.trainer.data import PromptSource, Task
 from stepwell.trainer.data.prompt_length import PromptMeter
@@ -120,13 +120,14 @@ class RolloutDataSource:
         path.parent.mkdir(parents=True, exist_ok=True)
         state = io.BytesIO()
         torch.save(self.state_dict(), state)
-        write_durably(path, state.getvalue())
+        write_durably(path, sealed(state.getvalue()))
 
     def load(self, rollout_id: int | None = None) -> None:
         """slime has loaded its checkpoint of `rollout_id` (-1 or None: none) and starts after it.
 
         Raises:
             CheckpointError: the state cannot be read.
+            DamagedFileError: it is not what was written.
             DataError: it is of other data.
         """
         where = folder(self.args, "load")
@@ -135,12 +136,16 @@ class RolloutDataSource:
         path = _state_path(where, -1 if rollout_id is None else rollout_id)
         if not path.exists():
             return
+        remedy = "remove it to start with the data from the beginning"
         try:
-            state = torch.load(path, weights_only=False)  # our own file; samples are no tensors
+            content = io.BytesIO(unsealed(path.read_bytes()))
+        except ValueError as e:
+            raise damaged(path, str(e), remedy) from e
+        try:
+            state = torch.load(content, weights_only=False)  # our own; samples are no tensors
         except Exception as e:  # what is damaged fails in many ways
             raise CheckpointError(
-                f"{path} cannot be read ({type(e).__name__}: {e}); remove it to start with the "
-                "data from the beginning"
+                f"{path} cannot be read ({type(e).__name__}: {e}); {remedy}"
             ) from e
         self.load_state_dict(state)
 

@@ -28,11 +28,11 @@ from typing import Any, TypeVar
 
 import orjson
 
-from stepwell.backends.checksums import write_durably
 from stepwell.backends.slime.samples import rollouts_of
 from stepwell.datapool.errors import DataPoolError, GroupClosedError, UnknownGroupError
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper, by_lease
+from stepwell.datapool.sealed import damaged, read_lines, sealed, write_durably
 from stepwell.datapool.types import Group
 from stepwell.trainer.errors import StarvedError
 from stepwell.trainer.reclaim import TRAINED, settle_former
@@ -224,15 +224,21 @@ class SlimePool:
             {"prompt_uid": uid, "rollout_id": rollout_id, "lease_id": leases.get(uid, "")}
             for uid, rollout_id in self._rollout_of.items()
         )
-        write_durably(self._file, b"".join(orjson.dumps(row) + b"\n" for row in rows))
+        write_durably(self._file, b"".join(sealed(orjson.dumps(row)) for row in rows))
 
     def _read(self) -> dict[str, tuple[int, str]]:
         """prompt_uid -> rollout_id, lease_id."""
         found: dict[str, tuple[int, str]] = {}
         for path in sorted(self._sources):
-            if path.exists():
-                rows = map(orjson.loads, path.read_bytes().splitlines())
-                found |= {r["prompt_uid"]: (r["rollout_id"], r["lease_id"]) for r in rows}
+            for at, line in read_lines(path) if path.exists() else ():
+                if line is None:
+                    raise damaged(
+                        path,
+                        f"the line at byte {at} is not what was written",
+                        "delete it to have every leased group served again, trained ones too",
+                    )
+                row = orjson.loads(line)
+                found[row["prompt_uid"]] = row["rollout_id"], row["lease_id"]
         return found
 
 

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from stepwell.backends.checksums import seal
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.embedded.adapters import Adapters, WeightLoadError
 from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import EngineRequestError, WeightUpdateError
 from stepwell.backends.weights import WeightStore, publish
 from stepwell.backends.weights.transports import ADAPTER_NAME
+from stepwell.datapool.sealed import seal
 
 PROMPT = [40, 41, 42, 43]
 MODULE = "model.layers.1.self_attn.o_proj"
@@ -144,7 +144,7 @@ async def test_a_published_adapter_generates_and_survives_a_crash(
             async def back() -> bool:
                 return supervisor.restarts == 1 and supervisor.state == "up"
 
-            await eventually(back, 120.0)
+            await eventually(back, 240.0)
             assert await client.weight_version() == 2
             assert await agrees(merged[1])
     finally:

@@ -212,7 +212,7 @@ async def test_an_engine_that_hangs_comes_back_at_its_address_with_the_committed
     async def back() -> bool:
         return supervisor.restarts > 0 and supervisor.state == "up"
 
-    await eventually(back, 120.0)
+    await eventually(back, 240.0)
     assert supervisor.url == url
     async with EngineClient(url) as client:
         assert await client.weight_version() == 5

@@ -15,11 +15,11 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file, save_file
 
-from stepwell.backends.checksums import seal
 from stepwell.backends.config import WeightTransport
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import EngineRequestError, WeightUpdateError
 from stepwell.backends.weights import WeightStore, publish
+from stepwell.datapool.sealed import seal
 
 PROMPT = [40, 41, 42, 43]
 TRANSPORTS: tuple[WeightTransport, ...] = ("disk", "distributed")

@@ -1,0 +1,221 @@
+"""This module writes files that survive, and finds damage in them before they are used. Every file
+that a process of ours writes and reads again carries a digest.
+
+    write_durably     all of a file or nothing
+    write_sealed      JSON whose last key is the digest of the rest    read_sealed
+    sealed            the same for bytes, as one line of a file        unsealed, read_lines
+    write_sidecar     PATH.sha256 beside a file in others' format      check_sidecar
+    seal              checksums.json: SHA-256 of a folder's files      check
+
+    {"version":7,"path":"…/v7","digest":"5f0c1d2e3b4a5968"}
+
+A sealed file or line is plain JSON. The digest is XXH3-64 of all bytes before it, so that a changed
+space is found, too. Damage is a `DamagedFileError` that names the file and the remedy.
+
+Owns the formats of digests. Does not own what the files mean. The journal has checksums of its own
+(`store/`); files that a user edits have none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import orjson
+from xxhash import xxh3_64_hexdigest
+
+from stepwell.datapool.errors import DamagedFileError
+
+CHECKSUMS = "checksums.json"
+SIDECAR = ".sha256"
+N_THREADS = 4
+_SEAL = b'"digest":"%s"}\n'
+_SEAL_BYTES = len(_SEAL % bytes(16))
+_SEAL_AND_MORE = re.compile(rb'"digest":"[0-9a-f]{16}"\}.\Z', re.DOTALL)
+_SIDECAR_LINE = re.compile(rb"([0-9a-f]{64})  [^\n]+\n")
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """All of it or nothing, whenever the process or the machine dies."""
+    draft = path.with_name(f"{path.name}.tmp")
+    draft.write_bytes(content)
+    fsync(draft)
+    draft.replace(path)
+    fsync(path.parent)
+
+
+def fsync(path: Path) -> None:
+    """A file's content, or a folder's entries, survive a power failure."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# -- files with their digest inside ---------------------------------------------------------------
+
+
+def sealed(content: bytes) -> bytes:
+    """A JSON object with its digest as its last key, and a line end; other bytes with the same
+    behind them."""
+    body = content.rstrip()
+    if body[:1] == b"{" and body[-1:] == b"}":
+        body = body[:-1].rstrip()
+        content = body if body == b"{" else body + b","
+    return content + _SEAL % xxh3_64_hexdigest(content).encode()
+
+
+def unsealed(data: bytes) -> bytes:
+    """What `sealed` was given: a JSON object without spaces at its ends, or other bytes.
+
+    Raises:
+        ValueError: it is not what `sealed` made.
+    """
+    content, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
+    if seal != _SEAL % xxh3_64_hexdigest(content).encode():
+        raise ValueError("the digest is not that of the content")
+    return content.removesuffix(b",") + b"}" if content[:1] == b"{" else content
+
+
+def write_sealed(path: Path, content: Any) -> None:
+    """Write a JSON object durably, for `read_sealed`."""
+    write_durably(path, sealed_json(content))
+
+
+def sealed_json(content: Any) -> bytes:
+    """A JSON object, laid out for people, with its digest."""
+    options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+    return sealed(orjson.dumps(content, option=options))
+
+
+def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
+    """The JSON object in a file that `write_sealed` wrote.
+
+    Args:
+        remedy: ends the message of the error: what a user does about the damage.
+
+    Raises:
+        DamagedFileError: it is not what was written.
+        FileNotFoundError: there is no such file.
+    """
+    return checked_json(path.read_bytes(), path, remedy)
+
+
+def checked_json(data: bytes, path: Path, remedy: str) -> dict[str, Any]:
+    """The JSON object in the sealed bytes of `path`. Raises DamagedFileError as `read_sealed`."""
+    try:
+        found: dict[str, Any] = orjson.loads(unsealed(data))
+    except ValueError as e:
+        raise damaged(path, str(e), remedy) from e
+    return found
+
+
+def damaged(path: Path, why: str, remedy: str) -> DamagedFileError:
+    """The error of a file that is not what was written."""
+    return DamagedFileError(f"{path} is damaged ({why}); {remedy}")
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
+    """Offset and content of each sealed line; None: it is damaged. A last line that has no end is
+    being written, or its writer died, and is left out.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    offset = 0
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                try:
+                    yield offset, unsealed(line)
+                except ValueError:
+                    yield offset, None
+            elif _SEAL_AND_MORE.search(line):  # its end was there, and has been changed
+                yield offset, None
+            offset += len(line)
+
+
+# -- files in a format of others ------------------------------------------------------------------
+
+
+def sidecar_of(path: Path) -> Path:
+    return path.with_name(path.name + SIDECAR)
+
+
+def write_sidecar(path: Path) -> None:
+    """Write the digest of a file beside it, durably, as `sha256sum` does: `sha256sum -c` takes
+    it."""
+    write_durably(sidecar_of(path), f"{_digest(path)}  {path.name}\n".encode())
+
+
+def check_sidecar(path: Path, remedy: str) -> None:
+    """Hold a file against the digest beside it; no-op if there is none.
+
+    Raises:
+        DamagedFileError: the file or its sidecar is damaged.
+        OSError: one of them cannot be read.
+    """
+    sidecar = sidecar_of(path)
+    if not sidecar.exists():
+        return
+    noted = _SIDECAR_LINE.fullmatch(sidecar.read_bytes())
+    if noted is None:
+        raise damaged(sidecar, "it is no line of sha256sum", remedy)
+    if noted[1].decode() != _digest(path):
+        raise damaged(path, f"it does not have the digest in {sidecar.name}", remedy)
+
+
+# -- folders --------------------------------------------------------------------------------------
+
+
+def seal(folder: Path) -> None:
+    """Write the checksums of the files in `folder`, durably."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != CHECKSUMS)
+    listed = folder / CHECKSUMS
+    listed.write_bytes(sealed_json({path.name: digest for path, digest in _digests(files)}))
+    fsync(listed)
+
+
+def check(folder: Path, remedy: str, names: Iterable[str] | None = None) -> None:
+    """Hold the files against their checksums.
+
+    Args:
+        names: only these files; None: all that are listed.
+
+    Raises:
+        DamagedFileError: a file is damaged or missing.
+        OSError: a file cannot be read.
+    """
+    try:
+        listed = read_sealed(folder / CHECKSUMS, remedy)
+    except FileNotFoundError as e:
+        raise DamagedFileError(
+            f"{folder / CHECKSUMS} is missing: an older release, or nobody, sealed the folder; "
+            f"{remedy}"
+        ) from e
+    paths = [folder / name for name in (listed if names is None else names)]
+    for path in paths:
+        if path.name not in listed:
+            raise DamagedFileError(f"{path} has no checksum in {CHECKSUMS}; {remedy}")
+        if not path.is_file():
+            raise DamagedFileError(f"{path} is missing; {remedy}")
+    for path, digest in _digests(paths):
+        if digest != listed[path.name]:
+            raise damaged(path, f"it does not have the checksum of {CHECKSUMS}", remedy)
+
+
+def _digests(paths: Sequence[Path]) -> Iterator[tuple[Path, str]]:
+    """Several files at once: hashing leaves the interpreter free."""
+    with ThreadPoolExecutor(N_THREADS) as pool:
+        yield from zip(paths, pool.map(_digest, paths), strict=True)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

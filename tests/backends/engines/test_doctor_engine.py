@@ -1,0 +1,118 @@
+"""`stepwell doctor --engine`: an engine that answers all, and some that lack something."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from stepwell.cli import main
+from stepwell.engine_check import NEEDED, OPTIONAL
+from tests.gateway.conftest import serving
+
+
+async def found(url: str) -> tuple[int | None, dict[str, Any]]:
+    """The exit code, and the findings by name."""
+    command = ("-m", "stepwell", "doctor", "--engine", url, "--json")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    return process.returncode, {f["name"]: f for f in json.loads(out)}
+
+
+async def test_an_engine_of_ours_lacks_nothing_and_is_left_as_it_was(
+    engine: Any, client: Any
+) -> None:
+    before = await client.model_info()
+    code, told = await found(engine.url)
+    assert {name: f["text"] for name, f in told.items() if f["state"] != "ok"} == {}
+    assert code == 0
+    assert told.keys() >= {*NEEDED, *OPTIONAL, "/generate", "/generate (stream)"}
+    assert await client.model_info() == before
+
+
+def incomplete(**changes: Any) -> Starlette:
+    """A server that samples, and has neither updates nor a device."""
+
+    async def info(request: Request) -> Response:
+        return JSONResponse({"model_path": "m", "weight_version": "0"})
+
+    async def server_info(request: Request) -> Response:
+        return JSONResponse({"dtype": "float32"})
+
+    async def generate(request: Request) -> Response:
+        body = await request.json()
+        meta = {
+            "finish_reason": {"type": "length", "length": 1},
+            "weight_version": "0",
+            "completion_tokens": 1,
+            "output_token_logprobs": [[-0.5, changes.get("logprob_of", 7), None]],
+        }
+        whole = json.dumps({"output_ids": [7], "meta_info": meta}).encode()
+        if not body["stream"]:
+            return Response(whole, media_type="application/json")
+
+        async def stream() -> AsyncIterator[bytes]:
+            yield b"data: " + whole + b"\r\n\r\n"
+
+        return StreamingResponse(stream(), media_type="text/event-stream")
+
+    async def health(request: Request) -> Response:
+        return Response()
+
+    return Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/model_info", info),
+            Route("/server_info", server_info),
+            Route("/generate", generate, methods=["POST"]),
+            Route("/abort_request", health, methods=["POST"]),
+        ]
+    )
+
+
+async def test_each_thing_that_an_engine_lacks_is_named_with_what_is_lost() -> None:
+    async with serving(incomplete()) as url:
+        code, told = await found(url)
+    assert code == 1
+    states = {name: f["state"] for name, f in told.items()}
+    assert states["/generate"] == states["/generate (stream)"] == "ok"
+    assert states["/abort_request"] == "ok"
+    assert states["/v1/models"] == "problem"
+    assert states["/server_info"] == "warning"
+    assert "device is missing, taken as cuda" in told["/server_info"]["text"]
+    assert states["/update_weights_from_disk"] == "problem"
+    assert "weights cannot be published" in told["/update_weights_from_disk"]["remedy"]
+    assert states["/load_lora_adapter"] == "warning"
+    assert "weight_transport=lora" in told["/load_lora_adapter"]["remedy"]
+
+
+async def test_log_probs_of_other_tokens_are_found_before_they_are_trained() -> None:
+    async with serving(incomplete(logprob_of=8)) as url:
+        _, told = await found(url)
+    assert told["/generate"]["state"] == "problem"
+    assert "log-probs of other tokens than output_ids" in told["/generate"]["text"]
+
+
+def test_an_engine_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--engine", "http://127.0.0.1:9"]) == 1
+    assert "no engine answers at http://127.0.0.1:9" in capsys.readouterr().out
+
+
+def test_the_table_of_the_docs_names_every_route_that_is_looked_for() -> None:
+    page = (Path(__file__).parents[3] / "docs/design/engines.md").read_text()
+    table = page.split("## What an engine has to answer")[1].split("\n## ")[0]
+    named = set(re.findall(r"(/[\w/]+)`", table))
+    read = {"/health", "/model_info", "/v1/models", "/server_info", "/generate"}
+    assert named == {*NEEDED, *OPTIONAL, *read}

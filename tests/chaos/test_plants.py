@@ -1,0 +1,61 @@
+"""The list of plants: each reaches the module that it means, in any process that its environment
+names it to, and none without."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.chaos.__main__ import KEYS
+from tests.chaos.lives import ROOT, SITE
+from tests.chaos.plants import PLANT, PLANTS
+
+LOOK = """
+import importlib, sys
+module = importlib.import_module(sys.argv[1])
+changed = [
+    f"{name}.{method}"
+    for name, kind in vars(module).items() if isinstance(kind, type)
+    for method, function in vars(kind).items()
+    if getattr(function, "__module__", None) == "tests.chaos.plants"
+]
+print(*changed)
+"""
+
+
+def changed(module: str, **environment: str) -> str:
+    """Methods of the module's classes that a plant replaced, in a process of its own."""
+    path = ":".join([str(SITE), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK, module],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def test_there_are_12_plants_and_each_names_a_check_that_the_run_reports() -> None:
+    assert len(PLANTS) == 12
+    assert all(plant.noticed_as and plant.noticed_as <= set(KEYS) for plant in PLANTS.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("silent_abort", "Serving._complete"),
+        ("acked_again", "DataPool._ack"),
+        ("wrong_version", "Reply.step"),
+        ("skipped_prompt", "PromptSource.next"),
+    ],
+)
+def test_a_plant_replaces_its_method_where_the_environment_names_it_and_only_there(
+    name: str, method: str
+) -> None:
+    module = PLANTS[name].module
+    assert changed(module, **{PLANT: name}) == method
+    assert changed(module) == ""

@@ -1,0 +1,48 @@
+"""Adapters of rank 16 learn the quickstart's task at ten times the rate of full fine-tuning, and
+learn nothing from rewards that say nothing. The base has been taught the format of the task: on a
+random one with tied embeddings no adapter can pass 0.62."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import ROOT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+BASE_SCORE = 0.45
+"""The most that the base scores; 0.35 to 0.39 over seeds."""
+
+
+def trained(folder: Path, *overrides: str) -> float:
+    """Run `stepwell train --config quickstart`; return the score of its last evaluation."""
+    argv = [sys.executable, "-m", "stepwell.cli", "train", "--config", "quickstart"]
+    argv += [f"run.dir={folder}", "logging.wandb=disabled", *overrides]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return float(json.loads((folder / "summary.json").read_bytes())["eval_after"])
+
+
+ADAPTERS = ("backend.lora.rank=16", "backend.lr=1e-3", "validation.every=0")
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_adapters_learn_at_ten_times_the_rate(tmp_path: Path, seed: int) -> None:
+    assert trained(tmp_path / "run", *ADAPTERS, f"run.seed={seed}") >= 0.85
+
+
+@pytest.mark.timeout(1200)
+def test_rewards_that_say_nothing_teach_nothing(tmp_path: Path) -> None:
+    shuffled = "rollout.agent=tests.e2e.shuffled_agent:agent"
+    only = ("validation.before_train=false", "run.seed=0")
+    trained(tmp_path / "control", *ADAPTERS, shuffled, *only)
+    versions = (tmp_path / "control" / "weights").glob("v*")
+    newest = max(versions, key=lambda folder: int(folder.name[1:]))
+    looked_at = ("validation.only=true", f"model.path={newest}")
+    assert trained(tmp_path / "evaluated", *looked_at) <= BASE_SCORE
