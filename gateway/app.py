@@ -33,6 +33,7 @@ from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.dialects.params import refusal
 from stepwell.gateway.dialects.registry import PATHS, error_response
 from stepwell.gateway.errors import GatewayError, PathError, RequestError
+from stepwell.gateway.lifecycle import RECORDED_HEADER
 from stepwell.gateway.openapi import described
 from stepwell.gateway.protection import Protection
 from stepwell.gateway.routes import (
@@ -116,7 +117,7 @@ def create_app(
             allow_origins=config.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[IGNORED_HEADER, TRAJECTORY_HEADER, VERSION_HEADER],
+            expose_headers=[IGNORED_HEADER, RECORDED_HEADER, TRAJECTORY_HEADER, VERSION_HEADER],
         )
         layers.insert(0, cors)
     app = _App(

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeAlias
 from urllib.parse import unquote
 
 from fastapi import APIRouter, Depends
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,6 +29,7 @@ from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryCo
 from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import MAX_REWARD, OWNER
 from stepwell.gateway.config import MOST_OF_A_GROUP
+from stepwell.gateway.dialects.params import with_first_unknown
 from stepwell.gateway.errors import (
     PermissionDeniedError,
     RequestError,
@@ -58,6 +59,9 @@ Parts: TypeAlias = Annotated[Services, Depends(_services)]
 Caller: TypeAlias = Annotated[Principal, Depends(_principal)]
 MAX_LABEL, MAX_CORRECTION = 256, 65_536
 """Characters of a feedback, which stays in memory with its trajectory."""
+RECORDED_HEADER = "x-stepwell-recorded"
+"""`false` on answers of which no Step is stored."""
+MAX_TAGS, MAX_STEP_REWARDS = 1024, 16_384
 Name: TypeAlias = Annotated[str, Field(min_length=1)]
 Number: TypeAlias = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 """A number as JSON has it: neither true nor "1.5"."""
@@ -67,6 +71,11 @@ StepIndex: TypeAlias = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_unknown(cls, sent: Any) -> Any:
+        return with_first_unknown(cls, sent)
 
 
 def _no_owner(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +92,7 @@ class Opening(Body):
     """Of the group; null: made here. Given, a repeated request is of the same group."""
     channel: Name | None = None
     metadata: Metadata = {}
-    tags: list[Name] = []
+    tags: Annotated[list[Name], Field(fail_fast=True)] = Field(default=[], max_length=MAX_TAGS)
     """By which it can be deleted (`DataPoolClient.delete`, `stepwell data delete`) and selected."""
 
 
@@ -107,7 +116,9 @@ class RegisterTrajectory(Body):
 
 class CompleteTrajectory(Body):
     reward: Number | None = None
-    step_rewards: list[StepReward | None] = []
+    step_rewards: Annotated[list[StepReward | None], Field(fail_fast=True)] = Field(
+        default=[], max_length=MAX_STEP_REWARDS
+    )
     """Of its steps, in order; null: none of its own. `reward` is added to the last step's."""
     metadata: Metadata = {}
 
@@ -316,6 +327,15 @@ async def complete_by_name(
     return await _by_name(caller, name, services.outcomes.complete, *how)
 
 
+def completed(uid: str, outcome: TrajectoryOutcome | SubmitOutcome) -> Response:
+    """The answer to a completion. The outcome is `aborted` where no Step is stored: there was no
+    call, or calls were served unrecorded. The reward is not kept."""
+    answer: dict[str, Any] = {"trajectory_uid": uid, "outcome": outcome}
+    if outcome != "aborted":
+        return OrjsonResponse(answer)
+    return OrjsonResponse({**answer, "recorded": False}, headers={RECORDED_HEADER: "false"})
+
+
 @router.post("/v1/rewards")
 async def late_reward(services: Parts, caller: Caller, body: Reward) -> Response:
     """The reward of a trajectory, open or complete, or of one step, until its group is leased."""
@@ -365,7 +385,7 @@ async def _by_name(
             raise TrajectoryConflictError(str(e)) from e
         except StepIndexError as e:
             raise more_rewards(e) from e
-        return OrjsonResponse({"trajectory_uid": uid, "outcome": outcome})
+        return completed(uid, outcome)
     raise UnknownItemError(
         f"trajectory_uid is {name!r:.200}, which no channel knows; send what a reply's header "
         "x-stepwell-trajectory says",

@@ -24,7 +24,7 @@ from cachetools import LRUCache
 
 from stepwell.datapool.types import TokenIds
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.errors import RequestError
+from stepwell.gateway.errors import ContextLengthError, RequestError
 from stepwell.gateway.reply.parser import THINK_CLOSE, THINK_OPEN
 from stepwell.gateway.tokens.graph import (
     Attachment,
@@ -39,6 +39,7 @@ from stepwell.gateway.tokens.messages import (
     Message,
     Normalizer,
     Tool,
+    dumps,
     exact_key,
     root_key,
 )
@@ -150,6 +151,19 @@ class Prompts:
             request = replace(request, messages=self._normalize(request.messages))
         return request
 
+    def refuse_too_long(self, request: ChatRequest, context: int) -> None:
+        """Refuse what users, systems and tools say if by its length alone it has more tokens than
+        fit, before anything of it is hashed, rendered or tokenised.
+
+        Raises:
+            ContextLengthError
+        """
+        said = (m.get("content") or "" for m in request.messages if m["role"] != "assistant")
+        n_chars = sum(map(len, said)) + len(request.prompt_text or "")
+        n = self.renderer.tokenizer.fewest_of(n_chars)
+        if n >= context:
+            raise ContextLengthError.of(n, context, at_least=True)
+
     async def prepare(
         self, graph: TurnGraph, request: ChatRequest, context: int | None = None
     ) -> Prompt:
@@ -170,7 +184,7 @@ class Prompts:
             shape = request.tools, request.template_args or {}
             cut = partial(self.renderer.suffix, parent, known, new, *shape, context)
             try:
-                new_ids = await self._offload(_length(new), cut)
+                new_ids = await self._offload(_length(new, *shape), cut)
             except CutError as e:
                 parent, cause = None, e.cause
         if new_ids is None:
@@ -217,7 +231,7 @@ class Prompts:
         """Ids of a whole prompt."""
         messages = request.messages
         given = messages, request.tools, request.template_args or {}
-        n_chars = _length(messages)
+        n_chars = _length(*given)
         if not request.is_kept:
             return await self._offload(n_chars, lambda: self.renderer.whole(*given, context))
         key = exact_key(*given)
@@ -244,8 +258,9 @@ class Prompts:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-def _length(messages: list[Message]) -> int:
-    return sum(len(m.get("content") or "") for m in messages)
+def _length(*rendered: Any) -> int:
+    """About how many characters a template makes of messages, tools and arguments."""
+    return len(dumps(rendered))
 
 
 def _prompt(parent: Turn | None, new_ids: TokenIds, *known: Any) -> Prompt:

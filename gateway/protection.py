@@ -7,8 +7,8 @@
 A pure ASGI layer: one function call per request, and no route can forget it. Paths that do not
 exist need a key as well, so they tell nothing. No byte of a body is read before; routes find it
 whole. Owns: this order.
-Does not own: whose page and for which host (`hosts.py`), who may what (`keys.py`), calls at once
-(`limits.py`), headers and connections (`http_protocol.py`).
+Does not own: whose page and for which host (`hosts.py`), who may what (`keys.py`), what a body may
+hold (`bodies.py`), calls at once (`limits.py`), headers and connections (`http_protocol.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from functools import lru_cache
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from stepwell.gateway.bodies import check_holdings
 from stepwell.gateway.dialects.registry import error_response
 from stepwell.gateway.errors import (
     BodyTooLargeError,
@@ -72,7 +73,8 @@ class Protection:
         """`receive` with the whole body as its first message, which it does not keep.
 
         Raises:
-            ClientTimeoutError, BodyTooLargeError, MediaTypeError: the rest of the body is not read.
+            ClientTimeoutError, BodyTooLargeError, MediaTypeError: the rest of the body is not read,
+                or it holds too much.
             ConnectionResetError: the client left in the middle of it.
         """
         pieces: list[bytes] = []
@@ -105,6 +107,8 @@ class Protection:
                 f"the request's body did not arrive within {timeout_s:g} s (gateway.body_timeout_s)"
             ) from e
         whole = [b"".join(pieces)]
+        del pieces
+        await check_holdings(whole[0], self._services.threads)
 
         async def arrived() -> Message:
             return {"type": "http.request", "body": whole.pop()} if whole else await receive()

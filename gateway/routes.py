@@ -13,12 +13,14 @@ one, too. Does not own: the other routes (`lifecycle.py`), wire formats (`dialec
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
@@ -30,6 +32,7 @@ from starlette.routing import Route
 from stepwell.datapool.errors import InvalidStepError, StepConflictError, StepIndexError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.types import Step
+from stepwell.gateway.bodies import BIG
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages, CountParams
 from stepwell.gateway.dialects.base import Dialect, Exchange
 from stepwell.gateway.dialects.openai_chat import OpenAIChat
@@ -45,7 +48,7 @@ from stepwell.gateway.errors import (
 )
 from stepwell.gateway.functions import compute_reward
 from stepwell.gateway.keys import Named, Principal
-from stepwell.gateway.lifecycle import CompleteTrajectory
+from stepwell.gateway.lifecycle import RECORDED_HEADER, CompleteTrajectory, completed
 from stepwell.gateway.metrics import exposition
 from stepwell.gateway.paths import UNDER, quoted, uid_of
 from stepwell.gateway.prompt import ChatRequest
@@ -110,12 +113,20 @@ async def serve(
     config = services.config
     body = await read_body(request)
     began_at = time.perf_counter()
-    retry = retry_key(request.headers, body, dialect.name)
+    if is_big := len(body) > BIG:
+        loop = asyncio.get_running_loop()
+        key = partial(retry_key, request.headers, body, dialect.name)
+        retry = await loop.run_in_executor(services.threads, key)
+    else:
+        retry = retry_key(request.headers, body, dialect.name)
     principal: Principal = request.state.principal
     parsed = dialect.parse(parse_object(body), principal)
     del body  # as large as all that is parsed of it, and the call may take minutes
     call = services.calls.prompts.normalised(parsed.call)
     call.began_at = began_at
+    if is_big:
+        services.calls.prompts.refuse_too_long(call, await services.engine.context_length())
+        await asyncio.sleep(0)  # others go on between what is done for it
     origin = Origin(request.headers, url, request.scope["client"], principal)
     for attempt in range(MAX_BEGINNINGS):
         trajectory = services.identities.identify(origin, call, retry, parsed.trajectory_uid)
@@ -162,6 +173,8 @@ async def serve(
 def _told(answer: Response, services: Services, exchange: Exchange) -> Response:
     """`answer` with headers that say what sampled it, and what was left aside of the request."""
     say_origin(answer, services, exchange.trajectory, exchange.version)
+    if exchange.is_unrecorded:
+        answer.headers[RECORDED_HEADER] = "false"
     if ignored := exchange.parsed.ignored:
         services.calls.counts["ignored_fields"] += len(ignored)
         shown, more = ignored[:MAX_TOLD], len(ignored) - MAX_TOLD
@@ -195,7 +208,7 @@ async def complete_trajectory(request: Request) -> Response:
     caller: Principal = request.state.principal
     trajectory = services_of(request).trajectories.find(*named, caller)
     outcome = await trajectory.complete(body.reward, body.metadata, body.step_rewards, caller)
-    return OrjsonResponse({"trajectory_uid": named[0], "outcome": outcome})
+    return completed(named[0], outcome)
 
 
 async def count_tokens(request: Request) -> Response:

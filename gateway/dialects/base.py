@@ -94,6 +94,14 @@ class Exchange:
         return max((v for call in self.calls if (v := call.version) is not None), default=None)
 
     @property
+    def is_unrecorded(self) -> bool:
+        """No Step of some sample is stored. Of a stream, as far as it is known as it begins."""
+        return self.trajectory.unrecorded is not None or any(
+            call.finished is not None and call.finished.turn.step_index is None
+            for call in self.calls
+        )
+
+    @property
     def created(self) -> int:
         """Unix seconds."""
         return self._listeners[0].call.created

@@ -147,7 +147,7 @@ class ChatParams(CompletionParams):
     verbosity: Any = None
     function_call: Literal["none"] = "none"
     functions: list[Any] | None = Field(default=None, max_length=0)
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
 
 
 class OpenAIChat(Dialect):

@@ -160,10 +160,13 @@ def token_ids(name: str, ids: Any) -> TokenIds:
     Raises:
         RequestError: it is no list of ids.
     """
-    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+    if not isinstance(ids, list) or set(map(type, ids)) != {int}:
         raise wrong(name, ids, "send a list of token ids")
-    if min(ids) < 0 or max(ids) >= 2**31:
+    try:
+        array = np.asarray(ids, np.int32)
+    except OverflowError:
+        array = np.array([-1], np.int32)
+    if array.min() < 0:
         raise RequestError(f"{name} holds ids outside [0, 2**31)", name)
-    array = np.asarray(ids, np.int32)
     array.flags.writeable = False
     return array

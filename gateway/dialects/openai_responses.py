@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from cachetools import LRUCache
 from pydantic import Field
@@ -27,6 +27,7 @@ from stepwell.gateway.dialects.params import (
     OTHER_POLICY,
     Effort,
     MaxTokens,
+    Metadata,
     NoPenalty,
     Params,
     Part,
@@ -138,7 +139,7 @@ class ResponsesParams(Params):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
-    include: list[Includable] | None = None
+    include: Annotated[list[Includable], Field(fail_fast=True)] | None = None
     reasoning: Reasoning = Reasoning()
     text: Text = Text()
     stream: bool = False
@@ -155,7 +156,7 @@ class ResponsesParams(Params):
 
     # Echoed.
     max_tool_calls: int | None = Field(default=None, ge=1)
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None

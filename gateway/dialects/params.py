@@ -9,9 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from stepwell.gateway.errors import RequestError
 from stepwell.gateway.tokens.messages import Tool
@@ -29,9 +37,31 @@ MaxTokens: TypeAlias = Annotated[int, Field(ge=1, lt=2**31)]
 TopLogprobs: TypeAlias = Annotated[int, Field(ge=0, le=20)]
 Texts: TypeAlias = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
+    Field(fail_fast=True),
     BeforeValidator(lambda v: tuple(v) if type(v) is list else (v,) if v else ()),
 ]
 """A text or a list of them; an empty one is none."""
+
+
+def with_first_unknown(kind: type[BaseModel], sent: Any) -> Any:
+    """What was sent for a model, with only the first of the keys that are none of its fields: one
+    is refused by name, and pydantic would make an error of each."""
+    fields = kind.model_fields
+    if not isinstance(sent, dict) or len(sent) <= len(fields):
+        return sent
+    known = {name: value for name, value in sent.items() if name in fields}
+    unknown = next(name for name in sent if name not in fields)
+    return {**known, unknown: sent[unknown]}
+
+
+def _few(sent: Any) -> Any:
+    if isinstance(sent, dict) and len(sent) > MAX_METADATA:
+        raise ValueError(f"it has {len(sent)} keys and may have {MAX_METADATA}")
+    return sent
+
+
+MAX_METADATA = 1024
+Metadata: TypeAlias = Annotated[dict[str, str], BeforeValidator(_few)]
 
 
 class Part(BaseModel):
@@ -49,6 +79,11 @@ class Params(BaseModel):
     """Fields that say nothing about the reply."""
     remedies: ClassVar[Mapping[str, str]] = {}
     """For fields that are refused, in place of "leave it out"."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_unknown(cls, sent: Any) -> Any:
+        return with_first_unknown(cls, sent)
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Self:
@@ -86,7 +121,7 @@ def refusal(
         if part != "body":  # FastAPI's own
             name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
     remedy = (remedies or {}).get(name)
-    shown = f"{first.get('input')!r:.80}"
+    shown = brief(first.get("input"))
     if first["type"] == "extra_forbidden":
         remedy = remedy or "leave it out"
         problem = f"{name:.80} is {shown}, which this gateway does not support; {remedy}"
@@ -122,7 +157,26 @@ def optional(holder: Mapping[str, Any], name: str, where: str) -> str | None:
 
 
 def wrong(where: str, value: Any, remedy: str) -> RequestError:
-    return RequestError(f"{where} is {value!r:.80}; {remedy}", where)
+    return RequestError(f"{where} is {brief(value)}; {remedy}", where)
+
+
+def brief(value: Any) -> str:
+    """The first 80 characters of a value's `repr`, without the rest, which may be megabytes."""
+    return _brief(value, 16)[:80]
+
+
+def _brief(value: Any, levels: int) -> str:
+    if isinstance(value, str):
+        return repr(value[:80])
+    if not value or not levels or type(value) not in (dict, list, tuple):
+        return "…" if not levels else repr(value)
+    if isinstance(value, dict):
+        items = [
+            f"{_brief(k, levels - 1)}: {_brief(v, levels - 1)}"
+            for k, v in islice(value.items(), 20)
+        ]
+        return "{" + ", ".join(items) + "}"
+    return "[" + ", ".join(_brief(each, levels - 1) for each in islice(value, 80)) + "]"
 
 
 def json_constraint(

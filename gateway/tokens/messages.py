@@ -34,7 +34,7 @@ _SORTED = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
 
 def parse_arguments(arguments: Any) -> Any:
     """Tool-call arguments as a value: a JSON object's text becomes a dict, all else stays."""
-    if not isinstance(arguments, str):
+    if not isinstance(arguments, str) or _holds_much(arguments):
         return arguments
     try:
         value = strict_json(arguments)
@@ -44,6 +44,14 @@ def parse_arguments(arguments: Any) -> Any:
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
+
+
+MAX_VALUES = 100_000
+"""Values of arguments that are read; others stay text."""
+
+
+def _holds_much(text: str) -> bool:
+    return len(text) > MAX_VALUES and text.count(",") + text.count("[") > MAX_VALUES
 
 
 def strict_json(text: str) -> Any:
@@ -58,7 +66,8 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _dumps(value: Any) -> bytes:
+def dumps(value: Any) -> bytes:
+    """JSON of a value, keys in order."""
     try:
         return orjson.dumps(value, option=_SORTED)
     except TypeError:
@@ -77,17 +86,17 @@ def canonical(message: Mapping[str, Any]) -> bytes:
     """Bytes that are equal for messages that mean the same."""
     content = message.get("content") or ""
     if message["role"] != "assistant":
-        return _dumps([message["role"], content, message.get("tool_call_id"), message.get("name")])
+        return dumps([message["role"], content, message.get("tool_call_id"), message.get("name")])
     calls = [
         [c.get("id"), c["function"]["name"], parse_arguments(c["function"]["arguments"])]
         for c in message.get("tool_calls") or ()
     ]
-    return _dumps(["assistant", visible_text(content), calls])
+    return dumps(["assistant", visible_text(content), calls])
 
 
 def root_key(tools: Sequence[Tool] | None, template_args: Mapping[str, Any]) -> Key:
     """Key of the empty conversation: what shapes the prompt besides the messages."""
-    return hashlib.blake2b(_dumps([tools or None, template_args]), digest_size=16).digest()
+    return hashlib.blake2b(dumps([tools or None, template_args]), digest_size=16).digest()
 
 
 def exact_key(
@@ -98,7 +107,7 @@ def exact_key(
     given = [messages, tools or None, template_args]
     try:
         text = orjson.dumps(given, option=orjson.OPT_NON_STR_KEYS)
-    except TypeError:  # as in `_dumps`
+    except TypeError:  # as in `dumps`
         text = json.dumps(given).encode()
     return hashlib.blake2b(text, digest_size=16).digest()
 

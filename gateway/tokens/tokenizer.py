@@ -146,6 +146,12 @@ class ChatTokenizer:
             n = max(n_ascii, n // 4)
         return -(-n // self._longest)
 
+    def fewest_of(self, n_chars: int) -> int:
+        """How many tokens any text of so many characters has at least, as `fewest_tokens`."""
+        if self._longest is None:
+            return 0
+        return (n_chars // 4 if self._composes else n_chars) // self._longest
+
     def begin(self, text: str) -> TokenIds:
         """Ids that the tokenizer puts before a plain text (Llama's BOS), if `text` does not begin
         with them itself."""

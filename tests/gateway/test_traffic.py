@@ -14,6 +14,7 @@ from stepwell.datapool.config import ChannelConfig, PoolConfig
 from stepwell.datapool.ops import AbortTrajectory
 
 VERSION, TRAJECTORY = "x-stepwell-version", "x-stepwell-trajectory"
+RECORDED = "x-stepwell-recorded"
 
 
 def user(text: str) -> dict[str, Any]:
@@ -608,11 +609,13 @@ async def test_without_the_pool_an_agent_gets_its_answer_all_the_same(
     assert status == 200
     assert not stream or ends[path] in got
     assert stream or "fine" in json.dumps(got)
+    assert agent.headers[RECORDED] == "false"
     assert (await recording(agent))["unrecorded"] == {"pool_failure": 1}
     setattr(world.port, how, False)
     await until_settled(agent)
     status, _ = await agent.post(f"/v1/{path}", body)
     assert status == 200
+    assert RECORDED not in agent.headers
     [step] = world.stored()
     assert step.trajectory_uid == agent.headers[TRAJECTORY]
     assert (await recording(agent))["unrecorded_share"] == 0.5
@@ -638,7 +641,9 @@ async def test_a_trajectory_with_a_hole_is_aborted_and_its_agent_hears_nothing_o
     aborts = [op for op in world.port.asked if isinstance(op, AbortTrajectory)]
     assert [op.trajectory_uid for op in aborts] == [uid]
     done = {"trajectory_uid": uid, "reward": 1}
-    assert (await agent.post("/v1/complete_trajectory", done))[1]["outcome"] == "aborted"
+    _, got = await agent.post("/v1/complete_trajectory", done)
+    assert got == {"trajectory_uid": uid, "outcome": "aborted", "recorded": False}
+    assert agent.headers[RECORDED] == "false"
     assert await world.pool.lease_batch(1, "train") is None
     assert (await recording(agent))["unrecorded"] == {"pool_failure": 3}
     # Each turn went on from what was said before, token for token.
@@ -703,6 +708,7 @@ async def test_a_conversation_whose_group_was_served_is_answered_and_goes_on_in_
     for turn in range(2):
         said += [user(f"and {turn}?")]
         said += [{"role": "assistant", "content": await agent.say(*said)}]
+        assert agent.headers.get(RECORDED) == ("false" if turn == 0 else None)
     assert (await recording(agent))["unrecorded"] == {"closed": 1}
     assert world.stored()[-1].trajectory_uid == agent.headers[TRAJECTORY] != first
 
@@ -721,6 +727,7 @@ async def test_a_call_that_is_not_to_be_recorded_leaves_nothing(
         assert status == 200
         assert VERSION in agent.headers
         assert TRAJECTORY not in agent.headers
+        assert agent.headers[RECORDED] == "false"
     assert "unspeakable" in world.tokenizer.decode(world.engine.requests[0]["input_ids"])
     assert world.stored() == []
     counts = await world.pool.get_statistics("train")

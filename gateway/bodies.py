@@ -1,0 +1,117 @@
+"""This module bounds what a request's body holds before objects are made of it, so that none takes
+the event loop for seconds: a list of a million empty objects has 3 MB and costs 10 s.
+
+    body ── more than SMALL bytes ──► Holdings(strings, containers, numbers) ──► 413 │ parsed
+
+Owns: the bounds and the one scan over the bytes. Does not own: sizes in bytes and the time that a
+body takes (`protection.py`), whether a body is JSON (`web.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor
+from typing import NamedTuple
+
+import numpy as np
+
+from stepwell.gateway.errors import BodyTooLargeError
+
+SMALL = 65_536
+"""Bytes of a body that can hold nothing to be bounded."""
+BIG = 1_048_576
+"""Bytes of a body that is worked on in a thread where that is possible."""
+MAX_STRINGS = 100_000
+"""Strings and keys of one body."""
+MAX_CONTAINERS = 20_000
+"""Objects and lists of one body: a conversation of 5,000 tool calls has as many."""
+MAX_NUMBERS = 1_000_000
+"""Numbers, and other values that are neither text nor container: ids, log-probs."""
+
+_QUOTE, _BACKSLASH, _COMMA, _LIST, _OBJECT = b'"\\,[{'
+
+
+class Holdings(NamedTuple):
+    """Counts of what a JSON text holds; upper bounds of one that is no JSON."""
+
+    strings: int
+    containers: int
+    values: int
+    """Members of containers, but for the first of each."""
+
+
+_MOST = Holdings(MAX_STRINGS, MAX_CONTAINERS, MAX_NUMBERS + MAX_STRINGS)
+_NAMES = ("texts and keys", "objects and lists", "values")
+
+
+async def check_holdings(body: bytes, threads: Executor) -> None:
+    """
+    Raises:
+        BodyTooLargeError: the body holds more than one may.
+    """
+    if len(body) <= SMALL:
+        return
+    if len(body) <= BIG:
+        counted = holdings(body)
+    else:
+        counted = await asyncio.get_running_loop().run_in_executor(threads, holdings, body)
+    for n, most, name in zip(counted, _MOST, _NAMES, strict=True):
+        if n > most:
+            raise BodyTooLargeError(
+                f"the request's body holds {n} {name}, and may hold {most}; send fewer", None
+            )
+
+
+def holdings(body: bytes) -> Holdings:
+    """What a body holds. Texts count as if what they say were JSON, unless that makes too many."""
+    codes = np.frombuffer(body, np.uint8)
+    counted = _totals(codes)
+    if all(n <= most for n, most in zip(counted, _MOST, strict=True)):
+        return counted
+    return _outside_strings(codes)
+
+
+def _totals(codes: np.ndarray) -> Holdings:
+    n = dict.fromkeys((_QUOTE, _LIST, _OBJECT, _COMMA), 0)
+    for start in range(0, len(codes), BIG):
+        piece = codes[start : start + BIG]
+        for code in n:
+            n[code] += int(np.count_nonzero(piece == code))
+    return Holdings((n[_QUOTE] + 1) // 2, n[_LIST] + n[_OBJECT], n[_COMMA])
+
+
+def _outside_strings(codes: np.ndarray) -> Holdings:
+    """Counts of what stands in no string, piece by piece: numpy lets other threads run."""
+    strings = containers = values = 0
+    is_open, is_escaped = False, False
+    for start in range(0, len(codes), BIG):
+        piece = codes[start : start + BIG].copy()
+        is_escaped = _drop_escaped(piece, is_escaped)
+        quotes = piece == _QUOTE
+        strings += int(np.count_nonzero(quotes))
+        inside = np.bitwise_xor.accumulate(quotes.view(np.uint8)) ^ is_open
+        is_open = bool(inside[-1])
+        outside = piece[inside == 0]
+        containers += int(np.count_nonzero((outside == _LIST) | (outside == _OBJECT)))
+        values += int(np.count_nonzero(outside == _COMMA))
+    return Holdings((strings + 1) // 2, containers, values)
+
+
+def _drop_escaped(piece: np.ndarray, is_escaped: bool) -> bool:
+    """Zero the bytes behind a backslash that is not escaped itself; true: the next piece's first
+    one is one of them.
+
+    Args:
+        is_escaped: the first byte is.
+    """
+    if is_escaped:
+        piece[0] = 0
+    (at,) = np.nonzero(piece == _BACKSLASH)
+    if not len(at):
+        return False
+    # In a run of backslashes the first, third, … escape what follows them.
+    first = np.concatenate(([True], np.diff(at) != 1))
+    run = np.flatnonzero(first)[np.cumsum(first) - 1]
+    escaped = at[(np.arange(len(at)) - run) % 2 == 0] + 1
+    piece[escaped[escaped < len(piece)]] = 0
+    return bool(escaped[-1] == len(piece))
