@@ -86,7 +86,7 @@ def test_verls_names_stand_beside_ours_where_the_figure_is_the_same(
         assert found[name, 7] == value
     assert found["actor/pg_clipfrac", 7] == 0.75
     assert found["timing_s/step", 7] == found["perf/time_per_step", 7] == 4.0
-    assert found["val-core/gsm8k/reward/mean@4", 5] == 0.75
+    assert found["val-core/gsm8k/reward/mean_4", 5] == 0.75, "TensorBoard has no @"
     assert (("actor/pg_loss", 7) in found) is (setting == "")
     assert (("critic/rewards/mean", 7) in found) is (setting != "algorithm.kl.place=reward")
 
