@@ -30,8 +30,20 @@ from stepwell.config import RunConfig
 from stepwell.datapool.store.segments import segment_path, segments_in
 from stepwell.layout import POOL
 from stepwell.presets import load_config
-from tests.chaos.lives import LEFT_S, LOOK_S, PATIENCE_S, ROOT, Excuse, Run
+from tests.chaos.faults import Fault
+from tests.chaos.lives import (
+    EXCUSED_S,
+    EXCUSES,
+    LEFT_S,
+    LOOK_S,
+    PATIENCE_S,
+    ROOT,
+    Excuse,
+    Run,
+)
 
+OF_THE_SERVICE = ("raylet", "gcs")
+"""Parts that end the service when they end."""
 SERVES = "Ctrl-C"
 """What a service prints when it is up."""
 SERVICE = (
@@ -70,6 +82,10 @@ class AttachedRun(Run):
         self._served: subprocess.Popen[bytes] | None = None
         self._clients: subprocess.Popen[bytes] | None = None
         self._serve_at = 0
+        self._judged: subprocess.Popen[bytes] | None = None
+        """The service whose end was judged."""
+        self._service_excuse: Excuse | None = None
+        """Survives the trainer's lives: the service goes on beneath them."""
 
     def config(self) -> RunConfig:
         return load_config("live", [*self._serve_options, *TRAINER])
@@ -87,6 +103,7 @@ class AttachedRun(Run):
     def serve(self) -> None:
         """Start the service and its clients, if they do not run; returns once it is up."""
         if self._served is None or self._served.poll() is not None:
+            self._service_excuse = None
             command = [sys.executable, "-m", "stepwell.cli", "serve", "--config", "live"]
             with self._serve_log.open("ab") as log:
                 self._serve_at = log.tell()
@@ -128,16 +145,36 @@ class AttachedRun(Run):
             return None
         return psutil.Process(self._served.pid)
 
+    def inject(self, fault: Fault) -> bool:
+        was = self._served
+        done = super().inject(fault)
+        if done and fault.part in (*OF_THE_SERVICE, "service"):
+            self._service_excuse = self._excuse
+        if done and fault.part == "service" and fault.action == "kill" and was is not None:
+            was.wait()
+            self._note_restart(str(fault))
+        return done
+
     def revive(self) -> None:
         if self._served is not None and (code := self._served.poll()) is not None:
-            if self._excuse is None:
-                self.books.violations.append(
-                    f"the service ended by itself ({code}): …{self.service_words()[-1500:]}"
-                )
-                self._excuse = Excuse("its service ended", ("",), float("inf"), self.trained())
+            self._judge_service(code)
             if self.process.poll() is None:
                 return  # it is about to see that its Ray is gone
         super().revive()
+
+    def _judge_service(self, code: int) -> None:
+        """The service has ended. Its trainer may end, too, whatever the reason was."""
+        if self._served is self._judged:
+            return
+        self._judged, excuse = self._served, self._service_excuse
+        was_killed = excuse is not None and excuse.fault == "kill service"
+        now = (self.service_words(), code, self.trained(), time.monotonic())
+        if not was_killed and (excuse is None or not excuse.covers(*now)):
+            self.books.violations.append(
+                f"the service ended by itself ({code}): …{self.service_words()[-1500:]}"
+            )
+        until = time.monotonic() + EXCUSED_S
+        self._excuse = Excuse("its service ended", EXCUSES["service"], until, self.trained())
 
     # -- the end ---------------------------------------------------------------------------------
 

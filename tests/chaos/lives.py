@@ -54,18 +54,18 @@ PATIENCE_S = 240.0
 LEFT_S = 90.0
 """After its parent's death a process must end within it."""
 EXCUSES = {
-    **dict.fromkeys(("raylet", "gcs", "cable"), ("ray ", "ray'", "cluster", "node")),
-    "service": ("ray ", "ray'", "cluster", "node", "serve", "gone", "pool"),
+    **dict.fromkeys(("raylet", "gcs", "cable"), ("ray",)),
+    "service": ("ray", "serve"),
     "disk": ("disk", "space"),
 }
-"""Parts whose fault may end a life -> words of which its last lines must have one."""
+"""Parts whose fault may end a life -> words of which a line of its own must have one."""
+OURS = "stepwell: "
+"""Begins a line that the command says itself, when it ends."""
 EXCUSED_S = 90.0
 """A life may still end so long after the fault that excuses it has ended: Ray's own time-outs."""
 GOES_ON = 8
 """Optimizer steps after a fault; a run that has made more got over it. Fewer may be made with what
 was leased before."""
-LAST_WORDS = 3_000
-"""Characters at the end of what a life printed."""
 PROGRESS = 3
 """Optimizer steps since the last kill before the next one: a checkpoint, and a step behind it."""
 LOOK_S = 0.25
@@ -106,14 +106,15 @@ class Excuse:
 
     fault: str
     causes: tuple[str, ...]
-    """Words of which the last lines must have one, in lower case."""
+    """Words of which a line of the command's own must have one, in lower case."""
     until: float
     """By the clock of `time.monotonic`."""
     trained: int
     """Optimizer steps before it."""
 
     def covers(self, last_words: str, code: int, trained: int, now: float) -> bool:
-        names_it = any(cause in last_words[-LAST_WORDS:].lower() for cause in self.causes)
+        own = [line for line in last_words.lower().splitlines() if line.startswith(OURS)]
+        names_it = any(cause in line for line in own for cause in self.causes)
         return code > 0 and now <= self.until and trained <= self.trained + GOES_ON and names_it
 
 
