@@ -1,7 +1,6 @@
 """This module gives a run's figures verl's names, beside ours, in trackers (`logging.names: verl`).
 
-A figure has one only where verl's is the same figure; docs/metrics.md has the table. Read in verl's
-`metric_utils.py`, `ray_trainer.py`, `dp_actor.py` and `dp_critic.py` (0.9).
+A figure has one only where verl's is the same figure; docs/metrics.md has the table.
 """
 
 from __future__ import annotations
