@@ -124,7 +124,8 @@ async def serve(
     call.began_at = began_at
     if is_big:
         services.calls.prompts.refuse_too_long(call, await services.engine.context_length())
-        await asyncio.sleep(0)  # others go on between what is done for it
+        call.is_big = True
+        await asyncio.sleep(0)
     origin = Origin(request.headers, url, request.scope["client"], principal.channel)
     for attempt in range(MAX_BEGINNINGS):
         trajectory = services.identities.identify(origin, call, retry, parsed.trajectory_uid)
