@@ -86,6 +86,8 @@ class ChatRequest:
     parse_tools: bool = True
     stores_step: bool = True
     """False: white-box, the agent submits its own Steps."""
+    is_big: bool = False
+    """Others go on between what the event loop does for it."""
     is_kept: bool = True
     """False: nothing of it outlives its answer in any memory here."""
     began_at: float = field(default_factory=time.perf_counter)
@@ -174,6 +176,8 @@ class Prompts:
         """
         plain = request.plain
         attachment = graph.attach(request.root, request.messages if plain is None else plain)
+        if request.is_big:
+            await asyncio.sleep(0)
         if plain is not None:
             return await self._plain(plain, attachment, context)
         parent, cause = attachment.turn, attachment.cause

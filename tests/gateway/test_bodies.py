@@ -77,5 +77,4 @@ def test_the_scan_counts_what_stands_in_no_string_wherever_the_pieces_end(
     body = json.dumps(value, ensure_ascii=False).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bodies, "BIG", size)
-        patch.setattr(bodies, "_MOST", bodies.Holdings(-1, -1, -1))
-        assert tuple(bodies.holdings(body)) == count(value)
+        assert tuple(bodies.holdings(body, bodies.Holdings(-1, -1, -1))) == count(value)
