@@ -156,7 +156,8 @@ class Prompts:
 
     def refuse_too_long(self, request: ChatRequest, context: int) -> None:
         """Refuse what users, systems and tools say, and arguments that stay text, if by their
-        length alone they have more tokens than fit, before anything of it is hashed, rendered or tokenised.
+        length alone they have more tokens than fit, before anything of it is hashed, rendered or
+        tokenised.
 
         Raises:
             ContextLengthError
