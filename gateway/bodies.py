@@ -26,7 +26,8 @@ MAX_STRINGS = 100_000
 MAX_CONTAINERS = 20_000
 """Objects and lists of one body: a conversation of 5,000 tool calls has as many."""
 MAX_NUMBERS = 1_000_000
-"""Numbers, and other values that are neither text nor container: ids, log-probs."""
+"""Numbers of a body that may bring ids and log-probs; elsewhere they count as strings do."""
+_WITH_IDS = ("/completions", "/generate", "/submit_steps", "/buffer/write", "/compute_reward")
 
 _QUOTE, _BACKSLASH, _COMMA, _LIST, _OBJECT = b'"\\,[{'
 
@@ -40,33 +41,37 @@ class Holdings(NamedTuple):
     """Members of containers, but for the first of each."""
 
 
-_MOST = Holdings(MAX_STRINGS, MAX_CONTAINERS, MAX_NUMBERS + MAX_STRINGS)
+_MOST = Holdings(MAX_STRINGS, MAX_CONTAINERS, MAX_STRINGS)
+_MOST_WITH_IDS = _MOST._replace(values=MAX_NUMBERS)
 _NAMES = ("texts and keys", "objects and lists", "values")
 
 
-async def check_holdings(body: bytes, threads: Executor) -> None:
+async def check_holdings(path: str, body: bytes, threads: Executor) -> None:
     """
     Raises:
         BodyTooLargeError: the body holds more than one may.
     """
     if len(body) <= SMALL:
         return
+    bounds = _MOST_WITH_IDS if path.endswith(_WITH_IDS) else _MOST
     if len(body) <= BIG:
-        counted = holdings(body)
+        counted = holdings(body, bounds)
     else:
-        counted = await asyncio.get_running_loop().run_in_executor(threads, holdings, body)
-    for n, most, name in zip(counted, _MOST, _NAMES, strict=True):
+        loop = asyncio.get_running_loop()
+        counted = await loop.run_in_executor(threads, holdings, body, bounds)
+    for n, most, name in zip(counted, bounds, _NAMES, strict=True):
         if n > most:
             raise BodyTooLargeError(
                 f"the request's body holds {n} {name}, and may hold {most}; send fewer", None
             )
 
 
-def holdings(body: bytes) -> Holdings:
-    """What a body holds. Texts count as if what they say were JSON, unless that makes too many."""
+def holdings(body: bytes, bounds: Holdings) -> Holdings:
+    """What a body holds. Texts count as if what they say were JSON, unless that exceeds the
+    bounds."""
     codes = np.frombuffer(body, np.uint8)
     counted = _totals(codes)
-    if all(n <= most for n, most in zip(counted, _MOST, strict=True)):
+    if all(n <= most for n, most in zip(counted, bounds, strict=True)):
         return counted
     return _outside_strings(codes)
 

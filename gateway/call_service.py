@@ -9,6 +9,7 @@ what becomes of a call (`call.py`), whose it is (`trajectory/identity.py`).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -62,6 +63,8 @@ class CallService(CallParts):
             if trajectory.unrecorded == "asked":
                 request = replace(request, is_kept=False)
             context = await self.engine.context_length()
+            if request.is_big:
+                await asyncio.sleep(0)
             prompt = await self.prompts.prepare(graph, request, context)
             # Engines refuse a request whose prompt and response reach the context length.
             room = context - len(prompt.ids) - 1

@@ -95,7 +95,7 @@ def described(app: FastAPI) -> dict[str, Any]:
     definitions = components.setdefault("schemas", {})
     for route in app.routes:
         if type(route) is Route and route.include_in_schema:
-            document["paths"][route.path] = _described(route, definitions)
+            document["paths"][route.path_format] = _described(route, definitions)
     return document
 
 

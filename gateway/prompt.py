@@ -41,6 +41,7 @@ from stepwell.gateway.tokens.messages import (
     Tool,
     dumps,
     exact_key,
+    holds_much,
     root_key,
 )
 from stepwell.gateway.tokens.render import ChatRenderer, CutError
@@ -86,6 +87,8 @@ class ChatRequest:
     parse_tools: bool = True
     stores_step: bool = True
     """False: white-box, the agent submits its own Steps."""
+    is_big: bool = False
+    """Others go on between what the event loop does for it."""
     is_kept: bool = True
     """False: nothing of it outlives its answer in any memory here."""
     began_at: float = field(default_factory=time.perf_counter)
@@ -152,14 +155,18 @@ class Prompts:
         return request
 
     def refuse_too_long(self, request: ChatRequest, context: int) -> None:
-        """Refuse what users, systems and tools say if by its length alone it has more tokens than
-        fit, before anything of it is hashed, rendered or tokenised.
+        """Refuse what users, systems and tools say, and arguments that stay text, if by their
+        length alone they have more tokens than fit, before anything of it is hashed, rendered or
+        tokenised.
 
         Raises:
             ContextLengthError
         """
         said = (m.get("content") or "" for m in request.messages if m["role"] != "assistant")
-        n_chars = sum(map(len, said)) + len(request.prompt_text or "")
+        calls = (c for m in request.messages for c in m.get("tool_calls") or ())
+        arguments = (c["function"]["arguments"] for c in calls)
+        as_text = (a for a in arguments if isinstance(a, str) and holds_much(a))
+        n_chars = sum(map(len, (*said, *as_text, request.prompt_text or "")))
         n = self.renderer.tokenizer.fewest_of(n_chars)
         if n >= context:
             raise ContextLengthError.of(n, context, at_least=True)
@@ -174,6 +181,8 @@ class Prompts:
         """
         plain = request.plain
         attachment = graph.attach(request.root, request.messages if plain is None else plain)
+        if request.is_big:
+            await asyncio.sleep(0)
         if plain is not None:
             return await self._plain(plain, attachment, context)
         parent, cause = attachment.turn, attachment.cause

@@ -60,7 +60,9 @@ class Protection:
             if b"content-length" in headers or b"transfer-encoding" in headers:
                 most = self._services.config.max_body_bytes
                 most = min(most, MAX_OPEN_BODY) if needed == "open" else most
-                receive = await self._arrived(receive, headers.get(b"content-type", b""), most)
+                receive = await self._arrived(
+                    path, receive, headers.get(b"content-type", b""), most
+                )
         except ConnectionResetError:  # nobody is left to answer
             return
         except GatewayError as e:
@@ -69,7 +71,7 @@ class Protection:
         scope.setdefault("state", {})["principal"] = principal
         await self._app(scope, receive, send)
 
-    async def _arrived(self, receive: Receive, kind: bytes, most: int) -> Receive:
+    async def _arrived(self, path: str, receive: Receive, kind: bytes, most: int) -> Receive:
         """`receive` with the whole body as its first message, which it does not keep.
 
         Raises:
@@ -108,7 +110,7 @@ class Protection:
             ) from e
         whole = [b"".join(pieces)]
         del pieces
-        await check_holdings(whole[0], self._services.threads)
+        await check_holdings(path, whole[0], self._services.threads)
 
         async def arrived() -> Message:
             return {"type": "http.request", "body": whole.pop()} if whole else await receive()

@@ -126,6 +126,7 @@ async def serve(
     call.began_at = began_at
     if is_big:
         services.calls.prompts.refuse_too_long(call, await services.engine.context_length())
+        call.is_big = True
         await asyncio.sleep(0)  # others go on between what is done for it
     origin = Origin(request.headers, url, request.scope["client"], principal)
     for attempt in range(MAX_BEGINNINGS):

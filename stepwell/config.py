@@ -66,6 +66,9 @@ class LoggingConfig(Section):
     prometheus_port: int | None = Field(default=None, ge=1, le=65535)
     """Port at `gateway.host` where Prometheus reads the trainer's metrics, without a key; the
     gateway has its own at `/metrics`."""
+    names: Literal["stepwell", "verl"] = "stepwell"
+    """`verl`: wandb and TensorBoard get figures that verl has, too, under its names as well
+    (docs/metrics.md); Prometheus and `metrics.jsonl` have ours alone."""
     project: str = "stepwell"
     """The project in wandb."""
     console: Literal["plain", "quiet"] = "plain"

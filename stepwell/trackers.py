@@ -17,6 +17,7 @@ from stepwell.datapool.sealed import read_sealed, write_sealed
 from stepwell.prometheus import PrometheusTracker
 from stepwell.run_file import without_secrets
 from stepwell.trainer.metrics import Tracker
+from stepwell.verl_names import VerlNames
 
 TENSORBOARD = "tensorboard"
 """Folder of the event files, in the run's folder: `tensorboard --logdir runs`."""
@@ -29,6 +30,8 @@ def build_trackers(folder: Path, config: RunConfig) -> list[Tracker]:
         trackers.append(WandbTracker(folder, config))
     if config.logging.tensorboard:
         trackers.append(TensorBoardTracker(folder / TENSORBOARD))
+    if config.logging.names == "verl":
+        trackers = [VerlNames(tracker, config) for tracker in trackers]
     if config.logging.prometheus_port is not None:
         trackers.append(PrometheusTracker(config.gateway.host, config.logging.prometheus_port))
     return trackers
@@ -60,6 +63,7 @@ class WandbTracker:
         # wandb's own step cannot go back, and an evaluation ends after the step that it is of.
         self._run.define_metric("val/step", hidden=True)
         self._run.define_metric("val/*", step_metric="val/step")
+        self._run.define_metric("val-core/*", step_metric="val/step")
         self._newest = 0
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:

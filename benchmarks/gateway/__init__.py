@@ -8,6 +8,7 @@
     many         512 agents with long prompts at once                          shapes.py
     memory       bytes of a live trajectory of 64,000 tokens                   memory.py
     soak         how fast memory grows with 512 live trajectories, some minutes; only if named
+    hostile      the longest call of a client while others send hostile bodies; only if named
 
 Everything runs on the cores of this machine: the client (`client.py`) and the engine (`engine.py`)
 in processes of their own, made to cost next to nothing, the gateway in its Ray actor, and the
@@ -23,6 +24,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from benchmarks.checks import BenchResult, chosen_sections
+from benchmarks.gateway.hostile import hostile
 from benchmarks.gateway.measure import CONNECTIONS, Bench, Size, delayed, throughput
 from benchmarks.gateway.memory import live_trajectories, soak
 from benchmarks.gateway.process import running_client, running_engine
@@ -49,7 +51,9 @@ SECTIONS = {
     "many": waves,
     "memory": live_trajectories,
     "soak": soak,
+    "hostile": hostile,
 }
+ONLY_IF_NAMED = ("soak", "hostile")
 FULL = Size(
     rounds=5,
     connections=CONNECTIONS,
@@ -77,10 +81,10 @@ QUICK = Size(
 async def run(
     *, quick: bool = False, only: Sequence[str] = (), minutes: float = SOAK_MINUTES
 ) -> BenchResult:
-    """All sections but the soak, or those named in `only`.
+    """All sections but those that take minutes, or those named in `only`.
 
     Args:
-        minutes: that the soak takes.
+        minutes: that each of `ONLY_IF_NAMED` takes.
 
     Raises:
         ConfigError: `only` names no section, or `minutes` is none.
@@ -94,7 +98,7 @@ async def run(
     systems += [Rllm()] if is_installed() else []
     async with running(systems, ours, QUICK if quick else FULL, minutes) as bench:
         for name in wanted:
-            if name != "soak" or only:
+            if name not in ONLY_IF_NAMED or only:
                 await SECTIONS[name](bench)
     report = bench.report
     if not is_installed():

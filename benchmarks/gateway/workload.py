@@ -32,8 +32,12 @@ TEXT_CHARACTERS = 4_000_000
 
 END = "<|im_end|>"
 TEMPLATE = (
+    "{%- if tools %}{%- for tool in tools %}{{- tool | tojson + '\n' }}{%- endfor %}{%- endif %}"
     "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{{- '<|im_start|>' + message.role + '\n' + message.content }}"
+    "{%- for call in message.tool_calls or [] %}"
+    "{{- '<tool_call>\n' + call | tojson + '\n</tool_call>' }}{%- endfor %}"
+    "{{- '<|im_end|>\n' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )

@@ -34,7 +34,7 @@ _SORTED = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
 
 def parse_arguments(arguments: Any) -> Any:
     """Tool-call arguments as a value: a JSON object's text becomes a dict, all else stays."""
-    if not isinstance(arguments, str) or _holds_much(arguments):
+    if not isinstance(arguments, str) or holds_much(arguments):
         return arguments
     try:
         value = strict_json(arguments)
@@ -50,7 +50,8 @@ MAX_VALUES = 100_000
 """Values of arguments that are read; others stay text."""
 
 
-def _holds_much(text: str) -> bool:
+def holds_much(text: str) -> bool:
+    """Whether arguments may have more than `MAX_VALUES` values, and so stay text."""
     return len(text) > MAX_VALUES and text.count(",") + text.count("[") > MAX_VALUES
 
 

@@ -31,6 +31,7 @@ from stepwell.datapool.types import DUPLICATE_OF, Step, superseded
 from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.keys import OPERATOR
 from stepwell.gateway.listening import bind
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.graph import Turn, TurnGraph
@@ -320,7 +321,9 @@ async def begin(
     """Calls without a dialect, finished."""
     retry = RetryKey("test/key", "body", is_retry)
     trajectory = world.gateway.trajectories.get("t1", "p1")
-    listeners = await world.gateway.calls.start(trajectory, request, retry, "test", n)
+    listeners = await world.gateway.calls.start(
+        trajectory, request, retry, "test", n, caller=OPERATOR
+    )
     for listener in listeners:
         await listener.result()
     return [listener.call for listener in listeners]

@@ -21,6 +21,7 @@ from stepwell.gateway.dialects.openai_responses import (
 )
 from stepwell.gateway.dialects.response_items import seal, unseal
 from stepwell.gateway.errors import GatewayError, RequestError
+from stepwell.gateway.keys import Principal
 from tests.gateway.conftest import Sampled
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -901,7 +902,8 @@ def test_the_memory_is_bounded_and_keeps_the_latest(answers: list[tuple[int, int
         store.keep(StoredResponse(response, (message,), "t"))
         assert store.read(f"resp_{name}") is not None
         assert store.item(f"msg_{name}00") == item
-        assert store.item(f"msg_{name}00", reader="another") is None
+        another = Principal("agent", ("another", "p"), is_bound=True)
+        assert store.item(f"msg_{name}00", reader=another) is None
         kept = [store.read(f"resp_{i:032x}") for i in range(6)]
         assert sum(s.n_chars() for s in kept if s is not None) <= 20_000
     for i in range(6):

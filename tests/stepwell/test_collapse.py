@@ -11,6 +11,7 @@ import pytest
 from stepwell import doctor, load_config
 from stepwell.collapse import find_collapse
 from stepwell.console import Display
+from stepwell.datapool.sealed import sealed
 
 
 def records(*scores: float, **newest: Any) -> list[dict[str, Any]]:
@@ -41,7 +42,7 @@ def test_without_evaluations_the_rewards_of_training_are_looked_at() -> None:
 
 def test_doctor_looks_at_the_score_of_the_run(tmp_path: Path) -> None:
     lines = records(0.35, 0.0, lr=0.01)
-    (tmp_path / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(r) + b"\n" for r in lines))
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(sealed(orjson.dumps(r)) for r in lines))
     (found,) = doctor.learning(tmp_path / "metrics.jsonl")
     assert (found.state, "fell from 0.35 to 0.00 after step 0" in found.text) == ("warning", True)
     assert "backend.lr" in found.remedy

@@ -60,10 +60,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     begin(config)
     asyncio.run(_fill(folder / "pool", ChatTokenizer.load(str(config.model.path))))
     before = {"step": 0, "val/step": 0.0, "val/score": 0.0, "val/rollouts": 1.0}
-    lines = [json.dumps(before), json.dumps(RECORD), '{"step": 8, "torn']
-    (folder / "metrics.jsonl").write_bytes(
-        b"".join(sealed(line.encode()) for line in lines if line)
-    )
+    whole = (sealed(json.dumps(record).encode()) for record in (before, RECORD))
+    (folder / "metrics.jsonl").write_bytes(b"".join(whole) + b'{"step": 8, "torn')
     return folder
 
 

@@ -248,11 +248,10 @@ def test_a_run_says_that_the_ray_it_joined_has_ended_and_that_the_same_command_g
         for process in family:
             if dies in (process.name(), "head"):
                 process.kill()
-        said = visitor.stdout.readline()
+        said = next((s for s in visitor.stdout if s.startswith("the Ray at ")), "")  # Ray says more
     finally:
         visitor.kill()
         visitor.wait()
-    assert said.startswith("the Ray at ")
     assert f":{port} has ended" in said
     assert "run the same command again, it goes on from the last checkpoint" in said
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import socket
 import struct
 import sys
@@ -20,6 +21,8 @@ from stepwell.prometheus import TRAINER, PrometheusTracker
 from stepwell.trackers import build_trackers
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.metrics import MetricsWriter
+from stepwell.verl_names import KL_LOSS, KL_REWARD, NAMES, POLICY_LOSS, REWARDS
+from tests.documented_metrics import documented
 
 
 def writer(folder: Path, *overrides: str) -> MetricsWriter:
@@ -56,6 +59,46 @@ def test_tensorboard_gets_every_number_and_the_tables(tmp_path: Path) -> None:
     assert "reward/mean" not in {tag for tag, _ in found}
     table = next(text for (tag, step), text in found.items() if tag.startswith("val/samples"))
     assert table.splitlines() == ["| prompt | score |", "| --- | --- |", "| 1\\|2 3 | 1.0 |"]
+
+
+VERL = {
+    "": {"critic/score/mean": 0.25, "critic/rewards/mean": 0.25, "actor/pg_loss": 0.5},
+    "algorithm.kl.place=loss": {"critic/rewards/mean": 0.25, "actor/kl_loss": 0.125},
+    "algorithm.kl.place=reward": {"critic/score/mean": 0.25, "actor/reward_kl_penalty": 0.125},
+    "algorithm.loss.entropy_coeff=0.1": {"actor/grad_norm": 2.0, "critic/score/mean": 0.25},
+}
+
+
+@pytest.mark.parametrize("setting", VERL)
+def test_verls_names_stand_beside_ours_where_the_figure_is_the_same(
+    tmp_path: Path, setting: str
+) -> None:
+    chosen = ["logging.tensorboard=true", "logging.names=verl", *filter(None, [setting])]
+    record = {"loss": 0.5, "grad_norm": 2.0, "reward/mean": 0.25, "kl/ref": 0.125}
+    record |= {"policy/clip_frac_low": 0.25, "policy/clip_frac_high": 0.5, "time/step_s": 4.0}
+    with writer(tmp_path, *chosen) as metrics:
+        metrics.write({"step": 7, **record})
+        metrics.evaluation(5, {"val/step": 5.0, "val/gsm8k/mean@4": 0.75})
+        [kept] = [each for each in metrics.read() if each["step"] == 7]
+        assert kept.keys() == {"step", *record}, "the file has ours alone"
+    found = events(tmp_path / "tensorboard")
+    for name, value in {**record, **VERL[setting]}.items():
+        assert found[name, 7] == value
+    assert found["actor/pg_clipfrac", 7] == 0.75
+    assert found["timing_s/step", 7] == found["perf/time_per_step", 7] == 4.0
+    assert found["val-core/gsm8k/reward/mean_4", 5] == 0.75, "TensorBoard has no @"
+    assert (("actor/pg_loss", 7) in found) is (setting == "")
+    assert (("critic/rewards/mean", 7) in found) is (setting != "algorithm.kl.place=reward")
+
+
+def test_the_page_names_verls_figures_as_trackers_do() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| verl: `([^`]+)` \| `([^`]+)` \|", page, re.MULTILINE)
+    tables = (NAMES, REWARDS, POLICY_LOSS, KL_LOSS, KL_REWARD)
+    ours = {(v, name) for table in tables for name, vs in table.items() for v in vs}
+    assert ours == set(rows[:-1])
+    known = documented(always=True) | documented(always=False)
+    assert {name for _, name in ours} <= known
 
 
 def test_prometheus_reads_the_newest_figures_under_names_that_stay(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stepwell.datapool.types import SFT
+from stepwell.datapool.types import DUPLICATE_OF, SFT
 from stepwell.trainer.sampling import CHANNEL
 from stepwell.trainer.updater import Updater, record_of
 from tests.documented_metrics import documented, undocumented, unseen
@@ -87,10 +87,16 @@ async def keys_of_runs(folder: Path) -> set[str]:
 def mixed(updater: Updater) -> dict[str, Any]:
     """The record of an optimizer step on a group that was rolled out and a conversation."""
     rolled_out, other = groups()
+    long = next(t for t in rolled_out.trajectories if len(t.steps) > 1)
+    *others, last = long.steps
+    again = replace(last, parent_index=None, metadata={**last.metadata, DUPLICATE_OF: 0})
+    rest = (t for t in rolled_out.trajectories if t is not long)
+    trajectories = (replace(long, steps=(*others, again)), *rest)
+    rolled_out = replace(rolled_out, trajectories=trajectories)
     batch = [rolled_out, replace(other, metadata={CHANNEL: SFT})]
     prepared = updater.prepare(batch)
     update = updater.step(prepared.batch, prepared.mini_batches[0][0])
-    return update | record_of(updater.progress, batch, {}, batch)
+    return update | prepared.metrics | record_of(updater.progress, batch, {}, batch)
 
 
 def _new(folder: Path) -> Path:
