@@ -70,6 +70,8 @@ def test_a_group_dropped_in_quiet_for_a_reason_that_nobody_gave_is_found(reason:
 
 def test_an_outage_explains_a_group_lost_to_infrastructure_but_no_other_reason() -> None:
     assert drops(INFRASTRUCTURE, [finished()], A_KILL) == 0
+    assert drops("open_cancelled", [], A_RESTART) == 0
+    assert drops("open_cancelled", [], QUIET) == 1
     assert drops("operator", [finished()], A_KILL) == 1
 
 

@@ -64,8 +64,8 @@ COMMIT_SEEN_S = 1.0
 AGENTS_OWN = frozenset({"raised"})
 DUE_TO_RESTART = frozenset({LOST_POLICY, AFTER_CHECKPOINT, PRODUCER_GONE})
 """Drop reasons that a trainer gives only when it starts over a pool that was there before."""
-DUE_TO_OUTAGE = frozenset({INFRASTRUCTURE, DEADLINE})
-"""Drop reasons of groups that an outage kept from ending."""
+DUE_TO_OUTAGE = frozenset({INFRASTRUCTURE, DEADLINE, "open_cancelled"})
+"""Drop reasons of groups that an outage kept from ending, or from being opened."""
 BEFORE_S, AFTER_S = 2.0, 45.0
 """A disturbance explains what happened between so long before it and so long after its end."""
 DUE_TO_TRAINING = frozenset({TRAINED, USED})
