@@ -9,11 +9,13 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from stepwell.datapool.ops import OpenTrajectory
@@ -367,3 +369,120 @@ async def test_a_client_that_has_read_the_end_and_closes_has_it(
     await again(world, stream, path)
     assert texts(world) == ["fine", "another"]
     assert metadata_told(world) == []
+
+
+# -- clients that try again ------------------------------------------------------------------
+
+
+class Proxy:
+    """A TCP proxy before a gateway, which keeps the first answer to itself.
+
+    `ends`: "reset", once the answer is there: RST to both sides; "close", while it is generated:
+    FIN to both; "hold", while it is generated: FIN to the client alone, and the rest is read.
+    """
+
+    def __init__(self, world: World, ends: str) -> None:
+        self.world, self.ends = world, ends
+        self.url = ""
+        self.n_requests = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, stack: AsyncExitStack) -> Proxy:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        await stack.enter_async_context(server)
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        stack.callback(lambda: [task.cancel() for task in self._tasks])
+        return self
+
+    async def _serve(self, client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
+        url = urlsplit(self.world.url)
+        gateway, to_gateway = await asyncio.open_connection(url.hostname, url.port)
+        self.n_requests += 1
+        sent = asyncio.create_task(_pump(client, to_gateway))
+        self._tasks.add(sent)
+        if self.n_requests > 1:
+            await _pump(gateway, to_client)
+        elif self.ends == "reset":
+            await gateway.read(1)
+            await until(lambda: bool(self.world.gateway.calls.added_s))
+            for writer in (to_client, to_gateway):
+                linger = struct.pack("ii", 1, 0)
+                raw = writer.get_extra_info("socket")
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        else:
+            await self.world.engine.arrived.wait()
+            if self.ends == "hold":
+                to_client.close()
+                while await gateway.read(1 << 16):
+                    pass
+        sent.cancel()
+        to_client.close()
+        to_gateway.close()
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+
+
+UNMARKED = {"x-stainless-retry-count": "0"}
+"""Said by the caller, it stays so in all tries: as of a client that does not mark its retries."""
+
+
+async def talk_openai(url: str, said: list[Any], stream: bool, **more: Any) -> str:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2) as client:
+        answer: Any = await client.chat.completions.create(
+            model="m", messages=said, stream=stream, **more
+        )
+        if not stream:
+            return str(answer.choices[0].message.content)
+        return "".join([c.choices[0].delta.content or "" async for c in answer if c.choices])
+
+
+async def talk_anthropic(url: str, said: list[Any], stream: bool, **more: Any) -> str:
+    async with AsyncAnthropic(base_url=url, api_key="none", max_retries=2) as client:
+        answer: Any = await client.messages.create(
+            model="m", messages=said, max_tokens=32, stream=stream, **more
+        )
+        if not stream:
+            return str(answer.content[0].text)
+        return "".join([getattr(e.delta, "text", "") async for e in answer if hasattr(e, "delta")])
+
+
+@STREAMS
+@pytest.mark.parametrize("marked", [True, False], ids=["marked", "unmarked"])
+@pytest.mark.parametrize("ends", ["reset", "close", "hold"])
+@pytest.mark.parametrize("talk", [talk_openai, talk_anthropic])
+async def test_of_a_client_that_tries_again_what_it_saw_is_trained(
+    world: World, clock: Clock, talk: Callable[..., Any], ends: str, marked: bool, stream: bool
+) -> None:
+    gate = asyncio.Event()
+    if ends != "reset":
+        world.say("first", gate=gate)
+        world.say("second")
+    more = {} if marked else {"extra_headers": UNMARKED}
+    async with AsyncExitStack() as stack:
+        proxy = await Proxy(world, ends).start(stack)
+        url = world.base_url().replace(world.url, proxy.url)
+        said: list[Any] = [*HI]
+        asked = asyncio.create_task(talk(url, said, stream, **more))
+        await world.engine.arrived.wait()
+        clock.now += 30
+        if ends == "hold" and marked:
+            await until(lambda: world.gateway.calls.counts["retries"] == 1)
+            gate.set()
+        heard = [await asked]
+        gate.set()
+        n_unseen = int(ends == "hold" and not marked)
+        await until(lambda: len(world.stored()) == 1 + n_unseen)
+        assert proxy.n_requests == 2
+        said += [{"role": "assistant", "content": heard[0]}, {"role": "user", "content": "on"}]
+        world.say("third")
+        heard.append(await talk(url, said, stream, **more))
+    steps = world.stored()
+    unseen = superseded(steps)
+    assert len(unseen) == n_unseen
+    trained = zip(steps, texts(world), strict=True)
+    assert [text for step, text in trained if step.step_index not in unseen] == heard
