@@ -78,6 +78,8 @@ class CallService(CallParts):
                 prompt = await self.prompts.prepare(graph, request, context)
                 room = max(context - len(prompt.ids) - 1, 1)
             trajectory.touch()
+            if trajectory.in_flight and prompt.parent is not None:
+                trajectory.calls.go_on(prompt.parent)
             # No turn of the loop from here on: of two tries at once the second finds the first.
             found = [trajectory.calls.find(key) for key in keys]
             self.counts["retries"] += len(found) - found.count(None)

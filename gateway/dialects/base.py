@@ -55,6 +55,18 @@ class Event(NamedTuple):
     """What it tells, if the request asks for log-probs."""
 
 
+class Handed(NamedTuple):
+    """A reply whose end was handed to a client's connection."""
+
+    trajectory: LiveTrajectory
+    call: FinishedCall
+
+    def lose(self) -> None:
+        """The connection broke before the client had it."""
+        self.call.delivered = False
+        self.trajectory.set_unseen(self.call, True)
+
+
 class Exchange:
     """A request and its calls, one per sample. Dialects answer from it."""
 
@@ -147,9 +159,13 @@ class Exchange:
             for call in self.calls:
                 call.delivered = True
 
-    def handed(self) -> list[FinishedCall]:
+    def handed(self) -> list[Handed]:
         """The replies, if their ends were handed to the client's connection."""
-        return [c.finished for c in self.calls if c.delivered and c.finished is not None]
+        return [
+            Handed(self.trajectory, c.finished)
+            for c in self.calls
+            if c.delivered and c.finished is not None
+        ]
 
     def close(self) -> None:
         """The client is gone or served; calls nobody else listens to are aborted."""
