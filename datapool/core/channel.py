@@ -312,6 +312,7 @@ class Channel(Steps):
             "oldest_open_age_s": oldest[0]["age_s"] if oldest else 0.0,
             "oldest_open": oldest,
             "shut_down": counts.shut_down,
+            "has_consumer": self.has_consumer,
         }
 
     def describe(self, group: GroupRecord) -> dict[str, Any]:

@@ -42,6 +42,8 @@ from stepwell.datapool.selection import STALE, Selection
 GROUP_DROPPED = "group_dropped"
 MAX_QUEUE_SIZE = "max_queue_size"
 MAX_BYTES = "max_bytes"
+NO_LIMIT: Final = 2**63 - 1
+"""A limit that holds later; one that a channel never has is left out."""
 DEADLINE: Final = "deadline"
 IDLE: Final = "idle"
 SIBLINGS: Final = "siblings"
@@ -122,6 +124,12 @@ class Groups:
     def memory_bytes(self) -> int:
         """Payloads and prompts in memory."""
         return self.payloads.memory_bytes
+
+    @property
+    def has_consumer(self) -> bool:
+        """Somebody took groups of it, or announced a policy version, at any time."""
+        counts = self.counts
+        return counts.first_version is not None or counts.groups.acked > 0 or bool(self._leased)
 
     # -- lookup ------------------------------------------------------------------------------
 
@@ -237,9 +245,10 @@ class Groups:
         is. What is not limited is missing."""
         config, counts, n_ready = self.config, self.counts, len(self._ready)
         used: dict[str, tuple[int, int]] = {}
-        if config.max_outstanding_groups is not None:
-            outstanding = len(self._open) + n_ready - len(self._held)
-            used["max_outstanding_groups"] = outstanding, config.max_outstanding_groups
+        if (most := config.max_outstanding_groups) is not None:
+            if not (config.limit_without_consumer or self.has_consumer):
+                most = NO_LIMIT
+            used["max_outstanding_groups"] = len(self._open) + n_ready - len(self._held), most
         if config.max_ahead_versions is not None and config.groups_per_version is not None:
             versions = counts.version - (counts.first_version or 0) + 1 + config.max_ahead_versions
             started = counts.groups.submitted - counts.groups.dropped

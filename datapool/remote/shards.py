@@ -442,6 +442,7 @@ _STATISTICS: Final[dict[str, Callable[[list[Any]], Any]]] = {
         (group for groups in lists for group in groups), key=lambda g: -g["age_s"]
     )[:N_OLDEST_OPEN],
     "shut_down": all,
+    "has_consumer": any,
     # A consumer waits at every shard.
     "waiting": lambda counts: {k: max(c[k] for c in counts) for k in counts[0]},
 }

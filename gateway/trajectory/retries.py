@@ -50,8 +50,12 @@ class RetryKey:
         """Of the request's bytes, where the key does not hold that."""
         return _digest(self.body) if self.is_named else None
 
+    def of_prompt(self, i: int) -> RetryKey:
+        """The key of the request's prompt `i`; the first one's is the request's own."""
+        return replace(self, key=f"{self.key}#{i}") if i else self
+
     def samples(self, n: int) -> list[RetryKey]:
-        """The keys of `n` samples of the request."""
+        """The keys of `n` samples of one prompt."""
         return [self] if n == 1 else [replace(self, key=f"{self.key}/{i}") for i in range(n)]
 
 
