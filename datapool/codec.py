@@ -268,6 +268,19 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
         self.payload = _HEADER.pack(*header) + _PLACE.pack(*place)
 
 
+HOLLOW_BYTES = _HEADER.size + 1
+
+
+def hollow(payload: bytes, n_bytes: int) -> bytes:
+    """A payload of `n_bytes` that holds nothing but the step's index, its version and whether it is
+    the last one."""
+    header = Header._make(_HEADER.unpack_from(payload))
+    kept = Header(
+        header.step_index, -1, -1, header.flags & _LAST, header.policy_version, math.nan, *[0] * 5
+    )
+    return _HEADER.pack(*kept).ljust(n_bytes, b"\0")
+
+
 class Base(NamedTuple):
     """A step that others may be packed relative to. A digest says whether a prompt begins with its
     tokens: the tokens themselves, kept of every turn, were four times what a trajectory holds."""

@@ -230,7 +230,7 @@ def _rebuild(folder: Path, target: Path, report: Salvaged) -> None:
     journal = Journal(target, "process")
     try:
         for n, row in enumerate(log.rows(groups.kept), start=1):
-            journal.put(row)
+            journal.put(*row)
             if n % ROWS_AT_ONCE == 0:
                 journal.flush()
         for key, value in log.states.items():
@@ -525,8 +525,14 @@ class _Rows:
         found = {row.row: row.payload for row in self._rows}
         return [found[row] for row in rows]
 
+    def heads(self, rows: Sequence[int]) -> list[tuple[str, bytes]]:
+        found = {row.row: (row.kind, row.head) for row in self._rows}
+        return [found[row] for row in rows]
+
     def append(self, channel: str, kind: str, head: bytes, *payload: bytes) -> int:
         return 0
+
+    def put(self, row: int, channel: str, kind: str, head: bytes, *payload: bytes) -> None: ...
 
     def delete(self, rows: Iterable[int]) -> None: ...
 
