@@ -251,6 +251,11 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
         return self.payload[_HEADER.size : _HEADER.size + 4 * (n_new + n_response)]
 
     @property
+    def is_hollow(self) -> bool:
+        """Whether it was erased, so that not even a prompt is left."""
+        return self.prompt is None and self.header.base_index < 0
+
+    @property
     def is_spilled(self) -> bool:
         """Whether the payload is not here: the journal alone has it, or nobody."""
         payload = self.payload

@@ -390,6 +390,20 @@ class Groups:
         gone = set(erasure.deleted)
         group.rows = array("q", (row for row in group.rows if row not in gone))
 
+    def erase_deleted(self) -> None:
+        """Erase once more what was deleted of groups that went on."""
+        for group in self.prompt_groups.values():
+            uids = [t.trajectory_uid for t in group.trajectories if t.is_deleted]
+            if uids:
+                self._erase(group, self._erasure(group, *uids))
+                self._writer.scrub()
+
+    @property
+    def has_hollow(self) -> bool:
+        """Whether a trajectory was erased of which no row says that it was deleted."""
+        groups = self.prompt_groups.values()
+        return any(step.is_hollow for g in groups for t in g.trajectories for step in t.steps)
+
     def _uncount_complete(self, group: GroupRecord, record: TrajectoryRecord) -> None:
         at = group.complete.index(record)
         n_counted = len(group.complete) - len(group.waits)

@@ -603,11 +603,12 @@ class _Groups:
 
     def _follows(self, rows: list[int]) -> bool:
         """Whether a pool can be restored from these."""
+        pool = DataPool(PoolConfig())
         try:
-            restore(DataPool(PoolConfig()), _Rows(list(self._log.rows(set(rows)))))
+            restore(pool, _Rows(list(self._log.rows(set(rows)))))
         except ReplayError:
             return False
-        return True
+        return not any(channel.has_hollow for channel in pool.channels.values())
 
     def _count_nameless(self) -> None:
         seen: dict[str, set[int]] = {}
@@ -649,6 +650,7 @@ def _settle(pool: DataPool, journal: Journal, groups: _Groups) -> None:
             marks = {"trainable": False, "add_tags": [DOUBTFUL]}
             channel.mark(ops.Mark(uid, None, marks, channel_name))
     for channel in pool.channels.values():
+        channel.erase_deleted()  # former copies of their rows may be back
         counts, live = channel.counts, channel.prompt_groups.values()
         counts.numbered = max(counts.numbered, groups.last.get(channel.name, 0))
         n_dropped = (
