@@ -448,7 +448,7 @@ _STATISTICS: Final[dict[str, Callable[[list[Any]], Any]]] = {
 }
 
 
-def _deleted(op: ops.Delete, found: Sequence[ops.Deleted]) -> ops.Deleted:
+def _deleted(op: object, found: Sequence[ops.Deleted]) -> ops.Deleted:
     both = sum(found, ops.Deleted())
     return ops.Deleted(both.trajectories, both.leased, any(each.more for each in found))
 
@@ -458,6 +458,7 @@ _MERGE: Final[Mapping[type, Callable[[Any, Any], Any]]] = {
     ops.AdvanceVersion: lambda op, found: None,
     ops.Shutdown: lambda op, found: None,
     ops.Delete: _deleted,
+    ops.DeleteTrajectory: _deleted,
     asked.GetStatistics: _statistics,
     asked.Describe: lambda op, found: {"n_shards": len(found), "shards": found},
     # Of one shard after the other: a fetch gets its part of the first ones of each.

@@ -117,6 +117,28 @@ def row_at(data: bytes, row: int, at: int) -> Row:
     return next(rows_at(lambda _: data, [(row, at)]))
 
 
+def front_bytes(front: bytes) -> int:
+    """Bytes of a record before its payload."""
+    if len(front) < _RECORD.size:
+        raise ValueError("a row was cut off")
+    *_, n_names, n_head, _ = _RECORD.unpack_from(front)
+    return int(_RECORD.size + n_names + n_head)
+
+
+def head_of(front: bytes) -> tuple[str, bytes]:
+    """Kind and head of the row whose record begins with these bytes.
+
+    Raises:
+        ValueError: they are not what was written.
+    """
+    checksum, _, row, n_names, _, _ = _RECORD.unpack_from(front)
+    end = front_bytes(front)
+    if len(front) < end or checksum != xxh3(front[_SUM_BYTES:end]):
+        raise ValueError(f"row {row} does not have the content it was written with")
+    head_at = _RECORD.size + n_names
+    return _names(front[_RECORD.size : head_at])[1], front[head_at:end]
+
+
 # --- blocks ---
 
 

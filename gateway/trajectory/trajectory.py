@@ -322,7 +322,7 @@ class LiveTrajectory:
                     self.note_steps(index)
                     call.stored(index)
                     return
-                self._close("closed by the DataPool (its group was served or dropped)")
+                self._close("closed by the DataPool (deleted, or its group was served or dropped)")
 
     async def _read(self, *registration: Any) -> None:
         """Open it, or read the Steps that other gateways stored meanwhile."""
@@ -369,9 +369,9 @@ class LiveTrajectory:
             )
         except PoolTrajectoryConflictError as e:
             raise TrajectoryConflictError(str(e)) from e
-        self.channel = chosen
+        self.channel = resumed.channel
         if resumed.outcome == "late":
-            self._close("closed before in the DataPool, or its group was")
+            self._close("closed or deleted before in the DataPool, or its group was")
             self._check_open()
         if resumed.is_open:
             self._take_over(resumed)

@@ -890,6 +890,14 @@ class JournalAgainstDict(RuleBasedStateMachine):
             for row in gone:
                 del self.rows[row]
 
+    @rule(data=st.data(), head=st.binary(max_size=2000), payload=payloads)
+    def put_again(self, data: st.DataObject, head: bytes, payload: list[bytes]) -> None:
+        if self.rows:
+            row = data.draw(st.sampled_from(sorted(self.rows)))
+            channel, kind, _, _ = self.rows[row]
+            self.journal.put(row, channel, kind, head, *payload)
+            self.rows[row] = (channel, kind, head, b"".join(payload))
+
     @rule(key=st.text(st.characters(exclude_categories=["Cs"]), max_size=3), value=st.binary())
     def put_state(self, key: str, value: bytes) -> None:
         self.journal.put_state(key, value)
@@ -949,6 +957,8 @@ class JournalAgainstDict(RuleBasedStateMachine):
         assert self.journal.states() == self.stored_states
         backwards = sorted(self.rows, reverse=True)
         assert self.journal.read(backwards) == [self.rows[row][3] for row in backwards]
+        assert self.journal.heads(backwards) == [self.rows[row][1:3] for row in backwards]
+        assert self.journal.statistics()["rows_stored"] == self.journal._log.last.rows
 
     def teardown(self) -> None:
         self.patch.undo()
