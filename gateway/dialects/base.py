@@ -171,7 +171,7 @@ class Exchange:
     def handed(self) -> list[Handed]:
         """The replies, if their ends were handed to the client's connection."""
         return [
-            Handed(self.trajectory, c.finished)
+            Handed(c.trajectory, c.finished)
             for c in self.calls
             if c.delivered and c.finished is not None
         ]
