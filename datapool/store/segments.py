@@ -11,7 +11,8 @@ is dead or damaged::
     Block     what the transaction changes, and the checksum of the block before it, so that one
               that is changed, removed or moved is missed. The first one of a segment has all
               states, and lists the other segments that count, each with the checksum of its end
-    record    one row: checksums, id, names, head, payload. The same bytes wherever it is moved to
+    record    one row: checksums, id, names, head, payload. The same bytes wherever it is moved to;
+              other ones where the row is written anew
 
 The newest copy of a row counts, and a deletion names the segment that has the dead copy. Owns the
 format. Does not own which rows are where (`index.py`), nor when something is written (`log.py`).
