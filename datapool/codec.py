@@ -251,6 +251,11 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
         return self.payload[_HEADER.size : _HEADER.size + 4 * (n_new + n_response)]
 
     @property
+    def is_hollow(self) -> bool:
+        """Whether it was erased, so that not even a prompt is left."""
+        return self.prompt is None and self.header.base_index < 0
+
+    @property
     def is_spilled(self) -> bool:
         """Whether the payload is not here: the journal alone has it, or nobody."""
         payload = self.payload
@@ -266,6 +271,19 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
         header = self.header
         header = header._replace(flags=header.flags | _SPILLED)
         self.payload = _HEADER.pack(*header) + _PLACE.pack(*place)
+
+
+HOLLOW_BYTES = _HEADER.size + 1
+
+
+def hollow(payload: bytes, n_bytes: int) -> bytes:
+    """A payload of `n_bytes` that holds nothing but the step's index, its version and whether it is
+    the last one."""
+    header = Header._make(_HEADER.unpack_from(payload))
+    kept = Header(
+        header.step_index, -1, -1, header.flags & _LAST, header.policy_version, math.nan, *[0] * 5
+    )
+    return _HEADER.pack(*kept).ljust(n_bytes, b"\0")
 
 
 class Base(NamedTuple):

@@ -52,6 +52,11 @@ class ChannelConfig(_Section):
     """Open + ready groups beyond which `open_group` waits: how far generation may run ahead of
     the consumer; null = unlimited. Steps are never refused."""
 
+    limit_without_consumer: bool = True
+    """Whether `max_outstanding_groups` counts before somebody consumes the channel: before a group
+    is leased or acked, or a policy version announced. False for the train channel of `stepwell
+    serve`: agents do not wait for a trainer that nobody has started."""
+
     max_ahead_versions: int | None = Field(default=None, ge=0)
     """How many policy versions generation may run ahead: at version v at most
     (v + 1 + max_ahead_versions) x `groups_per_version` groups are ever started, dropped ones not

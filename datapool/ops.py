@@ -148,10 +148,10 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Deleted(msgspec.Struct, frozen=True, array_like=True):
-    """What `Delete` did."""
+    """What `Delete` or `DeleteTrajectory` did."""
 
     trajectories: tuple[str, ...] = ()
-    """Gone, with all of their groups."""
+    """Gone; with `Delete` all of their groups."""
     leased: tuple[str, ...] = ()
     """Of groups that a consumer has: nobody else gets them, and they go at its ack or nack."""
     more: bool = False
@@ -356,8 +356,6 @@ class Delete(Change[Deleted], frozen=True, array_like=True):
 
     trajectory_uid: Text | None = None
     tag: Text | None = None
-    alone: bool = False
-    """Refused (NotOwnerError) if the trajectory's group has, or is declared for, others."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -366,6 +364,18 @@ class Delete(Change[Deleted], frozen=True, array_like=True):
                 f"trajectory_uid is {self.trajectory_uid!r} and tag is {self.tag!r}; pass one of "
                 "them: what is to be deleted"
             )
+
+
+class DeleteTrajectory(Change[Deleted], frozen=True, array_like=True):
+    """Take the data of one trajectory out of every channel. Its group goes on without it, as if it
+    had been aborted for good with the reason `deleted`; where nothing else of the group is left or
+    to come, the group goes, too. What is unknown, or gone, is no error.
+
+    Raises:
+        JournalError: its rows cannot be read, so that nothing of them could be taken out.
+    """
+
+    trajectory_uid: Text
 
 
 class AdvanceVersion(Change[None], frozen=True, array_like=True):

@@ -66,8 +66,11 @@ samples at temperature 0; its reward is the group's baseline (ReMax) and it is n
 DUPLICATE_OF = "duplicate_of"
 """Key of a Step's metadata: the Step of another try of the same request, which was stored first."""
 SUPERSEDES = "supersedes"
-"""Key of a Step's metadata: other tries of the request whose reply this Step goes on from; no
-client got theirs to the end."""
+"""Key of a Step's metadata: the Steps of its trajectory, itself included, whose replies no client
+saw and another try of whose request the agent went on from."""
+UNSEEN = "stepwell_unseen"
+"""Key of a Step's metadata: true if its client sent the request again before it was answered. Where
+a connection broke after the Step was stored, the trajectory's metadata says so (`unseen_key`)."""
 
 MAX_REWARD = 1e9
 """The largest size of a reward. The spread of a group is a sum of squares, which larger ones would
@@ -378,6 +381,12 @@ class Trajectory:
         """Sum of the step rewards (the outcome reward is on the last); None if none is set."""
         scored = [s.reward for s in self.steps if s.reward is not None]
         return sum(scored) if scored else None
+
+
+def unseen_key(step_index: int) -> str:
+    """Key of a trajectory's metadata: whether no client got the end of this Step's reply. A key for
+    each Step, since two gateways may write at once."""
+    return f"{UNSEEN}:{step_index}"
 
 
 def superseded(steps: Sequence[Step]) -> frozenset[int]:

@@ -21,6 +21,9 @@ SMALL = 65_536
 """Bytes of a body that can hold nothing to be bounded."""
 BIG = 1_048_576
 """Bytes of a body that is worked on in a thread where that is possible."""
+MAX_WIDE = 12 * 1024 * 1024
+"""Bytes of a body with text outside ASCII. Its characters take up to four bytes each in memory, and
+so 30 MB of it hold the event loop for 0.1 s. A longer body is one of images or of ids."""
 MAX_STRINGS = 100_000
 """Strings and keys of one body."""
 MAX_CONTAINERS = 20_000
@@ -59,6 +62,12 @@ async def check_holdings(path: str, body: bytes, threads: Executor) -> None:
     else:
         loop = asyncio.get_running_loop()
         counted = await loop.run_in_executor(threads, holdings, body, bounds)
+    if len(body) > MAX_WIDE and (not body.isascii() or b"\\u" in body):
+        raise BodyTooLargeError(
+            f"the request's body has {len(body)} bytes and text outside ASCII, and may have "
+            f"{MAX_WIDE} with such text; send less",
+            None,
+        )
     for n, most, name in zip(counted, bounds, _NAMES, strict=True):
         if n > most:
             raise BodyTooLargeError(

@@ -36,7 +36,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from stepwell.datapool.errors import DataPoolError, InvalidStepError
-from stepwell.datapool.types import DUPLICATE_OF, SUPERSEDES, Step, VersionSpan
+from stepwell.datapool.types import DUPLICATE_OF, SUPERSEDES, UNSEEN, Step, VersionSpan
 from stepwell.gateway.config import Thinking
 from stepwell.gateway.engine import EngineClient, Generation, Sampling, TopLogProbs
 from stepwell.gateway.errors import (
@@ -51,7 +51,7 @@ from stepwell.gateway.prompt import ChatRequest, Prompt, Prompts
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import Delta
 from stepwell.gateway.reply.reader import ReplyFormat, ReplyReader
-from stepwell.gateway.tokens.graph import join
+from stepwell.gateway.tokens.graph import Turn, join
 from stepwell.gateway.tokens.messages import Key, text_key
 from stepwell.gateway.tokens.turn_messages import MESSAGES, TurnMessages
 from stepwell.gateway.trajectory.note import NOTE, FinishedCall, TurnNote
@@ -116,6 +116,8 @@ class Call:
         self.error: GatewayError | None = None
         self.delivered = False
         """The terminal event was handed to some client's connection."""
+        self.is_unseen = False
+        """Its client sent the request again, or went on from another try, and waits no more."""
         self._parts = parts
         self._trajectory = trajectory
         self._dialect = dialect
@@ -194,6 +196,7 @@ class Call:
     def leave(self, listener: Listener, why: GatewayError | None) -> None:
         self._listeners.discard(listener)
         self._settle()
+        self._note_delivery()
         if not self._listeners and self.state == "generating":
             self._parts.counts["disconnected"] += why is None
             self.cancel(why or GatewayError("the client went away"))
@@ -230,6 +233,11 @@ class Call:
         if self.reply is None:
             return self._streamed_version
         return max(span.version for span in self.reply.generation.spans)
+
+    @property
+    def turn(self) -> Turn | None:
+        """Its reply in the graph; None: not yet."""
+        return None if self.finished is None else self.finished.turn
 
     @property
     def has_failed(self) -> bool:
@@ -347,7 +355,11 @@ class Call:
             NOTE: note.as_json(),
             MESSAGES: said,
             DUPLICATE_OF: self._duplicate_of,
-            SUPERSEDES: self._trajectory.calls.unseen_beside(prompt.parent) or None,
+            SUPERSEDES: self._trajectory.calls.superseded(
+                self, index, prompt.parent, self._trajectory.graph
+            )
+            or None,
+            UNSEEN: self.is_unseen or None,
             "timing": self._timing,
             "thinking": self._parts.thinking if note.has_reasoning else None,
             # 0: it might have called one.
@@ -405,8 +417,10 @@ class Call:
                 tuple((s.version, s.start, s.end) for s in generation.spans),
                 generation.log_probs if shows_log_probs else None,
                 generation.top_log_probs,
+                is_unseen=self.is_unseen,
             )
         )
+        self._note_delivery()
         return reply
 
     # -- the end -----------------------------------------------------------------------------
@@ -447,8 +461,12 @@ class Call:
         if self.state in ("done", "failed") and not self._listeners:
             if self.finished is not None:
                 self.finished.delivered |= self.delivered
-                self.finished.is_unseen = not self.finished.delivered
             self._trajectory.calls.settle(self, self.finished)
+
+    def _note_delivery(self) -> None:
+        """Once its clients have left, note whether one of them got the end."""
+        if (finished := self.finished) is not None and not self._listeners:
+            self._trajectory.set_unseen(finished, self.is_unseen or not finished.delivered)
 
     def _publish(self, deltas: Sequence[Delta]) -> None:
         if deltas:

@@ -1,32 +1,62 @@
 """This module begins the calls of a request, or finds those that it repeats.
 
-    request ──► prompt made, fits ──► trajectory open ──► each sample: joined │ recalled │ begun
+    request ──► prompts made, fit ──► trajectories open ──► each sample: joined │ recalled │ begun
                      └──► refused: the pool hears nothing of it
 
-The prompt is made again if another gateway turns out to have turns of the trajectory. Does not own:
-what becomes of a call (`call.py`), whose it is (`trajectory/identity.py`).
+A prompt is made again if another gateway turns out to have turns of its trajectory. All calls of a
+request begin, or none does. Does not own: what becomes of a call (`call.py`), whose it is
+(`trajectory/identity.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from stepwell.gateway.call import Call, CallParts, Listener
 from stepwell.gateway.engine import Sampling
-from stepwell.gateway.errors import ContextLengthError, RequestError
+from stepwell.gateway.errors import (
+    ContextLengthError,
+    RequestError,
+    TrajectoryClosedError,
+    TrajectoryConflictError,
+)
 from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest, Prompt
 from stepwell.gateway.trajectory.note import FinishedCall
-from stepwell.gateway.trajectory.retries import RetryKey
+from stepwell.gateway.trajectory.retries import LiveCall, RetryKey
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 from stepwell.gateway.wiring import ChannelSampling
 
 T = TypeVar("T")
+
+MAX_BEGINNINGS = 4
+"""Trajectories that a conversation may find closed as it begins, one after the other."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """One prompt of a request, for `n` samples in one trajectory."""
+
+    trajectory: LiveTrajectory
+    request: ChatRequest
+    retry: RetryKey
+    n: int = 1
+
+    @property
+    def keys(self) -> list[RetryKey]:
+        """One for each sample."""
+        return self.retry.samples(self.n)
+
+
+BeginAgain: TypeAlias = Callable[[Asked], LiveTrajectory]
+"""Gives a conversation another trajectory, because its own takes no more calls."""
 
 
 @dataclass(kw_only=True)
@@ -40,65 +70,113 @@ class CallService(CallParts):
 
     async def start(
         self,
-        trajectory: LiveTrajectory,
-        request: ChatRequest,
-        retry: RetryKey,
+        asked: Sequence[Asked],
         dialect: str,
-        n: int = 1,
         *,
         caller: Principal,
+        begin_again: BeginAgain | None = None,
     ) -> list[Listener]:
-        """Begin `n` calls, or find those that this request repeats.
+        """Begin the calls of a request, or find those that it repeats: the samples of its first
+        prompt, then those of the next one.
 
         Raises:
             RequestError: the model's template or parser cannot do what is asked.
-            ContextLengthError: the prompt leaves no room for one token.
-            TrajectoryLimitError: the trajectory's turns are used up.
+            ContextLengthError: a prompt leaves no room for one token.
+            TrajectoryLimitError: a trajectory's turns are used up.
             TrajectoryClosedError, TrajectoryConflictError, PoolUnavailableError
         """
-        keys = retry.samples(n)
-        graph = trajectory.graph
-        with trajectory.in_use():
-            self._check(request)
-            if trajectory.unrecorded == "asked":
-                request = replace(request, is_kept=False)
+        with ExitStack() as used:
+            prompts = []
+            for each in asked:
+                used.enter_context(each.trajectory.in_use())
+                prompts.append(await self._prepare(each))
+                if len(asked) > 1:
+                    await asyncio.sleep(0)  # others go on between two prompts
+            for i, each in enumerate(asked):
+                prompts[i] = await self._open(each, prompts[i], used, caller, begin_again)
             context = await self.engine.context_length()
-            if request.is_big:
-                await asyncio.sleep(0)
-            prompt = await self.prompts.prepare(graph, request, context)
-            # Engines refuse a request whose prompt and response reach the context length.
-            room = context - len(prompt.ids) - 1
-            if room < 1:
-                raise ContextLengthError.of(len(prompt.ids), context)
-            was_new, n_steps = trajectory.is_new, trajectory.steps
-            await trajectory.open(caller)
-            if not was_new and self._is_elsewhere(trajectory, request, prompt, keys):
-                await trajectory.catch_up()
-            if trajectory.steps > n_steps:
-                prompt = await self.prompts.prepare(graph, request, context)
-                room = max(context - len(prompt.ids) - 1, 1)
-            trajectory.touch()
             # No turn of the loop from here on: of two tries at once the second finds the first.
-            found = [trajectory.calls.find(key) for key in keys]
-            self.counts["retries"] += len(found) - found.count(None)
-            n_turns = trajectory.steps + len(trajectory.in_flight)
-            self.limits.check_turns(n_turns, found.count(None))
-            sampling = self._sampling(trajectory, request, room)
+            found = [[each.trajectory.calls.find(key) for key in each.keys] for each in asked]
+            self._check_turns(asked, found)
             listeners = []
-            for key, call in zip(keys, found, strict=True):
-                if not isinstance(call, Call):
-                    finished = call
-                    call = Call(self, trajectory, request, key, dialect, prompt, sampling)
-                    if isinstance(finished, FinishedCall):
-                        call.recall(finished)
-                    else:
-                        self.counts["calls"] += 1
-                        trajectory.calls.add(key.digest, call, is_retry=key.is_retry)
+            for each, prompt, calls in zip(asked, prompts, found, strict=True):
+                room = max(context - len(prompt.ids) - 1, 1)
+                sampling = self._sampling(each.trajectory, each.request, room)
+                for key, call in zip(each.keys, calls, strict=True):
+                    if not isinstance(call, Call):
+                        finished = call
+                        call = Call(
+                            *(self, each.trajectory, each.request, key, dialect, prompt, sampling)
+                        )
+                        if isinstance(finished, FinishedCall):
+                            call.recall(finished)
+                        else:
+                            self.counts["calls"] += 1
+                            each.trajectory.calls.add(key.digest, call, is_retry=key.is_retry)
+                            call.begin()
+                    elif call.state == "unstored":
                         call.begin()
-                elif call.state == "unstored":
-                    call.begin()
-                listeners.append(call.listen())
+                    listeners.append(call.listen())
             return listeners
+
+    async def _prepare(self, asked: Asked) -> Prompt:
+        """A prompt that fits; the pool is not asked."""
+        self._check(asked.request)
+        if asked.trajectory.unrecorded == "asked":
+            asked.request = replace(asked.request, is_kept=False)
+        context = await self.engine.context_length()
+        if asked.request.is_big:
+            await asyncio.sleep(0)
+        prompt = await self.prompts.prepare(asked.trajectory.graph, asked.request, context)
+        # Engines refuse a request whose prompt and response reach the context length.
+        if context - len(prompt.ids) - 1 < 1:
+            raise ContextLengthError.of(len(prompt.ids), context)
+        return prompt
+
+    async def _open(
+        self,
+        asked: Asked,
+        prompt: Prompt,
+        used: ExitStack,
+        caller: Principal,
+        begin_again: BeginAgain | None,
+    ) -> Prompt:
+        """Open the trajectory, or the one that a conversation begins in its place; the prompt as it
+        is then."""
+        for attempt in range(1, MAX_BEGINNINGS + 1):
+            trajectory, request = asked.trajectory, asked.request
+            was_new, n_steps = trajectory.is_new, trajectory.steps
+            try:
+                await trajectory.open(caller)
+                if not was_new and self._is_elsewhere(trajectory, request, prompt, asked.keys):
+                    await trajectory.catch_up()
+                break
+            except (TrajectoryClosedError, TrajectoryConflictError):
+                # A conversation has no address that its agent could be told is over.
+                if begin_again is None or not trajectory.is_conversation:
+                    raise
+                if attempt == MAX_BEGINNINGS:
+                    raise
+                asked.trajectory = begin_again(asked)
+                used.enter_context(asked.trajectory.in_use())
+                prompt = await self._prepare(asked)
+        if trajectory.steps > n_steps:
+            context = await self.engine.context_length()
+            prompt = await self.prompts.prepare(trajectory.graph, request, context)
+        trajectory.touch()
+        if trajectory.in_flight and prompt.parent is not None:
+            trajectory.calls.go_on(prompt.parent)
+        return prompt
+
+    def _check_turns(
+        self, asked: Sequence[Asked], found: Sequence[Sequence[LiveCall | FinishedCall | None]]
+    ) -> None:
+        n_new: Counter[LiveTrajectory] = Counter()
+        for each, calls in zip(asked, found, strict=True):
+            self.counts["retries"] += len(calls) - calls.count(None)
+            n_new[each.trajectory] += calls.count(None)
+        for trajectory, n in n_new.items():
+            self.limits.check_turns(trajectory.steps + len(trajectory.in_flight), n)
 
     def _is_elsewhere(
         self,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from stepwell.datapool.dotted import resolve
+from stepwell.datapool.own_loop import with_own_loop
 from stepwell.datapool.types import MAX_REWARD, is_reward
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import GatewayConfigError, GatewayError, RequestError
@@ -63,7 +64,7 @@ async def compute_reward(function: Function, fields: Mapping[str, Any]) -> dict[
         if inspect.iscoroutinefunction(function):
             result = await function(**fields)
         else:
-            result = await asyncio.to_thread(function, **fields)
+            result = await asyncio.to_thread(lambda: with_own_loop(function, **fields))
     except Exception as e:  # foreign code: any failure is a missing score, never 0
         raise RewardError(f"gateway.reward_fn failed ({type(e).__name__}: {e!s:.200})") from e
     details: dict[str, Any] = {}

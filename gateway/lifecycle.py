@@ -379,25 +379,23 @@ async def _by_name(
 
 @router.delete("/v1/trajectories/{trajectory_uid}")
 async def delete_trajectory(services: Parts, caller: Caller, trajectory_uid: Uid) -> Response:
-    """Delete it from the pool with its group, and forget what this gateway has of it. Its own key
-    deletes a group of one; one of several is the operator's to delete."""
+    """Delete it from the pool, and forget what this gateway has of it. An admin key deletes it with
+    its group; its own key deletes it alone, and its group goes on without it."""
     named = caller.trajectory
     if named[0] != trajectory_uid if named is not None else caller.access != "admin":
         raise PermissionDeniedError(
             "this API key does not delete this trajectory; use an admin key "
             "(gateway.admin_keys), or the trajectory's own"
         )
-    alone = caller.access != "admin"
-    return OrjsonResponse(await forget_trajectory(services, trajectory_uid, alone=alone))
+    with_group = caller.access == "admin"
+    return OrjsonResponse(await forget_trajectory(services, trajectory_uid, with_group=with_group))
 
 
-async def forget_trajectory(services: Services, uid: str, *, alone: bool = False) -> dict[str, Any]:
-    """Delete a trajectory with its group, here and in the pool; what went, and what was leased.
-
-    Raises:
-        PermissionDeniedError: it is to be `alone` in its group, and is not; nothing went.
-    """
-    deleted = await services.recording.ask(services.pool.delete(uid, alone=alone))
+async def forget_trajectory(services: Services, uid: str, *, with_group: bool) -> dict[str, Any]:
+    """Delete a trajectory here and in the pool; what went, and what was leased."""
+    pool = services.pool
+    deleting = pool.delete(uid) if with_group else pool.delete_trajectory(uid)
+    deleted = await services.recording.ask(deleting)
     if (trajectory := services.trajectories.known(uid)) is not None:
         trajectory.forget()
     services.responses.store.forget(uid)

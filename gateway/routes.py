@@ -2,7 +2,7 @@
 
 A dialect's call, from bytes to answer (`serve`)::
 
-    read ──► parse ──► identify ──► start n calls ──► JSON, or events as they come
+    read ──► parse ──► identify ──► start the calls ──► JSON, or events as they come
                │ dialect   │ trajectory/identity.py   │ call.py      │ dialect
 
 Each route takes the bare request and answers bytes, without FastAPI's dependencies: those cost a
@@ -33,6 +33,7 @@ from stepwell.datapool.errors import InvalidStepError, StepConflictError, StepIn
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.types import Step
 from stepwell.gateway.bodies import BIG
+from stepwell.gateway.call_service import Asked
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages, CountParams
 from stepwell.gateway.dialects.base import Dialect, Exchange
 from stepwell.gateway.dialects.openai_chat import OpenAIChat
@@ -42,7 +43,6 @@ from stepwell.gateway.dialects.registry import PATHS
 from stepwell.gateway.errors import (
     PoolUnavailableError,
     RequestError,
-    TrajectoryClosedError,
     TrajectoryConflictError,
     UnknownItemError,
 )
@@ -56,6 +56,7 @@ from stepwell.gateway.services import Services, services_of
 from stepwell.gateway.tokens.graph import TurnGraph
 from stepwell.gateway.trajectory.identity import Origin
 from stepwell.gateway.trajectory.recording import ask
+from stepwell.gateway.trajectory.retries import RetryKey
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 from stepwell.gateway.web import (
     EventStream,
@@ -77,8 +78,6 @@ VERSION_HEADER = "x-stepwell-version"
 MAX_TOLD = 32
 SCRAPE_S = 5.0
 """The pool's time to answer a scrape, which Prometheus gives ten seconds by default."""
-MAX_BEGINNINGS = 4
-"""Trajectories that a conversation may find closed as it begins, one after the other."""
 _STEP_FIELDS = frozenset(f.name for f in fields(Step))
 _COMPLETE: TypeAdapter[CompleteTrajectory | None] = TypeAdapter(CompleteTrajectory | None)
 
@@ -122,34 +121,40 @@ async def serve(
     principal: Principal = request.state.principal
     parsed = dialect.parse(parse_object(body), principal)
     del body  # as large as all that is parsed of it, and the call may take minutes
-    call = services.calls.prompts.normalised(parsed.call)
-    call.began_at = began_at
-    if is_big:
-        services.calls.prompts.refuse_too_long(call, await services.engine.context_length())
-        call.is_big = True
-        await asyncio.sleep(0)  # others go on between what is done for it
+    prompts = services.calls.prompts
+    calls = [prompts.normalised(call) for call in parsed.calls]
+    for call in calls:
+        call.began_at = began_at
+        if is_big:
+            prompts.refuse_too_long(call, await services.engine.context_length())
+            call.is_big = True
+            await asyncio.sleep(0)  # others go on between what is done for it
     origin = Origin(request.headers, url, request.scope["client"], principal)
-    for attempt in range(MAX_BEGINNINGS):
-        trajectory = services.identities.identify(origin, call, retry, parsed.trajectory_uid)
-        try:
-            listeners = await services.calls.start(
-                trajectory, call, retry, dialect.name, parsed.n, caller=principal
-            )
-            break
-        except (TrajectoryClosedError, TrajectoryConflictError):
-            # A conversation has no address that its agent could be told is over.
-            if not trajectory.is_conversation or attempt == MAX_BEGINNINGS - 1:
-                raise
-            services.identities.let_go(trajectory)
+
+    def identify(call: ChatRequest, key: RetryKey) -> LiveTrajectory:
+        return services.identities.identify(origin, call, key, parsed.trajectory_uid)
+
+    def begin_again(asked: Asked) -> LiveTrajectory:
+        services.identities.let_go(asked.trajectory)
+        return identify(asked.request, asked.retry)
+
+    keys = [retry.of_prompt(i) for i in range(len(calls))]
+    asked = [
+        Asked(identify(call, key), call, key, parsed.n)
+        for call, key in zip(calls, keys, strict=True)
+    ]
+    listeners = await services.calls.start(
+        asked, dialect.name, caller=principal, begin_again=begin_again
+    )
     exchange = Exchange(
         parsed,
-        trajectory,
+        [each.trajectory for each in asked],
         listeners,
         model=config.served_model_name,
         tokenizer=services.tokenizer,
         keepalive_s=config.keepalive_s,
     )
-    if call.stream:
+    if parsed.call.stream:
         try:
             with aborts_on_disconnect(request.scope, exchange):
                 await exchange.begin()
@@ -173,7 +178,7 @@ async def serve(
 
 def _told(answer: Response, services: Services, exchange: Exchange) -> Response:
     """`answer` with headers that say what sampled it, and what was left aside of the request."""
-    say_origin(answer, services, exchange.trajectory, exchange.version)
+    say_origin(answer, services, exchange.trajectories, exchange.version)
     if exchange.is_unrecorded:
         answer.headers[RECORDED_HEADER] = "false"
     if ignored := exchange.parsed.ignored:
@@ -184,15 +189,22 @@ def _told(answer: Response, services: Services, exchange: Exchange) -> Response:
 
 
 def say_origin(
-    answer: Response, services: Services, trajectory: LiveTrajectory, version: int | None
+    answer: Response,
+    services: Services,
+    trajectories: Sequence[LiveTrajectory],
+    version: int | None,
 ) -> None:
     """Say in headers whose call it is and which policy version answers it. Of a stream that has no
-    token yet, that is the newest one that an engine has."""
+    token yet, that is the newest one that an engine has. Several prompts may have trajectories of
+    their own: they stand in the order of the prompts, with commas between them."""
     version = services.engine.version if version is None else version
     if version is not None:
         answer.headers[VERSION_HEADER] = str(version)
-    if not trajectory.is_for_one_request:
-        answer.headers[TRAJECTORY_HEADER] = quoted(trajectory.uid)
+    uids = [quoted(each.uid) for each in trajectories if not each.is_for_one_request]
+    if len(set(uids)) > 1:
+        answer.headers[TRAJECTORY_HEADER] = ",".join(uid.replace(",", "%2C") for uid in uids)
+    elif uids:
+        answer.headers[TRAJECTORY_HEADER] = uids[0]
 
 
 # -- what belongs to them ---------------------------------------------------------------------
@@ -285,7 +297,8 @@ async def generate(request: Request) -> Response:
     trajectory = services.trajectories.get(uid, prompt_uid, request.state.principal)
     retry = retry_key(request.headers, raw, "generate")
     (listener,) = await services.calls.start(
-        *(trajectory, services.calls.prompts.normalised(chat), retry, "generate"),
+        [Asked(trajectory, services.calls.prompts.normalised(chat), retry)],
+        "generate",
         caller=request.state.principal,
     )
     try:
@@ -313,7 +326,7 @@ async def generate(request: Request) -> Response:
             },
         }
     )
-    say_origin(answer, services, trajectory, listener.call.version)
+    say_origin(answer, services, [trajectory], listener.call.version)
     return answer
 
 

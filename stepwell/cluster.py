@@ -99,7 +99,9 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
         folder = config.run.dir.absolute()
         pool = client_of(
             await asyncio.to_thread(
-                start_shards, config.pool_of_run, POOL_NAME, namespace, folder / LOGS
+                start_shards,
+                config.pool_of_run if trains else config.pool_of_served,
+                *(POOL_NAME, namespace, folder / LOGS),
             )
         )
         engine_config = config.engine

@@ -35,6 +35,9 @@ from stepwell.trainer.config import (
 from stepwell.trainer.sampling import sft_channel, train_channel
 from stepwell.trainer.section import Section
 
+SERVED_BYTES = 1_000_000_000
+"""`pool.memory_limit_bytes` of `stepwell serve`, where it is null."""
+
 
 class RunSection(Section):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
@@ -265,6 +268,19 @@ class RunConfig(Section):
         journal = self.pool.journal_dir or self.run.dir.absolute() / POOL
         channels = {**self.pool.channels, **self.trained_channels}
         return self.pool.model_copy(update={"channels": channels, "journal_dir": journal})
+
+    @property
+    def pool_of_served(self) -> PoolConfig:
+        """The same for `stepwell serve`. Until a trainer is attached, agents do not wait for one,
+        and what is recorded takes memory up to a limit only. A pool without a journal has nowhere
+        else to put it: there they wait."""
+        pool = self.pool_of_run
+        if pool.durability == "none":
+            return pool
+        train = pool.channel(TRAIN).model_copy(update={"limit_without_consumer": False})
+        memory = pool.memory_limit_bytes or SERVED_BYTES
+        channels = {**pool.channels, TRAIN: train}
+        return pool.model_copy(update={"channels": channels, "memory_limit_bytes": memory})
 
     @model_validator(mode="after")
     def _agents_and_tasks_come_together(self) -> RunConfig:

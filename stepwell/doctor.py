@@ -4,6 +4,7 @@
     this machine      Python, packages, torch and its device, a Ray that starts, disk
     a configuration   all that `stepwell train` checks; model and tokenizer, the chat template
     a live run        the same, and that gateway and engines answer
+    a run's folder    the files that a run goes on from, and what became of its score
 
 A `problem` has to be mended, a `warning` costs speed or surprises. Owns what is looked at and the
 words. Does not own the checks of a configuration (`checks.py`), which look at no running part.
@@ -32,6 +33,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepwell.backends.errors import BackendError
+from stepwell.backends.weights.store import read_current
 from stepwell.checks import check_run
 from stepwell.collapse import find_collapse
 from stepwell.config import RunConfig
@@ -42,10 +44,12 @@ from stepwell.gateway.tokens.graph import Turn
 from stepwell.gateway.tokens.messages import Message
 from stepwell.gateway.tokens.render import ChatRenderer, CutError
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.layout import CHECKPOINTS, WEIGHTS
 from stepwell.ray_cluster import connected
-from stepwell.run_file import PACKAGES, RunFile, versions
+from stepwell.run_file import PACKAGES, RUN_FILE, RunFile, holder, read_run, versions
 from stepwell.run_view import ANSWER_S, ask_gateway
 from stepwell.trainer.errors import TrainerError
+from stepwell.trainer.ledger import LEDGER, read_ledger
 from stepwell.trainer.metrics import METRICS, read_metrics
 
 State: TypeAlias = Literal["ok", "warning", "problem"]
@@ -89,7 +93,7 @@ def examine(config: RunConfig | None, run: RunFile | None, folder: Path) -> Iter
     Args:
         config: to look at; None: only the machine is.
         run: it is alive, and of this configuration.
-        folder: in which a run would write.
+        folder: in which a run writes, wrote or would write.
     """
     checks: list[tuple[str, Check]] = [
         ("python", python),
@@ -110,8 +114,10 @@ def examine(config: RunConfig | None, run: RunFile | None, folder: Path) -> Iter
     if run is not None:
         checks.append(("gateway", lambda: gateways(run)))
         checks.append(("engine", lambda: engines(() if run.engines is None else run.engines.urls)))
-    if config is not None and (metrics := config.run.dir / METRICS).is_file():
-        checks.append(("learning", lambda: learning(metrics)))
+    if (folder / RUN_FILE).is_file():
+        checks.append(("files", lambda: files(folder)))
+    if (folder / METRICS).is_file():
+        checks.append(("learning", lambda: learning(folder / METRICS)))
     for name, check in checks:
         try:
             yield from check()
@@ -353,6 +359,21 @@ def chat_template(path: str) -> Iterator[Finding]:
     yield Finding("template", "ok", f"a second turn extends the first, {len(new)} tokens{tools}")
 
 
+def files(folder: Path) -> Iterator[Finding]:
+    """What the run in `folder` would go on from, but for its journal and the tensors.
+
+    Raises:
+        DamagedFileError: one of them is not what was written.
+    """
+    read_run(folder)
+    current = read_current(folder / WEIGHTS)
+    ledger = folder / CHECKPOINTS / LEDGER
+    n = len(read_ledger(ledger)) if ledger.is_file() else 0
+    served = "no version was published" if current is None else f"version {current.version}"
+    state = "has ended" if holder(folder) is None else "is alive"
+    yield Finding("files", "ok", f"the run {state}; {served}, {n} entries in its ledger")
+
+
 def learning(metrics: Path) -> Iterator[Finding]:
     """The score of the run, alive or ended, that wrote `metrics`."""
     records = read_metrics(metrics, first=0)
@@ -418,7 +439,7 @@ def verdict(findings: Iterable[Finding]) -> RenderableType:
     states = [finding.state for finding in findings]
     problems, warnings = states.count("problem"), states.count("warning")
     if not problems and not warnings:
-        return Text("\nnothing is wrong", "green")
+        return Text("\nno problem was found", "green")
     told = [
         f"{n} {word}{'s' * (n > 1)}"
         for n, word in ((problems, "problem"), (warnings, "warning"))

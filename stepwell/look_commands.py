@@ -93,7 +93,8 @@ def add_commands(commands: Commands) -> None:
     doctor = add_command(
         *(commands, "doctor", _doctor, text),
         description=f"{text}: this machine; with --config also the model and all that it names; "
-        "with RUN a live run's gateway and engines; with --engine a server alone",
+        "with RUN the run's files and score and, alive, its gateway and engines; with --engine a "
+        "server alone",
     )
     doctor.add_argument("--config", help="a preset's name or a YAML file")
     doctor.add_argument(
@@ -258,12 +259,15 @@ def _doctor(args: argparse.Namespace) -> int:
     if named:
         from stepwell.config import RunConfig
         from stepwell.find_run import find_run
+        from stepwell.run_file import RUN_FILE, holder
 
-        try:
-            folder, run = find_run(named[0])
-        except RunUnavailableError as e:
-            raise ConfigError(str(e)) from e
-        config = RunConfig.model_validate(run.config, context={"here": False})
+        folder = Path(named[0])
+        if not (folder / RUN_FILE).is_file() or holder(folder) is not None:
+            try:
+                folder, run = find_run(named[0])
+            except RunUnavailableError as e:
+                raise ConfigError(str(e)) from e
+            config = RunConfig.model_validate(run.config, context={"here": False})
     elif args.config is not None or overrides:
         from stepwell.presets import load_config
 

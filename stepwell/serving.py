@@ -27,6 +27,7 @@ from stepwell.config import RunConfig
 from stepwell.datapool.files.trained import TRAINED
 from stepwell.datapool.process import logging_to
 from stepwell.datapool.store.folder import holder
+from stepwell.datapool.types import TRAIN
 from stepwell.errors import RunUnavailableError
 from stepwell.layout import (
     CHECKPOINTS,
@@ -70,6 +71,8 @@ async def serve(config: RunConfig) -> None:
             print(starting(config), file=sys.stderr, flush=True)
             async with start_run(config, trains=False) as cluster:
                 print(where_to_call(config, cluster), flush=True)
+                for line in _without_trainer(config):
+                    log.info("%s", line)
                 while True:
                     await asyncio.sleep(WATCH_S)
                     await _continue_engines(config, cluster)
@@ -92,21 +95,35 @@ def where_to_call(config: RunConfig, cluster: Cluster) -> str:
         f"run folder {folder}  (run.json says where everything is; logs are in {folder / LOGS})",
         f"call it    OPENAI_BASE_URL={cluster.gateway_url}/v1 any-agent",
         f"train      stepwell train --attach {folder}",
-        *_limits_without_trainer(config),
+        *_without_trainer(config),
         "(Ctrl-C stops it)",
     ]
     return "\n".join(lines)
 
 
-def _limits_without_trainer(config: RunConfig) -> list[str]:
+def _without_trainer(config: RunConfig) -> list[str]:
     """A trainer with agents of its own limits how far they run ahead, and nobody leases yet."""
     if (most := config.max_outstanding_groups) is None or not config.serves:
         return []
-    return [
-        f"nobody leases what is recorded until a trainer is attached: with {most} groups open or "
-        "ready (rollout.max_outstanding_groups) a call that begins another one waits, for "
+    pool = config.pool_of_served
+    limit = (
+        f"{most} groups open or ready (rollout.max_outstanding_groups): who declares another one "
+        "(x-prompt-uid, POST /v1/groups, gateway.groups.form=first_prompt) waits, for "
         f"{config.gateway.queue_timeout_s:g} s (gateway.queue_timeout_s), and is refused; agents "
-        "that nobody here starts need rollout.agent and data null, as `--config live` has them",
+        "that nobody here starts need rollout.agent and data null, as "
+        "`--config live` has them"
+    )
+    if pool.channel(TRAIN).limit_without_consumer:
+        return [f"nobody leases what is recorded until a trainer is attached; the limit is {limit}"]
+    days = pool.retention_days
+    disk = "nothing bounds the disk (pool.retention_days)"
+    if days is not None:
+        disk = f"on disk for {days:g} days (pool.retention_days)"
+    return [
+        "nobody leases what is recorded until a trainer is attached; agents go on, payloads beyond "
+        f"{(pool.memory_limit_bytes or 0) / 1e9:g} GB (pool.memory_limit_bytes) are on disk only, "
+        f"and {disk}",
+        f"from the first trainer on, also when it has died, the limit is {limit}",
     ]
 
 

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from stepwell.console import all_safe, sparkline
 from stepwell.datapool.errors import DataPoolError
+from stepwell.datapool.types import TRAIN
 from stepwell.run_view import ANSWER_S, RunView, ask_gateway
 
 COLOURS = {"up": "green", "alive": "green", "ended": "dim", "ailing": "yellow", "behind": "yellow"}
@@ -105,7 +106,7 @@ def status_screen(
         ("folder", Text(status["folder"])),
         *(("gateway", _gateway(each, rates)) for each in status["gateways"]),
         *(("engine", _engine(each)) for each in _engines(status)),
-        ("trainer", _trainer(status["trainer"], alive=status["state"] == "alive")),
+        ("trainer", _trainer(status)),
         ("reward", _reward(status)),
         ("waits", _waits(status)),
         ("disk", _disk(status["disk"])),
@@ -169,11 +170,18 @@ def _engine(engine: Mapping[str, Any]) -> Text:
     )
 
 
-def _trainer(trainer: Mapping[str, Any], *, alive: bool) -> Text:
+def _trainer(status: Mapping[str, Any]) -> Text:
+    trainer, train = status["trainer"], status["pool"].get(TRAIN, {})
     last = trainer["last"]
     text = Text()
-    if trainer["pid"] is None and alive:
+    if trainer["pid"] is None and status["state"] == "alive":
         text.append("nobody trains  ", "yellow")
+        if train and not train["has_consumer"]:
+            text.append(
+                f"{train['ready']:,} groups wait for a first trainer "
+                f"(stepwell train --attach {status['folder']})  ",
+                "yellow",
+            )
     if last is None:
         return text.append("no optimizer step yet")
     of = f" of {trainer['of']}" if trainer["of"] is not None else ""

@@ -154,6 +154,8 @@ class Publisher:
             progress.lose(newest, self._async.trigger_parameter_sync_step)
             await self.restore()
             await self.publish()
+        else:  # nothing is published: tell the pool that it has a consumer from now on
+            await self._pool.advance_version(0)
 
     async def restore(self) -> bool:
         """Train on from the weights that engines serve, if others were rolled back."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import importlib.util
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -34,7 +34,7 @@ from stepwell.backends.base import TrainingBackend
 from stepwell.backends.config import VerlConfig
 from stepwell.backends.errors import BackendConfigError, BatchError
 from stepwell.backends.verl.rows import VerlRow, build
-from stepwell.datapool.types import GREEDY, Group, Step, superseded
+from stepwell.datapool.types import GREEDY, Group, Step, Trajectory, superseded
 
 DataProto: TypeAlias = Any
 """`verl.DataProto`."""
@@ -211,10 +211,19 @@ def trained_steps(groups: Sequence[Group]) -> list[Step]:
     """The steps of `groups` in order, without those of greedy baseline rollouts and replies that
     nobody saw."""
     trained = [t for g in groups for t in g.trajectories if not t.metadata.get(GREEDY)]
-    unseen = [superseded(t.steps) for t in trained]
-    return [
-        s for t, no in zip(trained, unseen, strict=True) for s in t.steps if s.step_index not in no
-    ]
+    return [step for t in trained for step in _seen(t)]
+
+
+def _seen(trajectory: Trajectory) -> Sequence[Step]:
+    """The steps of a trajectory without the replies that nobody saw, whose reward the last one
+    takes over."""
+    if not (unseen := superseded(trajectory.steps)):
+        return trajectory.steps
+    seen = [s for s in trajectory.steps if s.step_index not in unseen]
+    lost = [s.reward for s in trajectory.steps if s.step_index in unseen and s.reward is not None]
+    if seen and lost:
+        seen[-1] = replace(seen[-1], reward=sum(lost, seen[-1].reward or 0.0))
+    return seen
 
 
 def require_verl() -> None:

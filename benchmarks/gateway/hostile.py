@@ -119,6 +119,10 @@ HOSTILE: dict[str, tuple[str, Callable[[], Any]]] = {
         },
     ),
     "long text": (CHAT, lambda: {"messages": [{"role": "user", "content": "a b " * 4 * M}]}),
+    "wide text": (
+        CHAT,
+        lambda: {"messages": [{"role": "user", "content": "\U0001f600" + "a b " * 7 * M}]},
+    ),
     "prompt": (COMPLETIONS, lambda: {"prompt": "a b " * 4 * M}),
     "schema": (
         CHAT,

@@ -24,15 +24,20 @@ from msgspec.structs import asdict, replace
 
 from stepwell.datapool import errors, ops, questions
 from stepwell.datapool.core import rows
-from stepwell.datapool.core.records import Closing, GroupRecord, GroupTerms, TrajectoryRecord
-from stepwell.datapool.core.rows import GroupRetired
+from stepwell.datapool.core.records import (
+    DELETED,
+    Closing,
+    GroupRecord,
+    GroupTerms,
+    TrajectoryRecord,
+)
+from stepwell.datapool.core.rows import GroupRetired, TrajectoryDeleted
 from stepwell.datapool.core.serving import AT_ONCE
 from stepwell.datapool.core.steps import Steps
 from stepwell.datapool.selection import DOUBTFUL, Marks
 from stepwell.datapool.types import OWNER
 
 NO_STEPS = "no_steps"
-DELETED = "deleted"
 N_OLDEST_OPEN = 5
 
 
@@ -122,8 +127,8 @@ class Channel(Steps):
             return "duplicate" if record.closing.aborted is None else "late"
         else:
             outcome = "duplicate"
-            if op.attempt <= record.attempt and not op.metadata:
-                return outcome
+            if op.attempt <= record.attempt and not op.metadata and not self.replaying:
+                return outcome  # in a replay it had metadata, which was erased
         record.attempt = max(record.attempt, op.attempt)
         self._add_metadata(record, op.metadata)
         group = self.prompt_groups[op.prompt_uid]
@@ -229,10 +234,10 @@ class Channel(Steps):
             record = self.trajectory_index.get(op.trajectory_uid)
             if record is None:
                 self._closing(op.trajectory_uid)
-            if record is None or self.prompt_groups[record.prompt_uid].frozen:
+            if record is None or record.is_deleted or self.prompt_groups[record.prompt_uid].frozen:
                 raise errors.TrajectoryClosedError(
                     f"trajectory {op.trajectory_uid!r} in channel {self.name!r} was served "
-                    "already, or closed with its group; mark it before"
+                    "already, deleted, or closed with its group; mark it before"
                 )
             marked, group = record, self.prompt_groups[record.prompt_uid]
         else:
@@ -245,11 +250,7 @@ class Channel(Steps):
             marked = group = self.prompt_groups[uid]
         marked.marks = marked.marks.merged(op.marks)
         group.is_marked = True
-        tags = group.marks.tags.union(*(t.marks.tags for t in group.trajectories))
-        self._untag(group, group.tags - tags)
-        for tag in tags - group.tags:
-            self._tagged.setdefault(tag, {})[group.prompt_uid] = None
-        group.tags = tags
+        self._tag(group)
         self._write(group, op)
         self._judge_again(group)
         return marked.marks
@@ -262,13 +263,6 @@ class Channel(Steps):
             record = self.trajectory_index.get(op.trajectory_uid or "")
             uids = [] if record is None else [record.prompt_uid]
         groups = [self.prompt_groups[uid] for uid in uids]
-        for group in groups if op.alone else ():
-            n = max(len(group.trajectories), group.terms.n_rollouts if group.terms else 1)
-            if n > 1:
-                raise errors.NotOwnerError(
-                    f"trajectory {op.trajectory_uid!r} is one of {n} of group "
-                    f"{group.prompt_uid!r}, which would be deleted with it; use an admin key"
-                )
         leased = [group for group in groups if group.prompt_uid in self._leased]
         for group in leased:
             self.retire(GroupRetired(group.prompt_uid, DELETED))
@@ -283,6 +277,33 @@ class Channel(Steps):
                 self.retire(GroupRetired(group.prompt_uid, DELETED))
         kept = tuple(t.trajectory_uid for group in leased for t in group.trajectories)
         return ops.Deleted(tuple(gone), kept, n >= AT_ONCE)
+
+    def delete_trajectory(self, op: ops.DeleteTrajectory) -> ops.Deleted:
+        uid = op.trajectory_uid
+        record = self.trajectory_index.get(uid)
+        if record is None or record.is_deleted:
+            return ops.Deleted()
+        group = self.prompt_groups[record.prompt_uid]
+        is_leased = self.is_leased(group.prompt_uid)
+        if not self._is_more(group, record):
+            self.retire(GroupRetired(group.prompt_uid, DELETED))
+        elif uid not in group.leaving:
+            deleted = TrajectoryDeleted(group.prompt_uid, uid)
+            erasure = None if is_leased else self._erasure(group, uid)  # first, as it may fail
+            self._write(group, deleted)
+            self.remove(deleted)
+            if erasure is not None and group.prompt_uid in self.prompt_groups:
+                self._erase(group, erasure)
+        return ops.Deleted((), (uid,)) if is_leased else ops.Deleted((uid,))
+
+    def _is_more(self, group: GroupRecord, record: TrajectoryRecord) -> bool:
+        """Whether another trajectory of the group is open or complete, or is to come."""
+        stays = (t for t in group.trajectories if t.trajectory_uid not in group.leaving)
+        if any(t is not record and (t.closing is None or t.is_complete) for t in stays):
+            return True
+        if group.terms is None or group.frozen:
+            return False
+        return group.terms.n_rollouts > len(group.complete) + group.n_open + group.n_final
 
     # -- what is asked -----------------------------------------------------------------------
 
@@ -312,6 +333,7 @@ class Channel(Steps):
             "oldest_open_age_s": oldest[0]["age_s"] if oldest else 0.0,
             "oldest_open": oldest,
             "shut_down": counts.shut_down,
+            "has_consumer": self.has_consumer,
         }
 
     def describe(self, group: GroupRecord) -> dict[str, Any]:
@@ -426,6 +448,7 @@ METHODS: Final[Mapping[type, Callable[[Channel, Any], Any]]] = {
     rows.RewardsAwaited: Channel.await_rewards,
     rows.HoldEnded: Channel.end_hold,
     rows.GroupRetired: Channel.retire,
+    rows.TrajectoryDeleted: Channel.remove,
     rows.GroupLeased: Channel.begin_lease,
     rows.GroupReturned: Channel.give_back,
 }

@@ -18,6 +18,7 @@ channel. Refuses and drops; waiting is the caller's. Does not decide when a grou
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from itertools import islice
@@ -29,19 +30,28 @@ from sortedcontainers import SortedDict
 from stepwell.datapool.codec import PackedStep
 from stepwell.datapool.config import ChannelConfig
 from stepwell.datapool.core.accounting import Counts, count_reason
+from stepwell.datapool.core.erasure import Erasure, only_owner
 from stepwell.datapool.core.orders import KeyedOrder, ReadyOrder
 from stepwell.datapool.core.payloads import Payloads
-from stepwell.datapool.core.records import Closing, GroupRecord, Remembered, TrajectoryRecord
+from stepwell.datapool.core.records import (
+    DELETED,
+    Closing,
+    GroupRecord,
+    Remembered,
+    TrajectoryRecord,
+)
 from stepwell.datapool.core.rows import GroupClosed, GroupRetired, StepsStored, Writer
 from stepwell.datapool.errors import UnknownGroupError, UnknownTrajectoryError
 from stepwell.datapool.inspect.events import EventLog
 from stepwell.datapool.ops import AdvanceVersion
 from stepwell.datapool.questions import Credit, WaitCredit
-from stepwell.datapool.selection import STALE, Selection
+from stepwell.datapool.selection import STALE, UNMARKED, Selection
 
 GROUP_DROPPED = "group_dropped"
 MAX_QUEUE_SIZE = "max_queue_size"
 MAX_BYTES = "max_bytes"
+NO_LIMIT: Final = 2**63 - 1
+"""A limit that holds later; one that a channel never has is left out."""
 DEADLINE: Final = "deadline"
 IDLE: Final = "idle"
 SIBLINGS: Final = "siblings"
@@ -122,6 +132,12 @@ class Groups:
     def memory_bytes(self) -> int:
         """Payloads and prompts in memory."""
         return self.payloads.memory_bytes
+
+    @property
+    def has_consumer(self) -> bool:
+        """Somebody took groups of it, or announced a policy version, at any time."""
+        counts = self.counts
+        return counts.first_version is not None or counts.groups.acked > 0 or bool(self._leased)
 
     # -- lookup ------------------------------------------------------------------------------
 
@@ -207,6 +223,13 @@ class Groups:
         self.counts.trajectories.open += 1
         return record
 
+    def _await_siblings(self, group: GroupRecord) -> None:
+        """Until the first time that is over."""
+        if group.waits:
+            self.timers.set((SIBLINGS, group.prompt_uid), group.waits[0])
+        else:
+            self._stop_timers(group, SIBLINGS)
+
     def _set_timer(self, group: GroupRecord, timer: Timer, seconds: float | None) -> None:
         if seconds is not None:
             self.timers.set((timer, group.prompt_uid), self.now + seconds)
@@ -237,9 +260,10 @@ class Groups:
         is. What is not limited is missing."""
         config, counts, n_ready = self.config, self.counts, len(self._ready)
         used: dict[str, tuple[int, int]] = {}
-        if config.max_outstanding_groups is not None:
-            outstanding = len(self._open) + n_ready - len(self._held)
-            used["max_outstanding_groups"] = outstanding, config.max_outstanding_groups
+        if (most := config.max_outstanding_groups) is not None:
+            if not (config.limit_without_consumer or self.has_consumer):
+                most = NO_LIMIT
+            used["max_outstanding_groups"] = len(self._open) + n_ready - len(self._held), most
         if config.max_ahead_versions is not None and config.groups_per_version is not None:
             versions = counts.version - (counts.first_version or 0) + 1 + config.max_ahead_versions
             started = counts.groups.submitted - counts.groups.dropped
@@ -329,6 +353,79 @@ class Groups:
         self.counts.trajectories.aborted += 1
         count_reason(self.counts.trajectories.abort_reasons, closing.aborted or "")
 
+    def _take_out(self, group: GroupRecord, record: TrajectoryRecord) -> None:
+        """Delete what is known of a trajectory; its uid, owner and end stay with the group."""
+        closing = Closing(group.prompt_uid, "pool", aborted=DELETED)
+        self.changed = True
+        if record.closing is not None and not record.is_complete:
+            record.closing = closing
+        else:
+            if record.is_complete:
+                self._uncount_complete(group, record)
+            else:
+                group.n_open -= 1
+                self.counts.trajectories.open -= 1
+            group.n_final += 1
+            self._set_aside(group, record, closing)
+            self._notice("aborted", record.prompt_uid, record.trajectory_uid, reason=DELETED)
+        record.metadata = only_owner(record.metadata)
+        record.outcome, record.step_rewards, record.marks = None, None, UNMARKED
+        self._tag(group)
+        used = {step.prompt for t in group.trajectories for step in t.steps if step.prompt}
+        for prompt in [prompt for prompt in group.prompts if prompt not in used]:
+            del group.prompts[prompt]
+            self.payloads.memory_bytes -= len(prompt)
+
+    def _erasure(self, group: GroupRecord, *uids: str) -> Erasure:
+        """What erases these trajectories from the group's rows.
+
+        Raises:
+            JournalError: a row cannot be read.
+        """
+        log = self._writer.log
+        return Erasure() if log is None else Erasure.of(log, group, uids)
+
+    def _erase(self, group: GroupRecord, erasure: Erasure) -> None:
+        """
+        Args:
+            erasure: made before the trajectories were taken out.
+        """
+        log = self._writer.log
+        if log is None:
+            return
+        log.delete(erasure.deleted)
+        for row, kind, head, payload in erasure.written:
+            log.put(row, self.name, kind, head, payload)
+        gone = set(erasure.deleted)
+        group.rows = array("q", (row for row in group.rows if row not in gone))
+
+    def erase_deleted(self) -> None:
+        """Erase once more what was deleted of groups that went on."""
+        for group in self.prompt_groups.values():
+            uids = [t.trajectory_uid for t in group.trajectories if t.is_deleted]
+            if uids:
+                self._erase(group, self._erasure(group, *uids))
+                self._writer.scrub()
+
+    @property
+    def has_hollow(self) -> bool:
+        """Whether a trajectory was erased of which no row says that it was deleted."""
+        groups = self.prompt_groups.values()
+        return any(step.is_hollow for g in groups for t in g.trajectories for step in t.steps)
+
+    def _uncount_complete(self, group: GroupRecord, record: TrajectoryRecord) -> None:
+        at = group.complete.index(record)
+        n_counted = len(group.complete) - len(group.waits)
+        if group.terms is None and not group.due and not group.frozen:
+            if at < n_counted:
+                self._order.fall_back(group)
+            else:
+                del group.waits[at - n_counted]
+                self._await_siblings(group)
+        del group.complete[at]
+        self.counts.trajectories.complete -= 1
+        group.oldest_version = min((t.versions()[0] for t in group.complete), default=None)
+
     def _forget_steps(self, record: TrajectoryRecord) -> int:
         steps = record.steps
         self.counts.tokens -= sum(step.n_tokens for step in steps)
@@ -337,12 +434,17 @@ class Groups:
         return len(steps)
 
     def _unready(self, group: GroupRecord) -> None:
-        """Out of what is ready."""
+        """Out of what is ready, for any consumer."""
         self._order.discard(group)
+        self._stop_timers(group, SIBLINGS)
+        self._leave_ready(group)
+
+    def _leave_ready(self, group: GroupRecord) -> None:
+        """Out of what is ready for the channel's own n_rollouts."""
         self._ready.pop(group.prompt_uid, None)
         self._held.pop(group.prompt_uid, None)
         self._ready_versions.discard(group.prompt_uid)
-        self._stop_timers(group, REWARD_WAIT, SIBLINGS)
+        self._stop_timers(group, REWARD_WAIT)
 
     def _unqueue(self, group: GroupRecord) -> None:
         """Out of every order that holds live groups."""
@@ -397,10 +499,18 @@ class Groups:
         self._untag(group, group.tags)
         self._stop_timers(group, RETENTION)
         self._writer.delete(group.rows)
-        if group.retired is not None and self._writer.log is not None:
-            self._writer.log.scrub()
+        if group.retired is not None or group.leaving:
+            self._writer.scrub()
         self._remember(GroupClosed(group.prompt_uid, how, closings))
         return n_steps
+
+    def _tag(self, group: GroupRecord) -> None:
+        """Its marks, or those of its trajectories, changed."""
+        tags = group.marks.tags.union(*(t.marks.tags for t in group.trajectories))
+        self._untag(group, group.tags - tags)
+        for tag in tags - group.tags:
+            self._tagged.setdefault(tag, {})[group.prompt_uid] = None
+        group.tags = tags
 
     def _untag(self, group: GroupRecord, tags: Iterable[str]) -> None:
         for tag in tags:

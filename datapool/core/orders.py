@@ -128,6 +128,12 @@ class ReadyOrder:
         group.places.append(self._next)
         self._enter(group, [len(group.places)])
 
+    def fall_back(self, group: GroupRecord) -> None:
+        """An undeclared group has one complete trajectory fewer."""
+        self._leave(group)
+        group.places.pop()
+        self._enter(group, self._queues)
+
     def rekey(self, group: GroupRecord, key: float) -> None:
         """Move a group to another key, unless it was handed back or is not here."""
         if group.places and group.key not in (key, -math.inf):

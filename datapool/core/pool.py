@@ -109,8 +109,16 @@ class DataPool:
         for name in self.channels:
             if not found.more:
                 found += self._at(name, now).delete(op)
-        if self._writer.log is not None:
-            self._writer.log.scrub()  # also what was acked before
+        self._writer.scrub()  # also what was acked before
+        return found
+
+    def _delete_trajectory(self, op: ops.DeleteTrajectory, now: float) -> ops.Deleted:
+        found = ops.Deleted()
+        try:
+            for name in self.channels:
+                found += self._at(name, now).delete_trajectory(op)
+        finally:
+            self._writer.scrub()
         return found
 
     # -- consumers ---------------------------------------------------------------------------
@@ -284,6 +292,7 @@ _ANSWERS: Final[Mapping[type, Callable[[DataPool, Any, float], Any]]] = {
     ops.OpenGroup: DataPool._open_group,
     ops.ResumeTrajectory: DataPool._resume,
     ops.Delete: DataPool._delete,
+    ops.DeleteTrajectory: DataPool._delete_trajectory,
     ops.LeaseBatch: DataPool._lease,
     ops.Ack: DataPool._ack,
     ops.Nack: DataPool._nack,

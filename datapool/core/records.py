@@ -30,6 +30,8 @@ NOWHERE: Final = array("q")
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 """One for all that have none."""
 _INDEX = attrgetter("step_index")
+DELETED: Final = "deleted"
+"""Why a trajectory was closed, or a group dropped, whose data somebody wants gone."""
 
 
 class Closing(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -42,6 +44,10 @@ class Closing(msgspec.Struct, frozen=True, array_like=True, gc=False):
     aborted: str | None = None
     """The reason, if the trajectory will not be served."""
     will_retry: bool = False
+
+    @property
+    def is_deleted(self) -> bool:
+        return self.by == "pool" and self.aborted == DELETED
 
     def describe(self) -> str:
         """For messages."""
@@ -80,6 +86,10 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
     @property
     def is_complete(self) -> bool:
         return self.closing is not None and self.closing.aborted is None
+
+    @property
+    def is_deleted(self) -> bool:
+        return self.closing is not None and self.closing.is_deleted
 
     @property
     def max_index(self) -> int:
@@ -205,7 +215,8 @@ class GroupRecord(msgspec.Struct, eq=False, gc=False):
     withheld: bool = False
     """It stands in no queue, though it has places."""
     frozen: bool = False
-    """Was leased once. From then on its content never changes, so a redelivery is the same."""
+    """Was leased once. From then on its content never changes, so a redelivery is the same, but for
+    trajectories that are deleted."""
     delivery: int = 1
     n_asked: int = 0
     """n_rollouts of the fetch that it was leased to."""
@@ -215,6 +226,8 @@ class GroupRecord(msgspec.Struct, eq=False, gc=False):
     """When it is served without the rewards that it lacks; -inf: that time has come."""
     retired: str | None = None
     """Why it is dropped as soon as its consumer hands it back."""
+    leaving: tuple[str, ...] = ()
+    """Trajectories that are deleted as soon as its consumer hands it back."""
     marks: Marks = UNMARKED
     is_marked: bool = False
     """It, or one of its trajectories, was marked."""

@@ -44,6 +44,12 @@ class Log(Protocol):
     def put_state(self, key: str, value: bytes) -> None:
         """Remember the last value of `key`."""
 
+    def put(self, row: int, channel: str, kind: str, head: bytes, *payload: bytes) -> None:
+        """Write a row anew: in its place, with other content."""
+
+    def heads(self, rows: Sequence[int]) -> Sequence[tuple[str, bytes]]:
+        """Kinds and heads of rows."""
+
     def read(self, rows: Sequence[int]) -> Sequence[bytes]:
         """The payloads of rows."""
 
@@ -80,6 +86,10 @@ class Writer:
     def delete(self, rows: Iterable[int]) -> None:
         if self.log is not None:
             self.log.delete(rows)
+
+    def scrub(self) -> None:
+        if self.log is not None:
+            self.log.scrub()
 
     def bury(self, row: int | None, graves: deque[int]) -> None:
         """A row that tells of something gone joins those of its kind; the oldest goes."""
@@ -137,6 +147,13 @@ class GroupRetired(_Record, frozen=True, array_like=True, gc=False):
 
     prompt_uid: str
     reason: str
+
+
+class TrajectoryDeleted(_Record, frozen=True, array_like=True, gc=False):
+    """Its group goes on without it; if a consumer has the group, once that is handed back."""
+
+    prompt_uid: str
+    trajectory_uid: str
 
 
 class GroupLeased(_Record, frozen=True, array_like=True, gc=False):

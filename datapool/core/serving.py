@@ -19,6 +19,7 @@ Owns no lease (`leases.py`): who has a group, and until when, is not known here.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -37,7 +38,7 @@ from stepwell.datapool.core.groups import (
     Groups,
 )
 from stepwell.datapool.core.records import Closing, GroupRecord, TrajectoryRecord
-from stepwell.datapool.errors import SelectionError
+from stepwell.datapool.errors import JournalError, SelectionError
 from stepwell.datapool.questions import Available, DryRunOf, WaitAvailable
 from stepwell.datapool.selection import (
     NOT_TRAINABLE,
@@ -51,6 +52,8 @@ from stepwell.datapool.selection import (
     Verdict,
     dry_run,
 )
+
+logger = logging.getLogger(__name__)
 
 GROUP_SERVED = "group_served"
 TOO_FEW_ROLLOUTS = "too_few_rollouts"
@@ -130,9 +133,7 @@ class Serving(Groups):
         """What has been complete for `siblings_wait_s` counts, whatever is open."""
         group = self.prompt_groups[awaited.prompt_uid]
         del group.waits[: bisect_right(group.waits, self.now)]
-        self._stop_timers(group, SIBLINGS)  # in a replay it still runs
-        if group.waits:
-            self.timers.set((SIBLINGS, group.prompt_uid), group.waits[0])
+        self._await_siblings(group)  # in a replay the timer still runs
         self._settle(group)
 
     def _make_due(self, group: GroupRecord, why: str) -> None:
@@ -152,6 +153,44 @@ class Serving(Groups):
         self._notice("ready", group.prompt_uid, size=len(group.complete), why=why)
         self._judge(group)
         self._trim()
+
+    # -- a trajectory is deleted, its group goes on ------------------------------------------
+
+    def remove(self, deleted: rows.TrajectoryDeleted) -> None:
+        """Go on without a trajectory, as if it had been aborted for good."""
+        group = self.prompt_groups[deleted.prompt_uid]
+        record = self.trajectory_index[deleted.trajectory_uid]
+        if group.prompt_uid in self._leased:
+            group.leaving = (*group.leaving, record.trajectory_uid)
+            return
+        counts = record.closing is None or record.is_complete
+        self._take_out(group, record)
+        if not counts:
+            return
+        is_short = len(group.complete) < _least(group)
+        is_late = group.due and group.deadline is not None and group.deadline <= self.now
+        if is_short and (group.frozen or is_late):
+            self._drop(group, TOO_FEW_ROLLOUTS)
+        elif group.frozen:
+            self._note_version(group)
+            self._judge(group)
+        else:
+            is_ready = group.due or group.is_ready_for(self.config.n_rollouts)
+            if group.prompt_uid in self._ready and (is_short or not is_ready):
+                self._reopen(group)
+            self._settle(group)
+
+    def _reopen(self, group: GroupRecord) -> None:
+        """What made it ready is gone."""
+        if group.due:
+            self._unready(group)
+            group.due = False
+            if group.deadline is not None:
+                self.timers.set((DEADLINE, group.prompt_uid), group.deadline)
+            self._touch(group)
+        else:  # its places for consumers of fewer stay
+            self._leave_ready(group)
+        self._open[group.prompt_uid] = group
 
     def _note_version(self, group: GroupRecord) -> None:
         if group.oldest_version is not None:
@@ -375,8 +414,8 @@ class Serving(Groups):
     def give_back(self, returned: rows.GroupReturned) -> None:
         """Return a leased group to the front. Call in reverse order for the groups of one lease."""
         group = self._leased.pop(returned.prompt_uid)
-        if group.retired is not None:
-            self._drop(group, group.retired)
+        if group.retired is not None or not self._take_out_leaving(group):
+            self._drop(group, group.retired or TOO_FEW_ROLLOUTS)
             return
         group.delivery += 1
         self._write(group, returned)
@@ -387,6 +426,27 @@ class Serving(Groups):
         self._notice("returned", group.prompt_uid, delivery=group.delivery)
         self._judge(group)
         self._trim()
+
+    def _take_out_leaving(self, group: GroupRecord) -> bool:
+        """Whether the group goes on without what was deleted while a consumer had it."""
+        if not group.leaving:
+            return True
+        try:
+            erasure = self._erasure(group, *group.leaving)
+        except JournalError as e:
+            logger.error(
+                "%s; group %r in channel %r is dropped with what is deleted of it",
+                *(e, group.prompt_uid, self.name),
+            )
+            return False
+        for uid in group.leaving:
+            self._take_out(group, self.trajectory_index[uid])
+        if len(group.complete) < _least(group):
+            return False
+        self._erase(group, erasure)
+        self._writer.scrub()
+        group.leaving = ()
+        return True
 
     # -- time --------------------------------------------------------------------------------
 
@@ -417,8 +477,13 @@ class Serving(Groups):
     def close_by_deadline(self, due: rows.GroupDue, reason: str = DEADLINE) -> None:
         """Serve it with what is complete, or drop it."""
         group = self.prompt_groups[due.prompt_uid]
-        if len(group.complete) >= (group.terms.min_rollouts if group.terms else 1):
+        if len(group.complete) >= _least(group):
             self._write(group, due)
             self._make_due(group, reason)
         else:
             self._drop(group, reason)
+
+
+def _least(group: GroupRecord) -> int:
+    """Complete trajectories without which it is not served."""
+    return group.terms.min_rollouts if group.terms else 1

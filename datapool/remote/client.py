@@ -291,14 +291,16 @@ class DataPoolClient:
         return await self.call(ops.Mark(prompt_uid, trajectory_uid, marks, channel))
 
     async def delete(
-        self, trajectory_uid: str | None = None, tag: str | None = None, alone: bool = False
+        self, trajectory_uid: str | None = None, tag: str | None = None
     ) -> ops.Deleted:
-        """Delete data (`ops.Delete`), all there is. Erased from the journal's files within
-        seconds."""
+        """Delete data with its groups (`ops.Delete`), all there is. Erased from the journal's files
+        within seconds."""
         found = ops.Deleted(more=True)
         while found.more:
-            found += await self.call(ops.Delete(trajectory_uid, tag, alone))
+            found += await self.call(ops.Delete(trajectory_uid, tag))
         return found
+
+    delete_trajectory = _makes(ops.DeleteTrajectory)
 
     async def dry_run(
         self,

@@ -442,12 +442,13 @@ _STATISTICS: Final[dict[str, Callable[[list[Any]], Any]]] = {
         (group for groups in lists for group in groups), key=lambda g: -g["age_s"]
     )[:N_OLDEST_OPEN],
     "shut_down": all,
+    "has_consumer": any,
     # A consumer waits at every shard.
     "waiting": lambda counts: {k: max(c[k] for c in counts) for k in counts[0]},
 }
 
 
-def _deleted(op: ops.Delete, found: Sequence[ops.Deleted]) -> ops.Deleted:
+def _deleted(op: object, found: Sequence[ops.Deleted]) -> ops.Deleted:
     both = sum(found, ops.Deleted())
     return ops.Deleted(both.trajectories, both.leased, any(each.more for each in found))
 
@@ -457,6 +458,7 @@ _MERGE: Final[Mapping[type, Callable[[Any, Any], Any]]] = {
     ops.AdvanceVersion: lambda op, found: None,
     ops.Shutdown: lambda op, found: None,
     ops.Delete: _deleted,
+    ops.DeleteTrajectory: _deleted,
     asked.GetStatistics: _statistics,
     asked.Describe: lambda op, found: {"n_shards": len(found), "shards": found},
     # Of one shard after the other: a fetch gets its part of the first ones of each.

@@ -65,7 +65,7 @@ class Cleaner:
 
         Args:
             newest: segment that is written to, so that nothing can be moved out of it.
-            deleted: rows that the transaction deletes.
+            deleted: rows that the transaction deletes, or writes with other content.
             n_bytes: how much it writes and deletes. As much is moved, so that the cleaning keeps
                 up. 0: it is made for the cleaning.
         """

@@ -43,7 +43,7 @@ from typing import Any
 
 from stepwell.datapool.errors import JournalError, JournalFencedError
 from stepwell.datapool.store.log import Batch, Durability, Log
-from stepwell.datapool.store.segments import Row, encode_record
+from stepwell.datapool.store.segments import Row, encode_record, head_of
 
 ERASE_S = 3000.0
 """Seconds after which a dead row's segment is cleaned, whatever else is in it."""
@@ -113,9 +113,10 @@ class Journal:
         self._next_row = row + 1
         return row
 
-    def put(self, row: Row) -> None:
-        """Buffers a row of another journal under the id that it had there."""
-        self._buffer.rows[row.row] = encode_record(*row)
+    def put(self, row: int, channel: str, kind: str, head: bytes, *payload: bytes) -> None:
+        """Buffers a row under an id that it has here already, with other content, or had in another
+        journal."""
+        self._buffer.put(row, encode_record(row, channel, kind, head, *payload))
 
     def delete(self, rows: Iterable[int]) -> None:
         """Buffers the deletion of these rows; ids that are not stored are passed over."""
@@ -184,6 +185,12 @@ class Journal:
         records = self._buffer.rows
         stored = self._log.payloads([row for row in rows if row not in records])
         return [b"".join(records[row][1:]) if row in records else stored[row] for row in rows]
+
+    def heads(self, rows: Sequence[int]) -> list[tuple[str, bytes]]:
+        """Kinds and heads of `rows`. Otherwise as `read`."""
+        records = self._buffer.rows
+        stored = self._log.stored_heads([row for row in rows if row not in records])
+        return [head_of(records[row][0]) if row in records else stored[row] for row in rows]
 
     @property
     def identity(self) -> str:

@@ -59,6 +59,8 @@ class Batch:
 
     rows: dict[int, Record] = field(default_factory=dict)
     """Records."""
+    again: set[int] = field(default_factory=set)
+    """Of these rows, those that may be stored already, with other content."""
     deletes: set[int] = field(default_factory=set)
     states: dict[str, bytes] = field(default_factory=dict)
 
@@ -68,12 +70,17 @@ class Batch:
     def extend(self, newer: Batch) -> None:
         """Adds what was buffered after this batch."""
         self.rows.update(newer.rows)
+        self.again |= newer.again
         for row in newer.deletes:
             self.delete(row)
         self.states.update(newer.states)
 
+    def put(self, row: int, record: Record) -> None:
+        self.rows[row] = record
+        self.again.add(row)
+
     def delete(self, row: int) -> None:
-        if self.rows.pop(row, None) is None:
+        if self.rows.pop(row, None) is None or row in self.again:
             self.deletes.add(row)
 
 
@@ -147,7 +154,9 @@ class Log(LogReader):
                 n_bytes += place[2]
         n_deleted = sum(map(len, deleted.values()))
         records, gone, segments = batch.rows, set[int](), None
-        moving = self.cleaner.next_rows(newest, batch.deletes, n_bytes or bool(batch))
+        n_again = sum(row in batch.rows and index.find(row) is not None for row in batch.again)
+        stays = batch.deletes | batch.again if batch.again else batch.deletes
+        moving = self.cleaner.next_rows(newest, stays, n_bytes or bool(batch))
         if moving:
             records = records | {row: (moved,) for row, moved in self._moved(moving).items()}
         begins = not newest or index.segments[newest].end >= SEGMENT_BYTES
@@ -175,7 +184,7 @@ class Log(LogReader):
         acked = last._replace(
             sequence=block.sequence,
             next_row=next_row,
-            rows=index.n_rows + len(batch.rows) - n_deleted,
+            rows=index.n_rows + len(batch.rows) - n_again - n_deleted,
             checksum=placed.checksum,
         )
         self._write(newest + begins, at, data, acked)

@@ -31,10 +31,19 @@ from stepwell.datapool.store.folder import (
     read_acked,
 )
 from stepwell.datapool.store.index import Found, Index, read_log
-from stepwell.datapool.store.segments import Row, row_at, rows_at, segment_path
+from stepwell.datapool.store.segments import (
+    Row,
+    front_bytes,
+    head_of,
+    row_at,
+    rows_at,
+    segment_path,
+)
 
 logger = logging.getLogger(__name__)
 
+HEAD_BYTES = 1 << 10
+"""Heads are mostly shorter."""
 READ_SEGMENTS = 4
 """Kept in memory while rows are read in order: those that were moved are in later ones."""
 
@@ -61,7 +70,16 @@ class LogReader:
             found = self._records(rows)
             return {row: row_at(record, row, 0).payload for row, record in found}
 
-    def _records(self, rows: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+    def stored_heads(self, rows: Iterable[int]) -> dict[int, tuple[str, bytes]]:
+        """Kinds and heads of stored rows; their payloads are not read."""
+        with self._telling():
+            fronts = dict(self._records(rows, HEAD_BYTES))
+            long = [row for row, front in fronts.items() if front_bytes(front) > len(front)]
+            fronts |= dict(self._records(long))
+            return {row: head_of(front) for row, front in fronts.items()}
+
+    def _records(self, rows: Iterable[int], most: int | None = None) -> Iterator[tuple[int, bytes]]:
+        """Of each row its record, or at most its first bytes."""
         files: dict[int, int] = {}
         with contextlib.ExitStack() as opened:
             for row in rows:
@@ -71,7 +89,8 @@ class LogReader:
                 if number not in files:
                     files[number] = private(segment_path(self.folder, number), os.O_RDONLY)
                     opened.callback(os.close, files[number])
-                yield row, os.pread(files[number], size, offset)
+                n_bytes = size if most is None else min(size, most)
+                yield row, os.pread(files[number], n_bytes, offset)
 
     def _load(self, acked: Acked) -> Found:
         """What the log holds, if everything that was acknowledged, and promised, is there. Changes
@@ -157,8 +176,15 @@ class StoppedJournal(LogReader):
         stored = self.payloads(rows)
         return [stored[row] for row in rows]
 
+    def heads(self, rows: Sequence[int]) -> list[tuple[str, bytes]]:
+        """Kinds and heads of `rows`, in this order."""
+        stored = self.stored_heads(rows)
+        return [stored[row] for row in rows]
+
     def append(self, channel: str, kind: str, head: bytes, *payload: bytes) -> int:
         return 0
+
+    def put(self, row: int, channel: str, kind: str, head: bytes, *payload: bytes) -> None: ...
 
     def delete(self, rows: Iterable[int]) -> None: ...
 

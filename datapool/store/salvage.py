@@ -230,7 +230,7 @@ def _rebuild(folder: Path, target: Path, report: Salvaged) -> None:
     journal = Journal(target, "process")
     try:
         for n, row in enumerate(log.rows(groups.kept), start=1):
-            journal.put(row)
+            journal.put(*row)
             if n % ROWS_AT_ONCE == 0:
                 journal.flush()
         for key, value in log.states.items():
@@ -525,8 +525,14 @@ class _Rows:
         found = {row.row: row.payload for row in self._rows}
         return [found[row] for row in rows]
 
+    def heads(self, rows: Sequence[int]) -> list[tuple[str, bytes]]:
+        found = {row.row: (row.kind, row.head) for row in self._rows}
+        return [found[row] for row in rows]
+
     def append(self, channel: str, kind: str, head: bytes, *payload: bytes) -> int:
         return 0
+
+    def put(self, row: int, channel: str, kind: str, head: bytes, *payload: bytes) -> None: ...
 
     def delete(self, rows: Iterable[int]) -> None: ...
 
@@ -597,11 +603,12 @@ class _Groups:
 
     def _follows(self, rows: list[int]) -> bool:
         """Whether a pool can be restored from these."""
+        pool = DataPool(PoolConfig())
         try:
-            restore(DataPool(PoolConfig()), _Rows(list(self._log.rows(set(rows)))))
+            restore(pool, _Rows(list(self._log.rows(set(rows)))))
         except ReplayError:
             return False
-        return True
+        return not any(channel.has_hollow for channel in pool.channels.values())
 
     def _count_nameless(self) -> None:
         seen: dict[str, set[int]] = {}
@@ -643,6 +650,7 @@ def _settle(pool: DataPool, journal: Journal, groups: _Groups) -> None:
             marks = {"trainable": False, "add_tags": [DOUBTFUL]}
             channel.mark(ops.Mark(uid, None, marks, channel_name))
     for channel in pool.channels.values():
+        channel.erase_deleted()  # former copies of their rows may be back
         counts, live = channel.counts, channel.prompt_groups.values()
         counts.numbered = max(counts.numbered, groups.last.get(channel.name, 0))
         n_dropped = (

@@ -11,7 +11,8 @@ is dead or damaged::
     Block     what the transaction changes, and the checksum of the block before it, so that one
               that is changed, removed or moved is missed. The first one of a segment has all
               states, and lists the other segments that count, each with the checksum of its end
-    record    one row: checksums, id, names, head, payload. The same bytes wherever it is moved to
+    record    one row: checksums, id, names, head, payload. The same bytes wherever it is moved to;
+              other ones where the row is written anew
 
 The newest copy of a row counts, and a deletion names the segment that has the dead copy. Owns the
 format. Does not own which rows are where (`index.py`), nor when something is written (`log.py`).
@@ -115,6 +116,28 @@ def rows_at(segment: Callable[[int], bytes], places: Iterable[tuple[int, int]]) 
 def row_at(data: bytes, row: int, at: int) -> Row:
     """The row of this id whose record is at `at`. Raises as `rows_at`."""
     return next(rows_at(lambda _: data, [(row, at)]))
+
+
+def front_bytes(front: bytes) -> int:
+    """Bytes of a record before its payload."""
+    if len(front) < _RECORD.size:
+        raise ValueError("a row was cut off")
+    *_, n_names, n_head, _ = _RECORD.unpack_from(front)
+    return int(_RECORD.size + n_names + n_head)
+
+
+def head_of(front: bytes) -> tuple[str, bytes]:
+    """Kind and head of the row whose record begins with these bytes.
+
+    Raises:
+        ValueError: they are not what was written.
+    """
+    checksum, _, row, n_names, _, _ = _RECORD.unpack_from(front)
+    end = front_bytes(front)
+    if len(front) < end or checksum != xxh3(front[_SUM_BYTES:end]):
+        raise ValueError(f"row {row} does not have the content it was written with")
+    head_at = _RECORD.size + n_names
+    return _names(front[_RECORD.size : head_at])[1], front[head_at:end]
 
 
 # --- blocks ---

@@ -1,6 +1,6 @@
 """What a dialect is: one wire format between HTTP and the gateway's own calls.
 
-    body ──parse──► Parsed(ChatRequest, n, options) ──► Exchange ──answer──► JSON
+    body ──parse──► Parsed(ChatRequests, n, options) ──► Exchange ──answer──► JSON
                                                             └─────frames──► server-sent events
 
 A dialect owns its field names, their validation, the shape of answers, events and errors. It does
@@ -38,12 +38,19 @@ class Parsed:
     options: Any = None
     """What shapes the answer and not the call; the dialect's own."""
     n: int = 1
-    """Samples asked for."""
+    """Samples asked for, of each prompt."""
+    more: tuple[ChatRequest, ...] = ()
+    """The calls of a request's other prompts."""
     trajectory_uid: str | None = None
     """The trajectory that the body itself continues (`previous_response_id`)."""
     ignored: tuple[str, ...] = ()
     """What was left aside of what agents always send, as `path=value` in ASCII; the answer's
     `x-stepwell-ignored` header tells."""
+
+    @property
+    def calls(self) -> tuple[ChatRequest, ...]:
+        """One for each prompt."""
+        return (self.call, *self.more)
 
 
 class Event(NamedTuple):
@@ -55,13 +62,26 @@ class Event(NamedTuple):
     """What it tells, if the request asks for log-probs."""
 
 
+class Handed(NamedTuple):
+    """A reply whose end was handed to a client's connection."""
+
+    trajectory: LiveTrajectory
+    call: FinishedCall
+
+    def lose(self) -> None:
+        """The connection broke before the client had it."""
+        self.call.delivered = False
+        self.trajectory.set_unseen(self.call, True)
+
+
 class Exchange:
-    """A request and its calls, one per sample. Dialects answer from it."""
+    """A request and its calls: one per sample, the samples of the first prompt before those of the
+    next one. Dialects answer from it."""
 
     def __init__(
         self,
         parsed: Parsed,
-        trajectory: LiveTrajectory,
+        trajectories: Sequence[LiveTrajectory],
         listeners: Sequence[Listener],
         *,
         model: str,
@@ -69,7 +89,8 @@ class Exchange:
         keepalive_s: float,
     ) -> None:
         self.parsed = parsed
-        self.trajectory = trajectory
+        self.trajectories = trajectories
+        """One for each prompt."""
         self.model = model
         self.tokenizer = tokenizer
         self._listeners = tuple(listeners)
@@ -96,7 +117,7 @@ class Exchange:
     @property
     def is_unrecorded(self) -> bool:
         """No Step of some sample is stored. Of a stream, as far as it is known as it begins."""
-        return self.trajectory.unrecorded is not None or any(
+        return any(each.unrecorded is not None for each in self.trajectories) or any(
             call.finished is not None and call.finished.turn.step_index is None
             for call in self.calls
         )
@@ -147,9 +168,13 @@ class Exchange:
             for call in self.calls:
                 call.delivered = True
 
-    def handed(self) -> list[FinishedCall]:
+    def handed(self) -> list[Handed]:
         """The replies, if their ends were handed to the client's connection."""
-        return [c.finished for c in self.calls if c.delivered and c.finished is not None]
+        return [
+            Handed(c.trajectory, c.finished)
+            for c in self.calls
+            if c.delivered and c.finished is not None
+        ]
 
     def close(self) -> None:
         """The client is gone or served; calls nobody else listens to are aborted."""

@@ -203,7 +203,7 @@ class OpenAIChat(Dialect):
                 }
                 for i, (reply, call) in enumerate(zip(replies, exchange.calls, strict=True))
             ],
-            "usage": usage(replies),
+            "usage": usage(replies, exchange.parsed.n),
         }
 
     def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
@@ -269,16 +269,18 @@ async def completion_frames(
         yield sse(error(e))
         return
     if include_usage:
-        yield sse({**head, "choices": [], "usage": usage([*replies.values()])})
+        in_order = [replies[i] for i in sorted(replies)]
+        yield sse({**head, "choices": [], "usage": usage(in_order, exchange.parsed.n)})
     yield b"data: [DONE]\n\n"
     exchange.delivered()
 
 
-def usage(replies: Sequence[Reply]) -> dict[str, Any]:
-    """The prompt counts once, however many samples it has."""
-    n_prompt = max((reply.n_prompt for reply in replies), default=0)
+def usage(replies: Sequence[Reply], n: int) -> dict[str, Any]:
+    """A prompt counts once, however many samples it has: `n`."""
+    of_prompts = [replies[i : i + n] for i in range(0, len(replies), n)]
+    n_prompt = sum(max(reply.n_prompt for reply in its) for its in of_prompts)
     n_response = sum(reply.n_response for reply in replies)
-    cached = max((reply.generation.cached_tokens for reply in replies), default=0)
+    cached = sum(max(r.generation.cached_tokens for r in its) for its in of_prompts)
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_response,

@@ -6,8 +6,13 @@
     an earlier prompt and its whole reply (special tokens included), then more
                         ──► the earlier ids, then those of what is new
 
+A list of prompts is as many calls: each belongs to the trajectory that it would belong to alone,
+its samples are choices `i * n` to `i * n + n - 1`, and if one is refused, none is made.
+
 The reply is the text of the sampled ids without special tokens; nothing in it is a tool call or a
-thought. Owns this wire format; what it shares with chat completions is in `openai_chat.py`.
+thought. With `echo` the text of a choice begins with its prompt as it was sent; of ids, with their
+text, special tokens included. Engines are not asked for a prompt's log-probs, so `logprobs` beside
+it is refused. Owns this wire format; what it shares with chat completions is in `openai_chat.py`.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import ContentDelta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
+from stepwell.gateway.trajectory.retries import REMEMBERED
 from stepwell.gateway.web import error_body
 
 DEFAULT_MAX_TOKENS = 16
@@ -45,7 +51,7 @@ class CompletionsParams(CompletionParams):
     logprobs: TopLogprobs | None = None
     add_special_tokens: Literal[True] = True
     best_of: Literal[1] = 1
-    echo: Literal[False] = False
+    echo: bool = False
     suffix: Literal[""] = ""
 
 
@@ -56,34 +62,43 @@ class OpenAICompletions(Dialect):
 
     def parse(self, body: dict[str, Any], reader: Principal | None = None) -> Parsed:
         params = CompletionsParams.read(body)
-        text, ids = _prompt(params.prompt)
-        call = ChatRequest(
-            messages=[],
-            prompt_text=text,
-            prompt_ids=ids,
-            is_completion=True,
-            parse_tools=False,
-            max_tokens=params.max_tokens or DEFAULT_MAX_TOKENS,
-            n_logprobs=params.logprobs,
-            **params.sampling(),
-        )
-        return Parsed(call, params, n=params.n)
+        if params.echo and params.logprobs is not None:
+            remedy = (
+                "with echo it asks for the prompt's, which engines are not asked for; leave one out"
+            )
+            raise wrong("logprobs", params.logprobs, remedy)
+        first, *more = [
+            ChatRequest(
+                messages=[],
+                prompt_text=text,
+                prompt_ids=ids,
+                is_completion=True,
+                parse_tools=False,
+                max_tokens=params.max_tokens or DEFAULT_MAX_TOKENS,
+                n_logprobs=params.logprobs,
+                **params.sampling(),
+            )
+            for text, ids in _prompts(params.prompt, params.n)
+        ]
+        return Parsed(first, params, n=params.n, more=tuple(more))
 
     def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
         """A `Completion`."""
         choices = []
+        echoed = _echoed(exchange)
         for i, (reply, call) in enumerate(zip(replies, exchange.calls, strict=True)):
-            entries = _Logprobs(exchange).of(call.tokens)
-            choices.append(_choice(i, reply.text.content, entries, reply.generation.finish_reason))
+            entries, text = _Logprobs(exchange).of(call.tokens), echoed[i] + reply.text.content
+            choices.append(_choice(i, text, entries, reply.generation.finish_reason))
         return {
             **head(exchange, "cmpl", "text_completion"),
             "choices": choices,
-            "usage": usage(replies),
+            "usage": usage(replies, exchange.parsed.n),
         }
 
     def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
-        """`Completion`s with what is new, and `[DONE]`."""
-        shown = [_Logprobs(exchange) for _ in range(exchange.parsed.n)]
+        """`Completion`s with what is new, and `[DONE]`. The first of each choice is its echo."""
+        shown = [_Logprobs(exchange) for _ in exchange.calls]
+        echoes = [_choice(i, t, None, None) for i, t in enumerate(_echoed(exchange)) if t]
 
         def choice(event: Event) -> dict[str, Any]:
             index, item, tokens = event
@@ -92,7 +107,7 @@ class OpenAICompletions(Dialect):
             return _choice(index, text, shown[index].of(tokens), finish_reason)
 
         return completion_frames(
-            exchange, head(exchange, "cmpl", "text_completion"), choice, self.error
+            exchange, head(exchange, "cmpl", "text_completion"), choice, self.error, echoes
         )
 
     def error(self, e: GatewayError) -> dict[str, Any]:
@@ -142,17 +157,47 @@ def _choice(
     return {"index": index, "text": text, "logprobs": entries, "finish_reason": finish_reason}
 
 
-def _prompt(prompt: Any) -> tuple[str | None, TokenIds | None]:
-    """The prompt as text or as ids, whichever it is."""
+def _echoed(exchange: Exchange) -> list[str]:
+    """Of each choice, what its text begins with."""
+    parsed = exchange.parsed
+    texts = [
+        _text(call, exchange.tokenizer) if parsed.options.echo else "" for call in parsed.calls
+    ]
+    return [text for text in texts for _ in range(parsed.n)]
+
+
+def _text(call: ChatRequest, tokenizer: ChatTokenizer) -> str:
+    if call.prompt_ids is None:
+        return call.prompt_text or ""
+    return tokenizer.decode(call.prompt_ids.tolist())
+
+
+def _prompts(prompt: Any, n: int) -> list[tuple[str | None, TokenIds | None]]:
+    """Each prompt as text or as ids, whichever it is.
+
+    Args:
+        n: samples of each.
+    """
     match prompt:
-        case str(text) | [str(text)]:
-            return text, None
-        case [list(ids)] | list(ids) if ids and not isinstance(ids[0], str | list):
-            return None, token_ids("prompt", ids)
         case [str() | list(), *_]:
-            remedy = "send one request for each prompt"
-            raise RequestError(f"prompt holds {len(prompt)} prompts; {remedy}", "prompt")
-    raise wrong("prompt", prompt, "send text or a list of token ids")
+            if len(prompt) * n > REMEMBERED:
+                raise RequestError(
+                    f"prompt holds {len(prompt)} prompts for {n} samples each; a request may ask "
+                    f"for {REMEMBERED} choices in all, send several requests",
+                    "prompt",
+                )
+            if len(prompt) == 1:
+                return [_prompt("prompt", prompt[0])]
+            return [_prompt(f"prompt[{i}]", each) for i, each in enumerate(prompt)]
+    return [_prompt("prompt", prompt)]
+
+
+def _prompt(name: str, prompt: Any) -> tuple[str | None, TokenIds | None]:
+    if isinstance(prompt, str):
+        return prompt, None
+    if isinstance(prompt, list) and prompt:
+        return None, token_ids(name, prompt)
+    raise wrong(name, prompt, "send text or a list of token ids, or a list of such prompts")
 
 
 def token_ids(name: str, ids: Any) -> TokenIds:

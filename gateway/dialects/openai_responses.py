@@ -329,7 +329,8 @@ class OpenAIResponses(Dialect):
         options: Options = exchange.parsed.options
         if options.store and exchange.calls[0].request.is_kept:
             messages = (*options.conversation, reply.text.message())
-            whose = exchange.trajectory.uid, exchange.trajectory.owner
+            (trajectory,) = exchange.trajectories
+            whose = trajectory.uid, trajectory.owner
             self.store.keep(StoredResponse(response, messages, *whose))
         return events, response
 

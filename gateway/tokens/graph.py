@@ -168,6 +168,10 @@ class TurnGraph:
             self.steps[step_index] = turn
         return turn
 
+    def continued(self) -> set[Turn]:
+        """Turns that another one extends."""
+        return {turn.parent for turn in self.steps.values() if turn.parent is not None}
+
     def _why(self, root: Key, said: Said, prompt_key: Key) -> BranchCause:
         if prompt_key in self._prompts:
             return "resampled"

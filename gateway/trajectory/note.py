@@ -23,7 +23,7 @@ from typing import Any, Final, Literal
 import msgspec
 import numpy as np
 
-from stepwell.datapool.types import LogProbs, Step
+from stepwell.datapool.types import UNSEEN, LogProbs, Step
 from stepwell.gateway.engine import TopLogProbs
 from stepwell.gateway.tokens.graph import Calls, Turn, TurnGraph, TurnKeys, join
 
@@ -70,12 +70,12 @@ class FinishedCall(msgspec.Struct, eq=False, gc=False):
     delivered: bool = False
     """The terminal event was handed to some client's connection, which did not break then."""
     is_unseen: bool = False
-    """This gateway knows that no client got the end. Another one cannot know it of what it reads in
-    the pool."""
+    """No client got the end, or the one that did had sent the request again before."""
 
-    def lose(self) -> None:
-        """The connection broke that its end was handed to."""
-        self.delivered, self.is_unseen = False, True
+    @property
+    def created(self) -> int:
+        """Unix seconds."""
+        return self.note.created
 
     @property
     def has_failed(self) -> bool:
@@ -127,5 +127,6 @@ def restore(graph: TurnGraph, steps: Sequence[Step]) -> list[FinishedCall]:
             spans = spans or ((step.policy_version, 0, len(step.response_ids)),)
             call = FinishedCall(uid, note, turn, reason, spans, log_probs)
             call.delivered = step.step_index in extended
+            call.is_unseen = step.metadata.get(UNSEEN) is True
             finished.append(call)
     return finished

@@ -38,6 +38,7 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import (
     ChannelFullError,
+    GatewayError,
     PermissionDeniedError,
     PoolStorageError,
     PoolUnavailableError,
@@ -71,6 +72,8 @@ class Recording:
         """The pool failed a call and has not answered since."""
         self._owed: set[asyncio.Task[None]] = set()
         """Aborts that the pool has not answered yet."""
+        self._noting: set[asyncio.Task[None]] = set()
+        """Metadata that the pool has not answered yet."""
 
     def statistics(self, n_stored: int) -> dict[str, Any]:
         n = self.unrecorded.total()
@@ -129,10 +132,28 @@ class Recording:
         self._owed.add(task)
         task.add_done_callback(self._owed.discard)
 
+    def add_metadata(
+        self, uid: str, prompt_uid: str, channel: str, metadata: dict[str, Any]
+    ) -> None:
+        """Let the pool add this to the metadata of an open trajectory; nobody waits for it."""
+        task = asyncio.create_task(self._add_metadata(uid, prompt_uid, channel, metadata))
+        self._noting.add(task)
+        task.add_done_callback(self._noting.discard)
+
     async def close(self) -> None:
-        for task in self._owed:
+        tasks = [*self._owed, *self._noting]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._owed, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _add_metadata(
+        self, uid: str, prompt_uid: str, channel: str, metadata: dict[str, Any]
+    ) -> None:
+        told = self.pool.open_trajectory(uid, prompt_uid, metadata=metadata, channel=channel)
+        try:
+            await self.ask(told)
+        except (DataPoolError, GatewayError) as e:  # this gateway knows it until it ends
+            log.debug("the pool does not take %s of %s: %s", metadata, uid, e)
 
     async def _abort(self, channel: str, uid: str) -> None:
         while True:

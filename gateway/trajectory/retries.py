@@ -10,16 +10,20 @@ requests the same (`web.retry_key`), what is kept of a call (`note.py`).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
-from stepwell.datapool.types import Step
+from stepwell.datapool.types import UNSEEN, Step, unseen_key
 from stepwell.gateway.errors import GatewayError, RequestError
-from stepwell.gateway.tokens.graph import Turn
+from stepwell.gateway.tokens.graph import Turn, TurnGraph
 from stepwell.gateway.trajectory.note import FinishedCall
 
 REMEMBERED = 64
 """Keys of a trajectory, and calls of each key; the oldest ones go."""
+AT_ONCE_S = 1
+"""Seconds within which an agent sends the requests of a best-of. A client that has waited longer
+than this and sends its request again has given the first one up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +50,12 @@ class RetryKey:
         """Of the request's bytes, where the key does not hold that."""
         return _digest(self.body) if self.is_named else None
 
+    def of_prompt(self, i: int) -> RetryKey:
+        """The key of the request's prompt `i`; the first one's is the request's own."""
+        return replace(self, key=f"{self.key}#{i}") if i else self
+
     def samples(self, n: int) -> list[RetryKey]:
-        """The keys of `n` samples of the request."""
+        """The keys of `n` samples of one prompt."""
         return [self] if n == 1 else [replace(self, key=f"{self.key}/{i}") for i in range(n)]
 
 
@@ -56,7 +64,12 @@ class LiveCall(Protocol):
 
     uid: str
     retry: RetryKey
+    created: int
     delivered: bool
+    is_unseen: bool
+
+    @property
+    def turn(self) -> Turn | None: ...
 
     @property
     def has_failed(self) -> bool: ...
@@ -75,12 +88,15 @@ class LiveCall(Protocol):
     async def wait(self) -> None: ...
 
 
+Calls: TypeAlias = tuple[LiveCall | FinishedCall | None, ...]
+"""Calls of one key; None: one that failed."""
+
+
 class CallMemory:
     """Calls by the digest of their request's key, the key used last at the end."""
 
     def __init__(self) -> None:
-        self._calls: dict[bytes, tuple[LiveCall | FinishedCall | None, ...]] = {}
-        """None: one that failed."""
+        self._calls: dict[bytes, Calls] = {}
 
     def add(self, key: bytes, call: LiveCall | FinishedCall, *, is_retry: bool = False) -> None:
         """Remember a call. One that is a retry takes the place of a failed one."""
@@ -88,6 +104,8 @@ class CallMemory:
         failed = (i for i, each in enumerate(calls) if each is None or each.has_failed)
         if is_retry and (i := next(failed, None)) is not None:
             calls = calls[:i] + calls[i + 1 :]
+        if calls:
+            _give_up(calls, call)
         self._calls[key] = (*calls, call)[-REMEMBERED:]
         while len(self._calls) > REMEMBERED:
             del self._calls[next(iter(self._calls))]
@@ -135,19 +153,69 @@ class CallMemory:
             for call in self._calls.get(retry.digest, ())
         )
 
-    def unseen_beside(self, turn: Turn | None) -> list[int]:
-        """The Steps of other tries of the request that `turn` answered whose replies no client got.
-        Samples of one request have keys of their own."""
-        if turn is None:
-            return []
+    def go_on(self, turn: Turn) -> None:
+        """A client goes on from `turn`, so it waits for no other try of the request."""
         for calls in self._calls.values():
-            unseen = [c for c in calls if isinstance(c, FinishedCall) and c.is_unseen]
-            if unseen and any(isinstance(c, FinishedCall) and c.turn is turn for c in calls):
-                return [i for c in unseen if (i := c.turn.step_index) is not None]
-        return []
+            if len(calls) > 1 and any(c is not None and c.turn is turn for c in calls):
+                for each in _unanswered(calls):
+                    each.is_unseen = True
+
+    def superseded(
+        self, call: LiveCall, index: int, parent: Turn | None, graph: TurnGraph
+    ) -> list[int]:
+        """The Steps whose replies no client saw, and another try of whose request the agent went on
+        from. Samples of one request have keys of their own.
+
+        Args:
+            call, index, parent: what is to be stored, as this Step; the turn that it goes on from.
+        """
+        found: list[int] = []
+        for calls in self._calls.values():
+            if len(calls) == 1 or not any(c is not None and c.is_unseen for c in calls):
+                continue
+            continued = graph.continued()
+            if parent is not None:
+                continued.add(parent)
+            there = [c for c in calls if c is not None]
+            if any(c.turn in continued for c in there):
+                unseen = [c for c in there if c.is_unseen and c.turn not in continued]
+                indices = [index if c is call else _index(c) for c in unseen]
+                found += [i for i in indices if i is not None]
+        return found
+
+    def read_unseen(self, metadata: Mapping[str, Any]) -> None:
+        """Take over what a trajectory's metadata says of replies that no client got."""
+        if not any(name.startswith(UNSEEN) for name in metadata):
+            return
+        for calls in self._calls.values():
+            for call in calls:
+                if isinstance(call, FinishedCall) and call.turn.step_index is not None:
+                    said = metadata.get(unseen_key(call.turn.step_index))
+                    call.is_unseen = call.is_unseen if said is None else said is True
 
     def clear(self) -> None:
         self._calls.clear()
+
+
+def _index(call: LiveCall | FinishedCall) -> int | None:
+    return None if call.turn is None else call.turn.step_index
+
+
+def _unanswered(calls: Calls) -> list[LiveCall]:
+    """Those whose clients still wait."""
+    return [
+        call
+        for call in calls
+        if not (call is None or isinstance(call, FinishedCall) or call.has_failed or call.delivered)
+    ]
+
+
+def _give_up(calls: Calls, again: LiveCall | FinishedCall) -> None:
+    """Mark the calls that a client waits for no more, since it has sent their request `again`. One
+    that has a reply already samples on purpose."""
+    if not any(c is not None and c.delivered and not c.is_unseen for c in calls):
+        for call in _unanswered(calls):
+            call.is_unseen |= again.created - call.created > AT_ONCE_S
 
 
 def _digest(text: str) -> bytes:

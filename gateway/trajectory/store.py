@@ -253,9 +253,10 @@ class Outcomes:
         except PoolTrajectoryClosedError as e:
             late = e
         raise TrajectoryClosedError(
-            f"trajectory {uid!r} takes no feedback any more: its group was leased by a trainer, or "
-            "dropped; give it sooner, or set hold_s, for which groups are held, of its channel "
-            "(pool.channels.NAME.hold_s; without such a section pool.default.hold_s)"
+            f"trajectory {uid!r} takes no feedback any more: it was deleted, or its group was "
+            "leased by a trainer or dropped; give it sooner, or set hold_s, for which groups are "
+            "held, of its channel (pool.channels.NAME.hold_s; without such a section "
+            "pool.default.hold_s)"
         ) from late
 
     async def _first(self, uid: str, caller: Principal, do: Callable[[str], Awaitable[T]]) -> T:

@@ -44,7 +44,7 @@ from stepwell.datapool.errors import (
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.ops import Resumed, TrajectoryOutcome
-from stepwell.datapool.types import GREEDY, OWNER
+from stepwell.datapool.types import GREEDY, OWNER, unseen_key
 from stepwell.gateway.errors import (
     PoolUnavailableError,
     RequestError,
@@ -54,7 +54,7 @@ from stepwell.gateway.errors import (
 from stepwell.gateway.keys import OPERATOR, Principal
 from stepwell.gateway.tokens.graph import TurnGraph
 from stepwell.gateway.trajectory.groups import Group, Identity
-from stepwell.gateway.trajectory.note import restore
+from stepwell.gateway.trajectory.note import FinishedCall, restore
 from stepwell.gateway.trajectory.recording import POOL_FAILURE, Recording, Unrecorded
 from stepwell.gateway.trajectory.retries import CallMemory, LiveCall
 
@@ -244,6 +244,16 @@ class LiveTrajectory:
         """Steps were submitted from outside (white-box); later commits go behind them."""
         self.steps = max(self.steps, highest_index + 1)
 
+    def set_unseen(self, call: FinishedCall, is_unseen: bool) -> None:
+        """Note that no client got the end of this reply, or that one has it after all. The pool is
+        told, too, so that other gateways know it."""
+        if call.is_unseen == is_unseen:
+            return
+        call.is_unseen, index = is_unseen, call.turn.step_index
+        if index is not None and self.closed is None and self.unrecorded is None:
+            said = {unseen_key(index): is_unseen}
+            self._recording.add_metadata(self.uid, self.prompt_uid, self.channel, said)
+
     def let_go(self) -> None:
         """Its calls belong to another trajectory from now on; the pool closes this one itself."""
         self._close("closed by the DataPool, or stored in another group")
@@ -314,7 +324,7 @@ class LiveTrajectory:
                     self.note_steps(index)
                     call.stored(index)
                     return
-                self._close("closed by the DataPool (its group was served or dropped)")
+                self._close("closed by the DataPool (deleted, or its group was served or dropped)")
 
     async def _read(self, *registration: Any) -> None:
         """Open it, or read the Steps that other gateways stored meanwhile."""
@@ -361,9 +371,9 @@ class LiveTrajectory:
             )
         except PoolTrajectoryConflictError as e:
             raise TrajectoryConflictError(str(e)) from e
-        self.channel = chosen
+        self.channel = resumed.channel
         if resumed.outcome == "late":
-            self._close("closed before in the DataPool, or its group was")
+            self._close("closed or deleted before in the DataPool, or its group was")
             self._check_open()
         if resumed.is_open:
             self._take_over(resumed)
@@ -381,6 +391,7 @@ class LiveTrajectory:
         for call in restore(self.graph, steps):
             if not any(each.becomes(call) for each in self.in_flight):
                 self.calls.add(call.note.retry, call)
+        self.calls.read_unseen(resumed.metadata)
         if steps:
             self.note_steps(steps[-1].step_index)
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
+from stepwell.datapool.types import VAL
+
 STARVING_S: Final = 120.0
 """An open group of this age with nothing running is starving."""
 GAP: Final = 0.1
@@ -69,6 +71,13 @@ def _channel(name: str, channel: Mapping[str, Any]) -> Iterator[Alert]:
                 f"open for {group['age_s']:.0f} s: {group['why']}",
             )
             break  # the oldest; the others are listed under Groups
+    if name != VAL and channel.get("ready") and not channel["has_consumer"]:
+        yield Alert(
+            "warning",
+            f"Nobody has leased of {name} yet",
+            f"{channel['ready']:,} groups are ready and wait for a trainer: start one with "
+            "stepwell train --attach, and the run's folder",
+        )
     groups = channel["groups"]
     ended = groups["dropped"] + groups["acked"]
     if ended >= ENOUGH and groups["dropped"] / ended > DROPPED:

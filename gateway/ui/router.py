@@ -238,7 +238,7 @@ async def delete(request: Request) -> Response:
     if services.dashboard.read_only:
         raise RequestError("this run is over; `stepwell data delete` erases its data", None)
     uid = field(parse_object(await read_body(request)), "trajectory_uid", *STRING)
-    return _json(await forget_trajectory(services, uid or ""))
+    return _json(await forget_trajectory(services, uid or "", with_group=True))
 
 
 # -- all of them ---------------------------------------------------------------------------------

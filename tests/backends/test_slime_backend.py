@@ -22,11 +22,12 @@ from stepwell.backends.slime.sample import PrefixCacheInfo, SlimeSample, SpecInf
 from stepwell.backends.slime.samples import (
     NO_LOG_PROBS,
     OTHER_TEMPERATURE,
+    SUPERSEDED,
     groups_of,
     settle_log_probs,
     to_samples,
 )
-from stepwell.datapool.types import GREEDY, Group, Step, Trajectory, VersionSpan
+from stepwell.datapool.types import GREEDY, SUPERSEDES, Group, Step, Trajectory, VersionSpan
 from tests.backends.random_groups import properties, random_groups, steps_of
 
 SLIMES_FIELDS: dict[str, Any] = {
@@ -251,6 +252,45 @@ def test_a_greedy_baseline_rollout_is_not_trained() -> None:
     greedy = replace(whole.trajectories[1], metadata={GREEDY: True})
     samples = flat(replace(whole, trajectories=(whole.trajectories[0], greedy)))
     assert [s.metadata["trajectory_uid"] for s in samples] == ["a"]
+
+
+@pytest.mark.parametrize("unseen", [0, 2], ids=["first", "last"])
+def test_a_reply_that_nobody_saw_trains_nothing_and_its_trajectory_keeps_its_reward(
+    unseen: int,
+) -> None:
+    """Tries of one request say 4 5 and 6. The agent went on from 4 5."""
+    lost = step(index=unseen, response_ids=[6], reward=0.5)
+    read = step(index=1 if unseen == 0 else 0)
+    on = step(
+        index=2 if unseen == 0 else 1,
+        prompt_ids=[1, 2, 3, 4, 5, 9],
+        response_ids=[8],
+        parent_index=read.step_index,
+        reward=0.25,
+        metadata={SUPERSEDES: [unseen]},
+    )
+    steps = sorted([lost, read, on], key=lambda s: s.step_index)
+    converted = to_samples([group(steps)])
+    (sample,) = converted.flat
+    assert sample.tokens == [1, 2, 3, 4, 5, 9, 8]
+    assert sample.loss_mask == [1, 1, 0, 1]
+    assert sample.reward == 0.75
+    assert converted.untrained == {SUPERSEDED: 1}
+
+
+def test_a_reply_that_nobody_saw_and_that_was_gone_on_from_is_trained() -> None:
+    read = step(index=0)
+    on = step(
+        index=1,
+        prompt_ids=[1, 2, 3, 4, 5, 9],
+        response_ids=[8],
+        parent_index=0,
+        reward=1.0,
+        metadata={SUPERSEDES: [0]},
+    )
+    converted = to_samples([group([read, on])])
+    assert [s.loss_mask for s in converted.flat] == [[1, 1, 0, 1]]
+    assert not converted.untrained
 
 
 def test_a_trajectory_without_a_reward_is_refused() -> None:

@@ -22,7 +22,15 @@ from stepwell.backends.verl.feed import VerlFeed
 from stepwell.backends.verl.queue import queue_rows
 from stepwell.datapool import DataPoolClient, PoolConfig, client_of, start_data_pool
 from stepwell.datapool.errors import LeaseExpiredError, PoolUnavailableError
-from stepwell.datapool.types import GREEDY, Group, Lease, Step, Trajectory, VersionSpan
+from stepwell.datapool.types import (
+    GREEDY,
+    SUPERSEDES,
+    Group,
+    Lease,
+    Step,
+    Trajectory,
+    VersionSpan,
+)
 from tests.backends.random_groups import random_groups, steps_of
 
 HAS_VERL = importlib.util.find_spec("verl") is not None
@@ -316,6 +324,27 @@ def test_a_greedy_baseline_rollout_is_not_trained() -> None:
         ),
     )
     assert trained_steps([group]) == [sampled]
+
+
+@pytest.mark.parametrize("unseen", [0, 2], ids=["first", "last"])
+def test_a_reply_that_nobody_saw_is_no_row_and_its_trajectory_keeps_its_reward(unseen: int) -> None:
+    """Tries of one request say 3 and 4. The agent went on from 3."""
+    lost = step([1, 2], [4], index=unseen, reward=0.5)
+    read = step([1, 2], [3], index=1 if unseen == 0 else 0, reward=None)
+    on = step(
+        [1, 2, 3, 5],
+        [6],
+        index=2 if unseen == 0 else 1,
+        parent_index=read.step_index,
+        reward=0.25,
+        metadata={SUPERSEDES: [unseen]},
+    )
+    steps = sorted([lost, read, on], key=lambda s: s.step_index)
+    trained = trained_steps([Group("p", (Trajectory("t", "p", tuple(steps)),))])
+    x = laid_out(trained).tensors
+    assert x["responses"].tolist() == [[3, 5, 6]]
+    assert x["response_mask"].tolist() == [[1, 0, 1]]
+    assert x["rm_scores"].tolist() == [[0, 0, 0.75]]
 
 
 # --- the feed, with a real pool -------------------------------------------------------------------

@@ -72,6 +72,7 @@ def test_an_outage_explains_a_group_lost_to_infrastructure_but_no_other_reason()
     assert drops(INFRASTRUCTURE, [finished()], A_KILL) == 0
     assert drops("open_cancelled", [], A_RESTART) == 0
     assert drops("open_cancelled", [], QUIET) == 1
+    assert drops("open_cancelled", [finished()], A_RESTART) == 1
     assert drops("operator", [finished()], A_KILL) == 1
 
 

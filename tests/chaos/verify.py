@@ -64,8 +64,10 @@ COMMIT_SEEN_S = 1.0
 AGENTS_OWN = frozenset({"raised"})
 DUE_TO_RESTART = frozenset({LOST_POLICY, AFTER_CHECKPOINT, PRODUCER_GONE})
 """Drop reasons that a trainer gives only when it starts over a pool that was there before."""
-DUE_TO_OUTAGE = frozenset({INFRASTRUCTURE, DEADLINE, "open_cancelled"})
-"""Drop reasons of groups that an outage kept from ending, or from being opened."""
+DUE_TO_OUTAGE = frozenset({INFRASTRUCTURE, DEADLINE})
+"""Drop reasons of groups that an outage kept from ending."""
+CANCELLED = "open_cancelled"
+"""The drop reason of a group whose opening an outage cut short: no agent may have begun in it."""
 BEFORE_S, AFTER_S = 2.0, 45.0
 """A disturbance explains what happened between so long before it and so long after its end."""
 DUE_TO_TRAINING = frozenset({TRAINED, USED})
@@ -378,7 +380,8 @@ def check_drops(
             n_finished = sum(r.ends == ["returned"] for r in of)
             is_known = n_finished < min_n or explain(disturbances, began, ended)
         else:
-            is_known = reason in DUE_TO_OUTAGE and explain(disturbances, began, ended)
+            may_be = reason in DUE_TO_OUTAGE or (reason == CANCELLED and not of)
+            is_known = may_be and explain(disturbances, began, ended)
         what = f"group {uid} was dropped ({reason}); its agents: {[r.ends for r in of]}"
         found.check(is_known, "silent_drops", f"{what}; nobody else knows why")
 

@@ -304,6 +304,24 @@ def test_open_and_ready_groups_use_up_the_credit_and_a_lease_frees_it(make_pool)
     assert pool.open_group("c", 1) == "accepted"
 
 
+@pytest.mark.parametrize("consumes", ["lease", "version", "ack"])
+def test_a_limit_may_hold_only_once_the_channel_has_had_a_consumer(make_pool, consumes):
+    pool = make_pool(max_outstanding_groups=2, limit_without_consumer=False)
+    for i in range(5):
+        pool.open_group(f"p{i}", 1)
+    assert not pool.stats()["has_consumer"]
+    pool.finish("p0", "a")
+    if consumes == "version":
+        pool.pool.advance_version(0, now=pool.now)
+    else:
+        lease = pool.lease_batch()
+        if consumes == "ack":
+            pool.ack(lease.lease_id)
+    assert pool.stats()["has_consumer"]
+    with pytest.raises(PoolFullError, match="max_outstanding_groups=2"):
+        pool.open_group("another", 1)
+
+
 def test_a_shut_down_channel_opens_nothing_and_serves_what_is_left(pool, make_step):
     pool.submit_step(make_step("t"))
     pool.shutdown()

@@ -844,6 +844,32 @@ async def test_erasing_that_a_full_disk_stops_goes_on_when_there_is_space(
     journal.close()
 
 
+def test_a_row_that_is_written_anew_is_not_overwritten_by_the_cleaning(
+    open_journal: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same transaction moves the live rows of its segment."""
+    monkeypatch.setattr(log_module, "SEGMENT_BYTES", 300)
+    journal = open_journal()
+    changed, dead, kept = append(journal, 3)
+    journal.flush()
+    append(journal)
+    journal.flush()
+    journal.delete([dead])
+    journal.flush()
+    journal._log.erase()
+    assert journal._log.is_cleaning
+    journal.put(changed, "train", "step", b"another head", b"other", b" content")
+    journal.flush()
+    assert journal.read([changed]) == [b"other content"]
+    assert journal.heads([kept, changed]) == [("step", b"head"), ("step", b"another head")]
+    journal.erase()
+    journal.close()
+    journal = open_journal()
+    found = {row.row: row for row in journal.rows()}
+    assert found[changed] == Row(changed, "train", "step", b"another head", b"other content")
+    assert len(found[kept].payload) == 2000
+
+
 # --- against a model ---
 
 
@@ -889,6 +915,14 @@ class JournalAgainstDict(RuleBasedStateMachine):
             self.journal.delete(gone)
             for row in gone:
                 del self.rows[row]
+
+    @rule(data=st.data(), head=st.binary(max_size=2000), payload=payloads)
+    def put_again(self, data: st.DataObject, head: bytes, payload: list[bytes]) -> None:
+        if self.rows:
+            row = data.draw(st.sampled_from(sorted(self.rows)))
+            channel, kind, _, _ = self.rows[row]
+            self.journal.put(row, channel, kind, head, *payload)
+            self.rows[row] = (channel, kind, head, b"".join(payload))
 
     @rule(key=st.text(st.characters(exclude_categories=["Cs"]), max_size=3), value=st.binary())
     def put_state(self, key: str, value: bytes) -> None:
@@ -949,6 +983,8 @@ class JournalAgainstDict(RuleBasedStateMachine):
         assert self.journal.states() == self.stored_states
         backwards = sorted(self.rows, reverse=True)
         assert self.journal.read(backwards) == [self.rows[row][3] for row in backwards]
+        assert self.journal.heads(backwards) == [self.rows[row][1:3] for row in backwards]
+        assert self.journal.statistics()["rows_stored"] == self.journal._log.last.rows
 
     def teardown(self) -> None:
         self.patch.undo()

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from stepwell.datapool import ChannelConfig, Step
-from stepwell.datapool.errors import InvalidRequestError
+from stepwell.datapool.config import SelectionConfig
+from stepwell.datapool.errors import (
+    InvalidRequestError,
+    JournalCorruptError,
+    TrajectoryClosedError,
+    TrajectoryConflictError,
+)
+from stepwell.datapool.ops import Deleted
 from tests.datapool.conftest import DAY, JournaledPool
 
 
@@ -120,7 +130,7 @@ def test_groups_of_one_age_go_a_few_at_a_time(tmp_path):
 # -- deletion --------------------------------------------------------------------------------------
 
 
-def test_a_trajectory_goes_with_its_group_and_cannot_come_back(pool):
+def test_a_trajectory_is_deleted_with_its_group_and_cannot_come_back(pool):
     pool("open_group", "p", 2)
     pool.say("a", "p", "of a")
     pool.say("b", "p", "of b")
@@ -184,3 +194,283 @@ def test_many_with_a_tag_go_a_few_at_a_time(pool):
 def test_a_deletion_names_one_trajectory_or_one_tag(pool, asked):
     with pytest.raises(InvalidRequestError, match="pass"):
         pool("delete", **asked)
+
+
+# -- one trajectory of several ---------------------------------------------------------------------
+
+
+def said(uid: str, index: int, prompt: str, text: str, **fields: Any) -> Step:
+    """A turn in which `text` stands as ids and as metadata; turns extend each other."""
+    before = prompt.encode() + b"".join(f"{text} {i}!".encode() for i in range(index))
+    return Step(
+        prompt_ids=list(before),
+        response_ids=list(f"{text} {index}!".encode()),
+        trajectory_uid=uid,
+        prompt_uid="p",
+        step_index=index,
+        policy_version=index,
+        metadata={"said": f"{text} {index}"},
+        **fields,
+    )
+
+
+def content_of(uid: str) -> list[str]:
+    return [f"{kind} of {uid}" for kind in ("turn", "metadata", "result", "note", "tag")]
+
+
+def live(pool: JournaledPool, uid: str, end: str = "complete") -> None:
+    """All that is ever written of a trajectory, each with words of its own."""
+    pool("open_trajectory", uid, "p", 0, {"who": f"metadata of {uid}"})
+    if uid != "a":  # its steps came in one call with those of a sibling
+        pool("submit_steps", [said(uid, 1, "the prompt", f"turn of {uid}")])
+    pool("mark", trajectory_uid=uid, note=f"note of {uid}", tags=[f"tag of {uid}"])
+    pool("set_reward", uid, 0.25, 0)
+    if end == "complete":
+        pool("complete_trajectory", uid, 1.0, {"result": f"result of {uid}"})
+    elif end == "abort":
+        pool("abort_trajectory", uid, "crash")
+
+
+@pytest.fixture
+def siblings(pool):
+    """A declared group of three, of which `a` and `b` share a prompt and a row of the journal."""
+    pool("open_group", "p", 3)
+    turns = [said("a", 0, "the prompt", "turn of a"), said("b", 0, "the prompt", "turn of b")]
+    pool("submit_steps", [*turns, said("a", 1, "the prompt", "turn of a")])
+    pool("submit_steps", [said("c", 0, "a prompt of c", "turn of c")])
+    return pool
+
+
+@pytest.mark.parametrize("memory", [None, 1])
+@pytest.mark.parametrize("end", ["open", "complete", "abort"])
+def test_one_trajectory_is_erased_and_its_siblings_stay_exact(siblings, end, memory):
+    pool = siblings
+    live(pool, "a", end)
+    live(pool, "b")
+    if memory is not None:
+        pool = pool.restart(memory_limit_bytes=memory)
+    assert pool.holds("turn of a 0")
+    assert pool("delete_trajectory", "a") == Deleted(("a",))
+    pool.later(0)
+    assert [text for text in content_of("a") if pool.holds(text)] == []
+    assert [text for text in content_of("b") if not pool.holds(text)] == []
+    live(pool, "c", "abort")
+    for again in range(2):
+        lease = pool("lease_batch")
+        (group,) = lease.groups
+        (served,) = group.trajectories
+        assert (group.prompt_uid, served.trajectory_uid) == ("p", "b")
+        assert served.metadata == {"who": "metadata of b", "result": "result of b"}
+        first, last = (
+            said("b", 0, "the prompt", "turn of b"),
+            said("b", 1, "the prompt", "turn of b"),
+        )
+        assert served.steps == (
+            replace(first, reward=0.25),
+            replace(last, reward=1.0, is_last=True),
+        )
+        pool("nack", lease.lease_id)
+        if not again:
+            pool = pool.restart(memory_limit_bytes=memory)
+    assert [text for text in content_of("a") if pool.holds(text)] == []
+
+
+def test_a_prompt_stays_until_the_last_sibling_that_begins_with_it_goes(siblings):
+    pool = siblings
+    pool("delete_trajectory", "a")
+    pool.later(0)
+    assert pool.holds("the prompt")
+    pool = pool.restart()
+    pool("delete_trajectory", "b")
+    pool.later(0)
+    assert not pool.holds("the prompt")
+    assert pool.holds("a prompt of c")
+    assert pool.restart()("get_statistics", "train")["trajectories"]["open"] == 1
+
+
+@pytest.mark.parametrize("end", ["ack", "nack", "expiry"])
+def test_of_a_leased_group_one_trajectory_goes_with_the_lease(siblings, end):
+    pool = siblings
+    for uid in ("a", "b", "c"):
+        live(pool, uid)
+    lease = pool("lease_batch", lease_s=60, request_id="r")
+    assert pool("delete_trajectory", "a") == Deleted((), ("a",))
+    assert pool("delete_trajectory", "a") == Deleted((), ("a",))
+    pool = pool.restart()
+    again = pool("lease_batch", lease_s=60, request_id="r")
+    assert again == lease, "whoever has it goes on with all of it"
+    if end == "expiry":
+        pool.later(1)
+    else:
+        pool(end, lease.lease_id)
+    pool.later(0)
+    assert [text for text in content_of("a") if pool.holds(text)] == []
+    for _ in range(2):
+        pool = pool.restart()
+        groups = pool.groups()
+        assert (groups["acked"], groups["ready"]) == ((1, 0) if end == "ack" else (0, 1))
+    if end != "ack":
+        (group,) = pool("lease_batch").groups
+        assert [t.trajectory_uid for t in group.trajectories] == ["b", "c"]
+        assert group.delivery == 2
+        whole = {t.trajectory_uid: t for t in lease.groups[0].trajectories}
+        assert [t.steps for t in group.trajectories] == [whole["b"].steps, whole["c"].steps]
+
+
+def test_what_was_acked_with_its_group_is_erased_too(siblings):
+    pool = siblings
+    for uid in ("a", "b", "c"):
+        live(pool, uid)
+    pool("ack", pool("lease_batch").lease_id)
+    assert pool("delete_trajectory", "a") == Deleted()
+    pool.later(0)
+    assert not pool.holds("turn of a 0")
+
+
+def test_a_deleted_trajectory_does_not_come_back(siblings):
+    pool = siblings
+    live(pool, "a")
+    pool("delete_trajectory", "a")
+    for _ in range(2):
+        counts = pool("get_statistics", "train")["trajectories"]
+        assert (counts["submitted"], counts["open"], counts["aborted"]) == (3, 2, 1)
+        assert counts["abort_reasons"] == {"deleted": 1}
+        assert pool("submit_step", said("a", 2, "the prompt", "turn of a")) == "late"
+        assert pool("open_trajectory", "a", "p", 1, {"who": "metadata of a"}) == "late"
+        assert pool("resume_trajectory", "a", "p").outcome == "late"
+        assert pool("complete_trajectory", "a", 1.0) == "late"
+        assert pool("abort_trajectory", "a", "again") == "late"
+        assert pool("set_reward", "a", 1.0) == "late"
+        with pytest.raises(TrajectoryClosedError, match="deleted"):
+            pool("mark", trajectory_uid="a", note="note of a")
+        with pytest.raises(TrajectoryConflictError):
+            pool("open_trajectory", "a", "another prompt")
+        assert pool("delete_trajectory", "a") == Deleted(), "twice is no error"
+        (row,) = pool("list_trajectories", trajectory_uid="a").items
+        assert (row.state, row.reason, row.n_steps, row.metadata) == ("aborted", "deleted", 0, {})
+        assert pool("delete", tag="tag of a") == Deleted()
+        pool = pool.restart()
+    assert pool("delete_trajectory", "never seen") == Deleted()
+
+
+@pytest.mark.parametrize(
+    ("n", "least", "ends", "gone", "state"),
+    [
+        (2, 1, "complete open", 1, "ready"),  # nothing is waited for any more
+        (2, 2, "complete open", 1, "too_few_rollouts"),
+        (3, 1, "complete open", 1, "open"),  # a third one is to come
+        (2, 1, "complete complete", 0, "ready"),
+        (2, 2, "complete complete", 0, "too_few_rollouts"),
+        (2, 2, "complete complete open", 0, "open"),  # as its third one runs
+        (None, 1, "complete complete", 0, "open"),
+        (None, 1, "complete complete complete", 1, "ready"),
+        (None, 1, "complete complete open", 2, "ready"),
+        (2, 1, "complete abort", 0, "deleted"),  # nothing of it is left or to come
+        (2, 1, "open", 0, "open"),
+        (1, 1, "open", 0, "deleted"),
+        (None, 1, "complete", 0, "deleted"),
+    ],
+)
+def test_a_group_goes_on_as_if_the_trajectory_had_been_aborted(
+    tmp_path, n, least, ends, gone, state
+):
+    pool = JournaledPool(tmp_path, default=ChannelConfig(n_rollouts=2))
+    if n is not None:
+        pool("open_group", "p", n, None, least)
+    for k, end in enumerate(ends.split()):
+        pool.say(f"t{k}", "p", f"text {k}")
+        if end == "complete":
+            pool("complete_trajectory", f"t{k}", 1.0)
+        elif end == "abort":
+            pool("abort_trajectory", f"t{k}", "crash")
+    assert pool("delete_trajectory", f"t{gone}").trajectories == (f"t{gone}",)
+    for _ in range(2):
+        groups = pool.groups()
+        if state in ("open", "ready"):
+            assert {s: groups[s] for s in ("open", "ready", "dropped")} == {
+                "open": int(state == "open"),
+                "ready": int(state == "ready"),
+                "dropped": 0,
+            }
+        else:
+            assert groups["drop_reasons"] == {state: 1}
+        pool = pool.restart(default=ChannelConfig(n_rollouts=2))
+    pool.later(0)
+    assert not pool.holds(f"text {gone}")
+
+
+def test_a_group_that_waited_for_the_deleted_ones_reward_is_served(tmp_path):
+    scored = ChannelConfig(selection=SelectionConfig(filters=("scored",)))
+    pool = JournaledPool(tmp_path, default=scored)
+    pool("open_group", "p", 2)
+    for uid, reward in (("a", None), ("b", 1.0)):
+        pool.say(uid, "p", f"text of {uid}")
+        pool("complete_trajectory", uid, reward)
+    assert pool.groups()["held"] == 1
+    pool("delete_trajectory", "a")
+    assert pool.groups()["held"] == 0
+    assert [t.trajectory_uid for t in pool("lease_batch").groups[0].trajectories] == ["b"]
+
+
+def test_what_cannot_be_read_is_not_taken_out_of_its_group(siblings, monkeypatch):
+    pool = siblings
+
+    def broken(rows):
+        raise JournalCorruptError("a payload is damaged")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pool.journal, "read", broken)
+        with pytest.raises(JournalCorruptError):
+            pool("delete_trajectory", "a")
+    assert pool("get_statistics", "train")["trajectories"]["open"] == 3
+    for uid in ("a", "b", "c"):
+        live(pool, uid)
+    lease = pool("lease_batch")
+    pool("delete_trajectory", "a")
+    with monkeypatch.context() as patched:
+        patched.setattr(pool.journal, "read", broken)
+        pool("nack", lease.lease_id)
+    assert pool.groups()["dropped"] == 1, "so nothing of it stays"
+    pool.later(0)
+    assert not pool.holds("turn of a 0")
+
+
+def test_what_the_deleted_one_did_for_its_group_outlives_a_restart(tmp_path):
+    """When it got ready, and how long it has been idle."""
+    limits = ChannelConfig(group_idle_s=1000)
+    pool = JournaledPool(tmp_path, default=limits)
+    for uid, prompt_uid in (("a", "first"), ("b", "second"), ("c", "first"), ("d", "running")):
+        pool.say(uid, prompt_uid, f"text of {uid}")
+        if prompt_uid != "running":
+            pool("complete_trajectory", uid, 1.0)
+    pool.say("e", "running", "text of e")
+    pool.now += 400
+    pool("open_trajectory", "e", "running", 0, {"more": "metadata of e"})
+    assert pool("delete_trajectory", "a") == Deleted(("a",))
+    assert pool("delete_trajectory", "e") == Deleted(("e",))
+    for _ in range(2):
+        pool = pool.restart(default=limits)
+        lease = pool("lease_batch", batch_size=2)
+        assert [group.prompt_uid for group in lease.groups] == ["first", "second"]
+        pool("nack", lease.lease_id)
+    pool.later(900 / DAY)
+    assert pool.groups()["open"] == 1, "it was not idle when it heard more"
+    pool.later(101 / DAY)
+    assert pool.groups()["drop_reasons"] == {"idle": 1}
+
+
+def test_of_a_group_that_was_handed_back_the_age_is_that_of_what_is_left(tmp_path):
+    pool = JournaledPool(tmp_path)
+    pool("open_group", "p", 2)
+    for uid, version in (("old", 1), ("new", 5)):
+        step = Step(prompt_ids=[1], response_ids=[2], trajectory_uid=uid, prompt_uid="p")
+        pool("submit_step", replace(step, policy_version=version))
+        pool("complete_trajectory", uid, 1.0)
+    pool("nack", pool("lease_batch").lease_id)
+    assert pool("get_statistics", "train")["oldest_policy_version_ready"] == 1
+    pool("delete_trajectory", "old")
+    for _ in range(2):
+        assert pool("get_statistics", "train")["oldest_policy_version_ready"] == 5
+        pool = pool.restart()
+    pool("delete_trajectory", "new")
+    assert pool.groups()["drop_reasons"] == {"deleted": 1}

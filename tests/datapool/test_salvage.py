@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -329,3 +330,51 @@ def test_groups_whose_ack_may_be_lost_are_held_and_named_until_somebody_decides(
     assert [group.prompt_uid for group in lease.groups] == ["p3"]
     assert pool.pool.lease_batch(now=time.time()) is None
     pool.journal.close()
+
+
+def test_what_was_deleted_of_a_group_does_not_come_back_with_a_damaged_journal(
+    tmp_path: Path,
+) -> None:
+    """Wherever its transaction is damaged: the group is named, or nothing of it is left."""
+    pool, now = Pool(tmp_path / "whole"), time.time()
+    pool.pool.open_group("p", 3, now=now)
+    turns = [
+        replace(step(k), trajectory_uid=uid, prompt_uid="p")
+        for k, uid in ((1, "mine"), (2, "mate"))
+    ]
+    pool.pool.submit_steps(turns, now=now)
+    pool.pool.mark(trajectory_uid="mine", note="a note of mine", now=now)
+    pool.pool.complete_trajectory("mine", 1.0, {"said": "words of mine"}, now=now)
+    pool.flush()
+    begin = newest_segment(tmp_path / "whole").stat().st_size
+    pool.pool.delete_trajectory("mine", now=now)
+    pool.flush()
+    end = newest_segment(tmp_path / "whole").stat().st_size
+    pool.pool.open_group("later", 1, now=now)
+    pool.flush()
+    leave_open(pool, tmp_path / "whole")
+    n_gone = 0
+    for at in range(begin, end, 9):
+        folder = Path(shutil.copytree(tmp_path / "whole", tmp_path / f"pool-{at}"))
+        flip(newest_segment(folder), at)
+        assert refused(folder)
+        [report] = salvage(folder)
+        named = [*report.dropped.get("train", ()), *report.doubtful.get("train", ())]
+        pool = Pool(folder)
+        rows = pool.pool.list_trajectories(now=now).items
+        pool.journal.close()
+        states = {row.trajectory_uid: row.state for row in rows}
+        if states.get("mine") == "complete":
+            assert named == ["p"]
+            continue
+        data = b"".join(path.read_bytes() for path in folder.iterdir())
+        assert b"of mine" not in data
+        assert token(1) not in data
+        assert (token(2) in data) is ("p" in held(folder))
+        n_gone += 1
+    assert n_gone > 10
+
+
+def token(k: int) -> bytes:
+    """The response of a step."""
+    return np.full(200, 1000 + k, dtype=np.int32).tobytes()

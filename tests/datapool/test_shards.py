@@ -859,3 +859,19 @@ async def test_what_has_a_tag_goes_from_all_shards_whatever_dies_meanwhile(own, 
     assert await own.lease_batch() is None
     assert (await own.get_statistics("train"))["groups"]["drop_reasons"] == {"deleted": 4}
     assert (await own.delete(trajectory_uid=f"t-{prompts[0]}")).trajectories == ()
+
+
+async def test_one_trajectory_goes_from_its_shard_and_its_group_goes_on(own, make_step):
+    for uid in (prompts := both(1)):
+        await own.open_group(uid, 2)
+        for k in range(2):
+            await own.submit_step(make_step(f"t{k}-{uid}", uid, is_last=True))
+    for uid in prompts:
+        assert (await own.delete_trajectory(f"t0-{uid}")).trajectories == (f"t0-{uid}",)
+        assert (await own.delete_trajectory(f"t0-{uid}")).trajectories == ()
+    await kill(own, 0)
+    lease = await own.lease_batch(batch_size=2)
+    served = [t.trajectory_uid for group in lease.groups for t in group.trajectories]
+    assert sorted(served) == sorted(f"t1-{uid}" for uid in prompts)
+    late = [await own.submit_step(make_step(f"t0-{uid}", uid, 1)) for uid in prompts]
+    assert late == ["late", "late"]

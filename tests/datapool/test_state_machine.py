@@ -56,6 +56,7 @@ class Rollout:
     step_rewards: dict[int, float] = field(default_factory=dict)
     trainable: bool | None = None
     tags: tuple[str, ...] = ()
+    deleted: bool = False
 
     def step_reward(self, index: int) -> float | None:
         return self.step_rewards.get(index, self.steps[index].reward)
@@ -87,6 +88,8 @@ class Prompt:
     waited: bool = False  # long enough for its rewards
     held: bool = False  # long enough for people's feedback
     retired: bool = False  # to be dropped when it is handed back
+    leaving: list[str] = field(default_factory=list)  # to be deleted when it is handed back
+    deadline: float | None = None
     tags: tuple[str, ...] = ()
     frozen: bool = False
     delivery: int = 1
@@ -233,7 +236,8 @@ class Model:
         seconds = self.config.group_deadline_s if seconds is None else seconds
         if seconds is None or g.due is not None:
             return
-        self.set_timer(g, "deadline", now + seconds)
+        g.deadline = now + seconds
+        self.set_timer(g, "deadline", g.deadline)
 
     def find(self, uid: str, p: str, now: float, base: int | None = None) -> Rollout | str:
         r = self.rollouts.get(uid)
@@ -402,11 +406,85 @@ class Model:
         if r is None:
             return "UnknownTrajectoryError"
         g = self.prompts[r.prompt]
-        if g.frozen or g.state in ("acked", "dropped"):
+        if g.frozen or r.deleted or g.state in ("acked", "dropped"):
             return "TrajectoryClosedError"
         r.trainable, g.withheld = trainable, False
         r.tags = r.tags if tags is None else tags
         return trainable
+
+    def delete_trajectory(self, uid: str) -> tuple[list[str], list[str]]:
+        """The trajectory if it is gone, and if a consumer has it."""
+        r = self.rollouts.get(uid)
+        g = self.prompts.get(r.prompt) if r is not None else None
+        if g is None or uid not in g.rollouts or g.state not in ("open", "leased") or r.deleted:
+            return [], []
+        others = [self.rollouts[u] for u in g.rollouts if u not in (uid, *g.leaving)]
+        n_over = sum(self.is_final(self.rollouts[u]) for u in g.rollouts)
+        to_come = 0 if g.terms is None or g.frozen else g.terms[0] - n_over
+        to_come -= sum(self.rollouts[u].state == "open" for u in g.rollouts)
+        is_more = to_come > 0 or any(o.state != "aborted" for o in others)
+        if g.state == "leased":
+            if not is_more:
+                g.retired = True
+            elif uid not in g.leaving:
+                g.leaving.append(uid)
+            return [], [uid]
+        if is_more:
+            self.remove(uid)
+        else:
+            self.close(r.prompt, "dropped")
+        return [uid], []
+
+    @staticmethod
+    def is_final(r: Rollout) -> bool:
+        """It uses up a rollout."""
+        return r.state == "complete" or (r.state == "aborted" and not r.retry)
+
+    def take_out(self, uid: str) -> None:
+        r = self.rollouts[uid]
+        g = self.prompts[r.prompt]
+        if r.state == "complete":
+            at = g.complete.index(uid)
+            if g.terms is None and g.due is None and not g.frozen:
+                n_counted = len(g.complete) - len(g.waits)
+                if at < n_counted:
+                    g.reached.pop()
+                else:
+                    del g.waits[at - n_counted]
+                    g.timers.pop("siblings", None)
+                    if g.waits:
+                        self.set_timer(g, "siblings", g.waits[0])
+            del g.complete[at]
+            versions = [
+                s.policy_version for u in g.complete for s in self.rollouts[u].steps.values()
+            ]
+            g.oldest = min(versions, default=None)
+        if r.state == "aborted":
+            r.by = "pool"
+        else:
+            self.abort(r, "pool")
+        r.deleted, r.trainable, r.tags, r.outcome, r.step_rewards = True, None, (), None, {}
+
+    def remove(self, uid: str) -> None:
+        r = self.rollouts[uid]
+        g = self.prompts[r.prompt]
+        counts = r.state != "aborted"
+        was_ready = self.key(g, None) is not None
+        self.take_out(uid)
+        if not counts:
+            return
+        g.withheld = False
+        is_short = len(g.complete) < (g.terms[1] if g.terms else 1)
+        is_late = g.due is not None and g.deadline is not None and g.deadline <= self.now
+        if is_short and (g.frozen or is_late):
+            self.close(r.prompt, "dropped")
+        elif not g.frozen:
+            if was_ready and is_short and g.due is not None:
+                g.due, g.reached, g.waits = None, [], []
+                if g.deadline is not None:
+                    self.set_timer(g, "deadline", g.deadline)
+                self.touch(g)
+            self.settle(r.prompt)
 
     def delete(self, uid: str | None, tag: str | None) -> tuple[list[str], list[str]]:
         """The trajectories that are gone, and those that a consumer has."""
@@ -531,9 +609,13 @@ class Model:
     def give_back(self, chosen: list[str]) -> None:
         for p in reversed(chosen):
             g = self.prompts[p]
-            if g.retired:
+            for uid in () if g.retired else g.leaving:
+                self.take_out(uid)
+            least = g.terms[1] if g.terms else 1
+            if g.retired or (g.leaving and len(g.complete) < least):
                 self.close(p, "dropped")
                 continue
+            g.leaving = []
             self.returns -= 1
             g.state, g.due, g.delivery = "open", self.returns, g.delivery + 1
             self.trim()
@@ -589,6 +671,9 @@ class MemoryLog:
         for row in rows:
             self._rows.pop(row, None)
 
+    def put(self, row: int, channel: str, kind: str, head: bytes, *payload: bytes) -> None:
+        self._rows[row] = Row(row, channel, kind, head, b"".join(payload))
+
     def put_state(self, key: str, value: bytes) -> None:
         self._states[key] = value
 
@@ -599,6 +684,9 @@ class MemoryLog:
 
     def states(self) -> dict[str, bytes]:
         return self._states
+
+    def heads(self, rows: Sequence[int]) -> list[tuple[str, bytes]]:
+        return [(self._rows[row].kind, self._rows[row].head) for row in rows]
 
     def read(self, rows: Sequence[int]) -> list[bytes]:
         return [self._rows[row].payload for row in rows]
@@ -845,6 +933,14 @@ class DataPoolMachine(RuleBasedStateMachine):
         while answer.more:
             answer += self.call("delete", uid, tag)
         found = [model.delete(uid, tag) for model in self.models.values()]
+        assert sorted(answer.trajectories) == sorted(u for gone, _ in found for u in gone)
+        assert sorted(answer.leased) == sorted({u for _, leased in found for u in leased})
+
+    @rule(channel=ANY_CHANNEL, which=WHICH)
+    def delete_trajectory(self, channel, which):
+        uid = self.rollout(channel, which)
+        answer = self.call("delete_trajectory", uid)
+        found = [model.delete_trajectory(uid) for model in self.models.values()]
         assert sorted(answer.trajectories) == sorted(u for gone, _ in found for u in gone)
         assert sorted(answer.leased) == sorted({u for _, leased in found for u in leased})
 

@@ -2,10 +2,11 @@
 stay far from that with rewards that say nothing. The base has been taught the format of the task:
 on a random one with tied embeddings no adapter can pass 0.62.
 
-The control is not the base: random rewards move it, too. Measured on 24 November 2026, 256
-rollouts each: base 0.33, 0.32, 0.41 (seeds 0 to 2), control 0.52 and 0.56 (seeds 0, 1), without a
-correlation of reward and answer (|r| < 0.05, n = 320, seed 1). Why it rises was not looked into.
-The bound was set after those two, between them and what real rewards must reach.
+The control is not the base: the base answers right where it calls its tool, in a third of its
+rollouts, and one decision early in the reply is all that the score depends on. Random rewards move
+it at random: 0.28 to 0.58 within the 40 steps of seed 2, scores of 0.52, 0.56 and 0.36 after them
+(seeds 0 to 2, 24 November 2026, 256 rollouts each; the base 0.33, 0.32, 0.41, and 0.69 with
+`validation.temperature=0`). The bound lies between those and what real rewards must reach.
 """
 
 from __future__ import annotations

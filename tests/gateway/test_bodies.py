@@ -38,6 +38,25 @@ async def test_a_hostile_body_is_refused_in_few_words_and_nothing_is_sampled(
     assert time.thread_time() - began < 1.0
 
 
+@pytest.mark.parametrize(
+    ("sign", "status"), [("\U0001f600".encode(), 413), (b"\\ud83d\\ude00", 413), (b"", 400)]
+)
+async def test_a_body_of_wide_characters_is_refused_before_it_takes_four_times_its_size(
+    worlds: Any, sign: bytes, status: int
+) -> None:
+    world = await worlds()
+    body = b'{"messages": [{"role": "user", "content": "%s%s"}]}' % (sign, b"a " * 8 * M)
+    kind = {"content-type": "application/json"}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(world.url + CHAT, data=body, headers=kind) as answer,
+    ):
+        text = await answer.text()
+    assert answer.status == status, text
+    assert ("text outside ASCII, and may have 12582912" in text) is (status == 413)
+    assert not world.engine.requests
+
+
 async def test_a_long_tool_description_is_served_where_it_fits(worlds: Any) -> None:
     world = await worlds(context_length=8 * M)
     tool = function(description="word " * 600_000, parameters={"type": "object", "properties": {}})

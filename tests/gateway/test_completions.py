@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -11,6 +12,7 @@ from openai.types import Completion
 from tokenizers.processors import TemplateProcessing
 
 from tests.gateway.conftest import Sampled, World, log_prob
+from tests.gateway.test_failures import until
 
 
 @pytest.fixture
@@ -258,6 +260,173 @@ async def test_legacy_logprobs_name_every_sampled_token(world: Any, stream: bool
         assert token.startswith("bytes:") or text.startswith(token, offset)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_each_prompt_of_a_list_is_a_call_of_its_own(
+    world: Any, as_ids: bool, stream: bool
+) -> None:
+    world.engine.default = lambda body: Sampled(world.ids(f"to {len(body['input_ids'])}"))
+    texts = ["one", "three words here", "a much longer prompt than those"]
+    ids = [world.ids(text, close=False) for text in texts]
+    client = await world.client()
+    answer: Any = await client.completions.create(
+        model="m",
+        prompt=ids if as_ids else texts,
+        n=2,
+        max_tokens=100,
+        stream=stream,
+        extra_body={"stream_options": {"include_usage": True}} if stream else None,
+    )
+    said, finished = [""] * 6, [""] * 6
+    for part in [part async for part in answer] if stream else [answer]:
+        usage = part.usage
+        for choice in part.choices:
+            said[choice.index] += choice.text
+            finished[choice.index] += choice.finish_reason or ""
+    # The samples of the first prompt stand before those of the second.
+    assert said == [f"to {len(each)}" for each in ids for _ in range(2)]
+    assert finished == ["stop"] * 6
+    steps = world.stored("t1")
+    assert sorted(s.prompt_ids.tolist() for s in steps) == sorted([*ids, *ids])
+    assert [s.step_index for s in steps] == list(range(6))
+    assert [s.parent_index for s in steps] == [None] * 6
+    assert usage.prompt_tokens == sum(map(len, ids))
+    assert usage.completion_tokens == sum(len(s.response_ids) for s in steps)
+    world.check_exact()
+
+
+async def test_one_prompt_of_a_list_that_is_refused_refuses_all(worlds: Any) -> None:
+    world = await worlds(context_length=50)
+    client = await world.client()
+    for prompt, named in (
+        (["short", "long " * 100], "prompt"),
+        (["short", ""], "prompt"),
+        (["short", [1, 2]], None),
+        (["short", 3], "prompt[1]"),
+        ([[1], [-1]], "prompt[1]"),
+        ([[1], []], "prompt[1]"),
+    ):
+        if named is None:  # texts and ids beside each other are two prompts
+            await client.completions.create(model="m", prompt=prompt)
+            assert len(world.stored()) == 2
+            continue
+        n_asked = len(world.port.asked)
+        with pytest.raises(openai.BadRequestError) as refusal:
+            await client.completions.create(model="m", prompt=prompt)
+        assert refusal.value.param == named
+        assert len(world.port.asked) == n_asked  # the pool hears nothing of it
+    assert len(world.engine.requests) == 2
+
+
+async def test_prompts_of_a_list_have_the_trajectories_that_they_would_have_alone(
+    world: Any,
+) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key="k") as client:
+        create = client.completions.with_raw_response.create
+        begun = await create(model="m", prompt=["one:", "two:"], n=2, max_tokens=1)
+        first, second = begun.headers["x-stepwell-trajectory"].split(",")
+        assert {s.trajectory_uid for s in world.stored()} == {first, second}
+        assert [len(world.stored(uid)) for uid in (first, second)] == [2, 2]
+        assert len({s.prompt_uid for s in world.stored()}) == 2
+        said = begun.parse().choices
+        # Each goes on in its own, beside one that begins.
+        prompts = [f"one:{said[0].text} more", f"two:{said[2].text} more", "three:"]
+        went_on = await create(model="m", prompt=prompts)
+        uids = went_on.headers["x-stepwell-trajectory"].split(",")
+    assert uids[:2] == [first, second]
+    assert len(set(uids)) == 3
+    for uid in (first, second):
+        assert world.stored(uid)[2].parent_index in (0, 1)
+    world.check_exact()
+
+
+async def test_prompts_of_a_list_whose_group_is_over_begin_another_together(world: Any) -> None:
+    async with openai.AsyncOpenAI(
+        base_url=f"{world.url}/v1", api_key="k", default_headers={"x-prompt-uid": "g"}
+    ) as client:
+        await client.completions.create(model="m", prompt="before")
+        await world.pool.drop_group("g", "tested")
+        await client.completions.create(model="m", prompt=["one", "two", "three"])
+    before, *after = world.stored()
+    assert before.prompt_uid == "g"
+    assert len({s.trajectory_uid for s in after}) == 3
+    (other,) = {s.prompt_uid for s in after}
+    assert other.startswith("g~")
+    world.check_exact()
+
+
+async def test_a_retry_of_a_list_is_the_same_steps(world: Any) -> None:
+    client = await world.client(max_retries=2)
+    world.port.failures = ["before"]
+    key = {"Idempotency-Key": "a"}
+    texts = ["x", "y", "x"]
+    first, again = [
+        await client.completions.create(model="m", prompt=texts, n=2, extra_headers=key)
+        for _ in range(2)
+    ]
+    assert len(world.engine.requests) == 6
+    assert [s.step_index for s in world.stored()] == list(range(6))
+    assert again.choices == first.choices
+    texts = ["another", "y", "x"]
+    with pytest.raises(openai.BadRequestError, match="Idempotency-Key"):
+        await client.completions.create(model="m", prompt=texts, n=2, extra_headers=key)
+    assert len(world.engine.requests) == 6
+    world.check_exact()
+
+
+async def test_a_client_that_leaves_a_stream_of_prompts_ends_all_their_calls(world: Any) -> None:
+    client = await world.client()
+    gate = asyncio.Event()
+    for text in ("first", "second", "third"):
+        world.say(f"{text} that nobody hears", gate=gate)
+    stream = await client.completions.create(
+        model="m", prompt=["a", "b", "c"], max_tokens=100, stream=True
+    )
+    async for _ in stream:
+        break
+    await until(lambda: len(world.engine.requests) == 3)
+    await stream.close()
+    await until(lambda: len(world.engine.aborts) == 3)
+    gate.set()
+    assert world.stored() == []
+    answer = await client.completions.create(model="m", prompt="a")
+    assert answer.choices[0].text == "fine"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_answers_the_prompt_before_the_reply(world: Any, stream: bool) -> None:
+    client = await world.client()
+    for prompt, texts in (
+        ("2 + 2 =", ["2 + 2 ="]),
+        (world.ids("<|im_start|>user 🦊"), ["<|im_start|>user 🦊<|im_end|>"]),
+        (["one:", "two:"], ["one:", "two:"]),
+    ):
+        answer: Any = await client.completions.create(
+            model="m", prompt=prompt, echo=True, n=2, stream=stream
+        )
+        said = [""] * (2 * len(texts))
+        for part in [part async for part in answer] if stream else [answer]:
+            for choice in part.choices:
+                said[choice.index] += choice.text
+        assert said == [f"{text}fine" for text in texts for _ in range(2)]
+    assert all(s.response_ids.tolist() == world.ids("fine") for s in world.stored())
+    # What was echoed is how the next prompt begins.
+    client = await world.client("t2")
+    answer = await client.completions.create(model="m", prompt="Say:", echo=True, max_tokens=1)
+    await client.completions.create(model="m", prompt=answer.choices[0].text + " and more")
+    assert [s.parent_index for s in world.stored("t2")] == [None, 0]
+    world.check_exact()
+
+
+async def test_log_probs_of_an_echoed_prompt_are_refused(world: Any) -> None:
+    client = await world.client()
+    for n in (0, 1):
+        with pytest.raises(openai.BadRequestError, match="with echo it asks for the prompt's") as e:
+            await client.completions.create(model="m", prompt="x", echo=True, logprobs=n)
+        assert e.value.param == "logprobs"
+    assert world.engine.requests == []
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -265,11 +434,10 @@ async def test_legacy_logprobs_name_every_sampled_token(world: Any, stream: bool
         ("prompt", None),
         ("prompt", ""),
         ("prompt", {"text": "x"}),
-        ("prompt", ["one", "two"]),
-        ("prompt", [[1], [2]]),
         ("prompt", [1, "x"]),
         ("prompt", [-1]),
-        ("echo", True),
+        ("prompt", ["x"] * 65),
+        ("echo", "yes"),
         ("best_of", 2),
         ("suffix", "x"),
         ("logprobs", 21),

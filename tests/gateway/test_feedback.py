@@ -62,7 +62,7 @@ async def test_what_comes_after_the_lease_is_refused_and_changes_nothing(
     assert lease.groups[0].trajectories[0].reward == 0.25
     status, got = await agent.post("/v1/feedback", {"trajectory_uid": uid, **said})
     assert status == 410
-    for words in ("takes no feedback any more", "was leased by a trainer", "pool.default.hold_s"):
+    for words in ("takes no feedback any more", "leased by a trainer", "pool.default.hold_s"):
         assert words in got["error"]["message"]
     await world.pool.nack(lease.lease_id)
     again = await world.pool.lease_batch()

@@ -403,6 +403,16 @@ async def _score(solution_str: str, ground_truth: str = "", **_: Any) -> dict[st
     return {"score": float(solution_str == ground_truth), "exact": True}
 
 
+async def test_a_reward_function_may_run_a_loop_of_its_own(worlds: Any, http: Http) -> None:
+    world = await worlds(reward_fn=f"{__name__}:_waiting_score")
+    got = await http.post(world.url + "/compute_reward", solution_str="abc")
+    assert got == (200, {"reward": 3.0, "details": {}})
+
+
+def _waiting_score(solution_str: str) -> float:
+    return asyncio.get_event_loop().run_until_complete(asyncio.sleep(0, float(len(solution_str))))
+
+
 async def test_without_a_reward_function_the_endpoint_says_what_to_set(
     world: Any, http: Http
 ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,13 +55,13 @@ def filled(value: Any, names: Mapping[str, str]) -> Any:
 
 class Http:
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        self._session, self._url = session, url
+        self._session, self.url = session, url
 
     async def __call__(
         self, path: str, key: str | None, body: Any = None, method: str = "POST", **headers: str
     ) -> tuple[int, Any]:
         sent = dict(headers) if key is None else {**headers, "authorization": f"Bearer {key}"}
-        call = self._session.request(method, self._url + path, json=body, headers=sent)
+        call = self._session.request(method, self.url + path, json=body, headers=sent)
         async with call as answer:
             text = await answer.text()
             is_json = answer.content_type == "application/json" and text
@@ -70,8 +71,18 @@ class Http:
         return await asked(self, ROWS[name], "", key, {"t": t, "g": g})
 
 
-async def _state(pool: DataPoolClient) -> Any:
-    return await everything(pool)
+async def _state(pool: Any) -> Any:
+    """All that is stored of `GROUP`, and how often."""
+    rows = []
+    for channel in ("chan-a", "chan-b", "train", "val"):
+        for row in (await pool.list_trajectories(channel)).items:
+            if row.trajectory_uid in (UID, f"{GROUP}-1", "new"):
+                marks = row.marks.as_dict()
+                rows.append(
+                    (channel, row.trajectory_uid, row.state, row.n_steps, row.reward, marks)
+                )
+                rows.append((row.metadata,))
+    return rows
 
 
 async def everything(pool: DataPoolClient) -> dict[tuple[str, ...], Any]:
@@ -433,26 +444,84 @@ async def test_what_the_operator_opened_is_open_to_agent_keys_and_others_routes_
         assert (status, "leave it out" in str(refused)) == (400, True)
 
 
-async def test_a_trajectorys_own_key_does_not_delete_its_siblings(worlds: Any) -> None:
+@pytest.mark.parametrize("where", ["here", "another gateway", "after a restart"])
+async def test_a_trajectorys_own_key_deletes_it_alone_and_its_siblings_go_on(
+    worlds: Any, tmp_path: Path, where: str
+) -> None:
+    path, body = f"/v1/trajectories/{UID}", {"input": "a secret", "store": True}
+    async with aiohttp.ClientSession() as session, AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(local_pool(PoolConfig(), tmp_path))
+        world = await worlds(pool=pool, **keys())
+        http = Http(session, world.url)
+        _, opened = await http("/v1/groups", A, {"n": 2, "prompt_uid": GROUP})
+        own, sibling = (each["api_key"] for each in opened["trajectories"])
+        _, answered = await http("/v1/responses", own, body)
+        first = f"/v1/responses/{answered['id']}"
+        _, kept = await http("/v1/responses", sibling, body)
+        if where == "another gateway":  # which answered the trajectory, too
+            http = Http(session, (await worlds(pool=pool, **keys())).url)
+            _, answered = await http("/v1/responses", own, body)
+            _, kept = await http("/v1/responses", sibling, body)
+        elif where == "after a restart":
+            await stack.aclose()
+            pool = await stack.enter_async_context(local_pool(PoolConfig(), tmp_path))
+            http = Http(session, (await worlds(pool=pool, **keys())).url)
+            _, kept = await http("/v1/responses", sibling, body)
+        before = await _state(pool)
+        for key in (None, A, B, sibling):
+            assert (await http(path, key, None, "DELETE"))[0] == (401 if key is None else 403)
+        assert await _state(pool) == before
+        gone = {"deleted": [UID], "leased": []}
+        assert await http(path, own, None, "DELETE") == (200, gone)
+        rows = {r.trajectory_uid: r for r in (await pool.list_trajectories("chan-a")).items}
+        assert (rows[UID].state, rows[UID].reason, rows[UID].n_steps) == ("aborted", "deleted", 0)
+        assert [each for each in await _state(pool) if UID not in each][1:] == before[2:]
+        assert (await http(f"/v1/responses/{answered['id']}", own, None, "GET"))[0] == 404
+        assert (await http(f"/v1/responses/{kept['id']}", sibling, None, "GET"))[0] == 200
+        gateways = [http, Http(session, (await worlds(pool=pool, **keys())).url)]
+        if where == "another gateway":
+            gateways.append(Http(session, world.url))
+        for gateway in gateways:
+            for name in ("chat", "responses", "retry", "register", "feedback", "feedback by name"):
+                status, refused = await gateway.route(name, own)
+                assert (status, "deleted" in str(refused)) == (410, True), (name, refused)
+            late = {"trajectory_uid": UID, "outcome": "late"}
+            for name in ("complete", "abort", "reward", "complete by name"):
+                assert await gateway.route(name, own) == (200, late), name
+        rows = {r.trajectory_uid: r for r in (await pool.list_trajectories("chan-a")).items}
+        assert (rows[UID].n_steps, rows[UID].metadata) == (0, {"stepwell_owner": "a"})
+        for gateway in gateways:  # each forgets what it has, whichever was asked first
+            again = await gateway(path, own, None, "DELETE")
+            assert again == (200, {"deleted": [], "leased": []})
+            assert (await gateway(first, own, None, "GET"))[0] == 404
+        assert (await http.route("chat", sibling, f"{GROUP}-1"))[0] == 200
+        assert (await http.route("complete", sibling, f"{GROUP}-1"))[0] == 200
+        (group,) = (await pool.lease_batch(channel="chan-a")).groups
+        assert [t.trajectory_uid for t in group.trajectories] == [f"{GROUP}-1"]
+
+
+async def test_a_trajectory_that_is_alone_goes_with_its_group(worlds: Any) -> None:
+    world = await worlds(**keys())
+    async with aiohttp.ClientSession() as session:
+        http = Http(session, world.url)
+        _, opened = await http("/v1/groups", A, {"n": 1, "prompt_uid": "one"})
+        (only,) = opened["trajectories"]
+        assert (await http.route("chat", only["api_key"], "one-0", "one"))[0] == 200
+        gone = {"deleted": ["one-0"], "leased": []}
+        assert await http("/v1/trajectories/one-0", only["api_key"], None, "DELETE") == (200, gone)
+        groups = (await world.pool.get_statistics("chan-a"))["groups"]
+        assert groups["drop_reasons"] == {"deleted": 1}
+
+
+async def test_the_operator_deletes_a_trajectory_with_its_group(worlds: Any) -> None:
     world = await worlds(**keys())
     async with aiohttp.ClientSession() as session:
         http = Http(session, world.url)
         _, opened = await http("/v1/groups", A, {"n": 2, "prompt_uid": GROUP})
-        own = opened["trajectories"][0]["api_key"]
-        assert (await http.route("chat", own))[0] == 200
-        before = await _state(world.pool)
-        path = f"/v1/trajectories/{UID}"
-        status, refused = await http(path, own, None, "DELETE")
-        assert (status, "use an admin key" in str(refused)) == (403, True)
-        assert await _state(world.pool) == before
-        assert (await http.route("chat", own))[0] == 200, "it goes on"
-        assert (await http(path, ADMIN, None, "DELETE"))[0] == 200
-        alone = {"n": 1, "prompt_uid": "one"}
-        _, opened = await http("/v1/groups", A, alone)
-        (only,) = opened["trajectories"]
-        assert (await http.route("chat", only["api_key"], "one-0", "one"))[0] == 200
-        status, gone = await http("/v1/trajectories/one-0", only["api_key"], None, "DELETE")
-        assert (status, gone) == (200, {"deleted": ["one-0"], "leased": []})
+        for k, each in enumerate(opened["trajectories"]):
+            assert (await http.route("chat", each["api_key"], f"{GROUP}-{k}"))[0] == 200
+        status, gone = await http(f"/v1/trajectories/{UID}", ADMIN, None, "DELETE")
+        assert (status, sorted(gone["deleted"])) == (200, [UID, f"{GROUP}-1"])
 
 
 class Meeting(WatchedPort):

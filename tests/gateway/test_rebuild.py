@@ -30,6 +30,7 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import DUPLICATE_OF, Step, superseded
 from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.app import create_app
+from stepwell.gateway.call_service import Asked
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.keys import OPERATOR
 from stepwell.gateway.listening import bind
@@ -322,7 +323,7 @@ async def begin(
     retry = RetryKey("test/key", "body", is_retry)
     trajectory = world.gateway.trajectories.get("t1", "p1")
     listeners = await world.gateway.calls.start(
-        trajectory, request, retry, "test", n, caller=OPERATOR
+        [Asked(trajectory, request, retry, n)], "test", caller=OPERATOR
     )
     for listener in listeners:
         await listener.result()

@@ -12,8 +12,12 @@ import pytest
 from rich.console import Console
 
 from stepwell import doctor, load_config
+from stepwell.backends.weights import WeightStore
 from stepwell.cli import main
 from stepwell.doctor import Finding, finding_line, verdict
+from stepwell.run_file import begin, only_run_in
+from stepwell.trainer.ledger import Ledger
+from stepwell.trainer.metrics import MetricsWriter
 
 MODEL = load_config("quickstart").model.path
 
@@ -142,6 +146,56 @@ def test_a_finding_is_told_without_colours_too() -> None:
         "",
         "1 problem, 1 warning",
     ]
+
+
+def a_model(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+
+
+def ended_run(folder: Path) -> Path:
+    """The folder of a run that has ended, with a version, a ledger and a score that collapsed."""
+    with only_run_in(folder):
+        begin(load_config("quickstart", [f"run.dir={folder}"]))
+        store = WeightStore(folder / "weights")
+        store.commit(3, store.write(3, a_model))
+    ledger = Ledger(folder / "checkpoints" / "ledger.jsonl")
+    ledger.issued("p", "i")
+    ledger.close()
+    with MetricsWriter(folder, []) as metrics:
+        for step, score in enumerate((0.35, 0.0)):
+            metrics.write({"step": step, "val/score": score, "lr": 0.01})
+    return folder
+
+
+def told(capsys: pytest.CaptureFixture[str], folder: Path) -> dict[str, Finding]:
+    """By name, of the files and the score."""
+    main(["doctor", str(folder), "--json"])
+    found = [Finding(**finding) for finding in json.loads(capsys.readouterr().out)]
+    return {f.name: f for f in found if f.name in ("files", "learning", "gateway")}
+
+
+def test_a_run_that_has_ended_is_looked_at_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = told(capsys, ended_run(tmp_path))
+    assert found.keys() == {"files", "learning"}
+    assert found["files"].text == "the run has ended; version 3, 1 entries in its ledger"
+    assert found["learning"].state == "warning"
+    assert "fell from 0.35 to 0.00" in found["learning"].text
+
+
+@pytest.mark.parametrize("name", ["run.json", "weights/current.json", "checkpoints/ledger.jsonl"])
+def test_a_damaged_file_of_a_run_is_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    file = ended_run(tmp_path) / name
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    found = told(capsys, tmp_path)["files"]
+    assert (found.state, str(file) in found.text) == ("problem", True)
+    assert found.remedy
 
 
 @pytest.mark.parametrize(

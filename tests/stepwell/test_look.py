@@ -388,3 +388,20 @@ def test_the_screen_of_a_run_that_nobody_has_called_yet(run: Path, capsys: Captu
     console.print(status_screen({**status, "gateways": [gateway]}))
     [line] = [x for x in console.export_text().splitlines() if x.startswith("gateway")]
     assert " ".join(line.split()).endswith("up 0 calls · 0 running")
+
+
+@pytest.mark.parametrize("has_consumer", [False, True])
+def test_the_screen_says_at_once_that_no_trainer_has_come(
+    run: Path, capsys: Capture, has_consumer: bool
+) -> None:
+    assert main(["status", str(run), "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    status |= {"state": "alive", "trainer": {**status["trainer"], "pid": None}}
+    status["pool"]["train"] |= {"ready": 23, "has_consumer": has_consumer}
+    console = Console(width=300, file=io.StringIO(), record=True)
+    console.print(status_screen(status))
+    [line] = [x for x in console.export_text().splitlines() if x.startswith("trainer")]
+    assert "nobody trains" in line
+    assert (
+        "23 groups wait for a first trainer (stepwell train --attach" in line
+    ) is not has_consumer

@@ -21,7 +21,17 @@ from stepwell.prometheus import TRAINER, PrometheusTracker
 from stepwell.trackers import build_trackers
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.metrics import MetricsWriter
-from stepwell.verl_names import KL_LOSS, KL_REWARD, NAMES, POLICY_LOSS, REWARDS
+from stepwell.verl_names import (
+    DUAL_CLIP,
+    KL_COEF,
+    KL_LOSS,
+    KL_REWARD,
+    NAMES,
+    POLICY_LOSS,
+    PPO_KL,
+    REWARDS,
+    TOKEN_MEAN,
+)
 from tests.documented_metrics import documented
 
 
@@ -91,10 +101,37 @@ def test_verls_names_stand_beside_ours_where_the_figure_is_the_same(
     assert (("critic/rewards/mean", 7) in found) is (setting != "algorithm.kl.place=reward")
 
 
+ANOTHER_FIGURE = {
+    "algorithm.loss.policy=kl_cov": {
+        "actor/ppo_kl",
+        "actor/pg_clipfrac",
+        "actor/pg_clipfrac_lower",
+    },
+    "algorithm.loss.policy=geo_mean": {"actor/pg_clipfrac", "actor/pg_clipfrac_lower"},
+    "algorithm.loss.policy=cispo": {"actor/pg_clipfrac_lower"},
+    "algorithm.loss.loss_agg_mode=trajectory-mean": {"actor/entropy"},
+}
+"""Names that verl gives a figure which ours is not, by the setting."""
+
+
+@pytest.mark.parametrize("setting", ANOTHER_FIGURE)
+def test_a_figure_that_verl_takes_another_way_does_not_get_its_name(
+    tmp_path: Path, setting: str
+) -> None:
+    ours = {"policy/kl_k1": 0.1, "policy/entropy": 0.2, "policy/dual_clip_frac": 0.3}
+    ours |= {"policy/clip_frac_low": 0.25, "policy/clip_frac_high": 0.5}
+    names = {"actor/ppo_kl", "actor/entropy", "actor/pg_clipfrac_lower", "actor/pg_clipfrac"}
+    with writer(tmp_path, "logging.tensorboard=true", "logging.names=verl", setting) as metrics:
+        metrics.write({"step": 7, **ours})
+    given = {tag for tag, _ in events(tmp_path / "tensorboard")} & names
+    assert given == names - ANOTHER_FIGURE[setting]
+
+
 def test_the_page_names_verls_figures_as_trackers_do() -> None:
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     rows = re.findall(r"^\| verl: `([^`]+)` \| `([^`]+)` \|", page, re.MULTILINE)
-    tables = (NAMES, REWARDS, POLICY_LOSS, KL_LOSS, KL_REWARD)
+    of_kl = (KL_COEF, KL_LOSS, KL_REWARD, PPO_KL)
+    tables = (NAMES, REWARDS, POLICY_LOSS, TOKEN_MEAN, DUAL_CLIP, *of_kl)
     ours = {(v, name) for table in tables for name, vs in table.items() for v in vs}
     assert ours == set(rows[:-1])
     known = documented(always=True) | documented(always=False)

@@ -298,7 +298,7 @@ def test_a_jsonl_line_becomes_a_task_by_its_keys(write: WriteLines) -> None:
 
 
 def test_a_list_of_messages_is_kept_as_messages(write: WriteLines) -> None:
-    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
     task = only(write({"prompt": messages, "answer": "a"}), prompt_key="prompt")
     assert task["messages"] == messages
     assert "question" not in task
@@ -532,15 +532,48 @@ def test_a_hugging_face_folder_of_files_is_read_with_slices(tmp_path: Path) -> N
     assert [t["instance_id"] for t in tasks] == ["hub-train-1-3-0", "hub-train-1-3-1"]
 
 
+MEDIA_ROWS: dict[str, Any] = {
+    "images": {"images": ["cat.png"]},
+    "image": {"image": "cat.png"},
+    "videos": {"videos": [{"path": "cat.mp4"}]},
+    "audio": {"audio": {"path": "cat.wav"}},
+    "<image> in prompt": {"prompt": "<image>Find x."},
+    "<video> in prompt": {"prompt": [{"role": "user", "content": "Look: <video>"}]},
+    "<audio> in prompt": {
+        "prompt": [{"role": "user", "content": [{"type": "text", "text": "<audio>"}]}]
+    },
+    "a part of type 'image_url' in prompt": {
+        "prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("what", MEDIA_ROWS)
+def test_a_row_about_an_image_is_refused_and_not_trained_on_its_text(
+    tmp_path: Path, what: str, kind: str
+) -> None:
+    absent: dict[str, Any] = {"images": [], "image": None}
+    row = {"prompt": "Find x.", "answer": "1", **MEDIA_ROWS[what]}
+    path = tmp_path / f"some.{kind}"
+    if kind == "jsonl":
+        rows = [{"prompt": "a", "answer": "1", **absent}, row]
+        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    with pytest.raises(DataError, match=rf"{what}; images, videos and sounds are not trained yet"):
+        PromptSource(config(kind=kind, path=path, prompt_key="prompt", label_key="answer"))
+
+
 def test_columns_that_no_task_is_made_of_are_not_read(tmp_path: Path) -> None:
     features = datasets.Features(
-        {"question": datasets.Value("string"), "images": datasets.List(datasets.Image())}
+        {"question": datasets.Value("string"), "picture": datasets.List(datasets.Image())}
     )
-    rows = {"question": ["a?"], "images": [[{"bytes": b"no image", "path": None}]]}
+    rows = {"question": ["a?"], "picture": [[{"bytes": b"no image", "path": None}]]}
     datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "i.parquet"))
     task = only_of(kind="parquet", path=tmp_path / "i.parquet", label_key=None)
     assert task["question"] == "a?"
-    with pytest.raises(DataError, match=r"has no 'prompt'.*it has images, question"):
+    with pytest.raises(DataError, match=r"has no 'prompt'.*it has picture, question"):
         only_of(
             kind="parquet",
             path=tmp_path / "i.parquet",

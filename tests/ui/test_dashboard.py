@@ -302,6 +302,8 @@ def test_alerts_say_what_is_wrong_and_why() -> None:
                 "oldest_open": [
                     {"prompt_uid": "p", "age_s": 999.0, "running": 0, "why": "1 of 4 complete"}
                 ],
+                "ready": 3,
+                "has_consumer": False,
             }
         },
         "metrics": {"log_prob_gap": 0.7, "wait/trainer_starved": 0.9},
@@ -310,11 +312,13 @@ def test_alerts_say_what_is_wrong_and_why() -> None:
     assert list(found) == [
         "Engine http://e is down",
         "Group p in train is starving",
+        "Nobody has leased of train yet",
         "75% of the groups of train were dropped",
         "Engine and trainer disagree: log-prob gap 0.7",
         "The trainer waits for groups 90% of the time",
     ]
     assert found["75% of the groups of train were dropped"] == "28 stale, 2 deadline"
+    assert "3 groups are ready" in found["Nobody has leased of train yet"]
     well = {"gateway": {}, "pool": {}, "metrics": {"log_prob_gap": 1e-4}}
     assert not list(alerts(well))
     assert [a.title for a in alerts({"pool": None})] == ["The pool does not answer"]

@@ -20,11 +20,8 @@ from omegaconf import OmegaConf
 
 from stepwell.datapool.dotted import resolve
 from stepwell.trainer.config import CustomSource
-from stepwell.trainer.data.rows import Columns, Row
+from stepwell.trainer.data.rows import Columns, Row, refuse_media
 from stepwell.trainer.errors import DataError
-
-IMAGES = ("multi_modal_data", "multi_modal_inputs")
-"""Of verl's rows; not trained here."""
 
 
 class CustomRows:
@@ -87,11 +84,7 @@ class CustomRows:
             raise DataError(
                 f"{self.where(index)} is a {type(stored).__name__}; __getitem__ returns a dict"
             )
-        if any(len(stored[name]) for name in IMAGES if stored.get(name) is not None):
-            raise DataError(
-                f"{self.where(index)} has images; they are not trained yet: leave the rows with "
-                f"{' or '.join(IMAGES)} out"
-            )
+        refuse_media(stored, self.where(index))
         return self._columns.read(stored)
 
     def __iter__(self) -> Iterator[Row]:

@@ -1,14 +1,64 @@
-"""Rows as plain objects: which columns tasks are made of, and what JSON makes of their values."""
+"""Rows as plain objects: which columns tasks are made of, and what JSON makes of their values.
+
+A row that is about an image, a video or a sound is refused, since a model would be trained on the
+text without it.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from stepwell.trainer.config import TableConfig
+from stepwell.trainer.errors import DataError
 
 Row: TypeAlias = dict[str, Any]
+
+MEDIA = (
+    *("image", "images", "video", "videos", "audio", "audios"),
+    *("multi_modal_data", "multi_modal_inputs"),
+)
+"""Names under which rows hold what is not text: those of slime and of verl."""
+_PLACEHOLDER = re.compile("<(?:image|video|audio)>")
+_PARTS = frozenset({"image", "image_url", "input_image", "video", "audio", "input_audio"})
+
+
+def refuse_media(row: Mapping[str, Any], where: str) -> None:
+    """
+    Raises:
+        DataError: the row holds an image, a video or a sound.
+    """
+    for name in MEDIA:
+        value = row.get(name)
+        if value is not None and (not hasattr(value, "__len__") or len(value)):
+            raise holds_media(where, name)
+
+
+def refuse_placeholders(prompt: str | list[Row], key: str, where: str) -> None:
+    """
+    Raises:
+        DataError: a text or a message stands for an image, a video or a sound.
+    """
+    contents = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
+    for content in contents:
+        parts = content if isinstance(content, list) else [content]
+        for part in parts:
+            kind, text = (
+                (part.get("type"), part.get("text")) if isinstance(part, dict) else ("", part)
+            )
+            if kind in _PARTS:
+                raise holds_media(where, f"a part of type {kind!r} in {key}")
+            if isinstance(text, str) and (found := _PLACEHOLDER.search(text)) is not None:
+                raise holds_media(where, f"{found[0]} in {key}")
+
+
+def holds_media(where: str, what: str) -> DataError:
+    return DataError(
+        f"{where} has {what}; images, videos and sounds are not trained yet, and its text is not "
+        "without them: leave such rows out (a column that is none of these: rename it)"
+    )
 
 
 def lookup(row: Mapping[str, Any], key: str, default: Any = None) -> Any:

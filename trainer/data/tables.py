@@ -35,7 +35,7 @@ from stepwell.trainer.config import (
 )
 from stepwell.trainer.data.custom import CustomRows
 from stepwell.trainer.data.prompt_length import load_tokenizer
-from stepwell.trainer.data.rows import Columns, Row
+from stepwell.trainer.data.rows import MEDIA, Columns, Row, holds_media
 from stepwell.trainer.errors import DataError
 
 
@@ -243,6 +243,9 @@ class ArrowRows:
         self._others = dict.fromkeys(c for c in dataset.column_names if c not in self._columns)
         """Read by nobody; a message may name them."""
         self._rows = dataset.select_columns(columns) if columns else dataset
+        for column in dataset.column_names:
+            if column in MEDIA and (row := _first_held(dataset, column)) is not None:
+                raise holds_media(self.where(row), column)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -261,6 +264,17 @@ class ArrowRows:
 
     def number(self, index: int) -> int:
         return index
+
+
+def _first_held(dataset: Any, column: str) -> int | None:
+    """The first row with something in the column. Nothing is decoded: that needs more packages."""
+    stored = dataset.select_columns([column]).with_format("arrow")
+    for begin in range(0, len(dataset), 100):
+        values = stored[begin : begin + 100][column].to_pylist()
+        for row, value in enumerate(values, begin):
+            if value is not None and (not isinstance(value, list | str) or value):
+                return row
+    return None
 
 
 def _hugging_face(config: HuggingFaceSource) -> Part:

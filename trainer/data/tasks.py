@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from stepwell.trainer.config import ReasoningGymSource, SourceConfig, TableConfig
 from stepwell.trainer.data.prompt_length import PromptMeter
-from stepwell.trainer.data.rows import lookup
+from stepwell.trainer.data.rows import lookup, refuse_media, refuse_placeholders
 from stepwell.trainer.data.tables import Table, describe, open_table
 from stepwell.trainer.errors import DataError
 
@@ -218,6 +218,8 @@ class _RowTasks:
                 f"{where}: {config.prompt_key} is {prompt!r:.80}; it is the question (a string) or "
                 f"a list of messages (prompt_key names it; it has {', '.join(row)})"
             )
+        refuse_media(row, where)
+        refuse_placeholders(prompt, config.prompt_key, where)
         if config.label_key is not None and lookup(row, config.label_key, _MISSING) is _MISSING:
             raise DataError(
                 f"{where} has no {config.label_key}; name the answer's key in label_key, or set it "

@@ -151,6 +151,7 @@ def main(connection_fd: int, life_line: int) -> None:
         return
     connection.send(None)
     with asyncio.Runner() as loop, contextlib.suppress(EOFError):
+        loop.get_loop()  # a sync function may run it, too
         while True:
             call, args = connection.recv()
             result = _answer(loop, reward, call, args)

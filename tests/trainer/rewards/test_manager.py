@@ -89,6 +89,25 @@ async def test_each_sample_is_scored_by_its_own_call(write: Write, manager: str)
     ]
 
 
+@pytest.mark.parametrize("manager", ["naive", "auto", "parallel", "batch"])
+async def test_a_function_may_run_a_loop_of_its_own(write: Write, manager: str) -> None:
+    """As verl's documented `async_code_execution_reward` does."""
+    one = "lambda answer: asyncio.sleep(0, float(len(answer)))"
+    if manager == "batch":
+        arguments, result = (
+            "(data_sources, solution_strs, ground_truths, extra_infos)",
+            ("[loop.run_until_complete(one(answer)) for answer in solution_strs]"),
+        )
+    else:
+        arguments, result = SIGNATURE, "loop.run_until_complete(one(solution_str))"
+    function = write(
+        f"import asyncio\none = {one}\ndef score{arguments}:\n"
+        f"    loop = asyncio.get_event_loop()\n    return {result}\n"
+    )
+    found = await outcomes([sample("a"), sample("ab")], function=function, manager=manager)
+    assert scores(found) == [1.0, 2.0]
+
+
 async def test_the_function_is_chosen_by_the_data_source(write: Write) -> None:
     half = write(f"def score{SIGNATURE}: return kwargs.get('value', 0.5)\n")
     results = await outcomes(
