@@ -71,8 +71,18 @@ class Http:
         return await asked(self, ROWS[name], "", key, {"t": t, "g": g})
 
 
-async def _state(pool: DataPoolClient) -> Any:
-    return await everything(pool)
+async def _state(pool: Any) -> Any:
+    """All that is stored of `GROUP`, and how often."""
+    rows = []
+    for channel in ("chan-a", "chan-b", "train", "val"):
+        for row in (await pool.list_trajectories(channel)).items:
+            if row.trajectory_uid in (UID, f"{GROUP}-1", "new"):
+                marks = row.marks.as_dict()
+                rows.append(
+                    (channel, row.trajectory_uid, row.state, row.n_steps, row.reward, marks)
+                )
+                rows.append((row.metadata,))
+    return rows
 
 
 async def everything(pool: DataPoolClient) -> dict[tuple[str, ...], Any]:
