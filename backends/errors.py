@@ -80,6 +80,10 @@ class WeightUpdateError(BackendError, RuntimeError):
         self.serving = dict(serving or {})
 
 
+class WeightsNotWrittenError(BackendError, OSError):
+    """A version's files could not be written; the versions before it are as they were."""
+
+
 class VersionNotKeptError(BackendError, LookupError):
     """The weights of a version are not on disk any more, or never were."""
 

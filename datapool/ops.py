@@ -195,6 +195,7 @@ class OpenGroup(Change[SubmitOutcome], frozen=True, array_like=True):
 
     Raises:
         PoolFullError: no admission credit; try again after a lease or a drop.
+        NotOwnerError: `metadata` names another owner than the group has.
         GroupConflictError, GroupClosedError: the prompt_uid is taken.
         ChannelShutDownError: no more groups.
     """
@@ -205,6 +206,9 @@ class OpenGroup(Change[SubmitOutcome], frozen=True, array_like=True):
     deadline_s: Seconds | None = None
     metadata: dict[str, Any] = {}
     channel: Text = TRAIN
+    everywhere: bool = False
+    """Refused (NotOwnerError) also if another owner declared a group of this name in another
+    channel."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

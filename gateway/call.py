@@ -119,7 +119,7 @@ class Call:
         self.is_unseen = False
         """Its client sent the request again, or went on from another try, and waits no more."""
         self._parts = parts
-        self._trajectory = trajectory
+        self.trajectory = trajectory
         self._dialect = dialect
         self._prompt = prompt
         self._sampling = sampling
@@ -139,7 +139,7 @@ class Call:
         """Generate and commit; or commit again, if the pool had failed: the very same Step."""
         self.error = None
         self.state = "generating" if self.reply is None else "committing"
-        self._trajectory.in_flight.add(self)
+        self.trajectory.in_flight.add(self)
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
 
@@ -258,7 +258,7 @@ class Call:
             self.reply = self._replied(generation)
         self.state = "committing"
         if self.request.stores_step:
-            await self._trajectory.commit(self)
+            await self.trajectory.commit(self)
         if self.finished is None:  # answered without a Step
             self._answer(None)
 
@@ -270,7 +270,7 @@ class Call:
             generation = await self._parts.engine.generate(
                 prompt.ids,
                 self._sampling,
-                affinity=self._trajectory.uid,
+                affinity=self.trajectory.uid,
                 on_tokens=self._on_tokens if request.stream else None,
             )
         except RequestError as e:
@@ -344,7 +344,7 @@ class Call:
         if index > 0 and prompt.parent is None and prompt.cause is None:
             # Calls that begin together all see an empty graph; only the first to be stored is not a
             # branch (samples of one request are that).
-            prompt.cause = self._trajectory.graph.attach(attached.root, request.said).cause
+            prompt.cause = self.trajectory.graph.attach(attached.root, request.said).cause
         said = None
         if request.messages:
             new = request.messages[attached.n_known if prompt.parent is not None else 0 :]
@@ -355,8 +355,8 @@ class Call:
             NOTE: note.as_json(),
             MESSAGES: said,
             DUPLICATE_OF: self._duplicate_of,
-            SUPERSEDES: self._trajectory.calls.superseded(
-                self, index, prompt.parent, self._trajectory.graph
+            SUPERSEDES: self.trajectory.calls.superseded(
+                self, index, prompt.parent, self.trajectory.graph
             )
             or None,
             UNSEEN: self.is_unseen or None,
@@ -365,7 +365,7 @@ class Call:
             # 0: it might have called one.
             "tool_calls": len(note.calls) if request.tools and request.parse_tools else None,
         }
-        return reply.step(self._trajectory.uid, self._trajectory.prompt_uid, index, metadata)
+        return reply.step(self.trajectory.uid, self.trajectory.prompt_uid, index, metadata)
 
     def stored(self, index: int) -> None:
         """The pool has its Step. Runs in the same loop turn as the pool's answer."""
@@ -392,7 +392,7 @@ class Call:
         """
         (reply, note), parts, request = self._generated(), self._parts, self.request
         generation = reply.generation
-        turn = self._trajectory.graph.add(
+        turn = self.trajectory.graph.add(
             note.keys,
             parent=reply.prompt.parent,
             new_prompt_ids=reply.prompt.new_ids,
@@ -401,11 +401,11 @@ class Call:
             has_reasoning=note.has_reasoning,
             step_index=index,
         )
-        parts.on_turn(self._trajectory, note.keys.whole, note.keys.length)
+        parts.on_turn(self.trajectory, note.keys.whole, note.keys.length)
         if request.prompt_text is not None:
             # The client goes on from what it was told, without the token that ended it.
             told = request.prompt_text + reply.text.content
-            parts.on_turn(self._trajectory, text_key(told), len(told))
+            parts.on_turn(self.trajectory, text_key(told), len(told))
         parts.added_s.append(time.perf_counter() - request.began_at - self._engine_s)
         shows_log_probs = request.n_logprobs is not None or not request.stores_step
         self._done(
@@ -431,7 +431,7 @@ class Call:
         self._settle()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._trajectory.in_flight.discard(self)
+        self.trajectory.in_flight.discard(self)
         error = self._why_cancelled if task.cancelled() else task.exception()
         if error is not None and self.finished is None:
             if isinstance(error, EngineError | PoolUnavailableError):
@@ -442,7 +442,7 @@ class Call:
             self._parts.counts["failed"] += 1
             self._announce()
             self._settle()
-        self._trajectory.forget_if_unused()
+        self.trajectory.forget_if_unused()
 
     def _told(self, error: BaseException) -> GatewayError:
         """As its clients are told."""
@@ -452,7 +452,7 @@ class Call:
             return EngineError(f"the engine's answer makes no Step: {error}")
         if isinstance(error, DataPoolError):
             return TrajectoryConflictError(f"the DataPool refuses the Step: {error}")
-        uid = self._trajectory.uid  # a bug of ours
+        uid = self.trajectory.uid  # a bug of ours
         log.error("call %s on trajectory %s failed", self.uid, uid, exc_info=error)
         return GatewayError(f"the gateway failed ({type(error).__name__}); see its log")
 
@@ -461,12 +461,12 @@ class Call:
         if self.state in ("done", "failed") and not self._listeners:
             if self.finished is not None:
                 self.finished.delivered |= self.delivered
-            self._trajectory.calls.settle(self, self.finished)
+            self.trajectory.calls.settle(self, self.finished)
 
     def _note_delivery(self) -> None:
         """Once its clients have left, note whether one of them got the end."""
         if (finished := self.finished) is not None and not self._listeners:
-            self._trajectory.set_unseen(finished, self.is_unseen or not finished.delivered)
+            self.trajectory.set_unseen(finished, self.is_unseen or not finished.delivered)
 
     def _publish(self, deltas: Sequence[Delta]) -> None:
         if deltas:

@@ -9,7 +9,8 @@
 An admin key may do everything. An agent key makes LLM calls, declares groups, and opens, closes or
 scores trajectories; it may have a channel, where all that it opens is stored. Then it owns that: no
 other agent key reads, continues, closes or scores it. Keys without a channel share one owner, and
-what the operator opened is open to every agent key. A trajectory key,
+what the operator opened is open to every agent key. An id that ends in `@NAME` is that of the
+agent key of this name, also before it is opened: sessions have such ids. A trajectory key,
 which `/init_trajectory` and `/v1/groups` hand out, calls, closes and scores its trajectory alone;
 it also names that trajectory, for agents whose base URL has no path::
 
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import time
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Sequence
@@ -66,6 +68,14 @@ class Principal(NamedTuple):
     owner: str | None = None
     """Owner of what it opens: the name of its agent key, or "" for all agent keys without a
     channel, which share what they open. None: no agent key; it may use what anybody opened."""
+    others: frozenset[str] = frozenset()
+    """Owners of the other agent keys, as they stand in names (`named`)."""
+
+    def named(self, name: str) -> str:
+        """An id of this name that no other agent key can open. `@` stands before the owner, `~`
+        before a number of ours, `%` before an escaped byte, so no two names give one id."""
+        name = _escaped(name)
+        return name if self.owner is None else f"{name}@{_escaped(self.owner)}"
 
     def opens_as(self, uid: str) -> str | None:
         """The owner as which it opens, or goes on with, a trajectory; None: not asked for."""
@@ -73,8 +83,15 @@ class Principal(NamedTuple):
         return None if has_its_key else self.owner
 
     def may_use(self, uid: str, owner: str | None) -> bool:
-        """A trajectory of this owner. What the operator opened has none and is open to all."""
-        return owner is None or self.opens_as(uid) in (None, owner)
+        """A trajectory of this owner. What the operator opened has none and is open to all, but
+        for what is named as another key's."""
+        if self.opens_as(uid) is None:
+            return True
+        return owner in (None, self.owner) and owner_named(uid) not in self.others
+
+    def may_read(self, owner: str | None) -> bool:
+        """What a trajectory of this owner was answered."""
+        return self.owner is None or owner in (None, self.owner)
 
     def check_owner(self, uid: str, owner: str | None, what: str = "trajectory") -> None:
         """
@@ -82,9 +99,15 @@ class Principal(NamedTuple):
             PermissionDeniedError: another key opened the trajectory, or whatever it is.
         """
         if not self.may_use(uid, owner):
-            raise PermissionDeniedError(
-                f"{what} {uid!r} has another owner; use the key that opened it"
-            )
+            raise other_owner(what, uid)
+
+    def check_names(self, uid: str, prompt_uid: str) -> None:
+        """
+        Raises:
+            PermissionDeniedError: a trajectory or group to open is named as another key's.
+        """
+        self.check_owner(uid, None)
+        self.check_owner(prompt_uid, None, "group")
 
     def check_trajectory(self, uid: str) -> None:
         """
@@ -106,6 +129,21 @@ class Principal(NamedTuple):
                 f"channel is {channel!r}, but this API key is for channel {self.channel!r}; "
                 "leave it out"
             )
+
+
+def other_owner(what: str, uid: str) -> PermissionDeniedError:
+    """The refusal of what another key opened."""
+    return PermissionDeniedError(f"{what} {uid!r} has another owner; use the key that opened it")
+
+
+def owner_named(uid: str) -> str | None:
+    """The owner in an id that is made as `Principal.named` makes it; None: it names none."""
+    _, at, owner = uid.rpartition("@")
+    return owner.partition("~")[0] if at else None
+
+
+def _escaped(name: str) -> str:
+    return re.sub("[%/~@]", lambda m: f"%{ord(m[0]):02X}", name)
 
 
 def needed_by(method: str, path: str) -> tuple[Access, Named | None]:
@@ -153,13 +191,12 @@ class KeyRing:
 
     def __init__(self, config: GatewayConfig) -> None:
         keys = [(key, Principal("admin")) for key in config.admin_keys]
-        keys += [
-            (
-                each.key,
-                Principal("agent", channel=each.channel, owner=name if each.channel else ""),
-            )
-            for name, each in config.agent_keys.items()
-        ]
+        owners = {name: name if key.channel else "" for name, key in config.agent_keys.items()}
+        self._owners = frozenset(map(_escaped, owners.values()))
+        for name, key in config.agent_keys.items():
+            owner = owners[name]
+            others = self._owners - {_escaped(owner)}
+            keys.append((key.key, Principal("agent", None, False, key.channel, owner, others)))
         secrets = [(key.get_secret_value().encode(), holder) for key, holder in keys]
         # By digest: how long it takes to find one tells nothing about a key.
         self._known = {hashlib.sha256(secret).digest(): holder for secret, holder in secrets}
@@ -237,6 +274,14 @@ class KeyRing:
             if _is_signed(self._sessions, until, mac) and int(until) > time.time():
                 return True
         return False
+
+    def member(self, prompt_uid: str, i: int) -> str:
+        """The uid of the i-th trajectory of a declared group: its owner's where the group's name
+        is."""
+        if owner_named(prompt_uid) not in self._owners:
+            return f"{prompt_uid}-{i}"
+        name, _, owner = prompt_uid.rpartition("@")
+        return f"{name}-{i}@{owner}"
 
     def issue(self, trajectory_uid: str, prompt_uid: str) -> str:
         """The API key of a trajectory; the same each time."""

@@ -188,9 +188,9 @@ async def declare_group(
     caller.check_channel(body.channel)
     prompt_uid = body.prompt_uid or f"group-{uuid.uuid4().hex}"
     _check_names(prompt_uid=prompt_uid)
+    caller.check_owner(prompt_uid, None, "group")
     channel = body.channel or services.groups.channel(prompt_uid, caller.channel)
     pool, ask = services.pool, services.recording.ask
-    await _check_group(services, caller, prompt_uid)
     owned = body.metadata if caller.owner is None else {**body.metadata, OWNER: caller.owner}
     try:
         opened = pool.open_group(
@@ -198,6 +198,7 @@ async def declare_group(
             metadata=owned,
             channel=channel,
             timeout_s=services.recording.room_s,
+            everywhere=True,  # the keys of its trajectories are handed out
         )
         await ask(opened, room=True)
         if body.tags:
@@ -206,7 +207,7 @@ async def declare_group(
         raise TrajectoryClosedError(str(e)) from e
     except (GroupConflictError, ChannelShutDownError) as e:
         raise TrajectoryConflictError(str(e)) from e
-    uids = [f"{prompt_uid}-{i}" for i in range(body.n)]
+    uids = [services.keys.member(prompt_uid, i) for i in range(body.n)]
     replicas = [await services.addresses.place(uid) for uid in uids]
     addresses = await asyncio.gather(
         *(
@@ -215,23 +216,6 @@ async def declare_group(
         )
     )
     return OrjsonResponse({"prompt_uid": prompt_uid, "trajectories": addresses})
-
-
-async def _check_group(services: Services, caller: Principal, prompt_uid: str) -> None:
-    """
-    Raises:
-        PermissionDeniedError: another key opened the group, in whatever channel: the keys of its
-            trajectories would be handed out.
-    """
-    if caller.owner is None:
-        return
-    pool, ask = services.pool, services.recording.ask
-    for channel in await ask(pool.get_statistics()):
-        named = {"prompt_uid": prompt_uid}
-        groups = (await ask(pool.list_groups(channel, None, 1, **named))).items
-        rows = groups and (await ask(pool.list_trajectories(channel, None, 1000, **named))).items
-        for owner in {row.metadata.get(OWNER) for row in (*groups, *rows)} - {None, caller.owner}:
-            caller.check_owner(prompt_uid, owner, "group")
 
 
 def _check_names(**names: str) -> None:

@@ -26,7 +26,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepwell.backends.errors import VersionNotKeptError
+from safetensors import SafetensorError
+
+from stepwell.backends.errors import VersionNotKeptError, WeightsNotWrittenError
 from stepwell.datapool.sealed import (
     CHECKSUMS,
     check,
@@ -163,7 +165,11 @@ class WeightStore:
 
     def write(self, version: int, save: Callable[[Path], object]) -> Path:
         """Write version `version` with `save(folder)`; it appears under its name when complete.
-        A version of that number that is already there (a run that resumed) is replaced."""
+        A version of that number that is already there (a run that resumed) is replaced.
+
+        Raises:
+            WeightsNotWrittenError: the disk is full, or the folder cannot be written.
+        """
         if version < 0:
             raise ValueError(f"version is {version}; versions count from 0")
         target = self.path(version)
@@ -177,6 +183,11 @@ class WeightStore:
             if target.exists():
                 os.rename(target, self.folder / f".tmp-replaced-{mine}")
             os.rename(temporary, target)
+        except (OSError, SafetensorError) as e:  # the latter of a full disk
+            raise WeightsNotWrittenError(
+                f"weights {target} cannot be written ({e}); free space or fix run.dir, and run the "
+                "same command again: it goes on from the last checkpoint"
+            ) from e
         finally:
             for leftover in self.folder.glob(f".tmp-*{mine}"):
                 shutil.rmtree(leftover, ignore_errors=True)

@@ -49,7 +49,7 @@ class Channel(Steps):
     def open_group(self, op: ops.OpenGroup) -> ops.SubmitOutcome:
         prompt_uid, terms = op.prompt_uid, GroupTerms(op.n_rollouts, op.min_rollouts, op.deadline_s)
         gone = self._closed_groups.get(prompt_uid)
-        self._check_owner(op.metadata.get(OWNER), None, prompt_uid)
+        self.check_group_owner(op)
         if gone is not None:
             raise errors.GroupClosedError(
                 f"group {prompt_uid!r} in channel {self.name!r} was {gone}; "
@@ -374,7 +374,19 @@ class Channel(Steps):
         tagged = self._tagged.get(DOUBTFUL, ())
         return [uid for uid in tagged if self.prompt_groups[uid].marks.trainable is False]
 
+    def is_declared(self, prompt_uid: str) -> bool:
+        """Whether a live group of this name was declared here."""
+        group = self.prompt_groups.get(prompt_uid)
+        return group is not None and group.terms is not None
+
     # -- inside ------------------------------------------------------------------------------
+
+    def check_group_owner(self, op: ops.OpenGroup) -> None:
+        """
+        Raises:
+            NotOwnerError: the group is here, and has another owner than `op` names.
+        """
+        self._check_owner(op.metadata.get(OWNER), None, op.prompt_uid)
 
     def check_owner(self, op: ops.ResumeTrajectory) -> None:
         """

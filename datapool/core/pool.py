@@ -9,7 +9,7 @@ the actor and this class, record the changes and replay them.
                                                      ▲                       │ Ack: gone for good
                                                      └──Nack, expiry in tick─┘
 
-    apply(op) ──► `METHODS` of the channel named, or `_ANSWERS` of the pool ──► answer, at once
+    apply(op) ──► `_ANSWERS` of the pool, or `METHODS` of the channel named ──► answer, at once
 
 Answers hold nothing that the pool changes later. What it leaves to `remote/`: waiting, waking up,
 and calling `tick` when `next_deadline` comes.
@@ -75,16 +75,25 @@ class DataPool:
             DataPoolError: as the operation says; nothing is changed.
         """
         answer: Any
-        if (method := METHODS.get(type(op))) is not None:
+        if (own := _ANSWERS.get(type(op))) is not None:
+            answer = own(self, op, now)
+        else:
             # Asking about a channel does not make it.
             at = self._at if isinstance(op, ops.Change) else self._seen
+            method = METHODS[type(op)]
             answer = method(at(op.channel, now), op)  # type: ignore[attr-defined]  # all have one
-        else:
-            answer = _ANSWERS[type(op)](self, op, now)
         result: R = answer
         return result
 
     # -- several channels --------------------------------------------------------------------
+
+    def _open_group(self, op: ops.OpenGroup, now: float) -> ops.SubmitOutcome:
+        channel = self._at(op.channel, now)
+        if op.everywhere and not channel.is_declared(op.prompt_uid):
+            for other in self.channels.values():
+                if other.is_declared(op.prompt_uid):
+                    other.check_group_owner(op)
+        return channel.open_group(op)
 
     def _resume(self, op: ops.ResumeTrajectory, now: float) -> ops.Resumed:
         """Where the trajectory is open, else where it was closed, else where it is asked for."""
@@ -280,6 +289,7 @@ class DataPool:
 
 
 _ANSWERS: Final[Mapping[type, Callable[[DataPool, Any, float], Any]]] = {
+    ops.OpenGroup: DataPool._open_group,
     ops.ResumeTrajectory: DataPool._resume,
     ops.Delete: DataPool._delete,
     ops.DeleteTrajectory: DataPool._delete_trajectory,

@@ -131,12 +131,15 @@ class DataPoolClient:
         metadata: Mapping[str, Any] | None = None,
         channel: str = TRAIN,
         timeout_s: float | None = None,
+        everywhere: bool = False,
     ) -> SubmitOutcome:
         """Declare a group (`ops.OpenGroup`). Waits up to `timeout_s` (None: for ever) for
         credit."""
         known = ops.metadata_of(metadata)
-        op = ops.OpenGroup(prompt_uid, n_rollouts, min_rollouts, deadline_s, known, channel)
-        return await self.call(op, timeout_s)
+        terms = n_rollouts, min_rollouts, deadline_s
+        return await self.call(
+            ops.OpenGroup(prompt_uid, *terms, known, channel, everywhere), timeout_s
+        )
 
     async def open_trajectory(
         self,

@@ -50,7 +50,7 @@ from stepwell.gateway.errors import (
     RequestError,
     UnknownItemError,
 )
-from stepwell.gateway.keys import Principal
+from stepwell.gateway.keys import Principal, other_owner
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import Message, Tool
 from stepwell.gateway.trajectory.reply import Reply
@@ -411,15 +411,20 @@ class ResponseStore(LRUCache[str, StoredResponse]):
             self[stored.response["id"]] = stored
 
     def read(self, response_id: str, reader: Principal | None = None) -> StoredResponse | None:
-        """`reader`: of a trajectory's key, it must be that trajectory's; of an agent key, one that
-        it, or the operator, opened; None: any."""
+        """`reader`: of a trajectory's key or URL, it must be that trajectory's; of an agent key,
+        one that it, or the operator, opened; None: any.
+
+        Raises:
+            PermissionDeniedError: another key opened its trajectory.
+        """
         stored = self.get(response_id)
         if stored is None or reader is None:
             return stored
-        if reader.trajectory is not None and reader.trajectory[0] != stored.trajectory_uid:
-            return None
         # Below a URL the trajectory is named without its key.
-        return stored if reader.owner is None or stored.owner in (None, reader.owner) else None
+        is_of_it = reader.trajectory is None or reader.trajectory[0] == stored.trajectory_uid
+        if not reader.may_read(stored.owner) or (reader.is_bound and not is_of_it):
+            raise other_owner("response", response_id)
+        return stored if is_of_it else None
 
     def item(self, item_id: str, reader: Principal | None = None) -> Item | None:
         """An item of a stored answer, whose id begins with that of the answer."""

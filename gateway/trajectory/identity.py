@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import re
 import time
 import uuid
 from collections import Counter
@@ -184,6 +183,7 @@ class Identities:
 
         Raises:
             TrajectoryClosedError, TrajectoryConflictError
+            PermissionDeniedError: another key opened it, or it is named as another's.
             RequestError: a header is malformed.
         """
         headers = origin.headers
@@ -205,7 +205,8 @@ class Identities:
         if trajectory is not None:
             trajectory.check_owner(origin.caller)
         else:
-            declared = _decoded(headers, PROMPT_HEADER)
+            if (declared := _decoded(headers, PROMPT_HEADER)) is not None:
+                origin.caller.check_owner(declared, None, "group")
             identity = self._groups.join(call, uid, declared, origin.caller)
             if identity is None:
                 return self._trajectories.unrecorded("undeclared", origin.caller)
@@ -254,10 +255,8 @@ class Identities:
         session = next((value for name in SESSION_HEADERS if (value := headers.get(name))), None)
         if session is None:
             return None
-        # No two sessions have one name: `~` stands before our number, `%` before an escaped byte,
-        # `@` before the owner's name: sessions of two services may be called alike.
-        first = f"session-{_escaped(session)}"
-        first = uid = f"{first}@{_escaped(caller.owner)}" if caller.owner else first
+        # Sessions of two services may be called alike, and nobody can take another's.
+        first = uid = caller.named(f"session-{session}")
         n = 1
         while self._trajectories.is_closed(uid):
             n += 1
@@ -312,10 +311,6 @@ class Identities:
             except (GatewayError, DataPoolError) as e:  # tried again in a later round
                 log.warning("idle trajectory %s could not be closed: %s", trajectory.uid, e)
         return n_completed
-
-
-def _escaped(name: str) -> str:
-    return re.sub("[%/~@]", lambda m: f"%{ord(m[0]):02X}", name)
 
 
 def _decoded(headers: Headers, name: str) -> str | None:

@@ -84,6 +84,7 @@ class TrajectoryStore:
             identity, how = self._closed[uid]
             trajectory = self._make(identity, self._leaves, closed=how)
         elif trajectory is None:
+            caller.check_names(uid, prompt_uid)
             channel = self._channel_of(prompt_uid, caller.channel)
             owner = caller.opens_as(uid)
             trajectory = self.begin(Identity(uid, prompt_uid, channel, owner=owner))

@@ -134,12 +134,14 @@ class LiveTrajectory:
             self._on_left(self)
 
     def check_owner(self, caller: Principal) -> None:
-        """A new one is checked as the pool is asked about it.
+        """Of a new one only the names are checked, the rest as the pool is asked about it.
 
         Raises:
-            PermissionDeniedError: another key opened it.
+            PermissionDeniedError: another key opened it, or it is named as another's.
         """
-        if not self.is_new:
+        if self.is_new:
+            caller.check_names(self.uid, self.prompt_uid)
+        else:
             caller.check_owner(self.uid, self.owner)
 
     async def open(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from stepwell.backends.errors import WeightsNotWrittenError
 from stepwell.backends.weights import Published, WeightStore, check_version, read_current
 from stepwell.datapool.errors import DamagedFileError
 
@@ -45,6 +48,24 @@ def test_a_write_that_fails_leaves_nothing_and_the_old_version_stays(tmp_path: P
         store.write(2, lambda folder: None)
     assert (store.path(1) / "model.safetensors").read_text() == "one"
     assert [p.name for p in tmp_path.iterdir()] == ["v1"]
+
+
+def test_a_disk_that_takes_no_more_is_one_error_with_its_remedy(tmp_path: Path) -> None:
+    """safetensors says it in an error of its own, which is no OSError."""
+    import resource
+
+    def too_large(folder: Path) -> None:
+        folder.mkdir()
+        save_file({"w": np.zeros(100_000, np.float32)}, folder / "model.safetensors")
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, before[1]))
+    try:
+        with pytest.raises(WeightsNotWrittenError, match=r"v1 cannot be written .*; free space"):
+            WeightStore(tmp_path).write(1, too_large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_version_is_replaced_when_a_resumed_run_writes_it_again(tmp_path: Path) -> None:

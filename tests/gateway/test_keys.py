@@ -266,7 +266,7 @@ async def test_a_trajectory_key_reads_no_other_trajectorys_stored_response(
     mine, other = (bearer(locked.gateway.keys.issue(uid, "p")) for uid in ("mine", "other"))
     _, response = await http("POST", "/v1/responses", mine, {"model": "m", "input": "hello"})
     path = f"/v1/responses/{response['id']}"
-    for key, status in ((mine, 200), (other, 404), (bearer(ADMIN), 200)):
+    for key, status in ((mine, 200), (other, 403), (bearer(ADMIN), 200)):
         assert (await http("GET", path, key))[0] == status
 
 
@@ -277,7 +277,8 @@ async def test_a_trajectory_key_continues_no_other_trajectorys_response(
     _, response = await http("POST", "/v1/responses", mine, {"input": "hello"})
     more = {"input": "go on", "previous_response_id": response["id"]}
     status, refused = await http("POST", "/v1/responses", other, more)
-    assert (status, refused["error"]["code"]) == (400, "previous_response_not_found")
+    assert status == 403
+    assert "has another owner" in refused["error"]["message"]
     for key in (mine, bearer(ADMIN)):
         assert (await http("POST", "/v1/responses", key, more))[0] == 200
     assert [s.trajectory_uid for s in locked.stored()] == ["mine"] * 3
@@ -292,8 +293,8 @@ async def test_a_trajectory_key_refers_to_no_other_trajectorys_items(
     asked = {"type": "message", "role": "user", "content": "hello"}
     more = {"input": [asked, said, {**asked, "content": "go on"}]}
     status, refused = await http("POST", "/v1/responses", other, more)
-    assert status in (400, 404)
-    assert "not found" in refused["error"]["message"]
+    assert status == 403
+    assert "has another owner" in refused["error"]["message"]
     for key in (mine, bearer(ADMIN)):
         assert (await http("POST", "/v1/responses", key, more))[0] == 200
     assert "other" not in {s.trajectory_uid for s in locked.stored()}

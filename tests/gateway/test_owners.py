@@ -3,56 +3,50 @@ another one, and after a restart with rotated secrets."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 
 from stepwell.datapool.config import PoolConfig
-from tests.gateway.conftest import local_pool
+from stepwell.datapool.ops import Op, OpenGroup, R
+from stepwell.datapool.remote.client import DataPoolClient
+from stepwell.datapool.remote.link import Port
+from stepwell.datapool.types import OWNER
+from stepwell.gateway.paths import UNDER
+from tests.gateway.conftest import WatchedPort, local_pool
 
 ADMIN, NEW = "an-admin-key-for-tests", "-rotated"
-A, B = "key-of-agent-a-for-tests", "key-of-agent-b-for-tests"
+KEYS = {name: f"key-of-agent-{name}-for-tests" for name in "abcd"}
+"""a and b: each with a channel of its own; c: in the channel of a; d: with none."""
+A, B = KEYS["a"], KEYS["b"]
+CHANNELS = ("chan-a", "chan-b", "train", "val")
 HI = [{"role": "user", "content": "hi"}]
 CHAT: dict[str, Any] = {"model": "m", "messages": HI}
 UID, GROUP = "group-of-a-0", "group-of-a"
 SESSION = "session-s@a"
 REFUSED = "has another owner; use the key that opened it"
 
-# name: (path, headers, body). {t}, {g}: a trajectory and its group.
-ROUTES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
-    "chat": ("/{t}/{g}/v1/chat/completions", {}, CHAT),
-    "completions": ("/{t}/{g}/v1/completions", {}, {"prompt": "hi"}),
-    "responses": ("/{t}/{g}/v1/responses", {}, {"input": "hi"}),
-    "messages": ("/{t}/{g}/v1/messages", {}, {**CHAT, "max_tokens": 9}),
-    "header": ("/v1/chat/completions", {"x-trajectory-uid": "{t}", "x-prompt-uid": "{g}"}, CHAT),
-    "retry": ("/{t}/{g}/v1/chat/completions", {"idempotency-key": "k"}, CHAT),
-    "register": ("/{t}/{g}/v1/register_trajectory", {}, {"metadata": {"x": 1}}),
-    "sibling": ("/new/{g}/v1/chat/completions", {}, CHAT),
-    "feedback": ("/{t}/{g}/v1/feedback", {}, {"label": "bad"}),
-    "feedback by name": ("/v1/feedback", {}, {"trajectory_uid": "{t}", "label": "bad"}),
-    "reward": ("/v1/rewards", {}, {"trajectory_uid": "{t}", "reward": -9}),
-    "abort": ("/{t}/{g}/v1/abort_trajectory", {}, {"reason": "no"}),
-    "complete": ("/{t}/{g}/v1/complete_trajectory", {}, {"reward": -9}),
-    "complete by name": ("/v1/complete_trajectory", {}, {"trajectory_uid": "{t}", "reward": -9}),
-    "groups": ("/v1/groups", {}, {"n": 2, "prompt_uid": "{g}"}),
-}
-OPERATORS = ("/init_trajectory", "/generate", "/submit_steps", "/buffer/write", "/get_rollout_data")
-
 
 def keys(suffix: str = "") -> dict[str, Any]:
-    agents = {"a": {"key": A + suffix, "channel": "chan-a"}}
-    agents["b"] = {"key": B + suffix, "channel": "chan-b"}
-    agents["c"] = {"key": "key-of-agent-c-for-tests", "channel": "chan-a"}
-    agents["d"] = {"key": "key-of-agent-d-for-tests"}
+    agents: dict[str, Any] = {name: {"key": key + suffix} for name, key in KEYS.items()}
+    for name, channel in {"a": "chan-a", "b": "chan-b", "c": "chan-a"}.items():
+        agents[name]["channel"] = channel
     return {"admin_keys": [ADMIN], "agent_keys": agents}
 
 
-def filled(value: Any, **names: str) -> Any:
+def filled(value: Any, names: Mapping[str, str]) -> Any:
     if isinstance(value, dict):
-        return {k: filled(v, **names) for k, v in value.items()}
+        return {k: filled(v, names) for k, v in value.items()}
+    if isinstance(value, list):
+        return [filled(v, names) for v in value]
     if isinstance(value, str):
         for name, text in names.items():
             value = value.replace(f"{{{name}}}", text)
@@ -69,77 +63,329 @@ class Http:
         sent = dict(headers) if key is None else {**headers, "authorization": f"Bearer {key}"}
         call = self._session.request(method, self.url + path, json=body, headers=sent)
         async with call as answer:
-            return answer.status, await answer.json(content_type=None)
+            text = await answer.text()
+            is_json = answer.content_type == "application/json" and text
+            return answer.status, json.loads(text) if is_json else text
 
     async def route(self, name: str, key: str | None, t: str = UID, g: str = GROUP) -> Any:
-        path, headers, body = (filled(part, t=t, g=g) for part in ROUTES[name])
-        return await self(path, key, body, **headers)
+        return await asked(self, ROWS[name], "", key, {"t": t, "g": g})
+
+
+async def _state(pool: DataPoolClient) -> Any:
+    return await everything(pool)
+
+
+async def everything(pool: DataPoolClient) -> dict[tuple[str, ...], Any]:
+    """All that is stored, and how often."""
+    found: dict[tuple[str, ...], Any] = {}
+    for channel in CHANNELS:
+        for group in (await pool.list_groups(channel, limit=1000)).items:
+            found[channel, group.prompt_uid] = group
+        for row in (await pool.list_trajectories(channel, limit=1000)).items:
+            found[channel, row.prompt_uid, row.trajectory_uid] = row
+    return found
+
+
+# -- the table -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A request that names something of agent a, and the status that each caller gets. Of those
+    that nobody states, `own` is a's."""
+
+    path: str
+    """Of the route."""
+    body: Any = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    method: str = "POST"
+    params: Mapping[str, str] = field(default_factory=dict)
+    """Of the path, where it is not {t} and {g}."""
+    others: int | Mapping[str, int] = 403
+    """Agents b, c, d."""
+    sibling: int = 403
+    """The key of another trajectory of the group."""
+    a: int = 200
+    admin: int | None = 200
+    """None: not asked."""
+    own: int | None = 200
+    """The trajectory's own key, after a and the admin."""
+    guess: int | Mapping[str, int] = 200
+    """Agents and the admin, about what nobody opened."""
+    guess_bound: int = 403
+    """Keys of trajectories, about what nobody opened."""
+    unknown: int | None = None
+    """Where it is not known because another gateway answered it, for whoever may use the URL; None:
+    it is known everywhere."""
+    words: str = REFUSED
+    """Of what b, c and d get."""
+
+
+def both(path: str, body: Any, **how: Any) -> dict[str, Row]:
+    """Below a trajectory's URL, and without one, named by headers."""
+    named = {"x-trajectory-uid": "{t}", "x-prompt-uid": "{g}"}
+    # A trajectory's key says by itself whose the call is.
+    return {
+        path: Row(f"{UNDER}/{path}", body, **how),
+        f"{path}, header": Row(f"/v1/{path}", body, named, sibling=200, guess_bound=200, **how),
+    }
+
+
+def operators(path: str, body: Any = None, admin: int | None = 200, **how: Any) -> Row:
+    how = {"a": 403, "own": 403, "guess": {"admin": admin or 0}, "words": "admin key", **how}
+    return Row(path, body, admin=admin, **how)
+
+
+STEP = {"prompt_ids": [1], "response_ids": [2], "trajectory_uid": "{t}", "prompt_uid": "{g}"}
+STEP |= {"step_index": 1, "rollout_log_probs": [-0.5]}
+CALLS = {
+    "chat/completions": CHAT,
+    "completions": {"prompt": "hi"},
+    "responses": {"input": "hi"},
+    "messages": {**CHAT, "max_tokens": 9},
+}
+RESPONSE = {"guess": 404, "guess_bound": 404, "unknown": 404}
+BY_URL = {**RESPONSE, "guess_bound": 403}
+ITEM = {"input": [{"type": "item_reference", "id": "{item}"}, *HI]}
+ROWS: dict[str, Row] = {
+    **{name: row for path, body in CALLS.items() for name, row in both(path, body).items()},
+    # Nothing of it is looked up where nobody has called it yet, and nothing is stored.
+    **both("messages/count_tokens", CHAT, unknown=200),
+    "chat": Row(f"{UNDER}/chat/completions", CHAT),
+    "retry": Row(f"{UNDER}/chat/completions", CHAT, {"idempotency-key": "k"}),
+    "session": Row(
+        *("/v1/chat/completions", CHAT, {"x-trajectory-uid": "{s}"}),
+        sibling=200,
+        guess={"b": 403, "c": 403, "d": 403},
+        guess_bound=200,
+    ),
+    "session, URL": Row(
+        f"{UNDER}/chat/completions",
+        CHAT,
+        params={"trajectory_uid": "{s}", "prompt_uid": "prompt-{s}"},
+        own=403,
+        guess={"b": 403, "c": 403, "d": 403},
+    ),
+    "new sibling": Row(
+        f"{UNDER}/chat/completions",
+        CHAT,
+        params={"trajectory_uid": "new-{n}-{caller}", "prompt_uid": "{g}"},
+        others={"b": 200, "c": 403, "d": 200},  # a prompt_uid names a group of a channel
+        own=403,
+    ),
+    "continue": Row(
+        *("/v1/responses", {"input": "on", "previous_response_id": "{r}"}),
+        guess=400,
+        guess_bound=400,
+        unknown=400,
+    ),
+    "item": Row("/v1/responses", ITEM, **RESPONSE),
+    "read": Row("/v1/responses/{response_id}", method="GET", **RESPONSE),
+    "read, URL": Row(f"{UNDER}/responses/{{response_id}}", method="GET", **BY_URL),
+    "forget": Row("/v1/responses/{response_id}", method="DELETE", admin=404, own=404, **RESPONSE),
+    "forget, URL": Row(
+        f"{UNDER}/responses/{{response_id}}", method="DELETE", admin=404, own=404, **BY_URL
+    ),
+    "register": Row(f"{UNDER}/register_trajectory", {"metadata": {"x": 1}}),
+    "feedback": Row(f"{UNDER}/feedback", {"label": "bad"}, guess=404),
+    "feedback by name": Row("/v1/feedback", {"trajectory_uid": "{t}", "label": "bad"}, guess=404),
+    "reward": Row("/v1/rewards", {"trajectory_uid": "{t}", "reward": -9}, guess=404),
+    "abort": Row(f"{UNDER}/abort_trajectory", {"reason": "no"}),
+    "complete": Row(f"{UNDER}/complete_trajectory", {"reward": -9}),
+    "complete by name": Row(
+        "/v1/complete_trajectory", {"trajectory_uid": "{t}", "reward": -9}, guess=404
+    ),
+    "groups": Row("/v1/groups", {"n": 3, "prompt_uid": "{g}"}, own=403, admin=409),
+    "models": Row(f"{UNDER}/models", method="GET", others=200),
+    "model": Row(f"{UNDER}/models/stepwell", method="GET", others=200),
+    "models, no URL": Row("/v1/models", method="GET", others=200, sibling=200, guess_bound=200),
+    "model, no URL": Row(
+        "/v1/models/stepwell", method="GET", others=200, sibling=200, guess_bound=200
+    ),
+    "ready": Row("/ready", method="GET", others=200, sibling=200, guess_bound=200),
+    # Whether its own key deletes it is a test of its own.
+    "delete": operators("/v1/trajectories/{trajectory_uid}", method="DELETE", own=None),
+    "init": operators("/init_trajectory", {"trajectory_uid": "{t}", "prompt_uid": "{g}"}),
+    "generate": operators("/generate", {**CHAT, "trajectory_uid": "{t}", "prompt_uid": "{g}"}),
+    "submit": operators("/submit_steps", {"steps": [STEP], "channel": "chan-a"}),
+    "compute reward": operators("/compute_reward", {"trajectory_uid": "{t}"}, 400),
+    "start rollout": operators("/start_rollout", {"task_type": "{t}"}, 400),
+    "write": operators(
+        "/buffer/write",
+        {"instance_id": "{g}", "trajectory_uid": "{t}", "reward": 1.0},
+        guess={"admin": 400},
+    ),
+    "get rollouts": operators("/get_rollout_data", {}),
+    "ack rollouts": operators("/ack_rollout_data", {"lease_id": "{t}"}, 400),
+    "statistics": operators("/statistics", method="GET"),
+    "metrics": operators("/metrics", method="GET"),
+    "openapi": operators("/openapi.json", method="GET"),
+    "pages": operators("/ui/api/about", method="GET"),
+    "pages: live": operators("/ui/api/live", None, None, method="GET"),
+    "pages: export": operators("/ui/api/export", method="GET"),
+    "pages: metrics": operators("/ui/api/metrics", method="GET"),
+    "pages: batches": operators("/ui/api/batches", method="GET"),
+    "pages: batch": operators("/ui/api/batch", None, None, method="GET"),
+    "pages: groups": operators("/ui/api/groups", method="GET"),
+    "pages: trajectories": operators("/ui/api/trajectories", method="GET"),
+    "pages: events": operators("/ui/api/events", method="GET"),
+    "pages: group": operators("/ui/api/group", None, None, method="GET"),
+    "pages: trajectory": operators("/ui/api/trajectory", None, None, method="GET"),
+    "pages: tokens": operators("/ui/api/tokens", None, None, method="GET"),
+    "pages: mark": operators("/ui/api/mark", {"trajectory_uid": "{t}"}, None),
+    "pages: reward": operators("/ui/api/reward", {"trajectory_uid": "{t}", "reward": 1}, None),
+    "pages: dry run": operators("/ui/api/dry_run", {}, None),
+    "pages: delete": operators("/ui/api/delete", {"trajectory_uid": "{t}"}, None),
+}
+OPEN = {
+    *(("GET", path) for path in ("/health", "/ui", "/ui/", "/ui/{file:path}")),
+    *(("GET", path) for path in ("/", "/{trajectory_uid}/{prompt_uid}")),
+    *(("POST", path) for path in ("/ui/api/login", "/ui/api/logout")),
+}
+"""Routes that name nobody and tell nothing; `test_keys.py` says who may call them."""
+
+
+@dataclass
+class Opened:
+    """What agent a opened for one row: {t} of {g} with its response {r}, and the session {s}."""
+
+    names: dict[str, str]
+    own: str
+    sibling: str
+
+
+async def opened(http: Http, n: int) -> Opened:
+    def read(answer: tuple[int, Any]) -> Any:
+        assert answer[0] == 200, answer
+        return answer[1]
+
+    group = read(await http("/v1/groups", A, {"n": 3, "prompt_uid": f"{GROUP}-{n}"}))
+    own, sibling = (each["api_key"] for each in group["trajectories"][:2])
+    response = read(await http("/v1/responses", own, {"input": "hi"}))
+    read(await http("/v1/chat/completions", A, CHAT, **{"x-session-id": f"s{n}"}))
+    names = {"t": f"{GROUP}-{n}-0", "g": f"{GROUP}-{n}", "n": str(n), "s": f"session-s{n}@a"}
+    names |= {"r": response["id"], "item": response["output"][0]["id"]}
+    return Opened(names, own, sibling)
+
+
+def guessed(n: int, caller: str) -> dict[str, str]:
+    """Names of things that nobody opened."""
+    names = {"t": f"no-{n}-{caller}", "g": f"no-group-{n}-{caller}", "n": f"no-{n}"}
+    names |= {"r": f"resp_{n:032}", "item": f"msg_{n:032}_0", "s": f"session-no{n}{caller}@a"}
+    return names
+
+
+async def asked(http: Http, row: Row, caller: str, key: str | None, names: Any) -> tuple[int, Any]:
+    names = {**names, "caller": caller}
+    params = {"trajectory_uid": "{t}", "prompt_uid": "{g}", "response_id": "{r}", **row.params}
+    path, headers, body = (
+        filled(v, names) for v in (filled(row.path, params), row.headers, row.body)
+    )
+    return await http(path, key, body, row.method, **headers)
 
 
 @pytest.mark.parametrize("where", ["here", "another gateway", "after a restart"])
-@pytest.mark.parametrize("name", ROUTES)
 async def test_what_one_agents_key_opened_is_no_other_agents(
-    worlds: Any, tmp_path: Path, name: str, where: str
+    worlds: Any, tmp_path: Path, where: str
 ) -> None:
+    suffix = NEW if where == "after a restart" else ""
     async with aiohttp.ClientSession() as session:
         async with local_pool(PoolConfig(), tmp_path) as pool:
             world = await worlds(pool=pool, **keys())
             here = Http(session, world.url)
-            status, opened = await here("/v1/groups", A, {"n": 2, "prompt_uid": GROUP})
-            assert status == 200, opened
-            own, sibling = (each["api_key"] for each in opened["trajectories"])
-            assert (await here.route("chat", A))[0] == 200
-            if where != "after a restart":
+            targets = [await opened(here, n) for n in range(len(ROWS))]
+            if not suffix:
                 other = world if where == "here" else await worlds(pool=pool, **keys())
-                await _check(Http(session, other.url), name, "", own, sibling, pool)
-        if where == "after a restart":
+                wrong = await _wrong(session, other, where, targets, suffix)
+        if suffix:
             async with local_pool(PoolConfig(), tmp_path) as pool:
-                world = await worlds(pool=pool, **keys(NEW))
-                await _check(Http(session, world.url), name, NEW, own, sibling, pool)
+                other = await worlds(pool=pool, **keys(suffix))
+                wrong = await _wrong(session, other, where, targets, suffix)
+    assert not wrong, "\n".join(wrong)
 
 
-async def _check(http: Http, name: str, suffix: str, own: str, sibling: str, pool: Any) -> None:
-    before = await _state(pool)
-    assert (await http.route(name, None))[0] == 401
-    others = (B + suffix, "key-of-agent-d-for-tests", "key-of-agent-c-for-tests")
-    # In a channel of one's own, a prompt_uid names a group of one's own.
-    for key in others[2:] if name == "sibling" else others:
-        status, refused = await http.route(name, key)
-        assert status == 403, (key, refused)
-        assert REFUSED in str(refused)
-    status, refused = await http.route(name, sibling)
-    if name == "header":  # its key says whose the call is
-        assert status == 200
-    else:
-        assert status == 403, refused
-        assert await _state(pool) == before
-    for key in (A + suffix, ADMIN, own):
-        status, answer = await http.route(name, key)
-        refuses = key == own and name in ("groups", "sibling")
-        assert (
-            status == (403 if refuses else 200)
-            or "closed" in str(answer)
-            or status
-            in (
-                409,
-                410,
-            )
-        ), (key, status, answer)
-        assert REFUSED not in str(answer)
+async def _wrong(
+    session: aiohttp.ClientSession, world: Any, where: str, targets: list[Opened], suffix: str
+) -> list[str]:
+    """Answers that are not as the table says, and what they changed."""
+    http, pool, wrong = Http(session, world.url), world.pool, []
+    before = await everything(pool)
+    for (name, row), target in zip(ROWS.items(), targets, strict=True):
+        n = target.names["n"]
+        agents = {who: key + suffix for who, key in KEYS.items()}
+        bound = {"own": target.own, "sibling": target.sibling}
+        mine = {"a": agents["a"], "admin": ADMIN, "own": target.own}
+        foreign = {"nobody": None, **{k: agents[k] for k in "bcd"}, "sibling": target.sibling}
+        is_known = row.unknown is None or where == "here"
+
+        def guess(who: str, row: Row = row) -> int:
+            if who in ("own", "sibling"):
+                return row.guess_bound
+            if isinstance(row.guess, int):
+                return row.guess
+            default = row.a if who in KEYS else 200
+            return row.guess.get(who, default)
+
+        def expected(who: str, row: Row = row, is_known: bool = is_known) -> int | None:
+            if who == "nobody":
+                return 401
+            if who == "admin" and row.admin is None:
+                return None
+            if not is_known and (who != "sibling" or not row.path.startswith(UNDER)):
+                return row.unknown
+            if who in "bcd":
+                return row.others if isinstance(row.others, int) else row.others[who]
+            status: int | None = getattr(row, who)
+            return status
+
+        tries = [(who, key, target.names, expected(who)) for who, key in foreign.items()]
+        tries += [
+            (who, key, guessed(int(n), who), guess(who))
+            for who, key in {**agents, "admin": ADMIN, **bound}.items()
+            if who != "admin" or row.admin is not None
+        ]
+        tries += [(who, key, target.names, expected(who)) for who, key in mine.items()]
+        for who, key, names, status in tries:
+            if status is None:
+                continue
+            is_theirs = names is target.names
+            asked_before = len(world.engine.requests)
+            got, answer = await asked(http, row, who, key, names)
+            text = str(answer)
+            case = f"{name}: {who} about {'its' if is_theirs else 'a guessed one'}"
+            if got != status:
+                wrong.append(f"{case}: {got}, not {status}: {text[:200]}")
+            after = await everything(pool)
+            if got >= 400 and after != before and who != "admin":
+                wrong.append(f"{case}: {got}, but the pool changed")
+            if got >= 400 and len(world.engine.requests) > asked_before:
+                wrong.append(f"{case}: {got}, but the engine was asked")
+            if who in foreign:
+                of_a = {k: v for k, v in before.items() if v.metadata.get(OWNER) == "a"}
+                if who != "sibling" and is_theirs and any(after.get(k) != of_a[k] for k in of_a):
+                    wrong.append(f"{case}: changed what is a's")
+                if got == 403 and is_theirs and who in "bcd" and row.words not in text:
+                    wrong.append(f"{case}: {text}")
+                if got >= 400 and ("fine" in text or "sw." in text):
+                    wrong.append(f"{case}: tells {text}")
+            before = after
+    return wrong
 
 
-async def _state(pool: Any) -> Any:
-    """All that is stored, and how often."""
-    rows = []
-    for channel in ("chan-a", "chan-b", "train", "val"):
-        for row in (await pool.list_trajectories(channel)).items:
-            if row.trajectory_uid in (UID, f"{GROUP}-1", "new"):
-                marks = row.marks.as_dict()
-                rows.append(
-                    (channel, row.trajectory_uid, row.state, row.n_steps, row.reward, marks)
-                )
-                rows.append((row.metadata,))
-    return rows
+def test_every_route_has_a_row(world: Any) -> None:
+    """A new one says who may do what with it."""
+    routes = [
+        each
+        for route in world.app.routes
+        for each in getattr(route, "original_router", SimpleNamespace(routes=[route])).routes
+    ]
+    served = {(method, each.path) for each in routes for method in each.methods - {"HEAD"}}
+    tested = {
+        (row.method, row.path.replace("models/stepwell", "models/{model:path}"))
+        for row in ROWS.values()
+    }
+    assert served > OPEN
+    assert tested == served - OPEN
 
 
 async def test_a_session_of_another_key_is_not_found_by_its_uid(worlds: Any) -> None:
@@ -147,7 +393,7 @@ async def test_a_session_of_another_key_is_not_found_by_its_uid(worlds: Any) -> 
     async with aiohttp.ClientSession() as session:
         http = Http(session, world.url)
         assert (await http("/v1/chat/completions", A, CHAT, **{"x-session-id": "s"}))[0] == 200
-        for other in (B, "key-of-agent-c-for-tests"):
+        for other in (B, KEYS["c"]):
             named = {"x-trajectory-uid": SESSION}
             status, refused = await http("/v1/chat/completions", other, CHAT, **named)
             assert (status, REFUSED in str(refused)) == (403, True)
@@ -164,24 +410,6 @@ async def test_a_session_of_another_key_is_not_found_by_its_uid(worlds: Any) -> 
     assert {"session-s@b", "session-s@c"} < set(stored)
 
 
-async def test_stored_responses_of_another_key_are_not_there(worlds: Any) -> None:
-    world = await worlds(**keys())
-    async with aiohttp.ClientSession() as session:
-        http = Http(session, world.url)
-        _, response = await http("/v1/responses", A, {"input": "hi"})
-        path = f"/v1/responses/{response['id']}"
-        for other in (B, "key-of-agent-c-for-tests", "key-of-agent-d-for-tests"):
-            more = {"input": "go on", "previous_response_id": response["id"]}
-            status, refused = await http("/v1/responses", other, more)
-            assert (status, refused["error"]["code"]) == (400, "previous_response_not_found")
-            item = {"input": [{"type": "item_reference", "id": response["output"][0]["id"]}]}
-            assert (await http("/v1/responses", other, item))[0] in (400, 404)
-            for method in ("GET", "DELETE"):
-                assert (await http(path, other, None, method))[0] == 404
-        for key in (A, ADMIN):
-            assert (await http(path, key, None, "GET"))[0] == 200
-
-
 async def test_what_the_operator_opened_is_open_to_agent_keys_and_others_routes_are_the_operators(
     worlds: Any,
 ) -> None:
@@ -190,9 +418,15 @@ async def test_what_the_operator_opened_is_open_to_agent_keys_and_others_routes_
         http = Http(session, world.url)
         opening = {"trajectory_uid": "op", "prompt_uid": "op-group"}
         assert (await http("/init_trajectory", ADMIN, opening))[0] == 200
-        for key in (A, B, "key-of-agent-d-for-tests"):
+        for key in (A, B, KEYS["d"]):
             assert (await http.route("chat", key, "op", "op-group"))[0] == 200
-            for path in OPERATORS:
+            for path in (
+                "/init_trajectory",
+                "/generate",
+                "/submit_steps",
+                "/buffer/write",
+                "/get_rollout_data",
+            ):
                 assert (await http(path, key, {}))[0] == 403
             assert (await http("/v1/trajectories/op", key, None, "DELETE"))[0] == 403
         taken = {"metadata": {"stepwell_owner": "b"}}
@@ -231,7 +465,10 @@ async def test_a_trajectorys_own_key_deletes_it_alone_and_its_siblings_go_on(
         assert await http(path, own, None, "DELETE") == (200, gone)
         rows = {r.trajectory_uid: r for r in (await pool.list_trajectories("chan-a")).items}
         assert (rows[UID].state, rows[UID].reason, rows[UID].n_steps) == ("aborted", "deleted", 0)
-        assert [each for each in await _state(pool) if UID not in each][1:] == before[2:]
+        after = await _state(pool)
+        others = [key for key in before if len(key) == 3 and key[-1] != UID]
+        assert others
+        assert all(after[key] == before[key] for key in others)
         assert (await http(f"/v1/responses/{answered['id']}", own, None, "GET"))[0] == 404
         assert (await http(f"/v1/responses/{kept['id']}", sibling, None, "GET"))[0] == 200
         gateways = [http, Http(session, (await worlds(pool=pool, **keys())).url)]
@@ -278,3 +515,47 @@ async def test_the_operator_deletes_a_trajectory_with_its_group(worlds: Any) -> 
             assert (await http.route("chat", each["api_key"], f"{GROUP}-{k}"))[0] == 200
         status, gone = await http(f"/v1/trajectories/{UID}", ADMIN, None, "DELETE")
         assert (status, sorted(gone["deleted"])) == (200, [UID, f"{GROUP}-1"])
+
+
+class Meeting(WatchedPort):
+    """The way to a pool where the first n declarations of groups wait for each other."""
+
+    def __init__(self, port: Port, n: int) -> None:
+        super().__init__(port)
+        self._missing, self._all_here = n, asyncio.Event()
+
+    async def call(self, op: Op[R], timeout_s: float | None = 0.0) -> R:
+        if isinstance(op, OpenGroup):
+            self._missing -= 1
+            if self._missing <= 0:
+                self._all_here.set()
+            await self._all_here.wait()
+        return await super().call(op, timeout_s)
+
+
+@pytest.mark.parametrize("rivals", ["bc", "d"])
+async def test_a_group_that_several_keys_declare_at_the_same_moment_is_one_keys(
+    worlds: Any, rivals: str
+) -> None:
+    """In channels of their own and in a common one, over two gateways."""
+    async with local_pool() as inner, aiohttp.ClientSession() as session:
+        callers = [KEYS[name] for name in ("a", *rivals)]
+        pool = DataPoolClient([Meeting(inner.ports[0], len(callers))])
+        gateways = [Http(session, (await worlds(pool=pool, **keys())).url) for _ in range(2)]
+        tries = [
+            gateways[i % 2]("/v1/groups", key, {"n": 2, "prompt_uid": GROUP})
+            for i, key in enumerate(callers)
+        ]
+        answers = await asyncio.gather(*tries)
+        won = [i for i, (status, _) in enumerate(answers) if status == 200]
+        assert len(won) == 1, answers
+        for i, (status, answer) in enumerate(answers):
+            if i not in won:
+                assert status == 403, answer
+                assert f"group {GROUP!r} {REFUSED}" in str(answer)
+                assert "sw." not in str(answer), "a trajectory's key"
+        owners = {row.metadata.get(OWNER) for row in (await everything(pool)).values()}
+        assert len(owners) == 1, "the others opened nothing"
+        for http in gateways:
+            again = await http("/v1/groups", callers[won[0]], {"n": 2, "prompt_uid": GROUP})
+            assert again[0] == 200

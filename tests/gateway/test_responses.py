@@ -20,7 +20,7 @@ from stepwell.gateway.dialects.openai_responses import (
     StoredResponse,
 )
 from stepwell.gateway.dialects.response_items import seal, unseal
-from stepwell.gateway.errors import GatewayError, RequestError
+from stepwell.gateway.errors import GatewayError, PermissionDeniedError, RequestError
 from stepwell.gateway.keys import Principal
 from tests.gateway.conftest import Sampled
 
@@ -903,7 +903,8 @@ def test_the_memory_is_bounded_and_keeps_the_latest(answers: list[tuple[int, int
         assert store.read(f"resp_{name}") is not None
         assert store.item(f"msg_{name}00") == item
         another = Principal("agent", ("another", "p"), is_bound=True)
-        assert store.item(f"msg_{name}00", reader=another) is None
+        with pytest.raises(PermissionDeniedError, match="has another owner"):
+            store.item(f"msg_{name}00", reader=another)
         kept = [store.read(f"resp_{i:032x}") for i in range(6)]
         assert sum(s.n_chars() for s in kept if s is not None) <= 20_000
     for i in range(6):
