@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
@@ -25,6 +26,15 @@ async def serving_posts(path: str, answer: Handler) -> AsyncIterator[str]:
         yield f"http://{host}:{port}"
     finally:
         await runner.cleanup()
+
+
+def reserved_port() -> socket.socket:
+    """A port of 127.0.0.1 that nobody else is given until this is closed. It does not listen; a
+    server of the test may, as often as it is started again."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def actor_processes(name: str) -> list[psutil.Process]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +20,11 @@ from hypothesis import strategies as st
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.engine import EngineClient, Generation, Sampling, TopLogProbs
 from stepwell.gateway.engine.answers import Part, read_answer
+from stepwell.gateway.engine.fleet import Fleet, _rendezvous
 from stepwell.gateway.errors import EngineError, EngineUnavailableError, RequestError
 from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import Sampled, log_prob
+from tests.helpers import reserved_port
 
 PROMPT = np.arange(10, 15, dtype=np.int32)
 FAST: dict[str, Any] = {
@@ -53,12 +57,13 @@ class Machine:
     drops_spans: bool = False
     """An answer names the version of now, and not which tokens are whose."""
     checks: int = 0
-    port: int = 0
+    held: socket.socket = field(default_factory=reserved_port)
+    """Its port, also while it is stopped."""
     _runner: web.AppRunner | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.held.getsockname()[1]}"
 
     def default(self) -> Sampled:
         return Sampled([7, 8, 9], version=self.version or "0")
@@ -138,9 +143,8 @@ class Machine:
         app.router.add_get("/{path:.*}", self.other)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        host, port = self.held.getsockname()
+        await web.TCPSite(self._runner, host, port, reuse_address=True).start()
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -156,6 +160,8 @@ def tops(token_id: int, n: int) -> list[list[Any]]:
 class Rig:
     client: EngineClient
     machines: list[Machine]
+    names: Iterator[str] = field(default_factory=lambda: map("new {}".format, itertools.count()))
+    """Trajectories that have made no call yet."""
 
     async def generate(
         self, *, affinity: str = "t", n: int = 50, stream: bool = False, **sampling: Any
@@ -187,6 +193,11 @@ class Rig:
         home = next(m for m in self.machines if m.requests)
         home.requests.clear()
         return home, next(m for m in self.machines if m is not home)
+
+    def name_for(self, machine: Machine) -> str:
+        """A trajectory that begins, and is placed on this engine, whatever ports they have."""
+        engines = [*Fleet((m.url for m in self.machines), GatewayConfig())]
+        return next(n for n in self.names if _rendezvous(n, engines).url == machine.url)
 
     def state(self, machine: Machine) -> str:
         engines = {e["url"]: e for e in self.client.statistics()["engines"]}
@@ -229,6 +240,7 @@ async def running(machine: Machine) -> AsyncIterator[Machine]:
         yield machine
     finally:
         await machine.stop()
+        machine.held.close()
 
 
 def check_whole(got: Generation, ids: list[int]) -> None:
@@ -531,13 +543,11 @@ async def test_an_engine_that_comes_back_with_old_weights_gets_traffic_when_it_h
     await rig.until(lambda: rig.state(home) == "down")
     await home.start()
     await rig.until(lambda: rig.state(home) == "behind")
-    for i in range(20):
-        await rig.generate(affinity=f"new {i}")
+    await rig.generate(affinity=rig.name_for(home))
     assert home.requests == []
     home.version = "5"
     await rig.until(lambda: rig.state(home) == "up")
-    for i in range(20):
-        await rig.generate(affinity=f"newer {i}")
+    await rig.generate(affinity=rig.name_for(home))
     assert home.requests != []
 
 
@@ -589,8 +599,8 @@ async def test_engines_that_differ_during_a_rolling_update_are_all_used(rigs: An
     first, second = rig.machines
     first.version = "2"
     await rig.checked()
-    versions = {(await rig.generate(affinity=str(i))).policy_version for i in range(20)}
-    assert versions == {1, 2}
+    names = [*map(rig.name_for, rig.machines)]
+    assert [(await rig.generate(affinity=name)).policy_version for name in names] == [2, 1]
     assert rig.state(second) == "up"
 
 

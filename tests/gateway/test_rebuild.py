@@ -33,13 +33,13 @@ from stepwell.gateway.app import create_app
 from stepwell.gateway.call_service import Asked
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.keys import OPERATOR
-from stepwell.gateway.listening import bind
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.graph import Turn, TurnGraph
 from stepwell.gateway.trajectory.note import NOTE, TurnKeys, TurnNote, read_note, restore
 from stepwell.gateway.trajectory.retries import RetryKey
 from stepwell.gateway.wiring import ChannelSampling, Wiring
 from tests.gateway.conftest import World, serving
+from tests.helpers import reserved_port
 
 TOOLS: list[Any] = [
     {
@@ -357,14 +357,23 @@ BODIES: dict[str, Any] = {
 }
 
 
-async def say_again(world: World, path: str, body: Any, **headers: str) -> tuple[str, str]:
-    """(id, whole answer) of a call on t1."""
+async def say_again(
+    world: World, path: str, body: Any, begun: asyncio.Event | None = None, **headers: str
+) -> tuple[str, str]:
+    """(id, whole answer) of a call on t1.
+
+    Args:
+        begun: set once some of the answer's body is there.
+    """
     url = f"{world.base_url()}/v1/{path}"
     async with (
         aiohttp.ClientSession() as http,
         http.post(url, json={"model": "m", **body}, headers=headers) as answer,
     ):
-        text = await answer.text()
+        first = await answer.content.readany()
+        if begun is not None:
+            begun.set()
+        text = (first + await answer.read()).decode()
         assert answer.status == 200, text
     found = re.search(r'"id": ?"([^"]+)"', text)
     return (found[1] if found else ""), text
@@ -453,11 +462,11 @@ async def test_of_two_streams_with_one_key_at_two_gateways_the_later_is_not_trai
     body, tries = {"messages": [user("hi")], "stream": True}, []
     for here, gate, text in zip((a, b), gates, texts, strict=True):
         here.say(text, gate=gate)
-        here.engine.arrived.clear()
-        told = say_again(here, "chat/completions", body, **{"idempotency-key": "k"})
+        key = {"idempotency-key": "k"}
+        begun = asyncio.Event()
+        told = say_again(here, "chat/completions", body, begun, **key)
         tries.append(asyncio.create_task(told))
-        await here.engine.arrived.wait()
-        await asyncio.sleep(0.2)  # both have told their client some of it
+        await begun.wait()  # both have told their client some of it
     for gate, each in zip(gates, tries, strict=True):
         gate.set()
         await each
@@ -884,11 +893,10 @@ async def test_public_addresses_of_replicas_hold_their_number() -> None:
 async def test_any_replica_hands_out_the_addresses_of_all_that_answer(
     fleets: Callable[..., Any],
 ) -> None:
-    fleet = await fleets(replicas=3)
-    listening = [bind("127.0.0.1", 0) for _ in range(2)]
-    ports = [each.getsockname()[1] for each in listening]
-    for each in listening:
-        each.close()
+    fleet, ports = await fleets(replicas=3), []
+    for _ in range(2):
+        fleet.stack.enter_context(held := reserved_port())
+        ports.append(held.getsockname()[1])
     urls = (*(f"http://127.0.0.1:{port}" for port in ports), "http://127.0.0.1:9")
     a, b = [await fleet.another(port, replica=i, replica_urls=urls) for i, port in enumerate(ports)]
     handed = [await post(f"{a.url}/init_trajectory") for _ in range(12)]

@@ -297,6 +297,8 @@ async def test_a_service_declares_a_group_and_gets_its_addresses(world: Any, age
         ({}, "n"),
         ({"n": 0}, "n"),
         ({"n": 2, "deadline_s": -1}, "deadline_s"),
+        ({"n": 2, "deadline_s": True}, "deadline_s"),
+        ({"n": 2, "deadline_s": "9"}, "deadline_s"),
         ({"n": 2, "prompt_uid": ".."}, "prompt_uid"),
         ({"n": 2, "size": 3}, "size"),
     ],

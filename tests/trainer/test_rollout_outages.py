@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -35,7 +36,7 @@ from stepwell.trainer.rollout.producer import LOSSES, LOST_IN_A_ROW, Producer
 from stepwell.trainer.rollout.worker import INFRASTRUCTURE, RolloutWorker, start_workers
 from tests.gateway.conftest import make_tokenizer
 from tests.gateway.test_engine import Machine
-from tests.helpers import actor_processes
+from tests.helpers import actor_processes, reserved_port
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -79,18 +80,18 @@ class Gateway:
 
     pool: DataPoolClient
     engine: Machine
-    port: int = 0
+    held: socket.socket = field(default_factory=reserved_port)
+    """Its port, also while it is stopped."""
     stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.held.getsockname()[1]}"
 
     async def start(self, **options: Any) -> None:
         config = GatewayConfig(**{**FAST, **options})
         app = create_app(config, Wiring((self.engine.url,)), self.pool, make_tokenizer("chatml"))
-        listening = bind("127.0.0.1", self.port)
-        self.port = listening.getsockname()[1]
+        listening = bind(*self.held.getsockname())
         settings = uvicorn.Config(
             app, http=http_protocol(config), log_level="critical", timeout_graceful_shutdown=0
         )
@@ -168,6 +169,8 @@ async def rig_in(folder: Path, outstanding: int = 16) -> AsyncIterator[Rig]:
     finally:
         await gateway.stop()
         await engine.stop()
+        gateway.held.close()
+        engine.held.close()
         ray.kill(handle)
 
 

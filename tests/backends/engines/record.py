@@ -1,4 +1,5 @@
-"""`make record-sglang`: asks a real SGLang every exchange and writes the fixtures.
+"""`make record-sglang`: asks a real SGLang every exchange, and all that `stepwell doctor --engine`
+asks, and writes the fixtures.
 
 Run it when SGLang's pin changes, and read the difference: it is what changed in the API.
 """
@@ -16,6 +17,7 @@ import aiohttp
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.sglang import interpreter
 from stepwell.backends.engines.supervisor import Supervisor
+from tests.backends.engines import doctor_answers
 from tests.backends.engines.exchanges import EXCHANGES, FIXTURES, MODEL, Asker, save_new
 
 
@@ -42,6 +44,7 @@ def main() -> None:
         supervisor = Supervisor(config, folder)
         try:
             url = supervisor.start()
+            asyncio.run(doctor_answers.record(url, engine))
             asyncio.run(record(url, save_new(Path(folder) / "new"), engine))
         finally:
             supervisor.stop()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,28 +16,44 @@ from starlette.routing import Route
 
 from stepwell.cli import main
 from stepwell.engine_check import NEEDED, OPTIONAL
+from tests.backends.engines.doctor_answers import given_again, read, run_doctor
 from tests.gateway.conftest import serving
 
-
-async def found(url: str) -> tuple[int | None, dict[str, Any]]:
-    """The exit code, and the findings by name."""
-    command = ("-m", "stepwell", "doctor", "--engine", url, "--json")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *command, stdout=asyncio.subprocess.PIPE
-    )
-    out, _ = await process.communicate()
-    return process.returncode, {f["name"]: f for f in json.loads(out)}
+READ_ROUTES = ("/health", "/model_info", "/v1/models", "/server_info", "/generate")
 
 
 async def test_an_engine_of_ours_lacks_nothing_and_is_left_as_it_was(
     engine: Any, client: Any
 ) -> None:
     before = await client.model_info()
-    code, told = await found(engine.url)
+    code, told = await run_doctor(engine.url)
     assert {name: f["text"] for name, f in told.items() if f["state"] != "ok"} == {}
     assert code == 0
     assert told.keys() >= {*NEEDED, *OPTIONAL, "/generate", "/generate (stream)"}
     assert await client.model_info() == before
+
+
+async def test_a_real_sglang_lacks_nothing() -> None:
+    async with serving(given_again(read())) as url:
+        code, told = await run_doctor(url)
+    assert {name: f["text"] for name, f in told.items() if f["state"] != "ok"} == {}
+    assert code == 0
+    assert told["/server_info"]["text"] == "device cpu, dtype float32"
+    assert told["/v1/models"]["text"] == "2048 tokens fit"
+
+
+@pytest.mark.parametrize("path", [*NEEDED, *OPTIONAL, *READ_ROUTES])
+async def test_what_is_taken_from_a_real_sglang_is_missed(path: str) -> None:
+    """Each row of the table: the same answers, without this route."""
+    async with serving(given_again([a for a in read() if a.path != path])) as url:
+        code, told = await run_doctor(url)
+    names = {path, f"{path} (stream)"} & told.keys()
+    assert {name for name, f in told.items() if f["state"] != "ok"} == names
+    state = "warning" if path in OPTIONAL else "problem"
+    for name in names:
+        assert told[name]["state"] == state
+        assert told[name]["remedy"].startswith("without it: ")
+    assert code == int(state == "problem")
 
 
 def incomplete(**changes: Any) -> Starlette:
@@ -84,7 +98,7 @@ def incomplete(**changes: Any) -> Starlette:
 
 async def test_each_thing_that_an_engine_lacks_is_named_with_what_is_lost() -> None:
     async with serving(incomplete()) as url:
-        code, told = await found(url)
+        code, told = await run_doctor(url)
     assert code == 1
     states = {name: f["state"] for name, f in told.items()}
     assert states["/generate"] == states["/generate (stream)"] == "ok"
@@ -100,7 +114,7 @@ async def test_each_thing_that_an_engine_lacks_is_named_with_what_is_lost() -> N
 
 async def test_log_probs_of_other_tokens_are_found_before_they_are_trained() -> None:
     async with serving(incomplete(logprob_of=8)) as url:
-        _, told = await found(url)
+        _, told = await run_doctor(url)
     assert told["/generate"]["state"] == "problem"
     assert "log-probs of other tokens than output_ids" in told["/generate"]["text"]
 
@@ -114,5 +128,4 @@ def test_the_table_of_the_docs_names_every_route_that_is_looked_for() -> None:
     page = (Path(__file__).parents[3] / "docs/design/engines.md").read_text()
     table = page.split("## What an engine has to answer")[1].split("\n## ")[0]
     named = set(re.findall(r"(/[\w/]+)`", table))
-    read = {"/health", "/model_info", "/v1/models", "/server_info", "/generate"}
-    assert named == {*NEEDED, *OPTIONAL, *read}
+    assert named == {*NEEDED, *OPTIONAL, *READ_ROUTES}
