@@ -327,6 +327,8 @@ class RolloutBuffer:
         if self._generator is not None and self._generator.transform_group is not None:
             group = served.instance_id, items
             _, items = self._generator.call("transform_group", group, self._task_type)
+            for item in items:
+                item.setdefault("raw_reward", item["reward"])
         try:
             return orjson.dumps(items, default=str, option=JSON_OPTIONS)[1:-1]
         except orjson.JSONEncodeError:

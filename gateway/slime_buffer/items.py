@@ -149,6 +149,7 @@ def make_item(
         **(written.get("extra_info") or {}),
     }
     return {
+        "raw_reward": trajectory.reward,  # before whatever normalises it
         **written,
         "uid": written.get("uid") or trajectory.trajectory_uid,
         INSTANCE: instance_id,

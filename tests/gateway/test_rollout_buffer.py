@@ -32,7 +32,7 @@ from tests.gateway.conftest import serving
 
 # -- a consumer that does what slime's rollout_buffer_example.py does ---------------------------
 
-REQUIRED = {"uid", "instance_id", "messages", "reward", "extra_info"}
+REQUIRED = {"uid", "instance_id", "messages", "reward", "raw_reward", "extra_info"}
 
 
 class Consumer:

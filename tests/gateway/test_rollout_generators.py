@@ -124,7 +124,7 @@ async def test_the_client_loop_rolls_out_a_file_through_the_gateway_token_for_to
     assert await ended(world) == "finished"
     assert sorted({i["instance_id"] for i in items if isinstance(i["instance_id"], int)}) == [0, 2]
     for item in items:
-        assert item["reward"] == 1.0
+        assert item["reward"] == item["raw_reward"] == 1.0
         assert item["rollout_log_probs"] is not None
         assert item["extra_info"]["label"] == "fine"
         assert item["extra_info"]["finish_reason"] == "stop"
