@@ -6,14 +6,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
-import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
@@ -39,6 +36,7 @@ from stepwell.gateway.trajectory.note import NOTE, TurnKeys, TurnNote, read_note
 from stepwell.gateway.trajectory.retries import RetryKey
 from stepwell.gateway.wiring import ChannelSampling, Wiring
 from tests.gateway.conftest import World, serving
+from tests.gateway.raw import Raw
 from tests.helpers import reserved_port
 
 TOOLS: list[Any] = [
@@ -480,30 +478,10 @@ async def test_of_two_streams_with_one_key_at_two_gateways_the_later_is_not_trai
     assert superseded(steps) == {2 if goes_on == 1 else 3}
 
 
-async def begin_raw(world: World, body: Any) -> socket.socket:
-    """Send a call on t1 over a connection that is read by hand."""
-    data = json.dumps({"model": "m", **body}).encode()
-    url = urlsplit(world.base_url())
-    head = [
-        f"POST {url.path}/v1/chat/completions HTTP/1.1",
-        f"host: {url.netloc}",
-        "content-type: application/json",
-        f"content-length: {len(data)}",
-    ]
-    loop, connection = asyncio.get_running_loop(), socket.socket()
-    connection.setblocking(False)
-    await loop.sock_connect(connection, (url.hostname, url.port))
-    await loop.sock_sendall(connection, "\r\n".join([*head, "", ""]).encode() + data)
-    return connection
-
-
-async def lose(connection: socket.socket, end: bytes) -> None:
+async def lose(call: Raw, end: bytes) -> None:
     """Break the connection when the answer has come, as one that is lost on its way does."""
-    seen = b""
-    while end not in seen:
-        seen += await asyncio.get_running_loop().sock_recv(connection, 1 << 16)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    connection.close()
+    await call.read(end)
+    call.reset()
 
 
 STREAMS = [
@@ -518,7 +496,7 @@ async def test_a_repetition_after_a_broken_connection_gets_the_reply_that_was_lo
 ) -> None:
     world = await fleet.another()
     world.say("the lost one")
-    await lose(await begin_raw(world, body), end)
+    await lose(await Raw.send(world, **body), end)
     _, told = await say_again(world, "chat/completions", body)
     assert "the lost one" in told.replace('"the', "the") or "lost" in told
     assert len(world.stored()) == 1
@@ -534,7 +512,7 @@ async def test_a_lost_reply_whose_request_came_again_before_it_is_superseded(
     world, gate = await fleet.another(), asyncio.Event()
     world.say("lost", gate=gate)
     world.engine.arrived.clear()
-    connection = await begin_raw(world, body)
+    connection = await Raw.send(world, **body)
     await world.engine.arrived.wait()
     world.say("read")
     await say_again(world, "chat/completions", body)
