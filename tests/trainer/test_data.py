@@ -565,6 +565,15 @@ def test_a_row_about_an_image_is_refused_and_not_trained_on_its_text(
         PromptSource(config(kind=kind, path=path, prompt_key="prompt", label_key="answer"))
 
 
+def test_the_first_row_with_an_image_is_named_however_late_it_comes(tmp_path: Path) -> None:
+    path = tmp_path / "some.parquet"
+    rows = [{"question": "a?", "answer": "1", "images": []} for _ in range(1_500)]
+    rows[1_234] = {**rows[0], "images": ["cat.png"]}
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    with pytest.raises(DataError, match="row 1234 has images"):
+        PromptSource(config(kind="parquet", path=path))
+
+
 def test_columns_that_no_task_is_made_of_are_not_read(tmp_path: Path) -> None:
     features = datasets.Features(
         {"question": datasets.Value("string"), "picture": datasets.List(datasets.Image())}

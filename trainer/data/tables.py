@@ -267,13 +267,20 @@ class ArrowRows:
 
 
 def _first_held(dataset: Any, column: str) -> int | None:
-    """The first row with something in the column. Nothing is decoded: that needs more packages."""
+    """The first row with something in the column. Nothing is decoded or copied."""
+    import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
+    import pyarrow.compute as pc  # type: ignore[import-untyped,unused-ignore]
+
     stored = dataset.select_columns([column]).with_format("arrow")
-    for begin in range(0, len(dataset), 100):
-        values = stored[begin : begin + 100][column].to_pylist()
-        for row, value in enumerate(values, begin):
-            if value is not None and (not isinstance(value, list | str) or value):
-                return row
+    for begin in range(0, len(dataset), 1000):
+        values = stored[begin : begin + 1000][column]
+        held = values.is_valid()
+        if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+            held = pc.and_(held, pc.greater(pc.fill_null(pc.list_value_length(values), 0), 0))
+        elif pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+            held = pc.and_(held, pc.greater(pc.fill_null(pc.binary_length(values), 0), 0))
+        if (row := held.index(pa.scalar(True)).as_py()) >= 0:
+            return begin + int(row)
     return None
 
 
