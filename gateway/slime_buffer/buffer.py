@@ -326,9 +326,10 @@ class RolloutBuffer:
         items = self._items(served)
         if self._generator is not None and self._generator.transform_group is not None:
             group = served.instance_id, items
+            raw = {item["uid"]: item["raw_reward"] for item in items}
             _, items = self._generator.call("transform_group", group, self._task_type)
-            for item in items:
-                item.setdefault("raw_reward", item["reward"])
+            for item in items:  # which may be new ones
+                item.setdefault("raw_reward", raw.get(item.get("uid"), item["reward"]))
         try:
             return orjson.dumps(items, default=str, option=JSON_OPTIONS)[1:-1]
         except orjson.JSONEncodeError:

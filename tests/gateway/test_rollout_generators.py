@@ -290,6 +290,25 @@ async def test_a_generator_module_of_slimes_form_runs_and_its_functions_are_used
     assert (await pool_groups(echo))["drop_reasons"] == {"is_valid_group": 1}
 
 
+async def test_items_that_a_generator_makes_anew_keep_the_reward_before_it(
+    worlds: Callable[..., Any], prompts: str, tmp_path: Path
+):
+    path = tmp_path / "anew_generator.py"
+    anew = """
+def transform_group(group, task_type):
+    kept = ("uid", "instance_id", "messages", "extra_info")
+    return group[0], [{**{k: i[k] for k in kept}, "reward": i["reward"] - 0.5} for i in group[1]]
+"""
+    path.write_text(ECHO + anew)
+    world = await worlds("chatml", rollout_generators=(str(path),))
+    consumer = Consumer(world.url)
+    await consumer.start(task_type=str(path), input_file=prompts)
+    assert await ended(world) == "finished"
+    items = (await consumer.poll())["data"]["data"]
+    assert items
+    assert all(item["raw_reward"] == item["reward"] + 0.5 for item in items)
+
+
 async def test_a_function_of_a_generator_that_fails_is_told_and_no_group_is_lost(
     worlds: Callable[..., Any], tmp_path: Path
 ):
