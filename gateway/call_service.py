@@ -153,9 +153,8 @@ class CallService(CallParts):
                 break
             except (TrajectoryClosedError, TrajectoryConflictError):
                 # A conversation has no address that its agent could be told is over.
-                if begin_again is None or not trajectory.is_conversation:
-                    raise
-                if attempt == MAX_BEGINNINGS:
+                is_last = attempt == MAX_BEGINNINGS
+                if begin_again is None or is_last or not trajectory.is_conversation:
                     raise
                 asked.trajectory = begin_again(asked)
                 used.enter_context(asked.trajectory.in_use())
