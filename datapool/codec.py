@@ -252,7 +252,7 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def is_hollow(self) -> bool:
-        """Whether it was erased, so that not even a prompt is left."""
+        """True for an erased step: not even its prompt is left."""
         return self.prompt is None and self.header.base_index < 0
 
     @property

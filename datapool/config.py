@@ -53,8 +53,8 @@ class ChannelConfig(_Section):
     the consumer; null = unlimited. Steps are never refused."""
 
     limit_without_consumer: bool = True
-    """Whether `max_outstanding_groups` counts before somebody consumes the channel: before a group
-    is leased or acked, or a policy version announced. False for the train channel of `stepwell
+    """Apply `max_outstanding_groups` before somebody consumes the channel: before a group is
+    leased or acked, or a policy version announced. False for the train channel of `stepwell
     serve`: agents do not wait for a trainer that nobody has started."""
 
     max_ahead_versions: int | None = Field(default=None, ge=0)

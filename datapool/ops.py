@@ -148,7 +148,7 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Deleted(msgspec.Struct, frozen=True, array_like=True):
-    """What `Delete` or `DeleteTrajectory` did."""
+    """Outcome of `Delete` or `DeleteTrajectory`."""
 
     trajectories: tuple[str, ...] = ()
     """Gone; with `Delete` all of their groups."""

@@ -10,9 +10,8 @@ T = TypeVar("T")
 
 
 def with_own_loop(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """What `function` returns. Meanwhile `asyncio.get_event_loop()` is a loop of this thread's own,
-    as functions written for verl expect; what they leave running there is cancelled. Costs some
-    0.1 ms."""
+    """Call `function` while `asyncio.get_event_loop()` is a loop of this thread's own, as functions
+    written for verl expect; tasks they leave running there are cancelled. Costs some 0.1 ms."""
     with asyncio.Runner() as runner:
         runner.get_loop()  # it is this thread's from now on
         return function(*args, **kwargs)

@@ -90,7 +90,7 @@ class Principal(NamedTuple):
         return owner in (None, self.owner) and owner_named(uid) not in self.others
 
     def may_read(self, owner: str | None) -> bool:
-        """What a trajectory of this owner was answered."""
+        """True if this caller may read answers to a trajectory of that owner."""
         return self.owner is None or owner in (None, self.owner)
 
     def check_owner(self, uid: str, owner: str | None, what: str = "trajectory") -> None:

@@ -360,7 +360,7 @@ def chat_template(path: str) -> Iterator[Finding]:
 
 
 def files(folder: Path) -> Iterator[Finding]:
-    """What the run in `folder` would go on from, but for its journal and the tensors.
+    """The files that the run in `folder` would go on from, but for its journal and the tensors.
 
     Raises:
         DamagedFileError: one of them is not what was written.

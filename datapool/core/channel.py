@@ -297,7 +297,7 @@ class Channel(Steps):
         return ops.Deleted((), (uid,)) if is_leased else ops.Deleted((uid,))
 
     def _is_more(self, group: GroupRecord, record: TrajectoryRecord) -> bool:
-        """Whether another trajectory of the group is open or complete, or is to come."""
+        """True if another trajectory of the group is open or complete, or is to come."""
         stays = (t for t in group.trajectories if t.trajectory_uid not in group.leaving)
         if any(t is not record and (t.closing is None or t.is_complete) for t in stays):
             return True
@@ -375,7 +375,7 @@ class Channel(Steps):
         return [uid for uid in tagged if self.prompt_groups[uid].marks.trainable is False]
 
     def is_declared(self, prompt_uid: str) -> bool:
-        """Whether a live group of this name was declared here."""
+        """True if a live group of this name was declared here."""
         group = self.prompt_groups.get(prompt_uid)
         return group is not None and group.terms is not None
 

@@ -1,4 +1,4 @@
-"""How a trajectory is erased from the rows of a group that goes on.
+"""Erasure of a trajectory from the rows of a group that goes on.
 
     row                                            what becomes of it
     ───                                            ──────────────────
@@ -27,7 +27,7 @@ from stepwell.datapool.types import OWNER
 
 
 class Erasure(NamedTuple):
-    """What is to be done with rows."""
+    """Changes of a group's rows."""
 
     deleted: tuple[int, ...] = ()
     written: tuple[tuple[int, str, bytes, bytes], ...] = ()
@@ -35,7 +35,7 @@ class Erasure(NamedTuple):
 
     @classmethod
     def of(cls, log: Log, group: GroupRecord, uids: Collection[str]) -> Erasure:
-        """What erases these trajectories of a group.
+        """The changes that erase these trajectories of a group.
 
         Raises:
             JournalError: a row cannot be read.

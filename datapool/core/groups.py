@@ -377,7 +377,7 @@ class Groups:
             self.payloads.memory_bytes -= len(prompt)
 
     def _erasure(self, group: GroupRecord, *uids: str) -> Erasure:
-        """What erases these trajectories from the group's rows.
+        """The changes of the group's rows that erase these trajectories.
 
         Raises:
             JournalError: a row cannot be read.
@@ -409,7 +409,7 @@ class Groups:
 
     @property
     def has_hollow(self) -> bool:
-        """Whether a trajectory was erased of which no row says that it was deleted."""
+        """True if a trajectory is erased and no row says that it was deleted."""
         groups = self.prompt_groups.values()
         return any(step.is_hollow for g in groups for t in g.trajectories for step in t.steps)
 

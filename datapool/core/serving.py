@@ -181,7 +181,7 @@ class Serving(Groups):
             self._settle(group)
 
     def _reopen(self, group: GroupRecord) -> None:
-        """What made it ready is gone."""
+        """Take back that it is ready: a trajectory which made it so is gone."""
         if group.due:
             self._unready(group)
             group.due = False
@@ -428,7 +428,7 @@ class Serving(Groups):
         self._trim()
 
     def _take_out_leaving(self, group: GroupRecord) -> bool:
-        """Whether the group goes on without what was deleted while a consumer had it."""
+        """Take out trajectories deleted while a consumer had the group; false: it cannot go on."""
         if not group.leaving:
             return True
         try:

@@ -60,7 +60,7 @@ class Batch:
     rows: dict[int, Record] = field(default_factory=dict)
     """Records."""
     again: set[int] = field(default_factory=set)
-    """Of these rows, those that may be stored already, with other content."""
+    """Rows among these that may be stored already, with other content."""
     deletes: set[int] = field(default_factory=set)
     states: dict[str, bytes] = field(default_factory=dict)
 

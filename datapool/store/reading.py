@@ -79,7 +79,7 @@ class LogReader:
             return {row: head_of(front) for row, front in fronts.items()}
 
     def _records(self, rows: Iterable[int], most: int | None = None) -> Iterator[tuple[int, bytes]]:
-        """Of each row its record, or at most its first bytes."""
+        """Records of these rows, or at most `most` first bytes of each."""
         files: dict[int, int] = {}
         with contextlib.ExitStack() as opened:
             for row in rows:

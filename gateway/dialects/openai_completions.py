@@ -158,7 +158,7 @@ def _choice(
 
 
 def _echoed(exchange: Exchange) -> list[str]:
-    """Of each choice, what its text begins with."""
+    """The text that each choice begins with."""
     parsed = exchange.parsed
     texts = [
         _text(call, exchange.tokenizer) if parsed.options.echo else "" for call in parsed.calls

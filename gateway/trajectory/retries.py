@@ -202,7 +202,7 @@ def _index(call: LiveCall | FinishedCall) -> int | None:
 
 
 def _unanswered(calls: Calls) -> list[LiveCall]:
-    """Those whose clients still wait."""
+    """Calls whose clients still wait."""
     return [
         call
         for call in calls

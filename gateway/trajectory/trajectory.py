@@ -134,7 +134,8 @@ class LiveTrajectory:
             self._on_left(self)
 
     def check_owner(self, caller: Principal) -> None:
-        """Of a new one only the names are checked, the rest as the pool is asked about it.
+        """Check the caller: against the names of a new one, whose owner the pool is asked for as it
+        is opened, else against its owner.
 
         Raises:
             PermissionDeniedError: another key opened it, or it is named as another's.
