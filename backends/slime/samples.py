@@ -210,6 +210,7 @@ def _samples(
         if reason is not None:
             untrained[reason] += len(step.response_ids)
     metadata = {
+        **trajectory.metadata,
         "prompt_uid": trajectory.prompt_uid,
         "trajectory_uid": trajectory.trajectory_uid,
         "source_name": source_of(trajectory, group),
