@@ -5,16 +5,27 @@ from pathlib import Path
 import pytest
 
 from stepwell.config_keys import all_keys
-from stepwell.migration import rows
+from stepwell.migration import rows, tables
 from tests.stepwell.configuring import fails
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "migration.md"
 
 
 def test_every_row_of_the_document_is_known() -> None:
-    lines = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
-    assert len(rows()) == len(lines) > 100
-    assert {row.source for row in rows()} >= {"verl", "slime", "TRL", "prime-rl"}
+    names = [name for _, head, (name, *_) in tables(DOCUMENT.read_text()) if head[-1] == "note"]
+    assert [f"`{row.name}`" for row in rows()] == names
+    assert len(rows()) > 300
+    assert {row.source for row in rows()} == {"verl", "slime", "TRL", "prime-rl", "Claw-R1"}
+
+
+def test_what_a_document_describes_is_no_option() -> None:
+    text = "## a\n\n| x | y | note |\n| --- | --- | --- |\n| `f` | `g` | |\n\n" + (
+        "| of the document | here | held by |\n| --- | --- | --- |\n| `h(a \\| b)` | `i` | `j` |\n"
+    )
+    assert [(head[-1], cells) for _, head, cells in tables(text)] == [
+        ("note", ["`f`", "`g`", ""]),
+        ("held by", ["`h(a \\| b)`", "`i`", "`j`"]),
+    ]
 
 
 def test_every_key_that_a_name_leads_to_exists() -> None:
