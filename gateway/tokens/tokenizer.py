@@ -187,6 +187,11 @@ class ChatTokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
 
+    @property
+    def backend(self) -> Tokenizer:
+        """The tokenizer itself, of which nothing may be changed."""
+        return self._encoder
+
     def stream(self) -> TokenStream:
         return TokenStream(self._backend)
 
