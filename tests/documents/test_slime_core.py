@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.server import EngineServer
+from stepwell.backends.errors import EngineStartError
 from stepwell.backends.slime.sample import SlimeSample
 from stepwell.datapool.types import Step
 from stepwell.gateway.wiring import ChannelSampling
@@ -422,3 +426,97 @@ def test_arguments_that_nobody_reads_are_refused() -> None:
     with pytest.raises(RolloutError, match="only functions of slime's form are given args"):
         load_agent(f"{__name__}:agent", {"max_searches": 3})
     load_agent(f"{__name__}:search", {"max_searches": 3})
+
+
+# -- the router: engine.router_url -----------------------------------------------------------------
+
+
+class Router:
+    """An SGLang router as far as it is asked: who is behind it, in the form of sglang-router 0.3.2
+    (`/workers`), or in that of older ones (`/list_workers`)."""
+
+    def __init__(self, urls: list[str], *, old: bool, kind: str = "regular") -> None:
+        self.asked: list[str] = []
+        self.url = ""
+        self._urls = urls
+        self._old = old
+        self._kind = kind
+
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        self.asked.append(request.path)
+        if request.path == "/list_workers" and self._old:
+            return web.json_response({"urls": self._urls})
+        if request.path != "/workers" or self._old:
+            return web.Response(status=404)
+        workers = [
+            {
+                "id": f"{i}",
+                "url": url,
+                "model_id": "m",
+                "worker_type": self._kind,
+                "is_healthy": True,
+                "connection_mode": "HTTP",
+            }
+            for i, url in enumerate(self._urls)
+        ]
+        stats = {"prefill_count": 0, "decode_count": 0, "regular_count": len(workers)}
+        return web.json_response({"workers": workers, "total": len(workers), "stats": stats})
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Router]:
+        runner = web.ServerRunner(web.Server(self._answer))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+
+@pytest.mark.parametrize("old", [False, True])
+async def test_the_engines_behind_a_router_are_found_and_called_themselves(
+    worlds: Callable[..., Any], tmp_path: Path, old: bool
+) -> None:
+    world = await worlds(engines=2)
+    engines = world.engines  # type: ignore[attr-defined]
+    # One of data-parallel ranks is listed once a rank.
+    urls = [engines[0].url, f"{engines[1].url}@0", f"{engines[1].url}@1"]
+    async with Router(urls, old=old).running() as router:
+        config = EngineConfig(kind="attach", router_url=f"{router.url}/")
+        found = await EngineServer(config, tmp_path).start()
+        assert found == [engines[0].url, engines[1].url]
+        calling = await worlds(engine_urls=tuple(found))
+        for uid in ("a", "b", "c", "d", "e", "f"):
+            client = await calling.client(uid)
+            hello = {"role": "user", "content": "hello"}
+            await client.chat.completions.create(model="m", messages=[hello])
+        assert all(engine.requests for engine in engines)
+        assert set(router.asked) == {"/workers", "/list_workers"} if old else {"/workers"}
+
+
+async def test_a_router_without_whole_engines_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    async with Router(["http://127.0.0.1:9"], old=False, kind="prefill").running() as router:
+        config = EngineConfig(kind="attach", router_url=router.url)
+        with pytest.raises(
+            EngineStartError, match=r"127\.0\.0\.1:9 is of the type prefill; only whole"
+        ):
+            await EngineServer(config, tmp_path).start()
+    async with Router([], old=False).running() as router:
+        config = EngineConfig(kind="attach", router_url=router.url, startup_timeout_s=0.1)
+        with pytest.raises(EngineStartError, match="lists no worker; start the engines"):
+            await EngineServer(config, tmp_path).start()
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"kind": "attach"}, "or set router_url"),
+        ({"kind": "attach", "router_url": "http://a", "urls": ("http://b",)}, "leave one out"),
+        ({"kind": "sglang", "router_url": "http://a"}, "router_url is set but kind is 'sglang'"),
+        ({"kind": "attach", "router_url": "a:3000"}, "router_url is 'a:3000'; write http://"),
+    ],
+)
+def test_a_router_is_named_by_its_url_alone(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(why)):
+        EngineConfig(**fields)
