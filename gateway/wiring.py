@@ -23,6 +23,8 @@ class ChannelSampling:
     """-1 is no limit."""
     max_tokens: int | None = None
     """Longest response of one call; one that asks for less gets less."""
+    max_response_tokens: int | None = None
+    """Tokens of a conversation behind its first prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,3 +33,7 @@ class CallSampling(Section):
     """Of every call, -1 is no limit; null = as the agent asks."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest response of one call; a call that asks for less gets less. null = what fits."""
+    max_response_tokens: int | None = Field(default=None, ge=1)
+    """Longest conversation behind its first prompt: what the policy wrote in all its calls and what
+    tools and users said between. A call gets what is left; one for which nothing is left gets a
+    400, `trajectory_limit_exceeded`. null = what fits."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias, cast
 
-from stepwell.trainer.errors import RolloutError
+from stepwell.trainer.errors import RolloutError, ToolConfigError
 
 Agent: TypeAlias = Callable[
     [Mapping[str, Any], str, str], Awaitable[float | list[float | None] | None]
@@ -27,12 +27,15 @@ FORM = "async def agent(task, base_url, api_key) -> float | None"
 
 def load_agent(path: str) -> Agent:
     """The coroutine function, or object with an `async def __call__`, at `package.module:name` (or
-    `package.module.name`).
+    `package.module.name`); of a file of tools (`.yaml`), the agent that uses them.
 
     Raises:
-        RolloutError: it cannot be imported, or is no `async def agent(task, base_url, api_key)`.
+        RolloutError: it cannot be imported, or is no `async def agent(task, base_url, api_key)`; or
+            a tool cannot be made.
     """
     whose = f"rollout.agent is {path!r}"
+    if path.endswith((".yaml", ".yml")):
+        return _with_tools(whose, path)
     module_name, sep, name = path.partition(":")
     if not sep:
         module_name, _, name = path.rpartition(".")
@@ -61,6 +64,15 @@ def load_agent(path: str) -> Agent:
             f"{FORM}"
         ) from e
     return cast(Agent, agent)
+
+
+def _with_tools(whose: str, path: str) -> Agent:
+    from stepwell.trainer.tools import ToolAgent, ToolBox  # 1 s to import: only for those with one
+
+    try:
+        return ToolAgent(ToolBox.from_yaml(path))
+    except ToolConfigError as e:
+        raise RolloutError(f"{whose}: {e}") from e
 
 
 def _import(whose: str, name: str) -> ModuleType:
