@@ -6,6 +6,9 @@ dataset        prompts as samples, in slime's order: `Dataset`
 rollout        slime's rollout function over the pool: `generate_rollout`
 buffer         the same over the HTTP of a Rollout Buffer, without the pool's Ray cluster
 pool           which rollout has which groups, settled by slime's checkpoints
+generate       slime's generate functions as agents: Sample → function → Steps
+engine_address what they call in place of an engine
+masked         Steps of a sequence with a loss mask
 filters        slime's filter functions as rules of a batch, and `check_reward_nonzero_std`
 samples        whole samples, with texts, for filters and debug files
 rm_hub         slime's rewards by its names: `async_rm`, `batched_async_rm`

@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stepwell.backends.slime.sample import as_slime
-from stepwell.backends.slime.samples import Samples, to_samples
+from stepwell.backends.slime.sample import SAMPLE, as_slime, put_back
+from stepwell.backends.slime.samples import Samples, rollouts_of, to_samples
 from stepwell.datapool.types import Group
 from stepwell.trainer.trajectory_metrics import task_of
 
@@ -39,12 +39,14 @@ class WholeSamples:
         made = to_samples(groups).samples
         for group, rollouts in zip(groups, made, strict=True):
             task = task_of(group)
-            for sample in (s for rollout in rollouts for s in rollout):
-                cut = len(sample.tokens) - sample.response_length
-                sample.prompt = _prompt(task) or self._text(sample.tokens[:cut])
-                sample.response = self._text(sample.tokens[cut:])
-                sample.label = task.get("answer")
-                sample.metadata = {**(task.get("metadata") or {}), **sample.metadata}
+            for trajectory, samples in zip(rollouts_of(group), rollouts, strict=True):
+                for sample in samples:
+                    cut = len(sample.tokens) - sample.response_length
+                    sample.prompt = _prompt(task) or self._text(sample.tokens[:cut])
+                    sample.response = self._text(sample.tokens[cut:])
+                    sample.label = task.get("answer")
+                    sample.metadata = {**(task.get("metadata") or {}), **sample.metadata}
+                put_back(samples[-1], trajectory.metadata.get(SAMPLE, {}))
         return made
 
     def by_trajectory(self, groups: Sequence[Group]) -> list[list[Any]]:
