@@ -43,7 +43,7 @@ from stepwell.trainer.config import ValidationConfig
 from stepwell.trainer.data import Task
 from stepwell.trainer.errors import StarvedError
 from stepwell.trainer.rollout.producer import Producer
-from stepwell.trainer.scoring import Scorer, why_lost
+from stepwell.trainer.scoring import EXTRA, Scorer, why_lost
 from stepwell.trainer.trajectory_metrics import (
     data_source,
     task_of,
@@ -402,7 +402,8 @@ COLUMNS = (
     *("step", "version", "data_source", "instance_id", "question", "answer", "reply", "reward"),
     *("n_steps", "trajectory_uid"),
 )
-"""Keys of a row of the sample table, in order."""
+"""Keys of a row of the sample table, in order. A row whose reward function said more has that, too:
+`reward_extra_info`."""
 
 
 def samples(
@@ -426,6 +427,7 @@ def samples(
                     "reward": trajectory.reward,
                     "n_steps": len(trajectory.steps),
                     "trajectory_uid": trajectory.trajectory_uid,
+                    **({EXTRA: extra} if (extra := trajectory.metadata.get(EXTRA)) else {}),
                 }
             )
     return rows
