@@ -100,6 +100,7 @@ class CallService(CallParts):
             self._check_turns(asked, found)
             listeners = []
             for each, prompt, calls in zip(asked, prompts, found, strict=True):
+                self._add_stops(each)
                 room = max(context - len(prompt.ids) - 1, 1)
                 sampling = self._sampling(each.trajectory, each.request, room)
                 for key, call in zip(each.keys, calls, strict=True):
@@ -221,6 +222,16 @@ class CallService(CallParts):
                 "parallel_tool_calls",
             )
 
+    def _add_stops(self, asked: Asked) -> None:
+        """What ends the calls of the channel, beside what the request asks for."""
+        forced = self.channel_sampling.get(asked.trajectory.channel)
+        if forced is not None and (forced.stop or forced.stop_token_ids):
+            asked.request = replace(
+                asked.request,
+                stop=asked.request.stop + (forced.stop or ()),
+                stop_token_ids=asked.request.stop_token_ids + (forced.stop_token_ids or ()),
+            )
+
     def _sampling(self, trajectory: LiveTrajectory, request: ChatRequest, room: int) -> Sampling:
         """Parameters as they will be used: the channel's over the request's, and temperature 0 over
         all in a greedy trajectory."""
@@ -237,6 +248,7 @@ class CallService(CallParts):
             top_k=_first(forced.top_k, request.top_k, -1),
             min_p=request.min_p or 0.0,
             stop=stop,
+            stop_token_ids=request.stop_token_ids,
             seed=request.seed,
             n_top_logprobs=request.n_logprobs or 0,
             constraint=request.constraint,
