@@ -1,7 +1,8 @@
 """This module writes some of what each batch trains, as text, to `rollouts.jsonl` in the run's
 folder, so that people read what the policy did and what it was told about it.
 
-    {"step": 12, "version": 2, "prompt": "…", "response": "…", "reward": 1.0, "advantage": 0.9, …}
+    {"step": 12, "version": 2, "prompt": "…", "response": "…", "reward": 1.0, "advantage": 0.9,
+     "reward_extra_info": {"acc": true}, …}
 
 One line per trajectory, `trainer.rollout_samples` of them a batch, spread over its groups; `step`
 is the first optimizer step that is taken on it, and `reward_extra_info` what the reward function
@@ -27,9 +28,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from stepwell.datapool.types import Group, Trajectory
-from stepwell.trainer.scoring import EXTRA
 from stepwell.trainer.trajectory_metrics import task_of
-from stepwell.trainer.validation import as_lines, versions_of
+from stepwell.trainer.validation import as_lines, extra_info, versions_of
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,6 @@ class RolloutSamples:
         task = task_of(group)
         prompt = trajectory.steps[0].prompt_ids
         last = trajectory.steps[-1]
-        extra = trajectory.metadata.get(EXTRA)
         most = None if self._per_batch is None else MAX_CHARS
         whole = last.token_ids
         if np.array_equal(whole[: len(prompt)], prompt):  # with what tools wrote in between
@@ -118,7 +117,7 @@ class RolloutSamples:
             "response": _cut(response, most),
             "answer": _short(task.get("answer"), most),
             "reward": trajectory.reward,
-            **({EXTRA: extra} if extra else {}),
+            "reward_extra_info": {k: _short(v, most) for k, v in extra_info(trajectory).items()},
             "finish_reason": last.finish_reason,
             "n_steps": len(trajectory.steps),
         }
@@ -131,11 +130,11 @@ class RolloutSamples:
         return AutoTokenizer.from_pretrained(self._tokenizer_path)
 
 
-def _short(answer: Any, most: int | None) -> Any:
-    """`answer`; one that is too long, as a program's tests may be, as its text without the
+def _short(value: Any, most: int | None) -> Any:
+    """`value`; one that is too long, as a program's tests may be, as its text without the
     middle."""
-    text = answer if isinstance(answer, str) else str(answer)
-    return answer if most is None or len(text) <= most else _cut(text, most)
+    text = value if isinstance(value, str) else str(value)
+    return value if most is None or len(text) <= most else _cut(text, most)
 
 
 def _shown(value: Any) -> Any:
