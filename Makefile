@@ -110,10 +110,20 @@ fuzz: install
 	$(@D)/bin/pip install --quiet --no-deps tensordict==0.10.0 antlr4-python3-runtime==4.9.3 # what verl and hydra want
 	@touch $@
 
-#   make test-verl  verl itself, in an environment of its own: formulas, batches, an actor's update, TransferQueue
-test-verl: .venv-verl/.installed
+# Claw-R1 is on GitHub only, and its pool imports verl. Without GitHub: CLAW_R1_GIT=/a/clone.
+CLAW_R1_GIT ?= https://github.com/AgentR1/Claw-R1.git
+CLAW_R1_COMMIT := 4e1dec65a49c4b6f6e64e717e4ac0a169e06a580
+.claw-r1/$(CLAW_R1_COMMIT):
+	rm -rf $(@D) && git init --quiet $(@D)
+	git -C $(@D) fetch --quiet --depth 1 $(CLAW_R1_GIT) $(CLAW_R1_COMMIT)
+	git -C $(@D) checkout --quiet FETCH_HEAD -- claw_r1/data_pool
+	@touch $@
+
+#   make test-verl  verl itself, in an environment of its own: formulas, batches, an actor's update, TransferQueue; Claw-R1's pool
+test-verl: .venv-verl/.installed .claw-r1/$(CLAW_R1_COMMIT)
 	.venv-verl/bin/python -m pytest tests/trainer/test_golden_losses.py tests/trainer/test_advantages.py tests/backends/test_critic.py tests/backends/test_same_loss.py
 	.venv-verl/bin/python -m pytest tests/backends/test_verl_live.py
+	PYTHONPATH=.claw-r1 .venv-verl/bin/python -m pytest tests/backends/test_claw_r1_itself.py
 
 # slime is on GitHub only (PyPI's slime is another package). Without GitHub: SLIME_GIT=/a/clone.
 SLIME_GIT ?= https://github.com/THUDM/slime.git
