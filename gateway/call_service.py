@@ -26,6 +26,7 @@ from stepwell.gateway.errors import (
     RequestError,
     TrajectoryClosedError,
     TrajectoryConflictError,
+    TrajectoryLimitError,
 )
 from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest, Prompt
@@ -82,7 +83,7 @@ class CallService(CallParts):
         Raises:
             RequestError: the model's template or parser cannot do what is asked.
             ContextLengthError: a prompt leaves no room for one token.
-            TrajectoryLimitError: a trajectory's turns are used up.
+            TrajectoryLimitError: a trajectory's turns or tokens are used up.
             TrajectoryClosedError, TrajectoryConflictError, PoolUnavailableError
         """
         with ExitStack() as used:
@@ -98,10 +99,13 @@ class CallService(CallParts):
             # No turn of the loop from here on: of two tries at once the second finds the first.
             found = [[each.trajectory.calls.find(key) for key in each.keys] for each in asked]
             self._check_turns(asked, found)
+            rooms = [
+                self._room(each.trajectory, prompt, context)
+                for each, prompt in zip(asked, prompts, strict=True)
+            ]
             listeners = []
-            for each, prompt, calls in zip(asked, prompts, found, strict=True):
+            for each, prompt, calls, room in zip(asked, prompts, found, rooms, strict=True):
                 self._add_stops(each)
-                room = max(context - len(prompt.ids) - 1, 1)
                 sampling = self._sampling(each.trajectory, each.request, room)
                 for key, call in zip(each.keys, calls, strict=True):
                     if not isinstance(call, Call):
@@ -231,6 +235,25 @@ class CallService(CallParts):
                 stop=asked.request.stop + (forced.stop or ()),
                 stop_token_ids=asked.request.stop_token_ids + (forced.stop_token_ids or ()),
             )
+
+    def _room(self, trajectory: LiveTrajectory, prompt: Prompt, context: int) -> int:
+        """Tokens that the reply may have: what fits, and what its conversation has left.
+
+        Raises:
+            TrajectoryLimitError: it has none left.
+        """
+        room = max(context - len(prompt.ids) - 1, 1)
+        forced = self.channel_sampling.get(trajectory.channel)
+        if forced is None or (most := forced.max_response_tokens) is None:
+            return room
+        used = len(prompt.ids) - prompt.n_first
+        if used >= most:
+            raise TrajectoryLimitError(
+                f"this conversation has {used} tokens behind its first prompt and may have {most} "
+                "(rollout.max_response_tokens); complete the trajectory",
+                None,
+            )
+        return min(room, most - used)
 
     def _sampling(self, trajectory: LiveTrajectory, request: ChatRequest, room: int) -> Sampling:
         """Parameters as they will be used: the channel's over the request's, and temperature 0 over

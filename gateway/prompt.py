@@ -126,6 +126,14 @@ class Prompt:
     n_forced: int = 0
     """Its ids."""
 
+    @property
+    def n_first(self) -> int:
+        """Tokens of the conversation's first prompt."""
+        first, turn = self.new_ids, self.parent
+        while turn is not None:
+            first, turn = turn.new_prompt_ids, turn.parent
+        return len(first)
+
 
 class Prompts:
     """Makes prompts. Owned by the app's lifespan."""

@@ -27,6 +27,8 @@ class ChannelSampling:
     """Texts that end a response, beside those that the agent asks for; cut off alike."""
     stop_token_ids: tuple[int, ...] | None = None
     """Token ids that do."""
+    max_response_tokens: int | None = None
+    """Tokens of a conversation behind its first prompt."""
 
 
 @dataclass(frozen=True, slots=True)

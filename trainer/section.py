@@ -45,3 +45,7 @@ class CallSampling(Section):
     its Step and not in the reply's text. One alone needs no list."""
     stop_token_ids: Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_listed)] | None = None
     """Token ids that do, beside the model's own."""
+    max_response_tokens: int | None = Field(default=None, ge=1)
+    """Longest conversation behind its first prompt: what the policy wrote in all its calls and what
+    tools and users said between. A call gets what is left; one for which nothing is left gets a
+    400, `trajectory_limit_exceeded`. null = what fits."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import InitVar, asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Self
 
@@ -130,6 +130,13 @@ class SlimeSample:
     """Seconds."""
     spec_info: SpecInfo = field(default_factory=SpecInfo)
     prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+    truncated: InitVar[bool | None] = None
+    """A field of slime's `Sample` before it had `status`: given to the constructor, it says whether
+    `status` is `TRUNCATED` or `COMPLETED`."""
+
+    def __post_init__(self, truncated: bool | None) -> None:
+        if truncated is not None:
+            self.status = self.Status.TRUNCATED if truncated else self.Status.COMPLETED
 
     @property
     def effective_response_length(self) -> int:

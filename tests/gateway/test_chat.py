@@ -519,6 +519,31 @@ async def test_a_greedy_baseline_is_sampled_at_temperature_0_whatever_is_asked_o
     assert step.metadata["sampling_params"]["temperature"] == 0.0
 
 
+async def test_a_conversation_has_a_limit_of_tokens_that_what_tools_say_counts_for(
+    worlds: Any,
+) -> None:
+    """verl's `max_response_len`: of all turns, what was said between them included."""
+    world = await worlds(sampling={"train": ChannelSampling(max_response_tokens=60)})
+    client = await world.client()
+    messages = [user("hi")]
+    reply = await client.chat.completions.create(model="m", messages=messages, max_tokens=500)
+    messages += [{"role": "assistant", "content": reply.choices[0].message.content}, user("go on")]
+    await client.chat.completions.create(model="m", messages=messages, max_tokens=500)
+    first, second = world.engine.requests
+    assert first["sampling_params"]["max_new_tokens"] == 60
+    used = len(second["input_ids"]) - len(first["input_ids"])
+    assert 0 < used < 60
+    assert second["sampling_params"]["max_new_tokens"] == 60 - used
+    messages += [{"role": "assistant", "content": "fine"}, user("a long result " * 20)]
+    with pytest.raises(openai.BadRequestError, match=r"may have 60 .rollout.max_response_tokens"):
+        await client.chat.completions.create(model="m", messages=messages)
+    other = [{"role": "system", "content": "a sub-agent"}, user("a long task " * 20)]
+    await client.chat.completions.create(model="m", messages=other)
+    assert world.engine.requests[-1]["sampling_params"]["max_new_tokens"] == 60, (
+        "a conversation that begins anew counts from its own first prompt"
+    )
+
+
 async def test_max_tokens_is_clamped_to_what_fits(worlds: Any) -> None:
     world = await worlds(context_length=100)
     client = await world.client()

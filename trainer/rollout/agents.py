@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias, cast
 
-from stepwell.trainer.errors import RolloutError
+from stepwell.trainer.errors import RolloutError, ToolConfigError
 
 Agent: TypeAlias = Callable[
     [Mapping[str, Any], str, str], Awaitable[float | list[float | None] | None]
@@ -29,16 +29,19 @@ GENERATE_FORM = "async def generate(args, sample, sampling_params) -> Sample"
 
 def load_agent(path: str, agent_args: Mapping[str, Any] | None = None) -> Agent:
     """The coroutine function, or object with an `async def __call__`, at `package.module:name` (or
-    `package.module.name`); in the form of an agent, or of slime's generate functions
-    (`is_generate`).
+    `package.module.name`), in the form of an agent or of slime's generate functions
+    (`is_generate`); of a file of tools (`.yaml`), the agent that uses them.
 
     Args:
         agent_args: `rollout.agent_args`.
 
     Raises:
-        RolloutError: it cannot be imported, or is neither; or the arguments are for nobody.
+        RolloutError: it cannot be imported, or is neither; the arguments are for nobody; or a tool
+            cannot be made.
     """
     whose = f"rollout.agent is {path!r}"
+    if path.endswith((".yaml", ".yml")):
+        return _with_tools(whose, path)
     module_name, sep, name = path.partition(":")
     if not sep:
         module_name, _, name = path.rpartition(".")
@@ -97,6 +100,15 @@ def _parameters(agent: object) -> list[str]:
         return list(inspect.signature(agent).parameters) if callable(agent) else []
     except ValueError:  # of a builtin
         return []
+
+
+def _with_tools(whose: str, path: str) -> Agent:
+    from stepwell.trainer.tools import ToolAgent, ToolBox  # 1 s to import: only for those with one
+
+    try:
+        return ToolAgent(ToolBox.from_yaml(path))
+    except ToolConfigError as e:
+        raise RolloutError(f"{whose}: {e}") from e
 
 
 def _import(whose: str, name: str) -> ModuleType:

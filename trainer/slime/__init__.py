@@ -2,6 +2,7 @@
 
 config         what slime's arguments say to Stepwell
 data_source    slime's data sources: `RolloutDataSource`, `…WithBuffer`, and the pool's
+dataset        prompts as samples, in slime's order: `Dataset`
 rollout        slime's rollout function over the pool: `generate_rollout`
 buffer         the same over the HTTP of a Rollout Buffer, without the pool's Ray cluster
 pool           which rollout has which groups, settled by slime's checkpoints
