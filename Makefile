@@ -110,10 +110,11 @@ fuzz: install
 	$(@D)/bin/pip install --quiet --no-deps tensordict==0.10.0 antlr4-python3-runtime==4.9.3 # what verl and hydra want
 	@touch $@
 
-#   make test-verl  verl itself, in an environment of its own: formulas, batches, an actor's update, TransferQueue
+#   make test-verl  verl itself, in an environment of its own: formulas, batches, an actor's update, TransferQueue, its data sets, tools and rewards
 test-verl: .venv-verl/.installed
 	.venv-verl/bin/python -m pytest tests/trainer/test_golden_losses.py tests/trainer/test_advantages.py tests/backends/test_critic.py tests/backends/test_same_loss.py
 	.venv-verl/bin/python -m pytest tests/backends/test_verl_live.py
+	.venv-verl/bin/python -m pytest tests/documents/test_verl_itself.py tests/documents/test_verl.py
 
 # slime is on GitHub only (PyPI's slime is another package). Without GitHub: SLIME_GIT=/a/clone.
 SLIME_GIT ?= https://github.com/THUDM/slime.git
