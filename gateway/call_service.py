@@ -105,6 +105,7 @@ class CallService(CallParts):
             ]
             listeners = []
             for each, prompt, calls, room in zip(asked, prompts, found, rooms, strict=True):
+                self._add_stops(each)
                 sampling = self._sampling(each.trajectory, each.request, room)
                 for key, call in zip(each.keys, calls, strict=True):
                     if not isinstance(call, Call):
@@ -225,6 +226,16 @@ class CallService(CallParts):
                 "parallel_tool_calls",
             )
 
+    def _add_stops(self, asked: Asked) -> None:
+        """What ends the calls of the channel, beside what the request asks for."""
+        forced = self.channel_sampling.get(asked.trajectory.channel)
+        if forced is not None and (forced.stop or forced.stop_token_ids):
+            asked.request = replace(
+                asked.request,
+                stop=asked.request.stop + (forced.stop or ()),
+                stop_token_ids=asked.request.stop_token_ids + (forced.stop_token_ids or ()),
+            )
+
     def _room(self, trajectory: LiveTrajectory, prompt: Prompt, context: int) -> int:
         """Tokens that the reply may have: what fits, and what its conversation has left.
 
@@ -260,6 +271,7 @@ class CallService(CallParts):
             top_k=_first(forced.top_k, request.top_k, -1),
             min_p=request.min_p or 0.0,
             stop=stop,
+            stop_token_ids=request.stop_token_ids,
             seed=request.seed,
             n_top_logprobs=request.n_logprobs or 0,
             constraint=request.constraint,

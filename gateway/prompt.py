@@ -70,6 +70,7 @@ class ChatRequest:
     top_p: float | None = None
     top_k: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     min_p: float | None = None
     n_logprobs: int | None = None

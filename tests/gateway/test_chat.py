@@ -480,6 +480,26 @@ async def test_each_channel_has_its_own_sampling_whatever_the_agent_asks(worlds:
         assert {s.metadata["sampling_params"]["temperature"] for s in stored} == {temperature}
 
 
+async def test_what_ends_a_channels_calls_ends_them_beside_what_the_agent_asks(
+    worlds: Any,
+) -> None:
+    forced = ChannelSampling(stop=("</search>",), stop_token_ids=(7,))
+    world = await worlds(sampling={"train": forced})
+    client = await world.client()
+    said = world.say("<search>x</search>", close=False, matched="</search>")
+    reply = await client.chat.completions.create(
+        model="m",
+        messages=[user("hi")],
+        stop=["end"],
+        extra_body={"stop_token_ids": [9]},
+    )
+    sent = world.engine.requests[0]["sampling_params"]
+    assert sent["stop"] == ["end", "</search>"]
+    assert sent["stop_token_ids"] == [9, 7]
+    assert reply.choices[0].message.content == "<search>x"
+    assert world.stored()[0].response_ids.tolist() == said.ids
+
+
 async def test_a_greedy_baseline_is_sampled_at_temperature_0_whatever_is_asked_or_forced(
     worlds: Any,
 ) -> None:

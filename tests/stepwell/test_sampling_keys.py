@@ -30,6 +30,17 @@ def test_validation_samples_as_rollouts_do_but_for_the_keys_of_its_own() -> None
     }
 
 
+def test_one_text_or_id_that_ends_responses_needs_no_list() -> None:
+    config = load_config(
+        "quickstart",
+        ["rollout.stop=</search>", "rollout.stop_token_ids=7", "validation.stop=[end, fin]"],
+    )
+    assert chosen(config) == {
+        "train": ChannelSampling(stop=("</search>",), stop_token_ids=(7,)),
+        "val": ChannelSampling(stop=("end", "fin"), stop_token_ids=(7,)),
+    }
+
+
 def test_agents_that_come_by_themselves_are_sampled_as_rollouts_are() -> None:
     keys = ["gateway.channel=collected", "rollout.temperature=0.7", "validation.temperature=0"]
     sampling = chosen(load_config("quickstart", keys))

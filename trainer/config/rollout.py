@@ -129,9 +129,16 @@ class RewardConfig(_Scoring):
 class RolloutConfig(CallSampling):
     agent: str | None = None
     """Dotted path of `async def agent(task, base_url, api_key) -> float | None` (or a list of
-    rewards, one per call), run on the tasks of `data`; or a file of tools (`tools.yaml`, verl's
+    rewards, one per call), run on the tasks of `data`; or of slime's `async def generate(args,
+    sample, sampling_params) -> Sample`; or a file of tools (`tools.yaml`, verl's
     `tool_config_path`), which the policy then has; null: agents that nobody here starts call the
     gateway, and their traffic is trained on."""
+    agent_args: dict[str, Any] = Field(default_factory=dict)
+    """Fields of slime's `args`, over those that Stepwell knows, for a `generate` of slime's form:
+    `{apply_chat_template: true}` has prompts as text."""
+    skip_special_tokens: bool = True
+    """Special tokens are left out of the responses' texts that rewards, and functions of slime's
+    form, get. slime's default is false."""
     n: int = Field(default=8, ge=1)
     """Rollouts per prompt (the group size of GRPO)."""
     min_n: int = Field(default=2, ge=1)

@@ -53,9 +53,16 @@ class PromptMeter:
         Raises:
             DataError: the chat template, or the tokenizer, refuses one.
         """
-        texts = [self.render(task) for task in tasks]
+        return self.count_texts([self.render(task) for task in tasks])
+
+    def count_texts(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each text as it stands.
+
+        Raises:
+            DataError: the tokenizer refuses one.
+        """
         try:
-            ids = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            ids = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
         except (TypeError, ValueError) as e:
             raise DataError(
                 f"the tokenizer refuses the prompt ({type(e).__name__}: {e!s:.200}); half a "
