@@ -357,7 +357,7 @@ def _is_here(config: RunConfig) -> bool:
 
 def agent(config: RunConfig) -> None:
     if config.rollout.agent is not None:  # else agents come by themselves
-        load_agent(config.rollout.agent)
+        load_agent(config.rollout.agent, config.rollout.agent_args)
 
 
 def reward(config: RunConfig) -> None:
