@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from stepwell.backends.masks import MultiTurnLossMaskGenerator
 from stepwell.backends.slime.backend import post_process_rewards
-from stepwell.backends.slime.sample import sample_class
+from stepwell.backends.slime.sample import SlimeSample, sample_class
 from stepwell.trainer.errors import ConfigError, DataError, StarvedError
 from stepwell.trainer.slime import buffer
 from stepwell.trainer.slime.buffer import (
@@ -444,18 +444,19 @@ async def test_the_documents_own_consumer_makes_samples_of_our_items(
         mask_generator = MultiTurnLossMaskGenerator(tokenizer, tokenizer_type="qwen")
         token_ids, loss_mask = mask_generator.get_loss_mask(record["messages"])
         response_length = mask_generator.get_response_lengths([loss_mask])[0]
-        sample = Sample(
+        sample = SlimeSample(
             index=record["instance_id"],
             prompt=record["uid"],
             tokens=token_ids,
             response_length=response_length,
             reward=record["reward"],
+            truncated=False,
             loss_mask=loss_mask[-response_length:],
             metadata={**record["extra_info"], "raw_reward": record["raw_reward"]},
         )
         step = world.stored(record["uid"])[0]
         assert sample.tokens[: step.n_tokens] == step.token_ids.tolist()
-        assert sum(sample.loss_mask) == response_length
+        assert sample.loss_mask == [1] * response_length
     assert all_meta_info[0]["total_samples"] == 2
     assert all_meta_info[0]["avg_reward"] == 0.5
 

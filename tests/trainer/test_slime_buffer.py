@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,6 +23,7 @@ from stepwell.trainer.errors import ConfigError, DataError, StarvedError
 from stepwell.trainer.slime import buffer
 from stepwell.trainer.slime.buffer import generate_agent_rollout, generate_rollout
 from stepwell.trainer.slime.data_source import RolloutDataSourceWithBuffer
+from tests.backends.slime_itself import HAS_SLIME
 from tests.gateway.conftest import serving, worlds  # noqa: F401 - a fixture
 from tests.gateway.test_rollout_buffer import Consumer, group, statistics
 from tests.trainer.test_slime_rollout import slime_args
@@ -219,27 +217,16 @@ async def test_what_is_beyond_a_batch_is_trained_with_the_next(
             await generate_agent_rollout(args, 2, source)
 
 
-async def test_a_slime_with_an_output_class_gets_its_metrics_in_it(
+async def test_the_function_that_slime_names_returns_what_its_controllers_take(
     worlds: Callable[..., Any],  # noqa: F811
     run_of: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
 ):
-    @dataclass
-    class RolloutFnTrainOutput:
-        samples: list[list[Any]]
-        metrics: dict[str, Any]
-
     world = await worlds("chatml")
     args, source = run_of(world.url, rollout_batch_size=1)
     await group(world, "p")
-    plain = await asyncio.to_thread(generate_rollout, args, 0, source)
-    assert isinstance(plain, list)
-    assert [s.index for s in plain] == ["p", "p"]
-    for name in ("slime", "slime.rollout", "slime.rollout.base_types"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    types = sys.modules["slime.rollout.base_types"]
-    monkeypatch.setattr(types, "RolloutFnTrainOutput", RolloutFnTrainOutput, raising=False)
-    await group(world, "q")
-    made = await asyncio.to_thread(generate_rollout, args, 1, source)
-    assert [[s.index for s in g] for g in made.samples] == [["q", "q"]]
-    assert made.metrics["stepwell/samples_without_log_probs"] == 0
+    made = await asyncio.to_thread(generate_rollout, args, 0, source)
+    if HAS_SLIME:  # today's has an output class, with metrics
+        assert made.metrics["stepwell/samples_without_log_probs"] == 0
+        (made,) = made.samples
+    assert isinstance(made, list)
+    assert [s.index for s in made] == ["p", "p"]

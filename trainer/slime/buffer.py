@@ -155,7 +155,7 @@ async def generate_agent_rollout(
     # What the buffer finished without serving it is not made again either.
     unserved = [name for name in told if name not in set(fetched)]
     data_buffer.update_metadata({str(rollout_id): fetched[:batch] + unserved})
-    data_buffer.add_samples(run.groups[:batch])
+    _add(data_buffer, run.groups[:batch])
     metrics = {
         **{
             f"stepwell/dropped_groups/{why}": n
@@ -345,6 +345,13 @@ def start_payload(args: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
         "tokenizer_path": args.hf_checkpoint,
         "skip_instance_ids": finished,
     }
+
+
+def _add(data_buffer: Any, groups: list[list[Any]]) -> None:
+    """Add groups to the data buffer. That of the slimes with Agent Rollout (`slime.ray.buffer`,
+    until August 2025) is their controller, and takes the samples of groups one after the other."""
+    takes_samples = hasattr(data_buffer, "train_data_pool")
+    data_buffer.add_samples([s for group in groups for s in group] if takes_samples else groups)
 
 
 async def _fetch(args: Any, url: str, run: _Run, source: Any) -> None:
