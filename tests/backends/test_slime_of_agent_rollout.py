@@ -8,18 +8,22 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from stepwell.backends.slime.sample import sample_class
 from stepwell.trainer.slime import buffer
 from tests.backends.slime_itself import slime
 from tests.documents.test_agent_rollout import write
-from tests.gateway.conftest import worlds  # noqa: F401 - a fixture
+from tests.gateway.conftest import QUICKSTART, worlds  # noqa: F401 - a fixture
 
 
 def _is_there() -> bool:
@@ -98,6 +102,40 @@ async def test_its_controller_trains_what_our_rollout_function_returns(
     assert controller.get_metadata() == {"0": ["id0", "id1"], "1": ["id2", "id3"]}
     assert controller.get_buffer_length() == 0
     assert sample_class() is slime("utils.types").Sample
+
+
+async def test_its_own_rollout_function_reads_our_buffer_unchanged(
+    worlds: Callable[..., Any],  # noqa: F811
+    controller_of: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The document's `--rollout-function-path`, with its polling, its masks and its filter."""
+    theirs = slime("rollout.agent_rollout")
+    monkeypatch.setattr(theirs, "time", SimpleNamespace(sleep=lambda _: None, time=time.time))
+    # It was written for transformers 4, whose chat templates give lists of ids.
+    tokenizer = AutoTokenizer.from_pretrained(QUICKSTART)
+    template = partial(tokenizer.apply_chat_template, return_dict=False)
+    monkeypatch.setattr(tokenizer, "apply_chat_template", template)
+    loads = SimpleNamespace(from_pretrained=lambda *_, **__: tokenizer)
+    monkeypatch.setattr(theirs, "AutoTokenizer", loads)
+    world = await worlds("quickstart")
+    controller = controller_of(
+        world.url,
+        rollout_function_path="slime.rollout.agent_rollout.generate_rollout",
+        loss_mask_type="qwen",
+        hf_checkpoint=str(QUICKSTART),
+    )
+    for n in (0, 1):
+        await write(world.url, n, f"id{n}", (0.0, 1.0))
+    await asyncio.to_thread(controller.generate, 0)
+    data = controller.get_data(0)
+    assert data["raw_reward"] == [0.0, 1.0, 0.0, 1.0]
+    steps = [world.stored(f"{n}-{i}")[0] for n in (0, 1) for i in (0, 1)]
+    for step, tokens, mask in zip(steps, data["tokens"], data["loss_masks"], strict=True):
+        assert tokens[: step.n_tokens] == step.token_ids.tolist()
+        # Its masks train the line break behind the close, too; ours end with the close.
+        assert mask == [1] * (len(step.response_ids) + 1)
+    assert controller.get_metadata() == {"0": ["id0", "id1"]}
 
 
 def test_its_tool_gives_the_same_instance_ids_as_ours(tmp_path: Path) -> None:
