@@ -135,10 +135,19 @@ SLIME_COMMIT := 624b824a898ab0ec1fcb4d373004c7f3852bf515
 	git -C $(@D) checkout --quiet FETCH_HEAD -- slime slime_plugins
 	@touch $@
 
+# The last slime with Agent Rollout, of which docs/migration.md speaks.
+AGENT_ROLLOUT_COMMIT := be675e6b4570dde4a9363a1f1e4b515d4ce947f0
+.slime-agent-rollout/$(AGENT_ROLLOUT_COMMIT):
+	rm -rf $(@D) && git init --quiet $(@D)
+	git -C $(@D) fetch --quiet --depth 1 $(SLIME_GIT) $(AGENT_ROLLOUT_COMMIT)
+	git -C $(@D) checkout --quiet FETCH_HEAD -- slime slime_plugins
+	@touch $@
+
 #   make test-slime  samples, advantages and the loss against slime itself, without Megatron and GPUs
-test-slime: install .slime/$(SLIME_COMMIT)-plugins
+test-slime: install .slime/$(SLIME_COMMIT)-plugins .slime-agent-rollout/$(AGENT_ROLLOUT_COMMIT)
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt pylatexenc
-	PYTHONPATH=.slime TORCHDYNAMO_DISABLE=1 $(BIN)/pytest tests/backends/test_slime_itself.py tests/backends/test_slime_backend.py tests/backends/test_same_loss.py tests/trainer/test_slime_rollout.py tests/trainer/test_slime_buffer.py tests/trainer/test_slime_filters.py tests/documents/test_slime_data_source.py tests/documents/test_slime_core_data.py
+	PYTHONPATH=.slime TORCHDYNAMO_DISABLE=1 $(BIN)/pytest tests/backends/test_slime_itself.py tests/backends/test_slime_backend.py tests/backends/test_same_loss.py tests/trainer/test_slime_rollout.py tests/trainer/test_slime_buffer.py tests/trainer/test_slime_filters.py tests/documents
+	PYTHONPATH=.slime-agent-rollout $(BIN)/pytest tests/backends/test_slime_of_agent_rollout.py
 
 #   make test-trl   the row forms and SFT's losses against TRL itself
 test-trl: install
@@ -183,4 +192,4 @@ record-sglang: install install-sglang
 	$(ON_SGLANG) $(BIN)/python -m tests.backends.engines.record
 
 clean:
-	rm -rf $(VENV) .venv-verl .venv-sglang .slime .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf $(VENV) .venv-verl .venv-sglang .slime .slime-agent-rollout .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
