@@ -126,7 +126,7 @@ SLIME_COMMIT := 624b824a898ab0ec1fcb4d373004c7f3852bf515
 
 #   make test-slime  samples, advantages and the loss against slime itself, without Megatron and GPUs
 test-slime: install .slime/$(SLIME_COMMIT)-plugins
-	PYTHONPATH=.slime TORCHDYNAMO_DISABLE=1 $(BIN)/pytest tests/backends/test_slime_itself.py tests/backends/test_slime_backend.py tests/backends/test_same_loss.py tests/trainer/test_slime_rollout.py tests/trainer/test_slime_buffer.py
+	PYTHONPATH=.slime TORCHDYNAMO_DISABLE=1 $(BIN)/pytest tests/backends/test_slime_itself.py tests/backends/test_slime_backend.py tests/backends/test_same_loss.py tests/trainer/test_slime_rollout.py tests/trainer/test_slime_buffer.py tests/documents
 
 #   make test-trl   the row forms and SFT's losses against TRL itself
 test-trl: install

@@ -50,6 +50,10 @@ class EngineConfig(Section):
     `model.path`."""
     urls: tuple[str, ...] = ()
     """Base urls of running servers, for `kind: attach`."""
+    router_url: str | None = None
+    """Base url of a running SGLang router, for `kind: attach` in place of `urls`: its workers are
+    asked for at the start. Weights go to each of them, and calls to the one that the gateway
+    chooses; the router itself is not called."""
     host: str = "127.0.0.1"
     """Address it listens on; on several nodes the run chooses one that the others reach."""
     port: int = Field(default=0, ge=0, le=65535)
@@ -97,12 +101,25 @@ class EngineConfig(Section):
     def _urls_are_plain(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(_plain_url("urls", url, "write http://host:port") for url in urls)
 
+    @field_validator("router_url")
+    @classmethod
+    def _router_url_is_plain(cls, url: str | None) -> str | None:
+        return None if url is None else _plain_url("router_url", url, "write http://host:port")
+
     @model_validator(mode="after")
     def _source_fits_kind(self) -> EngineConfig:
-        if self.kind == "attach" and not self.urls:
-            raise ValueError("kind is 'attach' but urls is empty; list the servers' base urls")
-        if self.kind != "attach" and self.urls:
-            raise ValueError(f"urls is set but kind is {self.kind!r}; set kind to 'attach'")
+        given = [name for name in ("urls", "router_url") if getattr(self, name)]
+        if self.kind == "attach" and not given:
+            raise ValueError(
+                "kind is 'attach' but urls is empty; list the servers' base urls, or set "
+                "router_url to the SGLang router before them"
+            )
+        if len(given) > 1:
+            raise ValueError(
+                f"router_url is {self.router_url!r}, and urls names engines, too; leave one out"
+            )
+        if self.kind != "attach" and given:
+            raise ValueError(f"{given[0]} is set but kind is {self.kind!r}; set kind to 'attach'")
         return self
 
 

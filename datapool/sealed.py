@@ -37,6 +37,7 @@ N_THREADS = 4
 _SEAL = b'"digest":"%s"}\n'
 _SEAL_BYTES = len(_SEAL % bytes(16))
 _SEAL_AND_MORE = re.compile(rb'"digest":"[0-9a-f]{16}"\}.\Z', re.DOTALL)
+_SEAL_END = re.compile(rb'"digest":"[^"]{16}"\}\n\Z', re.DOTALL)
 _SIDECAR_LINE = re.compile(rb"([0-9a-f]{64})  [^\n]+\n")
 
 
@@ -81,6 +82,11 @@ def unsealed(data: bytes) -> bytes:
     if seal != _SEAL % xxh3_64_hexdigest(content).encode():
         raise ValueError("the digest is not that of the content")
     return content.removesuffix(b",") + b"}" if content[:1] == b"{" else content
+
+
+def is_sealed(data: bytes) -> bool:
+    """Whether it ends as `sealed` ends it, damaged or not."""
+    return _SEAL_END.search(data, max(0, len(data) - _SEAL_BYTES)) is not None
 
 
 def write_sealed(path: Path, content: Any) -> None:

@@ -57,12 +57,15 @@ async def check_holdings(path: str, body: bytes, threads: Executor) -> None:
     if len(body) <= SMALL:
         return
     bounds = _MOST_WITH_IDS if path.endswith(_WITH_IDS) else _MOST
+    is_wide = False
     if len(body) <= BIG:
         counted = holdings(body, bounds)
     else:
-        loop = asyncio.get_running_loop()
-        counted = await loop.run_in_executor(threads, holdings, body, bounds)
-    if len(body) > MAX_WIDE and (not body.isascii() or b"\\u" in body):
+        run = asyncio.get_running_loop().run_in_executor
+        counted = await run(threads, holdings, body, bounds)
+        if len(body) > MAX_WIDE:
+            is_wide = await run(threads, _has_wide, body)
+    if is_wide:
         raise BodyTooLargeError(
             f"the request's body has {len(body)} bytes and text outside ASCII, and may have "
             f"{MAX_WIDE} with such text; send less",
@@ -83,6 +86,10 @@ def holdings(body: bytes, bounds: Holdings) -> Holdings:
     if all(n <= most for n, most in zip(counted, bounds, strict=True)):
         return counted
     return _outside_strings(codes)
+
+
+def _has_wide(body: bytes) -> bool:
+    return not body.isascii() or b"\\u" in body
 
 
 def _totals(codes: np.ndarray) -> Holdings:

@@ -26,6 +26,7 @@ from stepwell.gateway.errors import (
     RequestError,
     TrajectoryClosedError,
     TrajectoryConflictError,
+    TrajectoryLimitError,
 )
 from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest, Prompt
@@ -82,7 +83,7 @@ class CallService(CallParts):
         Raises:
             RequestError: the model's template or parser cannot do what is asked.
             ContextLengthError: a prompt leaves no room for one token.
-            TrajectoryLimitError: a trajectory's turns are used up.
+            TrajectoryLimitError: a trajectory's turns or tokens are used up.
             TrajectoryClosedError, TrajectoryConflictError, PoolUnavailableError
         """
         with ExitStack() as used:
@@ -98,9 +99,13 @@ class CallService(CallParts):
             # No turn of the loop from here on: of two tries at once the second finds the first.
             found = [[each.trajectory.calls.find(key) for key in each.keys] for each in asked]
             self._check_turns(asked, found)
+            rooms = [
+                self._room(each.trajectory, prompt, context)
+                for each, prompt in zip(asked, prompts, strict=True)
+            ]
             listeners = []
-            for each, prompt, calls in zip(asked, prompts, found, strict=True):
-                room = max(context - len(prompt.ids) - 1, 1)
+            for each, prompt, calls, room in zip(asked, prompts, found, rooms, strict=True):
+                self._add_stops(each)
                 sampling = self._sampling(each.trajectory, each.request, room)
                 for key, call in zip(each.keys, calls, strict=True):
                     if not isinstance(call, Call):
@@ -221,6 +226,35 @@ class CallService(CallParts):
                 "parallel_tool_calls",
             )
 
+    def _add_stops(self, asked: Asked) -> None:
+        """What ends the calls of the channel, beside what the request asks for."""
+        forced = self.channel_sampling.get(asked.trajectory.channel)
+        if forced is not None and (forced.stop or forced.stop_token_ids):
+            asked.request = replace(
+                asked.request,
+                stop=asked.request.stop + (forced.stop or ()),
+                stop_token_ids=asked.request.stop_token_ids + (forced.stop_token_ids or ()),
+            )
+
+    def _room(self, trajectory: LiveTrajectory, prompt: Prompt, context: int) -> int:
+        """Tokens that the reply may have: what fits, and what its conversation has left.
+
+        Raises:
+            TrajectoryLimitError: it has none left.
+        """
+        room = max(context - len(prompt.ids) - 1, 1)
+        forced = self.channel_sampling.get(trajectory.channel)
+        if forced is None or (most := forced.max_response_tokens) is None:
+            return room
+        used = len(prompt.ids) - prompt.n_first
+        if used >= most:
+            raise TrajectoryLimitError(
+                f"this conversation has {used} tokens behind its first prompt and may have {most} "
+                "(rollout.max_response_tokens); complete the trajectory",
+                None,
+            )
+        return min(room, most - used)
+
     def _sampling(self, trajectory: LiveTrajectory, request: ChatRequest, room: int) -> Sampling:
         """Parameters as they will be used: the channel's over the request's, and temperature 0 over
         all in a greedy trajectory."""
@@ -237,6 +271,7 @@ class CallService(CallParts):
             top_k=_first(forced.top_k, request.top_k, -1),
             min_p=request.min_p or 0.0,
             stop=stop,
+            stop_token_ids=request.stop_token_ids,
             seed=request.seed,
             n_top_logprobs=request.n_logprobs or 0,
             constraint=request.constraint,

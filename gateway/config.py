@@ -21,6 +21,8 @@ from pydantic import (
     model_validator,
 )
 
+from stepwell.backends.masks import check_mask_name
+
 Thinking = Literal["preserve", "template"]
 ToolParser = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "none"]
 ReasoningParser = Literal["auto", "think", "none"]
@@ -246,7 +248,8 @@ class GatewayConfig(Section):
     """Dotted path of the function behind `/compute_reward`, called with the body's fields."""
     loss_mask_type: str = "auto"
     """How items of `/buffer/write` that hold messages alone are tokenised (slime's name): `auto`,
-    `prefix`, `qwen`, `llama3` or `distill_qwen` (docs/design/data.md, "Messages")."""
+    `prefix`, `qwen`, `llama3`, `distill_qwen`, or the path of a class or function of your own,
+    `package.module:Name` or `path/to/file.py:Name` (docs/design/data.md, "Messages")."""
     rollout_generators: tuple[str, ...] = ()
     """Modules that `/start_rollout` (slime's Rollout Buffer API) may run, each by its `TASK_TYPE`:
     dotted paths, or paths of .py files, with `run_rollout(data)` (docs/design/gateway.md). Beside
@@ -258,6 +261,11 @@ class GatewayConfig(Section):
     are ready."""
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "warning"
     """What the HTTP server (uvicorn) logs, from this level on."""
+
+    @field_validator("loss_mask_type")
+    @classmethod
+    def _mask_is_known(cls, name: str) -> str:
+        return check_mask_name(name)
 
     @field_validator("admin_keys", mode="before")
     @classmethod

@@ -72,6 +72,12 @@ GATEWAY: Final = (
         "latency.{quantile}",
     ),
     Family(
+        "stepwell_gateway_tokenizer_fast",
+        GAUGE,
+        "1: fastokens encodes texts; 0: tokenizers does, which is slower",
+        "tokenizer.fast",
+    ),
+    Family(
         "stepwell_gateway_aborts_owed",
         GAUGE,
         "Trajectories that the pool, which is away, is still to abort",

@@ -70,6 +70,7 @@ class ChatRequest:
     top_p: float | None = None
     top_k: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     min_p: float | None = None
     n_logprobs: int | None = None
@@ -124,6 +125,14 @@ class Prompt:
     """The beginning of the reply, which the prompt ends with."""
     n_forced: int = 0
     """Its ids."""
+
+    @property
+    def n_first(self) -> int:
+        """Tokens of the conversation's first prompt."""
+        first, turn = self.new_ids, self.parent
+        while turn is not None:
+            first, turn = turn.new_prompt_ids, turn.parent
+        return len(first)
 
 
 class Prompts:

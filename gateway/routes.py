@@ -119,8 +119,12 @@ async def serve(
     else:
         retry = retry_key(request.headers, body, dialect.name)
     principal: Principal = request.state.principal
-    parsed = dialect.parse(parse_object(body), principal)
+    said = parse_object(body)
     del body  # as large as all that is parsed of it, and the call may take minutes
+    if is_big:
+        await asyncio.sleep(0)  # others go on between what is done for it
+    parsed = dialect.parse(said, principal)
+    del said
     prompts = services.calls.prompts
     calls = [prompts.normalised(call) for call in parsed.calls]
     for call in calls:
@@ -128,7 +132,7 @@ async def serve(
         if is_big:
             prompts.refuse_too_long(call, await services.engine.context_length())
             call.is_big = True
-            await asyncio.sleep(0)  # others go on between what is done for it
+            await asyncio.sleep(0)
     origin = Origin(request.headers, url, request.scope["client"], principal)
 
     def identify(call: ChatRequest, key: RetryKey) -> LiveTrajectory:

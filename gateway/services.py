@@ -137,6 +137,7 @@ class Services:
             "recording": self.recording.statistics(self.calls.counts["stored"]),
             "branches": dict(self.calls.branches),
             "limits": self.calls.limits.statistics(),
+            "tokenizer": {"fast": self.tokenizer.is_fast},
             "engine": self.engine.statistics(),
             "rollout_buffer": self.rollout_buffer.statistics(),
             **self.addresses.statistics(),

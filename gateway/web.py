@@ -60,7 +60,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise RequestError(
             f"the request's body is a JSON {type(value).__name__}; send an object", None
         )
-    if body.count(b"{") + body.count(b"[") > _DEEP and _is_too_deep(value):
+    if _has_many_levels(body) and _is_too_deep(value):
         raise RequestError(
             f"the request's body is nested more than {_DEEP} levels deep; send a flatter one", None
         )
@@ -69,6 +69,20 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 _DEEP = 250
 """Deeper objects can be read, but neither rendered nor written again."""
+
+
+def _has_many_levels(body: bytes) -> bool:
+    """Whether more containers may begin in `body` than are nested in the deepest value. The search
+    ends at the first one too many: counting them all takes 16 ms of a text of 32 MB."""
+    n = 0
+    for sign in (b"{", b"["):
+        at = body.find(sign)
+        while at >= 0:
+            n += 1
+            if n > _DEEP:
+                return True
+            at = body.find(sign, at + 1)
+    return False
 
 
 def _is_too_deep(value: Any) -> bool:

@@ -23,6 +23,12 @@ class ChannelSampling:
     """-1 is no limit."""
     max_tokens: int | None = None
     """Longest response of one call; one that asks for less gets less."""
+    stop: tuple[str, ...] | None = None
+    """Texts that end a response, beside those that the agent asks for; cut off alike."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Token ids that do."""
+    max_response_tokens: int | None = None
+    """Tokens of a conversation behind its first prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ import psutil
 from stepwell.backends.engines.commands import Launch, command_line
 from stepwell.backends.engines.sglang import has_gpu
 from stepwell.backends.errors import BackendError
+from stepwell.backends.masks import is_path, load_own
 from stepwell.backends.model_folder import (
     check_architecture,
     check_tokenizer,
@@ -104,7 +105,7 @@ def check_attached(config: RunConfig) -> Checked:
     if data is not None and data.sft is not None:
         with named("data.sft"):
             conversations = open_conversations(data.sft, config.algorithm.sft, config.model.path)
-    _all((agent, reward, backend, selections), config)
+    _all((agent, reward, backend, selections, loss_mask), config)
     if config.trainer.load_debug_rollout_data is None:
         _all((checkpoint,), config)
     from_batches = config.trainer.load_debug_rollout_data is not None
@@ -124,7 +125,7 @@ def check_serving(config: RunConfig) -> None:
         raise ConfigError("algorithm.kind is 'sft': nothing is served; use `stepwell train`")
     _all((run_folder,), config)
     _all((folders, *PARTS), config)
-    _all((selections,), config)
+    _all((selections, loss_mask), config)
 
 
 def _all(checks: Sequence[Check], config: RunConfig) -> None:
@@ -356,7 +357,7 @@ def _is_here(config: RunConfig) -> bool:
 
 def agent(config: RunConfig) -> None:
     if config.rollout.agent is not None:  # else agents come by themselves
-        load_agent(config.rollout.agent)
+        load_agent(config.rollout.agent, config.rollout.agent_args)
 
 
 def reward(config: RunConfig) -> None:
@@ -404,6 +405,13 @@ def selections(config: RunConfig) -> None:
         except DataPoolError as e:
             key = name if name == "default" else f"channels.{name}"
             raise ConfigError(f"pool.{key}.{e}") from e
+
+
+def loss_mask(config: RunConfig) -> None:
+    """That of the gateway; `open_conversations` builds the one of `algorithm.sft`."""
+    if is_path(name := config.gateway.loss_mask_type):
+        with named("gateway.loss_mask_type"):
+            load_own(name)
 
 
 def wandb(config: RunConfig) -> None:

@@ -9,6 +9,7 @@ line.
     stepwell config                                      list the presets
                      --config quickstart [key=value …]   print the resolved configuration
                      --keys PATTERN                      list keys with type, default and meaning
+                     --from slime NAME …                 what another framework's names are here
     stepwell export  RUN [--step N|latest|best] --to DIR write a checkpoint as a model directory
     stepwell rollback RUN [--to K]                       serve an earlier version's weights again
     stepwell eval    RUN|MODEL [--config …]              evaluate, and train nothing
@@ -59,7 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser()
     args, rest = parser.parse_known_args(argv)
     # argparse takes no KEY=VALUE after an option that follows others, and none with dashes.
-    if rest and not (hasattr(args, "overrides") and all("=" in part for part in rest)):
+    asked = getattr(args, "framework", None) is not None  # its names may be flags
+    if (
+        rest
+        and not asked
+        and not (hasattr(args, "overrides") and all("=" in part for part in rest))
+    ):
         hint = "; keys are given as KEY=VALUE, without dashes" if hasattr(args, "overrides") else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
@@ -117,6 +123,13 @@ def command_parser() -> argparse.ArgumentParser:
                 "--keys",
                 metavar="PATTERN",
                 help="list the keys like it (a part of the name, or a glob) with their meaning",
+            )
+            command.add_argument(
+                "--from",
+                dest="framework",
+                metavar="FRAMEWORK",
+                help="say what the names that follow are here: names of verl, slime, trl, "
+                "prime-rl or claw-r1, as keys or flags; none: all that are known",
             )
         if name == "train":
             command.add_argument(
@@ -239,6 +252,9 @@ def _serve(args: argparse.Namespace) -> None:
 def _config(args: argparse.Namespace) -> None:
     from stepwell.presets import load_config, presets_and_uses
 
+    if args.framework is not None:
+        _answer_names(args)
+        return
     config = None
     if args.config is not None or args.overrides:
         config = load_config(args.config, args.overrides, here=False)
@@ -259,6 +275,26 @@ def _config(args: argparse.Namespace) -> None:
         wide = max(map(len, uses))
         lines = (f"{name:{wide}}  {about}".rstrip() for name, about in uses.items())
         answer(args, uses, "\n".join(lines))
+
+
+def _answer_names(args: argparse.Namespace) -> None:
+    """What another framework's names are here. Those that are not known are told last, as one
+    error."""
+    from stepwell.migration import find, table_of
+
+    if args.config is not None or args.keys is not None:
+        raise ConfigError("--from takes names alone; leave out --config and --keys")
+    found, unknown = [], []
+    for key in args.overrides or table_of(args.framework):
+        try:
+            found += find(args.framework, key)
+        except ConfigError as e:
+            unknown.append(str(e))
+    told = [asdict(row) | {"text": row.text} for row in found]
+    if found:
+        answer(args, told, "\n".join(f"{row.name}: {row.text}" for row in found))
+    if unknown:
+        raise ConfigError("\nstepwell: ".join(unknown))
 
 
 def _init(args: argparse.Namespace) -> None:

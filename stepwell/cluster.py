@@ -143,7 +143,9 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
         workers: Sequence[WorkerHandle] = ()
         if trains and config.rollout.agent is not None:
             key = keys[0] if keys else None
-            workers = start_workers(config.rollout, gateway_urls, key, folder / LOGS)
+            workers = start_workers(
+                config.rollout, gateway_urls, key, folder / LOGS, **generate_needs(config)
+            )
         settle_heap()
         yield Cluster(
             pool=pool,
@@ -207,6 +209,12 @@ def channel_sampling(
     own = {name: value for name in names if (value := getattr(validation, name)) is not None}
     rolled_out = ChannelSampling(**train)
     return dict.fromkeys((TRAIN, *others), rolled_out) | {VAL: ChannelSampling(**train | own)}
+
+
+def generate_needs(config: RunConfig) -> dict[str, Any]:
+    """What rollout workers need besides, to run a generate function of slime's form."""
+    path = Path(config.gateway.tokenizer_path or config.model.path).absolute()
+    return {"tokenizer_path": path, "validation": config.validation}
 
 
 def _on_this_node() -> dict[str, Any]:

@@ -12,6 +12,7 @@ words. Does not own the checks of a configuration (`checks.py`), which look at n
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import platform
@@ -20,7 +21,7 @@ import statistics
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +33,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import BackendError
 from stepwell.backends.weights.store import read_current
 from stepwell.checks import check_run
@@ -110,7 +113,7 @@ def examine(config: RunConfig | None, run: RunFile | None, folder: Path) -> Iter
         checks.append(("tokenizer", lambda: tokenizer(path, config.model.path)))
         checks.append(("template", lambda: chat_template(path)))
         if config.engine.kind == "attach" and run is None:
-            checks.append(("engine", lambda: engines(config.engine.urls)))
+            checks.append(("engine", lambda: engines(attached(config.engine))))
     if run is not None:
         checks.append(("gateway", lambda: gateways(run)))
         checks.append(("engine", lambda: engines(() if run.engines is None else run.engines.urls)))
@@ -400,6 +403,19 @@ def gateways(run: RunFile) -> Iterator[Finding]:
         else:
             context = state["context_length"]
             yield Finding("gateway", "ok", f"{url} is ready, context {context:,} tokens")
+
+
+def attached(config: EngineConfig) -> Sequence[str]:
+    """Urls of the engines to attach to."""
+    if config.router_url is None:
+        return config.urls
+    url = config.router_url
+
+    async def ask() -> list[str]:
+        async with EngineClient(url, timeout_s=ANSWER_S) as router:
+            return [worker.url for worker in await router.workers()]
+
+    return asyncio.run(ask())
 
 
 def engines(urls: Iterable[str]) -> Iterator[Finding]:

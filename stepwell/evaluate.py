@@ -71,8 +71,9 @@ def evaluation_of(
             "model instead (`stepwell export`), with --config or rollout.agent and data.val"
         )
     if values["engine"]["kind"] == "attach" and holder(folder) is not None:
+        urls = () if run_file.engines is None else run_file.engines.urls
         raise ConfigError(
-            f"the run in {what} is alive, and its engines ({', '.join(values['engine']['urls'])}) "
+            f"the run in {what} is alive, and its engines ({', '.join(urls)}) "
             "would get the checkpoint's weights; stop it first, or give engine.urls=[…] of others"
         )
     checkpoint = CheckpointStore(folder / CHECKPOINTS).chosen(step)

@@ -55,7 +55,7 @@ def summarise(
         "tokens_per_s_mean": mean("tokens_per_s"),
         "rewards": [r["reward/mean"] for r in records if "reward/mean" in r],
         "sft_loss": [r["sft/loss"] for r in records if "sft/loss" in r],
-        "trajectories_trained": sum(r["trajectories"] for r in records if not r.get("epoch")),
+        "trajectories_trained": sum(r["trajectories"] for r in records if not r.get("ppo_epoch")),
         "groups_dropped": records[-1]["pool/dropped"] if records else 0,
         **waits(records),
         "eval_rollouts_failed": sum(e.failed for e in progress.evaluations),

@@ -25,7 +25,7 @@ from stepwell.backends.base import build_backend
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.routes import check_routes
 from stepwell.checks import Checked, check_attached, check_run, validation_tasks
-from stepwell.cluster import Parts
+from stepwell.cluster import Parts, generate_needs
 from stepwell.collapse import find_collapse
 from stepwell.config import RunConfig
 from stepwell.console import Display
@@ -318,7 +318,8 @@ async def attach(config: RunConfig, run: RunFile, checked: Checked | None = None
             workers: Sequence[WorkerHandle] = ()
             if config.rollout.agent is not None:
                 workers = start_workers(
-                    config.rollout, run.gateway.urls, run.gateway.key(), folder / LOGS
+                    *(config.rollout, run.gateway.urls, run.gateway.key(), folder / LOGS),
+                    **generate_needs(config),
                 )
             display.status(f"attached to {folder}: gateway at {run.gateway.urls[0]}")
             parts = Parts(pool=pool, engines=engines, workers=workers, placement=placement)

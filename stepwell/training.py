@@ -69,7 +69,10 @@ def build_trainer(
     """
     folder = config.run.dir / CHECKPOINTS
     ledger = ledger or Ledger(folder / LEDGER)
-    scorer = Scorer(config.rollout.reward, config.model.path, config.rollout.overlong_buffer)
+    scorer = Scorer(
+        *(config.rollout.reward, config.model.path, config.rollout.overlong_buffer),
+        skip_special_tokens=config.rollout.skip_special_tokens,
+    )
     feeds: list[Feed] = []
     validator: Validator
     share = config.sft_share

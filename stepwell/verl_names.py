@@ -15,6 +15,7 @@ from stepwell.trainer.metrics import Tracker
 
 NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "step": ("training/global_step",),
+    "data/epoch": ("training/epoch",),
     "reward/mean": ("critic/score/mean",),
     "reward/min": ("critic/score/min",),
     "reward/max": ("critic/score/max",),

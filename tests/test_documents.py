@@ -10,11 +10,18 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
 import stepwell
+from stepwell.config_keys import all_keys
+from stepwell.gateway import lifecycle
+from stepwell.gateway.routes import ROUTES
+from stepwell.gateway.slime_buffer.router import router as rollout_router
+from stepwell.gateway.ui.router import UI_ROUTES
+from stepwell.migration import tables
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -137,6 +144,97 @@ def test_the_reference_pages_are_those_that_the_code_makes() -> None:
     build = runpy.run_path(str(ROOT / "docs" / "build.py"))
     for path, text in build["reference"]().items():
         assert (ROOT / path).read_text() == text, "make reference"
+
+
+# -- what stands for another framework's ----------------------------------------------------------
+
+MIGRATION = [
+    tuple(cells)
+    for _, head, cells in tables((ROOT / "docs/migration.md").read_text())
+    if head[1:] == ["here", "held by"]
+]
+"""Rows of the tables that say what stands here for what a document of another framework names."""
+KEYS = all_keys()
+KEY = re.compile(rf"(?<![\w.])(?:{'|'.join({key.split('.')[0] for key in KEYS})})(?:\.\w+)+")
+METHODS = "GET|POST|DELETE"
+REASON = re.compile(r"not (?:ours|needed)\b.{20,}")
+"""The sentence that a row without a test has."""
+
+
+def code() -> str:
+    """All code of the rooms and of the shell."""
+    rooms = ("backends", "datapool", "gateway", "stepwell", "trainer", "examples")
+    return "\n".join(p.read_text() for room in rooms for p in (ROOT / room).rglob("*.py"))
+
+
+def endpoints() -> set[str]:
+    """Paths that a gateway serves, without what stands for a trajectory's address."""
+    routes = [*ROUTES, *UI_ROUTES, *lifecycle.router.routes, *rollout_router.routes]
+    return {
+        getattr(route, "path", "").removeprefix("/{trajectory_uid}/{prompt_uid}")
+        for route in routes
+    }
+
+
+def test_every_row_has_tests_that_exist_or_the_reason_why_there_is_none() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for row in MIGRATION:
+        if REASON.match(row[2]):
+            continue
+        tests = re.findall("`([^`]+)`", row[2])
+        assert tests, f"{row}: name a test, or say why there is none: 'not ours: …'"
+        for test in tests:
+            if target := re.fullmatch(r"make ([\w-]+)", test):
+                assert re.search(rf"^{target[1]}:", makefile, re.M), row
+            else:
+                assert re.fullmatch(r"tests/[\w/]+\.py", test), row
+                assert (ROOT / test).exists(), row
+
+
+def test_no_row_is_half_done() -> None:
+    assert len(MIGRATION) > 60
+    assert not [row for row in MIGRATION if "partly" in " ".join(row)]
+
+
+def importable(name: str) -> bool:
+    """Whether `package.module:attr`, or the same with dots alone, can be had."""
+    parts = name.replace(":", ".").split(".")
+    for n in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:n]))
+        except ModuleNotFoundError:
+            continue
+        for attr in parts[n:]:
+            if not hasattr(found, attr):
+                return False
+            found = getattr(found, attr)
+        return True
+    return False
+
+
+def is_key(name: str) -> bool:
+    """Whether it is a key, a section, or a name within a mapping of the user's."""
+    return any(
+        fnmatchcase(name, key) or key.startswith(f"{name}.") or name.startswith(f"{key}.")
+        for key in KEYS
+    )
+
+
+def test_every_name_of_ours_in_a_row_exists() -> None:
+    words = set(re.findall(r"\w+", code()))
+    served = endpoints()
+    missing = []
+    for row in MIGRATION:
+        for span in re.findall("`([^`]+)`", row[1]):
+            for name in re.findall(r"\bstepwell(?:\.\w+)+(?::\w+)?", span):
+                missing += [name] * (not importable(name))
+            for name in KEY.findall(span):
+                missing += [name] * (not is_key(name))
+            if path := re.fullmatch(rf"(?:(?:{METHODS}) )?(?:{{base_url}})?(/[\w/{{}}.*-]+)", span):
+                missing += [path[1]] * (path[1] not in served)
+            if word := re.fullmatch(r"(?:\w+\.)*([A-Za-z_]\w*)(?:\(.*\))?", span):
+                missing += [span] * (word[1] not in words)
+    assert not missing
 
 
 # -- one step -------------------------------------------------------------------------------------

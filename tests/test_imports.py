@@ -119,7 +119,7 @@ def test_imports_run_one_way_and_no_room_imports_the_shell() -> None:
 
 
 def test_backends_see_nothing_of_the_pool_but_its_nouns_and_the_lease_keeper() -> None:
-    parts = ("types", "errors", "remote.lease_keeper", "process", "sealed")
+    parts = ("types", "errors", "remote.lease_keeper", "process", "sealed", "dotted")
     seen = {f"stepwell.datapool.{part}" for part in parts}
     for module, targets in edges(ROOT).items():
         if module.startswith("stepwell.backends"):

@@ -7,6 +7,8 @@ the matching built-in::
     ├── ConfigError(ValueError)               a key, type or value in the run's configuration
     ├── CheckpointError(RuntimeError)         a checkpoint that cannot be written or read
     ├── DataError(ValueError)                 a data set, or a saved position in one
+    │   ├── ReadOnlyDataError(RuntimeError)       groups for a data source that takes none
+    │   └── GroupShapeError(AssertionError)       groups that are not what a data source gave
     ├── DataExhaustedError(LookupError)       all epochs of a data set were handed out
     ├── RewardError(ValueError)               why a score is missing; never taken for 0
     │   ├── RewardLoadError                       the configured reward is no reward function
@@ -44,6 +46,14 @@ class CheckpointError(TrainerError, RuntimeError):
 
 class DataError(TrainerError, ValueError):
     """A data set cannot be read, or a saved state does not belong to it."""
+
+
+class ReadOnlyDataError(DataError, RuntimeError):
+    """Groups were added to a data source that takes none; slime raises the second base."""
+
+
+class GroupShapeError(DataError, AssertionError):
+    """What was added to a data source are no groups of its size; slime raises the second base."""
 
 
 class DataExhaustedError(TrainerError, LookupError):

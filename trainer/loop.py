@@ -156,7 +156,7 @@ class Trainer:
                 self._ledger.trained(self.progress.updates, [g.prompt_uid for g in trained_on])
             yield {
                 **record_of(self.progress, trained_on, times, groups),
-                **({"epoch": epoch} if epoch else {}),
+                **({"ppo_epoch": epoch} if epoch else {}),
                 **await self.batches.metrics(trained_on),
                 **self.publisher.releases.metrics(),
                 **prepared.metrics,

@@ -1,7 +1,8 @@
 """This module writes some of what each batch trains, as text, to `rollouts.jsonl` in the run's
 folder, so that people read what the policy did and what it was told about it.
 
-    {"step": 12, "version": 2, "prompt": "…", "response": "…", "reward": 1.0, "advantage": 0.9, …}
+    {"step": 12, "version": 2, "prompt": "…", "response": "…", "reward": 1.0, "advantage": 0.9,
+     "reward_extra_info": {"acc": true}, …}
 
 One line per trajectory, `trainer.rollout_samples` of them a batch, spread over its groups; `step`
 is the first optimizer step that is taken on it. Bounded: a text is cut in its middle at
@@ -26,7 +27,7 @@ from transformers import AutoTokenizer
 
 from stepwell.datapool.types import Group, Trajectory
 from stepwell.trainer.trajectory_metrics import task_of
-from stepwell.trainer.validation import as_lines, versions_of
+from stepwell.trainer.validation import as_lines, extra_info, versions_of
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ class RolloutSamples:
             "response": _cut(response),
             "answer": _short(task.get("answer")),
             "reward": trajectory.reward,
+            "reward_extra_info": {k: _short(v) for k, v in extra_info(trajectory).items()},
             "finish_reason": last.finish_reason,
             "n_steps": len(trajectory.steps),
         }
@@ -124,11 +126,11 @@ class RolloutSamples:
         return AutoTokenizer.from_pretrained(self._tokenizer_path)
 
 
-def _short(answer: Any) -> Any:
-    """`answer`; one that is too long, as a program's tests may be, as its text without the
+def _short(value: Any) -> Any:
+    """`value`; one that is too long, as a program's tests may be, as its text without the
     middle."""
-    text = answer if isinstance(answer, str) else str(answer)
-    return answer if len(text) <= MAX_CHARS else _cut(text)
+    text = value if isinstance(value, str) else str(value)
+    return value if len(text) <= MAX_CHARS else _cut(text)
 
 
 def _shown(value: Any) -> Any:

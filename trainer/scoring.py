@@ -55,6 +55,7 @@ class Scorer:
             themselves: then what they leave is scored only where the data set has a usual reward.
         tokenizer_path: turns responses into the text that the function scores.
         overlong: what is taken off the rewards of long trajectories, whoever gave them.
+        skip_special_tokens: leave them out of that text.
 
     Raises:
         RewardLoadError: the reward cannot be found or made.
@@ -65,6 +66,8 @@ class Scorer:
         reward: RewardConfig | str | None,
         tokenizer_path: Path,
         overlong: OverlongBufferConfig | None = None,
+        *,
+        skip_special_tokens: bool = True,
     ) -> None:
         self._overlong = overlong
         config = RewardConfig(function=reward) if isinstance(reward, str) else reward
@@ -73,6 +76,7 @@ class Scorer:
         self._only_usual = config is None
         self._manager = RewardManager(self._config)
         self._tokenizer_path = tokenizer_path
+        self._skips = skip_special_tokens
         self._failed_batches = 0
         self.unscored: Counter[str] = Counter()
         """Trajectories left out so far, by cause."""
@@ -170,7 +174,7 @@ class Scorer:
         rollout knows."""
         task = task_of(group)
         responses = [
-            str(self._tokenizer.decode(s.response_ids, skip_special_tokens=True))
+            str(self._tokenizer.decode(s.response_ids, skip_special_tokens=self._skips))
             for s in trajectory.steps
         ]
         length = sum(len(s.response_ids) for s in trajectory.steps)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, model_validator
 
 from stepwell.backends.config import Section as Refusing
 
@@ -22,6 +22,13 @@ class Section(Refusing):
         return {cls.named_by: value} if cls.named_by and isinstance(value, str) else value
 
 
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str | int) else value
+
+
+StopText: TypeAlias = Annotated[str, Field(min_length=1)]
+
+
 class CallSampling(Section):
     """How each LLM call of a rollout is sampled, whatever agent makes it."""
 
@@ -33,3 +40,12 @@ class CallSampling(Section):
     """Of every call, -1 is no limit; null = as the agent asks."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest response of one call; a call that asks for less gets less. null = what fits."""
+    stop: Annotated[tuple[StopText, ...], BeforeValidator(_listed)] | None = None
+    """Texts that end the response of every call, as if the agent asked for them, too: they are in
+    its Step and not in the reply's text. One alone needs no list."""
+    stop_token_ids: Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_listed)] | None = None
+    """Token ids that do, beside the model's own."""
+    max_response_tokens: int | None = Field(default=None, ge=1)
+    """Longest conversation behind its first prompt: what the policy wrote in all its calls and what
+    tools and users said between. A call gets what is left; one for which nothing is left gets a
+    400, `trajectory_limit_exceeded`. null = what fits."""

@@ -30,7 +30,8 @@ def trajectory_metrics(groups: Sequence[Group]) -> dict[str, float]:
     - `response_length/clip_ratio`: share whose last call ended at its limit of tokens;
     - `num_turns/…`: LLM calls of a trajectory;
     - `tool_calls/mean`: calls of tools in a trajectory, where the model was offered tools;
-    - `tool_errors`: share of tools' results that say "error" first.
+    - `tool_errors`: share of tools' results that say "error" first;
+    - `tool_metrics/{tool}/{figure}`: over a tool's calls that gave the figure.
     """
     trajectories = [t for g in groups for t in g.trajectories]
     if not trajectories:
@@ -58,7 +59,11 @@ def trajectory_metrics(groups: Sequence[Group]) -> dict[str, float]:
     results = [failed for t in trajectories for failed in _tool_results(t)]
     if results:
         metrics["tool_errors"] = float(np.mean(results))
-    return metrics
+    given: dict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        for name, value in _tool_metrics(trajectory):
+            given[name].append(value)
+    return metrics | {f"tool_metrics/{n}": float(np.mean(v)) for n, v in sorted(given.items())}
 
 
 def tool_use(groups: Sequence[Group]) -> float | None:
@@ -104,3 +109,14 @@ def _tool_results(trajectory: Trajectory) -> Iterable[bool]:
         for message in step.metadata.get("messages") or ():
             if isinstance(message, Mapping) and message.get("role") == "tool":
                 yield str(message.get("content")).lstrip().lower().startswith("error")
+
+
+def _tool_metrics(trajectory: Trajectory) -> Iterable[tuple[str, float]]:
+    """`tool/figure` and its value, of each call. An agent of any kind may send them, so what is no
+    figure is left out."""
+    given = trajectory.metadata.get("tool_metrics")
+    for tool, calls in given.items() if isinstance(given, Mapping) else ():
+        for call in calls if isinstance(calls, list | tuple) else ():
+            for figure, value in call.items() if isinstance(call, Mapping) else ():
+                if isinstance(value, int | float):  # bool is an int
+                    yield f"{tool}/{figure}", float(value)

@@ -43,7 +43,7 @@ from stepwell.trainer.config import ValidationConfig
 from stepwell.trainer.data import Task
 from stepwell.trainer.errors import StarvedError
 from stepwell.trainer.rollout.producer import Producer
-from stepwell.trainer.scoring import Scorer, why_lost
+from stepwell.trainer.scoring import EXTRA, Scorer, why_lost
 from stepwell.trainer.trajectory_metrics import (
     data_source,
     task_of,
@@ -402,13 +402,14 @@ COLUMNS = (
     *("step", "version", "data_source", "instance_id", "question", "answer", "reply", "reward"),
     *("n_steps", "trajectory_uid"),
 )
-"""Keys of a row of the sample table, in order."""
+"""Columns of the sample table that trackers get, in order."""
 
 
 def samples(
     groups: Iterable[Group], decode: Callable[..., Any], policy: Policy
 ) -> list[dict[str, Any]]:
-    """One row per rollout, with `COLUMNS` as keys. `reply` is the text of its last LLM call."""
+    """One row per rollout, with `COLUMNS` and `reward_extra_info` as keys. `reply` is the text of
+    its last LLM call."""
     rows = []
     for group in groups:
         task = task_of(group)
@@ -424,6 +425,7 @@ def samples(
                     "answer": task.get("answer"),
                     "reply": str(decode(last.response_ids, skip_special_tokens=True)),
                     "reward": trajectory.reward,
+                    "reward_extra_info": dict(extra_info(trajectory)),
                     "n_steps": len(trajectory.steps),
                     "trajectory_uid": trajectory.trajectory_uid,
                 }
@@ -443,6 +445,12 @@ def question(task: Mapping[str, Any]) -> str:
             parts = (part.get("text") for part in content or [])
             return "\n".join(text for text in parts if text)
     return ""
+
+
+def extra_info(trajectory: Trajectory) -> Mapping[str, Any]:
+    """What the reward function said beside the score."""
+    said: Mapping[str, Any] = trajectory.metadata.get(EXTRA) or {}
+    return said
 
 
 def samples_path(run_dir: Path, step: int) -> Path:

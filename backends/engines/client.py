@@ -1,4 +1,4 @@
-"""This module asks one engine (embedded, SGLang) over HTTP so that the gateway,
+"""This module asks one engine (embedded, SGLang) or an SGLang router over HTTP so that the gateway,
 publications and supervisors ask in the same words: one method per endpoint, typed errors.
 
     EngineClient(url) ── method ──► `connections.py` ──► a 2xx answer, parsed, or an `EngineError`
@@ -11,10 +11,11 @@ not own retries, or which engine is asked.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import orjson
 
@@ -73,6 +74,14 @@ class UpdateResult:
 
     success: bool
     message: str
+
+
+class Worker(NamedTuple):
+    """An engine behind an SGLang router."""
+
+    url: str
+    kind: str = "regular"
+    """`prefill` or `decode`: half an engine."""
 
 
 class EngineClient:
@@ -305,6 +314,28 @@ class EngineClient:
             raise EngineInternalError(f"{self.url}/v1/models names no max_model_len")
         return length
 
+    async def workers(self) -> list[Worker]:
+        """The workers of an SGLang router: `/workers`, or `/list_workers` of one before 0.2."""
+        try:
+            listed = await self._ask("/workers")
+        except EngineError as e:
+            if not is_missing(e):
+                raise
+            listed = await self._ask("/list_workers")
+        try:
+            if "urls" in listed:
+                found = [Worker(_plain(url)) for url in listed["urls"]]
+            else:
+                found = [
+                    Worker(_plain(w["url"]), str(w.get("worker_type", "regular")))
+                    for w in listed["workers"]
+                ]
+        except (LookupError, TypeError, AttributeError) as e:
+            raise EngineInternalError(
+                f"{self.url} lists no workers, but {listed!r:.200}; is it an SGLang router?"
+            ) from e
+        return list(dict.fromkeys(found))
+
     # -- transport ----------------------------------------------------------------------------
 
     async def _update(
@@ -346,6 +377,11 @@ class EngineClient:
             return orjson.loads(content)
         except orjson.JSONDecodeError:
             return content
+
+
+def _plain(url: str) -> str:
+    """A worker's url without the data-parallel rank that a router adds (`http://host:port@0`)."""
+    return re.sub(r"@\d+$", "", url).rstrip("/")
 
 
 def _check(url: str, status: int, content: bytes) -> None:

@@ -27,7 +27,7 @@ import ray
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.supervisor import PROBE_INTERVAL_S, Supervisor
-from stepwell.backends.errors import EngineStartError
+from stepwell.backends.errors import EngineError, EngineStartError, EngineUnavailableError
 from stepwell.datapool.process import log_to_file
 
 KEPT: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
@@ -51,6 +51,8 @@ class EngineServer:
         self._supervisor = (
             None if config.kind == "attach" else Supervisor(config, log_dir, weights_dir)
         )
+        self._urls = list(config.urls)
+        """Of attached engines."""
         self._stopped = asyncio.Event()
 
     async def start(self) -> list[str]:
@@ -65,11 +67,14 @@ class EngineServer:
                 ip: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # theirs
                 url = f"http://{ip}:{self._supervisor.port}"
             return [url]
-        await asyncio.gather(*(self._await_health(url) for url in self._config.urls))
-        return list(self._config.urls)
+        if not self._urls:
+            self._urls = await self._workers(str(self._config.router_url))
+        await asyncio.gather(*(self._await_health(url) for url in self._urls))
+        return self._urls
 
     async def serve(self, urls: Sequence[str]) -> None:
         """Keep the engine at `urls`, as `start` returned them, until `stop`."""
+        self._urls = list(urls)
         if self._supervisor is not None:
             self._supervisor.go_on(int(urlsplit(urls[0]).port or 0))
         await self._stopped.wait()
@@ -84,15 +89,47 @@ class EngineServer:
         """State, url, pid and restarts of a launched engine; the urls of attached ones."""
         if self._supervisor is not None:
             return self._supervisor.status()
-        return {"state": "attached", "urls": list(self._config.urls)}
+        return {"state": "attached", "urls": self._urls}
+
+    async def _workers(self, router_url: str) -> list[str]:
+        """Urls of the workers that a router lists, once it lists some."""
+        limit_s = self._config.startup_timeout_s
+        deadline, why = time.monotonic() + limit_s, "it lists no worker"
+        async with EngineClient(router_url, timeout_s=5.0) as router:
+            while True:
+                workers = []
+                try:
+                    workers = await router.workers()
+                except EngineUnavailableError as e:
+                    why = str(e)
+                except EngineError as e:
+                    raise EngineStartError(f"engine.router_url is {router_url!r}: {e}") from e
+                for url, kind in workers:
+                    if kind != "regular" or not url.startswith(("http://", "https://")):
+                        raise EngineStartError(
+                            f"engine.router_url is {router_url!r}, whose worker {url} is of the "
+                            f"type {kind}; only whole engines over HTTP can be attached to: name "
+                            "those in engine.urls"
+                        )
+                if workers:
+                    return [worker.url for worker in workers]
+                if time.monotonic() >= deadline:
+                    raise EngineStartError(
+                        f"engine.router_url is {router_url!r}, and within "
+                        f"engine.startup_timeout_s={limit_s:g} {why}; start the engines and the "
+                        "router before the run"
+                    )
+                await asyncio.sleep(PROBE_INTERVAL_S)
 
     async def _await_health(self, url: str) -> None:
         deadline = time.monotonic() + self._config.startup_timeout_s
+        router = self._config.router_url
+        whose = "engine.urls has" if router is None else f"the router {router} lists"
         async with EngineClient(url, timeout_s=5.0) as client:
             while not await client.health():
                 if time.monotonic() >= deadline:
                     raise EngineStartError(
-                        f"engine.urls has {url!r}, which did not answer /health within "
+                        f"{whose} {url!r}, which did not answer /health within "
                         f"engine.startup_timeout_s={self._config.startup_timeout_s:g}; "
                         "is a server running there?"
                     )

@@ -14,6 +14,7 @@ Generators by name (`MASK_GENERATORS`):
     distill_qwen  DeepSeek's distilled models: `<｜Assistant｜>`, a thought that the prompt opens
     prefix        any template: what a conversation gains by one more message; also as qwen, qwen3,
                   qwen3_5 (slime's names) and llama3
+    a path        a class or function of your own (`own.py`), slime's shape included
 
 Owns: which tokens are the assistant's. Does not own: templates and tokenizers (transformers), what
 is done with the mask. Loads no torch.
@@ -26,26 +27,28 @@ from types import MappingProxyType
 from typing import Any
 
 from stepwell.backends.errors import MaskError
-from stepwell.backends.masks.base import MaskedRow, Turn
+from stepwell.backends.masks.base import ASSISTANT, LossMaskGenerator, MaskedRow, Turn
+from stepwell.backends.masks.multi_turn import MultiTurnLossMaskGenerator
+from stepwell.backends.masks.own import is_path, load_own
 from stepwell.backends.masks.steps import to_steps
-from stepwell.backends.masks.turnwise import (
-    ASSISTANT,
-    DistillQwenMasks,
-    LossMaskGenerator,
-    PrefixMasks,
-)
+from stepwell.backends.masks.turnwise import DistillQwenMasks, PrefixMasks, TurnwiseMasks
 
 __all__ = [
     "MASK_GENERATORS",
     "LossMaskGenerator",
     "MaskError",
     "MaskedRow",
+    "MultiTurnLossMaskGenerator",
     "Turn",
+    "TurnwiseMasks",
+    "check_mask_name",
+    "is_path",
+    "load_own",
     "mask_generator",
     "to_steps",
 ]
 
-MASK_GENERATORS: Mapping[str, type[LossMaskGenerator]] = MappingProxyType(
+MASK_GENERATORS: Mapping[str, type[TurnwiseMasks]] = MappingProxyType(
     {
         "distill_qwen": DistillQwenMasks,
         "prefix": PrefixMasks,
@@ -57,10 +60,28 @@ MASK_GENERATORS: Mapping[str, type[LossMaskGenerator]] = MappingProxyType(
 )
 
 
+def check_mask_name(name: str) -> str:
+    """Return `name`. Imports nothing, so that configurations can be read anywhere.
+
+    Raises:
+        MaskError: it is neither a built-in name nor a path.
+    """
+    if name not in ("auto", *MASK_GENERATORS) and not is_path(name):
+        raise MaskError(
+            f"is {name!r}; choose one of auto, {', '.join(MASK_GENERATORS)}, or name a class or "
+            "function of your own: package.module:Name or path/to/file.py:Name"
+        )
+    return name
+
+
 def mask_generator(
     name: str, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> LossMaskGenerator:
-    """The generator registered under `name`, or "auto".
+    """Return the generator registered under `name`, or "auto", or at the path `name`.
+
+    Args:
+        tokenizer: a transformers tokenizer with a chat template.
+        chat_template_kwargs: arguments of the chat template.
 
     Raises:
         MaskError: there is none, or it is not for this tokenizer.
@@ -68,8 +89,6 @@ def mask_generator(
     if name == "auto":
         template = str(getattr(tokenizer, "chat_template", ""))
         name = "distill_qwen" if ASSISTANT in template else "prefix"
-    if name not in MASK_GENERATORS:
-        raise MaskError(
-            f"the mask generator is {name!r}; choose auto, {', '.join(MASK_GENERATORS)}"
-        )
+    if is_path(check_mask_name(name)):
+        return load_own(name)(tokenizer, chat_template_kwargs or {})
     return MASK_GENERATORS[name](tokenizer, chat_template_kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -20,11 +21,16 @@ STEP_LOSS_MASK = "step_loss_mask"
 """A message with 0 here has no loss (slime's key); 1 if absent."""
 
 
+ASSISTANT = "<｜Assistant｜>"
+"""Token that opens an assistant's turn in DeepSeek's templates."""
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """An assistant message's tokens: `token_ids[start:end]` of its row."""
 
-    message_index: int
+    message_index: int | None
+    """Position of the message; None: not known, as the mask is of a generator of somebody's own."""
     start: int
     end: int
     has_loss: bool
@@ -40,6 +46,38 @@ class MaskedRow:
     loss_mask: npt.NDArray[np.int8]
     """int8, [T]: 1 on the tokens the assistant wrote, the token that closes its turn included."""
     turns: tuple[Turn, ...]
+
+
+class LossMaskGenerator(ABC):
+    """Generator of rows from conversations in OpenAI's form. Subclass it and implement `rows`; a
+    subclass of one's own is built as `cls(tokenizer, chat_template_kwargs)`."""
+
+    @abstractmethod
+    def rows(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
+    ) -> list[MaskedRow]:
+        """Return the conversation as training sequences.
+
+        Raises:
+            MaskError: no mask of it is exact.
+        """
+
+    def __call__(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
+    ) -> MaskedRow:
+        """Return the conversation as one row.
+
+        Raises:
+            MaskError: no one sequence is what the model saw and wrote in all turns, or see `rows`.
+        """
+        rows = self.rows(messages, tools)
+        if len(rows) > 1:
+            at = rows[1].turns[0].message_index
+            raise MaskError(
+                f"before messages[{at}] the chat template rewrites what came before, so the "
+                f"conversation is {len(rows)} rows, not one; use rows() or to_steps()"
+            )
+        return rows[0]
 
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")

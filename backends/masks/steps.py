@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stepwell.backends.masks.base import Message, Tool
-from stepwell.backends.masks.turnwise import LossMaskGenerator
+from stepwell.backends.masks.base import LossMaskGenerator, Message, Tool
 from stepwell.datapool.types import Step
 
 
@@ -50,7 +49,7 @@ def to_steps(
             prompt_uid=prompt_uid,
             step_index=index,
             is_last=index == len(found) - 1,
-            metadata={"message_index": turn.message_index},
+            metadata=({} if turn.message_index is None else {"message_index": turn.message_index}),
             parent_index=parent,
             finish_reason="stop",
         )

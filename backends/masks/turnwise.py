@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,8 @@ import numpy as np
 
 from stepwell.backends.errors import MaskError
 from stepwell.backends.masks.base import (
+    ASSISTANT,
+    LossMaskGenerator,
     MaskedRow,
     Message,
     Tool,
@@ -53,8 +55,8 @@ class Part:
     message_index: int | None = None
 
 
-class LossMaskGenerator(ABC):
-    """Makes rows of conversations in OpenAI's form. Subclass it and implement `_turn`.
+class TurnwiseMasks(LossMaskGenerator):
+    """Generator that makes rows of turns. Subclass it and implement `_turn`.
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
@@ -80,23 +82,6 @@ class LossMaskGenerator(ABC):
         any_special = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
         self._closed = re.compile(f"(?:{any_special})(?=\\s*\\Z)")
         self._anchor = self._find_anchor(special)
-
-    def __call__(
-        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
-    ) -> MaskedRow:
-        """The conversation as one row.
-
-        Raises:
-            MaskError: no one sequence is what the model saw and wrote in all turns, or see `rows`.
-        """
-        rows = self.rows(messages, tools)
-        if len(rows) > 1:
-            at = rows[1].turns[0].message_index
-            raise MaskError(
-                f"before messages[{at}] the chat template rewrites what came before, so the "
-                f"conversation is {len(rows)} rows, not one; use rows() or to_steps()"
-            )
-        return rows[0]
 
     def rows(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
@@ -225,7 +210,7 @@ class LossMaskGenerator(ABC):
         return MaskedRow(np.asarray(ids, np.int32), np.asarray(mask, np.int8), tuple(turns))
 
 
-class PrefixMasks(LossMaskGenerator):
+class PrefixMasks(TurnwiseMasks):
     """By the difference that a message makes: message i of the assistant is what the text gains
     from `messages[:i]` with the generation prompt to `messages[:i + 1]`."""
 
@@ -255,10 +240,7 @@ class PrefixMasks(LossMaskGenerator):
         return prompt, response[:end]
 
 
-ASSISTANT = "<｜Assistant｜>"
-
-
-class DistillQwenMasks(LossMaskGenerator):
+class DistillQwenMasks(TurnwiseMasks):
     """The generation prompt opens the thought (`<｜Assistant｜><think>`), and the template cuts the
     reasoning out of every assistant message that it shows. So the response is not rendered; it is
     written as the model writes it::

@@ -5,17 +5,20 @@ of them with slime's names and defaults, so that functions written for slime (fi
 buffers) run where slime is not installed, and no field is lost on the way through Stepwell. Where
 slime can be imported, samples are slime's own class: `sample_class`, `as_slime`.
 
-Does not own: what Steps become (`samples.py`), and how tokens are appended while slime generates
-(slime's own class). Needs no slime, loads no torch.
+Does not own: what Steps become (`samples.py`). Needs no slime, loads no torch.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Self
+
+SAMPLE = "slime_sample"
+"""Key of a trajectory's metadata: prompt, response, status and further attributes of the Sample
+that a generate function made of it."""
 
 
 @dataclass
@@ -127,11 +130,73 @@ class SlimeSample:
     """Seconds."""
     spec_info: SpecInfo = field(default_factory=SpecInfo)
     prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+    truncated: InitVar[bool | None] = None
+    """A field of slime's `Sample` before it had `status`: given to the constructor, it says whether
+    `status` is `TRUNCATED` or `COMPLETED`."""
+
+    def __post_init__(self, truncated: bool | None) -> None:
+        if truncated is not None:
+            self.status = self.Status.TRUNCATED if truncated else self.Status.COMPLETED
 
     @property
     def effective_response_length(self) -> int:
         """Trained tokens of the response."""
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        log_probs: Sequence[float] | None = None,
+        trainable: bool = True,
+        meta_info: Mapping[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Append tokens to the response: sampled ones with their log-probs and the answer's
+        `meta_info`, or, not `trainable`, those of a tool.
+
+        Raises:
+            ValueError: log-probs are missing, too many, or of tokens that nobody sampled.
+        """
+        tokens = [int(i) for i in tokens or ()]
+        n_before = self.response_length
+        if tokens and trainable and log_probs is None:
+            raise ValueError("trainable tokens come with their log_probs; pass one for each")
+        if tokens and not trainable and log_probs is not None:
+            raise ValueError("tokens that are not trainable have no log_probs; leave them out")
+        known = [0.0] * len(tokens) if log_probs is None else [float(p) for p in log_probs]
+        if len(known) != len(tokens):
+            raise ValueError(f"log_probs has {len(known)} values for {len(tokens)} tokens")
+        if tokens and trainable and n_before and self.rollout_log_probs is None:
+            raise ValueError(
+                f"{n_before} response tokens have no rollout_log_probs, so those of more sampled "
+                "tokens would stand alone; set rollout_log_probs first"
+            )
+        self.response += text or ""
+        if tokens:
+            mask = [1] * n_before if self.loss_mask is None else self.loss_mask
+            before = self.rollout_log_probs
+            self.tokens = [*self.tokens, *tokens]
+            self.response_length += len(tokens)
+            self.loss_mask = [*mask, *[int(trainable)] * len(tokens)]
+            self.rollout_log_probs = [*([0.0] * n_before if before is None else before), *known]
+        if meta_info is not None and update_terminal_info and "finish_reason" in meta_info:
+            self._end_call(args, meta_info)
+
+    def _end_call(self, args: Any, meta_info: Mapping[str, Any]) -> None:
+        self.prefix_cache_info.cached_tokens += meta_info.get("cached_tokens", 0)
+        self.prefix_cache_info.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
+        if getattr(args, "sglang_speculative_algorithm", None):
+            for name in ("accept_token_num", "draft_token_num", "verify_ct"):
+                n = getattr(self.spec_info, f"spec_{name}") + meta_info.get(f"spec_{name}", 0)
+                setattr(self.spec_info, f"spec_{name}", n)
+            self.spec_info.completion_token_num += meta_info.get("completion_tokens", 0)
+        if "weight_version" in meta_info:
+            self.weight_versions = [*self.weight_versions, meta_info["weight_version"]]
+        ended = {"stop": "completed", "length": "truncated", "abort": "aborted"}
+        self.status = self.Status(ended[meta_info["finish_reason"]["type"]])
 
     def get_reward_value(self, args: Any) -> Any:
         """The reward, or its part `args.reward_key`; None: not scored."""

@@ -119,6 +119,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], Any]]] = {
         },
     ),
     "long text": (CHAT, lambda: {"messages": [{"role": "user", "content": "a b " * 4 * M}]}),
+    "longest text": (CHAT, lambda: {"messages": [{"role": "user", "content": "a b " * 8_388_590}]}),
     "wide text": (
         CHAT,
         lambda: {"messages": [{"role": "user", "content": "\U0001f600" + "a b " * 7 * M}]},

@@ -21,6 +21,7 @@ from stepwell.gateway.dialects.params import (
     NoPenalty,
     Params,
     Part,
+    StopIds,
     Temperature,
     Texts,
     TopK,
@@ -82,6 +83,7 @@ class CompletionParams(Params):
     min_p: float | None = Field(default=None, ge=0, le=1)
     max_tokens: MaxTokens | None = None
     stop: Annotated[Texts, Field(max_length=16)] = ()
+    stop_token_ids: Annotated[StopIds, Field(max_length=16)] = ()
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -101,8 +103,8 @@ class CompletionParams(Params):
 
     def sampling(self) -> dict[str, Any]:
         """Those that are fields of a `ChatRequest` under the same names."""
-        same = ("temperature", "top_p", "top_k", "min_p", "stop", "seed", "stream")
-        return {name: getattr(self, name) for name in same}
+        same = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed")
+        return {name: getattr(self, name) for name in (*same, "stream")}
 
 
 class _Schema(Part):

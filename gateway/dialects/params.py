@@ -41,6 +41,12 @@ Texts: TypeAlias = Annotated[
     BeforeValidator(lambda v: tuple(v) if type(v) is list else (v,) if v else ()),
 ]
 """A text or a list of them; an empty one is none."""
+StopIds: TypeAlias = Annotated[
+    tuple[Annotated[int, Field(ge=0, lt=2**31)], ...],
+    Field(fail_fast=True),
+    BeforeValidator(lambda v: tuple(v) if type(v) is list else v),
+]
+"""Token ids that end a reply, as vLLM and SGLang take them."""
 
 
 def with_first_unknown(kind: type[BaseModel], sent: Any) -> Any:

@@ -136,6 +136,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = -1
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     min_p: float = 0.0
     n_top_logprobs: int = 0
@@ -152,6 +153,7 @@ class Sampling:
             "top_p": self.top_p,
             "top_k": self.top_k,
             "stop": list(self.stop) or None,
+            "stop_token_ids": list(self.stop_token_ids) or None,
             "sampling_seed": self.seed,
             "min_p": self.min_p or None,
             kind: text,

@@ -11,6 +11,9 @@ tokens are not the tokenizer's first choice for its text has other ids here. Ref
 certain to differ: a template that shows a reply otherwise than it was written (Llama 3 trims it),
 leaves something of it out, or ends turns with no special token.
 
+A generator of one's own (`gateway.loss_mask_type` is a path) is given the messages as they were
+sent, and its ids are taken as they are: what they should be is its author's to know.
+
 Owns: whether and how text becomes ids. Does not own: which tokens are the assistant's (the masks),
 where the Steps go (`writes.py`).
 """
@@ -21,17 +24,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tokenizers import AddedToken
-
 from stepwell.backends.errors import MaskError
-from stepwell.backends.masks import mask_generator, to_steps
+from stepwell.backends.masks import is_path, mask_generator, to_steps
 from stepwell.datapool.types import Step
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.dialects.openai_chat import OpenAIChat
 from stepwell.gateway.errors import GatewayConfigError, RequestError
 from stepwell.gateway.prompt import Prompts
+from stepwell.gateway.slime_buffer.mask_tokenizer import MaskTokenizer
 from stepwell.gateway.tokens.messages import Message, Tool
-from stepwell.gateway.tokens.render import ChatRenderer
 from stepwell.gateway.tokens.turn_messages import MESSAGES, TurnMessages
 
 STEP_LOSS_MASK = "step_loss_mask"
@@ -41,7 +42,8 @@ class TextRollouts:
     """Makes Steps of messages. Safe to use from threads.
 
     Raises:
-        GatewayConfigError: `gateway.loss_mask_type` is not for the model's chat template.
+        GatewayConfigError: `gateway.loss_mask_type` is not for the model's chat template, or a
+            path that leads to no generator.
     """
 
     def __init__(
@@ -52,9 +54,10 @@ class TextRollouts:
         self._renderer = prompts.renderer
         self._dialect = OpenAIChat(self._renderer.tokenizer.template_text)
         self._arguments = dict(config.chat_template_args)
+        self._is_own = is_path(config.loss_mask_type)
         try:
             self._generator = mask_generator(
-                config.loss_mask_type, _MaskTokenizer(self._renderer), self._arguments
+                config.loss_mask_type, MaskTokenizer(self._renderer), self._arguments
             )
         except MaskError as e:
             raise GatewayConfigError(
@@ -73,6 +76,10 @@ class TextRollouts:
         Raises:
             RequestError: the messages are malformed, or no ids are certain to be theirs.
         """
+        if self._is_own:
+            steps = self._steps(messages, tools)
+            last = replace(steps[-1], is_last=False)
+            return [*steps[:-1], replace(last, finish_reason="length") if truncated else last]
         if self._renderer.turn_close_id is None:
             raise RequestError(
                 "the model's chat template ends assistant turns with no special token, so where a "
@@ -86,14 +93,7 @@ class TextRollouts:
             {**m, STEP_LOSS_MASK: sent[STEP_LOSS_MASK]} if STEP_LOSS_MASK in sent else m
             for m, sent in zip(read.messages, messages, strict=True)
         ]
-        try:
-            steps = to_steps(self._generator, said, read.tools, trajectory_uid="-", prompt_uid="-")
-        except MaskError as e:
-            raise RequestError(f"the messages have no certain ids: {e}", "messages") from e
-        if not steps:
-            raise RequestError(
-                "every assistant message has step_loss_mask 0; nothing is trained", "messages"
-            )
+        steps = self._steps(said, read.tools)
         for i, step in enumerate(steps):
             index: int = step.metadata["message_index"]
             self._check_shown(said, index, read.tools)
@@ -108,6 +108,17 @@ class TextRollouts:
             ids, control = last.response_ids, self._renderer.tokenizer.special.values()
             cut = ids[:-1] if len(ids) > 1 and int(ids[-1]) in control else ids
             steps[-1] = replace(last, response_ids=cut, finish_reason="length")
+        return steps
+
+    def _steps(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> list[Step]:
+        try:
+            steps = to_steps(self._generator, messages, tools, trajectory_uid="-", prompt_uid="-")
+        except MaskError as e:
+            raise RequestError(f"the messages have no certain ids: {e}", "messages") from e
+        if not steps:
+            raise RequestError(
+                "every assistant message has step_loss_mask 0; nothing is trained", "messages"
+            )
         return steps
 
     def _check_shown(
@@ -136,35 +147,3 @@ def _words(message: Message) -> list[str]:
         content = content.rpartition("</think>")[2].lstrip("\n")
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     return [content, *(v for f in functions for v in f.values() if isinstance(v, str))]
-
-
-class _MaskTokenizer:
-    """The gateway's tokenizer by transformers' names, which the masks use."""
-
-    def __init__(self, renderer: ChatRenderer) -> None:
-        self._renderer = renderer
-        self._tokenizer = renderer.tokenizer
-        self.chat_template = self._tokenizer.template_text
-        self.eos_token = self._tokenizer.template.special_tokens.get("eos_token", "")
-        self.added_tokens_decoder = {
-            i: AddedToken(text, special=True) for text, i in self._tokenizer.special.items()
-        }
-
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": self._tokenizer.encode(text).tolist()}
-
-    def convert_tokens_to_ids(self, token: str) -> int | None:
-        return self._tokenizer.special.get(token)
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] | None,
-        *,
-        tokenize: bool,
-        add_generation_prompt: bool,
-        **arguments: Any,
-    ) -> str:
-        return self._renderer.text(
-            messages, tools, arguments, add_generation_prompt=add_generation_prompt
-        )

@@ -24,6 +24,7 @@ from tokenizers.models import BPE
 
 from stepwell.datapool.types import TokenIds
 from stepwell.gateway.errors import ContextLengthError
+from stepwell.gateway.tokens.encoder import TextEncoder
 from stepwell.gateway.tokens.folder import read_folder
 from stepwell.gateway.tokens.messages import Message, Tool
 from stepwell.gateway.tokens.template import ChatTemplate
@@ -51,7 +52,8 @@ class ChatTokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.template = template
-        self._encoder = backend
+        self._backend = backend
+        self._encoder = TextEncoder(backend)
         # The same vocabulary without added tokens; a tokenizer of its own would hold it twice.
         self._plain = Tokenizer(backend.model)
         self._plain.normalizer = backend.normalizer
@@ -92,6 +94,11 @@ class ChatTokenizer:
         )
 
     @property
+    def is_fast(self) -> bool:
+        """Whether fastokens encodes texts, and not tokenizers."""
+        return self._encoder.is_fast
+
+    @property
     def template_text(self) -> str:
         """The chat template, or all of them."""
         return self.template.text
@@ -114,8 +121,6 @@ class ChatTokenizer:
     def encode(self, text: str, context: int | None = None) -> TokenIds:
         """Ids of rendered text; nothing is added to it.
 
-        `encode_batch_fast` and not `encode`: it releases the GIL and computes no offsets.
-
         Args:
             context: a text that certainly has as many tokens is refused before they are made.
 
@@ -127,11 +132,13 @@ class ChatTokenizer:
             if n >= context:
                 raise ContextLengthError.of(n, context, at_least=True)
         if self._open not in text and self._shut not in text:
-            return _frozen(self._encode(text))
+            return self._encoder.encode(text)
         ids: list[int] = []
         for i, piece in enumerate(self._marked_re.split(text)):
-            if piece:
-                ids += self._encode(piece) if i % 2 == 0 else self._encode_as_text(piece)
+            if piece and i % 2 == 0:
+                ids += self._encoder.encode(piece).tolist()
+            elif piece:
+                ids += self._encode_as_text(piece)
         return _frozen(ids)
 
     def fewest_tokens(self, text: str) -> int:
@@ -159,13 +166,13 @@ class ChatTokenizer:
         return self._begin[:0] if has_it else self._begin
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._encoder.decode(list(ids), skip_special_tokens=False)
+        return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to a text: often no whole character."""
         if (added := self._added.get(token_id)) is not None:
             return added
-        token = self._encoder.id_to_token(token_id) or ""
+        token = self._backend.id_to_token(token_id) or ""
         if self._bytes is not None and all(c in self._bytes for c in token):
             return bytes(self._bytes[c] for c in token)
         if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
@@ -180,18 +187,19 @@ class ChatTokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
 
+    @property
+    def backend(self) -> Tokenizer:
+        """The tokenizer itself, of which nothing may be changed."""
+        return self._encoder
+
     def stream(self) -> TokenStream:
-        return TokenStream(self._encoder)
+        return TokenStream(self._backend)
 
     def _find_begin(self) -> list[int]:
-        ids: list[int] = self._encoder.encode("a", add_special_tokens=True).ids
-        plain = self._encode("a")
+        ids: list[int] = self._backend.encode("a", add_special_tokens=True).ids
+        plain = self._encoder.encode("a").tolist()
         starts = range(len(ids) - len(plain) + 1)
         return ids[: next((n for n in starts if ids[n : n + len(plain)] == plain), 0)]
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return ids
 
     def _encode_as_text(self, token: str) -> list[int]:
         ids: list[int] = self._plain.encode(token, add_special_tokens=False).ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Sequence
@@ -389,7 +390,7 @@ def test_what_a_template_refuses_is_told_in_its_words() -> None:
 @pytest.mark.parametrize(
     ("name", "family", "message"),
     [
-        ("qwenn", "chatml", "is 'qwenn'; choose auto, distill_qwen"),
+        ("qwenn", "chatml", "is 'qwenn'; choose one of auto, distill_qwen"),
         ("distill_qwen", "chatml", "DistillQwenMasks is for templates with '<｜Assistant｜>'"),
     ],
 )
@@ -445,3 +446,140 @@ async def test_steps_of_messages_go_through_the_pool() -> None:
         s.response_ids.tolist() for s in steps
     ]
     assert lease.groups[0].trajectories[0].reward == 1.0
+
+
+# ── generators of one's own ──────────────────────────────────────────────────────────────────────
+
+
+OWN = '''
+from stepwell.backends.masks import MultiTurnLossMaskGenerator, TurnwiseMasks
+
+
+class CustomTaskLossMaskGenerator(MultiTurnLossMaskGenerator):
+    """As slime's Agent Rollout document adds one: only the last reply has loss."""
+
+    def get_custom_multi_turn_loss_mask(self, messages):
+        ids = self.tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True)
+        said = self.tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
+        return ids + said, [0] * len(ids) + [1] * len(said)
+
+    def get_loss_mask(self, messages):
+        if self.tokenizer_type == "custom_task":
+            return self.get_custom_multi_turn_loss_mask(messages)
+        return super().get_loss_mask(messages)
+
+
+class FirstSentence(TurnwiseMasks):
+    def _turn(self, messages, index, tools):
+        prompt = self._render(messages[:index], tools, prompt=True)
+        return prompt, messages[index]["content"].partition(".")[0]
+
+
+class Alone:
+    """slime's shape without slime's class."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def get_loss_mask(self, messages, tools=None):
+        text = f"{len(tools or ())} tools: "
+        ids = [self.tokenizer(t)["input_ids"] for t in (text, messages[-1]["content"])]
+        return ids[0] + ids[1], [0] * len(ids[0]) + [1] * len(ids[1])
+
+
+def function(tokenizer, messages):
+    ids = tokenizer("says ")["input_ids"]
+    return ids + ids, [0] * len(ids) + [1] * len(ids)
+
+
+def broken(tokenizer, messages):
+    masks = {"length": [1, 1], "none": [0, 0, 0], "first": [1, 0, 1]}
+    return [1, 2, 3], masks[messages[0]["content"]]
+
+
+def raises(tokenizer, messages):
+    raise KeyError("no such task")
+
+
+number = 7
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    """The file of somebody's generators."""
+    path = tmp_path / "my_masks.py"
+    path.write_text(OWN)
+    return str(path)
+
+
+TALK = [
+    *chat(("one?", "uno. done")),
+    {"role": "user", "content": "two?"},
+    {"role": "assistant", "content": "dos"},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("CustomTaskLossMaskGenerator(custom_task)", ["dos"]),
+        ("CustomTaskLossMaskGenerator", ["uno. done<|im_end|>\n", "dos<|im_end|>\n"]),
+        ("FirstSentence", ["uno", "dos"]),
+        ("Alone", ["dos"]),
+        ("function", ["says "]),
+    ],
+)
+def test_a_generator_of_ones_own_is_named_by_its_path(
+    own: str, name: str, texts: list[str]
+) -> None:
+    generator = mask_generator(f"{own}:{name}", tokenizer("chatml"))
+    assert written("chatml", generator(TALK)) == texts
+    steps = to_steps(generator, TALK, trajectory_uid="t", prompt_uid="p")
+    assert [text_of("chatml", s.response_ids) for s in steps] == texts
+    assert [s.parent_index for s in steps] == [None, 0][: len(steps)]
+
+
+def test_a_generator_of_ones_own_gets_tools_and_template_arguments_or_is_refused(own: str) -> None:
+    alone = mask_generator(f"{own}:Alone", tokenizer("chatml"))
+    assert "1 tools" in text_of("chatml", alone(TALK, TOOLS[:1]).token_ids)
+    with pytest.raises(MaskError, match=r"tools, which .*function' is not given"):
+        mask_generator(f"{own}:function", tokenizer("chatml"))(TALK, TOOLS)
+    greets = copy.copy(tokenizer("chatml"))
+    greets.chat_template = "{{ greeting }}" + greets.chat_template
+    name = f"{own}:CustomTaskLossMaskGenerator(custom_task)"
+    row = mask_generator(name, greets, {"greeting": "hello "})(TALK)
+    assert text_of("chatml", row.token_ids).startswith("hello <|im_start|>")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("broken", "length", r"returned \(\[1, 2, 3\], \[1, 1\]\); return \(token_ids, loss_mask"),
+        ("broken", "none", "has no 1"),
+        ("broken", "first", "begins with 1, before which there is no context"),
+        ("raises", "any", "raises' failed .KeyError: 'no such task'"),
+    ],
+)
+def test_what_a_generator_of_ones_own_returns_is_checked(
+    own: str, name: str, content: str, problem: str
+) -> None:
+    generator = mask_generator(f"{own}:{name}", tokenizer("chatml"))
+    with pytest.raises(MaskError, match=problem):
+        generator(chat((content, "b")))
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("custom_task", "is 'custom_task'; choose one of auto, .* or name a class or function"),
+        ("{own}:nothing", "cannot be imported .ImportError: .*has no 'nothing'"),
+        ("nowhere.module:Masks", "cannot be imported .ModuleNotFoundError"),
+        ("{own}:number", "is 7; name a LossMaskGenerator, a class with get_loss_mask"),
+        ("{own}:FirstSentence(custom_task)", "is no class with get_loss_mask; leave the brackets"),
+        ("{own}:Alone(custom_task)", "cannot be built .TypeError"),
+    ],
+)
+def test_a_path_that_leads_to_no_generator_is_refused(own: str, name: str, problem: str) -> None:
+    with pytest.raises(MaskError, match=problem):
+        mask_generator(name.format(own=own), tokenizer("chatml"))

@@ -9,6 +9,7 @@ import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import ray
 import torch
 
+from stepwell.backends.masks import MultiTurnLossMaskGenerator
 from stepwell.backends.slime.backend import SlimeBackend, train_data
 from stepwell.backends.slime.sample import SlimeSample, as_slime
 from stepwell.backends.slime.samples import to_samples
@@ -27,8 +29,8 @@ from stepwell.trainer.slime.data_source import PoolDataSource, RolloutDataSource
 from stepwell.trainer.slime.rollout import REWARD_HOOK, generate_rollout
 from tests.backends.random_groups import TEMPERATURE, random_groups, steps_of
 from tests.backends.slime_itself import HAS_SLIME, advantages, rollout_manager, slime
-from tests.gateway.conftest import QUICKSTART, worlds  # noqa: F401 - a fixture
-from tests.gateway.test_rollout_buffer import Consumer
+from tests.gateway.conftest import QUICKSTART, hf_tokenizer, worlds  # noqa: F401 - a fixture
+from tests.gateway.test_rollout_buffer import TOOLS, Consumer
 
 pytestmark = pytest.mark.skipif(not HAS_SLIME, reason="make test-slime runs it, where slime is")
 
@@ -183,6 +185,71 @@ async def test_slimes_rollout_manager_runs_on_the_pool(
     for channel in ("train", "val"):
         assert (await pool.get_statistics(channel))["groups"]["acked"] == 8
     source.pool.close()
+
+
+OURS = MultiTurnLossMaskGenerator
+
+TALKS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "uno"}],
+    [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "é?"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nlook", "step_loss_mask": 0},
+        {"role": "tool", "content": "7"},
+        {"role": "tool", "content": "8"},
+        {"role": "assistant", "content": "fifteen"},
+        {"role": "user", "content": "and?"},
+        {"role": "assistant", "content": "no  more"},
+        {"role": "user", "content": "bye"},
+    ],
+]
+
+
+@pytest.mark.parametrize("messages", TALKS)
+@pytest.mark.parametrize(
+    ("family", "tokenizer_type"),
+    [
+        *product(("chatml", "qwen3"), ("qwen", "qwen3", "qwen3_5", "distill_qwen")),
+        *product(("deepseek",), ("qwen", "distill_qwen")),
+    ],
+)
+def test_our_generator_of_slimes_shape_gives_slimes_ids_and_masks(
+    family: str, tokenizer_type: str, messages: list[dict[str, Any]]
+) -> None:
+    theirs, ours = (
+        kind(hf_tokenizer(family), tokenizer_type=tokenizer_type)
+        for kind in (slime("utils.mask_utils").MultiTurnLossMaskGenerator, OURS)
+    )
+    for tools in (None, TOOLS):
+        ids, mask = ours.get_loss_mask(messages, tools)
+        assert (ids, mask) == theirs.get_loss_mask(messages, tools)
+        assert ours.get_response_lengths([mask]) == theirs.get_response_lengths([mask])
+        said = ours.get_text_from_loss_mask(ids, mask)
+        assert said == theirs.get_text_from_loss_mask(ids, mask)
+        assert said
+
+
+async def test_a_generator_that_subclasses_slimes_own_class_tokenises_what_is_written(
+    worlds: Callable[..., Any],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "my_masks.py"
+    file.write_text(
+        "from slime.utils.mask_utils import MultiTurnLossMaskGenerator\n\n"
+        "class Custom(MultiTurnLossMaskGenerator):\n"
+        "    def get_loss_mask(self, messages):\n"
+        "        assert self.tokenizer_type == 'custom_task'\n"
+        "        self.tokenizer_type = 'distill_qwen'\n"
+        "        found = super().get_loss_mask(messages)\n"
+        "        self.tokenizer_type = 'custom_task'\n"
+        "        return found\n"
+    )
+    world = await worlds("chatml", loss_mask_type=f"{file}:Custom(custom_task)")
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "fine"}]
+    sent = {"uid": "a", "instance_id": 0, "reward": 1, "extra_info": {}, "messages": messages}
+    assert (await Consumer(world.url).post("/buffer/write", sent))[0] == 200
+    (step,) = world.stored("a")
+    assert step.response_ids.tolist() == world.ids("fine", close=False)
 
 
 async def test_slimes_own_consumer_reads_text_only_rollouts_from_our_buffer(

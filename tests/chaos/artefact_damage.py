@@ -199,7 +199,7 @@ def _of_slime(folder: Path) -> dict[str, Artefact]:
     pool.close()
     reader.close()
     return {
-        "slime's state": Artefact([folder / "rollout" / "stepwell_state_4.pt"], resumed),
+        "slime's state": Artefact([folder / "rollout" / "global_dataset_state_dict_4.pt"], resumed),
         "slime's groups": Artefact([folder / FILE], reader._read),
     }
 

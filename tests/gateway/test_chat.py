@@ -480,6 +480,26 @@ async def test_each_channel_has_its_own_sampling_whatever_the_agent_asks(worlds:
         assert {s.metadata["sampling_params"]["temperature"] for s in stored} == {temperature}
 
 
+async def test_what_ends_a_channels_calls_ends_them_beside_what_the_agent_asks(
+    worlds: Any,
+) -> None:
+    forced = ChannelSampling(stop=("</search>",), stop_token_ids=(7,))
+    world = await worlds(sampling={"train": forced})
+    client = await world.client()
+    said = world.say("<search>x</search>", close=False, matched="</search>")
+    reply = await client.chat.completions.create(
+        model="m",
+        messages=[user("hi")],
+        stop=["end"],
+        extra_body={"stop_token_ids": [9]},
+    )
+    sent = world.engine.requests[0]["sampling_params"]
+    assert sent["stop"] == ["end", "</search>"]
+    assert sent["stop_token_ids"] == [9, 7]
+    assert reply.choices[0].message.content == "<search>x"
+    assert world.stored()[0].response_ids.tolist() == said.ids
+
+
 async def test_a_greedy_baseline_is_sampled_at_temperature_0_whatever_is_asked_or_forced(
     worlds: Any,
 ) -> None:
@@ -497,6 +517,31 @@ async def test_a_greedy_baseline_is_sampled_at_temperature_0_whatever_is_asked_o
     assert sent == [0.9, 0.0]
     (step,) = world.stored("greedy")
     assert step.metadata["sampling_params"]["temperature"] == 0.0
+
+
+async def test_a_conversation_has_a_limit_of_tokens_that_what_tools_say_counts_for(
+    worlds: Any,
+) -> None:
+    """verl's `max_response_len`: of all turns, what was said between them included."""
+    world = await worlds(sampling={"train": ChannelSampling(max_response_tokens=60)})
+    client = await world.client()
+    messages = [user("hi")]
+    reply = await client.chat.completions.create(model="m", messages=messages, max_tokens=500)
+    messages += [{"role": "assistant", "content": reply.choices[0].message.content}, user("go on")]
+    await client.chat.completions.create(model="m", messages=messages, max_tokens=500)
+    first, second = world.engine.requests
+    assert first["sampling_params"]["max_new_tokens"] == 60
+    used = len(second["input_ids"]) - len(first["input_ids"])
+    assert 0 < used < 60
+    assert second["sampling_params"]["max_new_tokens"] == 60 - used
+    messages += [{"role": "assistant", "content": "fine"}, user("a long result " * 20)]
+    with pytest.raises(openai.BadRequestError, match=r"may have 60 .rollout.max_response_tokens"):
+        await client.chat.completions.create(model="m", messages=messages)
+    other = [{"role": "system", "content": "a sub-agent"}, user("a long task " * 20)]
+    await client.chat.completions.create(model="m", messages=other)
+    assert world.engine.requests[-1]["sampling_params"]["max_new_tokens"] == 60, (
+        "a conversation that begins anew counts from its own first prompt"
+    )
 
 
 async def test_max_tokens_is_clamped_to_what_fits(worlds: Any) -> None:

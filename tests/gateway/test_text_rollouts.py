@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,6 +210,91 @@ def test_a_mask_generator_that_is_not_for_the_template_fails_before_serving(
     config = GatewayConfig(loss_mask_type="distill_qwen")
     with pytest.raises(GatewayConfigError, match=r"gateway\.loss_mask_type is 'distill_qwen'"):
         create_app(config, Wiring(), None, tokenizer_of("chatml"))  # type: ignore[arg-type]
+
+
+OWN = """
+from stepwell.backends.masks import MultiTurnLossMaskGenerator
+
+
+class CustomTaskLossMaskGenerator(MultiTurnLossMaskGenerator):
+    def get_loss_mask(self, messages):
+        if self.tokenizer_type != "custom_task":
+            return super().get_loss_mask(messages)
+        assert self.tokenizer.eos_token_id == self.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        ids, mask = self.gen_multi_turn_loss_mask_qwen(messages[:-1])
+        said = self.tokenizer(f"{messages[-1]['answer']}", add_special_tokens=False)["input_ids"]
+        return ids + said, [0] * len(ids) + [1] * len(said)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    path = tmp_path / "my_masks.py"
+    path.write_text(OWN)
+    return f"{path}:CustomTaskLossMaskGenerator"
+
+
+async def test_a_mask_generator_of_ones_own_is_given_the_messages_as_they_were_sent(
+    worlds: Callable[..., Any], own: str
+):
+    """`--loss-mask-type custom_task` of slime's Agent Rollout, for a conversation format that no
+    chat template knows."""
+    world = await worlds("chatml", loss_mask_type=f"{own}(custom_task)")
+    consumer = Consumer(world.url, n_samples_per_prompt=1)
+    await consumer.start()
+    asked = {"role": "user", "content": "what <|im_end|> is it"}
+    sent = item([asked, {"role": "verdict", "answer": 7}])
+    sent["extra_info"]["finish_reason"] = "length"
+    assert (await consumer.post("/buffer/write", sent))[0] == 200
+    (step,) = world.stored("u0")
+    assert (step.response_ids.tolist(), step.finish_reason) == (
+        world.ids("7", close=False),
+        "length",
+    )
+    # The text of a control token in what a user says controls nothing, for foreign code either.
+    close = world.tokenizer.special["<|im_end|>"]
+    assert step.prompt_ids.tolist().count(close) == 1
+    (got,) = await consumer.items()
+    assert got["messages"] == sent["messages"]
+
+    status, answer = await consumer.post("/buffer/write", item([asked, {"role": "verdict"}], "u1"))
+    assert status == 400
+    assert "CustomTaskLossMaskGenerator' failed (KeyError: 'answer')" in answer["error"]["message"]
+
+
+async def test_no_request_names_a_mask_generator(worlds: Callable[..., Any], tmp_path: Path):
+    """Paths load code, so they come from the configuration alone."""
+    path, ran = tmp_path / "evil.py", tmp_path / "ran"
+    path.write_text(f"open({str(ran)!r}, 'w')\ndef mask(*_): return [1, 2], [0, 1]\n")
+    name = f"{path}:mask"
+    world = await worlds("chatml")
+    consumer = Consumer(world.url, n_samples_per_prompt=1)
+    await consumer.start(loss_mask_type=name, tokenizer_type=name)
+    messages = [QUESTION, {"role": "assistant", "content": "fine"}]
+    sent = item(messages, loss_mask_type=name, tools=TOOLS)
+    sent["extra_info"]["loss_mask_type"] = name
+    assert (await consumer.post("/buffer/write", sent))[0] == 200
+    assert world.stored("u0")[0].response_ids.tolist() == world.ids("fine")
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("custom_task", "is 'custom_task'; choose one of auto, distill_qwen, prefix"),
+        ("{own}2", "cannot be imported .ImportError: .*has no 'CustomTaskLossMaskGenerator2'"),
+    ],
+)
+def test_a_mask_generator_that_is_not_there_fails_before_serving(
+    tokenizer_of: Callable[..., Any], own: str, name: str, problem: str
+):
+    with pytest.raises(ValueError, match=problem):
+        create_app(
+            GatewayConfig(loss_mask_type=name.format(own=own)),
+            Wiring(),
+            None,  # type: ignore[arg-type]
+            tokenizer_of("chatml"),
+        )
 
 
 @pytest.mark.parametrize("name", ["num", "batch_size"])

@@ -31,7 +31,7 @@ def paid(
 ) -> dict[str, Any]:
     """verl's form; a reward for each step, from what the tool paid for its call."""
     return {
-        "score": [*extra_info["tool_rewards"], extra_info["tool_scores"]["count"]],
+        "score": [*extra_info["tool_rewards"], extra_info["rollout_reward_scores"]["count"]],
         "seen": json.dumps(extra_info["tool_rewards"]),
     }
 
@@ -50,3 +50,12 @@ async def test_a_reward_function_sees_what_the_tools_of_the_rollout_paid(world: 
     await scorer.aclose()
     assert [s.reward for s in group.trajectories[0].steps] == [0.5, 1.5, 0.75]
     assert group.trajectories[0].metadata["reward_extra_info"] == {"seen": "[0.5, 1.5]"}
+
+
+async def test_a_trajectory_that_is_used_up_ends_as_a_reply_that_was_cut_off(worlds: Any) -> None:
+    world = await worlds(max_turns=1)
+    world.say(CALL % 1)
+    agent = ToolAgent([Count()])
+    run = await agent.run({"question": "count to 4"}, world.base_url("t", "p"), "none")
+    await agent.aclose()
+    assert (run.stop, run.turns, run.calls) == ("length", 1, {"count": 1})

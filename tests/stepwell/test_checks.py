@@ -144,6 +144,8 @@ MISTAKES = {
     "pool.journal_dir={folder}/file/j": "pool.journal_dir is '{folder}/file/j', which cannot be wr",
     "trainer.save_debug_rollout_data={folder}/file/b": "trainer.save_debug_rollout_data is",
     "engine.python={folder}/no/python": "engine.python is '{folder}/no/python', which is no p",
+    "gateway.loss_mask_type=custom_task": "gateway.loss_mask_type: is 'custom_task'; choose one",
+    "gateway.loss_mask_type=checks_code:maks": "gateway.loss_mask_type: 'checks_code:maks' cannot",
     # plug-ins and logs
     "trainer.backend=checks_nowhere:Backend": "trainer.backend 'checks_nowhere:Backend' cannot be",
     "trainer.backend=verl": "trainer.backend is 'verl', which does not implement compute_log_",

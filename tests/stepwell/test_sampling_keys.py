@@ -20,12 +20,24 @@ def test_validation_samples_as_rollouts_do_but_for_the_keys_of_its_own() -> None
         "quickstart",
         [
             *("rollout.temperature=1.0", "rollout.top_p=0.9", "rollout.max_tokens=64"),
+            "rollout.max_response_tokens=256",
             *("validation.temperature=0", "validation.max_tokens=128"),
         ],
     )
     assert chosen(config) == {
-        "train": ChannelSampling(1.0, 0.9, None, 64),
-        "val": ChannelSampling(0.0, 0.9, None, 128),
+        "train": ChannelSampling(1.0, 0.9, None, 64, 256),
+        "val": ChannelSampling(0.0, 0.9, None, 128, 256),
+    }
+
+
+def test_one_text_or_id_that_ends_responses_needs_no_list() -> None:
+    config = load_config(
+        "quickstart",
+        ["rollout.stop=</search>", "rollout.stop_token_ids=7", "validation.stop=[end, fin]"],
+    )
+    assert chosen(config) == {
+        "train": ChannelSampling(stop=("</search>",), stop_token_ids=(7,)),
+        "val": ChannelSampling(stop=("end", "fin"), stop_token_ids=(7,)),
     }
 
 

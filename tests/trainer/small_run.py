@@ -124,6 +124,8 @@ class Rollouts:
     """An event that the rollouts of a task wait for, begun but not ended."""
     step: Callable[[Task, int], dict[str, Any]] = lambda task, index: {}
     """Further fields of the step of a task's rollout."""
+    metadata: Callable[[Task, int], dict[str, Any]] = lambda task, index: {}
+    """What the agent says with the end of a task's rollout."""
     begun: Counter[int] = field(default_factory=Counter)
     """Training groups by the version that they were begun under."""
     begun_tasks: list[str] = field(default_factory=list)
@@ -175,8 +177,8 @@ class Rollouts:
         }
         step = Step(**fields | self.step(task, index))
         await self.pool.submit_step(step, channel)
-        reward, mark = self.reward(task, index), {GREEDY: True} if greedy else None
-        await self.pool.complete_trajectory(uid, reward, channel, mark)
+        mark = self.metadata(task, index) | ({GREEDY: True} if greedy else {})
+        await self.pool.complete_trajectory(uid, self.reward(task, index), channel, mark or None)
 
 
 class RecordingBackend(TrainingBackend):

@@ -44,6 +44,28 @@ GAMES = """
                 "extra_info": {"index": item, "split": "train", "level": np.float32(0.5)},
             }
 
+    class Verl(GameDataset):
+        # Pops the prompt, as verl's class of June 2025 does.
+
+        def __init__(self, data_files, tokenizer, config):
+            super().__init__(data_files, tokenizer, config)
+            self.column = config.get("prompt_key", "prompt")
+            self.length = config.get("max_prompt_length", 1024)
+            self.raw_chat = config.get("return_raw_chat", False)
+            self.full_prompt = config.get("return_full_prompt", False)
+            assert config.filter_overlong_prompts == ("max_prompt_length" in config)
+
+        def __getitem__(self, item):
+            row = super().__getitem__(item)
+            row[self.column] = row.pop("prompt").tolist()
+            messages = row.pop(self.column)
+            if self.raw_chat:
+                row["raw_prompt"] = messages
+            if self.full_prompt:
+                row["full_prompts"] = f"<user>{messages[0]['content']}<assistant>"
+            row["length"] = self.length
+            return row
+
     class Minimal:
         def __len__(self):
             return 2
@@ -103,6 +125,32 @@ def test_verls_rows_are_tasks(module: Path, tmp_path: Path) -> None:
         "answer": 3,
         "metadata": {"index": 3, "split": "train", "level": 0.5},
     }
+
+
+def said(module: Path, file: Path, **fields: Any) -> list[dict[str, Any]]:
+    fields["options"] = {"hint": "guess", **fields.get("options", {})}
+    config = source(f"{module}:Verl", path=[file], **fields)
+    return PromptSource(config, tokenizer_path=MODEL).all()
+
+
+def test_a_class_that_takes_the_prompt_out_of_the_row_gives_it_under_another_key(
+    module: Path, tmp_path: Path
+) -> None:
+    """`prompt_key` is the column that verl's class reads; what it gives is `raw_prompt`."""
+    file = tmp_path / "words.txt"
+    file.write_text("cat")
+    messages = [{"role": "user", "content": "guess cat?"}]
+    assert said(module, file)[0]["messages"] == messages
+    assert said(module, file, prompt_key="chat")[0]["messages"] == messages
+    assert said(module, file, max_prompt_tokens=99)[0]["messages"] == messages
+    (task,) = said(
+        module, file, returned_prompt_key="full_prompts", options={"return_full_prompt": True}
+    )
+    assert task["question"] == "<user>guess cat?<assistant>"
+    with pytest.raises(DataError, match="row 0 has no 'raw_prompt' and no 'prompt'; set returned_"):
+        said(module, file, options={"return_raw_chat": False})
+    with pytest.raises(DataError, match=r"row 0 has no 'text'; set returned_.*it has .*raw_prompt"):
+        said(module, file, returned_prompt_key="text")
 
 
 def test_a_class_is_given_what_it_takes_and_its_prompts_are_measured(module: Path) -> None:

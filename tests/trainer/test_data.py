@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 from transformers import AutoTokenizer
 
-from stepwell.trainer.config import DataConfig, SourceConfig
+from stepwell.trainer.config import DataConfig, SourceConfig, Truncation
 from stepwell.trainer.data import PromptSource, Task
+from stepwell.trainer.data.prompt_length import PromptMeter
 from stepwell.trainer.errors import DataError, DataExhaustedError
 from stepwell.trainer.rollout.producer import new_uid
 
@@ -681,9 +682,115 @@ def test_when_every_prompt_is_too_long_the_shortest_is_named(write: WriteLines) 
 def test_a_prompt_that_is_too_long_and_not_to_be_left_out_is_refused(write: WriteLines) -> None:
     path = write({"question": "a"}, {"question": "b " * 90})
     with pytest.raises(
-        DataError, match=r"some.jsonl:2: the prompt has \d+ tokens.*filter_overlong_prompts"
+        DataError,
+        match=r"some.jsonl:2: the prompt has \d+ tokens.*overlong_prompts, or set truncation",
     ):
         long_prompts(path, 40, filter_overlong_prompts=False)
+
+
+LONG: dict[str, Any] = {
+    "question": [
+        {"role": "system", "content": "Rules. " * 3},
+        {"role": "user", "content": "one two three four five six seven eight nine ten " * 2},
+        {"role": "assistant", "content": "I see."},
+        {"role": "user", "content": [{"type": "text", "text": "1 2 3 4 5 6 7 8 9 10 11 12"}]},
+    ]
+}
+
+
+def words(task: Task) -> str:
+    texts = [
+        m["content"] if isinstance(m["content"], str) else m["content"][0]["text"]
+        for m in task["messages"][1:]
+    ]
+    return "|".join(texts)
+
+
+@pytest.mark.parametrize(
+    ("side", "begins", "ends"),
+    [("left", False, True), ("right", True, False), ("middle", True, True)],
+)
+def test_cutting_takes_text_from_the_named_side_and_is_told(
+    write: WriteLines, caplog: pytest.LogCaptureFixture, side: str, begins: bool, ends: bool
+) -> None:
+    path = write(LONG, {"question": "short"})
+    source = long_prompts(path, 80, filter_overlong_prompts=False, truncation=side)
+    task, short = source.next(), source.next()
+    whole = LONG["question"]
+    cut = task["truncated_tokens"]
+    assert (
+        f"1 of 2 prompts are cut to max_prompt_tokens = 80 (truncation: {side}), {cut} tokens"
+        in (caplog.text)
+    )
+    assert cut > 0
+    assert "truncated_tokens" not in short
+    assert words(task).startswith("one two") is begins
+    assert words(task).endswith("11 12") is ends
+    assert task["messages"][0] == whole[0], "system messages are not cut"
+    assert [m["role"] for m in task["messages"]] == [m["role"] for m in whole]
+    text_only = [{**m, "content": words({"messages": [{}, m]})} for m in task["messages"][1:]]
+    length = tokens({"messages": [task["messages"][0], *text_only]})
+    assert 70 < length <= 80, "as little as needed"
+
+
+@given(
+    text=st.text(min_size=30, max_size=120),
+    limit=st.integers(30, 60),
+    side=st.sampled_from(["left", "right", "middle"]),
+)
+def test_a_cut_prompt_fits_and_holds_nothing_that_was_not_in_it(
+    text: str, limit: int, side: Truncation
+) -> None:
+    meter = PromptMeter(MODEL, {})
+    task = {"question": text}
+    (before,) = meter.count([task])
+    try:
+        cut = meter.truncate(task, limit, side)
+    except DataError:
+        (empty,) = meter.count([{"question": ""}])
+        assert empty >= limit - 8, "only the markup is left"
+        return
+    (after,) = meter.count([cut])
+    assert after <= max(limit, min(before, limit))
+    kept = cut["question"]
+    if "truncated_tokens" not in cut:
+        assert kept == text
+    elif side == "left":
+        assert text.endswith(kept)
+    elif side == "right":
+        assert text.startswith(kept)
+    else:
+        assert any(
+            text.startswith(kept[:i]) and text.endswith(kept[i:]) for i in range(len(kept) + 1)
+        )
+
+
+def test_what_must_not_be_cut_is_refused_when_it_is_too_long(write: WriteLines) -> None:
+    messages = [{"role": "system", "content": "Rules. " * 30}, {"role": "user", "content": "hi"}]
+    path = write({"question": "hi"}, {"question": messages})
+    with pytest.raises(DataError, match=r"some.jsonl:2: the prompt cannot be cut to .* = 40"):
+        long_prompts(path, 40, filter_overlong_prompts=False, truncation="left")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"truncation": "left", "max_prompt_tokens": 9}, "filter_overlong_prompts leaves nothing"),
+        ({"truncation": "left", "filter_overlong_prompts": False}, "set max_prompt_tokens"),
+        ({"truncation": "top"}, "'left', 'right', 'middle' or 'error'"),
+    ],
+)
+def test_truncation_that_could_never_happen_is_refused(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        jsonl(Path("x.jsonl"), **fields)
+
+
+def test_conversations_that_are_trained_as_they_are_are_never_cut() -> None:
+    cut = {"truncation": "left", "filter_overlong_prompts": False, "max_prompt_tokens": 9}
+    with pytest.raises(ValidationError, match=r"sft.truncation is 'left': a conversation"):
+        DataConfig.model_validate({"sft": {"kind": "jsonl", "path": "x.jsonl", **cut}})
 
 
 def test_measuring_without_a_tokenizer_is_refused(write: WriteLines, tmp_path: Path) -> None:

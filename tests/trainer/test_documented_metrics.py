@@ -67,6 +67,11 @@ def said(task: Mapping[str, Any], index: int) -> dict[str, Any]:
     return {"response_ids": [3, index], "finish_reason": finish_reason, "metadata": metadata}
 
 
+def measured(task: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """What a tool of verl's kind gives beside its result."""
+    return {"tool_metrics": {"search": [{"hits": index}, {"hits": 2, "note": "text"}]}}
+
+
 async def keys_of_runs(folder: Path) -> set[str]:
     """What small runs with settings of their own say, over all their records."""
     keys: set[str] = set()
@@ -74,7 +79,8 @@ async def keys_of_runs(folder: Path) -> set[str]:
     async with small_run(flat, reward=lambda task, index: 0.0) as run:
         keys |= {key for record in await run.train() for key in record}
     scored = small_config(_new(folder / "scored"), *SCORED, "trainer.total_steps=6")
-    async with small_run(scored, reward=lambda task, index: None, step=said) as run:
+    kinds: dict[str, Any] = {"reward": lambda task, index: None, "step": said, "metadata": measured}
+    async with small_run(scored, **kinds) as run:
         keys |= {key for record in await run.train() for key in record}
         for evaluation in run.evaluations:
             keys |= evaluation.as_metrics().keys()

@@ -104,3 +104,22 @@ def test_a_window_that_ends_within_a_batch_is_refused(tmp_path: Path) -> None:
     assert "a multiple of require_batches × ppo_epochs = 3" in fails(
         "async_training.mode=sync", "async_training.ppo_epochs=3"
     )
+
+
+async def test_a_record_tells_passes_over_the_data_and_over_the_batch_apart(
+    tmp_path: Path,
+) -> None:
+    """verl's `training/epoch` is the first; the second is its `ppo_epochs`."""
+    keys = ("async_training.ppo_epochs=2", "trainer.total_steps=12")
+    config = small_config(tmp_path, *keys, "async_training.trigger_parameter_sync_step=2", train=6)
+    assert config.data is not None
+    assert config.data.train is not None
+    train = config.data.train.model_copy(update={"epochs": 2})
+    config = config.model_copy(update={"data": config.data.model_copy(update={"train": train})})
+    async with small_run(config) as run:
+        records = await run.train()
+    assert [r.get("ppo_epoch", 0) for r in records] == [0, 1] * 6
+    epochs = [r["data/epoch"] for r in records]
+    assert epochs == sorted(epochs)
+    assert set(epochs) <= {0, 1, 2}
+    assert epochs[-1] >= 1

@@ -71,6 +71,33 @@ async def test_what_is_trained_can_be_read(tmp_path: Path) -> None:
     )
 
 
+def graded(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A dict, as verl's reward functions return one."""
+    return {"score": 0.5, "accuracy": 1.0, "detailed_feedback": f"wanted {ground_truth}"}
+
+
+async def test_what_a_reward_says_beside_the_score_is_dumped_with_the_rollout(
+    tmp_path: Path,
+) -> None:
+    """verl's `reward_extra_infos_dict` in `rollout_data_dir` and `validation_data_dir`."""
+    config = small_config(
+        tmp_path,
+        *("trainer.rollout_samples=null", "trainer.total_steps=1"),
+        f"rollout.reward={__name__}:graded",
+    )
+    async with small_run(config, reward=lambda task, index: None) as run:
+        await run.train()
+        await run.trainer.evaluate(run.val_tasks)
+    for row in (*rows(tmp_path), *rows(tmp_path / "validation", "step_1.jsonl")):
+        assert row["reward"] == 0.5
+        assert row["reward_extra_info"] == {
+            "accuracy": 1.0,
+            "detailed_feedback": f"wanted {row['answer']}",
+        }
+
+
 async def test_trackers_get_a_bounded_table_of_what_is_trained_under_one_key(
     tmp_path: Path,
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from stepwell import checks
 from stepwell.backends.errors import BackendConfigError
@@ -339,6 +340,40 @@ def test_the_mask_is_the_one_that_is_named(tmp_path: Path) -> None:
     config = SftConfig(loss_mask_type="distill_qwen")
     with pytest.raises(DataError, match="loss_mask_type is 'distill_qwen': Distill"):
         open_conversations(table(tmp_path, says("a", "b")), config, MODEL)
+
+
+OWN = """
+from stepwell.backends.masks import MultiTurnLossMaskGenerator
+
+
+class CustomTaskLossMaskGenerator(MultiTurnLossMaskGenerator):
+    def get_custom_multi_turn_loss_mask(self, messages):
+        ids = self.tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True)
+        said = self.tokenizer(messages[-1]["content"])["input_ids"]
+        return ids + said, [0] * len(ids) + [1] * len(said)
+
+    def get_loss_mask(self, messages):
+        if self.tokenizer_type == "custom_task":
+            return self.get_custom_multi_turn_loss_mask(messages)
+        return super().get_loss_mask(messages)
+"""
+
+
+def test_a_mask_generator_of_slimes_shape_is_named_by_its_path(tmp_path: Path) -> None:
+    """`--loss-mask-type custom_task` of slime's Agent Rollout."""
+    file = tmp_path / "my_masks.py"
+    file.write_text(OWN)
+    path = f"{file}:CustomTaskLossMaskGenerator"
+    data = table(tmp_path, says("a", "b"))
+    (task,) = open_conversations(data, SftConfig(), MODEL)
+    tokenizer, texts = AutoTokenizer.from_pretrained(MODEL), []
+    for name in (f"{path}(custom_task)", path):
+        masks = Conversations(data, SftConfig(loss_mask_type=name), MODEL)
+        (step,) = masks.steps(task, "p")
+        texts.append(tokenizer.decode(step.response_ids))
+    assert texts == ["b", "b<|im_end|>\n"]
+    with pytest.raises(DataError, match=r"loss_mask_type is '.*:Nothing': .* cannot be imported"):
+        open_conversations(data, SftConfig(loss_mask_type=f"{file}:Nothing"), MODEL)
 
 
 # ── configuration ────────────────────────────────────────────────────────────────────────────────

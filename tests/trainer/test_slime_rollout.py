@@ -23,9 +23,7 @@ from stepwell.backends.errors import BatchError
 from stepwell.backends.slime.sample import SlimeSample, as_slime
 from stepwell.datapool import DataPoolClient, PoolConfig, Step, connect, start_data_pool
 from stepwell.datapool.errors import DamagedFileError
-from stepwell.trainer.config import JsonlSource
-from stepwell.trainer.data import PromptSource
-from stepwell.trainer.errors import ConfigError, DataError, StarvedError
+from stepwell.trainer.errors import CheckpointError, ConfigError, DataError, StarvedError
 from stepwell.trainer.slime.config import SlimeConfig
 from stepwell.trainer.slime.data_source import (
     PoolDataSource,
@@ -527,22 +525,9 @@ def test_prompts_are_handed_out_in_groups_of_samples(prompts: Path, tmp_path: Pa
         [(1, 2), (1, 3)],
     ]
     assert groups[1][0].label == "a1"
-    assert groups[1][0].metadata == {
-        "level": 1,
-        "instance_id": groups[1][0].metadata["instance_id"],
-        "source_name": "prompts",
-    }
+    assert groups[1][0].metadata == {"level": 1}
     groups[0][0].metadata["level"] = 7
     assert groups[0][1].metadata["level"] == 0  # samples share nothing that they may change
-
-
-def test_the_order_is_that_of_stepwells_own_source(prompts: Path, tmp_path: Path) -> None:
-    section = {"kind": "jsonl", "path": str(prompts), "prompt_key": "input", "label_key": "label"}
-    source = source_of(prompts, tmp_path, rollout_shuffle=True, rollout_seed=3)
-    own = PromptSource(JsonlSource.model_validate({**section, "shuffle_seed": 3}))
-    assert [g[0].prompt for g in source.get_samples(7)] == [
-        own.next()["question"] for _ in range(7)
-    ]
 
 
 def test_a_restarted_source_goes_on_where_the_checkpoint_was_made(
@@ -574,9 +559,17 @@ def test_a_checkpoint_without_state_starts_the_data_from_the_beginning(
 
 
 def test_a_damaged_state_is_an_error_with_its_path(prompts: Path, tmp_path: Path) -> None:
-    (tmp_path / "rollout").mkdir()
-    (tmp_path / "rollout" / "stepwell_state_4.pt").write_bytes(b"PK")
-    with pytest.raises(DamagedFileError, match=r"stepwell_state_4\.pt is damaged"):
+    source_of(prompts, tmp_path).save(4)
+    path = tmp_path / "rollout" / "global_dataset_state_dict_4.pt"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9] + b"0" + whole[-8:])
+    with pytest.raises(DamagedFileError, match=r"state_dict_4\.pt is damaged"):
+        source_of(prompts, tmp_path).load(4)
+    path.write_bytes(whole[: whole.index(b'"digest":')])
+    with pytest.raises(DamagedFileError, match="its digest is gone"):
+        source_of(prompts, tmp_path).load(4)
+    path.write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match=r"state_dict_4\.pt cannot be read .*; remove it to"):
         source_of(prompts, tmp_path).load(4)
 
 
@@ -644,7 +637,7 @@ def test_a_source_without_buffer_takes_nothing_back(prompts: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        ((), "samples is a tuple"),
+        (([],), "samples is a tuple"),
         ([SlimeSample()], r"samples\[0\] is a SlimeSample; .* add \[group\], not group"),
         ([[SlimeSample()] * 2, [SlimeSample()]], r"samples\[1\] has 1 samples, but n_samples_per"),
         ([[SlimeSample(), {}]], r"samples\[0\] holds a dict; a group holds SlimeSamples"),

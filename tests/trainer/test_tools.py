@@ -511,7 +511,14 @@ async def test_the_loop_ends_after_its_last_turn_and_runs_no_call_in_vain() -> N
         [0.5, 0.5],
     )
     assert run.rewards == {"count": 0.0}
-    assert policy.noted == [{"tool_rewards": [0.5, 0.5], "tool_scores": {"count": 0.0}}]
+    assert run.metrics == {"count": [{"by": 1}, {"by": 1}]}
+    assert policy.noted == [
+        {
+            "tool_rewards": [0.5, 0.5],
+            "rollout_reward_scores": {"count": 0.0},
+            "tool_metrics": {"count": [{"by": 1}, {"by": 1}]},
+        }
+    ]
     assert counting.log == ["create", "release"]
 
 

@@ -30,6 +30,7 @@ from stepwell.trainer.config.data import (
     ReasoningGymSource,
     SourceConfig,
     TableConfig,
+    Truncation,
 )
 from stepwell.trainer.config.publish import GuardConfig, PublishConfig
 from stepwell.trainer.config.rollout import (
@@ -84,6 +85,7 @@ __all__ = [
     "ToolBoxConfig",
     "ToolConfig",
     "TrainerConfig",
+    "Truncation",
     "ValidationConfig",
     "check_sampling",
 ]

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from stepwell.backends.config import CriticConfig
-from stepwell.backends.masks import MASK_GENERATORS
+from stepwell.backends.masks import check_mask_name
 from stepwell.backends.registry import Registry
 from stepwell.trainer.algorithms.advantages.base import Credit, Estimator
 from stepwell.trainer.algorithms.kl import KlConfig
@@ -301,7 +301,8 @@ class SftConfig(Section):
     loss_mask_type: str = "auto"
     """How the assistant's tokens are found (slime's `--loss-mask-type`): `prefix` with any chat
     template, also as qwen, qwen3, qwen3_5, llama3; `distill_qwen` with that of DeepSeek's distilled
-    models; `auto` chooses by the template."""
+    models; `auto` chooses by the template. Or the path of a class or function of your own,
+    `package.module:Name` or `path/to/file.py:Name` (docs/design/data.md, "Messages")."""
     loss_agg_mode: Literal["token-mean", "trajectory-mean"] = "token-mean"
     """`token-mean`: a mean over the assistant's tokens of the update; `trajectory-mean`: each
     conversation counts the same."""
@@ -309,9 +310,7 @@ class SftConfig(Section):
     @field_validator("loss_mask_type")
     @classmethod
     def _mask_is_known(cls, name: str) -> str:
-        if name not in (known := ("auto", *MASK_GENERATORS)):
-            raise ValueError(f"is {name!r}; choose one of {', '.join(known)}")
-        return name
+        return check_mask_name(name)
 
     @property
     def loss(self) -> LossConfig:

@@ -23,6 +23,8 @@ Location: TypeAlias = Annotated[
 ]
 """A path here, or an address such as s3://bucket/file, which stays text."""
 
+Truncation: TypeAlias = Literal["left", "right", "middle", "error"]
+
 
 def source_of(text: str) -> dict[str, str]:
     """What text alone stands for: a file, by how it ends; a class in a file; else what `datasets`
@@ -90,9 +92,26 @@ class RowSource(_Source):
     """Longest prompt, as the model's chat template writes it with its tools; null = any
     length."""
     filter_overlong_prompts: bool = True
-    """Leave longer prompts out; false refuses the data."""
+    """Leave longer prompts out; false does with them what `truncation` says."""
+    truncation: Truncation = "error"
+    """What is done to longer prompts that are not left out: cut their text at the `left` (the
+    oldest), the `right` or in the `middle`, never in system messages; or refuse the data (`error`).
+    """
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """For the chat template that prompts are measured with, e.g. {enable_thinking: false}."""
+
+    @model_validator(mode="after")
+    def _truncation_has_a_use(self) -> RowSource:
+        if self.truncation != "error" and self.filter_overlong_prompts:
+            raise ValueError(
+                f"truncation is {self.truncation!r} but filter_overlong_prompts leaves nothing to "
+                "truncate; set filter_overlong_prompts to false, or remove truncation"
+            )
+        if self.truncation != "error" and self.max_prompt_tokens is None:
+            raise ValueError(
+                f"truncation is {self.truncation!r} without a length; set max_prompt_tokens"
+            )
+        return self
 
 
 class JsonlSource(RowSource):
@@ -140,10 +159,15 @@ class CustomSource(RowSource):
     path: Location | tuple[Location, ...] = ()
     """Passed as `data_files`, a list; what is at an address is brought here first."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Further keys of `config`, which has verl's: `prompt_key`, `max_prompt_length`,
-    `filter_overlong_prompts`, `apply_chat_template_kwargs`, `shuffle`, `seed`."""
+    """Further keys of `config`, such as `return_full_prompt` or `cache_dir`. It has of verl's:
+    `prompt_key`, `max_prompt_length` where `max_prompt_tokens` says it, `filter_overlong_prompts`,
+    `truncation`, `return_raw_chat` (true), `apply_chat_template_kwargs`, `shuffle`, `seed`."""
     prompt_key: str = Field(default="prompt", min_length=1)
-    """Holds the conversation so far (a list of messages) or the question (a string)."""
+    """Column of the files that holds the prompt, for the class (`config.prompt_key`)."""
+    returned_prompt_key: str | None = Field(default=None, min_length=1)
+    """Key of the class's rows that holds the conversation so far (a list of messages) or the
+    question (a string). null: `raw_prompt`, which verl's class returns, where a row has it, else
+    `prompt_key`."""
     label_key: str | None = "reward_model.ground_truth"
     """Holds the right answer, for the reward; null if there is none."""
     metadata_key: str | None = "extra_info"
@@ -179,6 +203,15 @@ class DataConfig(Section):
         if not isinstance(given, Mapping):
             return given
         return {"prompt_key": "messages", "label_key": None, "tool_key": "tools", **given}
+
+    @model_validator(mode="after")
+    def _conversations_are_whole(self) -> DataConfig:
+        if self.sft is not None and self.sft.truncation != "error":
+            raise ValueError(
+                f"sft.truncation is {self.sft.truncation!r}: a conversation that is trained as it "
+                "is is never cut; set filter_overlong_prompts, or shorten it yourself"
+            )
+        return self
 
     @model_validator(mode="after")
     def _disjoint(self) -> DataConfig:

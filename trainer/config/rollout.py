@@ -12,6 +12,8 @@ from stepwell.trainer.section import CallSampling, Section
 _HEAVY = {"math", "deepscaler", "dapo", "code"}
 """Built-ins that compute: with sympy, now and then seconds for one answer, or for ever; or by
 running the answer."""
+CODE = "code"
+"""The built-in that runs programs."""
 _MANAGERS = {"dapo": "auto", "prime": "parallel", "remote": "parallel"}
 """verl's names of managers, and ours."""
 
@@ -53,6 +55,17 @@ class OverlongBufferConfig(Section):
         return self
 
 
+class SandboxFusionConfig(Section):
+    """A SandboxFusion server (github.com/bytedance/SandboxFusion), verl's names."""
+
+    named_by = "url"
+
+    url: str = Field(pattern="^https?://.")
+    """Of the server, or of its `/run_code`, e.g. http://localhost:8080."""
+    max_concurrent: int = Field(default=64, ge=1)
+    """Programs that run there at once."""
+
+
 class RewardConfig(_Scoring):
     """What scores a rollout whose agent returned None; a string alone is the `function`."""
 
@@ -76,6 +89,9 @@ class RewardConfig(_Scoring):
     """Calls before a score is missing for good and its trajectory is left out."""
     concurrency: int = Field(default=64, ge=1)
     """Calls at once."""
+    sandbox_fusion: SandboxFusionConfig | None = None
+    """The server that runs the programs of the built-in `code` (its `url`, or a section); null:
+    this machine does."""
 
     @field_validator("manager", mode="before")
     @classmethod
@@ -94,10 +110,18 @@ class RewardConfig(_Scoring):
                 f"kwargs {', '.join(self.kwargs)} are for function, which is missing; name it, or "
                 "put them into by_data_source"
             )
+        named = [self.function, *(each.function for each in self.by_data_source.values())]
+        if self.sandbox_fusion is not None and not any(n in (None, CODE) for n in named):
+            raise ValueError(
+                f"sandbox_fusion is given, but no function is {CODE!r}, which runs programs there; "
+                "set function to it, or sandbox_fusion to null"
+            )
         return self
 
     def worker_processes(self, function: str) -> int:
         """Processes for the calls of `function`; 0: threads."""
+        if function == CODE and self.sandbox_fusion is not None:
+            return 0  # it only waits, and `max_concurrent` is of all calls
         heavy = self.manager == "auto" and function.removeprefix("boxed_") in _HEAVY
         return min(4, os.cpu_count() or 1) if heavy or self.manager == "parallel" else 0
 
@@ -105,8 +129,16 @@ class RewardConfig(_Scoring):
 class RolloutConfig(CallSampling):
     agent: str | None = None
     """Dotted path of `async def agent(task, base_url, api_key) -> float | None` (or a list of
-    rewards, one per call), run on the tasks of `data`; null: agents that nobody here starts call
-    the gateway, and their traffic is trained on."""
+    rewards, one per call), run on the tasks of `data`; or of slime's `async def generate(args,
+    sample, sampling_params) -> Sample`; or a file of tools (`tools.yaml`, verl's
+    `tool_config_path`), which the policy then has; null: agents that nobody here starts call the
+    gateway, and their traffic is trained on."""
+    agent_args: dict[str, Any] = Field(default_factory=dict)
+    """Fields of slime's `args`, over those that Stepwell knows, for a `generate` of slime's form:
+    `{apply_chat_template: true}` has prompts as text."""
+    skip_special_tokens: bool = True
+    """Special tokens are left out of the responses' texts that rewards, and functions of slime's
+    form, get. slime's default is false."""
     n: int = Field(default=8, ge=1)
     """Rollouts per prompt (the group size of GRPO)."""
     min_n: int = Field(default=2, ge=1)

@@ -7,7 +7,8 @@
         config: { corpus: examples/tools/corpus.jsonl }
         timeout_s: 10
       - class_name: my.package.weather                # a function: the schema is its signature
-      - class_name: my.package.Legacy
+      - class_name: my.package.Gsm8kTool              # a class of the shape of verl's BaseTool
+        config: { type: native }
         tool_schema: { type: function, function: { name: …, description: …, parameters: … } }
 """
 
@@ -24,7 +25,8 @@ class ToolConfig(Section):
     """One tool."""
 
     class_name: str = Field(min_length=1)
-    """Dotted path (`package.module.Name` or `package.module:Name`) of a `Tool` or of a function."""
+    """Dotted path (`package.module.Name` or `package.module:Name`) of a `Tool`, of a class of the
+    shape of verl's `BaseTool`, or of a function."""
     config: dict[str, Any] = Field(default_factory=dict)
     """The tool's own settings."""
     tool_schema: dict[str, Any] | None = None
@@ -37,6 +39,8 @@ class ToolBoxConfig(Section):
     """The tools of an agent and the limits of their calls."""
 
     tools: tuple[ToolConfig, ...] = ()
+    max_turns: int = Field(default=8, ge=1)
+    """Replies of the policy in a rollout of `ToolAgent`."""
     timeout_s: float = Field(default=30.0, gt=0)
     """One call may take this long; then the model is told so."""
     max_parallel_calls: int = Field(default=8, ge=1)

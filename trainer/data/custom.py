@@ -1,12 +1,13 @@
 """This module takes prompts from a class of the user's, so that a data set written for verl
 (`data.custom_cls`) is trained on as it is.
 
-    cls(data_files=…, tokenizer=…, config=…) ──► dataset[i] ──► a row: prompt, data_source,
+    cls(data_files=…, tokenizer=…, config=…) ──► dataset[i] ──► a row: raw_prompt, data_source,
                                                     reward_model.ground_truth, extra_info
 
-The call and the rows are verl's (volcengine/verl, `create_rl_dataset` and `RLHFDataset`). What of a
-row becomes a task is in the source's keys; the rest (tensors, dummies) is left. Does not own what a
-row means (`tasks.py`).
+The call and the rows are verl's (volcengine/verl, `create_rl_dataset` and `RLHFDataset`). Two keys
+name the prompt: `prompt_key` the column that the class reads (verl's pops it from the row), and
+`returned_prompt_key` what it gives. What of a row becomes a task is in the source's keys; the rest
+(tensors, dummies) is left. Does not own what a row means (`tasks.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from omegaconf import OmegaConf
 
 from stepwell.datapool.dotted import resolve
 from stepwell.trainer.config import CustomSource
-from stepwell.trainer.data.rows import Columns, Row, refuse_media
+from stepwell.trainer.data.rows import Columns, Row, lookup, refuse_media
 from stepwell.trainer.errors import DataError
+
+RAW_PROMPT = "raw_prompt"
+"""Key of the messages in rows of verl's class."""
 
 
 class CustomRows:
@@ -37,8 +41,10 @@ class CustomRows:
 
     def __init__(self, config: CustomSource, files: Sequence[Path], tokenizer: Any) -> None:
         self._cls = config.cls
+        self._prompt_key = config.prompt_key
+        self._returned = config.returned_prompt_key
         self._columns = Columns(config)
-        made = _find(config.cls)
+        made, longest = _find(config.cls), config.max_prompt_tokens
         given = {
             "data_files": [str(file) for file in files],
             "tokenizer": tokenizer,
@@ -46,8 +52,12 @@ class CustomRows:
             "config": OmegaConf.create(
                 {
                     "prompt_key": config.prompt_key,
-                    "max_prompt_length": config.max_prompt_tokens,
-                    "filter_overlong_prompts": config.filter_overlong_prompts,
+                    **({} if longest is None else {"max_prompt_length": longest}),
+                    # Without a length verl's class would filter by its own, 1024 tokens.
+                    "filter_overlong_prompts": longest is not None
+                    and config.filter_overlong_prompts,
+                    "truncation": config.truncation,
+                    "return_raw_chat": True,
                     "apply_chat_template_kwargs": config.apply_chat_template_kwargs,
                     "shuffle": config.shuffle,
                     "seed": config.shuffle_seed,
@@ -85,7 +95,22 @@ class CustomRows:
                 f"{self.where(index)} is a {type(stored).__name__}; __getitem__ returns a dict"
             )
         refuse_media(stored, self.where(index))
-        return self._columns.read(stored)
+        return self._columns.read({**stored, self._prompt_key: self._prompt(stored, index)})
+
+    def _prompt(self, row: Mapping[str, Any], index: int) -> Any:
+        """Prompt of a row.
+
+        Raises:
+            DataError: it has none.
+        """
+        keys = (RAW_PROMPT, self._prompt_key) if self._returned is None else (self._returned,)
+        for key in keys:
+            if (prompt := lookup(row, key)) is not None:
+                return prompt
+        raise DataError(
+            f"{self.where(index)} has no {' and no '.join(map(repr, keys))}; set "
+            f"returned_prompt_key to the key that holds the prompt (it has {', '.join(row)})"
+        )
 
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))

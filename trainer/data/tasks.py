@@ -7,7 +7,8 @@ Opening a table reads every row once and keeps none: bad rows, ids that occur tw
 prompts are found before training starts, and memory grows by some bytes a row only.
 
 Owns: what a task is, and how rows become tasks. Does not own: where rows lie (`tables.py`), order,
-epochs and what comes back (`source.py`), measuring prompts (`prompt_length.py`). Loads no torch.
+epochs and what comes back (`source.py`), measuring and cutting prompts (`prompt_length.py`). Loads
+no torch.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ log = logging.getLogger(__name__)
 
 Task: TypeAlias = dict[str, Any]
 """JSON-like: `instance_id`, `data_source`, `question` (a string) or `messages` (a list), `answer`
-(None without a label), `metadata`; `tools` where the row has some. What the agent gets, and the
-reward as its `extra_info`."""
+(None without a label), `metadata`; `tools` where the row has some, `truncated_tokens` where its
+prompt was cut. What the agent gets, and the reward as its `extra_info`."""
 
 
 class TaskSet(Protocol):
@@ -122,29 +123,40 @@ SCAN_ROWS = 1000
 
 
 class _RowTasks:
-    """The tasks of a table, the over-long ones left out."""
+    """The tasks of a table, the over-long ones left out or cut."""
 
     def __init__(self, config: TableConfig, table: Table, meter: PromptMeter | None) -> None:
         self._config = config
         self._table = table
+        self._meter = meter
         self._kept: npt.NDArray[np.int64] | None = None
         """Rows that are tasks; None: all of them."""
+        self._long: frozenset[int] = frozenset()
+        """Rows whose prompts are cut."""
         ids = np.empty(len(table), np.uint64)
         lengths = np.zeros(len(table), np.int64)
+        lacking: list[int] = []
         for begin, tasks in self._scan():
             ids[begin : begin + len(tasks)] = [_hash(task["instance_id"]) for task in tasks]
+            lacking += (begin + i for i, task in enumerate(tasks) if _lacks_tools_kwargs(task))
             if meter is not None:
                 lengths[begin : begin + len(tasks)] = self._count(meter, begin, tasks)
         self._check_ids(ids)
+        if lacking:
+            log.warning(
+                "%d of %d rows say need_tools_kwargs and have no tools_kwargs; the first is %s",
+                *(len(lacking), len(table), table.where(lacking[0])),
+            )
         if config.max_prompt_tokens is not None:
-            self._keep_short(lengths, config.max_prompt_tokens)
+            self._apply_limit(lengths, config.max_prompt_tokens)
 
     def __len__(self) -> int:
         return len(self._table) if self._kept is None else len(self._kept)
 
     def __getitem__(self, index: int) -> Task:
         row = index if self._kept is None else int(self._kept[index])
-        return self._task(row, self._table[row])
+        task = self._task(row, self._table[row])
+        return self._truncated(row, task) if row in self._long else task
 
     def __iter__(self) -> Iterator[Task]:
         return (self[i] for i in range(len(self)))
@@ -178,28 +190,49 @@ class _RowTasks:
                 "assigned"
             )
 
-    def _keep_short(self, lengths: npt.NDArray[np.int64], limit: int) -> None:
+    def _apply_limit(self, lengths: npt.NDArray[np.int64], limit: int) -> None:
+        """Leave longer prompts out, cut them, or refuse the data."""
         long = np.flatnonzero(lengths > limit)
         if not len(long):
             return
-        where = describe(self._config)
-        if not self._config.filter_overlong_prompts:
+        n, first, where = len(lengths), int(long[0]), describe(self._config)
+        if self._config.filter_overlong_prompts:
+            if len(long) == n:
+                raise DataError(
+                    f"{where}: all {n} prompts are longer than max_prompt_tokens = {limit} (the "
+                    f"shortest has {lengths.min()}); raise it"
+                )
+            told = "%s: %d of %d prompts are left out, longer than max_prompt_tokens = %d (the"
+            log.info(f"{told} longest has %d)", where, len(long), n, limit, lengths.max())
+            self._kept = np.flatnonzero(lengths <= limit)
+        elif self._config.truncation == "error":
             raise DataError(
-                f"{self._table.where(int(long[0]))}: the prompt has {lengths[long[0]]} tokens, and "
-                f"max_prompt_tokens is {limit} ({len(long)} of {len(lengths)} are longer); raise "
-                "it, or set filter_overlong_prompts"
+                f"{self._table.where(first)}: the prompt has {lengths[first]} tokens, and "
+                f"max_prompt_tokens is {limit} ({len(long)} of {n} are longer); raise it, set "
+                "filter_overlong_prompts, or set truncation to left, right or middle"
             )
-        if len(long) == len(lengths):
-            raise DataError(
-                f"{where}: all {len(lengths)} prompts are longer than max_prompt_tokens = "
-                f"{limit} (the shortest has {lengths.min()}); raise it"
-            )
-        log.info(
-            "%s: %d of %d prompts are left out, longer than max_prompt_tokens = %d (the longest"
-            " has %d)",
-            *(where, len(long), len(lengths), limit, lengths.max()),
-        )
-        self._kept = np.flatnonzero(lengths <= limit)
+        else:
+            self._long = frozenset(long.tolist())
+            cut = 0
+            for row in long.tolist():  # what cannot be cut shows now, not in the middle of a run
+                cut += self._truncated(row, self._task(row, self._table[row]))["truncated_tokens"]
+            told = "%s: %d of %d prompts are cut to max_prompt_tokens = %d (truncation: %s), %d"
+            side = self._config.truncation
+            log.warning(f"{told} tokens in all", where, len(long), n, limit, side, cut)
+
+    def _truncated(self, row: int, task: Task) -> Task:
+        """`task` of `row`, cut to the limit.
+
+        Raises:
+            DataError: it cannot be.
+        """
+        meter, limit = self._meter, self._config.max_prompt_tokens
+        if meter is None or limit is None:
+            return task
+        try:
+            return meter.truncate(task, limit, self._config.truncation)
+        except DataError as e:
+            raise DataError(f"{self._table.where(row)}: {e}") from e
 
     def _task(self, index: int, row: Mapping[str, Any]) -> Task:
         """Raises DataError: the row is no task."""
@@ -250,6 +283,12 @@ class _RowTasks:
             if tools:
                 task["tools"] = tools
         return task
+
+
+def _lacks_tools_kwargs(task: Task) -> bool:
+    """Whether it says, as verl's rows do, that its tools need arguments, and has none."""
+    metadata = task["metadata"]
+    return bool(metadata.get("need_tools_kwargs")) and not metadata.get("tools_kwargs")
 
 
 _MISSING = object()

@@ -1,6 +1,6 @@
 """This module pays for programs that pass the task's tests, each test run in the sandbox
 (`trainer/sandbox.py`): a process of its own in an empty folder, without a network where the system
-lets us, with limits of time and memory.
+lets us, with limits of time and memory; or on a SandboxFusion server (`sandbox_fusion.py`).
 
 ::
 
@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepwell.trainer.errors import RewardCrashError, RewardValueError
-from stepwell.trainer.sandbox import SandboxConfig, run
+from stepwell.trainer.rewards.sandbox_fusion import SandboxFusion
+from stepwell.trainer.sandbox import Ended, SandboxConfig, run
 
 MOST_OF_A_WRONG_ONE = 10
 """Tests that count for a program that does not pass them all, as in verl."""
@@ -89,6 +90,8 @@ class CodeReward:
         limits: of one test, as `SandboxConfig`; 1024 MB unless it says so.
         total_s: after which no test of an answer is begun; those that were not have failed. Keep it
             and one test's `wall_s` below `rollout.reward.timeout_s`.
+        sandbox_fusion: the server that runs the tests (`rollout.reward.sandbox_fusion`); None: this
+            machine does. Of `limits` it obeys `wall_s` and `memory_mb`.
     """
 
     def __init__(
@@ -96,10 +99,12 @@ class CodeReward:
         continuous: bool = True,
         limits: Mapping[str, Any] | None = None,
         total_s: float = 40.0,
+        sandbox_fusion: SandboxFusion | None = None,
     ) -> None:
         self._continuous = continuous
         self._limits = SandboxConfig.model_validate({"memory_mb": 1024, **(limits or {})})
         self._total_s = total_s
+        self._server = sandbox_fusion
 
     async def __call__(
         self,
@@ -116,10 +121,11 @@ class CodeReward:
 
         Raises:
             RewardValueError: there are no tests in it.
-            RewardCrashError: the system does not isolate as `limits` require.
+            RewardCrashError: the system does not isolate as `limits` require, or the server ran no
+                program.
         """
         tests = list(_tests(ground_truth, extra_info or {}, data_source))
-        if not await self._limits.is_met():
+        if self._server is None and not await self._limits.is_met():
             raise RewardCrashError(
                 "limits.require_isolation is true, and this system permits no user namespaces "
                 "(unshare --map-root-user --net --pid fails); permit them, or set it to false"
@@ -142,12 +148,18 @@ class CodeReward:
         return {"score": float(score), "acc": right, "passed": sum(passed), "tests": n}
 
     async def _passes(self, test: _Test, code: str) -> bool:
+        program = test.harness.replace("{code!r}", repr(code))
+        if self._server is not None:
+            ended = await self._server.run(program, self._limits, test.stdin)
+        else:
+            ended = await self._run_here(program, test)
+        return not ended.failure and await asyncio.to_thread(test.passes, ended.output)
+
+    async def _run_here(self, program: str, test: _Test) -> Ended:
         most = max(self._limits.output_chars, test.output_chars)
         limits = self._limits.model_copy(update={"output_chars": most})
         with tempfile.TemporaryDirectory(prefix="stepwell-code-") as folder:
-            program = test.harness.replace("{code!r}", repr(code))
-            ended = await run(program, Path(folder), limits, test.stdin)
-        return not ended.failure and await asyncio.to_thread(test.passes, ended.output)
+            return await run(program, Path(folder), limits, test.stdin)
 
 
 def _code_of(answer: str, info: Mapping[str, Any], truth: Any) -> str:

@@ -15,7 +15,8 @@ from stepwell.trainer.rewards.loading import BOXED, BUILT_IN, NOT_OURS
 _SETS = {
     "gsm8k": "openai/gsm8k gsm8k",
     # verl wants a box for these; `math` alone would take the last expression of an answer, too.
-    "boxed_math": "lighteval/MATH DigitalLearningGmbH/MATH-lighteval HuggingFaceH4/MATH-500",
+    "boxed_math": "lighteval/MATH DigitalLearningGmbH/MATH-lighteval HuggingFaceH4/MATH-500 "
+    "hendrycks_math EleutherAI/hendrycks_math",
     "dapo": "math_dapo math math_dapo_reasoning",
     "math": "numina_aops_forum numina_synthetic_math numina_amc_aime numina_synthetic_amc "
     "numina_cn_k12 numina_olympiads",
@@ -26,10 +27,8 @@ _SETS = {
 }
 USUAL = {name: function for function, names in _SETS.items() for name in names.split()}
 """The built-in by data source; those that begin with `aime` are scored by `dapo`."""
-REFUSED = {
-    "hiyouga/geometry3k": "its questions are images, which Stepwell does not read; leave these "
-    "tasks out",
-}
+_IMAGES = "its questions are images, which Stepwell does not read; leave these tasks out"
+REFUSED = {"hiyouga/geometry3k": _IMAGES, "llava_v1_5_mix": _IMAGES}
 
 
 def usual_reward(data_source: str, rm_type: Any = None) -> str:

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from stepwell.trainer.config import RewardConfig, RewardFunctionConfig
+from stepwell.trainer.config.rollout import CODE
 from stepwell.trainer.errors import RewardError, RewardValueError
 from stepwell.trainer.rewards.base import (
     RewardResult,
@@ -36,6 +37,7 @@ from stepwell.trainer.rewards.base import (
 )
 from stepwell.trainer.rewards.data_sources import usual_reward
 from stepwell.trainer.rewards.loading import load_reward
+from stepwell.trainer.rewards.sandbox_fusion import SandboxFusion
 from stepwell.trainer.rewards.slime import SlimeReward
 from stepwell.trainer.rewards.worker import RewardProcess
 from stepwell.trainer.threads import in_thread
@@ -60,6 +62,10 @@ class RewardManager:
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self._slots = asyncio.Semaphore(config.concurrency)
+        self._sandbox: SandboxFusion | None = None
+        """Of all functions that run programs there."""
+        if (server := config.sandbox_fusion) is not None:
+            self._sandbox = SandboxFusion(server.url, server.max_concurrent, config.timeout_s)
         self._by_source = {
             source: self._caller(function) for source, function in config.by_data_source.items()
         }
@@ -92,11 +98,16 @@ class RewardManager:
         for caller in (*self._by_source.values(), *self._usual.values(), self._default):
             if caller is not None:
                 await caller.aclose()
+        if self._sandbox is not None:
+            await self._sandbox.aclose()
 
     def _caller(self, function: RewardFunctionConfig) -> _Caller:
         processes = self._config.worker_processes(function.function)
+        kwargs = function.kwargs
+        if self._sandbox is not None and function.function == CODE:
+            kwargs = {**kwargs, "sandbox_fusion": self._sandbox}
         # Loaded here too where it runs elsewhere: what is wrong with it is known before the run.
-        reward = load_reward(function.function, function.kwargs)
+        reward = load_reward(function.function, kwargs)
         if processes == 0 or hasattr(reward, "start_serving"):  # each process would serve its own
             return _InThread(reward)
         return _InProcesses(function, processes, reward)

@@ -5,7 +5,8 @@
 
 `sample` is slime's `Sample` where slime is installed, else `SlimeSample` with the same fields:
 prompt, response (the last one), label, metadata, status, tokens, loss_mask, …; of a trajectory of
-several branches, the last. `args` has the configured kwargs. Source: slime 0.3.1,
+several branches, the last. One that a generate function of slime's form made has the whole
+response, and what else that function set. `args` has the configured kwargs. Source: slime 0.3.1,
 `slime/rollout/rm_hub/__init__.py`, `docs/en/get_started/customization.md`.
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stepwell.backends.slime.sample import SlimeSample, as_slime
+from stepwell.backends.slime.sample import SAMPLE, SlimeSample, as_slime
 from stepwell.backends.slime.samples import to_samples
 from stepwell.datapool.types import Group
 from stepwell.trainer.rewards.base import RewardSample
@@ -52,20 +53,25 @@ class SlimeReward:
 
 
 def _sample(scored: RewardSample, index: int) -> Any:
-    info = scored.extra_info
-    return as_slime(
-        replace(
-            _tokens(scored),
-            group_index=0,
-            index=index,
-            rollout_id=index,
-            prompt=info.get("question", info.get("messages", "")),
-            response=scored.solution_str,
-            label=scored.ground_truth,
-            reward=info.get("agent_reward"),
-            metadata=dict(info),
-        )
+    info = dict(scored.extra_info)
+    of_function = {
+        "prompt": info.get("question", info.get("messages", "")),
+        "response": scored.solution_str,
+        **info.pop(SAMPLE, {}),
+    }
+    sample = replace(
+        _tokens(scored),
+        group_index=0,
+        index=index,
+        rollout_id=index,
+        label=scored.ground_truth,
+        reward=info.get("agent_reward"),
+        metadata=info,
     )
+    if (status := of_function.pop("status", None)) is not None:
+        sample.status = SlimeSample.Status(status)
+    vars(sample).update(of_function)
+    return as_slime(sample)
 
 
 def _tokens(scored: RewardSample) -> SlimeSample:

@@ -16,23 +16,32 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias, cast
 
-from stepwell.trainer.errors import RolloutError
+from stepwell.trainer.errors import RolloutError, ToolConfigError
 
 Agent: TypeAlias = Callable[
     [Mapping[str, Any], str, str], Awaitable[float | list[float | None] | None]
 ]
 
 FORM = "async def agent(task, base_url, api_key) -> float | None"
+GENERATE_FORM = "async def generate(args, sample, sampling_params) -> Sample"
+"""slime's `--custom-generate-function-path`."""
 
 
-def load_agent(path: str) -> Agent:
+def load_agent(path: str, agent_args: Mapping[str, Any] | None = None) -> Agent:
     """The coroutine function, or object with an `async def __call__`, at `package.module:name` (or
-    `package.module.name`).
+    `package.module.name`), in the form of an agent or of slime's generate functions
+    (`is_generate`); of a file of tools (`.yaml`), the agent that uses them.
+
+    Args:
+        agent_args: `rollout.agent_args`.
 
     Raises:
-        RolloutError: it cannot be imported, or is no `async def agent(task, base_url, api_key)`.
+        RolloutError: it cannot be imported, or is neither; the arguments are for nobody; or a tool
+            cannot be made.
     """
     whose = f"rollout.agent is {path!r}"
+    if path.endswith((".yaml", ".yml")):
+        return _with_tools(whose, path)
     module_name, sep, name = path.partition(":")
     if not sep:
         module_name, _, name = path.rpartition(".")
@@ -51,16 +60,55 @@ def load_agent(path: str) -> Agent:
     except AttributeError:
         raise RolloutError(f"{whose}, but {_has_not(module, name)}") from None
     called = type(agent).__call__ if callable(agent) else None
+    names = _parameters(agent)
+    if "rollout_id" in names[:2]:
+        raise RolloutError(
+            f"{whose}, a function for slime's --rollout-function-path: those draw prompts and fill "
+            "a whole batch by themselves, which the run and its pool do here; name what it calls "
+            f"for one sample, {GENERATE_FORM}"
+        )
+    form, needs = (GENERATE_FORM, _GENERATE) if is_generate(agent) else (FORM, _AGENT)
     if not (inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(called)):
-        raise RolloutError(f"{whose}, which is no coroutine function; write it as {FORM}")
+        raise RolloutError(f"{whose}, which is no coroutine function; write it as {form}")
     try:
-        inspect.signature(agent).bind({}, "", "")
+        inspect.signature(agent).bind(*needs)
     except TypeError as e:
         raise RolloutError(
-            f"{whose}, which cannot be called as {name}(task, base_url, api_key): {e}; write it as "
-            f"{FORM}"
+            f"{whose}, which cannot be called as {name}({', '.join(needs)}): {e}; write it as "
+            f"{form}"
         ) from e
+    if agent_args and form is FORM:
+        raise RolloutError(
+            f"{whose}, an agent, but rollout.agent_args is {dict(agent_args)}: only functions of "
+            "slime's form are given args; leave rollout.agent_args out"
+        )
     return cast(Agent, agent)
+
+
+_AGENT = ("task", "base_url", "api_key")
+_GENERATE = ("args", "sample", "sampling_params")
+
+
+def is_generate(agent: object) -> bool:
+    """Whether it names its parameters as slime's generate functions do."""
+    names = _parameters(agent)
+    return names[1:2] == ["sample"] or names[2:3] == ["sampling_params"]
+
+
+def _parameters(agent: object) -> list[str]:
+    try:
+        return list(inspect.signature(agent).parameters) if callable(agent) else []
+    except ValueError:  # of a builtin
+        return []
+
+
+def _with_tools(whose: str, path: str) -> Agent:
+    from stepwell.trainer.tools import ToolAgent, ToolBox  # 1 s to import: only for those with one
+
+    try:
+        return ToolAgent(ToolBox.from_yaml(path))
+    except ToolConfigError as e:
+        raise RolloutError(f"{whose}: {e}") from e
 
 
 def _import(whose: str, name: str) -> ModuleType:

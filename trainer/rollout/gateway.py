@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any, cast
 
@@ -63,7 +63,11 @@ class GatewayClient:
         return float(answer["undisturbed_s"]) < time.monotonic() - since
 
     async def ask(
-        self, where: str, body: dict[str, Any] | None, patience_s: float = PATIENCE_S
+        self,
+        where: str,
+        body: dict[str, Any] | None,
+        patience_s: float = PATIENCE_S,
+        headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """The answer to a POST of `body`, or to a GET without one.
 
@@ -80,7 +84,9 @@ class GatewayClient:
         for url in cycle(urls):
             pause_s = RETRY_S
             try:
-                async with self._connected().request(method, url, json=body) as response:
+                async with self._connected().request(
+                    method, url, json=body, headers=headers
+                ) as response:
                     if response.status < 400:
                         return cast(dict[str, Any], await response.json())
                     text = await response.text()

@@ -153,8 +153,10 @@ class Producer:
         self._source.put_back(reclaimed.again.values())
 
     def metrics(self) -> dict[str, float]:
-        """`rollouts/failed` so far, and how long generation could not go on."""
+        """`rollouts/failed` so far, passes over the data, and how long generation could not go
+        on."""
         return {
+            "data/epoch": self._source.epoch,
             "rollouts/failed": self.ends.total() - self.ends[COMPLETE],
             "wait/generation_saturated": self.idle.take(),
         }

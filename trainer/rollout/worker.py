@@ -30,7 +30,7 @@ import time
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -41,10 +41,10 @@ from pydantic import SecretStr
 
 from stepwell.datapool.process import log_to_file, numbered_log, settle_heap
 from stepwell.datapool.types import GREEDY, MAX_REWARD, TRAIN, is_reward
-from stepwell.trainer.config import RolloutConfig
+from stepwell.trainer.config import RolloutConfig, ValidationConfig
 from stepwell.trainer.data import Task
 from stepwell.trainer.errors import RolloutError
-from stepwell.trainer.rollout.agents import load_agent
+from stepwell.trainer.rollout.agents import is_generate, load_agent
 from stepwell.trainer.rollout.gateway import (
     PATIENCE_S,
     RETRY_S,
@@ -52,6 +52,7 @@ from stepwell.trainer.rollout.gateway import (
     GatewayClient,
     UnreachableError,
 )
+from stepwell.trainer.slime.generate import GenerateRollouts
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class RolloutWorker:
         gateway_urls: of the gateway's replicas.
         key: the gateway's admin key; None: it has no keys.
         log_file: what the process logs, and what agents print, goes there, too.
+        tokenizer_path, validation: for functions of slime's form, see `GenerateRollouts`.
     """
 
     def __init__(
@@ -108,11 +110,19 @@ class RolloutWorker:
         gateway_urls: Sequence[str],
         key: SecretStr | None = None,
         log_file: Path | None = None,
+        *,
+        tokenizer_path: Path | None = None,
+        validation: ValidationConfig | None = None,
     ) -> None:
         log_to_file(log_file)
         self._config = config
         self._gateway = GatewayClient(gateway_urls, key)
-        self._agent = load_agent(config.agent or "")
+        self._agent = load_agent(config.agent or "", config.agent_args)
+        self._generate: GenerateRollouts | None = None
+        if is_generate(self._agent):
+            self._generate = GenerateRollouts(
+                *(self._agent, config, self._gateway, tokenizer_path or Path(), validation)
+            )
         self._slots = asyncio.Semaphore(config.concurrency)
         self._traced: set[tuple[str, int | None]] = set()
         """Lines of code whose traceback is in the log: every rollout may fail at the same one."""
@@ -211,9 +221,8 @@ class RolloutWorker:
         base_url: str = started["base_url"]
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                returned = await self._agent(task, base_url, started.get("api_key", "none"))
-            reward = read_reward(self._config.agent or "", returned)
-            ended = await self._gateway.ask(f"{base_url}/v1/complete_trajectory", reward)
+                result = await self._run(task, started, mark, channel)
+            ended = await self._gateway.ask(f"{base_url}/v1/complete_trajectory", result)
         except TimeoutError:
             reason = "timeout"
         except asyncio.CancelledError:
@@ -252,6 +261,15 @@ class RolloutWorker:
         if await self._abort(base_url, reason, will_retry=disturbed or not final):
             return INFRASTRUCTURE if disturbed else reason
         return CLOSED
+
+    async def _run(
+        self, task: Task, started: Mapping[str, Any], mark: Mapping[str, Any], channel: str
+    ) -> dict[str, Any]:
+        """What the agent made of the rollout, as the body of `complete_trajectory`."""
+        if self._generate is not None:
+            return await self._generate.run(task, started, mark, channel)
+        returned = await self._agent(task, started["base_url"], started.get("api_key", "none"))
+        return read_reward(self._config.agent or "", returned)
 
     async def _abort(
         self,
@@ -320,16 +338,18 @@ def start_workers(
     gateway_urls: Sequence[str],
     key: SecretStr | None = None,
     log_dir: Path | None = None,
+    **generate: Any,
 ) -> list[WorkerHandle]:
     """`config.workers` actors; Ray restarts one that dies, and its groups are issued again.
 
     Args:
         log_dir: what they log and agents print goes to `rollout.log`, or `rollout_0.log`, …, there,
             too.
+        generate: `tokenizer_path` and `validation`, for functions of slime's form.
     """
     actor = ray.remote(RolloutWorker).options(
         num_cpus=0, max_restarts=-1, max_concurrency=1000, name=None
     )
     n = config.workers
     logs = [numbered_log(log_dir, "rollout", k, n) for k in range(n)]
-    return [_RemoteWorker(actor.remote(config, gateway_urls, key, log)) for log in logs]
+    return [_RemoteWorker(actor.remote(config, gateway_urls, key, log, **generate)) for log in logs]

@@ -69,7 +69,6 @@ def prompt_data(args: Any) -> JsonlSource | ParquetSource | None:
         label_key=args.label_key,
         metadata_key=args.metadata_key,
         tool_key=args.tool_key,
-        max_prompt_tokens=args.rollout_max_prompt_len,
         shuffle=args.rollout_shuffle,
         shuffle_seed=args.rollout_seed,
         apply_chat_template_kwargs=args.apply_chat_template_kwargs,

@@ -14,17 +14,23 @@ pool.
     groups       take ──► leased ──► save ──► acked;   load: all that the checkpoint lacks is
                                                        served again (`pool.py`)
 
-The state, `rollout/stepwell_state_N.pt`, lies beside slime's checkpoint N: the position in the
-data, `metadata`, and what was added with the tokens it has. Names and methods are slime's
-(THUDM/slime 0.3.1, `slime/rollout/data_source.py`), so its rollout functions run on each of them.
-Differences: the order of an epoch is `PromptSource`'s; the buffer is saved, too.
+The state, `rollout/global_dataset_state_dict_N.pt`, lies beside slime's checkpoint N and has
+slime's name and keys: `sample_offset`, `epoch_id`, `sample_group_index`, `sample_index`,
+`metadata`. What slime wrote is read, and slime reads what is written here. Behind them stand keys
+of ours: the data that the position is one of, and what was added, with the tokens it has.
 
-Does not own: leases (`pool.py`), the order of prompts (`trainer/data/`).
+Names, methods and the order of an epoch are slime's (THUDM/slime 0.3.1,
+`slime/rollout/data_source.py`), so its rollout functions run on each of them. Differences: the
+buffer is saved, too; malformed groups are refused before any is added; where an epoch has fewer
+prompts than are asked for, the next ones are gone through.
+
+Does not own: leases (`pool.py`), prompts and their order (`dataset.py`).
 """
 
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import cached_property
@@ -36,13 +42,24 @@ import torch
 from stepwell.backends.slime.sample import sample_class
 from stepwell.datapool.dotted import resolve
 from stepwell.datapool.remote.start import connect
-from stepwell.datapool.sealed import damaged, sealed, unsealed, write_durably
+from stepwell.datapool.sealed import damaged, is_sealed, sealed, unsealed, write_durably
 from stepwell.datapool.types import Group
-from stepwell.trainer.data import PromptSource, Task
-from stepwell.trainer.data.prompt_length import PromptMeter
-from stepwell.trainer.errors import CheckpointError, ConfigError, DataError
-from stepwell.trainer.slime.config import SlimeConfig, folder, prompt_data
+from stepwell.trainer.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    GroupShapeError,
+    ReadOnlyDataError,
+)
+from stepwell.trainer.slime.config import SlimeConfig, folder
+from stepwell.trainer.slime.dataset import open_dataset
 from stepwell.trainer.slime.pool import SlimePool
+
+log = logging.getLogger(__name__)
+
+REMEDY = "remove it to start with the data from the beginning"
+DATA = "stepwell_data"
+"""Key of a state: the data that its position is one of. Absent in what slime wrote."""
 
 
 class RolloutDataSource:
@@ -55,49 +72,41 @@ class RolloutDataSource:
         args: slime's.
 
     Raises:
-        DataError: as `PromptSource`.
-        ConfigError: `--apply-chat-template` without `--hf-checkpoint`.
+        DataError, ConfigError: as `open_dataset`.
     """
 
     def __init__(self, args: Any) -> None:
         self.args = args
+        self.epoch_id = 0
+        """Epoch that is gone through."""
         self.sample_group_index = 0
         """Groups handed out so far."""
         self.sample_index = 0
         """Samples handed out so far."""
+        self.sample_offset = 0
+        """Prompts of the epoch handed out so far."""
         self.metadata: dict[str, Any] = {}
         """What a rollout function wants to have kept with the position; saved with it."""
-        config, model = prompt_data(args), folder(args, "hf_checkpoint")
-        self._prompts = None if config is None else PromptSource(config, tokenizer_path=model)
-        self._template: PromptMeter | None = None
-        if config is not None and args.apply_chat_template:
-            if model is None:
-                raise ConfigError(
-                    "apply_chat_template is set, but there is no model to take the template from; "
-                    "set --hf-checkpoint, or leave --apply-chat-template out"
-                )
-            self._template = PromptMeter(model, config.apply_chat_template_kwargs)
-
-    @property
-    def epoch_id(self) -> int:
-        """Passes over the prompts completed so far."""
-        return 0 if self._prompts is None else self._prompts.epoch
+        self.dataset = open_dataset(args)
+        """Prompts; None: samples are empty."""
+        if self.dataset is not None and args.rollout_shuffle:
+            self.dataset.shuffle(self.epoch_id)
 
     def __len__(self) -> int:
         """Prompts of an epoch; 0 if there are none here."""
-        return 0 if self._prompts is None else len(self._prompts)
+        return 0 if self.dataset is None else len(self.dataset)
 
     def get_samples(self, num_samples: int) -> list[list[Any]]:
         """`num_samples` groups to roll out. Samples share nothing that they may change."""
-        return [self._next_group() for _ in range(num_samples)]
+        return [self._group(prompt) for prompt in self._next_prompts(num_samples)]
 
     def add_samples(self, samples: list[list[Any]]) -> None:
         """Refused: this source is read-only.
 
         Raises:
-            DataError: always.
+            ReadOnlyDataError: always; a RuntimeError, as slime's.
         """
-        raise DataError(
+        raise ReadOnlyDataError(
             f"add_samples was given {len(samples)} groups, but a {type(self).__name__} is "
             "read-only; set --data-source-path to "
             "stepwell.trainer.slime.data_source.RolloutDataSourceWithBuffer"
@@ -124,6 +133,7 @@ class RolloutDataSource:
 
     def load(self, rollout_id: int | None = None) -> None:
         """slime has loaded its checkpoint of `rollout_id` (-1 or None: none) and starts after it.
+        Where that has no state the data begin at their start, and the log says so.
 
         Raises:
             CheckpointError: the state cannot be read.
@@ -133,48 +143,82 @@ class RolloutDataSource:
         where = folder(self.args, "load")
         if where is None or not self.args.rollout_global_dataset:
             return
-        path = _state_path(where, -1 if rollout_id is None else rollout_id)
-        if not path.exists():
+        path = _state_path(where, rollout_id)
+        if path.exists():
+            self.load_state_dict(_read(path))
             return
-        remedy = "remove it to start with the data from the beginning"
-        try:
-            content = io.BytesIO(unsealed(path.read_bytes()))
-        except ValueError as e:
-            raise damaged(path, str(e), remedy) from e
-        try:
-            state = torch.load(content, weights_only=False)  # our own; samples are no tensors
-        except Exception as e:  # what is damaged fails in many ways
-            raise CheckpointError(
-                f"{path} cannot be read ({type(e).__name__}: {e}); {remedy}"
-            ) from e
-        self.load_state_dict(state)
+        # A run that begins has none; one that goes on begins its data anew.
+        level = logging.INFO if rollout_id in (None, -1) else logging.WARNING
+        log.log(level, "%s does not exist: the data begin at their start", path)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, and `metadata`."""
         return {
-            "prompts": None if self._prompts is None else self._prompts.state_dict(),
+            "sample_offset": self.sample_offset,
+            "epoch_id": self.epoch_id,
             "sample_group_index": self.sample_group_index,
             "sample_index": self.sample_index,
             "metadata": self.metadata,
+            DATA: self._data,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken.
+        """Go on where `state`, of this class or of slime's, was taken.
 
         Raises:
             DataError: it is of other data.
         """
-        if self._prompts is not None and state["prompts"] is not None:
-            self._prompts.load_state_dict(state["prompts"])
-        self.sample_group_index = state["sample_group_index"]
-        self.sample_index = state["sample_index"]
-        self.metadata = state["metadata"]
+        theirs = state.get(DATA) or {}
+        changed = [
+            f"{k} {v!r} (now {self._data[k]!r})"
+            for k, v in theirs.items()
+            if self._data.get(k) != v
+        ]
+        if self.dataset is not None and changed:
+            raise DataError(
+                f"the saved state belongs to other data: {', '.join(changed)}; give slime the "
+                "arguments of before, or start a new run"
+            )
+        offset = state.get("sample_offset", 0)
+        if self.dataset is not None and offset > len(self):
+            raise DataError(
+                f"the saved state has sample_offset {offset}, and an epoch of prompt_data "
+                f"{str(self.args.prompt_data)!r} has {len(self)} prompts; give slime the arguments "
+                "of before, or start a new run"
+            )
+        self.sample_offset = offset
+        self.epoch_id = state.get("epoch_id", 0)
+        self.sample_index = state.get("sample_index", 0)
+        # slime wrote none before it had `Sample.group_index`.
+        groups = self.sample_index // self.args.n_samples_per_prompt
+        self.sample_group_index = state.get("sample_group_index", groups)
+        self.metadata = state.get("metadata", {})
+        if self.dataset is not None and self.args.rollout_shuffle:
+            self.dataset.shuffle(self.epoch_id)
 
-    def _next_group(self) -> list[Any]:
-        like = sample_class()(
-            **({} if self._prompts is None else self._fields(self._prompts.next()))
-        )
-        group = [deepcopy(like) for _ in range(self.args.n_samples_per_prompt)]
+    @property
+    def _data(self) -> dict[str, Any]:
+        """What must not change between saving and loading."""
+        shuffled = self.args.rollout_shuffle
+        return {"prompts": len(self), "order": self.args.rollout_seed if shuffled else "the file's"}
+
+    def _next_prompts(self, wanted: int) -> list[Any]:
+        if self.dataset is None:
+            return [sample_class()() for _ in range(wanted)]
+        prompts: list[Any] = []
+        while (missing := wanted - len(prompts)) > 0:
+            if self.sample_offset >= len(self.dataset):
+                self.epoch_id += 1
+                self.sample_offset = 0
+                if self.args.rollout_shuffle:
+                    self.dataset.shuffle(self.epoch_id)
+            part = self.dataset.samples[self.sample_offset : self.sample_offset + missing]
+            self.sample_offset += len(part)
+            prompts += part
+        return prompts
+
+    def _group(self, prompt: Any) -> list[Any]:
+        group = [deepcopy(prompt) for _ in range(self.args.n_samples_per_prompt)]
         for sample in group:
             sample.group_index = self.sample_group_index
             sample.index = self.sample_index
@@ -182,47 +226,57 @@ class RolloutDataSource:
         self.sample_group_index += 1
         return group
 
-    def _fields(self, task: Task) -> dict[str, Any]:
-        prompt = task["question"] if "question" in task else task["messages"]
-        own = {"instance_id": task["instance_id"], "source_name": task["data_source"]}
-        tools = {"tools": task["tools"]} if "tools" in task else {}
-        return {
-            "prompt": prompt if self._template is None else self._template.render(task),
-            "label": task["answer"],
-            "metadata": {**task["metadata"], **own, **tools},
-        }
-
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
     """Prompts, and groups that were added: they go out again before anything new, as
-    `--buffer-filter-path` chooses (default: the oldest first)."""
+    `--buffer-filter-path` chooses (default: the oldest first). Such a function takes what it
+    returns out of `buffer` itself, or it goes out again.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
 
     def __init__(self, args: Any) -> None:
         super().__init__(args)
         self.buffer: list[list[Any]] = []
         """Groups that were added."""
         path = getattr(args, "buffer_filter_path", None)
-        self.buffer_filter = pop_first if path is None else resolve(path)
+        try:
+            self.buffer_filter = pop_first if path is None else resolve(path)
+        except ImportError as e:
+            raise ConfigError(
+                f"buffer_filter_path is {path!r} ({e}); name a function (args, rollout_id, buffer, "
+                "num_samples) by a dotted path that Python can import"
+            ) from e
 
     def get_samples(self, num_samples: int) -> list[list[Any]]:
         """`num_samples` groups to roll out: first what was added, as it is."""
-        taken: list[list[Any]] = []
-        if self.buffer and num_samples:
-            taken = self.buffer_filter(self.args, None, self.buffer, num_samples)
+        taken = self._get_samples_from_buffer(num_samples)
         return taken + super().get_samples(num_samples - len(taken))
 
     def add_samples(self, samples: list[list[Any]]) -> None:
         """Groups that are not finished; `get_samples` hands them out again.
 
         Raises:
-            DataError: a group is no list of `n_samples_per_prompt` samples; none is added.
+            GroupShapeError: a group is no list of `n_samples_per_prompt` samples; none is added.
+                An AssertionError, as slime's.
         """
+        if not samples:
+            return
         _check_groups(samples, self.args.n_samples_per_prompt)
         self.buffer += samples
 
     def get_buffer_length(self) -> int:
         """Groups in the buffer."""
         return len(self.buffer)
+
+    def _get_samples_from_buffer(self, num_samples: int) -> list[list[Any]]:
+        """At most `num_samples` groups of the buffer, as `buffer_filter` chooses; slime's name,
+        which classes of one's own override."""
+        if not self.buffer or num_samples == 0:
+            return []
+        taken: list[list[Any]] = self.buffer_filter(self.args, None, self.buffer, num_samples)
+        return taken
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, `metadata`, and what was added."""
@@ -232,7 +286,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         make = sample_class().from_dict
-        self.buffer = [[make(sample) for sample in group] for group in state["buffer"]]
+        self.buffer = [[make(sample) for sample in group] for group in state.get("buffer", ())]
 
 
 class PoolDataSource(RolloutDataSourceWithBuffer):
@@ -309,28 +363,49 @@ def pop_first(
 
 def _check_groups(samples: Any, size: int) -> None:
     if not isinstance(samples, list):
-        raise DataError(
+        raise GroupShapeError(
             f"samples is a {type(samples).__name__}; add_samples takes a list of groups, each a "
             "list of samples"
         )
     wanted = sample_class()
     for number, group in enumerate(samples):
         if not isinstance(group, list):
-            raise DataError(
+            raise GroupShapeError(
                 f"samples[{number}] is a {type(group).__name__}; a group is a list of {size} "
                 "samples: add [group], not group"
             )
         if len(group) != size:
-            raise DataError(
+            raise GroupShapeError(
                 f"samples[{number}] has {len(group)} samples, but n_samples_per_prompt is {size}; "
                 "add whole groups, as get_samples gave them"
             )
         if strangers := [type(s).__name__ for s in group if not isinstance(s, wanted)]:
-            raise DataError(
+            raise GroupShapeError(
                 f"samples[{number}] holds a {strangers[0]}; a group holds {wanted.__name__}s "
                 f"({wanted.__module__})"
             )
 
 
-def _state_path(where: Path, rollout_id: int) -> Path:
-    return where / "rollout" / f"stepwell_state_{rollout_id}.pt"
+def _state_path(where: Path, rollout_id: int | None) -> Path:
+    return where / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A state, of this module or of slime's. What slime wrote is loaded without running code."""
+    data = path.read_bytes()
+    ours = is_sealed(data)
+    try:
+        content = unsealed(data) if ours else data
+    except ValueError as e:
+        raise damaged(path, str(e), REMEDY) from e
+    try:
+        # Of ours, samples may hold arrays.
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=not ours)
+    except Exception as e:  # what is damaged fails in many ways
+        why = str(e).partition("\n")[0].partition(" This file can still")[0]  # torch's advice
+        raise CheckpointError(f"{path} cannot be read ({type(e).__name__}: {why}); {REMEDY}") from e
+    if not isinstance(state, dict) or "sample_index" not in state:
+        raise CheckpointError(f"{path} holds no position in the data; {REMEDY}")
+    if DATA in state and not ours:
+        raise damaged(path, "its digest is gone", REMEDY)
+    return state

@@ -10,9 +10,9 @@
 
 Plain `openai` SDK against the gateway, which keeps tokens and log-probs. What tools gave becomes
 metadata of the trajectory, which a reward function finds in `extra_info`: `tool_rewards` of the
-calls (verl's name), `tool_scores` by tool. Owns the turns and what stops them. Does not own the
-tools (`session.py`) or the score (a white-box agent computes it from the `ToolRun`, or returns None
-and leaves it to `rollout.reward`).
+calls, `rollout_reward_scores` by tool (verl's names), `tool_metrics` by tool. Owns the turns and
+what stops them. Does not own the tools (`session.py`) or the score (a white-box agent computes it
+from the `ToolRun`, or returns None and leaves it to `rollout.reward`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from openai import AsyncOpenAI, DefaultAioHttpClient
+from openai import AsyncOpenAI, BadRequestError, DefaultAioHttpClient
 
 from stepwell.trainer.tools.base import Tool
 from stepwell.trainer.tools.session import ToolBox
+
+USED_UP = "trajectory_limit_exceeded"
+"""Code of the gateway's refusal when a trajectory has all the turns or tokens it may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,8 @@ class ToolRun:
     answer: str
     """Text of the last reply; what it says before it was cut off, if `stop` is not "answer"."""
     stop: Literal["answer", "length", "max_turns"]
-    """It answered without a call, its reply was cut off, or it had called tools to the end."""
+    """It answered without a call; its reply was cut off, or the gateway lets the trajectory have no
+    more; or it had called tools to the end."""
     turns: int
     """Replies of the policy."""
     calls: Counter[str] = field(default_factory=Counter)
@@ -49,14 +53,17 @@ class ToolRun:
     """What `execute` gave, in the order of the calls."""
     rewards: dict[str, float] = field(default_factory=dict)
     """`calc_reward` by tool, of those that were used and have an opinion."""
+    metrics: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)
+    """What `execute` gave as metrics, by tool, in the order of the calls."""
 
 
 class ToolAgent:
-    """Lets the policy work on tasks with tools; one object for any number of rollouts at once.
+    """Lets the policy work on tasks with tools; one object for any number of rollouts at once. It
+    is an agent itself: `rollout.agent` may name it, or the file of its tools.
 
     Args:
         tools: a box, or what goes into one.
-        max_turns: replies of the policy, at most.
+        max_turns: replies of the policy, at most; None: what the box says.
         system: a system message before the task's own; None: none.
         model: name of the policy; the gateway serves it under any.
         sampling: of each request: temperature, max_tokens, …
@@ -66,19 +73,23 @@ class ToolAgent:
         self,
         tools: ToolBox | Sequence[Tool | Callable[..., Any]],
         *,
-        max_turns: int = 8,
+        max_turns: int | None = None,
         system: str | None = None,
         model: str = "policy",
         sampling: Mapping[str, Any] | None = None,
     ) -> None:
-        if max_turns < 1:
+        if max_turns is not None and max_turns < 1:
             raise ValueError(f"max_turns is {max_turns}; it should be 1 or more")
         self.tools = tools if isinstance(tools, ToolBox) else ToolBox(tools)
-        self._max_turns = max_turns
+        self._max_turns = max_turns or self.tools.config.max_turns
         self._system = system
         self._model = model
         self._sampling = dict(sampling or {})
         self._http: tuple[asyncio.AbstractEventLoop, DefaultAioHttpClient] | None = None
+
+    async def __call__(self, task: Mapping[str, Any], base_url: str, api_key: str) -> None:
+        """`run`, scored by `rollout.reward`."""
+        await self.run(task, base_url, api_key)
 
     async def run(self, task: Mapping[str, Any], base_url: str, api_key: str) -> ToolRun:
         """One rollout of `task` (its `messages`, or its `question`), as an agent's function gets
@@ -99,7 +110,13 @@ class ToolAgent:
             if tools.schemas:
                 request["tools"] = tools.schemas
             while turns < self._max_turns:
-                reply = await client.chat.completions.create(messages=messages, **request)
+                try:
+                    reply = await client.chat.completions.create(messages=messages, **request)
+                except BadRequestError as e:
+                    if e.code != USED_UP or not turns:
+                        raise
+                    stop = "length"
+                    break
                 turns += 1
                 choice = reply.choices[0]
                 answer = choice.message.content or ""
@@ -112,8 +129,13 @@ class ToolAgent:
                     break  # nobody would read the results
                 messages += await tools.call(calls)
             rewards = await tools.rewards()
-            if tools.step_rewards or rewards:
-                said = {"tool_rewards": tools.step_rewards, "tool_scores": rewards}
+            if tools.step_rewards or rewards or tools.metrics:
+                said: dict[str, Any] = {
+                    "tool_rewards": tools.step_rewards,
+                    "rollout_reward_scores": rewards,
+                }
+                if tools.metrics:
+                    said["tool_metrics"] = tools.metrics
                 await client.post("/register_trajectory", body={"metadata": said}, cast_to=object)
             return ToolRun(
                 messages=messages,
@@ -124,6 +146,7 @@ class ToolAgent:
                 errors=tools.errors,
                 step_rewards=tools.step_rewards,
                 rewards=rewards,
+                metrics=tools.metrics,
             )
 
     async def aclose(self) -> None:

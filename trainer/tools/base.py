@@ -34,8 +34,8 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 ToolResult: TypeAlias = Any
-"""What a call gives back, for the model: text, or data that becomes JSON. Or a tuple of that and a
-step reward (None: none); what verl's tools have as a third value is not read."""
+"""Result of a call, for the model: text, or data that becomes JSON. Or a tuple of that, a step
+reward (None: none) and a dict of metrics, as verl's tools have it."""
 
 
 class Tool:
@@ -85,7 +85,7 @@ class Tool:
         """
         function, skip = self._signed
         arguments = self.arguments(parameters) | kwargs
-        return await _awaited(function, *[instance_id][:skip], **arguments)
+        return await awaited(function, *[instance_id][:skip], **arguments)
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
         """The reward of what the instance has come to, with the task's `calc_reward_kwargs`; None:
@@ -219,7 +219,8 @@ def _validate_json(parameters: Mapping[str, Any], schema: Mapping[str, Any]) -> 
     return dict(parameters)
 
 
-async def _awaited(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def awaited(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Result of `function`; one that is no coroutine function runs in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     result = await in_thread(function, *args, **kwargs)

@@ -18,20 +18,23 @@ import asyncio
 import inspect
 import json
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
+from yaml import YAMLError
 
 from stepwell.datapool.dotted import resolve
 from stepwell.trainer.config import ToolBoxConfig, ToolConfig
 from stepwell.trainer.errors import ToolConfigError, ToolError, ToolUnavailableError
 from stepwell.trainer.tools.base import FunctionTool, Tool
+from stepwell.trainer.tools.verl import VerlTool
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,8 @@ class CallResult:
     """For the model."""
     reward: float | None = None
     """What `execute` gave for this step; None: nothing."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """What it gave beside, as verl's tools do."""
     error: str | None = None
     """None, or "unknown_tool", "arguments", "refused" (a ToolError), "failed", "timeout",
     "too_many"."""
@@ -81,14 +86,15 @@ class ToolBox:
 
     @classmethod
     def from_yaml(cls, path: Path | str) -> ToolBox:
-        """The tools of a file (`trainer/config/tools.py`).
+        """The tools of a file (`trainer/config/tools.py`), ours or verl's `tool_config_path`.
 
         Raises:
             ToolConfigError: it cannot be read, or a key or value in it is wrong.
         """
         try:
-            config = ToolBoxConfig.model_validate(yaml.safe_load(Path(path).read_bytes()))
-        except (OSError, yaml.YAMLError) as e:
+            content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+            config = ToolBoxConfig.model_validate(content)
+        except (OSError, YAMLError, OmegaConfBaseException) as e:
             raise ToolConfigError(f"{path} cannot be read ({str(e).splitlines()[0]})") from e
         except ValidationError as e:
             problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in e.errors())
@@ -114,7 +120,9 @@ class ToolBox:
         """
         task = task or {}
         metadata = task.get("metadata") or {}
-        kwargs = task.get("tools_kwargs") or metadata.get("tools_kwargs") or {}
+        stored = task.get("tools_kwargs") or metadata.get("tools_kwargs") or {}
+        # A table gives every row the tools of all; null is how it says that a row has none of one.
+        kwargs = {name: own for name, own in stored.items() if own is not None}
         schemas = self.schemas
         if task.get("tools"):
             schemas = [s if "function" in s else {"function": s} for s in task["tools"]]
@@ -145,9 +153,11 @@ def build_tool(given: Tool | ToolConfig | Callable[..., Any]) -> Tool:
             f"tool {given.class_name!r} cannot be imported ({type(e).__name__}: {e}); name it as "
             "package.module.Name"
         ) from e
-    if inspect.isclass(found) and issubclass(found, Tool):
+    if inspect.isclass(found) and (issubclass(found, Tool) or hasattr(found, "execute")):
         try:
-            return found(given.config, given.tool_schema)
+            if issubclass(found, Tool):
+                return found(given.config, given.tool_schema)
+            return VerlTool(found, given.config, given.tool_schema)
         except ToolConfigError:
             raise
         except Exception as e:  # the user's own class: it may raise anything
@@ -163,7 +173,8 @@ def build_tool(given: Tool | ToolConfig | Callable[..., Any]) -> Tool:
             )
         return FunctionTool(found, given.tool_schema)
     raise ToolConfigError(
-        f"tool {given.class_name!r} is neither a stepwell.trainer.tools.Tool nor a function"
+        f"tool {given.class_name!r} is neither a stepwell.trainer.tools.Tool, nor a class of the "
+        "shape of verl's BaseTool, nor a function"
     )
 
 
@@ -209,6 +220,15 @@ class ToolSession:
     def step_rewards(self) -> list[float]:
         """What `execute` gave, in the order of the calls."""
         return [r.reward for r in self.results if r.reward is not None]
+
+    @property
+    def metrics(self) -> dict[str, list[Mapping[str, Any]]]:
+        """What `execute` gave as metrics, by tool, in the order of the calls."""
+        metrics: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+        for result in self.results:
+            if result.metrics:
+                metrics[result.name].append(result.metrics)
+        return dict(metrics)
 
     async def call(self, tool_calls: Sequence[Any]) -> list[dict[str, Any]]:
         """Run the calls of one reply at once.
@@ -336,9 +356,16 @@ def _made(creating: asyncio.Task[str]) -> bool:
 
 
 def _result(name: str, result: Any) -> CallResult:
-    response, reward, *_ = (*result, None) if isinstance(result, tuple) else (result, None)
+    whole = result if isinstance(result, tuple) else (result,)
+    response, reward, metrics, *_ = (*whole, None, None)
     text = response if isinstance(response, str) else json.dumps(response, default=str)
-    return CallResult(name, text, None if reward is None else float(reward))
+    measured = json.loads(json.dumps(dict(metrics or {}), default=_plain))
+    return CallResult(name, text, None if reward is None else float(reward), measured)
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy's or torch's as a number, an array as a list, anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _error(name: str, kind: str, message: str) -> CallResult:

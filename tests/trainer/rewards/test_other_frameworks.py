@@ -227,6 +227,8 @@ USUAL_CASES: list[tuple[str, str, Any, float]] = [
     ("lighteval/MATH", "so 1/2", r"\frac12", 0.0),
     ("DigitalLearningGmbH/MATH-lighteval", r"\boxed{3}", "3", 1.0),
     ("HuggingFaceH4/MATH-500", r"\boxed{4}", "3", 0.0),
+    ("hendrycks_math", r"so \boxed{\frac{1}{2}}", r"\frac12", 1.0),
+    ("hendrycks_math", "so 1/2", r"\frac12", 0.0),
     ("math_dapo", "Answer: 34", "34", 1.0),
     ("math_dapo", "34", "34", -1.0),
     ("aime_2025", "Answer: 204", "204", 1.0),
@@ -257,6 +259,7 @@ def test_every_usual_reward_is_there() -> None:
     ("config", "source", "message"),
     [
         ({}, "hiyouga/geometry3k", "its questions are images"),
+        ({}, "llava_v1_5_mix", "its questions are images"),
         ({}, "mine", "name its function in rollout.reward.by_data_source"),
         ({"manager": "group", "by_data_source": {"a": "f1"}}, "math", "one sample at a time"),
     ],
