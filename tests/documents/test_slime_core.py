@@ -357,7 +357,7 @@ async def test_a_sample_to_be_removed_is_a_rollout_without_steps(
         ("of_no_version", "sample.weight_versions is empty"),
         ("short_mask", "sample.loss_mask has 1 values for a response_length of 2"),
         ("quarrels", "give all of them the same"),
-        ("silent", r"parts \['format', 'score'\], but rollout.agent_args.reward_key is None"),
+        ("silent", r"parts \['format', 'score'\], but reward_key of rollout.agent_args is None"),
         ("returns_text", "returned a str; return the Sample"),
         ("asks_for_what_no_policy_samples", "ignore_eos is True"),
         ("asks_for_another_endpoint", "GET /list_workers is not served"),
