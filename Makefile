@@ -179,6 +179,11 @@ test-chaos-plants: install
 #   make install-sglang  a real SGLang that runs on this CPU, in .venv-sglang
 install-sglang: .venv-sglang/.installed
 
+#   make demo-sglang  the demo on that SGLang server instead of the embedded engine
+.PHONY: demo-sglang
+demo-sglang: install
+	@CUDA_VISIBLE_DEVICES= exec $(BIN)/stepwell train --config quickstart engine=sglang run.name=quickstart-sglang
+
 #   make test-sglang  the engine contract, restarts and the exactness of a short run, on a real SGLang
 ON_SGLANG := CUDA_VISIBLE_DEVICES= STEPWELL_TEST_ENGINES=sglang
 ENGINE_TESTS := tests/backends/engines
