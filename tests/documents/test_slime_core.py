@@ -17,7 +17,7 @@ from stepwell.backends.engines.ports import Host, node_launches
 from stepwell.backends.engines.server import EngineServer
 from stepwell.backends.errors import EngineStartError
 from stepwell.backends.slime.sample import SlimeSample
-from stepwell.datapool.types import Step
+from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.gateway.wiring import ChannelSampling
 from stepwell.trainer.config import RewardConfig, RolloutConfig, ValidationConfig
 from stepwell.trainer.errors import RolloutError
@@ -25,6 +25,7 @@ from stepwell.trainer.rollout.agents import load_agent
 from stepwell.trainer.rollout.worker import RolloutWorker
 from stepwell.trainer.scoring import Scorer
 from stepwell.trainer.slime.generate import GenerateState, Sample, get, post
+from stepwell.trainer.validation import figures
 from tests.gateway.conftest import World, log_prob, save_tokenizer, worlds
 
 __all__ = ["worlds"]  # a fixture
@@ -554,3 +555,38 @@ def test_the_parts_of_a_server_over_two_nodes_are_launched_as_one(
     )
     other = other.replace("--nccl-port 21001", "--nccl-port 24501")
     assert " ".join(lines[1]) == other.replace("--node-rank 0", "--node-rank 1")
+
+
+# -- evaluations -----------------------------------------------------------------------------------
+
+
+def rolled_out(source: str, *rollouts: tuple[float, str]) -> Group:
+    """A prompt of a data source, with the reward and the finish reason of each rollout."""
+    trajectories = [
+        Trajectory(
+            f"{source}{i}",
+            source,
+            (
+                Step(
+                    prompt_ids=[1],
+                    response_ids=[2],
+                    reward=reward,
+                    finish_reason=finish_reason,  # type: ignore[arg-type]
+                    trajectory_uid=f"{source}{i}",
+                    prompt_uid=source,
+                ),
+            ),
+        )
+        for i, (reward, finish_reason) in enumerate(rollouts)
+    ]
+    return Group(source, tuple(trajectories), metadata={"task": {"data_source": source}})
+
+
+def test_each_evaluation_set_has_its_mean_reward_and_the_share_that_was_cut_off() -> None:
+    sets = [
+        rolled_out("aime", (1.0, "stop"), (0.0, "length"), (0.0, "length"), (1.0, "stop")),
+        rolled_out("gpqa", (1.0, "stop"), (1.0, "length"), (1.0, "stop"), (1.0, "stop")),
+    ]
+    found = figures(sets, 4, pass_reward=1.0)
+    assert (found["val/aime/mean@4"], found["val/aime/truncated_ratio"]) == (0.5, 0.5)
+    assert (found["val/gpqa/mean@4"], found["val/gpqa/truncated_ratio"]) == (1.0, 0.25)
