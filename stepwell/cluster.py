@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.nodes import start_engine_group
+from stepwell.backends.engines.routes import check_routes
 from stepwell.backends.engines.server import start_engine, started
 from stepwell.backends.weights.transports import ADAPTER_NAME
 from stepwell.config import RunConfig
@@ -125,6 +126,9 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
         ]
         urls = await _start_engines(config, configs, placement, here, stack)
         engines = [await stack.enter_async_context(EngineClient(url)) for url in urls]
+        publishes = trains and not config.validation.only
+        for engine in engines:
+            await check_routes(engine, engine_config, publishes=publishes)
         wiring = Wiring(
             engine_urls=tuple(urls),
             lora_path=ADAPTER_NAME if engine_config.weight_transport == "lora" else None,
