@@ -24,13 +24,15 @@ from stepwell.backends.slime.sample import SlimeSample, as_slime
 from stepwell.backends.slime.samples import to_samples
 from stepwell.datapool import PoolConfig, connect, start_data_pool
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
-from stepwell.trainer.config import AdvantageConfig
+from stepwell.trainer.config import AdvantageConfig, RolloutConfig
+from stepwell.trainer.rollout.agents import load_agent
+from stepwell.trainer.rollout.worker import RolloutWorker
 from stepwell.trainer.slime.buffer import generate_rollout as generate_agent_rollout
 from stepwell.trainer.slime.data_source import PoolDataSource, RolloutDataSourceWithBuffer
 from stepwell.trainer.slime.rollout import REWARD_HOOK, generate_rollout
 from tests.backends.random_groups import TEMPERATURE, random_groups, steps_of
 from tests.backends.slime_itself import HAS_SLIME, advantages, rollout_manager, slime
-from tests.gateway.conftest import QUICKSTART, hf_tokenizer, worlds  # noqa: F401 - a fixture
+from tests.gateway.conftest import QUICKSTART, hf_tokenizer, save_tokenizer, worlds  # noqa: F401 - a fixture
 from tests.gateway.test_rollout_buffer import TOOLS, Consumer
 
 pytestmark = pytest.mark.skipif(not HAS_SLIME, reason="make test-slime runs it, where slime is")
@@ -333,3 +335,36 @@ async def test_slimes_own_consumer_reads_text_only_rollouts_from_our_buffer(
         assert sample.tokens[: step.n_tokens] == step.token_ids.tolist()
         # Its masks train the line break behind the close, too; ours end with the close.
         assert sample.loss_mask == [1] * (len(step.response_ids) + 1)
+
+
+GENERATE = "slime.rollout.sglang_rollout.generate"
+
+
+async def by_slimes_own_ways(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """slime's `generate` for one call, with its tokenizer, HTTP client and Sample."""
+    return await slime("rollout.sglang_rollout").generate(args, sample, sampling_params)
+
+
+async def test_slimes_own_generate_function_runs_as_an_agent(
+    worlds: Any,  # noqa: F811 - the fixture
+    tmp_path: Path,
+) -> None:
+    slime("rollout.sglang_rollout")  # with what stands in for what is not installed
+    world = await worlds()
+    said = world.say("she did", version="2")
+    config = RolloutConfig(agent=f"{__name__}:by_slimes_own_ways", max_attempts=1)
+    path = Path(save_tokenizer(tmp_path))
+    worker = RolloutWorker(config, [world.url], tokenizer_path=path)
+    task = {"question": "who wrote it", "answer": "she", "metadata": {}}
+    await world.pool.open_group("p", 1)
+    named = {**task, "instance_id": "q", "data_source": "books"}
+    assert await worker.run_group(named, "p", 1) == {"complete": 1}
+    await worker.close()
+    steps = await world.pool.fetch_batch(timeout_s=10)
+    assert steps is not None
+    assert [s.response_ids.tolist() for s in steps] == [said.ids]
+    assert steps[0].policy_version == 2
+    assert steps[0].rollout_log_probs is not None
+    sent = world.engine.requests[0]
+    assert sent["input_ids"] == world.ids("who wrote it", close=False)
+    load_agent(GENERATE)
