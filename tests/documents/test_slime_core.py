@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -377,6 +378,23 @@ async def test_what_is_no_rollout_is_an_abort_that_says_why(
     assert await world.pool.fetch_batch() is None
 
 
+async def test_a_call_may_take_as_long_as_the_model_does(
+    worlds: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client of rollouts is otherwise patient for two minutes; then it would begin again."""
+    monkeypatch.setattr("stepwell.trainer.rollout.gateway.ANSWER_S", 0.2)
+    world = await worlds()
+    said = world.say("she did", gate=asyncio.Event())
+    running = asyncio.create_task(
+        run(world, tmp_path, "silent", agent_args={"reward_key": "score"})
+    )
+    await world.engine.arrived.wait()
+    await asyncio.sleep(0.5)
+    said.gate.set()
+    assert await running == {"complete": 1}
+    assert len(world.engine.requests) == 1
+
+
 async def rewards_the_whole(args: Any, sample: Any, **kwargs: Any) -> float:
     """Like search-r1's: the text of all turns, and what the function left on the sample."""
     whole = sample.prompt + sample.response
@@ -429,6 +447,8 @@ def test_arguments_that_nobody_reads_are_refused() -> None:
     with pytest.raises(RolloutError, match="only functions of slime's form are given args"):
         load_agent(f"{__name__}:agent", {"max_searches": 3})
     load_agent(f"{__name__}:search", {"max_searches": 3})
+    with pytest.raises(ValueError, match="but agent is null: nobody reads it"):
+        RolloutConfig(agent_args={"max_searches": 3})
 
 
 # -- the router: engine.router_url -----------------------------------------------------------------

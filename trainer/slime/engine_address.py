@@ -7,7 +7,8 @@
 slime's functions name a host and a port and nothing else: neither a key nor the rollout that they
 call for. So each rollout has a port of its own on loopback, and its calls go where all calls go:
 through the gateway, which chooses the engine, goes on over weight updates and lost engines, and
-samples as the rollout's channel says. What the engine sampled is kept (`calls`).
+samples as the rollout's channel says. What the engine sampled is kept (`calls`). Whoever is on the
+machine may call the port while the rollout runs.
 
 Source of the wire format: SGLang 0.5.23, `GenerateReqInput`. Does not own: Steps (`masked.py`).
 """
@@ -114,6 +115,7 @@ class EngineAddress:
             f"{self._origin}/generate",
             {**wanted, **self._identity, "prompt_ids": prompt_ids},
             headers={"idempotency-key": uuid.uuid4().hex},
+            is_generation=True,
         )
         call = EngineCall(
             prompt_ids=answer["prompt_ids"],
