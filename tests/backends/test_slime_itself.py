@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import sys
 import time
 import uuid
 from argparse import Namespace
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,6 @@ from stepwell.backends.slime.samples import to_samples
 from stepwell.datapool import PoolConfig, connect, start_data_pool
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.config import AdvantageConfig, RolloutConfig
-from stepwell.trainer.rollout.agents import load_agent
 from stepwell.trainer.rollout.worker import RolloutWorker
 from stepwell.trainer.slime.buffer import generate_rollout as generate_agent_rollout
 from stepwell.trainer.slime.data_source import PoolDataSource, RolloutDataSourceWithBuffer
@@ -337,34 +337,74 @@ async def test_slimes_own_consumer_reads_text_only_rollouts_from_our_buffer(
         assert sample.loss_mask == [1] * (len(step.response_ids) + 1)
 
 
-GENERATE = "slime.rollout.sglang_rollout.generate"
+class Tools:
+    """The sandbox of examples/retool, without a sandbox."""
+
+    def get_tool_specs(self) -> list[Any]:
+        return []
+
+    async def execute_tool(self, name: str, arguments: Any) -> str:
+        return "42"
 
 
-async def by_slimes_own_ways(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
-    """slime's `generate` for one call, with its tokenizer, HTTP client and Sample."""
-    return await slime("rollout.sglang_rollout").generate(args, sample, sampling_params)
+async def local_search(url: str, query: str, topk: int, proxy: Any = None) -> list[Any]:
+    """The retriever of examples/search-r1, without an index."""
+    return [{"document": {"contents": '"A title"\na page'}}]
 
 
-async def test_slimes_own_generate_function_runs_as_an_agent(
+STANDS_IN: dict[str, dict[str, Any]] = {
+    "local_search_server": {"local_search": local_search},
+    "tool_sandbox": {
+        "SEMAPHORE": asyncio.Semaphore(4),
+        "TOOL_CONFIGS": {"max_turns": 3, "max_tool_calls": 3},
+        "tool_registry": Tools(),
+    },
+}
+"""What the examples import beside slime."""
+
+
+@pytest.mark.parametrize(
+    ("agent", "says", "stops"),
+    [
+        (
+            "search-r1/generate_with_search",
+            ("<search>x</search>", "<answer>she</answer>"),
+            ("</search>", "</answer>"),
+        ),
+        ("retool/generate_with_retool", ("<code>6*7</code>", "Answer: \\boxed{42}"), (None, None)),
+    ],
+)
+async def test_slimes_own_examples_of_generate_functions_run_as_they_are(
     worlds: Any,  # noqa: F811 - the fixture
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    agent: str,
+    says: tuple[str, str],
+    stops: tuple[str | None, str | None],
 ) -> None:
+    """With slime's Sample, GenerateState and HTTP client; each turn becomes a Step."""
+    folder, module = agent.split("/")
     slime("rollout.sglang_rollout")  # with what stands in for what is not installed
+    root = Path(importlib.import_module("slime.utils").__path__[0]).parents[1]
+    monkeypatch.syspath_prepend(root / "examples" / folder)
+    for name, members in STANDS_IN.items():
+        stand_in = ModuleType(name)
+        vars(stand_in).update(members)
+        monkeypatch.setitem(sys.modules, name, stand_in)
     world = await worlds()
-    said = world.say("she did", version="2")
-    config = RolloutConfig(agent=f"{__name__}:by_slimes_own_ways", max_attempts=1)
-    path = Path(save_tokenizer(tmp_path))
-    worker = RolloutWorker(config, [world.url], tokenizer_path=path)
-    task = {"question": "who wrote it", "answer": "she", "metadata": {}}
+    said = [
+        world.say(text, close=stop is None, matched=stop, version=str(version))
+        for version, (text, stop) in enumerate(zip(says, stops, strict=True))
+    ]
+    config = RolloutConfig(agent=f"{module}:generate", max_attempts=1)
+    worker = RolloutWorker(config, [world.url], tokenizer_path=Path(save_tokenizer(tmp_path)))
     await world.pool.open_group("p", 1)
+    task = {"question": "who wrote it", "answer": "she", "metadata": {}}
     named = {**task, "instance_id": "q", "data_source": "books"}
     assert await worker.run_group(named, "p", 1) == {"complete": 1}
     await worker.close()
     steps = await world.pool.fetch_batch(timeout_s=10)
     assert steps is not None
-    assert [s.response_ids.tolist() for s in steps] == [said.ids]
-    assert steps[0].policy_version == 2
-    assert steps[0].rollout_log_probs is not None
-    sent = world.engine.requests[0]
-    assert sent["input_ids"] == world.ids("who wrote it", close=False)
-    load_agent(GENERATE)
+    assert [s.response_ids.tolist() for s in steps] == [one.ids for one in said]
+    assert [s.policy_version for s in steps] == [0, 1]
+    assert all(s.rollout_log_probs is not None for s in steps)
