@@ -143,6 +143,13 @@ async def elsewhere(args: Any, sample: Any, sampling_params: dict[str, Any]) -> 
     return sample
 
 
+async def long_elsewhere(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    sample.tokens = [5] * 30_000 + [6, 7] * 41
+    sample.response_length, sample.loss_mask = 82, [1, 0] * 41
+    sample.weight_versions = ["3"]
+    return sample
+
+
 async def of_no_version(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
     sample.tokens, sample.response_length = [5, 6, 7, 8], 2
     return sample
@@ -193,6 +200,13 @@ async def asks_for_what_no_policy_samples(
 
 async def asks_for_another_endpoint(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
     await get(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/list_workers")
+    return sample
+
+
+async def asks_for_more_than_fits(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """A body of more than a MiB, which aiohttp's servers refuse by default."""
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    await post(url, {"input_ids": [5] * 400_000, "sampling_params": sampling_params})
     return sample
 
 
@@ -365,6 +379,7 @@ async def test_a_sample_to_be_removed_is_a_rollout_without_steps(
         ("returns_text", "returned a str; return the Sample"),
         ("asks_for_what_no_policy_samples", "ignore_eos is True"),
         ("asks_for_another_endpoint", "GET /list_workers is not served"),
+        ("asks_for_more_than_fits", "400000 tokens"),
         ("wants_an_argument", "args.max_searches is not known here; set it in rollout.agent_args"),
     ],
 )
@@ -376,6 +391,17 @@ async def test_what_is_no_rollout_is_an_abort_that_says_why(
     assert times == 1
     assert re.search(why, end), end
     assert await world.pool.fetch_batch() is None
+
+
+async def test_a_rollout_of_many_long_turns_is_stored_in_several_requests(
+    worlds: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Each Step has all tokens before it: 41 of them are more than a request may hold."""
+    world = await worlds()
+    assert await run(world, tmp_path, "long_elsewhere") == {"complete": 1}
+    steps = await leased(world)
+    assert len(steps) == 41
+    assert sum(s.n_tokens for s in steps) > 1_200_000
 
 
 async def test_a_call_may_take_as_long_as_the_model_does(

@@ -15,6 +15,7 @@ Source of the wire format: SGLang 0.5.23, `GenerateReqInput`. Does not own: Step
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping
 from types import TracebackType
@@ -31,7 +32,7 @@ HOST = "127.0.0.1"
 _NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
 """SGLang's sampling parameters that the gateway knows by another name."""
 _TEXT_ONLY = ("skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens")
-"""Those that say how the answer's text is made of its ids."""
+"""Parameters of the answer's text; its ids do not depend on them."""
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "logprob_start_len": (-1,),
@@ -59,7 +60,7 @@ class EngineAddress:
         self.calls: list[EngineCall] = []
         """Answered so far, in the order of their answers."""
         self.refusal = ""
-        """Why the last call that was refused was; functions of slime try again and do not say."""
+        """Reason of the last refusal; slime's client tries again and does not tell it."""
         self.port = 0
         self._gateway = gateway
         self._origin = origin
@@ -89,7 +90,10 @@ class EngineAddress:
                     "they call POST /generate. An agent that speaks a chat API is written as async "
                     "def agent(task, base_url, api_key)"
                 )
-            return web.json_response(await self._generate(await request.json()))
+            body = json.loads(
+                await request.content.read()
+            )  # of any size: the gateway has the limit
+            return web.json_response(await self._generate(body))
         except ClosedError as e:
             status, self.refusal = 409, str(e)
         except (RolloutError, ValueError) as e:
