@@ -216,7 +216,7 @@ def channel_sampling(
 
 
 def generate_needs(config: RunConfig) -> dict[str, Any]:
-    """What rollout workers need besides, to run a generate function of slime's form."""
+    """Arguments of rollout workers for generate functions of slime's form."""
     path = Path(config.gateway.tokenizer_path or config.model.path).absolute()
     return {"tokenizer_path": path, "validation": config.validation}
 
