@@ -25,6 +25,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.nodes import start_engine_group
+from stepwell.backends.engines.routes import check_routes
 from stepwell.backends.engines.server import start_engine, started
 from stepwell.backends.weights.transports import ADAPTER_NAME
 from stepwell.config import RunConfig
@@ -124,6 +126,9 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
         ]
         urls = await _start_engines(config, configs, placement, here, stack)
         engines = [await stack.enter_async_context(EngineClient(url)) for url in urls]
+        publishes = trains and not config.validation.only
+        for engine in engines:
+            await check_routes(engine, engine_config, publishes=publishes)
         wiring = Wiring(
             engine_urls=tuple(urls),
             lora_path=ADAPTER_NAME if engine_config.weight_transport == "lora" else None,
@@ -167,9 +172,12 @@ async def _start_engines(
     logs = [folder / LOGS / (f"engine_{i}" if count > 1 else "") for i in range(count)]
     servers: list[Any] = []
     for i, engine in enumerate(engines):
-        options = placement.engine_options(i) or here
+        own, *others = options = placement.engine_options(i)
+        where: dict[str, Any] = {"log_dir": logs[i], "weights_dir": folder / WEIGHTS}
         servers.append(
-            start_engine(engine, log_dir=logs[i], weights_dir=folder / WEIGHTS, **options)
+            start_engine_group(engine, **where, options=options)
+            if others
+            else start_engine(engine, **where, **(own or here))
         )
     for server in servers:
         stack.push_async_callback(_stop, server)

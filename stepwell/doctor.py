@@ -438,11 +438,12 @@ def engines(urls: Iterable[str]) -> Iterator[Finding]:
 # -- for people --------------------------------------------------------------------------------
 
 
-def finding_line(finding: Finding) -> RenderableType:
+def finding_line(finding: Finding, width: int = 13) -> RenderableType:
+    """A line, and its remedy below it; `width` is the names'."""
     sign, style = SIGNS[finding.state]
     line = Table.grid(padding=(0, 1))
     line.add_column(width=1)
-    line.add_column(width=13)
+    line.add_column(width=width)
     line.add_column()
     text = Text(finding.text)
     if finding.remedy:

@@ -8,42 +8,29 @@ table, for people, is in `docs/design/engines.md`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import orjson
+from packaging.version import Version
 
 from stepwell.backends.engines.client import EngineClient, version_number
 from stepwell.backends.engines.connections import ConnectionPool
+from stepwell.backends.engines.routes import (
+    NEEDED,
+    OPTIONAL,
+    READ,
+    TESTED,
+    missing_routes,
+    server_name,
+)
 from stepwell.backends.errors import EngineError
 from stepwell.doctor import Finding, State
-from stepwell.gateway.engine.answers import Part, events, read_answer
+from stepwell.gateway.engine.answers import EngineAnswer, Part, events, read_answer
 from stepwell.gateway.errors import GatewayError
 
 LIMIT_S = 60.0
 _N_TOKENS = 3
-_MISSING = frozenset({404, 501})
-NEEDED: Mapping[str, str] = {
-    "/abort_request": "calls that nobody waits for are sampled to their end",
-    "/pause_generation": "weights cannot be published",
-    "/continue_generation": "weights cannot be published",
-    "/update_weights_from_disk": "weights cannot be published",
-}
-"""Routes without which a run does not train, and what is lost."""
-OPTIONAL: Mapping[str, str] = {
-    "/flush_cache": "the prefix cache cannot be dropped",
-    "/weights_checker": "publications do not verify the weights that an engine has",
-    "/update_weight_version": "no weight_transport but disk, no restart on committed weights",
-    "/init_weights_update_group": "no engine.weight_transport=distributed",
-    "/destroy_weights_update_group": "no engine.weight_transport=distributed",
-    "/update_weights_from_distributed": "no engine.weight_transport=distributed",
-    "/load_lora_adapter": "no engine.weight_transport=lora",
-    "/unload_lora_adapter": "no engine.weight_transport=lora",
-    "/release_memory_occupation": "no engine.release_memory",
-    "/resume_memory_occupation": "no engine.release_memory",
-    "/v1/loads": "`stepwell top` shows no load",
-}
-"""Routes of single features, and what is lost without each."""
 
 
 def check_engine(url: str) -> Iterator[Finding]:
@@ -52,38 +39,46 @@ def check_engine(url: str) -> Iterator[Finding]:
 
 
 async def _findings(url: str) -> list[Finding]:
-    found = []
     async with EngineClient(url, timeout_s=LIMIT_S) as engine:
-        for name, (look, lost) in _READ.items():
-            try:
-                told = await look(engine)
-            except (EngineError, GatewayError, ConnectionError, TimeoutError, ValueError) as e:
-                why = f"{e} {getattr(e, 'detail', '')}".rstrip()
-                found.append(Finding(name, "problem", why, lost))
-            else:
-                found.append(told if isinstance(told, Finding) else Finding(name, "ok", told))
+        found = [await _finding(engine, name) for name in _READ]
         if all(finding.state == "problem" for finding in found):
             return [Finding("engine", "problem", found[0].text, "start it, or correct the URL")]
-        lacking: tuple[tuple[Mapping[str, str], State], ...] = (
-            (NEEDED, "problem"),
-            (OPTIONAL, "warning"),
+        missing = await missing_routes(engine)
+        for path, lost in {**NEEDED, **OPTIONAL}.items():
+            if path not in missing:
+                found.append(Finding(path, "ok", "is there"))
+            else:
+                state: State = "problem" if path in NEEDED else "warning"
+                found.append(Finding(path, state, "is missing", f"without it: {lost}"))
+        return [_server(await server_name(engine), missing), *found]
+
+
+async def _finding(engine: EngineClient, name: str) -> Finding:
+    look, lost = _READ[name]
+    try:
+        told = await look(engine)
+    except (EngineError, GatewayError, ConnectionError, TimeoutError, ValueError) as e:
+        why = f"{e} {getattr(e, 'detail', '')}".rstrip()
+        return Finding(name, "problem", why, f"without it: {lost}")
+    return told if isinstance(told, Finding) else Finding(name, "ok", told)
+
+
+def _server(name: str, missing: Collection[str]) -> Finding:
+    """What answers there."""
+    if "/generate" in missing:
+        return Finding(
+            "engine",
+            "problem",
+            f"{name or 'the server'} does not speak SGLang's API: Stepwell cannot sample from it "
+            "or train it",
+            f"start SGLang {TESTED} (`stepwell train … engine=sglang`), or write a plug-in that "
+            "starts a server with that API (examples/plugin)",
         )
-        for routes, state in lacking:
-            for path, lost in routes.items():
-                if await _is_there(engine, path):
-                    found.append(Finding(path, "ok", "is there"))
-                else:
-                    found.append(Finding(path, state, "is missing", f"without it: {lost}"))
-    return found
-
-
-async def _is_there(engine: EngineClient, path: str) -> bool:
-    async with (
-        asyncio.timeout(LIMIT_S),
-        engine.connections.request("OPTIONS", f"{engine.url}{path}", b"") as answer,
-    ):
-        await answer.read()
-        return answer.status not in _MISSING
+    kind, _, version = name.partition(" ")
+    if kind == "sglang" and version and Version(version) < Version(TESTED):
+        remedy = f"what it lacks is below; pip install 'sglang>={TESTED}'"
+        return Finding("engine", "warning", f"{name}; tested is {TESTED}", remedy)
+    return Finding("engine", "ok", name or "does not say what it is")
 
 
 async def _health(engine: EngineClient) -> str:
@@ -119,17 +114,17 @@ def _request(*, stream: bool) -> dict[str, Any]:
     return {**asked, "stream": stream, "rid": "stepwell-doctor"}
 
 
-async def _generate(engine: EngineClient) -> str:
+async def _generate(engine: EngineClient) -> str | Finding:
     return await _sampled(engine.connections, engine.url, stream=False)
 
 
-async def _stream(engine: EngineClient) -> str:
+async def _stream(engine: EngineClient) -> str | Finding:
     return await _sampled(engine.connections, engine.url, stream=True)
 
 
-async def _sampled(connections: ConnectionPool, url: str, *, stream: bool) -> str:
+async def _sampled(connections: ConnectionPool, url: str, *, stream: bool) -> str | Finding:
     """Read an answer as the gateway reads it, with all that it refuses."""
-    part = Part(_N_TOKENS)
+    part, last = Part(_N_TOKENS), EngineAnswer()
     body = orjson.dumps(_request(stream=stream))
     async with (
         asyncio.timeout(LIMIT_S),
@@ -141,19 +136,26 @@ async def _sampled(connections: ConnectionPool, url: str, *, stream: bool) -> st
         if stream:
             async for payloads in events(answer.chunks()):
                 for payload in payloads:
-                    part.take(read_answer(payload), is_event=True)
+                    part.take(last := read_answer(payload), is_event=True)
         else:
-            part.take(read_answer(await answer.read()))
+            part.take(last := read_answer(await answer.read()))
     generation = part.generation(part.finish)
-    return f"{len(generation.response_ids)} tokens of version {generation.policy_version}"
+    told = f"{len(generation.response_ids)} tokens of version {generation.policy_version}"
+    if last.meta_info.weight_versions is None:
+        lost = "without it: tokens around a weight update get the older version"
+        name = "/generate (stream)" if stream else "/generate"
+        return Finding(name, "warning", f"{told}; meta_info has no weight_versions", lost)
+    return told
 
 
 _Look = Callable[[EngineClient], Awaitable[str | Finding]]
 _READ: Mapping[str, tuple[_Look, str]] = {
-    "/health": (_health, "without it: the engine gets no calls"),
-    "/model_info": (_model_info, "without it: weights cannot be published"),
-    "/v1/models": (_models, "without it: set gateway.context_length and engine.context_length"),
-    "/server_info": (_server_info, "without it: weights cannot be published"),
-    "/generate": (_generate, "without it: no call is answered"),
-    "/generate (stream)": (_stream, "without it: no streamed call is answered"),
+    "/health": (_health, READ["/health"]),
+    "/model_info": (_model_info, READ["/model_info"]),
+    "/v1/models": (_models, READ["/v1/models"]),
+    "/server_info": (_server_info, READ["/server_info"]),
+    "/generate": (_generate, READ["/generate"]),
+    "/generate (stream)": (_stream, "no streamed call is answered"),
 }
+NAMES = max(map(len, (*_READ, *NEEDED, *OPTIONAL)))
+"""Width of the findings' names."""

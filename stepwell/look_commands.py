@@ -245,12 +245,12 @@ def _view(args: argparse.Namespace) -> None:
 
 def _doctor(args: argparse.Namespace) -> int:
     from stepwell.doctor import examine
-    from stepwell.engine_check import check_engine
+    from stepwell.engine_check import NAMES, check_engine
 
     if args.engine is not None:
         if args.config is not None or args.overrides:
             raise ConfigError("give --engine URL alone: it looks at that server, at no run")
-        return _told(args, check_engine(args.engine))
+        return _told(args, check_engine(args.engine), NAMES)
     named = [word for word in args.overrides if "=" not in word]
     overrides = [word for word in args.overrides if "=" in word]
     if len(named) > 1 or (named and (args.config is not None or overrides)):
@@ -276,7 +276,7 @@ def _doctor(args: argparse.Namespace) -> int:
     return _told(args, examine(config, run, folder))
 
 
-def _told(args: argparse.Namespace, found: Iterable[Finding]) -> int:
+def _told(args: argparse.Namespace, found: Iterable[Finding], width: int = 13) -> int:
     """Print findings as they come; 1 if one of them is a problem."""
     from stepwell.doctor import finding_line, verdict
 
@@ -284,7 +284,7 @@ def _told(args: argparse.Namespace, found: Iterable[Finding]) -> int:
     for finding in found:
         findings.append(finding)
         if not args.json:
-            screen.print(finding_line(finding))
+            screen.print(finding_line(finding, width))
     if args.json:
         print_json([asdict(finding) for finding in findings])
     else:

@@ -23,6 +23,7 @@ import torch
 
 from stepwell.backends.base import build_backend
 from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.routes import check_routes
 from stepwell.checks import Checked, check_attached, check_run, validation_tasks
 from stepwell.cluster import Parts, generate_needs
 from stepwell.collapse import find_collapse
@@ -310,6 +311,8 @@ async def attach(config: RunConfig, run: RunFile, checked: Checked | None = None
                 )
             pool = connect_pool(run.pool.name, run.ray.namespace)
             engines = [await stack.enter_async_context(EngineClient(u)) for u in run.engines.urls]
+            for engine in engines:
+                await check_routes(engine, config.engine, publishes=True)
             placement = await asyncio.to_thread(place, config, serves=False)
             stack.callback(placement.release)
             workers: Sequence[WorkerHandle] = ()

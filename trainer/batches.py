@@ -44,6 +44,7 @@ from stepwell.trainer.metrics import Phases
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.sampling import GroupFilter, is_sft, sft_groups
 from stepwell.trainer.scoring import Scorer, why_lost
+from stepwell.trainer.threads import in_thread
 from stepwell.trainer.validation import samples_path
 
 log = logging.getLogger(__name__)
@@ -228,7 +229,8 @@ class Batches:
                 scored = await (self._score(coming) if refill else first_scores)
             self._flat.see(scored)
             self._scored(scored)
-            kept = self._filter.keep(baselined(scored, self._estimator))
+            judged = baselined(scored, self._estimator)
+            kept = await in_thread(self._filter.keep, judged)
             groups += kept
             self.producer.refund(len(coming) - len(kept))
             if (missing := size - len(groups)) == 0:
@@ -242,7 +244,8 @@ class Batches:
         self.feeds[0].consumed |= consumed
         self.feeds[-1].consumed |= {group.prompt_uid for group in conversations}
         if groups:
-            groups = self._filter.best(groups, self._batch_size - len(conversations))
+            size = self._batch_size - len(conversations)
+            groups = await in_thread(self._filter.best, groups, size)
         return groups + conversations
 
     async def _arrived(

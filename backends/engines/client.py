@@ -34,6 +34,8 @@ CONTROL_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 600.0
 NOT_THERE = frozenset({404, 405, 501})
 """What a server answers that has no such endpoint."""
+_NO_ROUTE = frozenset({404, 501})
+"""The same to `OPTIONS`, which few endpoints take."""
 
 
 def version_number(weight_version: Any) -> int:
@@ -276,6 +278,14 @@ class EngineClient:
             return False
         return True
 
+    async def has_route(self, path: str) -> bool:
+        """Whether the server has the endpoint `path`. Asks by `OPTIONS`: nothing happens there."""
+        try:
+            await self._ask(path, method="OPTIONS")
+        except (EngineRequestError, EngineInternalError) as e:
+            return e.status not in _NO_ROUTE
+        return True
+
     async def model_info(self) -> dict[str, Any]:
         return await self._object("/model_info")
 
@@ -288,12 +298,18 @@ class EngineClient:
     async def loads(self) -> dict[str, Any]:
         return await self._object("/v1/loads")
 
+    async def served_model(self) -> dict[str, Any]:
+        """The first entry of `/v1/models`: `id`, `owned_by` (the server's kind), `max_model_len`;
+        empty if there is none."""
+        try:
+            entry = (await self._ask("/v1/models"))["data"][0]
+        except (LookupError, TypeError):
+            return {}
+        return entry if isinstance(entry, dict) else {}
+
     async def max_model_len(self) -> int:
         """Tokens that fit, prompt and response."""
-        try:
-            length = (await self._ask("/v1/models"))["data"][0]["max_model_len"]
-        except (LookupError, TypeError):
-            length = None
+        length = (await self.served_model()).get("max_model_len")
         if type(length) is not int or length < 2:
             raise EngineInternalError(f"{self.url}/v1/models names no max_model_len")
         return length

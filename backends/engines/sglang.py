@@ -80,14 +80,14 @@ def interpreter(config: EngineConfig) -> Path:
         return Path(config.python)
     if importlib.util.find_spec("sglang") is not None:
         return Path(sys.executable)
-    own = [folder / ".venv-sglang" / "bin" / "python" for folder in (Path.cwd(), _CHECKOUT)]
-    for python in own:
-        if python.exists():
-            return python
+    own = [folder / ".venv-sglang" for folder in (Path.cwd(), _CHECKOUT)]
+    for folder in own:
+        if any(folder.glob("lib/python*/site-packages/sglang/__init__.py")):
+            return folder / "bin" / "python"
     raise EngineStartError(
-        f"engine.kind is 'sglang', but the package sglang is not installed here and there is no "
+        f"engine.kind is 'sglang', but the package sglang is neither installed here nor in "
         f"{own[0]}; run `make install-sglang` in the source checkout, or pip install "
-        "'sglang>=0.5.9', or set engine.python to an interpreter that has it"
+        "'sglang>=0.5.23', or set engine.python to an interpreter that has it"
     )
 
 

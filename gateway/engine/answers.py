@@ -345,6 +345,11 @@ class Part:
                 ends = [*(start for _, start in self.changes[1:]), n]
                 spans = [VersionSpan(v, s, e) for (v, s), e in zip(self.changes, ends, strict=True)]
         except ValueError as e:
+            if reported is None and meta.weight_version is None:
+                raise EngineError(
+                    "the engine's answer has no weight_version: its server is too old, or not "
+                    "SGLang; see `stepwell doctor --engine URL`"
+                ) from e
             raise EngineError(
                 "the engine's weight_version is no number; publish decimal integers ('0', '1', …)",
                 f"but {reported or meta.weight_version!r:.200}",

@@ -190,7 +190,7 @@ class ChatTokenizer:
     @property
     def backend(self) -> Tokenizer:
         """The tokenizer itself, of which nothing may be changed."""
-        return self._encoder
+        return self._backend
 
     def stream(self) -> TokenStream:
         return TokenStream(self._backend)

@@ -25,6 +25,7 @@ from stepwell.backends.slime.samples import to_samples
 from stepwell.datapool import PoolConfig, connect, start_data_pool
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.config import AdvantageConfig
+from stepwell.trainer.slime.buffer import generate_rollout as generate_agent_rollout
 from stepwell.trainer.slime.data_source import PoolDataSource, RolloutDataSourceWithBuffer
 from stepwell.trainer.slime.rollout import REWARD_HOOK, generate_rollout
 from tests.backends.random_groups import TEMPERATURE, random_groups, steps_of
@@ -185,6 +186,46 @@ async def test_slimes_rollout_manager_runs_on_the_pool(
     for channel in ("train", "val"):
         assert (await pool.get_statistics(channel))["groups"]["acked"] == 8
     source.pool.close()
+
+
+async def test_slimes_rollout_manager_trains_an_agent_rollout_with_its_own_normalisation(
+    worlds: Callable[..., Any],  # noqa: F811
+    args: Namespace,
+) -> None:
+    world = await worlds("chatml")
+    vars(args).update(
+        rollout_buffer_url=world.url,
+        rollout_task_type="external",
+        rollout_batch_size=2,
+        n_samples_per_prompt=2,
+        fetch_trajectory_retry_times=-1,
+        rollout_max_response_len=64,
+        num_epoch=1,
+        hf_checkpoint=None,
+        prompt_data=None,
+        rollout_global_dataset=False,
+        use_wandb=False,
+        use_tensorboard=False,
+    )
+    source = slime("rollout.data_source").RolloutDataSourceWithBuffer(
+        Namespace(**vars(args), buffer_filter_path=None)
+    )
+    manager = rollout_manager(args, source, generate_agent_rollout)
+    manager.custom_reward_post_process_func = None
+    consumer = Consumer(world.url)
+    for i in range(4):
+        said = {"role": "assistant", "content": f"fine {i}"}
+        item = {"uid": f"u{i}", "instance_id": f"id{i // 2}", "reward": i % 2, "extra_info": {}}
+        messages = [{"role": "user", "content": "q"}, said]
+        assert (await consumer.post("/buffer/write", {**item, "messages": messages}))[0] == 200
+    samples, metrics = await asyncio.to_thread(manager._get_rollout_data, 0)
+    data = manager._convert_samples_to_train_data(samples)
+    assert data["sample_indices"] == ["id0", "id0", "id1", "id1"]
+    assert data["raw_reward"] == [0, 1, 0, 1]
+    assert data["rewards"] == pytest.approx([-(0.5**0.5), 0.5**0.5] * 2, abs=1e-4)
+    assert data["tokens"] == [world.stored(f"u{i}")[0].token_ids.tolist() for i in range(4)]
+    assert data["rollout_ids"] == [0, 1, 2, 3]
+    assert metrics["stepwell/samples_without_log_probs"] == 4
 
 
 OURS = MultiTurnLossMaskGenerator

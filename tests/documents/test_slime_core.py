@@ -12,6 +12,8 @@ import pytest
 from aiohttp import web
 
 from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.commands import Launch, command_line
+from stepwell.backends.engines.ports import Host, node_launches
 from stepwell.backends.engines.server import EngineServer
 from stepwell.backends.errors import EngineStartError
 from stepwell.backends.slime.sample import SlimeSample
@@ -357,7 +359,7 @@ async def test_a_sample_to_be_removed_is_a_rollout_without_steps(
         ("of_no_version", "sample.weight_versions is empty"),
         ("short_mask", "sample.loss_mask has 1 values for a response_length of 2"),
         ("quarrels", "give all of them the same"),
-        ("silent", r"parts \['format', 'score'\], but rollout.agent_args.reward_key is None"),
+        ("silent", r"parts \['format', 'score'\], but reward_key of rollout.agent_args is None"),
         ("returns_text", "returned a str; return the Sample"),
         ("asks_for_what_no_policy_samples", "ignore_eos is True"),
         ("asks_for_another_endpoint", "GET /list_workers is not served"),
@@ -520,3 +522,35 @@ async def test_a_router_without_whole_engines_is_refused_with_the_way_out(tmp_pa
 def test_a_router_is_named_by_its_url_alone(fields: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=re.escape(why)):
         EngineConfig(**fields)
+
+
+# -- engines over several nodes --------------------------------------------------------------------
+
+
+def test_the_parts_of_a_server_over_two_nodes_are_launched_as_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Node 0 answers requests; its dist_init_addr is every part's."""
+    monkeypatch.setattr("stepwell.backends.engines.sglang.has_gpu", lambda: True)
+    launches = node_launches([Host("10.0.0.2", 21000), Host("10.0.0.3", 24500)])
+    lines = []
+    for ip, launch in zip(("10.0.0.2", "10.0.0.3"), launches, strict=True):
+        config = EngineConfig(
+            kind="sglang",
+            model_path=Path("/model"),
+            python="python",
+            host=ip,
+            extra_args=("--tp-size", "16", *launch.args),
+        )
+        lines.append(command_line(config, Launch(launch.port, "/run/weights/v7", "7")).argv)
+    assert " ".join(lines[0]) == (
+        "python -m sglang.launch_server --model-path /run/weights/v7 --tokenizer-path /model "
+        "--host 10.0.0.2 --port 21000 --weight-version 7 --max-running-requests 64 --dtype auto "
+        "--stream-interval 4 --random-seed 0 --log-level-http warning --tp-size 16 "
+        "--nccl-port 21001 --nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.2:21002"
+    )
+    other = " ".join(lines[0]).replace(
+        "--host 10.0.0.2 --port 21000", "--host 10.0.0.3 --port 24500"
+    )
+    other = other.replace("--nccl-port 21001", "--nccl-port 24501")
+    assert " ".join(lines[1]) == other.replace("--node-rank 0", "--node-rank 1")

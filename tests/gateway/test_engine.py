@@ -643,6 +643,15 @@ async def test_the_context_length_is_waited_for_while_the_engine_is_away(rigs: A
 
 # -- answers of another shape ------------------------------------------------------------------
 
+
+def test_an_answer_without_a_weight_version_is_of_a_server_that_is_too_old() -> None:
+    """SGLang's before 0.5."""
+    meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-0.5, 7, None]]}
+    answer = {"output_ids": [7], "meta_info": meta}
+    with pytest.raises(EngineError, match="has no weight_version: its server is too old"):
+        Part().take(read_answer(json.dumps(answer).encode()))
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),

@@ -25,8 +25,8 @@ def test_validation_samples_as_rollouts_do_but_for_the_keys_of_its_own() -> None
         ],
     )
     assert chosen(config) == {
-        "train": ChannelSampling(1.0, 0.9, None, 64, 256),
-        "val": ChannelSampling(0.0, 0.9, None, 128, 256),
+        "train": ChannelSampling(1.0, 0.9, None, 64, max_response_tokens=256),
+        "val": ChannelSampling(0.0, 0.9, None, 128, max_response_tokens=256),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import socket
@@ -186,6 +187,52 @@ def test_wandb_is_offline_without_a_key_and_the_same_run_in_every_life(
     runs = [p.name for p in (tmp_path / "wandb").glob("offline-run-*")]
     assert len({name.rpartition("-")[2] for name in runs}) == 1
     assert all((tmp_path / "wandb" / name).glob("*.wandb") for name in runs)
+
+
+def wandb_history(folder: Path) -> list[dict[str, Any]]:
+    """Name -> value of each row of an offline run's file: after 7 bytes of header blocks of 32 KiB,
+    in them chunks of CRC, length, kind (1 whole, 2 first, 3 middle, 4 last) and bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    [file] = folder.glob("wandb/offline-run-*/*.wandb")
+    data, at, whole, rows = file.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        left = 32_768 - at % 32_768
+        if left < 7 or kind == 0:
+            at += left
+            continue
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            record = Record()
+            record.ParseFromString(whole)
+            whole = b""
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                rows.append(
+                    {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
+                )
+    return rows
+
+
+def test_a_file_of_wandb_has_our_names_and_verls(tmp_path: Path) -> None:
+    record = {"loss": 0.5, "grad_norm": 2.0, "reward/mean": 0.25, "time/step_s": 4.0}
+    with writer(tmp_path, "logging.wandb=offline", "logging.names=verl") as metrics:
+        metrics.evaluation(0, {"val/step": 0.0, "val/gsm8k/mean@4": 0.5})
+        metrics.write({"step": 1, **record})
+        metrics.table(1, "train/samples", ["prompt"], [{"prompt": "1 + 1"}])
+        metrics.write({"step": 2, **record})
+    before, first, second = wandb_history(tmp_path)
+    assert before["val/gsm8k/mean@4"] == before["val-core/gsm8k/reward/mean@4"] == 0.5
+    for step, row in enumerate((first, second), 1):
+        assert {**record, "step": step}.items() <= row.items()
+        assert row["_step"] == row["training/global_step"] == step
+        assert row["actor/pg_loss"] == 0.5
+        assert row["actor/grad_norm"] == 2.0
+        assert row["critic/score/mean"] == row["critic/rewards/mean"] == 0.25
+        assert row["timing_s/step"] == row["perf/time_per_step"] == 4.0
+    assert first["train/samples/nrows"] == 1, "a table is of its step"
 
 
 def test_wandb_whose_step_cannot_go_back_draws_evaluations_over_their_own(

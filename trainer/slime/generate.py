@@ -324,7 +324,7 @@ class GenerateRollouts:
             if key not in reward:
                 raise RolloutError(
                     f"{self._config.agent} returned a reward with the parts {sorted(reward)}, but "
-                    f"rollout.agent_args.reward_key is {key!r}; set it to one of them"
+                    f"reward_key of rollout.agent_args is {key!r}; set it to one of them"
                 )
             reward = reward[key]
         if reward is not None and not is_reward(reward):

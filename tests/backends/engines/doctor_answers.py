@@ -1,7 +1,11 @@
-"""What an engine answers to `stepwell doctor --engine`, recorded from a real one and given again.
+"""What servers answer to `stepwell doctor --engine`, recorded from real ones and given again.
 
-    doctor ──► recording(url, answers) ──► the engine      `make record-sglang` writes the file
-    doctor ──► given_again(answers)                        `test_doctor_engine.py` reads it
+    doctor ──► recording(url, answers) ──► the engine      writes doctor_{sglang,vllm}.json
+    doctor ──► given_again(answers)                        `test_doctor_engine.py` reads them
+
+`make record-sglang` records SGLang, and a server that runs is recorded by
+
+    python -m tests.backends.engines.doctor_answers URL "vllm 0.32.0" --model DIR
 
 An answer is found by method, path and whether it is streamed. Of `/server_info`, which holds every
 option of the server, only the fields that are read are kept.
@@ -9,6 +13,7 @@ option of the server, only the fields that are read are kept.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import sys
@@ -25,8 +30,7 @@ from starlette.routing import Route
 from tests.backends.engines.exchanges import MODEL
 from tests.gateway.conftest import serving
 
-RECORDED = Path(__file__).parent / "doctor_sglang.json"
-READ = ("device", "dtype", "tp_size", "pp_size")
+READ = ("device", "dtype", "tp_size", "pp_size", "version")
 METHODS = ["GET", "POST", "OPTIONS"]
 
 
@@ -50,8 +54,8 @@ async def run_doctor(url: str) -> tuple[int | None, dict[str, Any]]:
     return process.returncode, {f["name"]: f for f in json.loads(out)}
 
 
-def recording(url: str, answers: list[Answer]) -> Starlette:
-    """Hands requests on to the engine at `url`, and keeps what it answers."""
+def recording(url: str, answers: list[Answer], model: str) -> Starlette:
+    """Hands requests on to the engine at `url`, which serves `model`, and keeps its answers."""
 
     async def hand_on(request: Request) -> Response:
         body, path = await request.body(), request.url.path
@@ -65,9 +69,10 @@ def recording(url: str, answers: list[Answer]) -> Starlette:
             ) as answer,
         ):
             text, kind = await answer.text(), answer.content_type
-        kept = text.replace(str(MODEL), "MODEL_DIR")
+        kept = text.replace(model, "MODEL_DIR")
         if path == "/server_info" and answer.status == 200:
-            kept = json.dumps({name: json.loads(text).get(name) for name in READ})
+            whole = json.loads(text)
+            kept = json.dumps({name: whole[name] for name in READ if name in whole})
         answers.append(Answer(request.method, path, _streams(body), answer.status, kind, kept))
         return Response(text, answer.status, media_type=kind)
 
@@ -98,15 +103,35 @@ def _streams(body: bytes) -> bool:
     return bool(body) and bool(json.loads(body).get("stream"))
 
 
-async def record(url: str, engine: str) -> None:
-    """Write what the engine at `url` answers."""
+async def record(url: str, engine: str, model: str = str(MODEL)) -> None:
+    """Write what the engine at `url` answers.
+
+    Args:
+        engine: kind and version, e.g. "vllm 0.32.0".
+        model: as the server was told it.
+    """
     answers: list[Answer] = []
-    async with serving(recording(url, answers)) as between:
+    async with serving(recording(url, answers, model)) as between:
         code, found = await run_doctor(between)
     whole = {"engine": engine, "answers": [each._asdict() for each in answers]}
-    RECORDED.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+    text = json.dumps(whole, indent=1, ensure_ascii=False)
+    _file(engine.partition(" ")[0]).write_text(text + "\n")
     print(f"doctor: {code}", *(f["text"] for f in found.values() if f["state"] != "ok"), flush=True)
 
 
-def read() -> list[Answer]:
-    return [Answer(**each) for each in json.loads(RECORDED.read_text())["answers"]]
+def read(kind: str) -> list[Answer]:
+    """The answers of a server of this kind, `sglang` or `vllm`."""
+    return [Answer(**each) for each in json.loads(_file(kind).read_text())["answers"]]
+
+
+def _file(kind: str) -> Path:
+    return Path(__file__).parent / f"doctor_{kind}.json"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("engine")
+    parser.add_argument("--model", default=str(MODEL))
+    given = parser.parse_args()
+    asyncio.run(record(given.url, given.engine, given.model))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from stepwell.backends.engines.routes import NEEDED, OPTIONAL, READ
 from stepwell.cli import main
-from stepwell.engine_check import NEEDED, OPTIONAL, check_engine
+from stepwell.engine_check import check_engine
 from tests.backends.engines.doctor_answers import given_again, read, run_doctor
 from tests.gateway.conftest import serving
-
-READ_ROUTES = ("/health", "/model_info", "/v1/models", "/server_info", "/generate")
 
 
 async def test_an_engine_of_ours_lacks_nothing_and_is_left_as_it_was(
@@ -35,26 +36,67 @@ async def test_an_engine_of_ours_lacks_nothing_and_is_left_as_it_was(
 
 
 async def test_a_real_sglang_lacks_nothing() -> None:
-    async with serving(given_again(read())) as url:
+    async with serving(given_again(read("sglang"))) as url:
         code, told = await run_doctor(url)
     assert {name: f["text"] for name, f in told.items() if f["state"] != "ok"} == {}
     assert code == 0
+    assert told["engine"]["text"] == "sglang 0.5.23"
     assert told["/server_info"]["text"] == "device cpu, dtype float32"
     assert told["/v1/models"]["text"] == "2048 tokens fit"
 
 
-@pytest.mark.parametrize("path", [*NEEDED, *OPTIONAL, *READ_ROUTES])
+@pytest.mark.parametrize("path", [*NEEDED, *OPTIONAL, *READ])
 async def test_what_is_taken_from_a_real_sglang_is_missed(path: str) -> None:
     """Each row of the table: the same answers, without this route."""
-    async with serving(given_again([a for a in read() if a.path != path])) as url:
+    async with serving(given_again([a for a in read("sglang") if a.path != path])) as url:
         found = await asyncio.to_thread(lambda: [*check_engine(url)])
     told = {each.name: each for each in found}
     names = {path, f"{path} (stream)"} & told.keys()
+    if path == "/generate":
+        names.add("engine")  # it has another API
     assert {name for name, f in told.items() if f.state != "ok"} == names
     state = "warning" if path in OPTIONAL else "problem"
-    for name in names:
+    for name in names - {"engine"}:
         assert told[name].state == state
         assert (told[name].remedy or "").startswith("without it: ")
+
+
+async def test_a_real_vllm_is_told_to_have_another_api_and_what_it_lacks_of_this_one() -> None:
+    async with serving(given_again(read("vllm"))) as url:
+        code, told = await run_doctor(url)
+    assert code == 1
+    states = {name: f["state"] for name, f in told.items()}
+    assert states.pop("engine") == "problem"
+    assert told["engine"]["text"].startswith("vllm does not speak SGLang's API: Stepwell cannot")
+    assert told["engine"]["remedy"].startswith("start SGLang 0.5.23 (")
+    well = {name for name, state in states.items() if state == "ok"}
+    assert well == {"/health", "/v1/models", "/update_weight_version"}
+    assert states["/generate"] == states["/model_info"] == states["/abort_request"] == "problem"
+    assert told["/generate"]["remedy"] == "without it: no call is answered"
+
+
+async def test_an_older_sglang_is_told_to_be_one() -> None:
+    later = ("/begin_weight_update", "/end_weight_update", "/v1/loads")  # as 0.5.9
+    answers = [a for a in read("sglang") if a.path not in later]
+    answers = [a._replace(text=a.text.replace("0.5.23", "0.5.9")) for a in answers]
+    async with serving(given_again(answers)) as url:
+        code, told = await run_doctor(url)
+    assert code == 0
+    assert {name for name, f in told.items() if f["state"] == "warning"} == {"engine", *later}
+    assert told["engine"]["text"] == "sglang 0.5.9; tested is 0.5.23"
+    assert "pip install 'sglang>=0.5.23'" in told["engine"]["remedy"]
+
+
+async def test_the_names_of_routes_are_whole_on_a_terminal() -> None:
+    async with serving(given_again(read("sglang"))) as url:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "stepwell", "doctor", "--engine", url),
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "COLUMNS": "100"},
+        )
+        out, _ = await process.communicate()
+    assert "/update_weights_from_distributed is there" in out.decode()
+    assert "/health                          answers 200" in out.decode()
 
 
 def incomplete(**changes: Any) -> Starlette:
@@ -102,7 +144,9 @@ async def test_each_thing_that_an_engine_lacks_is_named_with_what_is_lost() -> N
         code, told = await run_doctor(url)
     assert code == 1
     states = {name: f["state"] for name, f in told.items()}
-    assert states["/generate"] == states["/generate (stream)"] == "ok"
+    assert states["/generate"] == states["/generate (stream)"] == "warning"
+    assert "meta_info has no weight_versions" in told["/generate"]["text"]
+    assert "get the older version" in told["/generate (stream)"]["remedy"]
     assert states["/abort_request"] == "ok"
     assert states["/v1/models"] == "problem"
     assert states["/server_info"] == "warning"
@@ -129,4 +173,4 @@ def test_the_table_of_the_docs_names_every_route_that_is_looked_for() -> None:
     page = (Path(__file__).parents[3] / "docs/design/engines.md").read_text()
     table = page.split("## What an engine has to answer")[1].split("\n## ")[0]
     named = set(re.findall(r"(/[\w/]+)`", table))
-    assert named == {*NEEDED, *OPTIONAL, *READ_ROUTES}
+    assert named == {*NEEDED, *OPTIONAL, *READ}

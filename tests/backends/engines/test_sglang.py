@@ -92,10 +92,19 @@ def test_its_interpreter_is_the_given_one_else_this_one_else_the_environment_bes
     with pytest.raises(EngineStartError, match="make install-sglang") as e:
         sglang.interpreter(config)
     assert "engine.python" in str(e.value)
-    for folder in (tmp_path / "checkout", tmp_path):
-        python = folder / ".venv-sglang" / "bin" / "python"
+    for folder in (tmp_path / "checkout" / ".venv-sglang", tmp_path / ".venv-sglang"):
+        before = None if folder.parent.name == "checkout" else sglang.interpreter(config)
+        python = folder / "bin" / "python"
         python.parent.mkdir(parents=True)
         python.touch()
+        if before is None:  # an installation that was cut off
+            with pytest.raises(EngineStartError, match="make install-sglang"):
+                sglang.interpreter(config)
+        else:
+            assert sglang.interpreter(config) == before
+        package = folder / "lib" / "python3.12" / "site-packages" / "sglang"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
         assert sglang.interpreter(config) == python
 
     monkeypatch.setattr(sglang.importlib.util, "find_spec", lambda _: object())

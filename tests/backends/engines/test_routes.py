@@ -1,0 +1,100 @@
+"""What an older server lacks is one line when a run connects to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+from starlette.applications import Starlette
+
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.routes import TESTED, check_routes
+from stepwell.backends.errors import EngineStartError
+from tests.backends.engines.doctor_answers import given_again, read
+from tests.gateway.conftest import serving
+
+LATER = {
+    "0.5.9": ("/begin_weight_update", "/end_weight_update", "/v1/loads"),
+    "0.5.2": (
+        *("/model_info", "/server_info", "/weights_checker", "/destroy_weights_update_group"),
+        *("/begin_weight_update", "/end_weight_update", "/v1/loads"),
+    ),
+}
+"""Version -> routes that its `sglang/srt/entrypoints/http_server.py` does not declare yet."""
+CONNECT = EngineConfig(kind="attach", urls=("http://127.0.0.1:1",))
+
+
+def older(version: str, lacks: Collection[str] = ()) -> Starlette:
+    """SGLang's recorded answers without what came after `version`."""
+    lacks = lacks or LATER[version]
+    found = [answer for answer in read("sglang") if answer.path not in lacks]
+    return given_again([a._replace(text=a.text.replace(TESTED, version)) for a in found])
+
+
+async def check(app: Starlette, *, publishes: bool = True, **settings: object) -> None:
+    config = CONNECT.model_copy(update=settings)
+    async with serving(app) as url, EngineClient(url) as engine:
+        await check_routes(engine, config, publishes=publishes)
+
+
+@pytest.mark.parametrize("transport", ["disk", "distributed", "lora"])
+async def test_of_the_tested_sglang_nothing_is_said(
+    transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await check(given_again(read("sglang")), weight_transport=transport, release_memory=True)
+    assert not caplog.records
+
+
+async def test_what_this_run_does_not_need_is_a_warning_of_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    await check(older("0.5.9"))
+    [line] = caplog.messages
+    assert "(sglang 0.5.9) lacks /v1/loads (`stepwell top` shows no load); " in line
+    assert "/begin_weight_update, /end_weight_update (no engine.weight_transport=distr" in line
+    assert line.endswith("; tested is SGLang 0.5.23")
+
+
+async def test_what_this_run_needs_is_refused_with_the_remedy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(EngineStartError) as e:
+        await check(older("0.5.9"), weight_transport="distributed")
+    assert "/begin_weight_update, /end_weight_update (no engine.weight_transport=d" in str(e.value)
+    assert "start SGLang 0.5.23 or newer there" in str(e.value)
+    assert "/v1/loads" not in str(e.value)
+    with pytest.raises(EngineStartError, match=r"\(sglang\) lacks /model_info, /server_info \(wei"):
+        await check(older("0.5.2"))
+    with pytest.raises(EngineStartError, match="/release_memory_occupation"):
+        await check(older("0.5.9", ["/release_memory_occupation"]), release_memory=True)
+    assert not caplog.records
+
+
+async def test_a_run_that_publishes_nothing_is_only_told(caplog: pytest.LogCaptureFixture) -> None:
+    await check(older("0.5.2"), publishes=False)
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.e2e
+async def test_a_training_run_on_a_server_with_another_api_ends_in_one_line(tmp_path: Path) -> None:
+    """The answers of a real vLLM."""
+    settings = ["logging.wandb=disabled", "logging.console=plain", f"run.dir={tmp_path / 'run'}"]
+    async with serving(given_again(read("vllm"))) as url:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "stepwell", "train", "--config", "quickstart", *settings),
+            *("engine.kind=attach", f"engine.urls=[{url}]"),
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        _, err = await process.communicate()
+    assert process.returncode == 1
+    said = [line for line in err.decode().splitlines() if line.startswith("stepwell: the engine")]
+    assert len(said) == 1
+    assert f"the engine at {url} (vllm) lacks /model_info" in said[0]
+    assert "/generate (no call is answered)" in said[0]
+    assert "/v1/loads" not in said[0]
