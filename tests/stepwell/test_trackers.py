@@ -8,7 +8,9 @@ import re
 import socket
 import struct
 import sys
+import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -189,31 +191,46 @@ def test_wandb_is_offline_without_a_key_and_the_same_run_in_every_life(
     assert all((tmp_path / "wandb" / name).glob("*.wandb") for name in runs)
 
 
-def wandb_history(folder: Path) -> list[dict[str, Any]]:
-    """Name -> value of each row of an offline run's file: after 7 bytes of header blocks of 32 KiB,
-    in them chunks of CRC, length, kind (1 whole, 2 first, 3 middle, 4 last) and bytes."""
+def wandb_records(data: bytes) -> Iterator[Any]:
+    """The records in the file of an offline run: after 7 bytes of header blocks of 32 KiB, in them
+    chunks of CRC, length, kind (1 whole, 2 first, 3 middle, 4 last) and bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    [file] = folder.glob("wandb/offline-run-*/*.wandb")
-    data, at, whole, rows = file.read_bytes(), 7, b"", []
+    at, whole = 7, b""
     while at + 7 <= len(data):
         length, kind = struct.unpack_from("<HB", data, at + 4)
         left = 32_768 - at % 32_768
         if left < 7 or kind == 0:
             at += left
             continue
+        if at + 7 + length > len(data):
+            return  # it is being written
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):
             record = Record()
             record.ParseFromString(whole)
             whole = b""
-            if record.WhichOneof("record_type") == "history":
-                items = record.history.item
-                rows.append(
-                    {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
-                )
-    return rows
+            yield record
+
+
+def wandb_history(folder: Path) -> list[dict[str, Any]]:
+    """Name -> value of each row of the offline run in `folder`. wandb's own process may write the
+    end of the file after the run has been finished here."""
+    [file] = folder.glob("wandb/offline-run-*/*.wandb")
+    deadline = time.monotonic() + 60.0
+    while True:
+        found: dict[str, list[Any]] = {"history": [], "exit": []}
+        for record in wandb_records(file.read_bytes()):
+            found.setdefault(record.WhichOneof("record_type"), []).append(record)
+        if found["exit"]:
+            break
+        assert time.monotonic() < deadline, "wandb never ended its file"
+        time.sleep(0.05)
+    return [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row}
+        for row in (record.history.item for record in found["history"])
+    ]
 
 
 def test_a_file_of_wandb_has_our_names_and_verls(tmp_path: Path) -> None:
