@@ -110,23 +110,44 @@ fuzz: install
 	$(@D)/bin/pip install --quiet --no-deps tensordict==0.10.0 antlr4-python3-runtime==4.9.3 # what verl and hydra want
 	@touch $@
 
-#   make test-verl  verl itself, in an environment of its own: formulas, batches, an actor's update, TransferQueue
-test-verl: .venv-verl/.installed
+# Claw-R1 is on GitHub only, and its pool imports verl. Without GitHub: CLAW_R1_GIT=/a/clone.
+CLAW_R1_GIT ?= https://github.com/AgentR1/Claw-R1.git
+CLAW_R1_COMMIT := 4e1dec65a49c4b6f6e64e717e4ac0a169e06a580
+.claw-r1/$(CLAW_R1_COMMIT):
+	rm -rf $(@D) && git init --quiet $(@D)
+	git -C $(@D) fetch --quiet --depth 1 $(CLAW_R1_GIT) $(CLAW_R1_COMMIT)
+	git -C $(@D) checkout --quiet FETCH_HEAD -- claw_r1/data_pool
+	@touch $@
+
+#   make test-verl  verl itself, in an environment of its own: formulas, batches, an actor's update, TransferQueue, its data sets, tools and rewards; Claw-R1's pool
+test-verl: .venv-verl/.installed .claw-r1/$(CLAW_R1_COMMIT)
 	.venv-verl/bin/python -m pytest tests/trainer/test_golden_losses.py tests/trainer/test_advantages.py tests/backends/test_critic.py tests/backends/test_same_loss.py
 	.venv-verl/bin/python -m pytest tests/backends/test_verl_live.py
+	.venv-verl/bin/python -m pytest tests/documents/test_verl_itself.py tests/documents/test_verl.py
+	PYTHONPATH=.claw-r1 .venv-verl/bin/python -m pytest tests/backends/test_claw_r1_itself.py
 
 # slime is on GitHub only (PyPI's slime is another package). Without GitHub: SLIME_GIT=/a/clone.
 SLIME_GIT ?= https://github.com/THUDM/slime.git
 SLIME_COMMIT := 624b824a898ab0ec1fcb4d373004c7f3852bf515
-.slime/$(SLIME_COMMIT)-plugins:
+.slime/$(SLIME_COMMIT)-examples:
 	rm -rf $(@D) && git init --quiet $(@D)
 	git -C $(@D) fetch --quiet --depth 1 $(SLIME_GIT) $(SLIME_COMMIT)
+	git -C $(@D) checkout --quiet FETCH_HEAD -- slime slime_plugins examples
+	@touch $@
+
+# The last slime with Agent Rollout, of which docs/migration.md speaks.
+AGENT_ROLLOUT_COMMIT := be675e6b4570dde4a9363a1f1e4b515d4ce947f0
+.slime-agent-rollout/$(AGENT_ROLLOUT_COMMIT):
+	rm -rf $(@D) && git init --quiet $(@D)
+	git -C $(@D) fetch --quiet --depth 1 $(SLIME_GIT) $(AGENT_ROLLOUT_COMMIT)
 	git -C $(@D) checkout --quiet FETCH_HEAD -- slime slime_plugins
 	@touch $@
 
 #   make test-slime  samples, advantages and the loss against slime itself, without Megatron and GPUs
-test-slime: install .slime/$(SLIME_COMMIT)-plugins
-	PYTHONPATH=.slime TORCHDYNAMO_DISABLE=1 $(BIN)/pytest tests/backends/test_slime_itself.py tests/backends/test_slime_backend.py tests/backends/test_same_loss.py tests/trainer/test_slime_rollout.py tests/trainer/test_slime_buffer.py tests/documents
+test-slime: install .slime/$(SLIME_COMMIT)-examples .slime-agent-rollout/$(AGENT_ROLLOUT_COMMIT)
+	$(BIN)/pip install --quiet --no-deps -c constraints.txt pylatexenc
+	PYTHONPATH=.slime TORCHDYNAMO_DISABLE=1 $(BIN)/pytest tests/backends/test_slime_itself.py tests/backends/test_slime_backend.py tests/backends/test_same_loss.py tests/trainer/test_slime_rollout.py tests/trainer/test_slime_buffer.py tests/trainer/test_slime_filters.py tests/documents
+	PYTHONPATH=.slime-agent-rollout $(BIN)/pytest tests/backends/test_slime_of_agent_rollout.py
 
 #   make test-trl   the row forms and SFT's losses against TRL itself
 test-trl: install
@@ -176,4 +197,4 @@ record-sglang: install install-sglang
 	$(ON_SGLANG) $(BIN)/python -m tests.backends.engines.record
 
 clean:
-	rm -rf $(VENV) .venv-verl .venv-sglang .slime .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf $(VENV) .venv-verl .venv-sglang .slime .slime-agent-rollout .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build

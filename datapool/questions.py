@@ -13,7 +13,7 @@ import msgspec
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.errors import InvalidRequestError
 from stepwell.datapool.inspect.events import KINDS, Events
-from stepwell.datapool.inspect.rows import ExportedPage, GroupRow, Page, TrajectoryRow
+from stepwell.datapool.inspect.rows import ExportedPage, GroupRow, IndexRow, Page, TrajectoryRow
 from stepwell.datapool.ops import Op, Positive, Text
 from stepwell.datapool.selection import DryRun
 from stepwell.datapool.types import TRAIN
@@ -83,6 +83,10 @@ class ListTrajectories(Listing[Page[TrajectoryRow]], frozen=True, array_like=Tru
     """Trajectories of live groups; filters and errors: `inspect/listing.py`."""
 
 
+class IndexTrajectories(Listing[Page[IndexRow]], frozen=True, array_like=True):
+    """Stored steps of the trajectories of live groups; filters and errors: `inspect/listing.py`."""
+
+
 class ReadTrajectories(Listing[ExportedPage], frozen=True, array_like=True):
     """Whole trajectories with their tokens; filters and errors: `inspect/listing.py`."""
 
@@ -144,5 +148,5 @@ class WaitCredit(Op[Credit], frozen=True, array_like=True):
 
 QUESTIONS: tuple[type[Op[Any]], ...] = (
     *(GetStatistics, Describe, DryRunOf, ListGroups, ListTrajectories),
-    *(ReadTrajectories, GetEvents, WaitAvailable, WaitCredit),
+    *(IndexTrajectories, ReadTrajectories, GetEvents, WaitAvailable, WaitCredit),
 )

@@ -94,10 +94,11 @@ def _has_wide(body: bytes) -> bool:
 
 def _totals(codes: np.ndarray) -> Holdings:
     n = dict.fromkeys((_QUOTE, _LIST, _OBJECT, _COMMA), 0)
+    is_code = np.empty(min(len(codes), BIG), bool)  # one block: its pages cost as much as a pass
     for start in range(0, len(codes), BIG):
         piece = codes[start : start + BIG]
         for code in n:
-            n[code] += int(np.count_nonzero(piece == code))
+            n[code] += int(np.count_nonzero(np.equal(piece, code, out=is_code[: len(piece)])))
     return Holdings((n[_QUOTE] + 1) // 2, n[_LIST] + n[_OBJECT], n[_COMMA])
 
 

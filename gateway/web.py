@@ -86,11 +86,13 @@ def _has_many_levels(body: bytes) -> bool:
 
 
 def _is_too_deep(value: Any) -> bool:
-    try:
-        orjson.dumps([[[[value]]]])  # writes 254 levels; answers put some around what they repeat
-    except orjson.JSONEncodeError:
-        return True
-    return False
+    level = [value]
+    for _ in range(_DEEP):
+        members = (m for c in level for m in (c.values() if type(c) is dict else c))
+        level = [m for m in members if type(m) in (dict, list)]
+        if not level:
+            return False
+    return True
 
 
 def retry_key(headers: Headers, body: bytes, scope: str) -> RetryKey:

@@ -60,6 +60,7 @@ from stepwell.trainer.data import PromptSource, Task, open_conversations
 from stepwell.trainer.errors import ConfigError, TrainerError
 from stepwell.trainer.rewards import RewardManager
 from stepwell.trainer.rollout.agents import load_agent
+from stepwell.trainer.sampling import GroupFilter
 
 _KNOWN = (TrainerError, BackendError, GatewayError, DataPoolError)
 _GB = 1e9
@@ -405,6 +406,7 @@ def selections(config: RunConfig) -> None:
         except DataPoolError as e:
             key = name if name == "default" else f"channels.{name}"
             raise ConfigError(f"pool.{key}.{e}") from e
+    GroupFilter(config.sampling)
 
 
 def loss_mask(config: RunConfig) -> None:

@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.nodes import start_engine_group
 from stepwell.backends.engines.routes import check_routes
 from stepwell.backends.engines.server import start_engine, started
 from stepwell.backends.weights.transports import ADAPTER_NAME
@@ -175,9 +176,12 @@ async def _start_engines(
     logs = [folder / LOGS / (f"engine_{i}" if count > 1 else "") for i in range(count)]
     servers: list[Any] = []
     for i, engine in enumerate(engines):
-        options = placement.engine_options(i) or here
+        own, *others = options = placement.engine_options(i)
+        where: dict[str, Any] = {"log_dir": logs[i], "weights_dir": folder / WEIGHTS}
         servers.append(
-            start_engine(engine, log_dir=logs[i], weights_dir=folder / WEIGHTS, **options)
+            start_engine_group(engine, **where, options=options)
+            if others
+            else start_engine(engine, **where, **(own or here))
         )
     for server in servers:
         stack.push_async_callback(_stop, server)
@@ -216,7 +220,7 @@ def channel_sampling(
 
 
 def generate_needs(config: RunConfig) -> dict[str, Any]:
-    """What rollout workers need besides, to run a generate function of slime's form."""
+    """Arguments of rollout workers for generate functions of slime's form."""
     path = Path(config.gateway.tokenizer_path or config.model.path).absolute()
     return {"tokenizer_path": path, "validation": config.validation}
 

@@ -4,6 +4,9 @@
     colocated       rank i and engine i share GPU i, half each         needs max(ranks, engines)
     plain           no placement group: plain actors, as on a machine without GPUs
 
+An SGLang engine with more GPUs than a node has is spread over the fewest nodes that hold them in
+equal parts, a bundle each (`backends/engines/nodes.py`).
+
 The critic of GAE has as many ranks as the trainer, and its rank i shares the GPU of the trainer's.
 
 `plan` is pure and says what would be done; `place` does it. Ray numbers the bundles of a group as
@@ -27,6 +30,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from stepwell.backends.config import EngineConfig
 from stepwell.config import RunConfig
 from stepwell.trainer.errors import ConfigError
 
@@ -73,6 +77,8 @@ class Plan:
     critic: tuple[Seat, ...] = ()
     """Of the critic's ranks, where there is one and it is not in the driver's own process."""
     engines: tuple[Seat, ...] = ()
+    """`nodes_per_engine` in a row for each engine."""
+    nodes_per_engine: int = 1
 
 
 def wanted_gpus(config: RunConfig) -> tuple[int, int]:
@@ -128,19 +134,60 @@ def plan(
             tuple(Seat(i, share) for i in range(critics)),
             tuple(Seat(i, share) for i in range(engines)),
         )
-    if engines and size > max(node.gpus for node in nodes):
-        raise ConfigError(
-            f"cluster.gpus_per_engine is {size}, but no node has so many GPUs; lower it, or start "
-            "the engine over several nodes yourself and name it: engine.kind=attach, engine.urls"
-        )
+    spread = _nodes_of_an_engine(config, nodes) if engines else 1
+    part = size // spread
     share = 1 / (1 + bool(critics))
     return Plan(
         mode,
-        (1,) * ranks + (size,) * engines,
+        (1,) * ranks + (part,) * (engines * spread),
         tuple(Seat(i, share) for i in range(ranks)),
         tuple(Seat(i, share) for i in range(critics)),
-        tuple(Seat(ranks + i, size) for i in range(engines)),
+        tuple(Seat(ranks + i, part) for i in range(engines * spread)),
+        spread,
     )
+
+
+_TP_SIZE = ("--tp-size", "--tensor-parallel-size", "--tp")
+"""SGLang's names of it."""
+
+
+def _nodes_of_an_engine(config: RunConfig, nodes: Sequence[Node]) -> int:
+    """The fewest nodes that hold the GPUs of an engine in equal parts.
+
+    Raises:
+        ConfigError: none do, or the engine cannot be spread.
+    """
+    size = config.cluster.gpus_per_engine
+    if size <= max(node.gpus for node in nodes):
+        return 1
+    key = f"cluster.gpus_per_engine is {size}"
+    if config.engine.kind != "sglang":
+        raise ConfigError(
+            f"{key}, but no node has so many GPUs, and engine.kind {config.engine.kind!r} stays on "
+            "one node; lower it, or start the engine yourself and name it: engine.kind=attach, "
+            "engine.urls"
+        )
+    for n in range(2, size + 1):
+        if size % n == 0 and sum(node.gpus >= size // n for node in nodes) >= n:
+            break
+    else:
+        raise ConfigError(
+            f"{key}, which no number of nodes holds in equal parts; they have "
+            f"{', '.join(str(node.gpus) for node in nodes)} GPUs"
+        )
+    flags = [flag.partition("=")[0] for flag in config.engine.extra_args]
+    if not any(name in flags for name in _TP_SIZE):
+        raise ConfigError(
+            f"{key}, over {n} nodes, but engine.extra_args has no --tp-size: SGLang would use one "
+            f'GPU; add [--tp-size, "{size}"], or --tp-size, --pp-size and --ep-size as you split it'
+        )
+    for name in ("host", "port"):
+        if (given := getattr(config.engine, name)) != EngineConfig.model_fields[name].default:
+            raise ConfigError(
+                f"{key}, over {n} nodes, but engine.{name} is {given!r}: each part listens at its "
+                f"own node's address and at a port that is free there; leave engine.{name} out"
+            )
+    return n
 
 
 def stable_order(bundles: Iterable[Bundle]) -> list[Bundle]:
@@ -189,12 +236,18 @@ class Placement:
             ),
         }
 
-    def engine_options(self, number: int) -> dict[str, Any]:
-        return self.options(self.plan.engines[number]) if self.plan.engines else {}
+    def engine_options(self, number: int) -> list[dict[str, Any]]:
+        """Of each of the engine's nodes; mostly it has one."""
+        return [self.options(seat) for seat in self._seats(number)] or [{}]
 
     def engine_ip(self, number: int) -> str | None:
-        """The node of an engine's seat; None: it has no seat."""
-        return self.bundles[self.plan.engines[number].bundle].ip if self.plan.engines else None
+        """The node of an engine's (first) seat; None: it has no seat."""
+        seats = self._seats(number)
+        return self.bundles[seats[0].bundle].ip if seats else None
+
+    def _seats(self, number: int) -> tuple[Seat, ...]:
+        n = self.plan.nodes_per_engine
+        return self.plan.engines[number * n : (number + 1) * n]
 
     def backend_options(self) -> dict[str, Any]:
         """What `build_backend` is given: options by rank; nothing for a rank in this process."""

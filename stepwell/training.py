@@ -143,7 +143,7 @@ def build_trainer(
         feeds=feeds,
         sft_share=share,
         scorer=scorer,
-        group_filter=GroupFilter(config.sampling),
+        group_filter=GroupFilter(config.sampling, config.model.path, _slime_arguments(config)),
         progress=updater.progress,
         phases=phases,
         folder=config.run.dir,
@@ -186,6 +186,20 @@ def build_updater(config: RunConfig, backend: TrainingBackend, **critic_options:
         build_critic(config, **critic_options),
         seed=config.run.seed,
     )
+
+
+def _slime_arguments(config: RunConfig) -> dict[str, Any]:
+    """What functions of slime's form are told of a run, by slime's names."""
+    return {
+        "n_samples_per_prompt": config.rollout.n,
+        "rollout_batch_size": config.trainer.train_batch_size
+        * config.async_training.require_batches,
+        "over_sampling_batch_size": config.sampling.over_sampling_batch_size,
+        "rollout_temperature": config.rollout.temperature,
+        "rollout_top_p": config.rollout.top_p,
+        "rollout_top_k": config.rollout.top_k,
+        "rollout_max_response_len": config.rollout.max_tokens,
+    }
 
 
 def weight_store(config: RunConfig) -> WeightStore:

@@ -5,9 +5,11 @@ folder, so that people read what the policy did and what it was told about it.
      "reward_extra_info": {"acc": true}, …}
 
 One line per trajectory, `trainer.rollout_samples` of them a batch, spread over its groups; `step`
-is the first optimizer step that is taken on it. Bounded: a text is cut in its middle at
-`MAX_CHARS`, and a file that has grown over `MAX_BYTES` becomes `rollouts.old.jsonl`, in the place
-of the last one. A step that a resumed run does again stands twice; the later lines count.
+is the first optimizer step that is taken on it, and `reward_extra_info` what the reward function
+said beside the score. Bounded: a text is cut in its middle at `MAX_CHARS`, and a file that has
+grown over `MAX_BYTES` becomes `rollouts.old.jsonl`, in the place of the last one. With `null` every
+trajectory is written whole and none is ever removed (verl's `rollout_data_dir`). A step that a
+resumed run does again stands twice; the later lines count.
 
 Does not own the sample tables of validation (`validation.py`) or recordings (`recording.py`).
 """
@@ -48,7 +50,7 @@ class RolloutSamples:
     Args:
         folder: of the run.
         tokenizer_path: turns tokens into their text.
-        per_batch: trajectories of a batch; None: all.
+        per_batch: trajectories of a batch; None: all, without bounds.
     """
 
     def __init__(self, folder: Path, tokenizer_path: Path, per_batch: int | None) -> None:
@@ -88,7 +90,8 @@ class RolloutSamples:
 
     def _append(self, lines: bytes) -> None:
         path = self._folder / ROLLOUTS
-        if path.is_file() and path.stat().st_size > MAX_BYTES:
+        bounded = self._per_batch is not None
+        if bounded and path.is_file() and path.stat().st_size > MAX_BYTES:
             path.replace(self._folder / OLD)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
@@ -98,6 +101,7 @@ class RolloutSamples:
         task = task_of(group)
         prompt = trajectory.steps[0].prompt_ids
         last = trajectory.steps[-1]
+        most = None if self._per_batch is None else MAX_CHARS
         whole = last.token_ids
         if np.array_equal(whole[: len(prompt)], prompt):  # with what tools wrote in between
             response = self._text(whole[len(prompt) :])
@@ -109,11 +113,11 @@ class RolloutSamples:
             "instance_id": task.get("instance_id"),
             "prompt_uid": group.prompt_uid,
             "trajectory_uid": trajectory.trajectory_uid,
-            "prompt": _cut(self._text(prompt)),
-            "response": _cut(response),
-            "answer": _short(task.get("answer")),
+            "prompt": _cut(self._text(prompt), most),
+            "response": _cut(response, most),
+            "answer": _short(task.get("answer"), most),
             "reward": trajectory.reward,
-            "reward_extra_info": {k: _short(v) for k, v in extra_info(trajectory).items()},
+            "reward_extra_info": {k: _short(v, most) for k, v in extra_info(trajectory).items()},
             "finish_reason": last.finish_reason,
             "n_steps": len(trajectory.steps),
         }
@@ -126,11 +130,11 @@ class RolloutSamples:
         return AutoTokenizer.from_pretrained(self._tokenizer_path)
 
 
-def _short(value: Any) -> Any:
+def _short(value: Any, most: int | None) -> Any:
     """`value`; one that is too long, as a program's tests may be, as its text without the
     middle."""
     text = value if isinstance(value, str) else str(value)
-    return value if len(text) <= MAX_CHARS else _cut(text)
+    return value if most is None or len(text) <= most else _cut(text, most)
 
 
 def _shown(value: Any) -> Any:
@@ -138,10 +142,9 @@ def _shown(value: Any) -> Any:
     return value if isinstance(value, int | float | None) else _cut(str(value), TABLE_CHARS)
 
 
-def _cut(text: str, most: int | None = None) -> str:
-    """`text`, without its middle if it is too long."""
-    most = most or MAX_CHARS
-    half = most // 2
-    if len(text) <= most:
+def _cut(text: str, most: int | None) -> str:
+    """`text`, without its middle if it is longer than `most` characters (None: never)."""
+    if most is None or len(text) <= most:
         return text
+    half = most // 2
     return f"{text[:half]}\n… {len(text) - 2 * half} characters …\n{text[-half:]}"

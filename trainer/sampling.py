@@ -24,17 +24,29 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from stepwell.datapool.config import ChannelConfig, SelectionConfig
 from stepwell.datapool.dotted import resolve
 from stepwell.datapool.errors import SelectionError
 from stepwell.datapool.selection import GroupInfo, Selection, TrajectoryInfo
+from stepwell.datapool.selection.built_in import FILTERS
 from stepwell.datapool.types import SFT, TRAIN, Group, Trajectory
 from stepwell.trainer.config import LAG_LIMIT, AsyncTrainingConfig, SamplingConfig
 from stepwell.trainer.errors import ConfigError, StarvedError
-from stepwell.trainer.slime.filters import preferred, sort_by_reward_std
+from stepwell.trainer.slime.filters import (
+    RULE,
+    Arguments,
+    ScoredGroup,
+    check_signature,
+    most_different_first,
+    preferred,
+)
+from stepwell.trainer.slime.samples import WholeSamples
 
 NONZERO_STD = "nonzero_std"
 """What verl and slime call the filter that the pool calls `zero_variance`, after what it drops."""
@@ -43,6 +55,8 @@ SCORED = "scored"
 OVER_SAMPLING = "over_sampling"
 """The reason under which groups are dropped that `sampling.over_sampling_filter` left out."""
 SORT_BY_REWARD_STD = "sort_by_reward_std"
+_FILTERS = {**FILTERS, RULE: "stepwell.trainer.slime.filters:slime_filter"}
+"""Filters that `sampling.filters` may name."""
 SURPLUS = "surplus"
 """The reason under which groups begun beyond what a window trains are dropped."""
 
@@ -151,7 +165,9 @@ def train_channel(
     Raises:
         ConfigError: `sampling.filters` names no filter.
     """
-    filters = (*channel.selection.filters, *_pool_names(sampling.filters))
+    # The pool has no samples to ask a function of slime's form about: `GroupFilter` does.
+    for_pool = tuple(f for f in _pool_names(sampling.filters) if not f.strip().startswith(RULE))
+    filters = (*channel.selection.filters, *for_pool)
     if only_scored and SCORED not in filters:
         filters = (SCORED, *filters)
     update: dict[str, object] = {
@@ -195,30 +211,45 @@ class GroupFilter:
     """`sampling.filters` over groups that the trainer has scored.
 
     The pool judges a group as soon as it is ready, if its agents scored it; one that the trainer
-    scores (`rollout.reward`) can only be judged here, after the lease.
+    scores (`rollout.reward`) can only be judged here, after the lease. Functions of slime's form
+    (`slime_filter(path)`, `over_sampling_filter`) are only asked here, with whole samples.
+
+    Args:
+        tokenizer_path: makes the texts of samples; None: no function is asked for, and none
+            called.
+        arguments: of a run, by slime's names, for functions of slime's form.
 
     Raises:
-        ConfigError: a name that is not known.
+        ConfigError: a name that is not known, or a function that cannot be called.
     """
 
-    def __init__(self, config: SamplingConfig) -> None:
+    def __init__(
+        self,
+        config: SamplingConfig,
+        tokenizer_path: Path | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         self._max_refills = config.max_refills
+        self._args = Arguments(arguments)
+        self._whole = None if tokenizer_path is None else WholeSamples(tokenizer_path)
         try:
-            self._selection = Selection(SelectionConfig(filters=_pool_names(config.filters)))
+            names = SelectionConfig(filters=_pool_names(config.filters))
+            self._selection = Selection(names, _FILTERS)
         except SelectionError as e:
             raise ConfigError(f"sampling.filters: {e}") from e
         self._over = config.over_sampling_filter
         self._prefer: Callable[..., Any] | None = None
-        if self._over is not None:
+        if self._over not in (None, SORT_BY_REWARD_STD):
             try:
-                built_in = self._over == SORT_BY_REWARD_STD
-                self._prefer = sort_by_reward_std if built_in else resolve(self._over)
-            except ImportError as e:
+                self._prefer = resolve(self._over)
+                check_signature(self._prefer)
+            except (ImportError, ValueError) as e:
                 raise ConfigError(
                     f"sampling.over_sampling_filter is {self._over!r} ({e}); name "
-                    f"{SORT_BY_REWARD_STD}, or a dotted path that Python can import"
+                    f"{SORT_BY_REWARD_STD}, or a function (args, samples) by a dotted path that "
+                    "Python can import"
                 ) from e
-        self.taken = config.over_sampling_batch_size if self._prefer else None
+        self.taken = config.over_sampling_batch_size if self._over else None
         """Groups of which `best` keeps a batch; None: as many as a batch has."""
         self.dropped: Counter[str] = Counter()
         """Groups dropped here so far, by reason."""
@@ -231,7 +262,7 @@ class GroupFilter:
         """
         kept = []
         for group in groups:
-            if (verdict := self._selection.judge(group_info(group))) is None:
+            if (verdict := self._selection.judge(self._info(group))) is None:
                 kept.append(group)
             else:
                 self.dropped[verdict.reason] += 1
@@ -244,17 +275,34 @@ class GroupFilter:
         Raises:
             SelectionError: the function failed.
         """
-        if self._prefer is None:
+        if self._over is None:
             return groups
         try:
-            order = preferred(self._prefer, [group_info(group) for group in groups])
-            kept = [groups[number] for number in order[:size]]
+            if self._prefer is None:
+                order = most_different_first([group_info(group).rewards for group in groups])
+            else:
+                order = preferred(self._prefer, self._args, self._samples(groups))
         except Exception as e:  # foreign code: whatever it raises is reported with its name
             raise SelectionError(
                 f"sampling.over_sampling_filter {self._over!r} failed: {type(e).__name__}: {e}"
             ) from e
+        kept = [groups[number] for number in order[:size]]
         self.dropped[OVER_SAMPLING] += len(groups) - len(kept)
         return kept
+
+    def _info(self, group: Group) -> ScoredGroup:
+        info = group_info(group)
+        values = {f.name: getattr(info, f.name) for f in fields(info)}
+        samples = partial(self._samples_of, group)
+        return ScoredGroup(**values, samples=samples, args=self._args)
+
+    def _samples_of(self, group: Group) -> list[Any]:
+        return self._samples([group])[0]
+
+    def _samples(self, groups: list[Group]) -> list[list[Any]]:
+        if self._whole is None:
+            raise ValueError("there is no tokenizer to make the texts of samples with")
+        return self._whole.by_trajectory(groups)
 
     def check_refills(self, done: int) -> None:
         """A batch is to be filled up again, after `done` times.

@@ -121,7 +121,8 @@ class SlimeSample:
     teacher_log_probs: list[float] | None = None
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Of samples made of Steps: `prompt_uid`, `trajectory_uid`, `step_indices`, `source_name`."""
+    """Of samples made of Steps: the trajectory's, and `prompt_uid`, `trajectory_uid`,
+    `step_indices`, `source_name`."""
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
     train_metadata: dict[str, Any] | None = None
@@ -239,3 +240,11 @@ def sample_class() -> Any:
 def as_slime(sample: SlimeSample) -> Any:
     """The sample as `sample_class`."""
     return sample_class().from_dict(sample.to_dict())
+
+
+def put_back(sample: SlimeSample, of_function: Mapping[str, Any]) -> None:
+    """Give `sample` what the Sample of a generate function had: `SAMPLE` of its trajectory."""
+    given = dict(of_function)
+    if (status := given.pop("status", None)) is not None:
+        sample.status = SlimeSample.Status(status)
+    vars(sample).update(given)

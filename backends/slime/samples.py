@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from stepwell.backends.errors import BatchError
 from stepwell.backends.rows import Row, Segment, build_rows
-from stepwell.backends.slime.sample import SlimeSample
+from stepwell.backends.slime.sample import SAMPLE, SlimeSample
 from stepwell.datapool.types import GREEDY, Group, Step, Trajectory, superseded
 
 NO_LOG_PROBS = "no_log_probs"
@@ -210,6 +210,7 @@ def _samples(
         if reason is not None:
             untrained[reason] += len(step.response_ids)
     metadata = {
+        **{name: value for name, value in trajectory.metadata.items() if name != SAMPLE},
         "prompt_uid": trajectory.prompt_uid,
         "trajectory_uid": trajectory.trajectory_uid,
         "source_name": source_of(trajectory, group),

@@ -4,6 +4,8 @@
     delayed      the same at 64 connections with an engine that takes 50 ms, and with
                  trajectories that stay open: stalls of the event loop         measure.py
     long         gateway CPU of each turn of a 64,000-token conversation       shapes.py
+    contexts     CPU of a turn at 12 to 60 k tokens of context                  shapes.py
+    coding       CPU of a turn of coding agents, 45 k tokens and 20 tools      shapes.py
     stream       first token, and whether any chunk waits for the next         shapes.py
     many         512 agents with long prompts at once                          shapes.py
     memory       bytes of a live trajectory of 64,000 tokens                   memory.py
@@ -28,7 +30,7 @@ from benchmarks.gateway.hostile import hostile
 from benchmarks.gateway.measure import CONNECTIONS, Bench, Size, delayed, throughput
 from benchmarks.gateway.memory import live_trajectories, soak
 from benchmarks.gateway.process import running_client, running_engine
-from benchmarks.gateway.shapes import long_conversations, streams, waves
+from benchmarks.gateway.shapes import coding, contexts, long_conversations, streams, waves
 from benchmarks.gateway.systems import (
     INSTALL,
     Direct,
@@ -47,6 +49,8 @@ SECTIONS = {
     "throughput": throughput,
     "delayed": delayed,
     "long": long_conversations,
+    "contexts": contexts,
+    "coding": coding,
     "stream": streams,
     "many": waves,
     "memory": live_trajectories,

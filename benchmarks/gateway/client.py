@@ -45,6 +45,8 @@ class Conversations:
     answer: bytes
     """What every answer holds."""
     answer_characters: int
+    more: bytes = b""
+    """Further fields of every request."""
 
     @classmethod
     def read(cls, file: Path) -> dict[str, Conversations]:
@@ -55,6 +57,7 @@ class Conversations:
                 [follow_up.encode() for follow_up in made["follow_ups"]],
                 made["answer"].encode(),
                 made["answer_characters"],
+                made.get("more", "").encode(),
             )
             for kind, made in orjson.loads(file.read_bytes()).items()
         }
@@ -65,7 +68,7 @@ class Conversations:
         first = 7919 * prompt + 101 * rollout
         parts = [b'{"model":"bench","messages":[', self.heads[prompt % len(self.heads)]]
         parts += [self.follow_ups[(first + k) % n] for k in range(turn)]
-        parts.append(b'],"max_tokens":64,"temperature":1.0')
+        parts += [b"]", self.more, b',"max_tokens":64,"temperature":1.0']
         parts.append(b',"stream":true}' if stream else b"}")
         return b"".join(parts)
 

@@ -1,6 +1,8 @@
 """What long conversations, streams and many agents at once cost.
 
 long     20 turns to 64,000 tokens, one agent: gateway CPU of each turn
+contexts conversations that grow by 500 tokens a turn, at 12 to 60 k: CPU of each turn
+coding   the same at 45 k as coding agents have it: 20 tools in every request, streamed
 stream   one agent, an event every 5 ms: when the text of each event is seen
 many     512 agents at once, 4,000 to 8,000 tokens: errors, event-loop delay, memory; six times
 """
@@ -17,13 +19,14 @@ import orjson
 
 from benchmarks.gateway.measure import Bench
 from benchmarks.gateway.process import resident_bytes
-from benchmarks.gateway.systems import Direct
-from benchmarks.gateway.workload import LONG_TURNS, ROLLOUTS
+from benchmarks.gateway.systems import Direct, System
+from benchmarks.gateway.workload import CONTEXTS, GROWING, LONG_TURNS, ROLLOUTS
 
 PAUSE_S = 0.05
 """Between the turns of a long conversation: what the gateway does after its answer is counted."""
 INTERVAL_S = 0.005
 MANY_TURNS = 3
+GROWING_TURNS = 6
 WAVES = 6
 
 
@@ -50,6 +53,47 @@ async def long_conversations(bench: Bench) -> None:
         {"turn": turn, "gateway_cpu_ms": by_turn[turn - 1]}
         for turn in (1, 2, 5, 10, 15, len(by_turn))
     ]
+
+
+async def contexts(bench: Bench) -> None:
+    """Every system that is one process."""
+    bench.report.figures["growing_by_500_tokens_a_turn"] = [
+        {"system": system.name, "context": kind, "cpu_ms": await _growing(bench, system, kind)}
+        for kind in CONTEXTS
+        for system in bench.systems
+        if len(system.pids) == 1
+    ]
+
+
+async def coding(bench: Bench) -> None:
+    """As `contexts`."""
+    bench.report.figures["coding_agents_at_45k"] = [
+        {
+            "system": system.name,
+            "cpu_ms": await _growing(bench, system, "coding"),
+            "streamed_cpu_ms": await _growing(bench, system, "coding", stream=True),
+        }
+        for system in bench.systems
+        if len(system.pids) == 1
+    ]
+
+
+async def _growing(bench: Bench, system: System, kind: str, *, stream: bool = False) -> float:
+    """Median CPU of a turn in milliseconds, first turns left out."""
+    job = bench.job(
+        system,
+        kind,
+        connections=1,
+        prompts=GROWING if bench.size.conversations > 1 else 1,
+        rollouts=1,
+        turns=GROWING_TURNS,
+        stream=stream,
+        cpu_pid=system.pids[0],
+        pause_s=PAUSE_S / 5,
+    )
+    cpu_s = (await bench.client.run(job)).cpu_s
+    await system.settle(job)
+    return 1e3 * statistics.median(s for turns in cpu_s for s in turns[1:])
 
 
 async def streams(bench: Bench) -> None:

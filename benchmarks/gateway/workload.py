@@ -7,6 +7,8 @@ template is ChatML. Kinds of conversations, in tokens::
     chat   685 at first, 95 more a turn     8 turns: 1,017 on average
     long   3,200 at first and a turn        20 turns: 64,000
     many   4,000 to 8,000 at first, 95 more a turn
+    12k    12,000 at first, 500 more a turn; also 28k, 44k, 60k
+    coding 45,000 at first, 500 more a turn, and 20 tools of 3 kB in every request
 """
 
 from __future__ import annotations
@@ -27,6 +29,14 @@ ROLLOUTS = 8
 TURNS = 8
 LONG_TURNS = 20
 SYSTEM_TOKENS = 300
+CONTEXTS = {"12k": 12_000, "28k": 28_000, "44k": 44_000, "60k": 60_000}
+"""Tokens of the conversations of a kind at their second turn."""
+CODING_TOKENS = 45_000
+TURN_TOKENS = 500
+"""New ones of each turn of these, the answer's included."""
+GROWING = 8
+"""Conversations of each of these kinds."""
+TOOLS, TOOL_CHARACTERS = 20, 2_800
 VOCABULARY = 16_000
 TEXT_CHARACTERS = 4_000_000
 
@@ -106,10 +116,41 @@ def make_workload(folder: Path) -> Workload:
                     follow_ups=997,
                     tokens=20,
                 ),
+                **{kind: _growing(source, said, n) for kind, n in CONTEXTS.items()},
+                "coding": {
+                    **_growing(source, said, CODING_TOKENS),
+                    "more": ',"tools":' + orjson.dumps(_tools(source)).decode(),
+                },
             }
         )
     )
     return workload
+
+
+def _growing(source: _Source, answer: str, tokens: int) -> dict[str, Any]:
+    new = TURN_TOKENS - ANSWER_TOKENS
+    firsts = [tokens - SYSTEM_TOKENS - TURN_TOKENS] * GROWING
+    return _conversations(source, answer, firsts=firsts, follow_ups=101, tokens=new)
+
+
+def _tools(source: _Source) -> list[dict[str, Any]]:
+    """Tools as coding agents send them: long descriptions, few parameters."""
+    argument = {"type": "string", "description": "What the tool is to work on, as it stands."}
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": f"tool_{k}",
+                "description": source.take(TOOL_CHARACTERS)[:TOOL_CHARACTERS],
+                "parameters": {
+                    "type": "object",
+                    "properties": dict.fromkeys(("path", "pattern", "content"), argument),
+                    "required": ["path"],
+                },
+            },
+        }
+        for k in range(TOOLS)
+    ]
 
 
 def _conversations(

@@ -303,6 +303,7 @@ _ANSWERS: Final[Mapping[type, Callable[[DataPool, Any, float], Any]]] = {
     asked.GetEvents: DataPool._events,
     asked.ListGroups: DataPool._list,
     asked.ListTrajectories: DataPool._list,
+    asked.IndexTrajectories: DataPool._list,
     asked.ReadTrajectories: DataPool._list,
 }
 """What answers an operation or question that is not about one channel alone (`METHODS`)."""

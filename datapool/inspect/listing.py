@@ -307,6 +307,13 @@ def _trajectory_rows(channel: Channel, pager: Pager) -> Iterator[rows.Trajectory
         )
 
 
+def _index_rows(channel: Channel, pager: Pager) -> Iterator[rows.IndexRow]:
+    for found in _trajectories(channel, pager):
+        record = found.record
+        uids = record.trajectory_uid, record.prompt_uid
+        yield rows.IndexRow(*uids, record.is_complete, tuple(s.step_index for s in record.steps))
+
+
 def _exported(
     channel: Channel, pager: Pager
 ) -> Iterator[tuple[rows.ExportedTrajectory, PackedTrajectory]]:
@@ -368,6 +375,7 @@ _Walk: TypeAlias = Callable[[Channel, Pager], Iterator[Any]]
 _LISTINGS: Final[Mapping[type, tuple[str, Filters, _Walk]]] = {
     questions.ListGroups: ("groups", _OF_GROUPS, _group_rows),
     questions.ListTrajectories: ("trajectories", _OF_TRAJECTORIES, _trajectory_rows),
+    questions.IndexTrajectories: ("index", _OF_TRAJECTORIES, _index_rows),
     questions.ReadTrajectories: ("export", _OF_TRAJECTORIES, _exported),
 }
 """Name, filters and items of each: those that pass the pager's filters, from its cursor on. Groups

@@ -85,6 +85,26 @@ class TrajectoryRow:
     """Its own; those of its group count for it too."""
 
 
+@dataclass(frozen=True, slots=True)
+class IndexRow:
+    """Which steps of a trajectory of a live group are stored."""
+
+    trajectory_uid: str
+    prompt_uid: str
+    is_complete: bool
+    steps: tuple[int, ...]
+    """Their `step_index`, in order; none once it is aborted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptGroup:
+    """The trajectories of a live group, as they came, and which of them are complete."""
+
+    prompt_uid: str
+    trajectory_uids: tuple[str, ...]
+    complete_trajectories: frozenset[str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedTrajectory:
     """A whole trajectory with its tokens, as it goes into a file and comes out of one."""

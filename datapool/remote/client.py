@@ -38,7 +38,14 @@ from stepwell.datapool.codec import PackedLease
 from stepwell.datapool.config import PoolConfig, SelectionConfig
 from stepwell.datapool.errors import InvalidStepError, JournalFullError
 from stepwell.datapool.inspect.events import Events
-from stepwell.datapool.inspect.rows import ExportedPage, GroupRow, Page, TrajectoryRow
+from stepwell.datapool.inspect.rows import (
+    ExportedPage,
+    GroupRow,
+    IndexRow,
+    Page,
+    PromptGroup,
+    TrajectoryRow,
+)
 from stepwell.datapool.ops import Op, R, SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.remote.link import LocalPort, Port
 from stepwell.datapool.remote.outbox import Outbox
@@ -352,6 +359,40 @@ class DataPoolClient:
     ) -> ExportedPage:
         """Whole trajectories, as they are exported, as `list_groups`."""
         return await self.call(asked.ReadTrajectories(channel, cursor, limit, filters))
+
+    async def trajectory_index(self, channel: str = TRAIN) -> dict[str, list[int]]:
+        """Return the `step_index` of each stored step, by trajectory of a live group. Made when it
+        is asked for, page by page, as are the other two: what comes or goes meanwhile may be in it
+        or not."""
+        return {row.trajectory_uid: list(row.steps) async for row in self._index(channel)}
+
+    async def trajectory_complete(self, channel: str = TRAIN) -> dict[str, bool]:
+        """Return whether each trajectory of a live group is complete: closed, with all its steps
+        up to the last; an aborted one never is."""
+        return {row.trajectory_uid: row.is_complete async for row in self._index(channel)}
+
+    async def prompt_groups(self, channel: str = TRAIN) -> dict[str, PromptGroup]:
+        """Return the live groups that have trajectories, by `prompt_uid`."""
+        members: dict[str, list[IndexRow]] = {}
+        async for row in self._index(channel):
+            members.setdefault(row.prompt_uid, []).append(row)
+        return {
+            uid: PromptGroup(
+                uid,
+                tuple(row.trajectory_uid for row in own),
+                frozenset(row.trajectory_uid for row in own if row.is_complete),
+            )
+            for uid, own in members.items()
+        }
+
+    async def _index(self, channel: str) -> AsyncIterator[IndexRow]:
+        cursor = None
+        while True:
+            page = await self.call(asked.IndexTrajectories(channel, cursor, 1000))
+            for row in page.items:
+                yield row
+            if (cursor := page.cursor) is None:
+                return
 
     # -- end and statistics ------------------------------------------------------------------
 

@@ -17,11 +17,11 @@ generation batches. `Hold` keeps it, unserved, until its marks or rewards change
 Names in `SelectionConfig`; an argument goes in brackets, `all_correct(0.9)`:
 
     order         fifo · freshest
-    filters       zero_variance · scored · all_correct(1.0) · all_wrong(0.0) · slime_filter(path)
+    filters       zero_variance · scored · all_correct(1.0) · all_wrong(0.0)
 
 What verl calls it: `algorithm.filter_groups` is `filters: [zero_variance]`; a group of one is kept,
 as there. `max_num_gen_batches` needs nothing here, since drops are counted by reason. slime's words
-and functions: `trainer/slime/filters.py`.
+and functions, which the trainer asks: `trainer/slime/filters.py`.
 
 Modules: `groups` (what rules see and answer), `built_in` (rules that have names), `rules` (those of
 one channel, in their order), `dry_run`.

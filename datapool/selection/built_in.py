@@ -77,8 +77,7 @@ def all_wrong(info: GroupInfo, threshold: float = 0.0) -> Verdict | None:
 
 Rules: TypeAlias = Mapping[str, Callable[..., Any] | str]
 """By name: a function; or the dotted path of an adapter, which makes a rule of the function whose
-path is in brackets. That one lies in another room, of which this package imports nothing: it is
-imported when a configuration names it.
+path is in brackets, and is imported when a configuration names it.
 """
 
 ORDERS: Final[Rules] = {"fifo": fifo, "freshest": freshest}
@@ -87,7 +86,10 @@ FILTERS: Final[Rules] = {
     "scored": scored,
     "all_correct": all_correct,
     "all_wrong": all_wrong,
-    "slime_filter": "stepwell.trainer.slime.filters:slime_filter",
+}
+_ELSEWHERE: Final = {
+    "slime_filter": "it asks for whole samples, which the pool does not unpack to select: name it "
+    "in sampling.filters",
 }
 _TAKE_A_NUMBER: Final = (all_correct, all_wrong)
 _NAME: Final = re.compile(r"([A-Za-z_]\w*)(?:\((.*)\))?")
@@ -99,6 +101,8 @@ def build(config_field: str, spec: str, known: Rules) -> Callable[..., Any]:
     built_in = _NAME.fullmatch(spec.strip())
     remedy = f"use {', '.join(known)} or the dotted path of a function, package.module:name"
     if built_in is not None and built_in[1] not in known:
+        if because := _ELSEWHERE.get(built_in[1]):
+            raise SelectionError(f"{config_field} is {spec!r}, which is refused: {because}")
         near = get_close_matches(built_in[1], known, 1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise SelectionError(f"{config_field} is {spec!r}, which is not built in{hint}; {remedy}")

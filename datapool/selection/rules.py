@@ -9,7 +9,14 @@ from typing import Any, SupportsFloat
 
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.errors import SelectionError
-from stepwell.datapool.selection.built_in import FILTERS, NOT_TRAINABLE, ORDERS, build, fifo
+from stepwell.datapool.selection.built_in import (
+    FILTERS,
+    NOT_TRAINABLE,
+    ORDERS,
+    Rules,
+    build,
+    fifo,
+)
 from stepwell.datapool.selection.groups import Drop, Filter, GroupInfo, Hold, Order, Verdict
 
 
@@ -19,15 +26,18 @@ class Selection:
     Every method takes a group as it is and looks at it through `gate`, so rewards, versions and
     counts are always those of what would be served.
 
+    Args:
+        filters: by the names that the configuration may use.
+
     Raises:
         SelectionError: a name is unknown, or a dotted path leads nowhere.
     """
 
-    def __init__(self, config: SelectionConfig) -> None:
+    def __init__(self, config: SelectionConfig, filters: Rules = FILTERS) -> None:
         self.config = config
         self._order: Order = build("selection.order", config.order, ORDERS)
         self._filters: list[tuple[str, Filter]] = [
-            (f"selection.filters[{i}] {spec!r}", build(f"selection.filters[{i}]", spec, FILTERS))
+            (f"selection.filters[{i}] {spec!r}", build(f"selection.filters[{i}]", spec, filters))
             for i, spec in enumerate(config.filters)
         ]
 

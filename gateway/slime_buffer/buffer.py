@@ -238,7 +238,9 @@ class RolloutBuffer:
 
         def is_valid() -> Any:
             items = served.instance_id, self._items(served)
-            return judge.call("is_valid_group", items, n, self._task_type)
+            found = judge.call("is_valid_group", items, n, self._task_type)
+            # Generators of July 2025 return (is_valid, is_finished).
+            return found[0] if isinstance(found, tuple) else found
 
         return None if await asyncio.to_thread(is_valid) else INVALID
 

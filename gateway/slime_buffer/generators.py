@@ -31,6 +31,10 @@ BUILT_IN = dict.fromkeys(("chat", "math"), "stepwell.gateway.slime_buffer.chat")
 """Module by task type; `math` is slime's default. A configured one goes before it."""
 
 
+FORMER = ("normalize_group_data", "pad_group_data", "filter_item")
+"""Functions of a generator that `transform_group` has replaced."""
+
+
 class GeneratorError(GatewayError, RuntimeError, code="rollout_generator_failed"):
     """A rollout generator failed, or one of its functions."""
 
@@ -94,6 +98,12 @@ def load_generator(path: str) -> tuple[str, Generator]:
     task_type, run = (getattr(module, name, None) for name in ("TASK_TYPE", "run_rollout"))
     if not isinstance(task_type, str) or not callable(run):
         raise ImportError("it has no TASK_TYPE (a string) and run_rollout (a function)")
+    former = [name for name in FORMER if hasattr(module, name)]
+    if former and not hasattr(module, "transform_group"):
+        raise ImportError(
+            f"it has {former[0]}, which slime called until July 2025 and calls no more; call it in "
+            "transform_group(group, task_type)"
+        )
     names = ("is_valid_group", "transform_group", "get_group_data_meta_info", "check_rollout")
     return task_type, Generator(path, run, *(getattr(module, name, None) for name in names))
 

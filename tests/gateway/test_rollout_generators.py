@@ -19,7 +19,7 @@ from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import GatewayConfigError
 from stepwell.gateway.wiring import Wiring
-from tests.gateway.test_rollout_buffer import Consumer, group, pool_groups, statistics
+from tests.gateway.test_rollout_buffer import Consumer, group, pool_groups, rollout, statistics
 
 ECHO = '''
 import json, urllib.request
@@ -309,6 +309,37 @@ def transform_group(group, task_type):
     assert all(item["raw_reward"] == item["reward"] + 0.5 for item in items)
 
 
+FINISHED = """
+TASK_TYPE = "finished"
+
+
+def run_rollout(data):
+    pass
+
+
+def is_valid_group(group, min_valid_group_size, task_type):
+    instance_id, items = group
+    is_finished = len(items) >= min_valid_group_size
+    return is_finished and len({item["reward"] for item in items}) > 1, is_finished
+"""
+
+
+async def test_a_group_that_a_generator_calls_finished_and_not_valid_is_dropped(
+    worlds: Callable[..., Any], tmp_path: Path
+):
+    """The form of slime's Rollout Buffer when Agent Rollout was documented."""
+    path = tmp_path / "finished_generator.py"
+    path.write_text(FINISHED)
+    world = await worlds("chatml", rollout_generators=(str(path),))
+    consumer = Consumer(world.url)
+    await consumer.start(task_type="finished")
+    await group(world, "same")
+    await rollout(world, "differ", "d0", 0.0)
+    await rollout(world, "differ", "d1", 1.0)
+    assert [i["instance_id"] for i in await consumer.items()] == ["differ", "differ"]
+    assert statistics(world)["dropped_groups"] == {"is_valid_group": 1}
+
+
 async def test_a_function_of_a_generator_that_fails_is_told_and_no_group_is_lost(
     worlds: Callable[..., Any], tmp_path: Path
 ):
@@ -381,6 +412,7 @@ async def test_a_rollout_and_all_its_processes_end_with_another_start_or_the_gat
         (("no.such.module",), "No module named 'no'"),
         ((__name__,), "it has no TASK_TYPE"),
         (("{echo}", "{echo}"), "whose TASK_TYPE 'echo' is that of"),
+        (("{former}",), "it has filter_item, which slime called until July 2025 and calls no more"),
     ],
 )
 def test_a_generator_that_cannot_be_loaded_fails_before_serving(
@@ -388,7 +420,10 @@ def test_a_generator_that_cannot_be_loaded_fails_before_serving(
 ):
     echo = tmp_path / "echo_generator.py"
     echo.write_text(ECHO)
-    config = GatewayConfig(rollout_generators=tuple(p.format(echo=echo) for p in paths))
+    former = tmp_path / "former_generator.py"
+    former.write_text(f"{FINISHED}\ndef filter_item(item, task_type): return True\n")
+    given = tuple(p.format(echo=echo, former=former) for p in paths)
+    config = GatewayConfig(rollout_generators=given)
     with pytest.raises(GatewayConfigError, match=r"gateway\.rollout_generators holds") as e:
         create_app(config, Wiring(), None, tokenizer_of("chatml"))  # type: ignore[arg-type]
     assert problem in str(e.value)

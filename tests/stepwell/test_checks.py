@@ -150,6 +150,8 @@ MISTAKES = {
     "trainer.backend=checks_nowhere:Backend": "trainer.backend 'checks_nowhere:Backend' cannot be",
     "trainer.backend=verl": "trainer.backend is 'verl', which does not implement compute_log_",
     "pool.default.selection.order=nowhere:order": "pool.default.selection.order is 'nowhere:",
+    "pool.default.selection.filters=[slime_filter(checks_code:two)]": "name it in sampling.filters",
+    "sampling.filters=[slime_filter(checks_code:three)]": "cannot be called as slime's filters are",
     "trainer.load_debug_rollout_data={folder}/no": "where no batch is recorded; name what",
     # where it goes on
     "run.resume=7": "run.resume is 7, but {folder}/run/checkpoints has no step_7; it has none",

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
 from stepwell.config import RunConfig
-from stepwell.placement import Bundle, Node, Plan, place, plan, stable_order, wanted_gpus
+from stepwell.placement import (
+    Bundle,
+    Node,
+    Placement,
+    Plan,
+    place,
+    plan,
+    stable_order,
+    wanted_gpus,
+)
 from stepwell.presets import load_config
 from stepwell.trainer.errors import ConfigError
 
@@ -105,10 +114,41 @@ def test_an_engine_that_fits_a_node_is_on_one() -> None:
     assert planned.engines == ((2, 2.0),)
 
 
-def test_an_engine_larger_than_a_node_is_refused_with_the_way_to_have_one() -> None:
-    nodes = [Node(f"10.0.0.{i}", f"{i}" * 40, 8, is_driver=i == 1) for i in range(1, 5)]
-    with pytest.raises(ConfigError, match=r"gpus_per_engine is 12, but no node .* engine\.urls"):
-        plan(config("cluster.gpus_per_engine=12", "cluster.engines=2"), nodes)
+TP = 'engine.extra_args=[--tp-size,"12"]'
+NODES = [Node(f"10.0.0.{i}", f"{i}" * 40, 8, is_driver=i == 1) for i in range(1, 5)]
+
+
+def test_an_engine_larger_than_a_node_is_spread_in_equal_parts() -> None:
+    planned = plan(config("cluster.gpus_per_engine=12", "cluster.engines=2", TP), NODES)
+    assert planned.nodes_per_engine == 2
+    assert planned.bundles == (1, 1, 6, 6, 6, 6)
+    assert planned.engines == ((2, 6), (3, 6), (4, 6), (5, 6))
+    bundles = [Bundle(i, f"10.0.0.{i}", "a", ()) for i in range(6)]
+    placement = Placement(planned, tuple(bundles))
+    assert [placement.engine_ip(i) for i in range(2)] == ["10.0.0.2", "10.0.0.4"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("cluster.gpus_per_engine=11", TP), r"is 11, which no number of nodes .* 8, 8, 8, 8 GPUs"),
+        (("cluster.gpus_per_engine=12", TP, "engine.host=10.0.0.2"), "leave engine.host out"),
+        (("cluster.gpus_per_engine=12", TP, "engine.port=30000"), "engine.port is 30000: each"),
+        (("cluster.gpus_per_engine=12",), r"over 2 nodes, but .* no --tp-size: .*--tp-size, \"12"),
+    ],
+)
+def test_an_engine_that_cannot_be_spread_is_refused_with_the_way_to_have_one(
+    overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(config(*overrides), NODES)
+
+
+def test_an_engine_of_another_kind_stays_on_one_node() -> None:
+    asked = config("cluster.gpus_per_engine=12")
+    of_a_plug_in = asked.engine.model_copy(update={"kind": "plugged"})
+    with pytest.raises(ConfigError, match=r"'plugged' stays on one node; .* engine\.urls"):
+        plan(asked.model_copy(update={"engine": of_a_plug_in}), NODES)
 
 
 BUNDLES = [
@@ -156,7 +196,7 @@ def test_actors_sit_where_the_plan_says_in_every_start(gpus: None) -> None:
     for _ in range(2):
         placement = place(config("cluster.engines=2"))
         options = [*placement.backend_options()["options"]]
-        options += [placement.engine_options(i) for i in range(2)]
+        options += [o for i in range(2) for o in placement.engine_options(i)]
         parts = [ray.remote(Part).options(num_cpus=0, **o).remote() for o in options]
         seen.append(ray.get([part.where.remote() for part in parts]))
         for part in parts:

@@ -11,11 +11,13 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from google.protobuf.message import DecodeError
 from prometheus_client.parser import text_string_to_metric_families
 
 from stepwell import checks
@@ -192,8 +194,8 @@ def test_wandb_is_offline_without_a_key_and_the_same_run_in_every_life(
 
 
 def wandb_records(data: bytes) -> Iterator[Any]:
-    """The records in the file of an offline run: after 7 bytes of header blocks of 32 KiB, in them
-    chunks of CRC, length, kind (1 whole, 2 first, 3 middle, 4 last) and bytes."""
+    """Records of an offline run's file: after 7 bytes of header blocks of 32 KiB, in them chunks of
+    CRC, length, kind (1 whole, 2 first, 3 middle, 4 last) and bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     at, whole = 7, b""
@@ -203,8 +205,6 @@ def wandb_records(data: bytes) -> Iterator[Any]:
         if left < 7 or kind == 0:
             at += left
             continue
-        if at + 7 + length > len(data):
-            return  # it is being written
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):
@@ -215,21 +215,18 @@ def wandb_records(data: bytes) -> Iterator[Any]:
 
 
 def wandb_history(folder: Path) -> list[dict[str, Any]]:
-    """Name -> value of each row of the offline run in `folder`. wandb's own process may write the
-    end of the file after the run has been finished here."""
+    """Name -> value of each row of an offline run's file."""
     [file] = folder.glob("wandb/offline-run-*/*.wandb")
-    deadline = time.monotonic() + 60.0
-    while True:
-        found: dict[str, list[Any]] = {"history": [], "exit": []}
-        for record in wandb_records(file.read_bytes()):
-            found.setdefault(record.WhichOneof("record_type"), []).append(record)
-        if found["exit"]:
-            break
-        assert time.monotonic() < deadline, "wandb never ended its file"
+    while True:  # wandb's service writes it after the run has finished
+        with suppress(DecodeError):  # in the middle of a write
+            records = list(wandb_records(file.read_bytes()))
+            if any(record.WhichOneof("record_type") == "exit" for record in records):
+                break
         time.sleep(0.05)
     return [
-        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row}
-        for row in (record.history.item for record in found["history"])
+        {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
     ]
 
 

@@ -141,6 +141,28 @@ async def test_the_file_is_bounded_in_its_texts_and_in_its_size(
     assert " characters …\n" in rows(tmp_path)[0]["response"]
 
 
+async def test_all_is_whole_and_for_ever_with_what_the_reward_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl's `rollout_data_dir`."""
+    monkeypatch.setattr(rollout_samples, "MAX_CHARS", 20)
+    monkeypatch.setattr(rollout_samples, "MAX_BYTES", 500)
+    written = rollout_samples.RolloutSamples(tmp_path, small_config(tmp_path).model.path, None)
+    ids = np.array([5] * 40, np.int32)
+    extra = {"accuracy": 1.0, "detailed_feedback": "y" * 60}
+    step = Step(prompt_ids=ids, response_ids=ids, trajectory_uid="t", prompt_uid="p", reward=1.0)
+    trajectory = Trajectory("t", "p", (step,), metadata={"reward_extra_info": extra})
+    group = Group("p", (trajectory,), metadata={"task": {"answer": "x" * 60}})
+    for n in range(1, 11):
+        written.write(n, [group])
+    found = rows(tmp_path)
+    assert [row["step"] for row in found] == [*range(1, 11)]
+    assert not (tmp_path / "rollouts.old.jsonl").exists()
+    assert all(row["reward_extra_info"] == extra for row in found)
+    assert {row["answer"] for row in found} == {"x" * 60}
+    assert all(" characters …" not in row["prompt"] + row["response"] for row in found)
+
+
 @pytest.mark.parametrize("answer", ["x" * 60, {"inputs": ["y" * 60]}])
 def test_an_answer_of_many_tests_is_cut_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any

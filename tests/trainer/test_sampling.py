@@ -29,6 +29,8 @@ from stepwell.trainer.sampling import (
 )
 from tests.trainer.small_run import pool_config, small_config, small_run
 
+MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
+
 SYNC = "async_training.mode=sync"
 ONE_STEP_OFF = "async_training.mode=one_step_off"
 ASYNC = "async_training.mode=async"
@@ -266,7 +268,8 @@ def test_filters_are_named_by_dotted_path_and_the_first_that_objects_decides() -
     judge = GroupFilter(
         SamplingConfig(
             filters=["all_wrong(0.0)", f"slime_filter({__name__}:slime_keeps_hard_ones)"]
-        )
+        ),
+        MODEL,
     )
     hard = group(0.0, 1.0)
     assert judge.keep([group(0.0, 0.0), hard, group(1.0, 1.0)]) == [hard]

@@ -11,16 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from stepwell.backends.errors import BatchError
 from stepwell.backends.slime.backend import post_process_rewards
 from stepwell.backends.slime.sample import sample_class
-from stepwell.trainer.errors import ConfigError, StarvedError
+from stepwell.trainer.errors import ConfigError, DataError, StarvedError
 from stepwell.trainer.slime import buffer
 from stepwell.trainer.slime.buffer import generate_agent_rollout, generate_rollout
 from stepwell.trainer.slime.data_source import RolloutDataSourceWithBuffer
-from tests.gateway.conftest import worlds  # noqa: F401 - a fixture
-from tests.gateway.test_rollout_buffer import Consumer, group
+from tests.backends.slime_itself import HAS_SLIME
+from tests.gateway.conftest import serving, worlds  # noqa: F401 - a fixture
+from tests.gateway.test_rollout_buffer import Consumer, group, statistics
 from tests.trainer.test_slime_rollout import slime_args
 
 REWARD = "tests.gateway.scripted_reward:exact"
@@ -68,7 +73,7 @@ async def test_a_slime_run_starts_its_rollout_and_trains_what_comes(
     args, source = run_of(world.url, rollout_task_type="math")
     source.update_metadata({"0": [1]})  # a checkpoint's: the group of instance 1 was trained
     made = await generate_agent_rollout(args, 1, source)
-    samples, metrics = made.samples, made.metrics
+    samples, metrics = made.groups, made.metrics
     assert [len(g) for g in samples] == [2, 2]
     assert {s.metadata["instance_id"] for g in samples for s in g} == {0, 2}
     sample = samples[0][0]
@@ -80,8 +85,6 @@ async def test_a_slime_run_starts_its_rollout_and_trains_what_comes(
     assert sample.status == sample_class().Status.COMPLETED
     assert (sample.reward, sample.label) == (1.0, "fine")
     assert [s.group_index for g in samples for s in g] == [0, 0, 1, 1]
-    assert metrics["rollout/no_filter/total_samples"] == 4
-    assert metrics["rollout/no_filter/avg_reward"] == 1.0
     assert metrics["stepwell/samples_without_log_probs"] == 0
     assert sorted(source.get_metadata()["1"]) == [0, 2]
     with pytest.raises(StarvedError, match="is finished, and 2 groups are missing"):
@@ -106,9 +109,8 @@ async def test_text_only_rollouts_have_no_log_probs_and_raw_rewards_come_along(
     rollout = asyncio.create_task(generate_agent_rollout(args, 0, source))
     await write(0)
     await write(1)
-    made = await rollout
-    samples, metrics = made.samples, made.metrics
-    flat = [s for g in samples for s in g]
+    flat = await rollout
+    metrics = flat.metrics
     assert metrics["stepwell/samples_without_log_probs"] == 4
     assert metrics["stepwell/untrained_tokens/no_log_probs"] == 0
     assert all(s.rollout_log_probs is None for s in flat)
@@ -120,10 +122,9 @@ async def test_text_only_rollouts_have_no_log_probs_and_raw_rewards_come_along(
     # Beside groups with log-probs slime cannot leave out the correction for some.
     await write(2)
     await group(world, "p")
-    made = await generate_agent_rollout(args, 1, source)
-    samples, metrics = made.samples, made.metrics
-    assert [s.remove_sample for g in samples for s in g] == [True, True, False, False]
-    assert metrics["stepwell/untrained_tokens/no_log_probs"] == 2 * len(
+    samples = await generate_agent_rollout(args, 1, source)
+    assert [s.remove_sample for s in samples] == [True, True, False, False]
+    assert samples.metrics["stepwell/untrained_tokens/no_log_probs"] == 2 * len(
         world.ids("fine", close=False)
     )
 
@@ -143,12 +144,15 @@ async def test_what_the_buffer_refuses_is_told_at_once_and_failures_so_often_as_
     with pytest.raises(ConfigError, match="there is no rollout generator"):
         await generate_agent_rollout(args, 0, source)
     args, source = run_of("http://127.0.0.1:9", fetch_trajectory_retry_times=2)
-    with pytest.raises(StarvedError, match="failed 3 times in a row"):
+    with pytest.raises(StarvedError, match="failed 3 times in this rollout"):
         await generate_agent_rollout(args, 0, source)
     with pytest.raises(ConfigError, match="evaluation"):
         await generate_agent_rollout(args, 0, source, evaluation=True)
     with pytest.raises(ConfigError, match="rollout_buffer_url is not set"):
         await generate_agent_rollout(slime_args(), 0, source)
+    args.agent_rollout_buffer_url = "http://127.0.0.1:10"
+    with pytest.raises(ConfigError, match="they are two names of one address: set one"):
+        await generate_agent_rollout(args, 0, source)
 
 
 async def test_what_came_before_a_failure_is_kept_and_only_the_rest_is_asked_for(
@@ -162,7 +166,7 @@ async def test_what_came_before_a_failure_is_kept_and_only_the_rest_is_asked_for
     # slime calls it without an event loop of its own.
     failing = asyncio.create_task(asyncio.to_thread(generate_rollout, args, 0, source))
     async with asyncio.timeout(60):
-        while not source.get_buffer_length():  # noqa: ASYNC110 - another thread's
+        while not statistics(world).get("delivered_groups"):  # noqa: ASYNC110 - another thread asks
             await asyncio.sleep(0.01)
 
         async def away(*args: Any) -> None:
@@ -172,6 +176,57 @@ async def test_what_came_before_a_failure_is_kept_and_only_the_rest_is_asked_for
             patch.setattr(world.pool, "lease_batch", away)
             with pytest.raises(StarvedError, match="503"):
                 await failing
+    assert source.get_buffer_length() == 0
     await group(world, "q")
-    samples = (await generate_agent_rollout(args, 0, source)).samples
-    assert [g[0].metadata["prompt_uid"] for g in samples] == ["p", "q"]
+    samples = await generate_agent_rollout(args, 0, source)
+    assert [s.metadata["prompt_uid"] for s in samples] == ["p", "p", "q", "q"]
+    assert source.get_metadata() == {"0": ["p", "q"]}
+
+
+async def test_what_is_beyond_a_batch_is_trained_with_the_next(
+    run_of: Callable[..., Any],
+):
+    """A buffer of another make serves all that it has."""
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    sampled = {"tokens": [1, 2], "response_length": 1, "loss_mask": [1]}
+    items = [
+        {"uid": f"{i}", "instance_id": i // 2, "messages": messages, "reward": 1, "extra_info": {}}
+        | sampled
+        for i in range(6)
+    ]
+    answers = [items, [{**item, "instance_id": 3} for item in items[:2]]]
+
+    async def serve(request: Request) -> JSONResponse:
+        data = {"data": answers.pop(0), "meta_info": {}}
+        return JSONResponse({"success": True, "data": data})
+
+    async def start(request: Request) -> JSONResponse:
+        return JSONResponse({})
+
+    routes = [
+        Route("/get_rollout_data", serve, methods=["POST"]),
+        Route("/start_rollout", start, methods=["POST"]),
+    ]
+    async with serving(Starlette(routes=routes)) as url:
+        args, source = run_of(url)
+        assert [s.index for s in await generate_agent_rollout(args, 0, source)] == [0, 0, 1, 1]
+        assert source.get_metadata() == {"0": [0, 1]}
+        assert [s.index for s in await generate_agent_rollout(args, 1, source)] == [2, 2, 3, 3]
+        answers.append(items[:3])
+        with pytest.raises(DataError, match="1 items of instance_id 1, but n_samples_per_prompt"):
+            await generate_agent_rollout(args, 2, source)
+
+
+async def test_the_function_that_slime_names_returns_what_its_controllers_take(
+    worlds: Callable[..., Any],  # noqa: F811
+    run_of: Callable[..., Any],
+):
+    world = await worlds("chatml")
+    args, source = run_of(world.url, rollout_batch_size=1)
+    await group(world, "p")
+    made = await asyncio.to_thread(generate_rollout, args, 0, source)
+    if HAS_SLIME:  # today's has an output class, with metrics
+        assert made.metrics["stepwell/samples_without_log_probs"] == 0
+        (made,) = made.samples
+    assert isinstance(made, list)
+    assert [s.index for s in made] == ["p", "p"]

@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,12 @@ def test_figures_are_means_over_prompts_of_each_data_source() -> None:
         "val/code/pass@1": 0.0,
         "val/code/pass@2": 0.0,
         "val/code/pass@4": 0.0,
+        "val/code/truncated_ratio": 0.0,
         "val/math/mean@4": 0.625,
         "val/math/pass@1": 0.625,
         "val/math/pass@2": 0.75,
         "val/math/pass@4": 1.0,
+        "val/math/truncated_ratio": 0.0,
     }
     assert figures(groups, 4, pass_reward=0.5)["val/code/pass@1"] == 1.0
 
@@ -133,6 +136,19 @@ def test_a_sample_has_the_question_the_answer_the_reply_and_the_reward(tmp_path:
     ]
     assert rows[0]["step"] == 20
     assert rows[0]["version"] == 10
+
+
+def test_a_sample_has_what_the_reward_function_said_beside_the_score() -> None:
+    """verl's `reward_extra_infos`."""
+    extra = {"accuracy": 1.0, "feedback": "well done"}
+    one = group("a", "math", 1.0)
+    told = replace(one.trajectories[0], metadata={"reward_extra_info": extra})
+    [row] = samples(
+        [replace(one, trajectories=(told,))],
+        lambda ids, skip_special_tokens: "",
+        Policy(step=1, version=0, published={0: 0}),
+    )
+    assert row["reward_extra_info"] == extra
 
 
 def test_a_sample_keeps_what_json_has_no_form_for_as_text(tmp_path: Path) -> None:

@@ -86,8 +86,8 @@ class SamplingConfig(Section):
     """Judges of a scored group, in order; what the first that objects says is the reason it is
     dropped and counted under, and another group takes its place. `nonzero_std` (DAPO's dynamic
     sampling, arXiv:2503.14476: not all rewards are equal), `all_correct(1.0)`, `all_wrong(0.0)`,
-    `slime_filter(package.module:function)`, or dotted paths of `(GroupInfo) -> Verdict | None`
-    (`datapool/selection`)."""
+    `slime_filter(package.module:function)`, which is called with whole samples, or dotted paths of
+    `(GroupInfo) -> Verdict | None` (`datapool/selection`)."""
     max_refills: int | None = Field(default=None, ge=1)
     """Times in a row that a batch may be filled up after filtering before the run stops with an
     error (verl's `max_num_gen_batches`); null = as often as it takes."""

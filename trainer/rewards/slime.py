@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stepwell.backends.slime.sample import SAMPLE, SlimeSample, as_slime
+from stepwell.backends.slime.sample import SAMPLE, SlimeSample, as_slime, put_back
 from stepwell.backends.slime.samples import to_samples
 from stepwell.datapool.types import Group
 from stepwell.trainer.rewards.base import RewardSample
@@ -54,23 +54,19 @@ class SlimeReward:
 
 def _sample(scored: RewardSample, index: int) -> Any:
     info = dict(scored.extra_info)
-    of_function = {
-        "prompt": info.get("question", info.get("messages", "")),
-        "response": scored.solution_str,
-        **info.pop(SAMPLE, {}),
-    }
+    of_function = info.pop(SAMPLE, {})
     sample = replace(
         _tokens(scored),
         group_index=0,
         index=index,
         rollout_id=index,
+        prompt=info.get("question", info.get("messages", "")),
+        response=scored.solution_str,
         label=scored.ground_truth,
         reward=info.get("agent_reward"),
         metadata=info,
     )
-    if (status := of_function.pop("status", None)) is not None:
-        sample.status = SlimeSample.Status(status)
-    vars(sample).update(of_function)
+    put_back(sample, of_function)
     return as_slime(sample)
 
 

@@ -32,6 +32,9 @@ class SlimeConfig(BaseModel):
     lease_s: float = Field(default=600.0, gt=0)
     """How long groups stay leased after the rollout manager's process died; renewed while it
     lives. A restart gives them back at once."""
+    log_raw_info: str | None = None
+    """Dotted path of a function (args, all_meta_info, rollout_id) that logs what a Rollout Buffer
+    tells of a rollout; null = `stepwell.trainer.slime.buffer.log_raw_info`."""
 
     @classmethod
     def of(cls, args: Any) -> SlimeConfig:

@@ -170,11 +170,11 @@ class RolloutDataSource:
         """
         theirs = state.get(DATA) or {}
         changed = [
-            f"{k} {v!r} (now {self._data[k]!r})"
-            for k, v in theirs.items()
-            if self._data.get(k) != v
+            f"{name} {theirs[name]!r} (now {now!r})"
+            for name, now in self._data.items()
+            if theirs.get(name, now) != now
         ]
-        if self.dataset is not None and changed:
+        if changed:
             raise DataError(
                 f"the saved state belongs to other data: {', '.join(changed)}; give slime the "
                 "arguments of before, or start a new run"
@@ -199,6 +199,8 @@ class RolloutDataSource:
     @property
     def _data(self) -> dict[str, Any]:
         """What must not change between saving and loading."""
+        if self.dataset is None:
+            return {}
         shuffled = self.args.rollout_shuffle
         return {"prompts": len(self), "order": self.args.rollout_seed if shuffled else "the file's"}
 

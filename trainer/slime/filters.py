@@ -1,53 +1,123 @@
-"""slime's filter functions as rules of a channel's selection and of a batch.
+"""slime's filter functions as rules of a batch.
 
     slime                                              Stepwell
-    --dynamic-sampling-filter-path F                   filters: [slime_filter(F)]
-      check_reward_nonzero_std                         filters: [zero_variance], same threshold
+    --dynamic-sampling-filter-path F                   sampling.filters: [slime_filter(F)]
+      check_reward_nonzero_std                         sampling.filters: [nonzero_std]
     --over-sampling-filter-path F                      sampling.over_sampling_filter: F
       sort_by_reward_std                               sort_by_reward_std
     --over-sampling-batch-size                         how far generation may run ahead: the
                                                        channel's `max_outstanding_groups`
 
-F is a dotted path. The selection knows this module by its path and imports it where its name is
-used, in the pool's process too: it needs no slime and loads no torch.
+F is a dotted path of a function `(args, samples)`, called with whole samples: tokens, texts,
+rewards, label, status, mask and log-probs are those of the trajectories. So it is asked by the
+trainer, once a group is leased and scored: the pool, which unpacks no tokens to select, refuses the
+name. `check_reward_nonzero_std` and `sort_by_reward_std` are slime's, for functions that call them.
 
-Owns slime's signatures. Does not own what a rule may see or answer (`datapool/selection`).
+Owns slime's signatures. Does not own samples (`samples.py`) or what a rule may see or answer
+(`datapool/selection`). Needs no slime, loads no torch.
 """
 
 from __future__ import annotations
 
+import inspect
+import math
 import statistics
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from stepwell.backends.slime.sample import SlimeSample
+from stepwell.datapool.dotted import resolve
 from stepwell.datapool.selection import Drop, Filter, GroupInfo, Verdict
+from stepwell.datapool.selection.built_in import ZERO_STD
 
-NO_ARGS = SimpleNamespace(reward_key=None, eval_reward_key=None)
-"""Stands in for slime's arguments."""
+RULE = "slime_filter"
+"""Name of a filter of `sampling.filters`, with the path of a function in brackets."""
+
+
+class Arguments:
+    """slime's arguments, as far as a run of ours has them.
+
+    Args:
+        given: by slime's names.
+    """
+
+    def __init__(self, given: Mapping[str, Any] | None = None) -> None:
+        vars(self).update({"reward_key": None, "eval_reward_key": None, **(given or {})})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"args.{name} is none of slime's arguments that a filter is given here: "
+            + ", ".join(sorted(vars(self)))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroup(GroupInfo):
+    """A group that the trainer has scored, with its samples."""
+
+    samples: Callable[[], list[Any]] = field(default=list, kw_only=True, compare=False, repr=False)
+    """Makes one sample for each trajectory."""
+    args: Any = field(default=None, kw_only=True, compare=False, repr=False)
+    """For functions of slime's form."""
+
+
+@dataclass(slots=True)
+class DynamicFilterOutput:
+    """What slime's filters answer; true if the group is kept."""
+
+    keep: bool
+    reason: str | None = None
+    keep_when_insufficient: bool = False
+    """Keep a rejected group where dropping it would start another round of generation."""
+
+    def __bool__(self) -> bool:
+        return self.keep
+
+
+def check_reward_nonzero_std(args: Any, samples: list[Any], **kwargs: Any) -> Any:
+    """Keep a group whose rewards differ: slime's `check_reward_nonzero_std`, of its signature.
+
+    Returns:
+        slime's `DynamicFilterOutput` where slime is installed, else ours. As there, the deviation
+        is the unbiased one, and a group of one is not kept.
+    """
+    rewards = [sample.get_reward_value(args) for sample in samples]
+    keep = _std(rewards) > ZERO_STD
+    reason = None if keep else f"zero_std_{round(rewards[0], 1)}"
+    try:
+        return resolve("slime.rollout.filter_hub.base_types:DynamicFilterOutput")(keep, reason)
+    except ImportError:
+        return DynamicFilterOutput(keep, reason)
 
 
 def sort_by_reward_std(args: Any, samples: list[list[Any]], **kwargs: Any) -> list[list[Any]]:
     """Groups whose rewards differ the most first; equal ones in their order."""
-
-    def spread(group: list[Any]) -> float:
-        return statistics.stdev([s.reward for s in group]) if len(group) > 1 else 0.0
-
-    return sorted(samples, key=spread, reverse=True)
+    rewards = [[sample.reward for sample in group] for group in samples]
+    return [samples[i] for i in most_different_first(rewards)]
 
 
-def preferred(function: Callable[..., Any], groups: Sequence[GroupInfo]) -> list[int]:
-    """Which of `groups` a function for slime's `--over-sampling-filter-path` keeps, the best first:
-    `(args, list of groups of samples) -> list of groups`.
+def most_different_first(rewards: Sequence[Sequence[Any]]) -> list[int]:
+    """Groups by number, those whose rewards differ the most first."""
+    stds = [0.0 if len(own) < 2 else _std(own) for own in rewards]
+    return sorted(range(len(stds)), key=stds.__getitem__, reverse=True)
+
+
+def preferred(
+    function: Callable[..., Any], args: Any, groups: Sequence[Sequence[Any]]
+) -> list[int]:
+    """Groups by number that a function for slime's `--over-sampling-filter-path` keeps, the best
+    first: `(args, list of groups of samples) -> list of groups`.
 
     Raises:
         ValueError: it returned something else.
     """
-    answer = function(NO_ARGS, [_samples(info, number) for number, info in enumerate(groups)])
+    answer = function(args, [list(group) for group in groups])
+    number_of = {id(sample): number for number, group in enumerate(groups) for sample in group}
     try:
-        kept = [int(group[0].group_index) for group in answer]
-    except (TypeError, IndexError, AttributeError) as e:
+        kept = [number_of[id(group[0])] for group in answer]
+    except (TypeError, IndexError, KeyError) as e:
         raise ValueError(
             f"{answer!r:.80} is no list of the groups of samples that it was given"
         ) from e
@@ -56,21 +126,23 @@ def preferred(function: Callable[..., Any], groups: Sequence[GroupInfo]) -> list
     return kept
 
 
-def slime_filter(function: Callable[..., Any], args: Any = None) -> Filter:
+def slime_filter(function: Callable[..., Any]) -> Filter:
     """A filter from a function for slime's `--dynamic-sampling-filter-path`:
     `(args, samples) -> bool | DynamicFilterOutput(keep, reason)`.
 
-    Its rejects are dropped. A group with an unscored trajectory is served unasked: such functions
-    expect rewards. `keep_when_insufficient` has no meaning in a stream and is not read.
-    `args` stands in for slime's arguments; None has no more than `reward_key=None`.
+    Its rejects are dropped. One with `keep_when_insufficient` is kept: a batch is leased whole, so
+    that dropping any group of it starts another round.
+
+    Raises:
+        ValueError: the function cannot be called so.
     """
-    args = NO_ARGS if args is None else args
+    check_signature(function)
 
     def judge(info: GroupInfo) -> Verdict | None:
-        if not info.is_scored:
-            return None
-        output = function(args, _samples(info))
-        if getattr(output, "keep", output):
+        if not isinstance(info, ScoredGroup):
+            raise TypeError(f"{RULE} was given a {type(info).__name__}, which has no samples")
+        output = function(info.args, info.samples())
+        if getattr(output, "keep", output) or getattr(output, "keep_when_insufficient", False):
             return None
         name = getattr(function, "__name__", type(function).__name__)
         return Drop(getattr(output, "reason", None) or name)
@@ -78,16 +150,21 @@ def slime_filter(function: Callable[..., Any], args: Any = None) -> Filter:
     return judge
 
 
-def _samples(info: GroupInfo, number: int = 0) -> list[SlimeSample]:
-    """Without tokens and texts, which the pool does not unpack to select. Writing to one changes
-    nothing in the pool."""
-    return [
-        SlimeSample(
-            group_index=number,
-            index=index,
-            reward=t.reward,
-            weight_versions=[str(t.oldest_version), str(t.newest_version)],
-            metadata=dict(t.metadata),
-        )
-        for index, t in enumerate(info.trajectories)
-    ]
+def check_signature(function: Callable[..., Any]) -> None:
+    """
+    Raises:
+        ValueError: `function` takes other arguments than slime's `(args, samples)`.
+    """
+    try:
+        signature = inspect.signature(function)
+        signature.bind("args", "samples")
+    except (TypeError, ValueError) as e:
+        raise ValueError(
+            f"it cannot be called as slime's filters are, (args, samples): {e}; its parameters "
+            f"are {signature}"
+        ) from e
+
+
+def _std(rewards: Sequence[Any]) -> float:
+    """Unbiased; NaN of fewer than two, as torch's."""
+    return statistics.stdev(rewards) if len(rewards) > 1 else math.nan

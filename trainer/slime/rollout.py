@@ -97,14 +97,24 @@ def generate_rollout(args: Any, rollout_id: int, data_buffer: Any, evaluation: b
     return output("TrainOutput", samples, _metrics(groups, converted, data_buffer.pool))
 
 
-def check_arguments(args: Any) -> None:
-    """Raises ConfigError: with these, slime would fail later or train something else."""
+def check_arguments(args: Any, *, one_sample_each: bool = False) -> None:
+    """Check slime's arguments.
+
+    Args:
+        args: slime's.
+        one_sample_each: a trajectory is one sample, so slime's own normalisation of rewards is
+            right, too.
+
+    Raises:
+        ConfigError: with these, slime would fail later or train something else.
+    """
     problems = []
     hook, convert = (
         getattr(args, f"custom_{name}_path", None)
         for name in ("reward_post_process", "convert_samples_to_train_data")
     )
-    if args.advantage_estimator in CENTRED and args.rewards_normalization and not (hook or convert):
+    normalises = args.advantage_estimator in CENTRED and args.rewards_normalization
+    if normalises and not (one_sample_each or hook or convert):
         problems.append(
             "custom_reward_post_process_path is not set, and slime's own normalisation takes "
             f"samples for trajectories; set --custom-reward-post-process-path {REWARD_HOOK}"
