@@ -22,6 +22,7 @@ from stepwell.datapool.types import SFT, TRAIN
 from stepwell.gateway.config import GatewayConfig
 from stepwell.layout import POOL
 from stepwell.trainer.config import (
+    SLIME_FORM,
     AlgorithmConfig,
     AsyncTrainingConfig,
     DataConfig,
@@ -237,6 +238,12 @@ class RunConfig(Section):
                 f"data.sft is given, but sampling.channels is {channels or 'null'}: nobody trains "
                 "on it; set sampling.channels to {train: 0.9, sft: 0.1} or the like, or "
                 "algorithm.kind to sft"
+            )
+        where = self.trainer.save_debug_rollout_data or ""
+        if self.sft_share and where.endswith(SLIME_FORM):
+            raise ValueError(
+                f"trainer.save_debug_rollout_data is {where!r}, of slime's form, which holds "
+                f"rollouts alone, and data.sft is trained; name a file without {SLIME_FORM}"
             )
         if kind == "sft" and self.publish.guard is not None:
             raise ValueError(

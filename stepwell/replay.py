@@ -7,6 +7,7 @@ The names are slime's (`--save-debug-rollout-data`, `--load-debug-rollout-data`)
 pool, engine, gateway or Ray. It changes nothing of the run: figures go to `run.dir`/replay.
 
 A recording that does not begin at step 0 needs the checkpoint that it began from (`run.resume`).
+slime's own debug files are trained on, too (`trainer/slime/debug_data.py`).
 Does not own the training on a recording (`trainer/recording.py`).
 """
 
@@ -22,6 +23,7 @@ from stepwell.trackers import build_trackers
 from stepwell.trainer import recording
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.metrics import MetricsWriter
+from stepwell.trainer.slime.debug_data import SlimeForm
 from stepwell.training import build_updater
 
 
@@ -32,7 +34,8 @@ def replay(config: RunConfig, backend: TrainingBackend) -> dict[str, Any]:
         CheckpointError: nothing is recorded there, or not from where the model stands.
     """
     where = config.trainer.load_debug_rollout_data
-    batches = recording.recordings(where) if where is not None else []
+    form = _slime_form(config)
+    batches = recording.recordings(where, form.updates_per_rollout) if where is not None else []
     folder = config.run.dir / REPLAY
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     updater = build_updater(config, backend)
@@ -47,10 +50,21 @@ def replay(config: RunConfig, backend: TrainingBackend) -> dict[str, Any]:
         with MetricsWriter(folder, build_trackers(folder, config)) as metrics:
             display.status(f"training on {len(batches)} recorded batches")
             per_sync = config.async_training.trigger_parameter_sync_step
-            for step in recording.replay(updater, batches, per_sync):
+            for step in recording.replay(updater, batches, per_sync, form):
                 metrics.write(step)
                 display.step(step)
             display.status(f"figures are in {folder / 'metrics.jsonl'}")
         return {"optimizer_steps": updater.progress.updates, "folder": str(folder)}
     finally:
         updater.close()
+
+
+def _slime_form(config: RunConfig) -> SlimeForm:
+    """What samples of slime's do not say of their run, as this one has it."""
+    rollout = config.rollout
+    return SlimeForm(
+        group_size=rollout.n,
+        temperature=1.0 if rollout.temperature is None else rollout.temperature,
+        **({} if rollout.reward is None else {"reward_key": rollout.reward.reward_key}),
+        updates_per_rollout=config.async_training.updates_per_batch,
+    )

@@ -31,6 +31,7 @@ from stepwell.trainer.memory import EngineMemory
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.publication import EngineWeights
 from stepwell.trainer.publisher import Publisher
+from stepwell.trainer.recording import Recorder
 from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.rollout_samples import RolloutSamples
 from stepwell.trainer.sampling import GroupFilter, Pace, credit_limit, drops_surplus
@@ -167,6 +168,11 @@ def build_trainer(
         phases,
         TrainedSample(config.run.dir, config.trainer.sample_groups, config.trainer.sample_mb),
         RolloutSamples(config.run.dir, config.model.path, config.trainer.rollout_samples),
+        Recorder(
+            config.trainer.save_debug_rollout_data,
+            config.model.path,
+            config.async_training.updates_per_batch,
+        ),
         folder=config.run.dir,
         tell=tell,
     )

@@ -38,7 +38,7 @@ from stepwell.trainer.errors import INTERRUPTED
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.profiling import traced
 from stepwell.trainer.publisher import Publisher
-from stepwell.trainer.recording import record_batch
+from stepwell.trainer.recording import Recorder
 from stepwell.trainer.rollout_samples import RolloutSamples
 from stepwell.trainer.threads import ComputeThread
 from stepwell.trainer.trained_sample import TrainedSample
@@ -57,6 +57,7 @@ class Trainer:
         phases: shared with the parts: how long each of them took.
         sample: what people can look at of each optimizer step.
         samples: of what is trained, for people to read.
+        recorder: of the batches.
         folder: of the run.
         tell: shows the user a line.
     """
@@ -73,6 +74,7 @@ class Trainer:
         phases: Phases,
         sample: TrainedSample,
         samples: RolloutSamples,
+        recorder: Recorder,
         *,
         folder: Path,
         tell: Callable[[str], None] = log.info,
@@ -89,6 +91,7 @@ class Trainer:
         self._compute = compute
         self._phases = phases
         self._sample = sample
+        self._recorder = recorder
         self._folder = folder
         self._tell = tell
         self._mark = time.monotonic()
@@ -128,8 +131,7 @@ class Trainer:
         if not groups:
             return
         restored = await self.publisher.restore()
-        where = self._config.save_debug_rollout_data
-        await self._compute(record_batch, where, groups, self.progress)
+        await self._compute(self._recorder.write, groups, self.progress)
         if self._config.debug_rollout_only:
             yield await self._leave_out(groups)
             return

@@ -1,13 +1,15 @@
 """The files of debug rollout data: every batch as it came to the advantages, and training on them.
 
-    trainer.save_debug_rollout_data=DIR     DIR/{rollout_id}.pt, or a file name with {rollout_id}
+    trainer.save_debug_rollout_data=DIR     DIR/{rollout_id}.pt, or a file name with {rollout_id};
+                                            one that ends in .slime.pt is of slime's form
 
 `rollout_id` is the number of optimizer steps before the batch: a batch that a resumed run does
-again replaces the one that was lost.
+again replaces the one that was lost. In slime's form it is the number of the batch.
 
 A replay gives the updater what the recorded run gave it, with the versions and counters of then, so
-on the CPU its losses are equal bit for bit. It publishes nothing and leaves no checkpoint. Does not
-own the mathematics (`updater.py`).
+on the CPU its losses are equal bit for bit; files of slime's form (`slime/debug_data.py`), slime's
+own too, are trained from where the model stands. It publishes nothing and leaves no checkpoint.
+Does not own the mathematics (`updater.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +25,13 @@ import torch
 
 from stepwell.datapool.sealed import damaged, sealed, unsealed
 from stepwell.datapool.types import Group
+from stepwell.trainer.config import SLIME_FORM
 from stepwell.trainer.errors import CheckpointError
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.progress import Progress
+from stepwell.trainer.slime import debug_data
+from stepwell.trainer.slime.debug_data import SlimeForm
+from stepwell.trainer.slime.samples import WholeSamples
 from stepwell.trainer.updater import Updater, record_of
 
 FORMAT = 4
@@ -49,6 +55,35 @@ def recording_path(where: str, rollout_id: int | str) -> Path:
     return Path(template.replace(_FIELD, str(rollout_id)))
 
 
+class Recorder:
+    """Records the batches of a run.
+
+    Args:
+        where: `trainer.save_debug_rollout_data`; None: nothing is recorded.
+        tokenizer_path: makes the texts of slime's form.
+        updates_per_batch: optimizer steps that a batch is trained by.
+    """
+
+    def __init__(self, where: str | None, tokenizer_path: Path, updates_per_batch: int) -> None:
+        self._where = where
+        self._whole = WholeSamples(tokenizer_path)
+        self._updates_per_batch = updates_per_batch
+
+    def write(self, groups: Sequence[Group], progress: Progress) -> None:
+        """Write the batch that is about to be trained.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+            BatchError: slime's form cannot hold it.
+        """
+        if self._where is None or not self._where.endswith(SLIME_FORM):
+            record_batch(self._where, groups, progress)
+            return
+        rollout_id = progress.updates // self._updates_per_batch
+        content = debug_data.dump(groups, rollout_id, self._whole)
+        _write(self._where, recording_path(self._where, rollout_id), content)
+
+
 def record_batch(where: str | None, groups: Sequence[Group], progress: Progress) -> None:
     """Write the batch that is about to be trained; None: nothing is recorded.
 
@@ -57,14 +92,16 @@ def record_batch(where: str | None, groups: Sequence[Group], progress: Progress)
     """
     if where is None:
         return
-    path = recording_path(where, progress.updates)
+    file = io.BytesIO()
+    torch.save({"format": FORMAT, "groups": tuple(groups), "progress": progress}, file)
+    _write(where, recording_path(where, progress.updates), sealed(file.getvalue()))
+
+
+def _write(where: str, path: Path, content: bytes) -> None:
     draft = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"format": FORMAT, "groups": tuple(groups), "progress": progress}
-        file = io.BytesIO()
-        torch.save(content, file)
-        draft.write_bytes(sealed(file.getvalue()))
+        draft.write_bytes(content)
         draft.replace(path)
     except OSError as e:
         raise CheckpointError(
@@ -72,8 +109,11 @@ def record_batch(where: str | None, groups: Sequence[Group], progress: Progress)
         ) from e
 
 
-def recordings(where: str) -> list[tuple[int, Path]]:
-    """(rollout_id, file) of what was recorded there, in the order of training.
+def recordings(where: str, updates_per_rollout: int = 1) -> list[tuple[int, Path]]:
+    """(optimizer steps before it, file) of what was recorded there, in the order of training.
+
+    Args:
+        updates_per_rollout: optimizer steps on a file of slime's form, which says its own number.
 
     Raises:
         CheckpointError: there is nothing.
@@ -86,11 +126,15 @@ def recordings(where: str) -> list[tuple[int, Path]]:
             f"trainer.load_debug_rollout_data is {where!r}, where no batch is recorded; name what "
             "trainer.save_debug_rollout_data named in the recorded run"
         )
-    return sorted(found)
+    return sorted(
+        (number * updates_per_rollout if debug_data.is_slimes(path) else number, path)
+        for number, path in found
+    )
 
 
 def load_recording(path: Path) -> Recording:
-    """
+    """A batch of ours.
+
     Raises:
         CheckpointError: it cannot be read, or another release wrote it.
         DamagedFileError: it is not what was written.
@@ -113,12 +157,16 @@ def load_recording(path: Path) -> Recording:
 
 
 def replay(
-    updater: Updater, batches: Sequence[tuple[int, Path]], updates_per_sync: int
+    updater: Updater,
+    batches: Sequence[tuple[int, Path]],
+    updates_per_sync: int,
+    form: SlimeForm | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Train on the recorded batches; yields the metrics of each optimizer step.
 
     Args:
         updates_per_sync: optimizer steps between two publications of the recorded run.
+        form: of the run that files of slime's form are of; None: its defaults.
 
     Raises:
         CheckpointError: a batch is missing: it does not begin where the one before ended.
@@ -131,12 +179,11 @@ def replay(
                 f"{progress.updates}; set run.resume to the checkpoint step_{rollout_id}, "
                 "or restore the missing recordings"
             )
-        recording = load_recording(path)
-        progress.become(recording.progress)
+        groups = _groups(path, progress, form or SlimeForm())
         mark = time.monotonic()
         with phases("prepare"):
-            prepared = updater.prepare(recording.groups)
-        for steps, groups, _ in prepared.mini_batches:
+            prepared = updater.prepare(groups)
+        for steps, trained_on, _ in prepared.mini_batches:
             with phases("train"):
                 update = updater.step(prepared.batch, steps)
             if progress.updates % updates_per_sync == 0:  # the table moves as it did
@@ -144,6 +191,15 @@ def replay(
                 progress.published[progress.version] = progress.updates
             times = phases.take(time.monotonic() - mark)
             progress.train_s += times["time/step_s"]
-            told = record_of(progress, groups, times, recording.groups)
+            told = record_of(progress, trained_on, times, groups)
             yield {**told, **prepared.metrics, **update, **times}
             mark = time.monotonic()
+
+
+def _groups(path: Path, progress: Progress, form: SlimeForm) -> Sequence[Group]:
+    """The groups of a file; `progress` is what it was before them."""
+    if debug_data.is_slimes(path):
+        return debug_data.load(path, form, progress)
+    recording = load_recording(path)
+    progress.become(recording.progress)
+    return recording.groups

@@ -126,12 +126,26 @@ def train_data(args: Any, samples: Sequence[SlimeSample]) -> dict[str, list[Any]
         "source_names": [s.metadata["source_name"] for s in samples],
         "weight_versions": [s.weight_versions for s in samples],
     }
+    if any("raw_reward" in s.metadata for s in samples):  # of before a normalisation elsewhere
+        data["raw_reward"] = [s.metadata.get("raw_reward", s.reward) for s in samples]
+    if "round_number" in samples[0].metadata:
+        data["round_number"] = [_round_number(s) for s in samples]
     if samples[0].rollout_log_probs is not None:  # all have them or none
         data["rollout_log_probs"] = [s.rollout_log_probs for s in samples]
     routed = [s.rollout_routed_experts for s in samples]
     if any(r is not None for r in routed):
         data["rollout_routed_experts"] = routed
     return data
+
+
+def _round_number(sample: SlimeSample) -> Any:
+    try:
+        return sample.metadata["round_number"]
+    except KeyError:
+        raise BatchError(
+            f"the metadata of sample {sample.index} has no round_number, and that of others has; "
+            "give it to every trajectory, or to none"
+        ) from None
 
 
 def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:

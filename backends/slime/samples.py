@@ -36,6 +36,9 @@ SUPERSEDED = "superseded"
 PADDING = "padding"
 """Key of a sample's metadata: true for one that stands for a rollout that its group lacks."""
 
+_OF_ONE = ("trajectory_uid", "step_indices", "raw_reward")
+"""Keys of a sample's metadata that say nothing of another rollout of its group."""
+
 _STATUS = {
     "length": SlimeSample.Status.TRUNCATED,
     "abort": SlimeSample.Status.ABORTED,
@@ -278,8 +281,7 @@ def _padding(rollouts: Sequence[Sequence[SlimeSample]]) -> SlimeSample:
         status=SlimeSample.Status.COMPLETED,
         remove_sample=True,
         metadata={
-            "prompt_uid": like.metadata["prompt_uid"],
-            "source_name": like.metadata["source_name"],
+            **{name: value for name, value in like.metadata.items() if name not in _OF_ONE},
             PADDING: True,
         },
     )

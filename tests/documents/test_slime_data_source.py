@@ -12,8 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
 from stepwell.backends.slime.sample import SlimeSample, sample_class
 from stepwell.trainer.errors import CheckpointError, ConfigError, DataError
@@ -364,6 +366,35 @@ def test_prompts_longer_than_the_limit_are_left_out(
         RolloutDataSource(args(rollout_max_prompt_len=1))
     with pytest.raises(ConfigError, match=r"rollout_max_prompt_len is 9, .* set --hf-checkpoint"):
         RolloutDataSource(args(rollout_max_prompt_len=9, hf_checkpoint=None))
+
+
+def test_messages_are_measured_as_the_models_template_renders_them(
+    args: Callable[..., Namespace], tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    path = tmp_path / "messages.jsonl"
+    asked = [[{"role": "user", "content": "word " * n}] for n in (1, 9)]
+    path.write_text("".join(json.dumps({"text": m, "answer": "a"}) + "\n" for m in asked))
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    rendered = tokenizer.apply_chat_template(asked[0], tokenize=False, add_generation_prompt=True)
+    limit = len(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+    source = RolloutDataSource(args(prompt_data=str(path), rollout_max_prompt_len=limit))
+    assert [sample.prompt for sample in source.dataset.samples] == asked[:1]
+
+
+def test_prompts_of_a_table_have_their_tools(
+    args: Callable[..., Namespace], prompts: Path, tmp_path: Path
+) -> None:
+    rows = [json.loads(line) for line in prompts.read_text().splitlines()]
+    for row in rows:
+        row["tools"] = json.dumps(row["tools"])
+    path = tmp_path / "prompts.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    source = RolloutDataSource(args(prompt_data=str(path), tool_key="tools"))
+    sample = source.get_samples(2)[1][0]
+    assert (sample.label, sample.metadata["level"]) == ("a1", 1)
+    assert sample.metadata["tools"][0]["function"]["name"] == "look_up"
 
 
 def test_the_chat_template_is_applied_and_the_tokenizer_dumped(

@@ -51,6 +51,7 @@ from stepwell.trainer.config.tools import (
     ToolConfig,
 )
 from stepwell.trainer.config.trainer import (
+    SLIME_FORM,
     TrainerConfig,
 )
 from stepwell.trainer.config.validation import (
@@ -59,6 +60,7 @@ from stepwell.trainer.config.validation import (
 
 __all__ = [
     "LAG_LIMIT",
+    "SLIME_FORM",
     "AdvantageConfig",
     "Aggregation",
     "AlgorithmConfig",

@@ -6,6 +6,9 @@ from pydantic import Field
 
 from stepwell.trainer.section import Section
 
+SLIME_FORM = ".slime.pt"
+"""Ending of `save_debug_rollout_data`: files are of slime's form."""
+
 
 class TrainerConfig(Section):
     total_steps: int | None = Field(default=100, ge=1)
@@ -35,9 +38,11 @@ class TrainerConfig(Section):
     """Generate, score and record batches, and train on none: the weights stay as they are, there is
     no evaluation and no checkpoint, and groups are acked once they are recorded."""
     save_debug_rollout_data: str | None = None
-    """Record every batch: a folder, or a file name with {rollout_id} in it."""
+    """Record every batch: a folder, or a file name with {rollout_id} in it; one that ends in
+    .slime.pt holds slime's samples (`{rollout_id, samples}`), by the number of the batch."""
     load_debug_rollout_data: str | None = None
-    """Train on a recording, without engine, gateway or pool; losses as in the recorded run."""
+    """Train on a recording, without engine, gateway or pool; losses as in the recorded run. slime's
+    debug files are recordings, too: DIR/{rollout_id}.pt."""
     sample_groups: int = Field(default=1, ge=0)
     """Groups of each optimizer step whose tokens are written with their advantages, weights and
     log-probs into the run's folder `trained`, for the dashboard; 0 writes none."""

@@ -11,6 +11,7 @@ engine_address what they call in place of an engine
 masked         Steps of a sequence with a loss mask
 filters        slime's filter functions as rules of a batch, and `check_reward_nonzero_std`
 samples        whole samples, with texts, for filters and debug files
+debug_data     debug files of slime's form
 rm_hub         slime's rewards by its names: `async_rm`, `batched_async_rm`
 
 In `trainer` since it needs the pool and the prompt source; backends see neither. Does not own:

@@ -1,0 +1,242 @@
+"""Debug files of slime's form: `{rollout_id, samples: [Sample.to_dict(), …]}`, one a rollout.
+
+    --save-debug-rollout-data DIR/{rollout_id}.pt           slime writes, and trains on them with
+    --load-debug-rollout-data DIR/{rollout_id}.pt           --debug-train-only
+
+    trainer.save_debug_rollout_data=DIR/{rollout_id}.slime.pt     ours, for slime or its readers
+    trainer.load_debug_rollout_data=DIR/{rollout_id}.pt           either's
+
+Samples become Steps by their mask (`masked.py`): groups by `group_index`, or, where there is none,
+`rollout.n` samples in a row; a rollout's samples by `rollout_id`. Versions are those that samples
+say; one that says none is of the weights that it is trained from. What trains nothing (a mask of
+zeros, an aborted sample) has no Steps, is left out of its group and told in the log.
+
+Owns slime's form of a file. Does not own which file is which batch (`trainer/recording.py`).
+Sources: THUDM/slime 0.3.1, `slime/observability/rollout_data_utils.py`; commit 261ecee,
+`slime/ray/buffer.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stepwell.backends.engines.client import version_number
+from stepwell.backends.slime.sample import SlimeSample
+from stepwell.datapool.errors import InvalidStepError
+from stepwell.datapool.sealed import damaged, is_sealed, sealed, unsealed
+from stepwell.datapool.types import Group, Step, Trajectory, is_reward
+from stepwell.trainer.config import SLIME_FORM
+from stepwell.trainer.errors import CheckpointError, RolloutError
+from stepwell.trainer.progress import Progress
+from stepwell.trainer.slime.masked import steps_of
+from stepwell.trainer.slime.samples import WholeSamples
+
+log = logging.getLogger(__name__)
+
+_NUMPY: Any = [
+    np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
+    np._core.multiarray.scalar,  # type: ignore[attr-defined]
+    np.ndarray,
+    np.dtype,
+    *{type(np.dtype(code)) for code in "?bhilqBHILQefd"},
+]
+"""What arrays and numbers of NumPy are loaded by; nothing else of a file's code is run."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlimeForm:
+    """What samples do not say of the run that they are of."""
+
+    group_size: int = 1
+    """Samples of a prompt, where they have no `group_index`."""
+    temperature: float = 1.0
+    """They were sampled at."""
+    reward_key: str = "score"
+    """The reward among the values of a dict."""
+    updates_per_rollout: int = 1
+    """Optimizer steps on a file."""
+
+
+def is_slimes(path: Path) -> bool:
+    """Whether a file is of slime's form, by its name, or by its end, which has no digest of
+    ours."""
+    if path.name.endswith(SLIME_FORM):
+        return True
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 64))
+        return not is_sealed(file.read())
+
+
+def dump(groups: Sequence[Group], rollout_id: int, whole: WholeSamples) -> bytes:
+    """The file of a batch.
+
+    Raises:
+        BatchError: slime's samples cannot say what is in it.
+    """
+    samples = [s for group in whole.by_branch(groups) for rollout in group for s in rollout]
+    file = io.BytesIO()
+    torch.save({"rollout_id": rollout_id, "samples": [s.to_dict() for s in samples]}, file)
+    return sealed(file.getvalue())
+
+
+def load(path: Path, form: SlimeForm, progress: Progress) -> list[Group]:
+    """The groups of a file, to be trained from where `progress` stands, which hears of versions
+    that it does not know: the newest is that of now.
+
+    Raises:
+        CheckpointError: it cannot be read, or its samples cannot be trained.
+        DamagedFileError: it is not what was written.
+    """
+    samples = _read(path)
+    for number, sample in enumerate(samples):
+        for name in ("multimodal_inputs", "multimodal_train_inputs"):
+            if getattr(sample, name):
+                raise _refused(path, number, f"has {name}; only text is trained")
+    try:
+        told = [version_number(v) for sample in samples for v in sample.weight_versions]
+    except ValueError as e:
+        raise CheckpointError(f"{path}: weight_versions of its samples: {e}") from e
+    if any(v not in progress.published and v > min(progress.published) for v in told):
+        # slime has a numbering of its own: older ones lag by a publication each.
+        progress.version = max(told)
+        progress.published = {progress.version: progress.updates}
+    groups = []
+    untrained = 0
+    for index, own in enumerate(_by_group(path, samples, form.group_size)):
+        uid = f"{path.stem}-{index}"
+        trajectories: list[Trajectory] = []
+        for place, rollout in enumerate(_by_rollout(own)):
+            numbers = [number for number, _ in rollout]
+            branches = [sample for _, sample in rollout]
+            steps = _steps(path, numbers, branches, (f"{uid}-{place}", uid), form, progress)
+            if steps:
+                metadata = dict(branches[-1].metadata)
+                trajectories.append(Trajectory(f"{uid}-{place}", uid, steps, metadata))
+            else:
+                untrained += 1
+        if trajectories:
+            task = _task(own[0][1], uid)
+            groups.append(Group(uid, tuple(trajectories), len(trajectories), {"task": task}))
+    if untrained:
+        log.warning("%s: %d rollouts train nothing and are left out", path, untrained)
+    if not groups:
+        raise CheckpointError(f"{path} has no sample with a trained token; name another file")
+    return groups
+
+
+_Numbered = tuple[int, SlimeSample]
+"""A sample, and its place in the file."""
+
+
+def _read(path: Path) -> list[SlimeSample]:
+    remedy = "record the rollouts again"
+    data = path.read_bytes()
+    try:
+        content = unsealed(data) if is_sealed(data) else data
+        with torch.serialization.safe_globals(_NUMPY):
+            raw = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as e:  # what is damaged fails in many ways
+        why = str(e).partition("\n")[0].partition(" This file can still")[0]  # torch's advice
+        raise damaged(path, why, remedy) from e
+    samples = raw.get("samples") if isinstance(raw, dict) else None
+    if not isinstance(samples, list) or not all(isinstance(s, Mapping) for s in samples):
+        raise CheckpointError(
+            f"{path} is no recording of ours and has no `samples`, as slime's debug files have; "
+            "name what save_debug_rollout_data named in the recorded run"
+        )
+    try:
+        return [SlimeSample.from_dict(sample) for sample in samples]
+    except (KeyError, TypeError, ValueError) as e:
+        raise CheckpointError(f"{path} holds what is no sample of slime's: {e}") from e
+
+
+def _by_group(path: Path, samples: Sequence[SlimeSample], size: int) -> list[list[_Numbered]]:
+    """The samples of each prompt, in the order of the file."""
+    without = sum(sample.group_index is None for sample in samples)
+    if not without:
+        found: dict[Any, list[_Numbered]] = {}
+        for number, sample in enumerate(samples):
+            found.setdefault(sample.group_index, []).append((number, sample))
+        return list(found.values())
+    groups = [list(enumerate(samples[at : at + size], at)) for at in range(0, len(samples), size)]
+    if without < len(samples):
+        raise CheckpointError(
+            f"{path}: {without} of {len(samples)} samples have no group_index; give it to all"
+        )
+    for own in groups:
+        if len(own) < size or any(sample.prompt != own[0][1].prompt for _, sample in own):
+            raise CheckpointError(
+                f"{path}: its {len(samples)} samples have no group_index, and those from "
+                f"{own[0][0]} on are no {size} of one prompt; set rollout.n to the run's "
+                "--n-samples-per-prompt"
+            )
+    return groups
+
+
+def _by_rollout(samples: Sequence[_Numbered]) -> list[list[_Numbered]]:
+    """Samples of one rollout together; without `rollout_id` each is one."""
+    runs = groupby(samples, lambda pair: pair[1].rollout_id)
+    return [
+        part
+        for rollout_id, run in runs
+        for own in [list(run)]
+        for part in ([own] if rollout_id is not None else [[pair] for pair in own])
+    ]
+
+
+def _steps(
+    path: Path,
+    numbers: Sequence[int],
+    branches: Sequence[SlimeSample],
+    uids: tuple[str, str],
+    form: SlimeForm,
+    progress: Progress,
+) -> tuple[Step, ...]:
+    """The Steps of one rollout's samples, in order, with its reward on the last."""
+    steps: list[Step] = []
+    identity = dict(zip(("trajectory_uid", "prompt_uid"), uids, strict=True))
+    for number, sample in zip(numbers, branches, strict=True):
+        if not sample.weight_versions:
+            sample.weight_versions = [str(progress.version)]
+        try:
+            steps += steps_of(sample, (), identity, len(steps))
+        except (InvalidStepError, RolloutError) as e:
+            raise _refused(path, number, f"cannot be trained: {e}") from e
+    if not steps:
+        return ()
+    sampled = {"sampling_params": {"temperature": form.temperature}}
+    steps = [replace(step, metadata={**step.metadata, **sampled}) for step in steps]
+    reward: Any = branches[-1].reward
+    if isinstance(reward, Mapping):
+        reward = reward.get(form.reward_key)
+    if not is_reward(reward):
+        raise _refused(
+            path,
+            numbers[-1],
+            f"has the reward {branches[-1].reward!r:.80}; each trained one has a number, or a dict "
+            f"with one under rollout.reward.reward_key = {form.reward_key!r}",
+        )
+    return (*steps[:-1], replace(steps[-1], reward=float(reward), is_last=True))
+
+
+def _task(sample: SlimeSample, uid: str) -> dict[str, Any]:
+    name = "question" if isinstance(sample.prompt, str) else "messages"
+    return {
+        "instance_id": str(sample.metadata.get("instance_id", uid)),
+        "data_source": sample.metadata.get("source_name", "unknown"),
+        name: sample.prompt,
+        "answer": sample.label,
+    }
+
+
+def _refused(path: Path, number: int, why: str) -> CheckpointError:
+    return CheckpointError(f"{path}: sample {number} {why}")
