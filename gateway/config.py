@@ -103,7 +103,8 @@ OPERATORS: Final = "admin"
 
 
 class AgentKey(Section):
-    """A key for LLM calls, and for opening and closing trajectories by their URL."""
+    """A key for LLM calls, for declaring groups, and for opening, closing and scoring
+    trajectories."""
 
     # Errors do not quote what was given, which may be a key.
     model_config = ConfigDict(hide_input_in_errors=True)

@@ -260,7 +260,7 @@ class KeyRing:
         if _RANK[holder.access] < _RANK[needed]:
             raise PermissionDeniedError(
                 "this needs an admin key (gateway.admin_keys); the key that was sent may only make "
-                "LLM calls and open or close trajectories by their URL"
+                "LLM calls, declare groups, and open, close or score trajectories"
             )
         return holder._replace(trajectory=trajectory)
 

@@ -314,7 +314,8 @@ class OpenAIResponses(Dialect):
         if stored is None:
             raise UnknownItemError(
                 f"Response with id {response_id!r:.80} not found; it was answered with "
-                "`store: false`, deleted, or is too old (gateway.stored_response_chars)",
+                "`store: false`, deleted, is too old (gateway.stored_response_chars), or another "
+                "gateway, or this one before a restart, answered it",
                 None,
             )
         return stored
