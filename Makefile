@@ -129,10 +129,10 @@ test-verl: .venv-verl/.installed .claw-r1/$(CLAW_R1_COMMIT)
 # slime is on GitHub only (PyPI's slime is another package). Without GitHub: SLIME_GIT=/a/clone.
 SLIME_GIT ?= https://github.com/THUDM/slime.git
 SLIME_COMMIT := 624b824a898ab0ec1fcb4d373004c7f3852bf515
-.slime/$(SLIME_COMMIT)-plugins:
+.slime/$(SLIME_COMMIT)-examples:
 	rm -rf $(@D) && git init --quiet $(@D)
 	git -C $(@D) fetch --quiet --depth 1 $(SLIME_GIT) $(SLIME_COMMIT)
-	git -C $(@D) checkout --quiet FETCH_HEAD -- slime slime_plugins
+	git -C $(@D) checkout --quiet FETCH_HEAD -- slime slime_plugins examples
 	@touch $@
 
 # The last slime with Agent Rollout, of which docs/migration.md speaks.
@@ -144,7 +144,7 @@ AGENT_ROLLOUT_COMMIT := be675e6b4570dde4a9363a1f1e4b515d4ce947f0
 	@touch $@
 
 #   make test-slime  samples, advantages and the loss against slime itself, without Megatron and GPUs
-test-slime: install .slime/$(SLIME_COMMIT)-plugins .slime-agent-rollout/$(AGENT_ROLLOUT_COMMIT)
+test-slime: install .slime/$(SLIME_COMMIT)-examples .slime-agent-rollout/$(AGENT_ROLLOUT_COMMIT)
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt pylatexenc
 	PYTHONPATH=.slime TORCHDYNAMO_DISABLE=1 $(BIN)/pytest tests/backends/test_slime_itself.py tests/backends/test_slime_backend.py tests/backends/test_same_loss.py tests/trainer/test_slime_rollout.py tests/trainer/test_slime_buffer.py tests/trainer/test_slime_filters.py tests/documents
 	PYTHONPATH=.slime-agent-rollout $(BIN)/pytest tests/backends/test_slime_of_agent_rollout.py

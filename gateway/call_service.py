@@ -227,7 +227,7 @@ class CallService(CallParts):
             )
 
     def _add_stops(self, asked: Asked) -> None:
-        """What ends the calls of the channel, beside what the request asks for."""
+        """Let a request end, too, where the calls of its channel do."""
         forced = self.channel_sampling.get(asked.trajectory.channel)
         if forced is not None and (forced.stop or forced.stop_token_ids):
             asked.request = replace(

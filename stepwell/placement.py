@@ -30,6 +30,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from stepwell.backends.config import EngineConfig
 from stepwell.config import RunConfig
 from stepwell.trainer.errors import ConfigError
 
@@ -180,6 +181,12 @@ def _nodes_of_an_engine(config: RunConfig, nodes: Sequence[Node]) -> int:
             f"{key}, over {n} nodes, but engine.extra_args has no --tp-size: SGLang would use one "
             f'GPU; add [--tp-size, "{size}"], or --tp-size, --pp-size and --ep-size as you split it'
         )
+    for name in ("host", "port"):
+        if (given := getattr(config.engine, name)) != EngineConfig.model_fields[name].default:
+            raise ConfigError(
+                f"{key}, over {n} nodes, but engine.{name} is {given!r}: each part listens at its "
+                f"own node's address and at a port that is free there; leave engine.{name} out"
+            )
     return n
 
 

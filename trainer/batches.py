@@ -5,7 +5,7 @@ batch, and settles them once a checkpoint holds them.
       ▲                    │
       └─────── refill ─────┘ some were taken out
 
-The next lease is on its way while a batch is trained; with windows (`sync`, `one_step_off`) a batch
+The next batch is leased, and scored, while one is trained; with windows (`sync`, `one_step_off`) it
 is leased only after the publication. A group is *consumed* once it was scored, whatever a filter
 says: its prompt has had its turn, and the checkpoint that holds it acks its lease.
 
@@ -26,6 +26,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,19 @@ log = logging.getLogger(__name__)
 
 TOLD_S = 15.0
 """A trainer that waits for traffic says so this often."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """A batch that is on its way."""
+
+    leased: asyncio.Task[Sequence[Group] | None]
+    scored: asyncio.Task[list[Group]]
+    """Its rollouts; none where `leased` is None."""
+
+    def cancel(self) -> None:
+        self.leased.cancel()
+        self.scored.cancel()
 
 
 class Batches:
@@ -125,19 +139,21 @@ class Batches:
     async def stream(self, until: float) -> AsyncGenerator[list[Group], None]:
         """The batches up to `until` updates; ends early when generation has no prompt left."""
         per_lease = self._async.updates_per_batch
-        coming: asyncio.Task[Sequence[Group] | None] | None = None
+        coming: _Coming | None = None
         self._leased = self._progress.updates // self._async.ppo_epochs
         try:
             while self._progress.updates < until:
+                coming = coming or self._begin()
                 with self._phases("wait"):
-                    leased = await self._arrived(coming or asyncio.create_task(self.lease()))
+                    leased = await self._arrived(coming.leased)
                 if leased is None:
                     return
+                scored = coming.scored
                 more = self._progress.updates + per_lease < until
                 # With windows, a lease before the publication would be of the window before.
                 ahead = more and not self._async.has_windows
-                coming = asyncio.create_task(self.lease()) if ahead else None
-                yield await self._worth_training(leased)
+                coming = self._begin() if ahead else None
+                yield await self._worth_training(leased, scored)
         finally:
             if coming is not None:
                 coming.cancel()
@@ -183,7 +199,23 @@ class Batches:
         (then, before), self._responses = self._responses or (now, n), (now, n)
         return {"tokens_per_s/generate": (n - before) / (now - then)} if now > then else {}
 
-    async def _worth_training(self, leased: Sequence[Group]) -> list[Group]:
+    def _begin(self) -> _Coming:
+        """Begin to lease and score the next batch."""
+        leased = asyncio.create_task(self.lease())
+        scored = asyncio.create_task(self._first_scores(leased))
+        scored.add_done_callback(lambda task: task.cancelled() or task.exception())  # was told
+        return _Coming(leased, scored)
+
+    async def _first_scores(self, leased: asyncio.Task[Sequence[Group] | None]) -> list[Group]:
+        groups = await asyncio.shield(leased)
+        return await self._score([group for group in groups or () if not is_sft(group)])
+
+    async def _score(self, groups: Sequence[Group]) -> list[Group]:
+        return await self.scorer.score(groups, self.producer.min_n) if groups else []
+
+    async def _worth_training(
+        self, leased: Sequence[Group], first_scores: asyncio.Task[list[Group]]
+    ) -> list[Group]:
         """The scored groups of a batch; where a filter (or a missing score) took some out, others
         take their place, until it is whole or generation has ended."""
         groups: list[Group] = []
@@ -194,7 +226,7 @@ class Batches:
         for refill in count() if size else ():
             consumed |= {group.prompt_uid for group in coming}
             with self._phases("score"):
-                scored = await self.scorer.score(coming, self.producer.min_n)
+                scored = await (self._score(coming) if refill else first_scores)
             self._flat.see(scored)
             self._scored(scored)
             judged = baselined(scored, self._estimator)

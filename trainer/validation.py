@@ -98,7 +98,7 @@ class Evaluation:
     """Finished rollouts left out because another version generated some of their tokens."""
     seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    """`val/{data_source}/mean@n`, `val/{data_source}/pass@k` and `…/short`, see `figures`; and
+    """`val/{data_source}/mean@n`, `…/pass@k`, `…/truncated_ratio` and `…/short`, see `figures`; and
     `val/response_length/mean`, …, see `trajectory_metrics`."""
 
     def as_metrics(self) -> dict[str, float]:
@@ -362,14 +362,21 @@ def figures(groups: Iterable[Group], n: int, *, pass_reward: float) -> dict[str,
     - `val/{source}/pass@{k}`: mean over prompts with at least k finished rollouts of `pass_at_k`;
       a rollout passes with a reward of `pass_reward` or more;
     - `val/{source}/short`: prompts with fewer than n finished rollouts, if there are any.
+
+    And `val/{source}/truncated_ratio`: share of the finished rollouts whose last response was cut
+    off at its length.
     """
     rewards: dict[str, list[list[float]]] = defaultdict(list)
+    cut_off: dict[str, list[bool]] = defaultdict(list)
     for group in groups:
-        finished = [t.reward for t in group.trajectories if t.reward is not None]
+        finished = [t for t in group.trajectories if t.reward is not None]
         if finished:
-            rewards[data_source(group)].append(finished)
+            source = data_source(group)
+            rewards[source].append([float(t.reward) for t in finished if t.reward is not None])
+            cut_off[source] += [t.steps[-1].finish_reason == "length" for t in finished]
     result: dict[str, float] = {}
     for source, prompts in sorted(rewards.items()):
+        result[f"val/{source}/truncated_ratio"] = float(np.mean(cut_off[source]))
         result[f"val/{source}/mean@{n}"] = float(np.mean([np.mean(p) for p in prompts]))
         for k in powers_of_two(n):
             chances = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import sys
 import time
 import uuid
 from argparse import Namespace
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,13 +25,14 @@ from stepwell.backends.slime.sample import SlimeSample, as_slime
 from stepwell.backends.slime.samples import to_samples
 from stepwell.datapool import PoolConfig, connect, start_data_pool
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
-from stepwell.trainer.config import AdvantageConfig
+from stepwell.trainer.config import AdvantageConfig, RolloutConfig
+from stepwell.trainer.rollout.worker import RolloutWorker
 from stepwell.trainer.slime.buffer import generate_rollout as generate_agent_rollout
 from stepwell.trainer.slime.data_source import PoolDataSource, RolloutDataSourceWithBuffer
 from stepwell.trainer.slime.rollout import REWARD_HOOK, generate_rollout
 from tests.backends.random_groups import TEMPERATURE, random_groups, steps_of
 from tests.backends.slime_itself import HAS_SLIME, advantages, rollout_manager, slime
-from tests.gateway.conftest import QUICKSTART, hf_tokenizer, worlds  # noqa: F401 - a fixture
+from tests.gateway.conftest import QUICKSTART, hf_tokenizer, save_tokenizer, worlds  # noqa: F401 - a fixture
 from tests.gateway.test_rollout_buffer import TOOLS, Consumer
 
 pytestmark = pytest.mark.skipif(not HAS_SLIME, reason="make test-slime runs it, where slime is")
@@ -333,3 +335,76 @@ async def test_slimes_own_consumer_reads_text_only_rollouts_from_our_buffer(
         assert sample.tokens[: step.n_tokens] == step.token_ids.tolist()
         # Its masks train the line break behind the close, too; ours end with the close.
         assert sample.loss_mask == [1] * (len(step.response_ids) + 1)
+
+
+class Tools:
+    """The sandbox of examples/retool, without a sandbox."""
+
+    def get_tool_specs(self) -> list[Any]:
+        return []
+
+    async def execute_tool(self, name: str, arguments: Any) -> str:
+        return "42"
+
+
+async def local_search(url: str, query: str, topk: int, proxy: Any = None) -> list[Any]:
+    """The retriever of examples/search-r1, without an index."""
+    return [{"document": {"contents": '"A title"\na page'}}]
+
+
+STANDS_IN: dict[str, dict[str, Any]] = {
+    "local_search_server": {"local_search": local_search},
+    "tool_sandbox": {
+        "SEMAPHORE": asyncio.Semaphore(4),
+        "TOOL_CONFIGS": {"max_turns": 3, "max_tool_calls": 3},
+        "tool_registry": Tools(),
+    },
+}
+"""What the examples import beside slime."""
+
+
+@pytest.mark.parametrize(
+    ("agent", "says", "stops"),
+    [
+        (
+            "search-r1/generate_with_search",
+            ("<search>x</search>", "<answer>she</answer>"),
+            ("</search>", "</answer>"),
+        ),
+        ("retool/generate_with_retool", ("<code>6*7</code>", "Answer: \\boxed{42}"), (None, None)),
+    ],
+)
+async def test_slimes_own_examples_of_generate_functions_run_as_they_are(
+    worlds: Any,  # noqa: F811 - the fixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    agent: str,
+    says: tuple[str, str],
+    stops: tuple[str | None, str | None],
+) -> None:
+    """With slime's Sample, GenerateState and HTTP client; each turn becomes a Step."""
+    folder, module = agent.split("/")
+    slime("rollout.sglang_rollout")  # with what stands in for what is not installed
+    root = Path(importlib.import_module("slime.utils").__path__[0]).parents[1]
+    monkeypatch.syspath_prepend(root / "examples" / folder)
+    for name, members in STANDS_IN.items():
+        stand_in = ModuleType(name)
+        vars(stand_in).update(members)
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    world = await worlds()
+    said = [
+        world.say(text, close=stop is None, matched=stop, version=str(version))
+        for version, (text, stop) in enumerate(zip(says, stops, strict=True))
+    ]
+    config = RolloutConfig(agent=f"{module}:generate", max_attempts=1)
+    worker = RolloutWorker(config, [world.url], tokenizer_path=Path(save_tokenizer(tmp_path)))
+    await world.pool.open_group("p", 1)
+    task = {"question": "who wrote it", "answer": "she", "metadata": {}}
+    named = {**task, "instance_id": "q", "data_source": "books"}
+    assert await worker.run_group(named, "p", 1) == {"complete": 1}
+    await worker.close()
+    steps = await world.pool.fetch_batch(timeout_s=10)
+    assert steps is not None
+    assert [s.response_ids.tolist() for s in steps] == [one.ids for one in said]
+    assert [s.policy_version for s in steps] == [0, 1]
+    assert all(s.rollout_log_probs is not None for s in steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ from stepwell.backends.engines.ports import Host, node_launches
 from stepwell.backends.engines.server import EngineServer
 from stepwell.backends.errors import EngineStartError
 from stepwell.backends.slime.sample import SlimeSample
-from stepwell.datapool.types import Step
+from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.gateway.wiring import ChannelSampling
 from stepwell.trainer.config import RewardConfig, RolloutConfig, ValidationConfig
 from stepwell.trainer.errors import RolloutError
@@ -25,6 +26,7 @@ from stepwell.trainer.rollout.agents import load_agent
 from stepwell.trainer.rollout.worker import RolloutWorker
 from stepwell.trainer.scoring import Scorer
 from stepwell.trainer.slime.generate import GenerateState, Sample, get, post
+from stepwell.trainer.validation import figures
 from tests.gateway.conftest import World, log_prob, save_tokenizer, worlds
 
 __all__ = ["worlds"]  # a fixture
@@ -141,6 +143,13 @@ async def elsewhere(args: Any, sample: Any, sampling_params: dict[str, Any]) -> 
     return sample
 
 
+async def long_elsewhere(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    sample.tokens = [5] * 30_000 + [6, 7] * 41
+    sample.response_length, sample.loss_mask = 82, [1, 0] * 41
+    sample.weight_versions = ["3"]
+    return sample
+
+
 async def of_no_version(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
     sample.tokens, sample.response_length = [5, 6, 7, 8], 2
     return sample
@@ -191,6 +200,13 @@ async def asks_for_what_no_policy_samples(
 
 async def asks_for_another_endpoint(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
     await get(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/list_workers")
+    return sample
+
+
+async def asks_for_more_than_fits(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """A body of more than a MiB, which aiohttp's servers refuse by default."""
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    await post(url, {"input_ids": [5] * 400_000, "sampling_params": sampling_params})
     return sample
 
 
@@ -363,6 +379,7 @@ async def test_a_sample_to_be_removed_is_a_rollout_without_steps(
         ("returns_text", "returned a str; return the Sample"),
         ("asks_for_what_no_policy_samples", "ignore_eos is True"),
         ("asks_for_another_endpoint", "GET /list_workers is not served"),
+        ("asks_for_more_than_fits", "400000 tokens"),
         ("wants_an_argument", "args.max_searches is not known here; set it in rollout.agent_args"),
     ],
 )
@@ -374,6 +391,34 @@ async def test_what_is_no_rollout_is_an_abort_that_says_why(
     assert times == 1
     assert re.search(why, end), end
     assert await world.pool.fetch_batch() is None
+
+
+async def test_a_rollout_of_many_long_turns_is_stored_in_several_requests(
+    worlds: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Each Step has all tokens before it: 41 of them are more than a request may hold."""
+    world = await worlds()
+    assert await run(world, tmp_path, "long_elsewhere") == {"complete": 1}
+    steps = await leased(world)
+    assert len(steps) == 41
+    assert sum(s.n_tokens for s in steps) > 1_200_000
+
+
+async def test_a_call_may_take_as_long_as_the_model_does(
+    worlds: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client of rollouts is otherwise patient for two minutes; then it would begin again."""
+    monkeypatch.setattr("stepwell.trainer.rollout.gateway.ANSWER_S", 0.2)
+    world = await worlds()
+    said = world.say("she did", gate=asyncio.Event())
+    running = asyncio.create_task(
+        run(world, tmp_path, "silent", agent_args={"reward_key": "score"})
+    )
+    await world.engine.arrived.wait()
+    await asyncio.sleep(0.5)
+    said.gate.set()
+    assert await running == {"complete": 1}
+    assert len(world.engine.requests) == 1
 
 
 async def rewards_the_whole(args: Any, sample: Any, **kwargs: Any) -> float:
@@ -409,6 +454,41 @@ async def test_the_prompt_is_text_by_the_chat_template_where_that_is_asked_for(
     assert sent == "<|im_start|>user\nwho wrote it<|im_end|>\n<|im_start|>assistant\n"
 
 
+async def shows_its_text(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    output = await post(url, {"input_ids": [5], "sampling_params": sampling_params})
+    sample.tokens, sample.response_length = [5, *output["output_ids"]], len(output["output_ids"])
+    sample.response = output["text"]
+    return sample
+
+
+SEEN: list[str] = []
+
+
+def sees(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+    SEEN.append(solution_str)
+    return 1.0
+
+
+@pytest.mark.parametrize(("skips", "text"), [(True, "she did"), (False, "she did<|im_end|>")])
+async def test_special_tokens_are_left_out_of_texts_or_not(
+    worlds: Callable[..., Any], tmp_path: Path, skips: bool, text: str
+) -> None:
+    """Of the text that a function gets, and of that which rewards get."""
+    world = await worlds()
+    world.say("she did")
+    await run(world, tmp_path, "shows_its_text", skip_special_tokens=skips)
+    lease = await world.pool.lease_batch(timeout_s=10)
+    assert lease is not None
+    (trajectory,) = lease.groups[0].trajectories
+    assert trajectory.metadata["slime_sample"]["response"] == text
+    reward = RewardConfig(function=f"{__name__}:sees")
+    scorer = Scorer(reward, tmp_path, skip_special_tokens=skips)
+    await scorer.score(lease.groups)
+    await scorer.aclose()
+    assert SEEN.pop() == text
+
+
 @pytest.mark.parametrize(
     ("function", "why"),
     [
@@ -428,6 +508,8 @@ def test_arguments_that_nobody_reads_are_refused() -> None:
     with pytest.raises(RolloutError, match="only functions of slime's form are given args"):
         load_agent(f"{__name__}:agent", {"max_searches": 3})
     load_agent(f"{__name__}:search", {"max_searches": 3})
+    with pytest.raises(ValueError, match="but agent is null: nobody reads it"):
+        RolloutConfig(agent_args={"max_searches": 3})
 
 
 # -- the router: engine.router_url -----------------------------------------------------------------
@@ -489,12 +571,13 @@ async def test_the_engines_behind_a_router_are_found_and_called_themselves(
         found = await EngineServer(config, tmp_path).start()
         assert found == [engines[0].url, engines[1].url]
         calling = await worlds(engine_urls=tuple(found))
-        for uid in ("a", "b", "c", "d", "e", "f"):
-            client = await calling.client(uid)
-            hello = {"role": "user", "content": "hello"}
-            await client.chat.completions.create(model="m", messages=[hello])
-        assert all(engine.requests for engine in engines)
-        assert set(router.asked) == {"/workers", "/list_workers"} if old else {"/workers"}
+        client = await calling.client()
+        hello = {"role": "user", "content": "hello"}
+        await client.chat.completions.create(model="m", messages=[hello])
+        assert sum(len(engine.requests) for engine in engines) == 1
+        known = calling.gateway.engine.statistics()["engines"]
+        assert [engine["url"] for engine in known] == found
+        assert router.asked == ["/workers", "/list_workers"][: 1 + old]
 
 
 async def test_a_router_without_whole_engines_is_refused_with_the_way_out(tmp_path: Path) -> None:
@@ -554,3 +637,38 @@ def test_the_parts_of_a_server_over_two_nodes_are_launched_as_one(
     )
     other = other.replace("--nccl-port 21001", "--nccl-port 24501")
     assert " ".join(lines[1]) == other.replace("--node-rank 0", "--node-rank 1")
+
+
+# -- evaluations -----------------------------------------------------------------------------------
+
+
+def rolled_out(source: str, *rollouts: tuple[float, str]) -> Group:
+    """A prompt of a data source, with the reward and the finish reason of each rollout."""
+    trajectories = [
+        Trajectory(
+            f"{source}{i}",
+            source,
+            (
+                Step(
+                    prompt_ids=[1],
+                    response_ids=[2],
+                    reward=reward,
+                    finish_reason=finish_reason,  # type: ignore[arg-type]
+                    trajectory_uid=f"{source}{i}",
+                    prompt_uid=source,
+                ),
+            ),
+        )
+        for i, (reward, finish_reason) in enumerate(rollouts)
+    ]
+    return Group(source, tuple(trajectories), metadata={"task": {"data_source": source}})
+
+
+def test_each_evaluation_set_has_its_mean_reward_and_the_share_that_was_cut_off() -> None:
+    sets = [
+        rolled_out("aime", (1.0, "stop"), (0.0, "length"), (0.0, "length"), (1.0, "stop")),
+        rolled_out("gpqa", (1.0, "stop"), (1.0, "length"), (1.0, "stop"), (1.0, "stop")),
+    ]
+    found = figures(sets, 4, pass_reward=1.0)
+    assert (found["val/aime/mean@4"], found["val/aime/truncated_ratio"]) == (0.5, 0.5)
+    assert (found["val/gpqa/mean@4"], found["val/gpqa/truncated_ratio"]) == (1.0, 0.25)

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from stepwell.backends.verl.backend import lay_out
 from stepwell.backends.verl.rows import build
+from stepwell.migration import find, known_as
 from stepwell.trainer.config import CustomSource, ParquetSource
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import DataError
@@ -663,3 +664,72 @@ async def test_the_loop_validates_trains_dumps_and_reports(tmp_path: Path, rewar
     assert shown["critic/score/mean"] == pytest.approx(0.3)
     assert shown["training/rollout_probs_diff_mean"] >= 0
     assert shown["training/rollout_probs_diff_max"] >= shown["training/rollout_probs_diff_mean"]
+
+
+# ── names ────────────────────────────────────────────────────────────────────────────────────────
+
+OPTIONS = [
+    "data.train_files",
+    "data.cache_dir",
+    "data.prompt_key",
+    "data.image_key",
+    "data.video_key",
+    "data.max_prompt_length",
+    "data.return_raw_chat",
+    "data.return_full_prompt",
+    "data.truncation",
+    "data.filter_overlong_prompts",
+    "data.filter_overlong_prompts_workers",
+    "data.use_shm",
+    "data.chat_template_func",
+    "data.need_tools_kwargs",
+    "data.filter_prompts",
+    "data.custom_cls.path",
+    "data.custom_cls.name",
+    "data.reward_fn_key",
+    "trainer.project_name",
+    "trainer.experiment_name",
+    "trainer.logger",
+    "trainer.val_before_train",
+    "trainer.val_only",
+    "trainer.total_epochs",
+    "trainer.profile_steps",
+    "trainer.balance_batch",
+    "trainer.critic_warmup",
+    "trainer.rollout_data_dir",
+    "trainer.test_freq",
+    "trainer.save_freq",
+    "algorithm.adv_estimator",
+    "algorithm.gamma",
+    "algorithm.lam",
+    "algorithm.use_kl_in_reward",
+    "algorithm.kl_penalty",
+    "algorithm.norm_adv_by_std_in_grpo",
+    "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.multi_turn.enable",
+    "actor_rollout_ref.rollout.multi_turn.max_turns",
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path",
+    "actor_rollout_ref.rollout.free_cache_engine",
+    "actor_rollout_ref.rollout.response_length",
+    "actor_rollout_ref.rollout.max_model_len",
+    "actor_rollout_ref.rollout.val_kwargs.top_k",
+    "actor_rollout_ref.rollout.val_kwargs.top_p",
+    "actor_rollout_ref.rollout.val_kwargs.temperature",
+    "actor_rollout_ref.actor.loss_agg_mode",
+    "reward_model.launch_reward_fn_async",
+    "reward_model.reward_manager",
+    "reward_model.sandbox_fusion.url",
+    "reward_model.sandbox_fusion.max_concurrent",
+    "custom_reward_function.path",
+    "custom_reward_function.name",
+    "custom_reward_function.reward_kwargs",
+]
+"""Every option that the document names."""
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_of_the_document_is_answered(option: str) -> None:
+    """With the key of ours, or with the reason why there is none."""
+    (row,) = find("verl", option)
+    assert row.ours or len(row.note) > 15
+    assert known_as(option) == row.text

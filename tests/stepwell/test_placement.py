@@ -132,6 +132,8 @@ def test_an_engine_larger_than_a_node_is_spread_in_equal_parts() -> None:
     ("overrides", "message"),
     [
         (("cluster.gpus_per_engine=11", TP), r"is 11, which no number of nodes .* 8, 8, 8, 8 GPUs"),
+        (("cluster.gpus_per_engine=12", TP, "engine.host=10.0.0.2"), "leave engine.host out"),
+        (("cluster.gpus_per_engine=12", TP, "engine.port=30000"), "engine.port is 30000: each"),
         (("cluster.gpus_per_engine=12",), r"over 2 nodes, but .* no --tp-size: .*--tp-size, \"12"),
     ],
 )

@@ -8,12 +8,16 @@ import re
 import socket
 import struct
 import sys
+import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from google.protobuf.message import DecodeError
 from prometheus_client.parser import text_string_to_metric_families
 
 from stepwell import checks
@@ -189,13 +193,12 @@ def test_wandb_is_offline_without_a_key_and_the_same_run_in_every_life(
     assert all((tmp_path / "wandb" / name).glob("*.wandb") for name in runs)
 
 
-def wandb_history(folder: Path) -> list[dict[str, Any]]:
-    """Name -> value of each row of an offline run's file: after 7 bytes of header blocks of 32 KiB,
-    in them chunks of CRC, length, kind (1 whole, 2 first, 3 middle, 4 last) and bytes."""
+def wandb_records(data: bytes) -> Iterator[Any]:
+    """Records of an offline run's file: after 7 bytes of header blocks of 32 KiB, in them chunks of
+    CRC, length, kind (1 whole, 2 first, 3 middle, 4 last) and bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    [file] = folder.glob("wandb/offline-run-*/*.wandb")
-    data, at, whole, rows = file.read_bytes(), 7, b"", []
+    at, whole = 7, b""
     while at + 7 <= len(data):
         length, kind = struct.unpack_from("<HB", data, at + 4)
         left = 32_768 - at % 32_768
@@ -208,12 +211,23 @@ def wandb_history(folder: Path) -> list[dict[str, Any]]:
             record = Record()
             record.ParseFromString(whole)
             whole = b""
-            if record.WhichOneof("record_type") == "history":
-                items = record.history.item
-                rows.append(
-                    {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
-                )
-    return rows
+            yield record
+
+
+def wandb_history(folder: Path) -> list[dict[str, Any]]:
+    """Name -> value of each row of an offline run's file."""
+    [file] = folder.glob("wandb/offline-run-*/*.wandb")
+    while True:  # wandb's service writes it after the run has finished
+        with suppress(DecodeError):  # in the middle of a write
+            records = list(wandb_records(file.read_bytes()))
+            if any(record.WhichOneof("record_type") == "exit" for record in records):
+                break
+        time.sleep(0.05)
+    return [
+        {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
 
 
 def test_a_file_of_wandb_has_our_names_and_verls(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ from stepwell.trainer.config import AdvantageConfig, DataConfig, OverlongBufferC
 from stepwell.trainer.errors import RewardError
 from stepwell.trainer.rewards import RewardConfig
 from stepwell.trainer.scoring import EXTRA, GROUP_TOO_SMALL, NOT_CONFIGURED, Scorer
-from tests.trainer.small_run import small_config, small_run
+from tests.trainer.small_run import RecordingBackend, small_config, small_run
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 TASK = {
@@ -237,6 +238,35 @@ async def test_a_group_that_loses_too_many_is_not_trained(make: Any, write: Any)
         assert scorer.unscored == {"RewardCrashError": 1, GROUP_TOO_SMALL: 1}
         assert rewards(await scorer.score([make("1", "0", n=2)])) == [[1.0]]  # an evaluation
         assert rewards(await scorer.score([make(("3", 3.0), uid="p3", n=1)], 2)) == [[3.0]]
+
+
+ASKED: list[str] = []
+NEXT_IS_SCORED = threading.Event()
+
+
+def slow(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+    ASKED.append(str(extra_info["prompt_uid"]))
+    if len(set(ASKED)) > 2:  # two groups are a batch
+        NEXT_IS_SCORED.set()
+    return float(len(ASKED) % 2)
+
+
+class Waiting(RecordingBackend):
+    """Its first batch is trained until the next one is being scored."""
+
+    def train_step(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        assert self.updates or NEXT_IS_SCORED.wait(20), "scored while a batch is trained"
+        return super().train_step(*args, **kwargs)
+
+
+async def test_the_next_batch_is_scored_while_one_is_trained(tmp_path: Path) -> None:
+    """verl's `launch_reward_fn_async`."""
+    keys = (f"rollout.reward={__name__}:slow", "trainer.total_steps=2", "rollout.min_n=1")
+    config = small_config(tmp_path, *keys)
+    async with small_run(config, backend=Waiting(), reward=lambda task, index: None) as run:
+        records = await run.train()
+    assert len(records) == 2
+    assert all(record["time/score_s"] >= 0 for record in records)
 
 
 async def test_a_reward_that_never_works_stops_the_run_with_the_causes(

@@ -98,10 +98,12 @@ def test_figures_are_means_over_prompts_of_each_data_source() -> None:
         "val/code/pass@1": 0.0,
         "val/code/pass@2": 0.0,
         "val/code/pass@4": 0.0,
+        "val/code/truncated_ratio": 0.0,
         "val/math/mean@4": 0.625,
         "val/math/pass@1": 0.625,
         "val/math/pass@2": 0.75,
         "val/math/pass@4": 1.0,
+        "val/math/truncated_ratio": 0.0,
     }
     assert figures(groups, 4, pass_reward=0.5)["val/code/pass@1"] == 1.0
 

@@ -82,7 +82,7 @@ class Base(BaseTool):
 
 
 class NoId(Counter):
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+    async def create(self, *args: Any, **kwargs: Any) -> Any:
         return None
 
 

@@ -163,6 +163,11 @@ class RolloutConfig(CallSampling):
 
     @model_validator(mode="after")
     def _bounds(self) -> RolloutConfig:
+        if self.agent is None and self.agent_args:
+            raise ValueError(
+                f"agent_args is {self.agent_args}, but agent is null: nobody reads it; name a "
+                "generate function of slime's form in agent, or leave agent_args out"
+            )
         if self.min_n > self.n:
             raise ValueError(f"min_n ({self.min_n}) is larger than n ({self.n})")
         if self.timeout_s * self.max_attempts > self.group_deadline_s:

@@ -22,6 +22,7 @@ PATIENCE_S = 300.0
 minutes."""
 ANSWER_S = 120.0
 """The gateway answers within this, or is asked again; it waits for the pool for a minute itself."""
+_UNBOUNDED = aiohttp.ClientTimeout(total=None)
 RETRY_S = 0.25
 _DOWN = frozenset({429, 500, 502, 503, 504})
 """The gateway answers, but has no room, is stopping, or its pool or engine is away."""
@@ -68,11 +69,14 @@ class GatewayClient:
         body: dict[str, Any] | None,
         patience_s: float = PATIENCE_S,
         headers: Mapping[str, str] | None = None,
+        *,
+        is_generation: bool = False,
     ) -> dict[str, Any]:
         """The answer to a POST of `body`, or to a GET without one.
 
         Args:
             where: a URL; or a path, at the first replica that can be reached.
+            is_generation: the gateway answers when the model has ended, and bounds that itself.
 
         Raises:
             ClosedError: the trajectory has ended.
@@ -85,7 +89,11 @@ class GatewayClient:
             pause_s = RETRY_S
             try:
                 async with self._connected().request(
-                    method, url, json=body, headers=headers
+                    method,
+                    url,
+                    json=body,
+                    headers=headers,
+                    timeout=_UNBOUNDED if is_generation else aiohttp.ClientTimeout(total=ANSWER_S),
                 ) as response:
                     if response.status < 400:
                         return cast(dict[str, Any], await response.json())
@@ -115,6 +123,5 @@ class GatewayClient:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 headers=headers,
-                timeout=aiohttp.ClientTimeout(total=ANSWER_S),
             )
         return self._session

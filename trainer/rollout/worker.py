@@ -265,7 +265,7 @@ class RolloutWorker:
     async def _run(
         self, task: Task, started: Mapping[str, Any], mark: Mapping[str, Any], channel: str
     ) -> dict[str, Any]:
-        """What the agent made of the rollout, as the body of `complete_trajectory`."""
+        """Run the agent; return the body of `complete_trajectory`."""
         if self._generate is not None:
             return await self._generate.run(task, started, mark, channel)
         returned = await self._agent(task, started["base_url"], started.get("api_key", "none"))

@@ -7,13 +7,15 @@
 slime's functions name a host and a port and nothing else: neither a key nor the rollout that they
 call for. So each rollout has a port of its own on loopback, and its calls go where all calls go:
 through the gateway, which chooses the engine, goes on over weight updates and lost engines, and
-samples as the rollout's channel says. What the engine sampled is kept (`calls`).
+samples as the rollout's channel says. What the engine sampled is kept (`calls`). Whoever is on the
+machine may call the port while the rollout runs.
 
 Source of the wire format: SGLang 0.5.23, `GenerateReqInput`. Does not own: Steps (`masked.py`).
 """
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping
 from types import TracebackType
@@ -30,7 +32,7 @@ HOST = "127.0.0.1"
 _NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
 """SGLang's sampling parameters that the gateway knows by another name."""
 _TEXT_ONLY = ("skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens")
-"""Those that say how the answer's text is made of its ids."""
+"""Parameters of the answer's text; its ids do not depend on them."""
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "logprob_start_len": (-1,),
@@ -58,7 +60,7 @@ class EngineAddress:
         self.calls: list[EngineCall] = []
         """Answered so far, in the order of their answers."""
         self.refusal = ""
-        """Why the last call that was refused was; functions of slime try again and do not say."""
+        """Reason of the last refusal; slime's client tries again and does not tell it."""
         self.port = 0
         self._gateway = gateway
         self._origin = origin
@@ -88,7 +90,10 @@ class EngineAddress:
                     "they call POST /generate. An agent that speaks a chat API is written as async "
                     "def agent(task, base_url, api_key)"
                 )
-            return web.json_response(await self._generate(await request.json()))
+            body = json.loads(
+                await request.content.read()
+            )  # of any size: the gateway has the limit
+            return web.json_response(await self._generate(body))
         except ClosedError as e:
             status, self.refusal = 409, str(e)
         except (RolloutError, ValueError) as e:
@@ -114,6 +119,7 @@ class EngineAddress:
             f"{self._origin}/generate",
             {**wanted, **self._identity, "prompt_ids": prompt_ids},
             headers={"idempotency-key": uuid.uuid4().hex},
+            is_generation=True,
         )
         call = EngineCall(
             prompt_ids=answer["prompt_ids"],

@@ -29,7 +29,7 @@ import importlib
 import inspect
 import json
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -39,7 +39,7 @@ import aiohttp
 
 from stepwell.backends.slime.sample import SAMPLE, SlimeSample, sample_class
 from stepwell.datapool.errors import InvalidStepError
-from stepwell.datapool.types import GREEDY, MAX_REWARD, VAL, is_reward
+from stepwell.datapool.types import GREEDY, MAX_REWARD, VAL, Step, is_reward
 from stepwell.trainer.config import RolloutConfig, ValidationConfig
 from stepwell.trainer.data import Task
 from stepwell.trainer.data.prompt_length import PromptMeter, load_tokenizer
@@ -49,6 +49,9 @@ from stepwell.trainer.slime.engine_address import HOST, EngineAddress
 from stepwell.trainer.slime.masked import EngineCall, steps_of
 
 Sample = sample_class()
+
+MAX_NUMBERS = 500_000
+"""Ids and log-probs of one request."""
 
 
 class Arguments(Namespace):
@@ -89,7 +92,7 @@ class GenerateState:
 
 
 def sampling_params(args: Any) -> dict[str, Any]:
-    """What slime hands to a generate function, from its arguments."""
+    """Sampling parameters that slime hands to a generate function, of its arguments."""
     return {
         "temperature": args.rollout_temperature,
         "top_p": args.rollout_top_p,
@@ -201,12 +204,12 @@ class GenerateRollouts:
                 raise
         samples = self._checked(returned)
         steps = self._steps(samples, address.calls, identity)
-        if steps:
+        for some in _bodies(steps):
             await self._gateway.ask(
                 f"{origin}/submit_steps",
-                {"steps": [step.to_dict() for step in steps], "channel": channel},
+                {"steps": [step.to_dict() for step in some], "channel": channel},
             )
-        return {"reward": self._reward(samples), "metadata": _said(samples[-1], known)}
+        return {"reward": self._reward(samples), "metadata": _metadata(samples[-1], known)}
 
     async def _ready(self) -> None:
         async with self._lock:
@@ -298,8 +301,8 @@ class GenerateRollouts:
 
     def _steps(
         self, samples: Sequence[Any], calls: Sequence[EngineCall], identity: Mapping[str, str]
-    ) -> list[Any]:
-        steps: list[Any] = []
+    ) -> list[Step]:
+        steps: list[Step] = []
         for sample in samples:
             try:
                 steps += steps_of(sample, calls, identity, len(steps))
@@ -335,9 +338,25 @@ class GenerateRollouts:
         return None if reward is None else float(reward)
 
 
-def _said(sample: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The trajectory's metadata: what the function added to the sample's, and, for reward functions
-    of slime's form, the sample's text and its own attributes.
+def _bodies(steps: Sequence[Step]) -> Iterator[list[Step]]:
+    """Steps of one request each: every Step brings all tokens before it, so those of many turns are
+    more numbers than a gateway takes at once."""
+    body: list[Step] = []
+    room = MAX_NUMBERS
+    for step in steps:
+        n = step.n_tokens + len(step.response_ids)
+        if body and n > room:
+            yield body
+            body, room = [], MAX_NUMBERS
+        body.append(step)
+        room -= n
+    if body:
+        yield body
+
+
+def _metadata(sample: Any, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata of the trajectory: all that the function added to the sample's, and, for reward
+    functions of slime's form, the sample's text and attributes that are no fields.
 
     Raises:
         RolloutError: some of it is no JSON, and would not reach the trainer's process.

@@ -1,4 +1,4 @@
-"""Steps of a sequence that was sampled in pieces: what a generate function of slime returns.
+"""Steps of a sequence that was sampled in pieces, as a generate function of slime returns it.
 
     tokens        P P P a a a t t b b        response_length 7
     loss_mask           1 1 1 0 0 1 1
@@ -30,7 +30,7 @@ from stepwell.trainer.errors import RolloutError
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
-    """What the engine sampled for one call."""
+    """One call of a rollout, and the tokens that the engine sampled for it."""
 
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
@@ -124,8 +124,8 @@ def _column(sample: Any, name: str, n: int) -> Any:
 
 
 class _Found:
-    """Calls whose whole response stands in the trained part of a sequence, each behind the one
-    before. Log-probs and versions by position of the response; -1 is no version."""
+    """Log-probs and versions of a response, by position, from the calls whose whole responses stand
+    in its trained part, each behind the one before. Version -1: no call accounts for the token."""
 
     def __init__(
         self, ids: TokenIds, begin: int, mask: npt.NDArray[Any], calls: Sequence[EngineCall]

@@ -71,7 +71,7 @@ async def test_a_program_that_takes_too_long_has_failed() -> None:
 
 
 async def test_so_many_programs_run_at_once_whatever_the_number_of_answers() -> None:
-    config = {
+    config: dict[str, Any] = {
         "by_data_source": {"taco": {"function": "code", "kwargs": {"continuous": False}}},
         "sandbox_fusion": {"url": "", "max_concurrent": 2},
     }
