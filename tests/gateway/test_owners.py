@@ -21,7 +21,7 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.link import Port
 from stepwell.datapool.types import OWNER
 from stepwell.gateway.paths import UNDER
-from tests.gateway.conftest import WatchedPort, local_pool
+from tests.gateway.conftest import WatchedPort, local_pool, port_of
 
 ADMIN, NEW = "an-admin-key-for-tests", "-rotated"
 KEYS = {name: f"key-of-agent-{name}-for-tests" for name in "abcd"}
@@ -565,6 +565,32 @@ async def test_the_operator_deletes_a_trajectory_with_its_group(worlds: Any) -> 
             assert (await http.route("chat", each["api_key"], f"{GROUP}-{k}"))[0] == 200
         status, gone = await http(f"/v1/trajectories/{UID}", ADMIN, None, "DELETE")
         assert (status, sorted(gone["deleted"])) == (200, [UID, f"{GROUP}-1"])
+
+
+@pytest.mark.parametrize("who", ["a", "d", "admin"])
+@pytest.mark.parametrize("where", ["here", "another gateway"])
+async def test_a_reward_by_uid_is_one_question_to_the_pool(
+    worlds: Any, who: str, where: str
+) -> None:
+    async with local_pool() as pool, aiohttp.ClientSession() as session:
+        here, there = [Http(session, (await worlds(pool=pool, **keys())).url) for _ in range(2)]
+        key = ADMIN if who == "admin" else KEYS[who]
+        assert (await here("/v1/chat/completions", key, CHAT, **{"x-session-id": "s"}))[0] == 200
+        http = here if where == "here" else there
+        uid = f"session-s@{ {'a': 'a', 'd': '', 'admin': 'admin'}[who] }"
+        asked = port_of(pool).asked
+        for path, body, op in (
+            ("/v1/rewards", {"reward": 0.5}, "SetReward"),
+            ("/v1/feedback", {"label": "good"}, "Mark"),
+            ("/v1/complete_trajectory", {"reward": 1.0}, "CompleteTrajectory"),
+        ):
+            asked.clear()
+            answer = await http(path, key, {"trajectory_uid": uid, **body})
+            assert answer[0] == 200, answer
+            told = [type(each).__name__ for each in asked]
+            if who != "admin" or where == "here":  # it may be in any channel
+                assert told == [op]
+            assert "Listing" not in "".join(told)
 
 
 async def test_without_keys_a_trajectorys_own_key_deletes_it_alone_too(worlds: Any) -> None:
