@@ -40,9 +40,9 @@ from stepwell.trainer.config import LAG_LIMIT, AsyncTrainingConfig, SamplingConf
 from stepwell.trainer.errors import ConfigError, StarvedError
 from stepwell.trainer.slime.filters import (
     RULE,
-    Arguments,
     ScoredGroup,
     check_signature,
+    filter_arguments,
     most_different_first,
     preferred,
 )
@@ -230,7 +230,7 @@ class GroupFilter:
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self._max_refills = config.max_refills
-        self._args = Arguments(arguments)
+        self._args = filter_arguments(arguments)
         self._whole = None if tokenizer_path is None else WholeSamples(tokenizer_path)
         try:
             names = SelectionConfig(filters=_pool_names(config.filters))

@@ -30,28 +30,16 @@ from typing import Any
 from stepwell.datapool.dotted import resolve
 from stepwell.datapool.selection import Drop, Filter, GroupInfo, Verdict
 from stepwell.datapool.selection.built_in import ZERO_STD
+from stepwell.trainer.slime.arguments import Arguments
 
 RULE = "slime_filter"
 """Name of a filter of `sampling.filters`, with the path of a function in brackets."""
 
 
-class Arguments:
-    """slime's arguments, as far as a run of ours has them.
-
-    Args:
-        given: by slime's names.
-    """
-
-    def __init__(self, given: Mapping[str, Any] | None = None) -> None:
-        vars(self).update({"reward_key": None, "eval_reward_key": None, **(given or {})})
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise AttributeError(
-            f"args.{name} is none of slime's arguments that a filter is given here: "
-            + ", ".join(sorted(vars(self)))
-        )
+def filter_arguments(given: Mapping[str, Any] | None = None) -> Arguments:
+    """slime's arguments as filters get them, of those `given` by slime's names."""
+    known = {"reward_key": None, "eval_reward_key": None, **(given or {})}
+    return Arguments(f"filters are given {', '.join(sorted(known))}", **known)
 
 
 @dataclass(frozen=True, slots=True)
