@@ -31,7 +31,9 @@ class SlimeReward:
 
     def __init__(self, function: Any, kwargs: Mapping[str, Any]) -> None:
         self._function = function
-        known = dict.fromkeys(("reward_key", "eval_reward_key", "rm_type", "rm_url"))
+        known: dict[str, Any] = dict.fromkeys(
+            ("reward_key", "eval_reward_key", "rm_type", "rm_url")
+        )
         self._args = Arguments(_REMEDY, **known | kwargs)
         self.__qualname__ = function_name(function)
 
