@@ -31,10 +31,8 @@ class SlimeReward:
 
     def __init__(self, function: Any, kwargs: Mapping[str, Any]) -> None:
         self._function = function
-        known: dict[str, Any] = dict.fromkeys(
-            ("reward_key", "eval_reward_key", "rm_type", "rm_url")
-        )
-        self._args = Arguments(_REMEDY, **known | kwargs)
+        known = dict.fromkeys(("reward_key", "eval_reward_key", "rm_type", "rm_url"))
+        self._args = Arguments(_REMEDY, **{**known, **kwargs})
         self.__qualname__ = function_name(function)
 
     def __call__(self, samples: RewardSample | Sequence[RewardSample]) -> Any:
