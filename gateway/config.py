@@ -242,13 +242,14 @@ class GatewayConfig(Section):
 
     keep_messages: bool = True
     """The messages that each turn adds are kept with its Step (`metadata["messages"]`), for people
-    who read trajectories and for exports of text. Training reads ids only."""
+    who read trajectories and for exports of text. Training reads ids only. Calls of tools are in
+    `metadata["turn"]` in any case: by that note another gateway goes on."""
     max_message_bytes: int = Field(default=256 * 1024, ge=1)
     """JSON of one turn's messages; a Step whose turn has more keeps none."""
     redact_messages: str | None = None
     """Dotted path of a function that is given a turn's messages, a list that it may change, and
-    returns those to keep. It runs on the event loop, so it must be quick; where it fails, none are
-    kept."""
+    returns those to keep; calls of tools in `metadata["turn"]` and the ids stay. It runs on the
+    event loop, so it must be quick; where it fails, none are kept."""
 
     reward_fn: str | None = None
     """Dotted path of the function behind `/compute_reward`, called with the body's fields."""

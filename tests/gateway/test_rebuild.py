@@ -25,6 +25,7 @@ from stepwell.datapool.files.export import read, write
 from stepwell.datapool.ops import ResumeTrajectory, SubmitSteps
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import DUPLICATE_OF, Step, superseded
+from stepwell.deletion import _forget
 from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.app import create_app
 from stepwell.gateway.call_service import Asked
@@ -35,6 +36,7 @@ from stepwell.gateway.tokens.graph import Turn, TurnGraph
 from stepwell.gateway.trajectory.note import NOTE, TurnKeys, TurnNote, read_note, restore
 from stepwell.gateway.trajectory.retries import RetryKey
 from stepwell.gateway.wiring import ChannelSampling, Wiring
+from stepwell.run_file import GatewayPart
 from tests.gateway.conftest import World, serving
 from tests.gateway.raw import Raw
 from tests.helpers import reserved_port
@@ -975,3 +977,16 @@ async def test_a_replica_that_may_still_know_what_was_deleted_is_told_of(
     assert "replica 1" in told
     assert "127.0.0.1" not in told
     assert not (await fleet.pool.list_trajectories()).items
+
+
+async def test_the_command_has_all_gateways_forget_by_the_first_that_answers(fleet: Fleet) -> None:
+    async with AsyncOpenAI(base_url=f"{fleet.world.url}/t/p/v1", api_key="x") as client:
+        answer = await client.responses.create(model="m", input="hi")
+        gone = "http://127.0.0.1:9"
+        there = GatewayPart(urls=(gone, fleet.world.url))
+        assert await asyncio.to_thread(lambda: list(_forget(there, ["t"]))) == []
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(answer.id)
+    (told,) = await asyncio.to_thread(lambda: list(_forget(GatewayPart(urls=(gone,)), ["t"])))
+    assert "may still know them" in told
+    assert gone in told
