@@ -62,8 +62,9 @@ test-ui: install
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt playwright axe-playwright-python pyee greenlet
 	$(BIN)/pytest -o timeout=600 tests/ui/in_browser.py
 
-#   make check-ui  types of the dashboard's modules (needs Node; its users do not)
+#   make check-ui  types of the dashboard's modules, and what they do with hostile text (needs Node; its users do not)
 check-ui:
+	node --experimental-default-type=module --test tests/ui/shown.test.mjs
 	npx --yes --package typescript@5.9.3 tsc --project gateway/ui/static
 
 #   make docs   the pages as a site, in build/site

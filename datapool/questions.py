@@ -91,6 +91,18 @@ class ReadTrajectories(Listing[ExportedPage], frozen=True, array_like=True):
     """Whole trajectories with their tokens; filters and errors: `inspect/listing.py`."""
 
 
+class WhyClosed(Op[str], frozen=True, array_like=True):
+    """Why a closed trajectory takes no reward any more, as a clause for people: "its group was
+    trained".
+
+    Raises:
+        UnknownTrajectoryError: it is not closed, or unknown.
+    """
+
+    trajectory_uid: Text
+    channel: Text = TRAIN
+
+
 class GetEvents(Op[Events], frozen=True, array_like=True):
     """What happened after `cursor`, once something has.
 
@@ -148,5 +160,5 @@ class WaitCredit(Op[Credit], frozen=True, array_like=True):
 
 QUESTIONS: tuple[type[Op[Any]], ...] = (
     *(GetStatistics, Describe, DryRunOf, ListGroups, ListTrajectories),
-    *(IndexTrajectories, ReadTrajectories, GetEvents, WaitAvailable, WaitCredit),
+    *(IndexTrajectories, ReadTrajectories, WhyClosed, GetEvents, WaitAvailable, WaitCredit),
 )

@@ -67,8 +67,9 @@ COMMAND_LINE = """\
 # Command line reference
 
 Made of the code by `make reference`; `stepwell COMMAND --help` shows the same, `stepwell --version`
-the version. Exit codes: 0 done; 1 it failed; 2 the command line or the configuration is wrong, in a
-line that says how to mend it; 130 interrupted. How to use it: [runs](../runs.md)."""
+the version. Exit codes: 0 done; 1 it failed; 2 the command line or the configuration is wrong, or
+names what is not there, in a line that says how to mend it; 130 interrupted. How to use it:
+[runs](../runs.md)."""
 PROMETHEUS = """\
 # Prometheus reference
 

@@ -166,8 +166,9 @@ def needed_by(method: str, path: str) -> tuple[Access, Named | None]:
         if not path.startswith("/ui/api/"):
             return "open", None  # the pages themselves say nothing of anybody
         return ("open" if path in ("/ui/api/login", "/ui/api/logout") else "dashboard"), None
-    # Some clients look whether the base URL can be reached before they send their key.
-    if method == "HEAD" and (path == "/" or len(parts) == 2):
+    # Some clients look whether the base URL can be reached before they send their key. `/` says
+    # what `/health` says, and leads browsers to the dashboard.
+    if (method in ("GET", "HEAD") and path == "/") or (method == "HEAD" and len(parts) == 2):
         return "open", None
     return "admin", None
 

@@ -41,6 +41,7 @@ from stepwell.gateway.errors import (
 from stepwell.gateway.keys import Principal
 from stepwell.gateway.paths import UNDER, Uid, quoted
 from stepwell.gateway.services import Services, services_of
+from stepwell.gateway.trajectory.store import NotKept
 from stepwell.gateway.trajectory.trajectory import more_rewards
 from stepwell.gateway.web import OrjsonResponse
 
@@ -309,23 +310,34 @@ async def complete_by_name(
             "trajectory_uid",
         )
     how = (body.reward, body.metadata, caller, body.step_rewards)
-    return await _by_name(caller, name, services.outcomes.complete, *how)
+    return await _by_name(services, caller, name, services.outcomes.complete, *how)
 
 
-def completed(uid: str, outcome: TrajectoryOutcome | SubmitOutcome) -> Response:
-    """The answer to a completion. The outcome is `aborted` where no Step is stored: there was no
-    call, or calls were served unrecorded. The reward is not kept."""
+async def completed(
+    services: Services, caller: Principal, uid: str, outcome: TrajectoryOutcome | SubmitOutcome
+) -> Response:
+    """The answer to a completion or reward; one that is not kept is told why, and counted. The
+    outcome is `aborted` where no Step is stored: there was no call, or calls were served
+    unrecorded."""
     answer: dict[str, Any] = {"trajectory_uid": uid, "outcome": outcome}
-    if outcome != "aborted":
-        return OrjsonResponse(answer)
-    return OrjsonResponse({**answer, "recorded": False}, headers={RECORDED_HEADER: "false"})
+    if outcome == "late":
+        services.outcomes.not_kept["late"] += 1
+        why = await services.outcomes.why_late(uid, caller)
+        return OrjsonResponse({**answer, "accepted": False, "reason": why})
+    if outcome == "aborted":
+        services.outcomes.not_kept["unrecorded"] += 1
+        why = "no step of it is stored: it made no call, or its calls were not recorded"
+        answer |= {"recorded": False, "accepted": False, "reason": why}
+        return OrjsonResponse(answer, headers={RECORDED_HEADER: "false"})
+    return OrjsonResponse(answer)
 
 
 @router.post("/v1/rewards")
 async def late_reward(services: Parts, caller: Caller, body: Reward) -> Response:
-    """The reward of a trajectory, open or complete, or of one step, until its group is leased."""
+    """The reward of a trajectory, open or complete, or of one step, until its group is leased; then
+    the answer says `accepted: false`, and why."""
     how = (body.reward, caller, body.step_index)
-    return await _by_name(caller, body.trajectory_uid, services.outcomes.score, *how)
+    return await _by_name(services, caller, body.trajectory_uid, services.outcomes.score, *how)
 
 
 @router.post("/v1/feedback")
@@ -346,16 +358,22 @@ async def _keep(services: Services, caller: Principal, uid: str, body: Feedback)
     if body.score is None and body.label is None and body.correction is None:
         raise RequestError("the feedback is empty; send a score, a label or a correction", None)
     how = (body.step_index, body.score, body.label, body.correction, caller)
-    return await _by_name(caller, uid, services.outcomes.feedback, *how)
+    return await _by_name(services, caller, uid, services.outcomes.feedback, *how, refused="late")
 
 
 async def _by_name(
+    services: Services,
     caller: Principal,
     name: str,
     do: Callable[..., Awaitable[TrajectoryOutcome | SubmitOutcome]],
     *how: Any,
+    refused: NotKept = "closed",
 ) -> Response:
-    """Do it to the trajectory of this name, which may be percent-encoded as headers are."""
+    """Do it to the trajectory of this name, which may be percent-encoded as headers are.
+
+    Args:
+        refused: as what it counts where the trajectory is closed.
+    """
     uids = tuple(dict.fromkeys((name, unquote(name))))
     if caller.is_bound and caller.trajectory is not None:
         uids = tuple(uid for uid in uids if uid == caller.trajectory[0])
@@ -363,14 +381,15 @@ async def _by_name(
             caller.check_trajectory(name)
     for uid in uids:
         try:
-            outcome = await do(uid, *how)
+            with services.outcomes.counts_refusal(refused):
+                outcome = await do(uid, *how)
         except UnknownTrajectoryError:
             continue
         except (PoolTrajectoryClosedError, PoolTrajectoryConflictError) as e:
             raise TrajectoryConflictError(str(e)) from e
         except StepIndexError as e:
             raise more_rewards(e) from e
-        return completed(uid, outcome)
+        return await completed(services, caller, uid, outcome)
     raise UnknownItemError(
         f"trajectory_uid is {name!r:.200}, which no channel knows; send what a reply's header "
         "x-stepwell-trajectory says",

@@ -41,6 +41,13 @@ GATEWAY: Final = (
         "recording.unrecorded.{reason}",
     ),
     Family(
+        "stepwell_gateway_rewards_not_kept",
+        COUNTER,
+        "Rewards, completions and feedback that are not kept: late; the trajectory was closed "
+        "otherwise before; or it is unrecorded, without a Step",
+        "rewards.not_kept.{reason}",
+    ),
+    Family(
         "stepwell_gateway_branches",
         COUNTER,
         "Calls whose prompt extends no earlier turn of its trajectory, by cause",

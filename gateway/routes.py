@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from stepwell.datapool.errors import InvalidStepError, StepConflictError, StepIndexError
@@ -223,9 +223,11 @@ async def complete_trajectory(request: Request) -> Response:
         raise refusal(e.errors(include_url=False)) from e
     named = _named(request) or ("", "")
     caller: Principal = request.state.principal
-    trajectory = services_of(request).trajectories.find(*named, caller)
-    outcome = await trajectory.complete(body.reward, body.metadata, body.step_rewards, caller)
-    return completed(named[0], outcome)
+    services = services_of(request)
+    trajectory = services.trajectories.find(*named, caller)
+    with services.outcomes.counts_refusal():
+        outcome = await trajectory.complete(body.reward, body.metadata, body.step_rewards, caller)
+    return await completed(services, caller, named[0], outcome)
 
 
 async def count_tokens(request: Request) -> Response:
@@ -437,6 +439,13 @@ async def metrics(request: Request) -> Response:
     return Response(page, media_type=content_type)
 
 
+async def root(request: Request) -> Response:
+    """A browser is led to the dashboard; anybody else is answered as by `/health`."""
+    if "text/html" in request.headers.get("accept", ""):
+        return RedirectResponse("/ui")
+    return await health(request)
+
+
 async def base_url_probe(request: Request) -> Response:
     """Some agents look whether their base URL answers before they call it. Opens nothing."""
     if request.path_params.get("trajectory_uid") == "v1":
@@ -469,6 +478,6 @@ ROUTES = [
     Route("/metrics", metrics),
 ]
 PROBES = [
-    Route("/", base_url_probe, include_in_schema=False),
+    Route("/", root, include_in_schema=False),
     Route("/{trajectory_uid}/{prompt_uid}", base_url_probe, include_in_schema=False),
 ]

@@ -135,6 +135,7 @@ class Services:
             "calls": dict(self.calls.counts),
             "added_latency": self.calls.added_latency(),
             "recording": self.recording.statistics(self.calls.counts["stored"]),
+            "rewards": {"not_kept": dict(self.outcomes.not_kept)},
             "branches": dict(self.calls.branches),
             "limits": self.calls.limits.statistics(),
             "tokenizer": {"fast": self.tokenizer.is_fast},

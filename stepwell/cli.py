@@ -22,9 +22,9 @@ line.
     stepwell backends                                    list training backends, engines, policy
                                                          losses, estimators, off-policy methods
 
-Exit codes: 0 done; 1 a run failed; 2 the command line or the configuration is wrong;
-130 interrupted by Ctrl-C or SIGTERM (everything that was started has been stopped); a second one
-ends it at once.
+Exit codes: 0 done; 1 it failed; 2 the command line or the configuration is wrong, or names what is
+not there; 130 interrupted by Ctrl-C or SIGTERM (everything that was started has been stopped); a
+second one ends it at once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from stepwell.look_commands import (
     answer,
     print_json,
 )
-from stepwell.trainer.errors import INTERRUPTED, ConfigError, TrainerError
+from stepwell.trainer.errors import INTERRUPTED, ConfigError, NoCheckpointError, TrainerError
 from stepwell.version import __version__
 
 T = TypeVar("T")
@@ -84,13 +84,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             "stepwell: interrupted; everything that was started has been stopped", file=sys.stderr
         )
         return 130
+    except InterruptedWhileError as e:
+        print(f"stepwell: interrupted; {e}", file=sys.stderr)
+        return 130
     except Exception as e:  # one line if the cause is known; a bug is raised again
-        line = _expected(e)
+        line, code = _expected(e)
         if line is None:
             raise
         for text in (line, *getattr(e, "__notes__", ())):
             print(f"stepwell: {text}", file=sys.stderr)
-        return 1
+        return code
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -312,8 +315,12 @@ def _step(args: argparse.Namespace) -> Any:
 
 def _export(args: argparse.Namespace) -> None:
     step = _step(args)
+    from stepwell.run_file import check_folder
     from stepwell.trainer.checkpoint import export_checkpoint
 
+    check_folder(args.run_dir)
+    if args.to.exists():
+        raise ConfigError(f"--to is {str(args.to)!r}, which exists; name a new folder")
     folder = export_checkpoint(args.run_dir, step, args.to)
     answer(args, {"folder": folder}, str(folder))
 
@@ -383,9 +390,18 @@ def terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+class InterruptedWhileError(Exception):
+    """A command that was interrupted failed while it stopped: its parts may have had the same
+    signal (Ctrl-C and `kill -- -PID` reach the whole process group)."""
+
+
 async def interruptible(work: Coroutine[Any, Any, T]) -> T:
     """The first SIGINT or SIGTERM cancels `work`, whose `finally` blocks stop what was started. The
-    second ends this process at once; the rest is killed by the run's `ProcessGuard`."""
+    second ends this process at once; the rest is killed by the run's `ProcessGuard`.
+
+    Raises:
+        InterruptedWhileError: `work` was interrupted, and failed.
+    """
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
     interrupted = False
@@ -402,6 +418,12 @@ async def interruptible(work: Coroutine[Any, Any, T]) -> T:
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         return await task
+    except Exception as e:
+        if not interrupted:
+            raise
+        why = (str(e).splitlines() or [""])[0]
+        notes = "".join(f"; {note}" for note in getattr(e, "__notes__", ()))
+        raise InterruptedWhileError(f"stopping failed ({type(e).__name__}: {why}){notes}") from e
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -410,12 +432,15 @@ async def interruptible(work: Coroutine[Any, Any, T]) -> T:
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
-def _expected(error: BaseException) -> str | None:
-    """The one line for a failure with a known cause; None for a bug, which gets its traceback."""
-    from stepwell.backends.errors import BackendError
-    from stepwell.datapool.errors import DataPoolError
-    from stepwell.errors import RunUnavailableError
+def _expected(error: BaseException) -> tuple[str | None, int]:
+    """The one line for a failure with a known cause, and the exit code; None for a bug, which gets
+    its traceback."""
+    from stepwell.backends.errors import BackendError, VersionNotKeptError
+    from stepwell.datapool.errors import DataPoolError, NoJournalError
+    from stepwell.errors import NoRunError, RunUnavailableError
     from stepwell.gateway.errors import GatewayError
+
+    mistakes = (ConfigError, NoRunError, NoCheckpointError, NoJournalError, VersionNotKeptError)
 
     if isinstance(error, BaseExceptionGroup):
         return _expected(error.exceptions[0])
@@ -425,11 +450,11 @@ def _expected(error: BaseException) -> str | None:
             candidate,
             TrainerError | DataPoolError | GatewayError | BackendError | RunUnavailableError,
         ):
-            return str(candidate)
+            return str(candidate), 2 if isinstance(candidate, mistakes) else 1
     if isinstance(error, OSError) and error.errno in _NO_SPACE:
         where = f"the disk of {error.filename}" if error.filename else "a disk"
-        return f"{where} is full ({error.strerror}); free space and run the same command again"
-    return None
+        return f"{where} is full ({error.strerror}); free space and run the same command again", 1
+    return None, 1
 
 
 if __name__ == "__main__":

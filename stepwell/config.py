@@ -98,7 +98,8 @@ class ModelConfig(Section):
     path: Path
     """Hugging Face directory (weights, config, tokenizer with a chat template), or a model's id on
     the hub, such as `Qwen/Qwen3-0.6B`, which is downloaded into its cache. Where none is named, the
-    quickstart's, with the quickstart's settings beneath those that are given."""
+    quickstart's, with the quickstart's settings beneath those that are given; the command says
+    which."""
     revision: str | None = None
     """Commit, tag or branch on the hub; null is the newest."""
 

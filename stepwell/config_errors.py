@@ -50,7 +50,8 @@ def explain(error: ValidationError, raw: Mapping[str, Any]) -> Iterator[Problem]
         elif detail["type"] == "value_error":
             text = str(detail["ctx"]["error"])
             if parts:
-                yield Problem(parts, f"{'.'.join(parts)}: {text}")
+                key = ".".join(parts)
+                yield Problem(parts, text if text.startswith(f"{key}.") else f"{key}: {text}")
             else:  # sections that do not fit together: the line begins with a key
                 first = tuple(text.partition(" ")[0].split("."))
                 yield Problem(first if _given(first, raw) else (), text)

@@ -20,7 +20,6 @@ from rich.table import Table
 from rich.text import Text
 
 from stepwell.config import RunConfig
-from stepwell.errors import RunUnavailableError
 from stepwell.layout import CHECKPOINTS
 from stepwell.presets import eval_config, load_config
 from stepwell.run_file import RUN_FILE, holder, read_run
@@ -43,14 +42,16 @@ def evaluation_of(
 
     Raises:
         ConfigError: there is no such run, no task, or a key is wrong.
-        CheckpointError: the run has no such checkpoint.
+        NoCheckpointError: the run has no such checkpoint.
     """
     folder = Path(what).absolute()
     if not (folder / RUN_FILE).is_file():
         if name is None and not overrides:
+            is_there = "is no run's folder" if folder.exists() else "does not exist here"
             raise ConfigError(
-                f"{what} is no run's folder; to evaluate a model, say on what: --config PRESET or "
-                "rollout.agent=MODULE:FUNCTION data.val=TASKS.jsonl"
+                f"{what} {is_there}; name a run's folder, such as runs/quickstart; to evaluate a "
+                "model, say on what: --config PRESET or rollout.agent=MODULE:FUNCTION "
+                "data.val=TASKS.jsonl"
             )
         run = f"eval-{Path(what).name or 'model'}"
         own = [f"run.name={run}", "logging.wandb=disabled", "logging.console=quiet"]
@@ -60,10 +61,7 @@ def evaluation_of(
         raise ConfigError(
             f"--config is {name}, but {what} is a run, which has a configuration; leave it out"
         )
-    try:
-        run_file = read_run(folder)
-    except RunUnavailableError as e:
-        raise ConfigError(str(e)) from e
+    run_file = read_run(folder)
     values = run_file.config
     if values.get("rollout", {}).get("agent") is None:
         raise ConfigError(

@@ -14,7 +14,7 @@ import re
 import socket
 from pathlib import Path
 
-from stepwell.errors import RunUnavailableError
+from stepwell.errors import NoRunError, RunUnavailableError
 from stepwell.run_file import RunFile, live_run
 
 _ADDRESS = re.compile(r"(?P<address>[^/\s]+:\d+)(?:/(?P<name>[^/\s]+))?")
@@ -24,7 +24,8 @@ def find_run(where: str | os.PathLike[str]) -> tuple[Path, RunFile]:
     """The folder and the file of the live run at `where`.
 
     Raises:
-        RunUnavailableError: there is none, or there are several.
+        NoRunError: there is none, or there are several.
+        RunUnavailableError: it has ended, or is out of reach.
     """
     match = None if Path(where).exists() else _ADDRESS.fullmatch(os.fspath(where))
     if match is not None:
@@ -45,15 +46,15 @@ def _run_at(address: str, name: str | None) -> RunFile:
     with visited(address):
         runs = {run.name: run for run in recorded_runs()}
     if not runs:
-        raise RunUnavailableError(
+        raise NoRunError(
             f"the Ray at {address} has no run; start one there (`stepwell serve … "
             f"cluster.address={address}`), or name the folder of a run"
         )
     listed = ", ".join(f"{address}/{run} in {runs[run].folder}" for run in sorted(runs))
     if name is None and len(runs) > 1:
-        raise RunUnavailableError(f"the Ray at {address} has several runs; name one: {listed}")
+        raise NoRunError(f"the Ray at {address} has several runs; name one: {listed}")
     if name is not None and name not in runs:
-        raise RunUnavailableError(f"the Ray at {address} has no run {name!r}; it has {listed}")
+        raise NoRunError(f"the Ray at {address} has no run {name!r}; it has {listed}")
     return runs[name] if name is not None else next(iter(runs.values()))
 
 

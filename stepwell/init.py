@@ -31,4 +31,7 @@ def write_project(folder: Path) -> str:
     except OSError as e:
         raise ConfigError(f"{folder} cannot be written ({e.strerror}); choose another") from e
     written = "\n".join(f"  {folder / file.name}" for file in files)
-    return f"{written}\nnext: cd {folder} && stepwell train --config config.yaml"
+    return (
+        f"{written}\nnext: cd {folder} && stepwell train --config config.yaml\n"
+        "test: pip install pytest && python -m pytest    (agent and reward, without a model)"
+    )

@@ -23,7 +23,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from stepwell.errors import RunUnavailableError
 from stepwell.trainer.errors import ConfigError
 
 if TYPE_CHECKING:  # a command loads what it needs
@@ -263,10 +262,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
         folder = Path(named[0])
         if not (folder / RUN_FILE).is_file() or holder(folder) is not None:
-            try:
-                folder, run = find_run(named[0])
-            except RunUnavailableError as e:
-                raise ConfigError(str(e)) from e
+            folder, run = find_run(named[0])
             config = RunConfig.model_validate(run.config, context={"here": False})
     elif args.config is not None or overrides:
         from stepwell.presets import load_config
@@ -311,7 +307,9 @@ def _import(args: argparse.Namespace) -> None:
     from stepwell.datapool.files.transfer import import_channel
 
     if not args.file.is_file():
-        raise ConfigError(f"{args.file} is no file; name one that `stepwell data export` wrote")
+        raise ConfigError(
+            f"there is no file {args.file}; name one that `stepwell data export` wrote"
+        )
     done = _of_run(
         args.where,
         lambda view: import_channel(view.pool, args.file, args.channel, timeout_s=args.timeout),

@@ -128,9 +128,28 @@ def load_config(
     path = None if name is None else _named(name)
     given, lines = _read_overrides(overrides)
     layers = [*(_read_files(path, ()) if path else ()), Layer(None, given)]
-    config = _validated(layers, lines, path, here)
+    model = _merged(layers).get("model")
+    has_model = isinstance(model, dict) and "path" in model
+    beneath = [] if has_model else [_for_the_quickstarts_model()]
+    config = _validated([*beneath, *layers], lines, path, here)
+    for layer in beneath:
+        _tell_settings(layer, layers)
     _warn_of_rate(layers, config)
     return config
+
+
+def _tell_settings(beneath: Layer, layers: Sequence[Layer]) -> None:
+    """Say which settings of the quickstart hold where no model is named."""
+    keys = [
+        f"{'.'.join(parts)}={told_value(value)}"
+        for parts, value in leaves(beneath.values)
+        if parts != ("model", "path") and all(layer.depth(parts) < len(parts) for layer in layers)
+    ]
+    log.warning(
+        "model.path is not set, so the quickstart's model is taken, with its settings where you "
+        "set none: %s; set model.path to have the defaults instead",
+        ", ".join(keys),
+    )
 
 
 def _warn_of_rate(layers: Sequence[Layer], config: RunConfig) -> None:
@@ -266,8 +285,6 @@ def _validated(
         path: the file that is named where a key stands in none.
     """
     merged = _merged(layers)
-    if not (isinstance(merged.get("model"), dict) and "path" in merged["model"]):
-        merged = _merged([_for_the_quickstarts_model(), *layers])
     _name(merged, path)
     try:
         raw = _resolve(merged)
@@ -308,7 +325,11 @@ def _name(values: Raw, path: Path | None) -> None:
     """A run that has no name is called as its file, else as its agent's module."""
     run, rollout = values.setdefault("run", {}), values.get("rollout")
     agent = rollout.get("agent") if isinstance(rollout, dict) else None
-    name = path.stem if path else re.split("[:.]", agent)[-2:][0] if isinstance(agent, str) else ""
+    name = path.stem if path else ""
+    if not path and isinstance(agent, str):
+        file = agent.rpartition(":")[0]
+        is_file = file.endswith(".py")
+        name = Path(file).stem if is_file else re.split("[:.]", agent)[-2:][0]
     if isinstance(run, dict) and "name" not in run and name:
         run["name"] = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
 

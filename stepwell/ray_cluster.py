@@ -287,7 +287,8 @@ def attached(part: RayPart, run_dir: str) -> Iterator[None]:
             stack.enter_context(_loopback())
         before, ray_constants.NUM_REDIS_GET_RETRIES = ray_constants.NUM_REDIS_GET_RETRIES, RETRIES
         try:
-            ray.init(address=part.address, namespace=part.namespace, **_QUIET)
+            with _our_signals():
+                ray.init(address=part.address, namespace=part.namespace, **_QUIET)
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
             why = _line(e)
             if part.auth_mode == "token" and _is_about_a_token(e):

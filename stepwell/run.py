@@ -115,7 +115,8 @@ async def _run(config: RunConfig, checked: Checked) -> dict[str, Any]:
         display.status(starting(config))
         async with start_run(config) as cluster:
             where = f"Ray at {cluster.ray.address}, namespace {cluster.ray.namespace}"
-            gateway = f"gateway at {cluster.gateway_url}; " if config.serves else ""
+            url = cluster.gateway_url
+            gateway = f"gateway at {url}; dashboard {url}/ui; " if config.serves else ""
             display.status(gateway + where)
             return await _train_on(cluster, config, checked, display)
 
@@ -321,6 +322,7 @@ async def attach(config: RunConfig, run: RunFile, checked: Checked | None = None
                     *(config.rollout, run.gateway.urls, run.gateway.key(), folder / LOGS),
                     **generate_needs(config),
                 )
-            display.status(f"attached to {folder}: gateway at {run.gateway.urls[0]}")
+            url = run.gateway.urls[0]
+            display.status(f"attached to {folder}: gateway at {url}; dashboard {url}/ui")
             parts = Parts(pool=pool, engines=engines, workers=workers, placement=placement)
             return await _train_on(parts, config, checked, display)

@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 
 from stepwell.config import RunConfig
 from stepwell.datapool.sealed import read_sealed, sealed
-from stepwell.errors import RunUnavailableError
+from stepwell.errors import NoRunError, RunUnavailableError
 from stepwell.trainer.errors import ConfigError
 from stepwell.version import __version__
 
@@ -137,15 +137,13 @@ def read_run(run_dir: Path) -> RunFile:
     """The file of the last run in `run_dir`, alive or not.
 
     Raises:
-        RunUnavailableError: there is none, or another release wrote it.
+        NoRunError: there is none.
+        RunUnavailableError: another release wrote it.
         DamagedFileError: it is not what was written.
     """
-    start = "start it (`stepwell train` or `stepwell serve`)"
+    check_folder(run_dir)
     if not (run_dir / RUN_FILE).is_file():
-        raise RunUnavailableError(
-            f"{run_dir} is no run's folder: it has no {RUN_FILE}; name the folder that run.dir "
-            f"named, such as runs/quickstart, or {start}"
-        )
+        raise NoRunError(f"{run_dir} is no run's folder: it has no {RUN_FILE}; {_NAME_ONE}")
     try:
         return RunFile.model_validate(read_sealed(run_dir / RUN_FILE, DAMAGED_RUN))
     except (OSError, ValidationError) as e:
@@ -153,6 +151,23 @@ def read_run(run_dir: Path) -> RunFile:
             f"{run_dir / RUN_FILE} cannot be read ({str(e).splitlines()[0]}); start the run again, "
             "which writes it anew"
         ) from e
+
+
+_NAME_ONE = (
+    "name the folder that run.dir named, such as runs/quickstart, or start a run (`stepwell train` "
+    "or `stepwell serve`)"
+)
+
+
+def check_folder(run_dir: Path) -> None:
+    """Refuse a folder that does not exist.
+
+    Raises:
+        NoRunError: it does not.
+    """
+    if not run_dir.is_dir():
+        what = "is a file, not a folder" if run_dir.exists() else "does not exist"
+        raise NoRunError(f"{run_dir} {what}; {_NAME_ONE}")
 
 
 def live_run(run_dir: Path) -> RunFile:
@@ -178,8 +193,10 @@ def journal_folder(run_dir: Path) -> Path:
     """Where the journal of the run in `run_dir` is; `run_dir` itself if it is no run's folder.
 
     Raises:
+        NoRunError: there is no such folder.
         DamagedFileError: its `run.json` is damaged.
     """
+    check_folder(run_dir)
     if not (run_dir / RUN_FILE).is_file():
         return run_dir
     run = read_run(run_dir)

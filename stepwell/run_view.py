@@ -27,7 +27,6 @@ from stepwell.connection import connect
 from stepwell.datapool import DataPoolClient
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.remote.stopped import stopped_pool
-from stepwell.errors import RunUnavailableError
 from stepwell.find_run import find_run
 from stepwell.gateway.ui.run_folder import RunFolder
 from stepwell.run_file import (
@@ -109,7 +108,7 @@ async def open_run(where: str | None) -> AsyncIterator[RunView]:
     """The run at `where`: a folder, or host:port of its Ray; None: see `choose_run`.
 
     Raises:
-        ConfigError: there is no run.
+        ConfigError, NoRunError: there is no run.
         RunUnavailableError: it is alive, and its pool is out of reach.
         JournalError: it has ended, and its journal is damaged.
     """
@@ -127,12 +126,9 @@ async def open_run(where: str | None) -> AsyncIterator[RunView]:
 def _found(place: Path | str) -> tuple[Path, RunFile, bool]:
     """Folder and file of a run, and whether it is alive."""
     folder = Path(place)
-    try:
-        if not folder.is_dir():
-            return *find_run(place), True
-        return folder, read_run(folder), holder(folder) is not None
-    except RunUnavailableError as e:
-        raise ConfigError(str(e)) from e
+    if not folder.is_dir():
+        return *find_run(place), True
+    return folder, read_run(folder), holder(folder) is not None
 
 
 def _limits(run: RunFile) -> PoolConfig:

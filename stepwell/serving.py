@@ -91,6 +91,7 @@ def where_to_call(config: RunConfig, cluster: Cluster) -> str:
     lines = [
         f"gateway at {cluster.gateway_url}{needs}",
         *(f"           {url}" for url in cluster.gateway_urls[1:]),
+        f"dashboard  {cluster.gateway_url}/ui",
         f"ray at     {cluster.ray.address}, namespace {cluster.ray.namespace}, pool {POOL_NAME}",
         f"run folder {folder}  (run.json says where everything is; logs are in {folder / LOGS})",
         f"call it    OPENAI_BASE_URL={cluster.gateway_url}/v1 any-agent",

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import orjson
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
@@ -33,7 +35,7 @@ from stepwell.run_view import RunView, open_run
 from stepwell.trainer.errors import ConfigError
 
 STATES = {"ready": "green", "complete": "green", "held": "yellow", "leased": "cyan"}
-STATES |= {"aborted": "red", "dropped": "red"}
+STATES |= {"aborted": "red", "dropped": "red", "trained": "cyan"}
 RECENT = 10
 """Dropped groups that are named."""
 TRAINED, MASKED = ("█ ", "green"), ("· ", "dim")
@@ -132,8 +134,8 @@ def groups_screen(found: Mapping[str, Any]) -> RenderableType:
     return Group(*lines)
 
 
-def _groups(groups: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("group", "state", "done", "reward", "version", "tokens", "why, tags")
+def _groups(groups: Sequence[Mapping[str, Any]]) -> _Listing:
+    table = _Listing("group", "state", "done", "reward", "version", "tokens", "why, tags")
     for g in groups:
         wanted = g["n_rollouts"]
         tags = " ".join(f"#{tag}" for tag in g["marks"]["tags"])
@@ -149,8 +151,8 @@ def _groups(groups: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _trajectories(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("trajectory", "state", "steps", "reward", "version", "tokens", "why, tags")
+def _trajectories(rows: Sequence[Mapping[str, Any]]) -> _Listing:
+    table = _Listing("trajectory", "state", "steps", "reward", "version", "tokens", "why, tags")
     for t in rows:
         tags = " ".join(f"#{tag}" for tag in t["marks"]["tags"])
         table.add_row(
@@ -165,14 +167,52 @@ def _trajectories(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _table(*names: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for i, name in enumerate(names):
-        number = 2 <= i < len(names) - 1
-        table.add_column(
-            name, justify="right" if number else "left", no_wrap=number or i == 1, overflow="fold"
-        )
-    return table
+class _Listing:
+    """A table whose first column is a uid. Uids are never broken, so that they can be copied: where
+    the table is wider than the terminal, each uid has a line of its own, above its row."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self._rows: list[tuple[str, tuple[str | Text, ...]]] = []
+
+    def add_row(self, uid: str, *cells: str | Text) -> None:
+        self._rows.append((uid, cells))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        longest = max((cell_len(uid) for uid, _ in self._rows), default=0)
+        widths = [
+            max(cell_len(text if isinstance(text, str) else text.plain) for text in column)
+            for column in zip(self._names[1:], *(cells for _, cells in self._rows), strict=True)
+        ]
+        if longest + 2 * len(widths) + sum(widths) <= options.max_width:
+            table = self._table([longest, *widths])
+            for uid, cells in self._rows:
+                table.add_row(Text(uid), *cells)
+            yield table
+            return
+        yield Text(self._names[0], "bold")
+        yield Padding(self._table(widths), (0, 0, 0, 2))
+        for uid, cells in self._rows:
+            yield Text(uid, overflow="fold")
+            row = self._table(widths, has_head=False)
+            row.add_row(*cells)
+            yield Padding(row, (0, 0, 0, 2))
+
+    def _table(self, widths: Sequence[int], *, has_head: bool = True) -> Table:
+        """The columns of `widths`, from the last one on; the last one takes what is left."""
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", show_header=has_head)
+        names = self._names[-len(widths) :]
+        for name, width in zip(names, widths, strict=True):
+            is_number = name not in (self._names[0], self._names[1], self._names[-1])
+            is_last = name == self._names[-1]
+            table.add_column(
+                name,
+                justify="right" if is_number else "left",
+                width=None if is_last else width,
+                no_wrap=not is_last,
+                overflow="fold",
+            )
+        return table
 
 
 def _number(value: float | None) -> str:
@@ -278,7 +318,7 @@ def _in_sample(
 
 def _in_file(uid: str, path: Path) -> ExportedTrajectory:
     if not path.is_file():
-        raise ConfigError(f"{path} is no file; name a run's folder or an exported file")
+        raise ConfigError(f"there is no file {path}; name a run's folder or an exported file")
     for exported in read(path):
         if exported.trajectory.trajectory_uid == uid:
             return exported
@@ -296,8 +336,10 @@ def trajectory_screen(opened: Opened) -> RenderableType:
     rows, tokens, trained = opened
     head, marks = rows[0], rows[0]["marks"]
     steps = _steps(rows)
-    n_trained = sum(sum(row["loss_mask"]) for row in rows)
-    state = head["state"]
+    n_masked = sum(sum(row["loss_mask"]) for row in rows)
+    is_trained = trained is not None
+    state = "trained" if is_trained else head["state"]
+    group_state = "trained" if is_trained else head["group_state"] or "no longer in the pool"
     lines: list[RenderableType] = [
         Text.assemble(
             (head["trajectory_uid"], "bold"),
@@ -306,9 +348,10 @@ def trajectory_screen(opened: Opened) -> RenderableType:
             f"  reward {_number(head['reward'])}",
         ),
         Text(
-            f"group {head['prompt_uid']} ({head['group_state'] or 'no longer in the pool'}) · "
+            f"group {head['prompt_uid']} ({group_state}) · "
             f"channel {head['channel']} · {len(steps)} steps · {len(rows)} "
-            f"{'branch' if len(rows) == 1 else 'branches'} · {n_trained} tokens trained",
+            f"{'branch' if len(rows) == 1 else 'branches'} · {n_masked} tokens "
+            f"{'trained' if is_trained else 'in the loss mask'}",
             "dim",
         ),
     ]

@@ -35,7 +35,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from stepwell.datapool.sealed import check, fsync, read_sealed, seal, write_sealed
-from stepwell.trainer.errors import CheckpointError
+from stepwell.trainer.errors import CheckpointError, NoCheckpointError
 
 Resume: TypeAlias = Literal["auto", "never"] | int | Path
 
@@ -122,7 +122,8 @@ class CheckpointStore:
         this run has one of its own; then the newest.
 
         Raises:
-            CheckpointError: there is no such checkpoint, or it is of another format.
+            NoCheckpointError: there is no such checkpoint.
+            CheckpointError: it is of another format.
             DamagedFileError: it is damaged.
         """
         path = self._find(resume)
@@ -139,7 +140,7 @@ class CheckpointStore:
             return newest
         if isinstance(resume, int):
             if resume not in steps:
-                raise CheckpointError(
+                raise NoCheckpointError(
                     f"run.resume is {resume}, but {self.folder} has no step_{resume}; "
                     f"it has {', '.join(map(str, steps)) or 'none'}"
                 )
@@ -150,7 +151,7 @@ class CheckpointStore:
         if newest is not None:
             return newest
         if not (resume / "state.pt").is_file():
-            raise CheckpointError(
+            raise NoCheckpointError(
                 f"run.resume is {str(resume)!r}, which has no state.pt; give auto, never, a step, "
                 "or the folder of a checkpoint (runs/NAME/checkpoints/step_N)"
             )
@@ -238,15 +239,15 @@ class CheckpointStore:
         """The checkpoint of a step, the newest one, or that with the highest score.
 
         Raises:
-            CheckpointError: there is none.
-            DamagedFileError: it is damaged.
+            NoCheckpointError: there is none.
+            CheckpointError, DamagedFileError: it is of another format, or damaged.
         """
         wanted = self.best() if step == "best" else step
         path = self.find("auto" if wanted == "latest" or wanted is None else wanted)
         if path is None or wanted is None:
             scored = "scored " if step == "best" and path is not None else ""
             steps = self.steps() or "none"
-            raise CheckpointError(f"{self.folder} has no {scored}checkpoint; steps: {steps}")
+            raise NoCheckpointError(f"{self.folder} has no {scored}checkpoint; steps: {steps}")
         return path
 
     def steps(self) -> list[int]:

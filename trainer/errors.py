@@ -6,6 +6,7 @@ the matching built-in::
     TrainerError
     ├── ConfigError(ValueError)               a key, type or value in the run's configuration
     ├── CheckpointError(RuntimeError)         a checkpoint that cannot be written or read
+    │   └── NoCheckpointError(LookupError)        the one that was named is not there
     ├── DataError(ValueError)                 a data set, or a saved position in one
     │   ├── ReadOnlyDataError(RuntimeError)       groups for a data source that takes none
     │   └── GroupShapeError(AssertionError)       groups that are not what a data source gave
@@ -42,6 +43,10 @@ class ConfigError(TrainerError, ValueError):
 
 class CheckpointError(TrainerError, RuntimeError):
     """A checkpoint cannot be written, or what is on disk is not a checkpoint of this run."""
+
+
+class NoCheckpointError(CheckpointError, LookupError):
+    """The checkpoint that was named is not there."""
 
 
 class DataError(TrainerError, ValueError):

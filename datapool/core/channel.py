@@ -174,7 +174,7 @@ class Channel(Steps):
             raise errors.TrajectoryClosedError(
                 f"trajectory {op.trajectory_uid!r} in channel {self.name!r} was already "
                 f"{closing.describe()}; it cannot be completed with reward {op.reward}. "
-                "Complete a trajectory once, or put its reward on the step marked is_last"
+                "Complete a trajectory once; set_reward changes its reward until it is leased"
             )
         return "complete" if closing.aborted is None else "aborted"
 
@@ -229,6 +229,20 @@ class Channel(Steps):
             self._notice_score(record)
         self._judge_again(group)
         return "accepted"
+
+    def why_closed(self, op: questions.WhyClosed) -> str:
+        closing = self._closing(op.trajectory_uid)
+        if closing.is_deleted:
+            return "it was deleted"
+        if closing.by != "pool" and closing.aborted is not None:
+            return f"it was {closing.describe()}"
+        if (group := self.prompt_groups.get(closing.prompt_uid)) is not None:
+            if group.frozen:
+                return "its group was leased by a trainer before"
+            return f"it was {closing.describe()}"
+        gone = self._closed_groups.get(closing.prompt_uid) or "closed"
+        said = {"acked": "its group was trained", f"dropped ({DELETED})": "it was deleted"}
+        return said.get(gone, f"its group was {gone}")
 
     def mark(self, op: ops.Mark) -> Marks:
         marked: GroupRecord | TrajectoryRecord
@@ -446,6 +460,7 @@ METHODS: Final[Mapping[type, Callable[[Channel, Any], Any]]] = {
     ops.Mark: Channel.mark,
     ops.AdvanceVersion: Channel.advance_version,
     questions.DryRunOf: Channel.dry_run,
+    questions.WhyClosed: Channel.why_closed,
     questions.WaitAvailable: Channel.available,
     questions.WaitCredit: Channel.credit,
     rows.GroupDue: Channel.close_by_deadline,

@@ -288,6 +288,7 @@ class DataPoolClient:
     # -- people and sources ------------------------------------------------------------------
 
     set_reward = _makes(ops.SetReward)
+    why_closed = _makes(asked.WhyClosed)
     advance_version = _makes(ops.AdvanceVersion)
 
     async def mark(

@@ -47,6 +47,7 @@ from stepwell.datapool.errors import (
     InvalidRequestError,
     JournalCorruptError,
     JournalError,
+    NoJournalError,
     ReplayError,
 )
 from stepwell.datapool.selection import DOUBTFUL
@@ -152,7 +153,7 @@ def journals_in(path: Path) -> list[Path]:
     """Folders with a journal each: `path` itself, a run's pool, or the shards of one.
 
     Raises:
-        JournalError: there is none.
+        NoJournalError: there is none.
     """
     path = path.absolute()
     if (path / "pool").is_dir():
@@ -161,7 +162,9 @@ def journals_in(path: Path) -> list[Path]:
     shards = sorted(found, key=lambda p: (len(p.name), p.name))
     folders = [p for p in shards or [path] if journal_exists(p) or segments_in(p)]
     if not folders:
-        raise JournalError(f"{path} holds no journal; give the pool's folder, e.g. runs/NAME/pool")
+        raise NoJournalError(
+            f"{path} holds no journal; give the pool's folder, e.g. runs/NAME/pool"
+        )
     return folders
 
 

@@ -122,6 +122,9 @@ def refusal(
 ) -> RequestError:
     """What pydantic found wrong with a body, in one line."""
     first = errors[0]
+    if first["type"] == "json_invalid":  # FastAPI says where in the location, pydantic in the text
+        at = f" (at character {first['loc'][1]})" if len(first["loc"]) > 1 else ""
+        return RequestError(f"the request's body is no JSON: {first['ctx']['error']}{at}", None)
     name = ""
     for part in first["loc"]:
         if part != "body":  # FastAPI's own
@@ -136,6 +139,9 @@ def refusal(
     else:
         said = str(first["msg"]).removeprefix("Value error, ").replace("Input", "it", 1)
         said = _KINDS.get(first["type"]) or said[:1].lower() + said[1:]
+        if first["type"] == "too_long":
+            most = first["ctx"]["max_length"]
+            said = f"it should have at most {most} items" if most else "it should be empty"
         problem = f"{name or 'the body'} is {shown}; {said}" + (f": {remedy}" if remedy else "")
     return RequestError(problem, name[:80] or None)
 

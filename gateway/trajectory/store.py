@@ -11,8 +11,10 @@ until when a reward counts (the pool).
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from cachetools import LRUCache
 
@@ -23,6 +25,7 @@ from stepwell.datapool.types import OWNER, VAL
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.errors import (
     PermissionDeniedError,
+    PoolUnavailableError,
     RequestError,
     TrajectoryClosedError,
     TrajectoryConflictError,
@@ -33,6 +36,9 @@ from stepwell.gateway.trajectory.recording import Recording, Unrecorded
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory, closed_error
 
 T = TypeVar("T")
+NotKept: TypeAlias = Literal["late", "closed", "unrecorded"]
+"""Why a reward or feedback is not kept: its group had left, its trajectory was closed otherwise
+before, or no Step of it is stored."""
 
 
 class TrajectoryStore:
@@ -163,6 +169,25 @@ class Outcomes:
         self._config = config
         self._recording = recording
         self._trajectories = trajectories
+        self.not_kept: Counter[NotKept] = Counter()
+
+    @contextmanager
+    def counts_refusal(self, why: NotKept = "closed") -> Iterator[None]:
+        """Count what the body refuses because its trajectory is closed."""
+        try:
+            yield
+        except (TrajectoryClosedError, PoolTrajectoryClosedError):
+            self.not_kept[why] += 1
+            raise
+
+    async def why_late(self, uid: str, caller: Principal) -> str:
+        """What became of a trajectory before its reward came, as a clause."""
+        try:
+            return await self._first(
+                uid, caller, lambda channel: self._recording.pool.why_closed(uid, channel)
+            )
+        except (UnknownTrajectoryError, PoolUnavailableError):
+            return "its group went on without it"
 
     async def complete(
         self,

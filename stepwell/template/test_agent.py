@@ -1,4 +1,4 @@
-"""Agent and reward without a model: `pytest`."""
+"""Agent and reward without a model: `pip install pytest && python -m pytest`."""
 
 import asyncio
 

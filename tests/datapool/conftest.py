@@ -41,6 +41,7 @@ CHANGES = {
     "renew",
     "shutdown",
     "get_statistics",
+    "why_closed",
 }
 
 
@@ -161,6 +162,7 @@ OPERATIONS: dict[str, Any] = {
     "wait_available": asked.WaitAvailable,
     "wait_credit": asked.WaitCredit,
     "get_events": asked.GetEvents,
+    "why_closed": asked.WhyClosed,
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from stepwell.datapool import ChannelConfig
 from stepwell.datapool.config import SelectionConfig
-from stepwell.datapool.errors import PoolFullError
+from stepwell.datapool.errors import PoolFullError, UnknownTrajectoryError
 from tests.datapool.conftest import DAY, JournaledPool
 
 # -- late rewards ----------------------------------------------------------------------------------
@@ -48,6 +48,34 @@ def test_after_the_wait_a_group_is_dropped_where_only_scored_ones_are_served(mak
     pool.finish("p", "t")
     pool.advance(60)
     assert pool.stats()["groups"]["drop_reasons"] == {"unscored": 1}
+
+
+def test_why_a_trajectory_takes_no_reward_is_said(make_pool):
+    pool = make_pool()
+    for uid in ("trained", "dropped", "deleted", "aborted", "leased"):
+        pool.submit_step(pool.step(uid, f"of-{uid}"))
+        if uid == "aborted":
+            pool.abort_trajectory(uid, "no tool")
+        else:
+            pool.complete_trajectory(uid, 1.0)
+        if uid == "trained":
+            pool.ack(pool.lease_batch().lease_id)
+    pool.drop_group("of-dropped", "too long")
+    pool.delete("deleted")
+    assert uids(pool.lease_batch()) == ["of-leased"]
+    said = {
+        "trained": "its group was trained",
+        "dropped": "its group was dropped (too long)",
+        "deleted": "it was deleted",
+        "leased": "its group was leased by a trainer before",
+        "aborted": "it was aborted (no tool)",
+    }
+    assert {uid: pool.why_closed(uid) for uid in said} == said
+    assert {uid: pool.set_reward(uid, 0.5) for uid in said} == dict.fromkeys(said, "late")
+    pool.submit_step(pool.step("open", "p"))
+    for uid in ("open", "never"):
+        with pytest.raises(UnknownTrajectoryError):
+            pool.why_closed(uid)
 
 
 def test_a_reward_after_the_lease_is_late_and_counted_and_changes_nothing(make_pool):

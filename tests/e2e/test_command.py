@@ -177,8 +177,8 @@ def test_its_policy_is_exported_as_a_model_that_transformers_loads(
     again = run_here(
         [sys.executable, "-m", "stepwell.cli", "export", str(resumed), "--to", str(target)]
     )
-    assert again.returncode == 1
-    assert "exists; remove it" in again.stderr
+    assert again.returncode == 2
+    assert "which exists; name a new folder" in again.stderr
 
 
 def kill_when_there_is(path: Path, argv: list[str]) -> None:

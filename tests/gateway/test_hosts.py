@@ -218,3 +218,13 @@ def test_the_hosts_of_replicas_are_ours() -> None:
 def test_what_is_no_name_or_origin_is_refused(options: Any) -> None:
     with pytest.raises(ValidationError, match="write "):
         GatewayConfig(**options)
+
+
+async def test_a_browser_is_led_from_the_address_to_the_dashboard(world: Any) -> None:
+    html = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{world.url}/", headers=html) as answer:
+            assert answer.url.path == "/ui"
+            assert "<title>" in await answer.text()
+        async with session.get(f"{world.url}/") as answer:
+            assert (await answer.json())["status"] == "ok"

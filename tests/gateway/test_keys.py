@@ -106,7 +106,8 @@ async def http(locked: Any) -> AsyncIterator[Http]:
         ("GET", "/ui/api/", ("dashboard", None)),
         ("GET", "/uix", ("admin", None)),
         ("POST", "/ui/api/v1/responses", ("agent", ("ui", "api"))),
-        ("GET", "/", ("admin", None)),
+        ("GET", "/", ("open", None)),
+        ("POST", "/", ("admin", None)),
         ("GET", "/health/", ("admin", None)),
         ("POST", "//p/v1/responses", ("admin", None)),
         ("POST", "/a/b/c/v1/responses", ("admin", None)),
@@ -134,7 +135,7 @@ async def test_no_route_answers_without_a_key_but_health_and_probes(
 
 
 async def test_paths_that_do_not_exist_tell_nothing(http: Http) -> None:
-    for path in ("/", "/openapi.json", "/no/such/path", "/v1/nothing", "/t/p/v1/nothing"):
+    for path in ("/openapi.json", "/no/such/path", "/v1/nothing", "/t/p/v1/nothing"):
         assert (await http("GET", path))[0] == 401
     assert (await http("GET", "/no/such/path", bearer(ADMIN)))[0] == 404
     assert (await http("GET", "/v1/nothing", bearer(AGENT)))[0] == 404

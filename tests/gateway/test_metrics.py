@@ -126,3 +126,43 @@ def test_a_count_that_is_unknown_has_no_sample() -> None:
     table = [Family("stepwell_pool_x", "gauge", "x", "{channel}.a.{b}")]
     (metric,) = families(table, {"train": {"a": {"one": 1, "two": None}}, "val": {}})
     assert [(s.labels, s.value) for s in metric.samples] == [({"channel": "train", "b": "one"}, 1)]
+
+
+async def test_rewards_that_are_not_kept_are_counted_and_answered_with_why(
+    world: Any, agents: Any
+) -> None:
+    agent = agents(world)
+    uids = []
+    for prompt in ("trained", "dropped", "leased"):
+        await agent.say(user("hi"), under=f"/t-{prompt}/{prompt}")
+        uids.append(agent.headers[TRAJECTORY])
+        done = {"trajectory_uid": uids[-1], "reward": 1}
+        assert (await agent.post("/v1/complete_trajectory", done))[1]["outcome"] == "complete"
+        if prompt == "trained":
+            await world.pool.ack((await world.pool.lease_batch(1)).lease_id)
+        elif prompt == "dropped":
+            await world.pool.drop_group(prompt, "too long")
+    await world.pool.lease_batch(1)
+
+    why = ["its group was trained", "its group was dropped (too long)"]
+    why.append("its group was leased by a trainer before")
+    for uid, reason in zip(uids, why, strict=True):
+        answer = {"trajectory_uid": uid, "outcome": "late", "accepted": False, "reason": reason}
+        reward = {"trajectory_uid": uid, "reward": 0.5}
+        assert await agent.post("/v1/rewards", reward) == (200, answer)
+        again = {"trajectory_uid": uid, "reward": 0.5}
+        status, refused = await agent.post("/v1/complete_trajectory", again)
+        assert status == 409
+        assert "already completed with outcome reward 1.0" in refused["error"]["message"]
+    status, _ = await agent.post("/t-leased/leased/v1/complete_trajectory", {"reward": 0.5})
+    assert status == 410
+    assert (await agent.post("/t-leased/leased/v1/feedback", {"label": "bad"}))[0] == 410
+    await agent.post("/init_trajectory", {"trajectory_uid": "silent", "prompt_uid": "q"})
+    _, silent = await agent.post("/silent/q/v1/complete_trajectory", {"reward": 1})
+    assert (silent["outcome"], silent["accepted"]) == ("aborted", False)
+
+    found = samples((await scrape(world))[1])
+    name = "stepwell_gateway_rewards_not_kept_total"
+    assert of(found, name, reason="late") == 4
+    assert of(found, name, reason="closed") == 4
+    assert of(found, name, reason="unrecorded") == 1

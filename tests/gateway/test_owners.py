@@ -529,7 +529,9 @@ async def test_a_trajectorys_own_key_deletes_it_alone_and_its_siblings_go_on(
                 status, refused = await gateway.route(name, own)
                 assert (status, "deleted" in str(refused)) == (410, True), (name, refused)
             late = {"trajectory_uid": UID, "outcome": "late"}
-            for name in ("complete", "abort", "reward", "complete by name"):
+            assert await gateway.route("abort", own) == (200, late)
+            late |= {"accepted": False, "reason": "it was deleted"}
+            for name in ("complete", "reward", "complete by name"):
                 assert await gateway.route(name, own) == (200, late), name
         rows = {r.trajectory_uid: r for r in (await pool.list_trajectories("chan-a")).items}
         assert (rows[UID].n_steps, rows[UID].metadata) == (0, {"stepwell_owner": "a"})

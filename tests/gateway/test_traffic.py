@@ -347,7 +347,9 @@ async def test_a_reward_may_come_before_completion_or_after_but_not_after_the_le
     assert (status, refused["error"]["param"]) == (400, "step_index")
     [trajectory] = (await world.pool.lease_batch(1, "train")).groups[0].trajectories
     assert trajectory.reward == 1.25
-    assert (await agent.post("/v1/rewards", reward))[1]["outcome"] == "late"
+    late = {"trajectory_uid": "café", "outcome": "late", "accepted": False}
+    leased = {**late, "reason": "its group was leased by a trainer before"}
+    assert await agent.post("/v1/rewards", reward) == (200, leased)
 
 
 async def test_an_agent_without_a_path_rewards_its_steps(world: Any, agents: Any) -> None:
@@ -644,7 +646,9 @@ async def test_a_trajectory_with_a_hole_is_aborted_and_its_agent_hears_nothing_o
     assert [op.trajectory_uid for op in aborts] == [uid]
     done = {"trajectory_uid": uid, "reward": 1}
     _, got = await agent.post("/v1/complete_trajectory", done)
-    assert got == {"trajectory_uid": uid, "outcome": "aborted", "recorded": False}
+    reason = "no step of it is stored: it made no call, or its calls were not recorded"
+    answer = {"trajectory_uid": uid, "outcome": "aborted", "recorded": False}
+    assert got == {**answer, "accepted": False, "reason": reason}
     assert agent.headers[RECORDED] == "false"
     assert await world.pool.lease_batch(1, "train") is None
     assert (await recording(agent))["unrecorded"] == {"pool_failure": 3}

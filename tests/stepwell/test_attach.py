@@ -104,7 +104,7 @@ def test_a_secret_of_the_trainers_is_asked_for_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (["--attach", "nowhere"], 1, "nowhere is no run's folder"),
+        (["--attach", "nowhere"], 2, "nowhere does not exist"),
         (["--attach", "127.0.0.1:9"], 1, "the run's Ray is '127.0.0.1:9', where nothing answers"),
         ([], 2, "--config is missing"),
     ],

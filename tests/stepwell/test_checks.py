@@ -108,7 +108,11 @@ MISTAKES = {
     "rollout.agent=checks_nowhere:agent": "there is no module 'checks_nowhere' in {folder}",
     "rollout.agent=checks_code:god": "checks_code has no 'god'; did you mean 'good'?",
     "rollout.agent=checks_code": "name an async function as package.module:function",
-    "rollout.agent=checks_code.py:good": "a file; name its module, as `import` does: checks_code:g",
+    "rollout.agent=checks_code.py": "a file; name the async function in it: checks_code.py:FUNC",
+    "rollout.agent=checks_code.py:god": "checks_code.py has no 'god'; did you mean 'good'?",
+    "rollout.agent=no/agent.py:good": "but there is no file {folder}/no/agent.py; name an existing",
+    "rollout.agent=no/agent:good": "package.module:function or path/to/file.py:function",
+    "rollout.agent=checks_raises.py:agent": "checks_raises.py, line 2): KeyError: 'CHECKS",
     "rollout.agent=checks_code:sync": "is no coroutine function; write it as async def agent(",
     "rollout.agent=checks_code:Agent": "is no coroutine function; write it as async def agent(",
     "rollout.agent=checks_code:no_key": "as no_key(task, base_url, api_key): too many positional",
@@ -211,6 +215,7 @@ async def test_whatever_is_awaited_with_a_task_is_an_agent(
 ) -> None:
     monkeypatch.syspath_prepend(folder)
     assert await load_agent(f"checks_code:{name}")({}, "", "") == 1.0
+    assert await load_agent(f"{folder}/checks_code.py:{name}")({}, "", "") == 1.0
 
 
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="it has a GPU")

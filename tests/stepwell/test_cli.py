@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 import ray
 
 import stepwell
-from stepwell.cli import main
+from stepwell.cli import InterruptedWhileError, interruptible, main
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -120,6 +123,18 @@ def test_training_nothing_in_particular_is_told_what_to_name(
     told = capsys.readouterr().err
     assert "--config is missing" in told
     assert len(told.splitlines()) == 1
+
+
+async def test_a_command_that_fails_while_it_is_interrupted_says_so_in_one_line() -> None:
+    async def work() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise RuntimeError("Ray has ended, too\nand more")
+
+    with pytest.raises(InterruptedWhileError, match=r"^stopping failed \(RuntimeError: .*too\)$"):
+        await interruptible(work())
 
 
 def test_a_full_disk_is_one_line_and_no_traceback(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from stepwell.presets import load_config
 from tests.stepwell.configuring import fails
 
 
@@ -160,3 +161,8 @@ def test_an_engines_url_that_cannot_be_used_is_refused_without_its_password(
     assert named in said
     assert "hushed" not in said
     assert len(said.splitlines()) == 1
+
+
+def test_a_group_that_is_too_small_is_told_by_the_key_that_was_given() -> None:
+    assert fails("rollout.n=1").startswith("rollout.n is 1, but a group needs rollout.min_n = 2 ")
+    assert load_config("quickstart", ["rollout.n=1", "rollout.min_n=1"]).rollout.n == 1

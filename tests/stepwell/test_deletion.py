@@ -112,5 +112,5 @@ def test_without_a_trajectory_or_a_tag_nothing_is_deleted(
 def test_a_folder_without_a_journal_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["data", "delete", str(tmp_path), "--tag", "ann"]) == 1
+    assert main(["data", "delete", str(tmp_path), "--tag", "ann"]) == 2
     assert "holds no journal" in capsys.readouterr().err

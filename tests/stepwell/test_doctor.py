@@ -201,7 +201,7 @@ def test_a_damaged_file_of_a_run_is_a_problem(
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
-        (["nowhere"], "nowhere is no run's folder"),
+        (["nowhere"], "nowhere does not exist"),
         (["runs/x", "--config", "quickstart"], "give one RUN, or --config"),
         (["--config", "nowhere"], "nowhere"),
     ],

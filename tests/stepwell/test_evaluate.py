@@ -70,7 +70,7 @@ def said(capture: Capture, *argv: str, code: int) -> str:
 
 def test_a_mistake_is_one_line_with_its_remedy(tmp_path: Path, capsys: Capture) -> None:
     run = run_of(tmp_path / "mine")
-    assert "has no checkpoint" in said(capsys, str(run), code=1)
+    assert "has no checkpoint" in said(capsys, str(run), code=2)
     assert "--config is quickstart, but" in said(capsys, str(run), "--config", "quickstart", code=2)
     assert "--step is 'last'" in said(capsys, str(run), "--step", "last", code=2)
     assert "say on what" in said(capsys, str(MODEL), code=2)

@@ -32,7 +32,10 @@ def test_the_folder_has_what_is_needed_and_says_how_to_go_on(
     assert main(["init", "my-first"]) == 0
     files = {"agent.py", "reward.py", "tasks.jsonl", "config.yaml", "test_agent.py", "README.md"}
     assert {path.name for path in Path("my-first").iterdir()} == files
-    assert "cd my-first && stepwell train --config config.yaml" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "cd my-first && stepwell train --config config.yaml" in told
+    for text in (told, Path("my-first/README.md").read_text()):
+        assert "pip install pytest && python -m pytest" in text
     assert "NAME" not in Path("my-first/README.md").read_text()
 
 

@@ -188,6 +188,49 @@ def tree_steps() -> list[Step]:
     return tree(ChatTokenizer.load(str(load_config("quickstart").model.path)))
 
 
+def test_what_is_trained_is_said_only_of_what_was_trained(run: Path, capsys: Capture) -> None:
+    waits = said(capsys, "show", "tree", str(run))
+    assert "tokens in the loss mask" in waits
+    assert "trained" not in waits
+    steps = tuple(replace(step, trajectory_uid="old") for step in tree_steps())
+    columns = tuple({"mask": np.ones(len(step.response_ids))} for step in steps)
+    trained = TrainedTrajectory(Trajectory("old", "sums", steps), columns)
+    write_trained(run, 5, {"groups": 1}, [trained], 1 << 20)
+    try:
+        was = said(capsys, "show", "old", str(run))
+        assert was.startswith("old  trained  reward")
+        assert "group sums (trained)" in was
+        assert "tokens trained" in was
+    finally:
+        shutil.rmtree(run / TRAINED)
+
+
+@pytest.mark.parametrize("columns", ["80", "60", "160"])
+def test_uids_can_be_copied_whole_however_narrow_the_terminal_is(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    folder = tmp_path / "long"
+    folder.mkdir()
+    begin(load_config("quickstart", [f"run.dir={folder}", "run.name=long"]))
+    prompts = [f"prompt-{i:032x}" for i in range(2)]
+
+    async def fill() -> None:
+        async with DataPoolClient.local(folder=folder / "pool") as pool:
+            for prompt in prompts:
+                names = {"prompt_uid": prompt, "trajectory_uid": f"{prompt}-0"}
+                await pool.submit_step(Step(prompt_ids=[1], response_ids=[2], **names))
+                await pool.mark(prompt, tags=["a-tag", "another-tag", "third"])
+
+    asyncio.run(fill())
+    monkeypatch.setenv("COLUMNS", columns)
+    listed = said(capsys, "groups", str(folder))
+    assert [uid for uid in prompts if uid not in listed.split()] == [], listed
+    one = said(capsys, "groups", str(folder), "--prompt", prompts[0])
+    assert f"{prompts[0]}-0" in one.split()
+    for line in (listed + one).splitlines():
+        assert len(line.rstrip()) <= int(columns)
+
+
 def test_colours_are_for_terminals_that_want_them(
     run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,25 +366,45 @@ def test_what_is_exported_is_shown_from_the_file_too(
     )
 
 
+TAKE_A_FOLDER = [
+    *(["status"], ["top", "--json"], ["groups"], ["view"], ["doctor"], ["show", "tree"], ["eval"]),
+    *(["rollback"], ["data", "salvage"], ["data", "export", "new.jsonl"]),
+]
+
+
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
-        (["status", "nowhere"], "nowhere is no run's folder"),
+        *(([*argv, "nowhere"], "nowhere does not exist") for argv in TAKE_A_FOLDER),
+        (["status", "FILE"], "run.json is a file, not a folder"),
+        (["status", "RUN/pool"], "pool is no run's folder: it has no run.json"),
+        (["data", "salvage", "RUN/logs"], "logs holds no journal"),
+        (["data", "delete", "RUN/logs", "--tag", "x"], "logs holds no journal"),
+        (["export", "nowhere", "--to", "new"], "nowhere does not exist"),
+        (["export", "RUN", "--to", "new"], "checkpoints has no checkpoint"),
+        (["export", "RUN", "--step", "7", "--to", "new"], "has no step_7; it has none"),
+        (["export", "RUN", "--to", "RUN"], "which exists; name a new folder"),
+        (["eval", "RUN", "--step", "7"], "has no step_7; it has none"),
+        (["data", "delete", "nowhere", "--tag", "x"], "nowhere does not exist"),
+        (["train", "--attach", "nowhere"], "nowhere does not exist"),
         (["show", "nobody", "RUN"], "trajectory 'nobody' is not in the pool"),
         (["show", "runs-0", "RUN"], r"is aborted (the tool was down) and has no step"),
-        (["show", "tree", "nowhere.jsonl"], "nowhere.jsonl is no file"),
+        (["show", "tree", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
         (["groups", "RUN", "--prompt", "none"], "--prompt is 'none'"),
         (["groups", "RUN", "--channel", "none"], "this run has train, val"),
         (["groups", "RUN", "--limit", "0"], "--limit is 0"),
         (["top", "RUN"], "needs a terminal"),
         (["top", "RUN", "--interval", "0"], "--interval is 0"),
-        (["data", "import", "nowhere.parquet", "RUN"], "nowhere.parquet is no file"),
+        (["data", "import", "nowhere.parquet", "RUN"], "there is no file nowhere.parquet"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_remedy(
     run: Path, capsys: Capture, argv: list[str], why: str
 ) -> None:
-    assert why in said(capsys, *(str(run) if a == "RUN" else a for a in argv), code=2)
+    (run / "logs").mkdir(exist_ok=True)
+    named = {"RUN": str(run), "FILE": str(run / "run.json")}
+    argv = [named.get(a) or a.replace("RUN/", f"{run}/") for a in argv]
+    assert why in said(capsys, *argv, code=2)
 
 
 def test_the_run_that_is_meant_is_found(

@@ -43,6 +43,28 @@ def test_they_may_be_given_on_the_command_line_alone(minimal: Path) -> None:
     assert config.run.name == "agent"
 
 
+def test_a_run_is_called_as_the_file_of_its_agent(minimal: Path) -> None:
+    for path in ("deep/my_agent.py:run", "deep.my_agent:run", "deep.my_agent.run"):
+        assert load_config(None, [f"rollout.agent={path}", "data=tasks.jsonl"]).run.name == (
+            "my_agent"
+        )
+
+
+def test_what_the_quickstart_sets_is_told_where_its_model_is_taken(
+    minimal: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config("mine.yaml", ["trainer.total_steps=3"])
+    (told,) = caplog.messages
+    assert told.startswith("model.path is not set, so the quickstart's model is taken")
+    assert f"backend.lr={config.backend.lr}, " in told
+    assert "validation.every=20" in told
+    assert "total_steps" not in told
+    caplog.clear()
+    load_config("mine.yaml", [f"model.path={config.model.path}"])
+    load_config("quickstart")
+    assert not caplog.messages
+
+
 def test_what_suits_the_quickstarts_model_is_not_asked_of_another(minimal: Path) -> None:
     model = load_config("quickstart").model.path
     config = load_config("mine.yaml", [f"model.path={model}", "backend.micro_batch_tokens=7"])

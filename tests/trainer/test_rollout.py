@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,7 +16,7 @@ from aiohttp import web
 from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.errors import RolloutError
 from stepwell.trainer.rollout.agents import load_agent
-from stepwell.trainer.rollout.worker import RolloutWorker
+from stepwell.trainer.rollout.worker import RolloutWorker, start_workers
 
 compact = partial(json.dumps, separators=(",", ":"))
 
@@ -325,3 +326,16 @@ def test_an_agent_that_cannot_be_imported_names_the_path_and_the_remedy() -> Non
 def test_an_agent_that_is_not_async_is_refused() -> None:
     with pytest.raises(RolloutError, match="no coroutine function; write it as async def agent"):
         load_agent(f"{__name__}:not_async")
+
+
+async def test_an_agent_in_a_file_runs_in_workers_that_were_started_elsewhere(
+    gateway: RecordingGateway, cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "agent.py").write_text(
+        "async def right(task, base_url, api_key): return 0.5\n"
+    )
+    monkeypatch.chdir(tmp_path)  # Ray's processes are elsewhere
+    [worker] = start_workers(RolloutConfig(agent="deep/agent.py:right"), [gateway.url])
+    assert await worker.run_group({"question": "?"}, "p", 2) == {"complete": 2}
+    assert [told["reward"] for told in gateway.told("complete")] == [0.5, 0.5]

@@ -128,11 +128,11 @@ class RewardConfig(_Scoring):
 
 class RolloutConfig(CallSampling):
     agent: str | None = None
-    """Dotted path of `async def agent(task, base_url, api_key) -> float | None` (or a list of
-    rewards, one per call), run on the tasks of `data`; or of slime's `async def generate(args,
-    sample, sampling_params) -> Sample`; or a file of tools (`tools.yaml`, verl's
-    `tool_config_path`), which the policy then has; null: agents that nobody here starts call the
-    gateway, and their traffic is trained on."""
+    """`package.module:name` or `path/to/file.py:name` of `async def agent(task, base_url, api_key)
+    -> float | None` (or a list of rewards, one per call), run on the tasks of `data`; or of slime's
+    `async def generate(args, sample, sampling_params) -> Sample`; or a file of tools (`tools.yaml`,
+    verl's `tool_config_path`), which the policy then has; null: agents that nobody here starts call
+    the gateway, and their traffic is trained on."""
     agent_args: dict[str, Any] = Field(default_factory=dict)
     """Fields of slime's `args`, over those that Stepwell knows, for a `generate` of slime's form:
     `{apply_chat_template: true}` has prompts as text."""
@@ -169,7 +169,11 @@ class RolloutConfig(CallSampling):
                 "generate function of slime's form in agent, or leave agent_args out"
             )
         if self.min_n > self.n:
-            raise ValueError(f"min_n ({self.min_n}) is larger than n ({self.n})")
+            raise ValueError(
+                f"rollout.n is {self.n}, but a group needs rollout.min_n = {self.min_n} rollouts: "
+                f"none would be trained; set rollout.min_n={self.n}, or rollout.n to {self.min_n} "
+                "or more"
+            )
         if self.timeout_s * self.max_attempts > self.group_deadline_s:
             raise ValueError(
                 f"timeout_s × max_attempts = {self.timeout_s:g} × {self.max_attempts} exceeds "

@@ -16,12 +16,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias, cast
 
+from stepwell.datapool import dotted
 from stepwell.trainer.errors import RolloutError, ToolConfigError
 
 Agent: TypeAlias = Callable[
     [Mapping[str, Any], str, str], Awaitable[float | list[float | None] | None]
 ]
 
+WHERE = "package.module:function or path/to/file.py:function"
 FORM = "async def agent(task, base_url, api_key) -> float | None"
 GENERATE_FORM = "async def generate(args, sample, sampling_params) -> Sample"
 """slime's `--custom-generate-function-path`."""
@@ -29,8 +31,8 @@ GENERATE_FORM = "async def generate(args, sample, sampling_params) -> Sample"
 
 def load_agent(path: str, agent_args: Mapping[str, Any] | None = None) -> Agent:
     """The coroutine function, or object with an `async def __call__`, at `package.module:name` (or
-    `package.module.name`), in the form of an agent or of slime's generate functions
-    (`is_generate`); of a file of tools (`.yaml`), the agent that uses them.
+    `package.module.name`) or `path/to/file.py:name`, in the form of an agent or of slime's generate
+    functions (`is_generate`); of a file of tools (`.yaml`), the agent that uses them.
 
     Args:
         agent_args: `rollout.agent_args`.
@@ -40,25 +42,18 @@ def load_agent(path: str, agent_args: Mapping[str, Any] | None = None) -> Agent:
             cannot be made.
     """
     whose = f"rollout.agent is {path!r}"
-    if path.endswith((".yaml", ".yml")):
+    if path.endswith(_TOOLS):
         return _with_tools(whose, path)
-    module_name, sep, name = path.partition(":")
-    if not sep:
-        module_name, _, name = path.rpartition(".")
-    if module_name.endswith(".py") or name == "py" or "/" in path:
-        file = module_name if sep else path
-        dotted = ".".join(Path(file).with_suffix("").parts)
-        raise RolloutError(
-            f"{whose}, a file; name its module, as `import` does: "
-            f"{dotted}:{name if sep else 'NAME'}"
-        )
-    if not module_name or not name:
-        raise RolloutError(f"{whose}; name an async function as package.module:function")
+    if path.endswith(".py"):
+        raise RolloutError(f"{whose}, a file; name the async function in it: {path}:FUNCTION")
+    module_name, _, name = path.rpartition(":" if ":" in path else ".")
+    if not module_name or not name or ("/" in path and not module_name.endswith(".py")):
+        raise RolloutError(f"{whose}; name an async function as {WHERE}")
     module = _import(whose, module_name)
     try:
         agent = getattr(module, name)
     except AttributeError:
-        raise RolloutError(f"{whose}, but {_has_not(module, name)}") from None
+        raise RolloutError(f"{whose}, but {_has_not(module, module_name, name)}") from None
     called = type(agent).__call__ if callable(agent) else None
     names = _parameters(agent)
     if "rollout_id" in names[:2]:
@@ -85,6 +80,16 @@ def load_agent(path: str, agent_args: Mapping[str, Any] | None = None) -> Agent:
     return cast(Agent, agent)
 
 
+def absolute(path: str) -> str:
+    """Return `rollout.agent` for a process that may run in another folder: a file's path begins at
+    the root."""
+    file, sep, name = (path, "", "") if path.endswith(_TOOLS) else path.rpartition(":")
+    if not file.endswith((".py", *_TOOLS)):
+        return path
+    return f"{Path(file).expanduser().absolute()}{sep}{name}"
+
+
+_TOOLS = (".yaml", ".yml")
 _AGENT = ("task", "base_url", "api_key")
 _GENERATE = ("args", "sample", "sampling_params")
 
@@ -113,14 +118,16 @@ def _with_tools(whose: str, path: str) -> Agent:
 
 def _import(whose: str, name: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        return dotted.module_of(name) if name.endswith(".py") else importlib.import_module(name)
     except (Exception, SystemExit) as e:  # the user's own module: it may raise anything
         missing = e.name if isinstance(e, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
             why = (
                 f"there is no module {missing!r} in {Path.cwd()} or among the installed packages; "
-                "name an async function as package.module:function"
+                f"name an async function as {WHERE}"
             )
+        elif name.endswith(".py") and not Path(name).expanduser().is_file():
+            why = f"there is no file {Path(name).expanduser().absolute()}; name an existing one"
         else:
             said = e.msg if isinstance(e, SyntaxError) else e
             why = f"importing {name} fails{_at(e)}: {type(e).__name__}: {said}; mend it"
@@ -132,11 +139,12 @@ def _at(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f" ({error.filename}, line {error.lineno})"
     ran = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-    own = [at for at in ran if at[0][0] != "<" and at[0] not in (__file__, importlib.__file__)]
+    ours = (__file__, dotted.__file__, importlib.__file__)
+    own = [at for at in ran if at[0][0] != "<" and at[0] not in ours]
     return f" ({own[-1][0]}, line {own[-1][1]})" if own else ""
 
 
-def _has_not(module: ModuleType, name: str) -> str:
+def _has_not(module: ModuleType, module_name: str, name: str) -> str:
     agents = sorted(
         n
         for n, f in vars(module).items()
@@ -145,4 +153,4 @@ def _has_not(module: ModuleType, name: str) -> str:
     near = get_close_matches(name, agents, n=1)
     guess = f"; did you mean {near[0]!r}?" if near else ""
     has = f"; its async functions: {', '.join(agents)}" if agents else "; it has no async function"
-    return f"{module.__name__} has no {name!r}{guess}{has}"
+    return f"{module_name} has no {name!r}{guess}{has}"

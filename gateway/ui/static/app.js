@@ -1,5 +1,6 @@
 // The frame around every page: navigation, the key, the theme, what was done and its undoing.
-import { html, render, useEffect, useErrorBoundary, useState } from "./vendor/preact.js";
+import { render, useEffect, useErrorBoundary, useState } from "./vendor/preact.js";
+import { html } from "./shown.js";
 import { follow, link, login, useAddress, useApi, useConnected, useKeyNeeded, useTicks } from "./api.js";
 import { Failure, Loading } from "./parts.js";
 import { Overview } from "./overview.js";

@@ -1,5 +1,6 @@
 // Optimizer steps: what each was trained on, which weights it led to, and how long engines paused.
-import { html, useState } from "./vendor/preact.js";
+import { useState } from "./vendor/preact.js";
+import { html } from "./shown.js";
 import { link, useApi, usePages, useTicks } from "./api.js";
 import { Card, Chart, Chip, Empty, Failure, Loading, Select, Stat, Table, Uid, number, percent, seconds } from "./parts.js";
 

@@ -1,5 +1,6 @@
 // What people say of data: trainable or not, tags, notes, rewards; all of it can be undone.
-import { html, useEffect, useState } from "./vendor/preact.js";
+import { useEffect, useState } from "./vendor/preact.js";
+import { html, safe } from "./shown.js";
 import { link, post, query, usePages } from "./api.js";
 import { Bars, Card, Chip, Empty, Failure, Field, Select, Table, Tabs, Uid, number } from "./parts.js";
 
@@ -112,7 +113,7 @@ export function Reward({ about, channel, uid, row, done: reload }) {
 
 /** @param {string} uid */
 export async function removal(uid) {
-  if (!confirm(`Delete ${uid} with its group, from the pool and its journal? This cannot be undone.`)) return;
+  if (!confirm(`Delete ${safe(uid)} with its group, from the pool and its journal? This cannot be undone.`)) return;
   const { deleted, leased } = await post("delete", { trajectory_uid: uid });
   did(`${deleted.length} trajectories deleted${leased.length ? `, ${leased.length} of them leased` : ""}`, null);
   location.hash = link("trajectories");

@@ -1,5 +1,6 @@
 // Groups and trajectories: listings with filters, and one group with its rollouts side by side.
-import { html, useState } from "./vendor/preact.js";
+import { useState } from "./vendor/preact.js";
+import { html } from "./shown.js";
 import { amend, link, useApi, usePages } from "./api.js";
 import { Bars, Card, Chip, Empty, Failure, Field, Loading, MarksShown, Select, Stat, Table, Tabs, Uid, clock, number, percent, seconds } from "./parts.js";
 import { Marks } from "./curation.js";

@@ -1,5 +1,6 @@
 // The whole run on one page: what flows where, who waits for whom, what is wrong.
-import { html, useMemo } from "./vendor/preact.js";
+import { useMemo } from "./vendor/preact.js";
+import { html } from "./shown.js";
 import { link, rate, useApi, useTicks } from "./api.js";
 import { Bars, Card, Chart, Chip, Empty, Spark, Stat, bytes, number, percent, seconds } from "./parts.js";
 

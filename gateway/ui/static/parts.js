@@ -1,5 +1,6 @@
 // What pages are built of: figures, tables, charts, states, filters.
-import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact.js";
+import { useEffect, useMemo, useRef, useState } from "./vendor/preact.js";
+import { html } from "./shown.js";
 import { link } from "./api.js";
 
 // -- figures -----------------------------------------------------------------------------------

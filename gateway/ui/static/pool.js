@@ -1,5 +1,6 @@
 // The pool: where every group and step is, leases, the journal, and what happens now.
-import { html, useEffect, useState } from "./vendor/preact.js";
+import { useEffect, useState } from "./vendor/preact.js";
+import { html } from "./shown.js";
 import { useApi, useTicks } from "./api.js";
 import { Card, Chip, Empty, Failure, Loading, Select, Stat, Table, Uid, bytes, clock, number, seconds } from "./parts.js";
 

@@ -1,5 +1,6 @@
 // One trajectory: its turn tree, messages as the agent saw them, tokens as the model saw them, timing.
-import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact.js";
+import { useEffect, useMemo, useRef, useState } from "./vendor/preact.js";
+import { html } from "./shown.js";
 import { amend, get, link, useApi, useTicks } from "./api.js";
 import { Card, Chip, Empty, Failure, Found, Loading, MarksShown, Select, Stat, Tabs, Uid, number, seconds } from "./parts.js";
 import { Marks, Reward, removal } from "./curation.js";
