@@ -148,7 +148,7 @@ class GenerationConfig(Fields):
                 raise RequestError(
                     f"{where} and responseJsonSchema are both there; send one", where
                 )
-            schema = json_schema(self.response_schema)
+            schema = self.response_schema
         kind = self.response_mime_type
         if kind == "text/plain":
             if schema is not None:
@@ -156,6 +156,7 @@ class GenerationConfig(Fields):
             return None
         if schema is not None and not isinstance(schema, dict):
             raise wrong(where, schema, "send a JSON schema")
+        schema = json_schema(schema)
         if kind == "application/json":
             return json_constraint(
                 "json_object" if schema is None else "json_schema", schema, where

@@ -310,7 +310,7 @@ def _declared(sent: Any, where: str, ignored: list[str]) -> Tool:
     if openapi is not None:
         schema = json_schema(need(sent, "parameters", dict, where, "send a schema"))
     elif schema is not None:
-        schema = need(sent, "parametersJsonSchema", dict, where, "send a JSON schema")
+        schema = json_schema(need(sent, "parametersJsonSchema", dict, where, "send a JSON schema"))
     function["parameters"] = {"type": "object", "properties": {}} if schema is None else schema
     for name in ("response", "responseJsonSchema", "behavior"):
         if sent.get(name) is not None and (told := f"functionDeclarations.{name}") not in ignored:
@@ -325,7 +325,8 @@ _SIZES = frozenset(
 
 def json_schema(schema: Any) -> Any:
     """An OpenAPI schema of Google's API as a JSON schema: its types have capitals, its sizes may be
-    texts, `nullable` is a type, and `propertyOrdering` is the order of the properties."""
+    texts, `nullable` is a type, and `propertyOrdering` is the order of the properties. A JSON
+    schema stays as it is; Gemini CLI sends some with types in capitals."""
     if not isinstance(schema, dict):
         return schema
     made: dict[str, Any] = {}
@@ -335,9 +336,12 @@ def json_schema(schema: Any) -> Any:
         if name == "type" and isinstance(value, str):
             if value != "TYPE_UNSPECIFIED":
                 made["type"] = value.lower()
-        elif name == "properties" and isinstance(value, dict):
+        elif name in ("properties", "defs", "$defs") and isinstance(value, dict):
+            name = "$defs" if name == "defs" else name
             made[name] = {each: json_schema(its) for each, its in value.items()}
-        elif name in ("anyOf", "prefixItems") and isinstance(value, list):
+        elif name == "ref" and isinstance(value, str):
+            made["$ref"] = value.replace("#/defs/", "#/$defs/", 1)
+        elif name in ("allOf", "anyOf", "oneOf", "prefixItems") and isinstance(value, list):
             made[name] = [*map(json_schema, value)]
         elif name in ("items", "additionalProperties"):
             made[name] = json_schema(value)

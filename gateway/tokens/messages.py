@@ -160,22 +160,32 @@ class AssistantTurn:
     """An assistant message that comes in pieces. Its texts are joined once, at the end: to append
     20,000 pieces of 30 MB one by one takes half a minute."""
 
+    __slots__ = ("_pieces", "message")
+
     def __init__(self) -> None:
         self.message: Message = {"role": "assistant", "content": ""}
         """Complete after `end`."""
-        self._pieces: dict[str, list[str]] = {}
+        self._pieces: dict[str, list[str]] | None = None
+        """Texts of several pieces; a single one, as most turns have, is in the message."""
 
     def add(self, name: str, text: str) -> None:
         """A piece of `content` or `reasoning_content`."""
-        if text:
-            self._pieces.setdefault(name, []).append(text)
+        if not text:
+            return
+        if not (first := self.message.get(name)):
+            self.message[name] = text
+            return
+        if self._pieces is None:
+            self._pieces = {}
+        self._pieces.setdefault(name, [first]).append(text)
 
     def add_call(self, call: dict[str, Any]) -> None:
         self.message.setdefault("tool_calls", []).append(call)
 
     def end(self) -> None:
         """Put the texts into the message; nothing is added afterwards."""
-        self.message.update((name, "".join(texts)) for name, texts in self._pieces.items())
+        if self._pieces is not None:
+            self.message.update((name, "".join(its)) for name, its in self._pieces.items())
 
 
 class Normalizer:

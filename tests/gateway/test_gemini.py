@@ -221,6 +221,24 @@ async def test_what_is_not_served_of_googles_api_is_refused_in_its_shape(wire: W
         assert answer.status == 404
 
 
+@pytest.mark.parametrize(
+    ("base", "words"),
+    [
+        ("/t1/p1/v1beta/v1beta", "leave the version out of its base URL"),
+        ("/t1/p1/v1/v1beta", "leave the version out of its base URL"),
+        ("/t1/p1/v1/v1", "/v1 is there twice: leave it out of the client's base URL"),
+        ("/t1/p1", "/v1beta is missing before /models"),
+    ],
+)
+async def test_a_wrong_base_url_says_what_is_wrong_with_it(
+    wire: Wire, base: str, words: str
+) -> None:
+    status, got, _ = await wire.post(base=base)
+    error = json.loads(got)["error"]
+    assert (status, error["status"]) == (404, "NOT_FOUND")
+    assert error["message"].endswith(words)
+
+
 # -- the conversation ------------------------------------------------------------------------
 
 
@@ -310,6 +328,26 @@ def test_a_schema_of_googles_is_a_json_schema() -> None:
         },
     }
     assert list(made["properties"]) == ["b", "a", "nullable", "any_of"]
+
+
+def test_a_json_schema_stays_as_it_is_but_for_googles_types() -> None:
+    inner = {"type": "string", "description": "OBJECT", "enum": ["STRING"]}
+    schema = {
+        "type": ["object", "null"],
+        "$defs": {"type": inner},
+        "properties": {"type": {"$ref": "#/$defs/type"}, "ref": {"oneOf": [inner]}},
+        "additionalProperties": False,
+        "required": ["type"],
+    }
+    assert json_schema(schema) == schema
+    assert list(json_schema(schema)) == list(schema)
+    assert json_schema({"allOf": [{"type": "OBJECT"}], "defs": {"a": {"ref": "#/defs/b"}}}) == {
+        "allOf": [{"type": "object"}],
+        "$defs": {"a": {"$ref": "#/$defs/b"}},
+    }
+    sent = {"responseMimeType": "application/json", "responseJsonSchema": {"type": "OBJECT"}}
+    got = Gemini().parse({"contents": HI, CONFIG: sent})
+    assert got.call.constraint == ("json_schema", '{"type": "object"}')
 
 
 deltas = st.lists(
