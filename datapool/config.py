@@ -142,7 +142,8 @@ class PoolConfig(_Section):
     retention_days: float | None = Field(default=None, gt=0)
     """Days after its first step or declaration that a group is dropped, as `retention`, whatever
     became of it, and erased from the journal's files some seconds later. What was consumed or
-    dropped before is erased within an hour. null = kept until it is consumed or dropped."""
+    dropped before is erased within an hour. Stored Responses in a gateway's memory have no age.
+    null = kept until it is consumed or dropped."""
 
     remembered_uids: int = Field(default=1_000_000, ge=0)
     """Uids of closed trajectories, groups and leases remembered (of each, per channel) so that a

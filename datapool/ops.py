@@ -275,12 +275,15 @@ class CompleteTrajectory(Change[TrajectoryOutcome], frozen=True, array_like=True
     Raises:
         UnknownTrajectoryError: never seen in this channel.
         TrajectoryClosedError: aborted before, or completed with another reward.
+        NotOwnerError: it has another owner than `owner`.
     """
 
     trajectory_uid: Text
     reward: Reward | None = None
     metadata: dict[str, Any] = {}
     channel: Text = TRAIN
+    owner: str | None = None
+    """Who asks (`types.OWNER`); None: one who may do everything."""
 
 
 class AbortTrajectory(Change[TrajectoryOutcome], frozen=True, array_like=True):
@@ -316,12 +319,15 @@ class SetReward(Change[SubmitOutcome], frozen=True, array_like=True):
 
     Raises:
         UnknownTrajectoryError, StepIndexError: no such trajectory, no such step.
+        NotOwnerError: it has another owner than `owner`.
     """
 
     trajectory_uid: Text
     reward: Reward
     step_index: Natural | None = None
     channel: Text = TRAIN
+    owner: str | None = None
+    """As of `CompleteTrajectory`."""
 
 
 class Mark(Change[Marks], frozen=True, array_like=True):
@@ -331,12 +337,15 @@ class Mark(Change[Marks], frozen=True, array_like=True):
     Raises:
         UnknownGroupError, UnknownTrajectoryError: never seen.
         GroupClosedError, TrajectoryClosedError: served or dropped already.
+        NotOwnerError: the trajectory has another owner than `owner`.
     """
 
     prompt_uid: str | None = None
     trajectory_uid: str | None = None
     marks: dict[str, Any] = {}
     channel: Text = TRAIN
+    owner: str | None = None
+    """As of `CompleteTrajectory`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -85,7 +85,7 @@ def unsealed(data: bytes) -> bytes:
 
 
 def is_sealed(data: bytes) -> bool:
-    """Whether it ends as `sealed` ends it, damaged or not."""
+    """True if the bytes end as `sealed` ends them, damaged or not."""
     return _SEAL_END.search(data, max(0, len(data) - _SEAL_BYTES)) is not None
 
 

@@ -4,7 +4,9 @@ handed out is the routing.
     POST /init_trajectory at any replica ──► place ──► origin ──► base_url: every call goes there
 
 A replica that does not answer is left out. Conversations without an address of their own stay with
-the replica that they talk to. Does not own: starting replicas (`replicas.py`); which names in a
+the replica that they talk to. What one replica deletes the others forget (`have_forgotten`).
+
+Does not own: starting replicas (`replicas.py`); which names in a
 request are ours (`hosts.py`).
 """
 
@@ -13,14 +15,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
 
 from stepwell.backends.engines.connections import ConnectionPool
+from stepwell.gateway.errors import ReplicaUnavailableError
 from stepwell.gateway.wiring import Wiring
 
 CHECK_S = 1.0
 """How old the last look at another replica may be, and how long it is waited for."""
+FORGET_S = 10.0
+"""How long another replica is waited for that is to forget a trajectory."""
+FORGET_HEADER = "x-stepwell-replica"
+"""On a DELETE that another replica sends, which has deleted it from the pool."""
 
 
 class Addresses:
@@ -56,6 +64,40 @@ class Addresses:
         if self._public_url is None:
             return self.urls[replica]
         return self._public_url.replace("{replica}", str(replica))
+
+    async def have_forgotten(self, keys: Mapping[str, str]) -> None:
+        """Have the other replicas forget trajectories. One that is gone has nothing to forget.
+
+        Args:
+            keys: by the path of each trajectory, one that may delete it.
+
+        Raises:
+            ReplicaUnavailableError: one runs, and did not do it.
+        """
+        others = [i for i in range(len(self.urls)) if i != self.index]
+        done = await asyncio.gather(*(self._has_forgotten(i, keys) for i in others))
+        if left := [str(i) for i, is_done in zip(others, done, strict=True) if not is_done]:
+            raise ReplicaUnavailableError(
+                f"deleted from the DataPool, but replica {', '.join(left)} did not answer and may "
+                f"still know it; repeat DELETE {' and DELETE '.join(keys)}"
+            )
+
+    async def _has_forgotten(self, replica: int, keys: Mapping[str, str]) -> bool:
+        for path, key in keys.items():
+            headers = f"authorization: Bearer {key}\r\n{FORGET_HEADER}: {self.index}\r\n"
+            url = self.urls[replica] + path
+            try:
+                async with (
+                    asyncio.timeout(FORGET_S),
+                    self._connections.request("DELETE", url, b"", headers.encode()) as answer,
+                ):
+                    if answer.status != 200:
+                        return False
+            except ConnectionRefusedError:
+                return True
+            except (ConnectionError, TimeoutError):
+                return False
+        return True
 
     def statistics(self) -> dict[str, Any]:
         return {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -98,8 +98,13 @@ HostName: TypeAlias = Annotated[str, AfterValidator(_host_name)]
 Origin: TypeAlias = Annotated[str, AfterValidator(_origin)]
 
 
+OPERATORS: Final = "admin"
+"""Stands for the admin keys where ids end in `@NAME`, so no agent key has this name."""
+
+
 class AgentKey(Section):
-    """A key for LLM calls, and for opening and closing trajectories by their URL."""
+    """A key for LLM calls, for declaring groups, and for opening, closing and scoring
+    trajectories."""
 
     # Errors do not quote what was given, which may be a key.
     model_config = ConfigDict(hide_input_in_errors=True)
@@ -107,7 +112,8 @@ class AgentKey(Section):
     key: Key
     """Write `${oc.env:NAME}`, so that the key is in the environment and in no file."""
     channel: str | None = Field(default=None, min_length=1)
-    """Where what is called with this key is stored; null: `gateway.channel`."""
+    """Where what is called with this key is stored; null: `gateway.channel`. What a key with a
+    channel opens is its own, and no other agent key's; keys without one share what they open."""
 
 
 class GroupsConfig(Section):
@@ -236,13 +242,14 @@ class GatewayConfig(Section):
 
     keep_messages: bool = True
     """The messages that each turn adds are kept with its Step (`metadata["messages"]`), for people
-    who read trajectories and for exports of text. Training reads ids only."""
+    who read trajectories and for exports of text. Training reads ids only. Calls of tools are in
+    `metadata["turn"]` in any case: by that note another gateway goes on."""
     max_message_bytes: int = Field(default=256 * 1024, ge=1)
     """JSON of one turn's messages; a Step whose turn has more keeps none."""
     redact_messages: str | None = None
     """Dotted path of a function that is given a turn's messages, a list that it may change, and
-    returns those to keep. It runs on the event loop, so it must be quick; where it fails, none are
-    kept."""
+    returns those to keep; calls of tools in `metadata["turn"]` and the ids stay. It runs on the
+    event loop, so it must be quick; where it fails, none are kept."""
 
     reward_fn: str | None = None
     """Dotted path of the function behind `/compute_reward`, called with the body's fields."""
@@ -288,6 +295,11 @@ class GatewayConfig(Section):
             raise ValueError(
                 'agent_keys have names, as in {bot: {key: "${oc.env:BOT_KEY}"}}; a channel may '
                 "stand beside each key"
+            )
+        if OPERATORS in keys:
+            raise ValueError(
+                f"agent_keys holds the name {OPERATORS!r}, which stands for the admin keys in ids "
+                f"(session-ID@{OPERATORS}); choose another name"
             )
         return keys
 

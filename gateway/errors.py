@@ -21,6 +21,7 @@ pickling (they cross Ray) and subclass the matching built-in::
     ├── PathError(LookupError)                        404   (or 405)
     ├── ClientTimeoutError(TimeoutError)              408   headers or body did not arrive
     ├── TooManyConnectionsError(RuntimeError)         503   of this peer, without a key
+    ├── ReplicaUnavailableError(ConnectionError)      503   it may still know what was deleted
     ├── TrajectoryConflictError(RuntimeError)         409   the trajectory is registered otherwise
     ├── TrajectoryClosedError(RuntimeError)           410   complete, aborted, or dropped
     ├── RateLimitedError(RuntimeError)                429   no room within the time to queue
@@ -182,6 +183,12 @@ class TooManyConnectionsError(
     GatewayError, RuntimeError, status=503, code="too_many_connections", retry_after_s=1
 ):
     """A peer has `gateway.max_unauthenticated_connections`."""
+
+
+class ReplicaUnavailableError(
+    GatewayError, ConnectionError, status=503, code="replica_unavailable", retry_after_s=1
+):
+    """A trajectory is deleted, but another replica may still have its stored responses."""
 
 
 class TrajectoryConflictError(

@@ -10,7 +10,8 @@ An admin key may do everything. An agent key makes LLM calls, declares groups, a
 scores trajectories; it may have a channel, where all that it opens is stored. Then it owns that: no
 other agent key reads, continues, closes or scores it. Keys without a channel share one owner, and
 what the operator opened is open to every agent key. An id that ends in `@NAME` is that of the
-agent key of this name, also before it is opened: sessions have such ids. A trajectory key,
+agent key of this name, and one that ends in `@admin` is the operator's, also before it is opened:
+sessions have such ids. A trajectory key,
 which `/init_trajectory` and `/v1/groups` hand out, calls, closes and scores its trajectory alone;
 it also names that trajectory, for agents whose base URL has no path::
 
@@ -38,7 +39,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import OPERATORS, GatewayConfig
 from stepwell.gateway.errors import AuthenticationError, PermissionDeniedError
 from stepwell.gateway.paths import uid_of
 
@@ -69,13 +70,14 @@ class Principal(NamedTuple):
     """Owner of what it opens: the name of its agent key, or "" for all agent keys without a
     channel, which share what they open. None: no agent key; it may use what anybody opened."""
     others: frozenset[str] = frozenset()
-    """Owners of the other agent keys, as they stand in names (`named`)."""
+    """Whose names an agent key may not use: as they stand in ids (`named`)."""
+    ending: str = ""
+    """Of ids that are its own: `@` and its owner, or `@admin` where there are agent keys."""
 
     def named(self, name: str) -> str:
         """An id of this name that no other agent key can open. `@` stands before the owner, `~`
         before a number of ours, `%` before an escaped byte, so no two names give one id."""
-        name = _escaped(name)
-        return name if self.owner is None else f"{name}@{_escaped(self.owner)}"
+        return _escaped(name) + self.ending
 
     def opens_as(self, uid: str) -> str | None:
         """The owner as which it opens, or goes on with, a trajectory; None: not asked for."""
@@ -84,14 +86,15 @@ class Principal(NamedTuple):
 
     def may_use(self, uid: str, owner: str | None) -> bool:
         """A trajectory of this owner. What the operator opened has none and is open to all, but
-        for what is named as another key's."""
-        if self.opens_as(uid) is None:
+        for what is named as another key's, or as the operator's."""
+        return self.opens_as(uid) is None or self.may_read(uid, owner)
+
+    def may_read(self, uid: str, owner: str | None) -> bool:
+        """True if this caller may read answers to this trajectory, whether or not it sent the
+        trajectory's key."""
+        if self.owner is None:
             return True
         return owner in (None, self.owner) and owner_named(uid) not in self.others
-
-    def may_read(self, owner: str | None) -> bool:
-        """True if this caller may read answers to a trajectory of that owner."""
-        return self.owner is None or owner in (None, self.owner)
 
     def check_owner(self, uid: str, owner: str | None, what: str = "trajectory") -> None:
         """
@@ -193,13 +196,16 @@ class KeyRing:
     """Judges requests by their keys; makes and reads trajectory keys. Holds no state."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        keys = [(key, Principal("admin")) for key in config.admin_keys]
         owners = {name: name if key.channel else "" for name, key in config.agent_keys.items()}
-        self._owners = frozenset(map(_escaped, owners.values()))
+        named = {OPERATORS, *map(_escaped, owners.values())} if owners else set()
+        self._owners = frozenset(named)
+        operator = Principal("admin", ending=f"@{OPERATORS}" if owners else "")
+        keys = [(key, operator) for key in config.admin_keys]
         for name, key in config.agent_keys.items():
-            owner = owners[name]
-            others = self._owners - {_escaped(owner)}
-            keys.append((key.key, Principal("agent", None, False, key.channel, owner, others)))
+            owner, ending = owners[name], _escaped(owners[name])
+            others = self._owners - {ending}
+            agent = Principal("agent", None, False, key.channel, owner, others, f"@{ending}")
+            keys.append((key.key, agent))
         secrets = [(key.get_secret_value().encode(), holder) for key, holder in keys]
         # By digest: how long it takes to find one tells nothing about a key.
         self._known = {hashlib.sha256(secret).digest(): holder for secret, holder in secrets}
@@ -257,7 +263,7 @@ class KeyRing:
         if _RANK[holder.access] < _RANK[needed]:
             raise PermissionDeniedError(
                 "this needs an admin key (gateway.admin_keys); the key that was sent may only make "
-                "LLM calls and open or close trajectories by their URL"
+                "LLM calls, declare groups, and open, close or score trajectories"
             )
         return holder._replace(trajectory=trajectory)
 
@@ -279,7 +285,7 @@ class KeyRing:
         return False
 
     def member(self, prompt_uid: str, i: int) -> str:
-        """The uid of the i-th trajectory of a declared group: its owner's where the group's name
+        """The uid of the i-th trajectory of a declared group: named as its owner's where the group
         is."""
         if owner_named(prompt_uid) not in self._owners:
             return f"{prompt_uid}-{i}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Annotated, Any, TypeAlias
 from urllib.parse import unquote
 
@@ -28,6 +28,7 @@ from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClos
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import MAX_REWARD, OWNER
+from stepwell.gateway.addresses import FORGET_HEADER
 from stepwell.gateway.config import MOST_OF_A_GROUP
 from stepwell.gateway.dialects.params import with_first_unknown
 from stepwell.gateway.errors import (
@@ -378,8 +379,10 @@ async def _by_name(
 
 
 @router.delete("/v1/trajectories/{trajectory_uid}")
-async def delete_trajectory(services: Parts, caller: Caller, trajectory_uid: Uid) -> Response:
-    """Delete it from the pool, and forget what this gateway has of it. An admin key deletes it with
+async def delete_trajectory(
+    request: Request, services: Parts, caller: Caller, trajectory_uid: Uid
+) -> Response:
+    """Delete it from the pool, and from the memory of all replicas. An admin key deletes it with
     its group; its own key deletes it alone, and its group goes on without it."""
     named = caller.trajectory
     if named[0] != trajectory_uid if named is not None else caller.access != "admin":
@@ -387,17 +390,33 @@ async def delete_trajectory(services: Parts, caller: Caller, trajectory_uid: Uid
             "this API key does not delete this trajectory; use an admin key "
             "(gateway.admin_keys), or the trajectory's own"
         )
-    with_group = caller.access == "admin"
+    if FORGET_HEADER in request.headers:
+        _forget(services, (trajectory_uid,))
+        return OrjsonResponse({"deleted": [], "leased": []})
+    with_group = caller.access == "admin" and not caller.is_bound
     return OrjsonResponse(await forget_trajectory(services, trajectory_uid, with_group=with_group))
 
 
 async def forget_trajectory(services: Services, uid: str, *, with_group: bool) -> dict[str, Any]:
-    """Delete a trajectory here and in the pool; what went, and what was leased."""
+    """Delete a trajectory in the pool, here and at the other replicas; what went, and what was
+    leased.
+
+    Raises:
+        ReplicaUnavailableError: it is deleted, but a replica may still know it.
+    """
     pool = services.pool
     deleting = pool.delete(uid) if with_group else pool.delete_trajectory(uid)
     deleted = await services.recording.ask(deleting)
-    if (trajectory := services.trajectories.known(uid)) is not None:
-        trajectory.forget()
-    services.responses.store.forget(uid)
-    services.calls.prompts.cached.clear()
+    uids = dict.fromkeys((uid, *deleted.trajectories, *deleted.leased))
+    _forget(services, uids)
+    told = {f"/v1/trajectories/{quoted(each)}": services.keys.issue(each, "-") for each in uids}
+    await services.addresses.have_forgotten(told)
     return {"deleted": deleted.trajectories, "leased": deleted.leased}
+
+
+def _forget(services: Services, uids: Collection[str]) -> None:
+    for uid in uids:
+        if (trajectory := services.trajectories.known(uid)) is not None:
+            trajectory.forget()
+    services.responses.store.forget(uids)
+    services.calls.prompts.cached.clear()

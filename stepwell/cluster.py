@@ -124,11 +124,8 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
             network.engine(engine_config, gateway_config, placement.engine_ip(i))
             for i in range(1 if engine_config.kind == "attach" else config.cluster.engines)
         ]
-        urls = await _start_engines(config, configs, placement, here, stack)
+        urls = await _start_engines(config, configs, placement, here, stack, trains)
         engines = [await stack.enter_async_context(EngineClient(url)) for url in urls]
-        publishes = trains and not config.validation.only
-        for engine in engines:
-            await check_routes(engine, engine_config, publishes=publishes)
         wiring = Wiring(
             engine_urls=tuple(urls),
             lora_path=ADAPTER_NAME if engine_config.weight_transport == "lora" else None,
@@ -165,8 +162,15 @@ async def _start_engines(
     placement: Placement,
     here: dict[str, Any],
     stack: AsyncExitStack,
+    trains: bool,
 ) -> list[str]:
     """Urls of these engines, or of those that somebody else runs. One without a seat runs here."""
+    publishes = trains and not (config.validation.only or config.trainer.debug_rollout_only)
+
+    async def accept(url: str) -> None:
+        async with EngineClient(url) as engine:
+            await check_routes(engine, config.engine, publishes=publishes)
+
     folder = config.run.dir.absolute()
     count = len(engines)
     logs = [folder / LOGS / (f"engine_{i}" if count > 1 else "") for i in range(count)]
@@ -181,7 +185,7 @@ async def _start_engines(
         )
     for server in servers:
         stack.push_async_callback(_stop, server)
-    urls = await asyncio.gather(*(started(server) for server in servers))
+    urls = await asyncio.gather(*(started(server, accept) for server in servers))
     return [url for of_server in urls for url in of_server]
 
 

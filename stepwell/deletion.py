@@ -73,13 +73,17 @@ def _named(uids: Sequence[str]) -> str:
 
 
 def _forget(gateway: GatewayPart, uids: Sequence[str]) -> Iterator[str]:
-    """Have every gateway forget these; a line for each that did not."""
+    """Have the gateways forget these, by the first that answers; a line if none does."""
+    failed = []
     for url in gateway.urls:
         try:
             for uid in uids:
                 ask_gateway(gateway, url, f"/v1/trajectories/{quote(uid, safe='')}", "DELETE")
         except OSError as e:
-            yield (
-                f"the gateway at {url} may still know them ({e}): call DELETE {url}/v1/"
-                "trajectories/UID with a key of yours, or restart it"
-            )
+            failed.append(f"{url}: {e}")
+        else:
+            return
+    yield (
+        f"the gateways may still know them ({'; '.join(failed)}): call DELETE /v1/trajectories/UID "
+        "with a key of yours, or restart them"
+    )

@@ -230,7 +230,7 @@ class Batches:
             self._flat.see(scored)
             self._scored(scored)
             judged = baselined(scored, self._estimator)
-            kept = await in_thread(self._filter.keep, judged)
+            kept = await self._ask_filter(self._filter.keep, judged)
             groups += kept
             self.producer.refund(len(coming) - len(kept))
             if (missing := size - len(groups)) == 0:
@@ -245,8 +245,13 @@ class Batches:
         self.feeds[-1].consumed |= {group.prompt_uid for group in conversations}
         if groups:
             size = self._batch_size - len(conversations)
-            groups = await in_thread(self._filter.best, groups, size)
+            groups = await self._ask_filter(self._filter.best, groups, size)
         return groups + conversations
+
+    async def _ask_filter(self, ask: Callable[..., list[Group]], *args: Any) -> list[Group]:
+        if self._filter.asks_functions:
+            return await in_thread(ask, *args)
+        return ask(*args)
 
     async def _arrived(
         self, coming: asyncio.Task[Sequence[Group] | None]

@@ -26,7 +26,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,9 @@ from stepwell.trainer.config import LAG_LIMIT, AsyncTrainingConfig, SamplingConf
 from stepwell.trainer.errors import ConfigError, StarvedError
 from stepwell.trainer.slime.filters import (
     RULE,
-    Arguments,
     ScoredGroup,
     check_signature,
+    filter_arguments,
     most_different_first,
     preferred,
 )
@@ -215,8 +215,8 @@ class GroupFilter:
     (`slime_filter(path)`, `over_sampling_filter`) are only asked here, with whole samples.
 
     Args:
-        tokenizer_path: makes the texts of samples; None: no function is asked for, and none
-            called.
+        tokenizer_path: makes the texts of samples; None: names are checked, and no function of
+            slime's form is called.
         arguments: of a run, by slime's names, for functions of slime's form.
 
     Raises:
@@ -230,7 +230,7 @@ class GroupFilter:
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self._max_refills = config.max_refills
-        self._args = Arguments(arguments)
+        self._args = filter_arguments(arguments)
         self._whole = None if tokenizer_path is None else WholeSamples(tokenizer_path)
         try:
             names = SelectionConfig(filters=_pool_names(config.filters))
@@ -249,6 +249,8 @@ class GroupFilter:
                     f"{SORT_BY_REWARD_STD}, or a function (args, samples) by a dotted path that "
                     "Python can import"
                 ) from e
+        self.asks_functions = self._prefer is not None or any(RULE in f for f in config.filters)
+        """True if functions of slime's form are asked, which takes time: not on an event loop."""
         self.taken = config.over_sampling_batch_size if self._over else None
         """Groups of which `best` keeps a batch; None: as many as a batch has."""
         self.dropped: Counter[str] = Counter()
@@ -293,7 +295,7 @@ class GroupFilter:
     def _info(self, group: Group) -> ScoredGroup:
         info = group_info(group)
         values = {f.name: getattr(info, f.name) for f in fields(info)}
-        samples = partial(self._samples_of, group)
+        samples = cache(partial(self._samples_of, group))  # several filters see the same ones
         return ScoredGroup(**values, samples=samples, args=self._args)
 
     def _samples_of(self, group: Group) -> list[Any]:

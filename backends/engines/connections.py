@@ -43,10 +43,15 @@ class ConnectionPool:
         self._idle: defaultdict[_Place, list[Answer]] = defaultdict(list)
 
     @asynccontextmanager
-    async def request(self, method: str, url: str, body: bytes = b"") -> AsyncIterator[Answer]:
+    async def request(
+        self, method: str, url: str, body: bytes = b"", headers: bytes = b""
+    ) -> AsyncIterator[Answer]:
         """The answer to a request with a JSON body, from its headers on.
 
         An exception in the body of the `async with` closes the connection.
+
+        Args:
+            headers: further ones as they are sent, each with its line end.
 
         Raises:
             ConnectionError: there is no connection, or it breaks while the answer is read;
@@ -56,7 +61,7 @@ class ConnectionPool:
         answer = self._idle_one(place) or await _connect(place)
         is_kept = False
         try:
-            answer.send(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+            answer.send(b"%b%bcontent-length: %d\r\n\r\n%b" % (head, headers, len(body), body))
             del body  # sent; the answer may take minutes
             await answer.begun()
             yield answer

@@ -1,7 +1,7 @@
 """`EngineServer`: the Ray actor that supervises one engine, or attaches to running ones.
 
     server = start_engine(config, log_dir=run_dir / "logs", weights_dir=run_dir / "weights")
-    urls = await started(server)            # healthy
+    urls = await started(server, accept)    # healthy, and has what the run needs
     ...                                     # restarted at the committed weights after a crash or
                                             # hang, of the engine or of the actor
     await server.stop.remote()
@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -136,13 +136,18 @@ class EngineServer:
                 await asyncio.sleep(PROBE_INTERVAL_S)
 
 
-async def started(server: Any) -> list[str]:
+async def started(server: Any, accept: Callable[[str], Awaitable[None]]) -> list[str]:
     """Urls of the engine of a new `EngineServer`, which is kept there.
+
+    Args:
+        accept: looks at a url; what it raises is raised, and nothing is kept.
 
     Raises:
         EngineStartError: it did not come up.
     """
     urls: list[str] = await server.start.remote()
+    for url in urls:
+        await accept(url)
     server.serve.remote(urls)
     return urls
 

@@ -126,7 +126,7 @@ def train_data(args: Any, samples: Sequence[SlimeSample]) -> dict[str, list[Any]
         "source_names": [s.metadata["source_name"] for s in samples],
         "weight_versions": [s.weight_versions for s in samples],
     }
-    if any("raw_reward" in s.metadata for s in samples):  # of before a normalisation elsewhere
+    if any("raw_reward" in s.metadata for s in samples):  # from before somebody normalised it
         data["raw_reward"] = [s.metadata.get("raw_reward", s.reward) for s in samples]
     if "round_number" in samples[0].metadata:
         data["round_number"] = [_round_number(s) for s in samples]

@@ -289,7 +289,8 @@ def _task_fields(prompt_uid: str, tasks: Mapping[str, Mapping[str, Any]]) -> dic
     return {
         "data_source": task.get("data_source") or "stepwell",
         "reward_model": task.get("reward_model") or {"style": "rule", "ground_truth": truth},
-        "extra_info": dict(task.get("extra_info") or {}),
+        # A task of `data` has its row's extra_info as `metadata`.
+        "extra_info": {**(task.get("metadata") or {}), **(task.get("extra_info") or {})},
     }
 
 

@@ -155,6 +155,7 @@ class Channel(Steps):
         return "open" if record is not None and record.closing is None else "closed"
 
     def complete_trajectory(self, op: ops.CompleteTrajectory) -> ops.TrajectoryOutcome:
+        self._check_owner(op.owner, op.trajectory_uid)
         record = self.trajectory_index.get(op.trajectory_uid)
         if record is not None and record.closing is None:
             self._add_metadata(record, op.metadata)
@@ -206,6 +207,7 @@ class Channel(Steps):
     # -- people ------------------------------------------------------------------------------
 
     def set_reward(self, op: ops.SetReward) -> ops.SubmitOutcome:
+        self._check_owner(op.owner, op.trajectory_uid)
         record = self.trajectory_index.get(op.trajectory_uid)
         if record is None:
             self._closing(op.trajectory_uid)
@@ -231,6 +233,7 @@ class Channel(Steps):
     def mark(self, op: ops.Mark) -> Marks:
         marked: GroupRecord | TrajectoryRecord
         if op.trajectory_uid is not None:
+            self._check_owner(op.owner, op.trajectory_uid)
             record = self.trajectory_index.get(op.trajectory_uid)
             if record is None:
                 self._closing(op.trajectory_uid)
@@ -396,11 +399,13 @@ class Channel(Steps):
         if op.trajectory_uid in self.trajectory_index:
             self._check_owner(op.metadata.get(OWNER), op.trajectory_uid, op.prompt_uid)
 
-    def _check_owner(self, owner: str | None, trajectory_uid: str | None, prompt_uid: str) -> None:
+    def _check_owner(
+        self, owner: str | None, trajectory_uid: str | None, prompt_uid: str = ""
+    ) -> None:
         """
         Args:
             owner: who asks; None: one who may do everything.
-            trajectory_uid: what it asks for; None: the group.
+            trajectory_uid: what it asks for; None, or not here: the group.
 
         Raises:
             NotOwnerError: that has another owner.

@@ -211,10 +211,13 @@ class DataPoolClient:
         reward: float | None = None,
         channel: str = TRAIN,
         metadata: Mapping[str, Any] | None = None,
+        owner: str | None = None,
     ) -> TrajectoryOutcome:
         """Close a trajectory with its outcome reward (`ops.CompleteTrajectory`)."""
         known = ops.metadata_of(metadata)
-        return await self.call(ops.CompleteTrajectory(trajectory_uid, reward, known, channel))
+        return await self.call(
+            ops.CompleteTrajectory(trajectory_uid, reward, known, channel, owner)
+        )
 
     abort_trajectory = _makes(ops.AbortTrajectory)
     drop_group = _makes(ops.DropGroup)
@@ -292,10 +295,11 @@ class DataPoolClient:
         prompt_uid: str | None = None,
         trajectory_uid: str | None = None,
         channel: str = TRAIN,
+        owner: str | None = None,
         **marks: Any,
     ) -> Marks:
         """What people say of a group or trajectory (`ops.Mark`)."""
-        return await self.call(ops.Mark(prompt_uid, trajectory_uid, marks, channel))
+        return await self.call(ops.Mark(prompt_uid, trajectory_uid, marks, channel, owner))
 
     async def delete(
         self, trajectory_uid: str | None = None, tag: str | None = None

@@ -111,7 +111,7 @@ class Salvaged:
         if not self.damage:
             return f"{self.folder}: nothing is damaged; it was left as it is"
         lines = [
-            f"{self.folder}: {self.damage}",
+            f"{self.folder}: no pool could open it: {self.damage}",
             f"  a usable journal of {self.rows} rows is in its place; the damaged files are in "
             f"{self.aside}",
             *(f"  lost: {line}" for line in self.lost or ["nothing that was acknowledged"]),
@@ -200,7 +200,8 @@ def _damage(folder: Path) -> str | None:
         finally:
             journal.close()
     except (JournalCorruptError, ReplayError) as e:
-        return str(e).partition(". `stepwell")[0].partition("; keep the folder")[0]
+        why = str(e).partition(". `stepwell")[0].partition("; keep the folder")[0]
+        return why.removeprefix(f"{folder}: ")
     return None
 
 

@@ -12,7 +12,7 @@ own: what items mean, calls, prompts.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -314,7 +314,8 @@ class OpenAIResponses(Dialect):
         if stored is None:
             raise UnknownItemError(
                 f"Response with id {response_id!r:.80} not found; it was answered with "
-                "`store: false`, deleted, or is too old (gateway.stored_response_chars)",
+                "`store: false`, deleted, is too old (gateway.stored_response_chars), or another "
+                "gateway, or this one before a restart, answered it",
                 None,
             )
         return stored
@@ -422,7 +423,9 @@ class ResponseStore(LRUCache[str, StoredResponse]):
             return stored
         # Below a URL the trajectory is named without its key.
         is_of_it = reader.trajectory is None or reader.trajectory[0] == stored.trajectory_uid
-        if not reader.may_read(stored.owner) or (reader.is_bound and not is_of_it):
+        if not reader.may_read(stored.trajectory_uid, stored.owner) or (
+            reader.is_bound and not is_of_it
+        ):
             raise other_owner("response", response_id)
         return stored if is_of_it else None
 
@@ -432,8 +435,8 @@ class ResponseStore(LRUCache[str, StoredResponse]):
         output = stored.response["output"] if stored is not None else ()
         return next((item for item in output if item["id"] == item_id), None)
 
-    def forget(self, trajectory_uid: str) -> None:
-        """Delete the answers of a trajectory."""
+    def forget(self, trajectory_uids: Collection[str]) -> None:
+        """Delete the answers of these trajectories."""
         for response_id, stored in list(self.items()):
-            if stored.trajectory_uid == trajectory_uid:
+            if stored.trajectory_uid in trajectory_uids:
                 del self[response_id]

@@ -94,17 +94,22 @@ class Recording:
         reward: float | None,
         metadata: Mapping[str, Any],
         step_rewards: Sequence[float | None],
+        owner: str | None = None,
     ) -> TrajectoryOutcome:
         """Close a trajectory with an outcome reward and its steps' own.
 
+        Args:
+            owner: who asks, where the trajectory's is not known here.
+
         Raises:
             StepIndexError: there are more rewards than steps; nothing is closed.
+            NotOwnerError: it has another owner.
         """
         for index in reversed(range(len(step_rewards))):  # a step that is not there is told first
             if (own := step_rewards[index]) is not None:
-                await self.pool.set_reward(uid, own, step_index=index, channel=channel)
+                await self.pool.set_reward(uid, own, step_index=index, channel=channel, owner=owner)
         return await self.pool.complete_trajectory(
-            uid, reward=reward, metadata=dict(metadata), channel=channel
+            uid, reward=reward, metadata=dict(metadata), channel=channel, owner=owner
         )
 
     @asynccontextmanager

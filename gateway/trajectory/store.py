@@ -22,6 +22,7 @@ from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import OWNER, VAL
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.errors import (
+    PermissionDeniedError,
     RequestError,
     TrajectoryClosedError,
     TrajectoryConflictError,
@@ -187,7 +188,8 @@ class Outcomes:
             if caller.channel is None or live.channel in (caller.channel, VAL):
                 return await live.complete(reward, metadata, step_rewards, caller)
         how, complete = (reward, metadata, step_rewards), self._recording.complete
-        return await self._first(uid, caller, lambda channel: complete(uid, channel, *how))
+        owner = caller.opens_as(uid)
+        return await self._first(uid, caller, lambda channel: complete(uid, channel, *how, owner))
 
     async def score(
         self, uid: str, reward: float, caller: Principal = OPERATOR, step_index: int | None = None
@@ -200,10 +202,10 @@ class Outcomes:
             UnknownTrajectoryError: no channel knows it.
             PoolUnavailableError
         """
-        set_reward = self._recording.pool.set_reward
+        set_reward, owner = self._recording.pool.set_reward, caller.opens_as(uid)
         try:
             return await self._first(
-                uid, caller, lambda channel: set_reward(uid, reward, step_index, channel=channel)
+                uid, caller, lambda channel: set_reward(uid, reward, step_index, channel, owner)
             )
         except StepIndexError as e:
             raise RequestError(str(e), "step_index") from e
@@ -225,7 +227,7 @@ class Outcomes:
             UnknownTrajectoryError: no channel knows it.
             PoolUnavailableError
         """
-        pool = self._recording.pool
+        pool, owner = self._recording.pool, caller.opens_as(uid)
         marks: dict[str, Any] = {} if label is None else {"add_tags": [label]}
         if correction is not None:
             which = "last" if step_index is None else str(step_index)
@@ -235,14 +237,15 @@ class Outcomes:
             if step_index is not None:
                 listed = await pool.list_trajectories(channel, trajectory_uid=uid)
                 for row in listed.items:
+                    caller.check_owner(uid, row.metadata.get(OWNER))
                     if step_index >= row.n_steps + row.n_missing:
                         raise StepIndexError(f"trajectory {uid!r} has no step {step_index}")
             if marks:
-                await pool.mark(trajectory_uid=uid, channel=channel, **marks)
+                await pool.mark(trajectory_uid=uid, channel=channel, owner=owner, **marks)
             if score is None:
                 return "accepted"
             # Last: its group may be leased as soon as it has all its rewards.
-            return await pool.set_reward(uid, score, step_index, channel=channel)
+            return await pool.set_reward(uid, score, step_index, channel, owner)
 
         late: Exception | None = None
         try:
@@ -267,23 +270,27 @@ class Outcomes:
             PermissionDeniedError: there is none but another's.
             UnknownTrajectoryError: there is none.
         """
-        owner: str | None = None
+        caller.check_owner(uid, None)  # its name
+        refused: PermissionDeniedError | None = None
         async for channel in self._channels(uid, caller):
-            if caller.opens_as(uid) is not None:
-                listed = self._recording.pool.list_trajectories(channel, trajectory_uid=uid)
-                rows = (await self._recording.ask(listed)).items
-                found = next((row.metadata.get(OWNER) for row in rows), None)
-                if not caller.may_use(uid, found):
-                    owner = found
-                    continue
-                if found is None and caller.channel not in (None, channel) and channel != VAL:
-                    continue
+            if not await self._may_look(uid, channel, caller):
+                continue
             try:
                 return await self._recording.ask(do(channel))
             except UnknownTrajectoryError:
                 continue
-        caller.check_owner(uid, owner)
-        raise UnknownTrajectoryError(f"trajectory {uid!r} is unknown in every channel")
+            except PermissionDeniedError as e:
+                refused = e
+        raise refused or UnknownTrajectoryError(f"trajectory {uid!r} is unknown in every channel")
+
+    async def _may_look(self, uid: str, channel: str, caller: Principal) -> bool:
+        """In other channels than its own, and `val`, an agent key finds no trajectory of the
+        operator's."""
+        if caller.opens_as(uid) is None or channel == VAL or caller.channel in (None, channel):
+            return True
+        listed = self._recording.pool.list_trajectories(channel, trajectory_uid=uid)
+        rows = (await self._recording.ask(listed)).items
+        return any(OWNER in row.metadata for row in rows)
 
     async def _channels(self, uid: str, caller: Principal) -> AsyncIterator[str]:
         """Where it may be, the likely ones first."""

@@ -125,7 +125,8 @@ def test_versions_come_from_the_spans_of_the_rows_own_steps() -> None:
 
 def test_the_tasks_fields_are_where_verls_rewards_look() -> None:
     task = {"data_source": "gsm8k", "answer": "7", "extra_info": {"split": "train"}}
-    for metadata in (task, {"task": task}):
+    of_data = {"data_source": "gsm8k", "answer": "7", "metadata": {"split": "train"}}
+    for metadata in (task, {"task": task}, {"task": of_data}):
         x = laid_out([step([1], [2])], tasks={"p": metadata}).non_tensors
         assert x["data_source"].tolist() == ["gsm8k"]
         assert x["reward_model"][0] == {"style": "rule", "ground_truth": "7"}

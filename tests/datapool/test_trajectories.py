@@ -9,9 +9,12 @@ import pytest
 
 from stepwell.datapool.errors import (
     InvalidRequestError,
+    NotOwnerError,
     TrajectoryClosedError,
     UnknownTrajectoryError,
 )
+from stepwell.datapool.remote.client import DataPoolClient
+from stepwell.datapool.types import OWNER
 
 
 @pytest.mark.parametrize(
@@ -136,3 +139,35 @@ def test_a_trajectory_that_starts_after_its_group_closed_ends_late(pool, make_st
     assert pool.submit_step(make_step("t")) == "late"
     assert pool.complete_trajectory("t") == "late"
     assert pool.stats()["groups"]["submitted"] == 1
+
+
+async def test_whoever_is_not_its_owner_neither_completes_nor_scores_nor_marks_a_trajectory(
+    tmp_path, make_step
+):
+    async with DataPoolClient.local(folder=tmp_path) as pool:
+        for uid, owner in (("of-a", {OWNER: "a"}), ("everybodys", {})):
+            await pool.open_trajectory(uid, "p", metadata=owner)
+            await pool.submit_step(make_step(uid, "p"))
+        before = (await pool.list_trajectories()).items
+        for refused in (
+            pool.set_reward("of-a", 1.0, owner="b"),
+            pool.set_reward("of-a", 1.0, 7, owner="b"),
+            pool.mark(trajectory_uid="of-a", owner="b", tags=["x"]),
+            pool.complete_trajectory("of-a", 1.0, owner="b"),
+        ):
+            with pytest.raises(NotOwnerError, match="trajectory 'of-a' has another owner"):
+                await refused
+        assert (await pool.list_trajectories()).items == before
+        for uid, owner in (("of-a", "a"), ("everybodys", "b"), ("of-a", None)):
+            assert await pool.set_reward(uid, 0.5, 0, owner=owner) == "accepted"
+            assert (await pool.mark(trajectory_uid=uid, owner=owner, tags=["x"])).tags == {"x"}
+        assert await pool.complete_trajectory("of-a", 0.5, owner="a") == "complete"
+        assert await pool.complete_trajectory("everybodys", 0.5, owner="b") == "complete"
+        with pytest.raises(UnknownTrajectoryError):
+            await pool.set_reward("nobodys", 1.0, owner="b")
+        after = (await pool.list_trajectories()).items
+    async with DataPoolClient.local(folder=tmp_path) as pool:
+        assert (await pool.list_trajectories()).items == after
+        (group,) = (await pool.lease_batch(n_rollouts=2)).groups
+        assert {t.reward for t in group.trajectories} == {1.0}
+        assert await pool.set_reward("of-a", 0.5, owner="a") == "late"

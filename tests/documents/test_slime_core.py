@@ -454,6 +454,41 @@ async def test_the_prompt_is_text_by_the_chat_template_where_that_is_asked_for(
     assert sent == "<|im_start|>user\nwho wrote it<|im_end|>\n<|im_start|>assistant\n"
 
 
+async def shows_its_text(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    output = await post(url, {"input_ids": [5], "sampling_params": sampling_params})
+    sample.tokens, sample.response_length = [5, *output["output_ids"]], len(output["output_ids"])
+    sample.response = output["text"]
+    return sample
+
+
+SEEN: list[str] = []
+
+
+def sees(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+    SEEN.append(solution_str)
+    return 1.0
+
+
+@pytest.mark.parametrize(("skips", "text"), [(True, "she did"), (False, "she did<|im_end|>")])
+async def test_special_tokens_are_left_out_of_texts_or_not(
+    worlds: Callable[..., Any], tmp_path: Path, skips: bool, text: str
+) -> None:
+    """Of the text that a function gets, and of that which rewards get."""
+    world = await worlds()
+    world.say("she did")
+    await run(world, tmp_path, "shows_its_text", skip_special_tokens=skips)
+    lease = await world.pool.lease_batch(timeout_s=10)
+    assert lease is not None
+    (trajectory,) = lease.groups[0].trajectories
+    assert trajectory.metadata["slime_sample"]["response"] == text
+    reward = RewardConfig(function=f"{__name__}:sees")
+    scorer = Scorer(reward, tmp_path, skip_special_tokens=skips)
+    await scorer.score(lease.groups)
+    await scorer.aclose()
+    assert SEEN.pop() == text
+
+
 @pytest.mark.parametrize(
     ("function", "why"),
     [
@@ -536,12 +571,13 @@ async def test_the_engines_behind_a_router_are_found_and_called_themselves(
         found = await EngineServer(config, tmp_path).start()
         assert found == [engines[0].url, engines[1].url]
         calling = await worlds(engine_urls=tuple(found))
-        for uid in ("a", "b", "c", "d", "e", "f"):
-            client = await calling.client(uid)
-            hello = {"role": "user", "content": "hello"}
-            await client.chat.completions.create(model="m", messages=[hello])
-        assert all(engine.requests for engine in engines)
-        assert set(router.asked) == {"/workers", "/list_workers"} if old else {"/workers"}
+        client = await calling.client()
+        hello = {"role": "user", "content": "hello"}
+        await client.chat.completions.create(model="m", messages=[hello])
+        assert sum(len(engine.requests) for engine in engines) == 1
+        known = calling.gateway.engine.statistics()["engines"]
+        assert [engine["url"] for engine in known] == found
+        assert router.asked == ["/workers", "/list_workers"][: 1 + old]
 
 
 async def test_a_router_without_whole_engines_is_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from stepwell.backends.slime.sample import SlimeSample, as_slime, sample_class
 from stepwell.backends.slime.samples import to_samples
 from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.types import Group, Step, Trajectory
+from stepwell.replay import replay as train_on_recording
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
 from stepwell.trainer.errors import CheckpointError
 from stepwell.trainer.progress import Progress
@@ -280,6 +281,27 @@ def test_a_file_as_the_document_has_it_is_trained_on(tmp_path: Path) -> None:
     assert [steps[i].prompt_uid for i in (0, 2)] == [steps[i].prompt_uid for i in (1, 3)]
     assert {s.rollout_log_probs for s in steps} == {None}
     assert {s.policy_version for s in steps} == {0}
+
+
+def test_a_run_trains_on_slimes_files_by_its_own_settings(tmp_path: Path) -> None:
+    """`stepwell train trainer.load_debug_rollout_data=…`, with slime's other arguments as keys."""
+    dump = tmp_path / "rollout_data"
+    dump.mkdir()
+    for rollout_id in (0, 1):
+        samples = [as_documented(s) for s in two_groups()]
+        for sample in samples:
+            sample["reward"] = {"accuracy": sample["reward"]}
+        save(dump, rollout_id, samples)
+    config = small_config(
+        tmp_path,
+        f"trainer.load_debug_rollout_data={dump}/{{rollout_id}}.pt",
+        *("rollout.n=2", "rollout.temperature=0.8"),
+        "rollout.reward={function: math, reward_key: accuracy}",
+    )
+    backend = RecordingBackend()
+    assert train_on_recording(config, backend)["optimizer_steps"] == 2
+    assert [s.reward for s in backend.steps[1] if s.is_last] == [1.0, 0.0, 0.5, 0.0]
+    assert {s.temperature for s in backend.steps[1]} == {0.8}
 
 
 def test_samples_of_one_rollout_are_branches_of_one_trajectory(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 
@@ -31,11 +32,19 @@ from verl.tools.tool_registry import initialize_tools_from_config
 from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 from verl.utils.reward_score import default_compute_score
 from verl.utils.torch_functional import postprocess_data
+from verl.workers.reward_manager import (
+    BatchRewardManager,
+    DAPORewardManager,
+    NaiveRewardManager,
+)
 
+from stepwell.backends.verl.backend import VerlBackend
+from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.trainer.config import CustomSource, ParquetSource, Truncation
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.data.prompt_length import PromptMeter
 from stepwell.trainer.rewards import RewardConfig, RewardManager, RewardSample
+from stepwell.trainer.scoring import EXTRA, Scorer
 from stepwell.trainer.tools import ToolBox
 from tests.trainer.rewards.sandbox_server import SandboxServer, sandbox
 from tests.trainer.test_tools import calls
@@ -238,6 +247,78 @@ async def test_data_sources_are_scored_as_by_verl() -> None:
         result = default_compute_score(source, said, truth)
         theirs.append(float(result["score"] if isinstance(result, dict) else result))
     assert await our_scores(*(RewardSample(*case, {}) for case in CASES)) == theirs
+
+
+def detailed(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+) -> dict[str, Any]:
+    """The document's dict: a score, parts of it, and a text."""
+    accuracy = float(solution_str == ground_truth)
+    return {
+        "score": accuracy * 0.7 + 0.3,
+        "accuracy": accuracy,
+        "detailed_feedback": f"{data_source} {extra_info['index']}: wanted {ground_truth}",
+    }
+
+
+def batch(
+    data_sources: list[str],
+    solution_strs: list[str],
+    ground_truths: list[str],
+    extra_infos: list[Any],
+    **kwargs: Any,
+) -> list[dict[str, Any]]:
+    """The same, of verl's batch manager."""
+    return [*map(detailed, data_sources, solution_strs, ground_truths, extra_infos)]
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "function"),
+    [
+        ("naive", NaiveRewardManager, "detailed"),
+        ("dapo", DAPORewardManager, "detailed"),
+        ("batch", BatchRewardManager, "batch"),
+    ],
+)
+async def test_reward_managers_pay_and_say_what_verls_do(
+    name: str, theirs: Any, function: str
+) -> None:
+    """The same trajectories, as our groups and as the DataProto that is made of them."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    trajectories = [
+        Trajectory(
+            f"t{i}",
+            "p",
+            (
+                Step(
+                    prompt_ids=np.array([1, 2], np.int32),
+                    response_ids=np.array(tokenizer.encode(said), np.int32),
+                    rollout_log_probs=np.full(len(tokenizer.encode(said)), -0.5, np.float32),
+                    trajectory_uid=f"t{i}",
+                    prompt_uid="p",
+                    step_index=0,
+                    finish_reason="stop",
+                ),
+            ),
+        )
+        for i, said in enumerate(("42", "forty-two", "41"))
+    ]
+    task = {"data_source": "mine", "question": "6 * 7 =", "answer": "42", "metadata": {"index": 3}}
+    group = Group("p", tuple(trajectories), 3, {"task": task})
+    data = VerlBackend().convert_groups([group])
+    manager = theirs(tokenizer=tokenizer, num_examine=1, compute_score=globals()[function])
+    told = manager(data, return_dict=True)
+
+    config = RewardConfig.model_validate({"function": f"{__file__}:{function}", "manager": name})
+    scorer = Scorer(config, MODEL)
+    (scored,) = await scorer.score([group])
+    await scorer.aclose()
+    assert [t.reward for t in scored.trajectories] == pytest.approx(
+        told["reward_tensor"].sum(-1).tolist()
+    )
+    for i, trajectory in enumerate(scored.trajectories):
+        for key, value in trajectory.metadata[EXTRA].items():
+            assert told["reward_extra_info"][key][i] == value
 
 
 PROGRAMS = [

@@ -393,6 +393,7 @@ def test_every_configured_key_is_compared() -> None:
         ({"agent_keys": {"bot": {"key": 12345678901234567890}}}, "agent_keys.bot.key"),
         ({"agent_keys": {"bot": "hushed"}}, "agent_keys.bot"),
         ({"agent_keys": ["hushed"]}, "agent_keys have names"),
+        ({"agent_keys": {"admin": {"key": AGENT}}}, "choose another name"),
         ({"admin_keys": [12345678901234567890]}, "list of strings in quotes"),
         ({"admin_keys": {"hushed": 1}}, "list of strings in quotes"),
         ({"admin_keys": ["sw.hushed-hushed-hushed"]}, "begins with 'sw.'"),

@@ -21,7 +21,7 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.link import Port
 from stepwell.datapool.types import OWNER
 from stepwell.gateway.paths import GEMINI_BASES, UNDER
-from tests.gateway.conftest import WatchedPort, local_pool
+from tests.gateway.conftest import WatchedPort, local_pool, port_of
 
 ADMIN, NEW = "an-admin-key-for-tests", "-rotated"
 KEYS = {name: f"key-of-agent-{name}-for-tests" for name in "abcd"}
@@ -460,6 +460,49 @@ async def test_what_the_operator_opened_is_open_to_agent_keys_and_others_routes_
         assert (status, "leave it out" in str(refused)) == (400, True)
 
 
+@pytest.mark.parametrize("where", ["here", "another gateway"])
+async def test_a_session_or_group_of_the_operators_is_taken_by_no_agent_key(
+    worlds: Any, where: str
+) -> None:
+    async with local_pool() as pool, aiohttp.ClientSession() as session:
+        worlds_ = [await worlds(pool=pool, **keys()) for _ in range(2)]
+        http, other = (Http(session, each.url) for each in worlds_)
+        other = http if where == "here" else other
+        uid, group = "session-s@admin", "task@admin"
+        for is_begun in (False, True):
+            for key in KEYS.values():
+                for path, body, named in (
+                    ("/v1/chat/completions", CHAT, {"x-trajectory-uid": uid}),
+                    ("/v1/chat/completions", CHAT, {"x-prompt-uid": group}),
+                    (f"/{uid}/prompt-{uid}/v1/chat/completions", CHAT, {}),
+                    (f"/{uid}/p/v1/chat/completions", CHAT, {}),
+                    (f"/new/{group}/v1/chat/completions", CHAT, {}),
+                    ("/v1/groups", {"n": 2, "prompt_uid": group}, {}),
+                    *(
+                        [("/v1/rewards", {"trajectory_uid": uid, "reward": 1.0}, {})]
+                        if is_begun
+                        else []
+                    ),
+                ):
+                    status, refused = await other(path, key, body, **named)
+                    assert (status, REFUSED in str(refused)) == (403, True), (path, refused)
+                # What is named so without the ending is not the operator's session.
+                named = {"x-trajectory-uid": "session-s"}
+                if key in (A, KEYS["c"]) and where == "here":
+                    status = (await other("/v1/chat/completions", key, CHAT, **named))[0]
+                    assert status == (200 if key == A else 403)
+            mine = {"x-session-id": "s"}
+            _, answer = await http("/v1/responses", ADMIN, {"input": "hi"}, **mine)
+            for key in KEYS.values():
+                read = await http(f"/v1/responses/{answer['id']}", key, None, "GET")
+                assert read[0] == 403
+            declared = await http("/v1/groups", ADMIN, {"n": 2, "prompt_uid": group})
+            uids = [each["trajectory_uid"] for each in declared[1]["trajectories"]]
+            assert uids == ["task-0@admin", "task-1@admin"]
+        rows = {row.trajectory_uid: row for row in (await pool.list_trajectories()).items}
+        assert (rows[uid].n_steps, rows[uid].metadata.get(OWNER)) == (2, None)
+
+
 @pytest.mark.parametrize("where", ["here", "another gateway", "after a restart"])
 async def test_a_trajectorys_own_key_deletes_it_alone_and_its_siblings_go_on(
     worlds: Any, tmp_path: Path, where: str
@@ -538,6 +581,49 @@ async def test_the_operator_deletes_a_trajectory_with_its_group(worlds: Any) -> 
             assert (await http.route("chat", each["api_key"], f"{GROUP}-{k}"))[0] == 200
         status, gone = await http(f"/v1/trajectories/{UID}", ADMIN, None, "DELETE")
         assert (status, sorted(gone["deleted"])) == (200, [UID, f"{GROUP}-1"])
+
+
+@pytest.mark.parametrize("who", ["a", "d", "admin"])
+@pytest.mark.parametrize("where", ["here", "another gateway"])
+async def test_a_reward_by_uid_is_one_question_to_the_pool(
+    worlds: Any, who: str, where: str
+) -> None:
+    async with local_pool() as pool, aiohttp.ClientSession() as session:
+        here, there = [Http(session, (await worlds(pool=pool, **keys())).url) for _ in range(2)]
+        key = ADMIN if who == "admin" else KEYS[who]
+        assert (await here("/v1/chat/completions", key, CHAT, **{"x-session-id": "s"}))[0] == 200
+        http = here if where == "here" else there
+        uid = f"session-s@{ {'a': 'a', 'd': '', 'admin': 'admin'}[who] }"
+        asked = port_of(pool).asked
+        for path, body, op in (
+            ("/v1/rewards", {"reward": 0.5}, "SetReward"),
+            ("/v1/feedback", {"label": "good"}, "Mark"),
+            ("/v1/complete_trajectory", {"reward": 1.0}, "CompleteTrajectory"),
+        ):
+            asked.clear()
+            answer = await http(path, key, {"trajectory_uid": uid, **body})
+            assert answer[0] == 200, answer
+            told = [type(each).__name__ for each in asked]
+            if who != "admin" or where == "here":  # it may be in any channel
+                assert told == [op]
+            assert "Listing" not in "".join(told)
+
+
+async def test_without_keys_a_trajectorys_own_key_deletes_it_alone_too(worlds: Any) -> None:
+    world = await worlds()
+    async with aiohttp.ClientSession() as session:
+        http = Http(session, world.url)
+        _, opened = await http("/v1/groups", None, {"n": 2, "prompt_uid": GROUP})
+        own, sibling = (each["api_key"] for each in opened["trajectories"])
+        for k, key in enumerate((own, sibling)):
+            assert (await http.route("chat", key, f"{GROUP}-{k}"))[0] == 200
+        path = f"/v1/trajectories/{UID}"
+        assert (await http(path, sibling, None, "DELETE"))[0] == 403
+        assert await http(path, own, None, "DELETE") == (200, {"deleted": [UID], "leased": []})
+        assert (await http.route("chat", sibling, f"{GROUP}-1"))[0] == 200
+        status, gone = await http(f"/v1/trajectories/{GROUP}-1", None, None, "DELETE")
+        assert (status, f"{GROUP}-1" in gone["deleted"]) == (200, True)
+        assert not (await world.pool.list_groups()).items
 
 
 class Meeting(WatchedPort):

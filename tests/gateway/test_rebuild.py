@@ -25,6 +25,7 @@ from stepwell.datapool.files.export import read, write
 from stepwell.datapool.ops import ResumeTrajectory, SubmitSteps
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import DUPLICATE_OF, Step, superseded
+from stepwell.deletion import _forget
 from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.app import create_app
 from stepwell.gateway.call_service import Asked
@@ -35,6 +36,7 @@ from stepwell.gateway.tokens.graph import Turn, TurnGraph
 from stepwell.gateway.trajectory.note import NOTE, TurnKeys, TurnNote, read_note, restore
 from stepwell.gateway.trajectory.retries import RetryKey
 from stepwell.gateway.wiring import ChannelSampling, Wiring
+from stepwell.run_file import GatewayPart
 from tests.gateway.conftest import World, serving
 from tests.gateway.raw import Raw
 from tests.helpers import reserved_port
@@ -904,3 +906,91 @@ async def test_any_replica_hands_out_the_addresses_of_all_that_answer(
         assert (await ready.json())["replica"] == 1
     assert told["replica"] == 1
     assert [r["up"] for r in told["replicas"]] == [True, True, False]
+
+
+ADMIN = "an-admin-key-for-tests"
+
+
+@pytest.mark.parametrize("who", ["its own key", "an admin key", "a page"])
+async def test_what_is_deleted_at_one_replica_is_forgotten_by_all(
+    fleets: Callable[..., Any], who: str
+) -> None:
+    """With its group, the others of it, too."""
+    fleet, ports = await fleets(replicas=3, admin_keys=ADMIN), []
+    for _ in range(2):
+        fleet.stack.enter_context(held := reserved_port())
+        ports.append(held.getsockname()[1])
+    urls = (*(f"http://127.0.0.1:{port}" for port in ports), "http://127.0.0.1:9")
+    a, b = [await fleet.another(port, replica=i, replica_urls=urls) for i, port in enumerate(ports)]
+    alone = who == "its own key"
+    async with aiohttp.ClientSession() as http:
+
+        async def send(
+            at: World, method: str, path: str, key: str, body: Any = None
+        ) -> tuple[int, Any]:
+            bearer = {"authorization": f"Bearer {key}"}
+            async with http.request(method, at.url + path, json=body, headers=bearer) as answer:
+                return answer.status, await answer.json()
+
+        declared = {"n": 2, "prompt_uid": "g"}
+        _, opened = await send(a, "POST", "/v1/groups", ADMIN, declared)
+        own, sibling = (each["api_key"] for each in opened["trajectories"])
+        kept = []
+        for world in (a, b):
+            for key in (own, sibling):
+                status, said = await send(world, "POST", "/v1/responses", key, {"input": "hi"})
+                assert status == 200
+                kept.append((world, key, f"/v1/responses/{said['id']}"))
+        if who == "a page":
+            page = {"trajectory_uid": "g-0"}
+            status, gone = await send(a, "POST", "/ui/api/delete", ADMIN, page)
+        else:
+            key = own if alone else ADMIN
+            status, gone = await send(a, "DELETE", "/v1/trajectories/g-0", key)
+        assert (status, sorted(gone["deleted"])) == (200, ["g-0"] if alone else ["g-0", "g-1"])
+        for world, key, path in kept:
+            status, _ = await send(world, "GET", path, key)
+            assert status == (200 if alone and key == sibling else 404), (world.url, path)
+        for world in (a, b):  # their turns and finished calls are gone, too
+            known = [each.uid for each in world.gateway.trajectories]
+            assert known == (["g-1"] if alone else [])
+
+
+async def test_a_replica_that_may_still_know_what_was_deleted_is_told_of(
+    fleets: Callable[..., Any],
+) -> None:
+    async def deaf(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.close()
+
+    fleet = await fleets(replicas=2, admin_keys=ADMIN)
+    fleet.stack.enter_context(held := reserved_port())
+    other = await asyncio.start_server(deaf, "127.0.0.1", 0)
+    port = held.getsockname()[1]
+    urls = (f"http://127.0.0.1:{port}", f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}")
+    here = await fleet.another(port, replica=0, replica_urls=urls)
+    bearer = {"authorization": f"Bearer {ADMIN}"}
+    async with other, aiohttp.ClientSession(headers=bearer) as http:
+        chat = {"messages": [user("hi")]}
+        async with http.post(f"{here.url}/t/p/v1/chat/completions", json=chat) as answer:
+            assert answer.status == 200
+        async with http.delete(f"{here.url}/v1/trajectories/t") as answer:
+            assert answer.status == 503
+            assert "retry-after" in answer.headers
+            told = (await answer.json())["error"]["message"]
+    assert "replica 1" in told
+    assert "127.0.0.1" not in told
+    assert not (await fleet.pool.list_trajectories()).items
+
+
+async def test_the_command_has_all_gateways_forget_by_the_first_that_answers(fleet: Fleet) -> None:
+    async with AsyncOpenAI(base_url=f"{fleet.world.url}/t/p/v1", api_key="x") as client:
+        answer = await client.responses.create(model="m", input="hi")
+        gone = "http://127.0.0.1:9"
+        there = GatewayPart(urls=(gone, fleet.world.url))
+        assert await asyncio.to_thread(lambda: list(_forget(there, ["t"]))) == []
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(answer.id)
+    (told,) = await asyncio.to_thread(lambda: list(_forget(GatewayPart(urls=(gone,)), ["t"])))
+    assert "may still know them" in told
+    assert gone in told

@@ -141,7 +141,7 @@ def test_a_rejected_group_that_another_round_would_replace_is_kept() -> None:
 
 
 def test_an_argument_that_a_run_does_not_have_is_named() -> None:
-    said = r"reads_an_unknown_argument.* failed .*args\.rollout_num_gpus is none of slime's arg"
+    said = r"reads_an_unknown_argument.* failed .*args\.rollout_num_gpus is not known here"
     with pytest.raises(SelectionError, match=said):
         rules(reads_an_unknown_argument).keep([group(1.0, 0.0)])
 

@@ -106,6 +106,19 @@ async def test_a_tool_may_say_its_own_schema(tmp_path: Path) -> None:
         assert await said(tools, ("base", {})) == ["Updated the tool state."]
 
 
+async def test_a_tool_that_a_row_names_is_asked_for_its_reward_also_if_it_was_not_used(
+    tmp_path: Path,
+) -> None:
+    """verl's `reward_scores` has every tool of `tools_kwargs`."""
+    made = box(tmp_path)
+    kwargs = {**KWARGS, "calc_reward_kwargs": {"target": 10}}
+    async with made.session(task(**kwargs)) as tools:
+        assert await tools.rewards() == {"count": 1.0}
+    assert [entry[0] for entry in tool_of(made).log] == ["create", "release"]
+    async with made.session({"question": "q"}) as tools:
+        assert await tools.rewards() == {}
+
+
 async def test_a_row_without_arguments_for_a_tool_may_say_null(tmp_path: Path) -> None:
     row = {"question": "q", "metadata": {"tools_kwargs": {"count": None, "search": None}}}
     async with box(tmp_path).session(row) as tools:

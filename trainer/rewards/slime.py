@@ -20,22 +20,10 @@ from stepwell.backends.slime.sample import SAMPLE, SlimeSample, as_slime, put_ba
 from stepwell.backends.slime.samples import to_samples
 from stepwell.datapool.types import Group
 from stepwell.trainer.rewards.base import RewardSample
+from stepwell.trainer.slime.arguments import Arguments
 from stepwell.trainer.threads import function_name
 
-
-class _Arguments:
-    """What a function sees of slime's command line."""
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self.reward_key = self.eval_reward_key = self.rm_type = self.rm_url = None
-        vars(self).update(given)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise AttributeError(
-            f"args.{name} is not known here: set it in the kwargs of the reward's section"
-        )
+_REMEDY = "set it in the kwargs of the reward's section"
 
 
 class SlimeReward:
@@ -43,7 +31,8 @@ class SlimeReward:
 
     def __init__(self, function: Any, kwargs: Mapping[str, Any]) -> None:
         self._function = function
-        self._args = _Arguments(kwargs)
+        known = dict.fromkeys(("reward_key", "eval_reward_key", "rm_type", "rm_url"))
+        self._args = Arguments(_REMEDY, **{**known, **kwargs})
         self.__qualname__ = function_name(function)
 
     def __call__(self, samples: RewardSample | Sequence[RewardSample]) -> Any:

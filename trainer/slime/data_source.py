@@ -198,7 +198,7 @@ class RolloutDataSource:
 
     @property
     def _data(self) -> dict[str, Any]:
-        """What must not change between saving and loading."""
+        """Data that a position is one of: they must not change between saving and loading."""
         if self.dataset is None:
             return {}
         shuffled = self.args.rollout_shuffle
@@ -273,8 +273,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return len(self.buffer)
 
     def _get_samples_from_buffer(self, num_samples: int) -> list[list[Any]]:
-        """At most `num_samples` groups of the buffer, as `buffer_filter` chooses; slime's name,
-        which classes of one's own override."""
+        """Take at most `num_samples` groups of the buffer, as `buffer_filter` chooses. The name is
+        slime's: classes of one's own override it."""
         if not self.buffer or num_samples == 0:
             return []
         taken: list[list[Any]] = self.buffer_filter(self.args, None, self.buffer, num_samples)

@@ -60,7 +60,7 @@ class Dataset:
 
 
 def open_dataset(args: Any) -> Dataset | None:
-    """The prompts that slime's arguments name; None with `--disable-rollout-global-dataset`, or
+    """Open the prompts that slime's arguments name; None with `--disable-rollout-global-dataset` or
     without `--prompt-data`. With `--dump-details` the tokenizer is saved into that folder.
 
     Raises:
@@ -93,8 +93,8 @@ def open_dataset(args: Any) -> Dataset | None:
 
 
 def _short_enough(tasks: TaskSet, meter: PromptMeter, templated: bool, limit: int) -> list[int]:
-    """Tasks whose prompt has at most `limit` tokens as it is sent: a string without a template as
-    it stands, messages by the chat template."""
+    """Return the tasks, by number, whose prompt has at most `limit` tokens as it is sent: a string
+    without a template as it stands, messages by the chat template."""
     texts = [
         task["question"] if "question" in task and not templated else meter.render(task)
         for task in tasks

@@ -49,26 +49,25 @@ _NUMPY: Any = [
     np.dtype,
     *{type(np.dtype(code)) for code in "?bhilqBHILQefd"},
 ]
-"""What arrays and numbers of NumPy are loaded by; nothing else of a file's code is run."""
+"""Constructors of NumPy's arrays and numbers: the only code of a file that is run."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlimeForm:
-    """What samples do not say of the run that they are of."""
+    """Settings of the run that sampled, which its samples do not hold."""
 
     group_size: int = 1
-    """Samples of a prompt, where they have no `group_index`."""
+    """Samples per prompt; read where they have no `group_index`."""
     temperature: float = 1.0
-    """They were sampled at."""
+    """Temperature of the sampling."""
     reward_key: str = "score"
-    """The reward among the values of a dict."""
+    """Key of the number in a reward that is a dict."""
     updates_per_rollout: int = 1
-    """Optimizer steps on a file."""
+    """Optimizer steps per file."""
 
 
 def is_slimes(path: Path) -> bool:
-    """Whether a file is of slime's form, by its name, or by its end, which has no digest of
-    ours."""
+    """True if a file has slime's form: by its name, or because it does not end in a digest."""
     if path.name.endswith(SLIME_FORM):
         return True
     with path.open("rb") as file:
@@ -77,7 +76,7 @@ def is_slimes(path: Path) -> bool:
 
 
 def dump(groups: Sequence[Group], rollout_id: int, whole: WholeSamples) -> bytes:
-    """The file of a batch.
+    """Return the content of the file of a batch.
 
     Raises:
         BatchError: slime's samples cannot say what is in it.
@@ -89,8 +88,8 @@ def dump(groups: Sequence[Group], rollout_id: int, whole: WholeSamples) -> bytes
 
 
 def load(path: Path, form: SlimeForm, progress: Progress) -> list[Group]:
-    """The groups of a file, to be trained from where `progress` stands, which hears of versions
-    that it does not know: the newest is that of now.
+    """Return the groups of a file, to be trained from where `progress` stands. Where their versions
+    are none that `progress` knows, the newest of them becomes the version of now.
 
     Raises:
         CheckpointError: it cannot be read, or its samples cannot be trained.
@@ -160,7 +159,7 @@ def _read(path: Path) -> list[SlimeSample]:
 
 
 def _by_group(path: Path, samples: Sequence[SlimeSample], size: int) -> list[list[_Numbered]]:
-    """The samples of each prompt, in the order of the file."""
+    """Return the samples of each prompt, in the order of the file."""
     without = sum(sample.group_index is None for sample in samples)
     if not without:
         found: dict[Any, list[_Numbered]] = {}
@@ -183,7 +182,7 @@ def _by_group(path: Path, samples: Sequence[SlimeSample], size: int) -> list[lis
 
 
 def _by_rollout(samples: Sequence[_Numbered]) -> list[list[_Numbered]]:
-    """Samples of one rollout together; without `rollout_id` each is one."""
+    """Return the samples of each rollout; without `rollout_id` each sample is one."""
     runs = groupby(samples, lambda pair: pair[1].rollout_id)
     return [
         part
@@ -201,7 +200,7 @@ def _steps(
     form: SlimeForm,
     progress: Progress,
 ) -> tuple[Step, ...]:
-    """The Steps of one rollout's samples, in order, with its reward on the last."""
+    """Return the Steps of one rollout, in order, with its reward on the last."""
     steps: list[Step] = []
     identity = dict(zip(("trajectory_uid", "prompt_uid"), uids, strict=True))
     for number, sample in zip(numbers, branches, strict=True):

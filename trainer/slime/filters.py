@@ -11,7 +11,8 @@
 F is a dotted path of a function `(args, samples)`, called with whole samples: tokens, texts,
 rewards, label, status, mask and log-probs are those of the trajectories. So it is asked by the
 trainer, once a group is leased and scored: the pool, which unpacks no tokens to select, refuses the
-name. `check_reward_nonzero_std` and `sort_by_reward_std` are slime's, for functions that call them.
+name. What a function writes to a sample is not trained. `check_reward_nonzero_std` and
+`sort_by_reward_std` are slime's, for functions that call them.
 
 Owns slime's signatures. Does not own samples (`samples.py`) or what a rule may see or answer
 (`datapool/selection`). Needs no slime, loads no torch.
@@ -29,28 +30,16 @@ from typing import Any
 from stepwell.datapool.dotted import resolve
 from stepwell.datapool.selection import Drop, Filter, GroupInfo, Verdict
 from stepwell.datapool.selection.built_in import ZERO_STD
+from stepwell.trainer.slime.arguments import Arguments
 
 RULE = "slime_filter"
 """Name of a filter of `sampling.filters`, with the path of a function in brackets."""
 
 
-class Arguments:
-    """slime's arguments, as far as a run of ours has them.
-
-    Args:
-        given: by slime's names.
-    """
-
-    def __init__(self, given: Mapping[str, Any] | None = None) -> None:
-        vars(self).update({"reward_key": None, "eval_reward_key": None, **(given or {})})
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise AttributeError(
-            f"args.{name} is none of slime's arguments that a filter is given here: "
-            + ", ".join(sorted(vars(self)))
-        )
+def filter_arguments(given: Mapping[str, Any] | None = None) -> Arguments:
+    """slime's arguments as filters get them, of those `given` by slime's names."""
+    known = {"reward_key": None, "eval_reward_key": None, **(given or {})}
+    return Arguments(f"filters are given {', '.join(sorted(known))}", **known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +54,7 @@ class ScoredGroup(GroupInfo):
 
 @dataclass(slots=True)
 class DynamicFilterOutput:
-    """What slime's filters answer; true if the group is kept."""
+    """Answer of a filter of slime's; true if the group is kept."""
 
     keep: bool
     reason: str | None = None
@@ -107,8 +96,8 @@ def most_different_first(rewards: Sequence[Sequence[Any]]) -> list[int]:
 def preferred(
     function: Callable[..., Any], args: Any, groups: Sequence[Sequence[Any]]
 ) -> list[int]:
-    """Groups by number that a function for slime's `--over-sampling-filter-path` keeps, the best
-    first: `(args, list of groups of samples) -> list of groups`.
+    """Return the groups, by number, that a function for slime's `--over-sampling-filter-path`
+    keeps, the best first: `(args, list of groups of samples) -> list of groups`.
 
     Raises:
         ValueError: it returned something else.
@@ -151,9 +140,10 @@ def slime_filter(function: Callable[..., Any]) -> Filter:
 
 
 def check_signature(function: Callable[..., Any]) -> None:
-    """
+    """Refuse a function that does not take slime's `(args, samples)`.
+
     Raises:
-        ValueError: `function` takes other arguments than slime's `(args, samples)`.
+        ValueError: it takes others.
     """
     try:
         signature = inspect.signature(function)
@@ -166,5 +156,5 @@ def check_signature(function: Callable[..., Any]) -> None:
 
 
 def _std(rewards: Sequence[Any]) -> float:
-    """Unbiased; NaN of fewer than two, as torch's."""
+    """Return the unbiased deviation; NaN of fewer than two rewards, as torch does."""
     return statistics.stdev(rewards) if len(rewards) > 1 else math.nan

@@ -28,7 +28,6 @@ import asyncio
 import importlib
 import inspect
 import json
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -45,6 +44,7 @@ from stepwell.trainer.data import Task
 from stepwell.trainer.data.prompt_length import PromptMeter, load_tokenizer
 from stepwell.trainer.errors import RolloutError
 from stepwell.trainer.rollout.gateway import RETRY_S, GatewayClient
+from stepwell.trainer.slime.arguments import Arguments
 from stepwell.trainer.slime.engine_address import HOST, EngineAddress
 from stepwell.trainer.slime.masked import EngineCall, steps_of
 
@@ -52,15 +52,6 @@ Sample = sample_class()
 
 MAX_NUMBERS = 500_000
 """Ids and log-probs of one request."""
-
-
-class Arguments(Namespace):
-    """slime's `args`, as far as a run of Stepwell has them, beneath `rollout.agent_args`."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise AttributeError(f"args.{name} is not known here; set it in rollout.agent_args")
 
 
 class GenerateState:
@@ -272,7 +263,7 @@ class GenerateRollouts:
             "sglang_model_routers": None,
             "ci_test": False,
         }
-        return Arguments(**known | config.agent_args)
+        return Arguments("set it in rollout.agent_args", **known | config.agent_args)
 
     def _sample(self, task: Task, index: int, session_id: str) -> Any:
         prompt = task["question"] if "question" in task else task["messages"]

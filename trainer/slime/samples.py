@@ -31,7 +31,7 @@ class WholeSamples:
         self._tokenizer_path = tokenizer_path
 
     def by_branch(self, groups: Sequence[Group]) -> Samples:
-        """Samples by group, by trajectory, by branch; `group_index` is the group's place.
+        """Return samples by group, by trajectory, by branch; `group_index` is the group's place.
 
         Raises:
             BatchError: as `to_samples`: a trajectory without a reward, or media.
@@ -50,12 +50,12 @@ class WholeSamples:
         return made
 
     def by_trajectory(self, groups: Sequence[Group]) -> list[list[Any]]:
-        """One sample for each trajectory, of each group: of several branches the last. slime's own
+        """Return one sample per trajectory, by group: of several branches the last. slime's own
         class where slime is installed. Raises as `by_branch`."""
         return [[as_slime(rollout[-1]) for rollout in group] for group in self.by_branch(groups)]
 
     def _text(self, ids: Sequence[int]) -> str:
-        """Special tokens stand in it, as they do by slime's default."""
+        """Return the text of tokens, special ones included, as slime does by default."""
         return str(self._tokenizer.decode(ids))
 
     @cached_property

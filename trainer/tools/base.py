@@ -51,6 +51,9 @@ class Tool:
 
     name: str = ""
     """The function's name; the class's in lower case if empty. A `tool_schema` names it itself."""
+    asked_unused: bool = False
+    """`calc_reward` is asked also in rollouts that did not call the tool, if their task has kwargs
+    for it: an instance is made for that."""
 
     def __init__(
         self,

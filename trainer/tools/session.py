@@ -259,19 +259,21 @@ class ToolSession:
         ]
 
     async def rewards(self) -> dict[str, float]:
-        """`calc_reward` of every tool that was used, by name; those without an opinion left out.
+        """`calc_reward` of every tool that was used, by name; also of those that the task has
+        kwargs for, if they are `asked_unused`. Those without an opinion are left out.
 
         Raises:
             ToolUnavailableError: one failed. The reward is missing, not 0.
         """
         rewards: dict[str, float] = {}
-        for name, creating in self._instances.items():
-            if not _made(creating):
-                continue
+        made = [name for name, creating in self._instances.items() if _made(creating)]
+        unused = (n for n in self._kwargs if n in self._tools and n not in self._instances)
+        for name in (*made, *(n for n in unused if self._tools[n].asked_unused)):
             kwargs = self._of_stage(name, "calc_reward")
             try:
                 async with asyncio.timeout(self._timeouts[name]):
-                    reward = await self._tools[name].calc_reward(creating.result(), **kwargs)
+                    instance_id = await self._instance(name)
+                    reward = await self._tools[name].calc_reward(instance_id, **kwargs)
             except Exception as e:  # foreign code: any failure is a missing reward
                 raise ToolUnavailableError(
                     f"calc_reward of tool {name!r} failed ({type(e).__name__}: {e})"

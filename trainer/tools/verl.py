@@ -137,6 +137,8 @@ class VerlTool(Tool):
             schema is none. What the class itself raises passes through.
     """
 
+    asked_unused = True
+
     def __init__(
         self, cls: type, config: Mapping[str, Any], tool_schema: Mapping[str, Any] | None
     ) -> None:

@@ -88,13 +88,16 @@ async def test_a_training_run_on_a_server_with_another_api_ends_in_one_line(tmp_
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "stepwell", "train", "--config", "quickstart", *settings),
             *("engine.kind=attach", f"engine.urls=[{url}]"),
-            stderr=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        _, err = await process.communicate()
+        out, _ = await process.communicate()
     assert process.returncode == 1
-    said = [line for line in err.decode().splitlines() if line.startswith("stepwell: the engine")]
+    lines = out.decode().splitlines()
+    said = [line for line in lines if line.startswith("stepwell: the engine")]
     assert len(said) == 1
+    assert not [line for line in lines if "EngineServer.serve" in line], "Ray's own words"
     assert f"the engine at {url} (vllm) lacks /model_info" in said[0]
     assert "/generate (no call is answered)" in said[0]
     assert "/v1/loads" not in said[0]

@@ -58,7 +58,13 @@ async def test_a_killed_actor_comes_back_with_its_engine_at_its_url_and_the_comm
     store = WeightStore(tmp_path / "weights")
     config = make_engine_config("embedded", model_dirs.base)
     server = start_engine(config, log_dir=tmp_path, weights_dir=store.folder)
-    [url] = await started(server)
+    accepted = []
+
+    async def accept(url: str) -> None:
+        accepted.append(url)
+
+    [url] = await started(server, accept)
+    assert accepted == [url]
     before = (await server.status.remote())["pid"]
     store.commit(5, model_dirs.new)
     async with EngineClient(url) as client:

@@ -165,7 +165,7 @@ async def test_an_argument_that_is_not_known_here_is_missing_with_the_remedy(wri
     path = write("def rm(args, sample): return args.rollout_max_len\n", ":rm")
     (missing,) = await the_score(path)
     assert isinstance(missing, RewardCrashError)
-    assert "args.rollout_max_len is not known here: set it in the kwargs" in str(missing)
+    assert "args.rollout_max_len is not known here; set it in the kwargs" in str(missing)
 
 
 async def test_a_dict_of_slimes_is_read_by_the_reward_key(write: Write) -> None:
