@@ -23,13 +23,15 @@ from stepwell.config_keys import Key, keys, told_default
 from stepwell.datapool.inspect.metrics import POOL
 from stepwell.gateway import lifecycle
 from stepwell.gateway.dialects.anthropic_messages import CountParams, MessagesParams
+from stepwell.gateway.dialects.gemini import CountParams as GeminiCountParams
+from stepwell.gateway.dialects.gemini import GenerateParams
 from stepwell.gateway.dialects.openai_chat import ChatParams
 from stepwell.gateway.dialects.openai_completions import CompletionsParams
 from stepwell.gateway.dialects.openai_responses import ResponsesParams
 from stepwell.gateway.dialects.params import Params
 from stepwell.gateway.metrics import ENGINES, GATEWAY, POOL_UP
 from stepwell.gateway.openapi import described
-from stepwell.gateway.paths import UNDER
+from stepwell.gateway.paths import UNDER, is_gemini
 from stepwell.gateway.routes import ROUTES
 from stepwell.gateway.slime_buffer.router import router as slime_router
 from stepwell.prometheus import TRAINER
@@ -42,11 +44,14 @@ PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "examples", "be
 PARAMS: dict[str, type[Params]] = {
     "chat/completions": ChatParams,
     "completions": CompletionsParams,
+    "models/{model}:generateContent": GenerateParams,
+    "models/{model}:streamGenerateContent": GenerateParams,
+    "models/{model}:countTokens": GeminiCountParams,
     "messages": MessagesParams,
     "messages/count_tokens": CountParams,
     "responses": ResponsesParams,
 }
-"""The fields of LLM calls, by path below `/v1/`."""
+"""The fields of LLM calls, by path below `/v1/` or `/v1beta/`."""
 
 
 CONFIGURATION = """\
@@ -187,13 +192,17 @@ def http() -> str:
         below = path.removeprefix(UNDER)
         if path != below and f"/v1{below}" in paths:
             continue  # told with the other
+        if is_gemini(path) and not path.startswith("/v1beta/"):
+            continue  # told with the other
         both = f"{UNDER}{path.removeprefix('/v1')}" in paths
         shown = path.replace(UNDER, "{base_url}/v1")
         where = f"`{shown}`, `{{base_url}}{path}`" if both else f"`{shown}`"
         for method, operation in paths[path].items():
             lines += ["", f"## {method.upper()} {shown}", ""]
-            lines += [where + ".", ""] if both else []
-            params = PARAMS.get(path.removeprefix("/v1/")) if method == "post" else None
+            below_v1 = ", and the same below `/v1`" * is_gemini(path)
+            lines += [f"{where}{below_v1}.", ""] if both else []
+            name = path.removeprefix("/v1/").removeprefix("/v1beta/")
+            params = PARAMS.get(name) if method == "post" else None
             lines += (
                 _call(params) if params else [_sentence(operation), *_fields(operation, schemas)]
             )
@@ -202,7 +211,7 @@ def http() -> str:
 
 def _call(params: type[Params]) -> Iterator[str]:
     """What an LLM call may ask for, in the fields of its dialect."""
-    properties = params.model_json_schema()["properties"]
+    properties = dict(_flat(params.model_json_schema()))
     neutral = {name: about["const"] for name, about in properties.items() if "const" in about}
     yield from ("| field | type |", "| --- | --- |")
     for name, about in properties.items():
@@ -217,6 +226,18 @@ def _call(params: type[Params]) -> Iterator[str]:
             f"Taken, and without effect: {', '.join(f'`{n}`' for n in sorted(params.ignored))}.",
         )
     yield from ("", "Any other field is refused by name.")
+
+
+def _flat(
+    schema: dict[str, Any], definitions: dict[str, Any] | None = None, within: str = ""
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Fields by their paths; those of an object that takes no others follow it."""
+    definitions = schema.get("$defs", {}) if definitions is None else definitions
+    for name, about in schema["properties"].items():
+        yield f"{within}{name}", about
+        kind = definitions.get(about.get("$ref", "").rpartition("/")[2], {})
+        if kind.get("additionalProperties") is False:
+            yield from _flat(kind, definitions, f"{within}{name}.")
 
 
 MACHINE = 2**31

@@ -35,6 +35,7 @@ from stepwell.gateway.dialects.registry import PATHS, error_response
 from stepwell.gateway.errors import GatewayError, PathError, RequestError
 from stepwell.gateway.lifecycle import RECORDED_HEADER
 from stepwell.gateway.openapi import described
+from stepwell.gateway.paths import is_gemini
 from stepwell.gateway.protection import Protection
 from stepwell.gateway.routes import (
     IGNORED_HEADER,
@@ -152,6 +153,10 @@ def _http_error(request: Request, e: HTTPException) -> Response:
         remedy = "/v1 is there twice: leave it out of the client's base URL"
     elif path.endswith(CALLS) and "/v1/" not in path:
         remedy = "/v1 is missing: add it to the end of the client's base URL"
+    elif is_gemini(path) and ("/v1/v1beta/" in path or "/v1beta/v1beta/" in path):
+        remedy = "its client adds /v1beta by itself: leave the version out of its base URL"
+    elif is_gemini(path) and "/v1/" not in path and "/v1beta/" not in path:
+        remedy = "/v1beta is missing before /models"
     refused = PathError(f"{request.method} {path}: {e.detail}; {remedy}")
     refused.status = e.status_code
     answer = error_response(request.url.path, refused)

@@ -323,6 +323,7 @@ class Call:
             stop=request.stop,
             raw=request.is_completion,
             counts=request.n_logprobs is not None,
+            first_call=request.first_call,
         )
 
     def _replied(self, generation: Generation) -> Reply:

@@ -158,9 +158,9 @@ def needed_by(method: str, path: str) -> tuple[Access, Named | None]:
     if path == "/health":
         return "open", None
     parts = path.split("/", 4)[1:]
-    if len(parts) == 4 and parts[0] and parts[1] and parts[2] == "v1":
+    if len(parts) == 4 and parts[0] and parts[1] and parts[2] in ("v1", "v1beta"):
         return "agent", (uid_of(parts[0]), uid_of(parts[1]))
-    if path == "/ready" or path.startswith("/v1/"):
+    if path == "/ready" or path.startswith(("/v1/", "/v1beta/")):
         return "agent", None
     if path == "/ui" or path.startswith("/ui/"):
         if not path.startswith("/ui/api/"):
@@ -173,15 +173,18 @@ def needed_by(method: str, path: str) -> tuple[Access, Named | None]:
     return "admin", None
 
 
+_KEY_HEADERS = (b"x-api-key", b"x-goog-api-key")
+
+
 def presented(headers: Headers) -> list[str]:
-    """Every key that a request carries, as OpenAI's and as Anthropic's clients send them."""
+    """Every key that a request carries, as OpenAI's, Anthropic's and Google's clients send them."""
     keys = []
     for name, value in headers.raw:  # once, for all names
         if name == b"authorization":
             scheme, _, key = value.decode("latin-1").partition(" ")
             if scheme.lower() == "bearer":
                 keys.append(key.strip())
-        elif name == b"x-api-key":
+        elif name in _KEY_HEADERS:
             keys.append(value.decode("latin-1").strip())
     return [key for key in keys if key]
 

@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from stepwell.datapool.dotted import resolve
 from stepwell.gateway.lifecycle import CompleteTrajectory
+from stepwell.gateway.paths import is_gemini
 
 _PARAMS = "CreateParamsNonStreaming"
 SDK_TYPES: Mapping[str, str] = {
@@ -31,6 +32,15 @@ SDK_TYPES: Mapping[str, str] = {
     ),
 }
 """By path below `/v1/`."""
+_GEMINI_TYPES: Mapping[str, tuple[str, str]] = {
+    "contents": ("array", "Content"),
+    "systemInstruction": ("object", "Content"),
+    "tools": ("array", "Tool"),
+    "toolConfig": ("object", "ToolConfig"),
+    "generationConfig": ("object", "GenerationConfig"),
+    "safetySettings": ("array", "SafetySetting"),
+}
+"""Fields of Gemini's API, and their types in `google.genai.types`, which has none of the body."""
 _STREAM = {"type": "boolean", "description": "Answer with server-sent events."}
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _NAME = {"type": "string", "minLength": 1}
@@ -82,6 +92,7 @@ _OWN: Mapping[str, dict[str, Any]] = {
 _KEYS: Mapping[str, dict[str, str]] = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    "x-goog-api-key": {"type": "apiKey", "in": "header", "name": "x-goog-api-key"},
 }
 """How a key is sent, if there are keys (`keys.py`)."""
 
@@ -111,6 +122,8 @@ def _described(route: Route, definitions: dict[str, Any]) -> dict[str, Any]:
     }
     path = below if found else route.path
     schema = _sdk_schema(path, definitions) if path in SDK_TYPES else _OWN.get(path)
+    if is_gemini(path):
+        schema = _gemini_schema(definitions)
     if schema is not None:
         content = {"application/json": {"schema": schema}}
         operation["requestBody"] = {"required": path != "complete_trajectory", "content": content}
@@ -131,6 +144,18 @@ def _sdk_schema(path: str, definitions: dict[str, Any]) -> dict[str, Any]:
         # The SDKs also want what this gateway does not: any model is served.
         "required": [field for field in schema.get("required", ()) if field != "model"],
     }
+
+
+def _gemini_schema(definitions: dict[str, Any]) -> dict[str, Any]:
+    properties: dict[str, Any] = {}
+    for name, (form, kind) in _GEMINI_TYPES.items():
+        try:
+            its, definitions_of_it = _schema(resolve(f"google.genai.types:{kind}"))
+        except ImportError:
+            its, definitions_of_it = {"type": "object"}, {}
+        definitions.update(definitions_of_it)
+        properties[name] = {"type": "array", "items": its} if form == "array" else its
+    return {"type": "object", "required": ["contents"], "properties": properties}
 
 
 @functools.cache

@@ -17,6 +17,17 @@ UNDER = "/{trajectory_uid}/{prompt_uid}/v1"
 """What the paths of a trajectory's own routes begin with."""
 
 
+GEMINI_BASES = (f"{UNDER}beta", UNDER, "/v1beta", "/v1")
+"""What the paths of Gemini's API begin with. Google's SDK says `v1` since version 3; before, and in
+other clients, `v1beta`."""
+_GEMINI_ENDS = (":generateContent", ":streamGenerateContent", ":countTokens")
+
+
+def is_gemini(path: str) -> bool:
+    """True for paths of Gemini's API, also of what is not served of it."""
+    return path.endswith(_GEMINI_ENDS) or "/v1beta/" in path
+
+
 def routing_path(scope: Scope) -> str:
     """The path of a request as routes match it."""
     raw: bytes | None = scope.get("raw_path")

@@ -84,6 +84,8 @@ class ChatRequest:
     """The reply goes on from this text, which the agent wrote itself; no `forced_tool` then."""
     parallel_tool_calls: bool = True
     """False: generation ends with the first tool call."""
+    first_call: int | None = None
+    """Number of the reply's first tool call, where calls are numbered; None: ids are random."""
     stream: bool = False
     parse_tools: bool = True
     stores_step: bool = True

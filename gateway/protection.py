@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import lru_cache
+from urllib.parse import parse_qsl, urlencode
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,7 +29,7 @@ from stepwell.gateway.errors import (
     MediaTypeError,
 )
 from stepwell.gateway.keys import needed_by
-from stepwell.gateway.paths import routing_path
+from stepwell.gateway.paths import is_gemini, routing_path
 from stepwell.gateway.services import Services
 from stepwell.gateway.web import connection_of
 
@@ -50,6 +51,8 @@ class Protection:
         if scope["method"] == "POST":
             await self._services.engine.pace.enter()  # before any work is done for it
         scope["path"] = path = routing_path(scope)
+        if scope["query_string"] and is_gemini(path):
+            _take_key(scope)
         headers = dict(scope["headers"])
         needed, url = needed_by(scope["method"], path)
         try:
@@ -116,6 +119,16 @@ class Protection:
             return {"type": "http.request", "body": whole.pop()} if whole else await receive()
 
         return arrived
+
+
+def _take_key(scope: Scope) -> None:
+    """Make the key in a URL of Gemini's API (`?key=`) a header, as which all else reads keys."""
+    named = parse_qsl(scope["query_string"].decode("latin-1"))
+    keys = [(b"x-goog-api-key", key.encode()) for name, key in named if name == "key"]
+    if keys:
+        scope["headers"] = [*scope["headers"], *keys]
+        rest = [(name, value) for name, value in named if name != "key"]
+        scope["query_string"] = urlencode(rest).encode()
 
 
 @lru_cache(maxsize=256)

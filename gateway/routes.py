@@ -35,7 +35,8 @@ from stepwell.datapool.types import Step
 from stepwell.gateway.bodies import BIG
 from stepwell.gateway.call_service import Asked
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages, CountParams
-from stepwell.gateway.dialects.base import Dialect, Exchange
+from stepwell.gateway.dialects.base import Dialect, Exchange, Parsed
+from stepwell.gateway.dialects.gemini import text_tokens
 from stepwell.gateway.dialects.openai_chat import OpenAIChat
 from stepwell.gateway.dialects.openai_completions import token_ids
 from stepwell.gateway.dialects.params import refusal, wrong
@@ -50,7 +51,7 @@ from stepwell.gateway.functions import compute_reward
 from stepwell.gateway.keys import Named, Principal
 from stepwell.gateway.lifecycle import RECORDED_HEADER, CompleteTrajectory, completed
 from stepwell.gateway.metrics import exposition
-from stepwell.gateway.paths import UNDER, quoted, uid_of
+from stepwell.gateway.paths import GEMINI_BASES, UNDER, quoted, uid_of
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.services import Services, services_of
 from stepwell.gateway.tokens.graph import TurnGraph
@@ -99,6 +100,16 @@ def _speak(path: str) -> Handler:
         return await serve(services, services.dialects[path], request, _named(request))
 
     return call
+
+
+async def gemini(request: Request) -> Response:
+    """A call of Gemini's API, whatever model it names. `alt=sse`: the stream comes as server-sent
+    events, otherwise as a JSON array that grows."""
+    services, method = services_of(request), request.scope["path"].rpartition(":")[2]
+    if (alt := request.query_params.get("alt", "json")) not in ("json", "sse"):
+        raise wrong("alt", alt, "send sse, or leave it out")
+    form = "?alt=sse" if alt == "sse" and method == "streamGenerateContent" else ""
+    return await serve(services, services.gemini[method + form], request, _named(request))
 
 
 async def serve(
@@ -165,9 +176,9 @@ async def serve(
         except BaseException:  # nobody reads what the other samples say
             exchange.close()
             raise
-        return _told(
-            EventStream(dialect.frames(exchange), exchange, exchange.handed), services, exchange
-        )
+        frames = dialect.frames(exchange)
+        stream = EventStream(frames, exchange, exchange.handed, dialect.stream_type)
+        return _told(stream, services, exchange)
     try:
         with aborts_on_disconnect(request.scope, exchange):
             replies = await exchange.results()
@@ -232,8 +243,19 @@ async def complete_trajectory(request: Request) -> Response:
 
 async def count_tokens(request: Request) -> Response:
     """Tokens of the prompt that this request would have as a call; nothing is stored or opened."""
-    services = services_of(request)
     parsed = AnthropicMessages().parse(parse_object(await read_body(request)), kind=CountParams)
+    return OrjsonResponse({"input_tokens": await _n_prompt(request, parsed)})
+
+
+async def count_gemini_tokens(request: Request) -> Response:
+    """Tokens of the prompt that this request would have as a call of Gemini's API."""
+    dialect = services_of(request).gemini["generateContent"]
+    n = await _n_prompt(request, dialect.parse_count(parse_object(await read_body(request))))
+    return OrjsonResponse({"totalTokens": n, "promptTokensDetails": text_tokens(n)})
+
+
+async def _n_prompt(request: Request, parsed: Parsed) -> int:
+    services = services_of(request)
     call = services.calls.prompts.normalised(parsed.call)
     caller: Principal = request.state.principal
     if (named := _named(request)) is None:
@@ -241,8 +263,7 @@ async def count_tokens(request: Request) -> Response:
     elif (trajectory := services.trajectories.known(named[0])) is not None:
         trajectory.check_owner(caller)
     graph = TurnGraph() if trajectory is None else trajectory.graph
-    prompt = await services.calls.prompts.prepare(graph, call)
-    return OrjsonResponse({"input_tokens": len(prompt.ids)})
+    return len((await services.calls.prompts.prepare(graph, call)).ids)
 
 
 async def stored_response(request: Request) -> Response:
@@ -448,7 +469,7 @@ async def root(request: Request) -> Response:
 
 async def base_url_probe(request: Request) -> Response:
     """Some agents look whether their base URL answers before they call it. Opens nothing."""
-    if request.path_params.get("trajectory_uid") == "v1":
+    if request.path_params.get("trajectory_uid") in ("v1", "v1beta"):
         raise HTTPException(404, "Not Found")
     return await health(request)
 
@@ -459,6 +480,11 @@ async def base_url_probe(request: Request) -> Response:
 def _both(path: str, handler: Handler, methods: Sequence[str] = ("POST",)) -> list[Route]:
     """Below a trajectory's URL, and without one."""
     return [Route(f"{before}/{path}", handler, methods=methods) for before in (UNDER, "/v1")]
+
+
+def _gemini(method: str, handler: Handler) -> list[Route]:
+    path = f"models/{{model:path}}:{method}"
+    return [Route(f"{at}/{path}", handler, methods=["POST"]) for at in GEMINI_BASES]
 
 
 # They are tried in this order.
@@ -472,6 +498,9 @@ ROUTES = [
     *_both("responses/{response_id}", stored_response, ("GET", "DELETE")),
     *_both("models", models, ("GET",)),
     *_both("models/{model:path}", model, ("GET",)),
+    *_gemini("generateContent", gemini),
+    *_gemini("streamGenerateContent", gemini),
+    *_gemini("countTokens", count_gemini_tokens),
     Route("/health", health),
     Route("/ready", ready),
     Route("/statistics", statistics),

@@ -22,7 +22,7 @@ from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.call_service import CallService
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
-from stepwell.gateway.dialects.registry import make_dialects
+from stepwell.gateway.dialects.registry import make_dialects, make_gemini
 from stepwell.gateway.engine import EngineClient
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.functions import load_function
@@ -104,6 +104,8 @@ class Services:
         """One of `dialects`: its answers can be read again."""
         self.dialects = make_dialects(template, self.responses)
         """By path below `/v1/`."""
+        self.gemini = make_gemini(template)
+        """By method, and the form of its stream."""
         self.rollout_buffer = RolloutBuffer(
             *(config, self.recording, self.outcomes, prompts, turn_messages),
             *(self.engine, wiring.engine_urls),

@@ -150,18 +150,20 @@ def aborts_on_disconnect(scope: Scope, listener: Closing) -> Iterator[None]:
 
 
 class EventStream(Response):
-    """Server-sent events of one call. Frames are written as they come; nothing is buffered."""
+    """The stream of one call, mostly server-sent events. Frames are written as they come, and are
+    not buffered."""
 
     def __init__(
         self,
         frames: AsyncIterator[bytes],
         listener: Closing,
         handed: Callable[[], Sequence[Losing]] = tuple,
+        media_type: str = "text/event-stream",
     ) -> None:
         """`handed`: the replies, once all frames are sent."""
         super().__init__(
             headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
-            media_type="text/event-stream",
+            media_type=media_type,
         )
         del self.headers["content-length"]
         self._frames = frames

@@ -32,6 +32,7 @@ M = 1_000_000
 USER = [{"role": "user", "content": "hi"}]
 CHAT, COMPLETIONS = "/t/p/v1/chat/completions", "/t/p/v1/completions"
 RESPONSES, MESSAGES = "/t/p/v1/responses", "/t/p/v1/messages"
+GEMINI = "/t/p/v1beta/models/m:generateContent"
 REPLY = {"max_tokens": 9, "messages": USER}
 
 
@@ -56,11 +57,20 @@ def called(arguments: Any) -> list[dict[str, Any]]:
     return [*USER, {"role": "assistant", "tool_calls": [call]}, *USER]
 
 
+def contents(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "parts": list(parts)}]
+
+
+def declared(**fields: Any) -> list[dict[str, Any]]:
+    return [{"functionDeclarations": [{"name": "f", **fields}]}]
+
+
 TEXT = {"type": "text", "text": "a"}
+A = {"text": "a"}
 HOSTILE: dict[str, tuple[str, Callable[[], Any]]] = {
     **{
         f"unknown keys, {path.rpartition('/')[2]}": (path, lambda: unknown(M))
-        for path in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, "/generate", "/submit_steps")
+        for path in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, GEMINI, "/generate", "/submit_steps")
     },
     **{
         f"unknown keys, {path}": (path, lambda: unknown(M))
@@ -117,6 +127,92 @@ HOSTILE: dict[str, tuple[str, Callable[[], Any]]] = {
                 },
             ]
         },
+    ),
+    "nested unknown keys, Gemini": (
+        GEMINI,
+        lambda: {"contents": contents(A), "generationConfig": unknown(90_000)},
+    ),
+    "pieces of a turn": (
+        GEMINI,
+        lambda: {
+            "contents": [
+                *contents(A),
+                {"role": "model", "parts": [{"text": "a" * 1_500}] * 19_000},
+                {"role": "model", "parts": [{"text": "b"}]},
+            ]
+        },
+    ),
+    "pieces of a turn, responses": (
+        RESPONSES,
+        lambda: {
+            "input": [
+                *[{"role": "assistant", "content": "a" * 1_500}] * 19_000,
+                {"role": "user", "content": [{"type": "input_image"}]},
+            ]
+        },
+    ),
+    "pieces of a turn, messages": (
+        MESSAGES,
+        lambda: {
+            "max_tokens": 9,
+            "messages": [
+                *USER,
+                {"role": "assistant", "content": [{"type": "text", "text": "a" * 1_500}] * 19_000},
+                {"role": "assistant", "content": [{"type": "image"}]},
+            ],
+        },
+    ),
+    "description, Gemini": (
+        GEMINI,
+        lambda: {"contents": contents(A), "tools": declared(description="word " * 600_000)},
+    ),
+    "args": (
+        GEMINI,
+        lambda: {
+            "contents": [
+                *contents(A),
+                {"role": "model", "parts": [{"functionCall": {"name": "f", "args": unknown(M)}}]},
+                *contents(A),
+            ]
+        },
+    ),
+    "response of a function": (
+        GEMINI,
+        lambda: {
+            "contents": contents(
+                {"functionResponse": {"name": "f", "response": {"output": "a b " * 4 * M}}}
+            )
+        },
+    ),
+    "parts, Gemini": (GEMINI, lambda: {"contents": contents(*[A] * M)}),
+    "contents": (GEMINI, lambda: {"contents": [{}] * M}),
+    "some empty contents": (GEMINI, lambda: {"contents": [{"role": "model"}] * 19_000}),
+    "calls without a response": (
+        GEMINI,
+        lambda: {
+            "contents": [
+                {"role": "model", "parts": [{"functionCall": {"name": "f"}}] * 6_000},
+                *contents(*[{"functionResponse": {"name": "f", "id": "x"}}] * 3_000, {"a": 1}),
+            ]
+        },
+    ),
+    "schema of a function": (
+        GEMINI,
+        lambda: {"contents": contents(A), "tools": declared(parameters=schema(M))},
+    ),
+    "order of a schema": (
+        GEMINI,
+        lambda: {
+            "contents": contents(A),
+            "tools": declared(
+                parameters={**schema(9_000), "propertyOrdering": ["k1"] * 80_000, "type": 3}
+            ),
+            "cachedContent": "x",
+        },
+    ),
+    "objects, Gemini": (
+        GEMINI,
+        lambda: nested(M, '{"a":', "}").replace(b":}", b":1}", 1).replace(b"messages", b"contents"),
     ),
     "long text": (CHAT, lambda: {"messages": [{"role": "user", "content": "a b " * 4 * M}]}),
     "longest text": (CHAT, lambda: {"messages": [{"role": "user", "content": "a b " * 8_388_590}]}),

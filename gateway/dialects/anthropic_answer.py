@@ -8,13 +8,12 @@ and calls. Does not own: the request, and the message around the blocks (`anthro
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, TypeAlias
 
 import orjson
 
+from stepwell.gateway.dialects.base import signature_of
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import Delta, ReasoningDelta
 
@@ -62,7 +61,7 @@ class BlockWriter:
     def finish(self) -> Iterator[Event]:
         """End the open block, if one is."""
         if self._open and self._kind == "thinking":
-            signature = _signature("".join(self._thought))
+            signature = signature_of("".join(self._thought))
             yield self._delta(type="signature_delta", signature=signature)
         if self._open:
             yield self._stop()
@@ -123,8 +122,3 @@ def whole(events: Iterable[Event]) -> list[dict[str, Any]]:
                 elif name != "type":
                     blocks[-1][name] += text
     return blocks
-
-
-def _signature(thought: str) -> str:
-    data = thought.encode(errors="replace")
-    return base64.b64encode(hashlib.blake2b(data, digest_size=24).digest()).decode()

@@ -45,7 +45,7 @@ from stepwell.gateway.dialects.params import (
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
 from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.tokens.messages import Message, Tool
+from stepwell.gateway.tokens.messages import AssistantTurn, Message, Tool
 from stepwell.gateway.trajectory.reply import Reply
 
 _BUILTIN = re.compile(r"[a-z0-9_]+_20[0-9]{6}|mcp_toolset")
@@ -347,25 +347,29 @@ def _system(content: Any, where: str) -> Message:
 def _messages(sent: list[Any]) -> tuple[list[Message], str]:
     """The conversation, and the beginning of the reply if the last message is the assistant's."""
     messages: list[Message] = []
-    before: Any = None
+    turn: AssistantTurn | None = None
     for i, message in enumerate(sent):
         where = f"messages[{i}]"
         if not isinstance(message, dict):
             raise wrong(where, message, "send an object")
         role, content = message.get("role"), message.get("content")
+        if turn is not None and role != "assistant":
+            turn.end()
+            turn = None
         if role == "system":
             messages.append(_system(content, f"{where}.content"))
         elif role == "user":
             messages += _user(content, f"{where}.content")
         elif role == "assistant":
-            if before != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-            _add(messages[-1], content, f"{where}.content")  # one turn may come in pieces
+            if turn is None:
+                turn = AssistantTurn()
+                messages.append(turn.message)
+            _add(turn, content, f"{where}.content")  # one turn may come in pieces
         else:
             raise wrong(f"{where}.role", role, "send user, assistant or system")
-        before = role
-    if before != "assistant":
+    if turn is None:
         return messages, ""
+    turn.end()
     return messages[:-1], _prefill(messages, f"messages[{len(sent) - 1}]")
 
 
@@ -410,18 +414,17 @@ def _tool_result(block: Mapping[str, Any], where: str) -> Message:
     return {"role": "tool", "content": text, "tool_call_id": call_id}
 
 
-def _add(message: Message, content: Any, where: str) -> None:
-    """Add content to an assistant's message. Our blocks are parts of one text; nothing was between
+def _add(turn: AssistantTurn, content: Any, where: str) -> None:
+    """Add content to an assistant's turn. Our blocks are parts of one text; nothing was between
     them."""
     for block, at in _blocks("" if content is None else content, where):
         kind = block.get("type")
         if kind == "tool_use":
-            message.setdefault("tool_calls", []).append(_tool_use(block, at))
+            turn.add_call(_tool_use(block, at))
         elif kind == "thinking":
-            if thought := need(block, "thinking", str, at):
-                message["reasoning_content"] = message.get("reasoning_content", "") + thought
+            turn.add("reasoning_content", need(block, "thinking", str, at))
         elif kind != "redacted_thinking":
-            message["content"] += _block_text(block, at, "text, thinking and tool_use")
+            turn.add("content", _block_text(block, at, "text, thinking and tool_use"))
 
 
 def _tool_use(block: Mapping[str, Any], where: str) -> dict[str, Any]:

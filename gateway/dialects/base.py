@@ -11,18 +11,21 @@ not own calls, prompts, ids or tool-call parsing. A field it cannot honour is re
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import orjson
 
 from stepwell.gateway.call import Call, Listener
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.reply.parser import Delta
+from stepwell.gateway.reply.parser import THINK_CLOSE, Delta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.note import FinishedCall
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
@@ -218,6 +221,8 @@ class Exchange:
 class Dialect(ABC):
     name: ClassVar[str]
     """Recorded in each Step's metadata; tells apart the retries of different endpoints."""
+    stream_type = "text/event-stream"
+    """Media type of `frames`."""
 
     @abstractmethod
     def parse(self, body: dict[str, Any], reader: Principal | None = None) -> Parsed:
@@ -235,8 +240,9 @@ class Dialect(ABC):
 
     @abstractmethod
     def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
-        """The server-sent events, terminal event included. Read `exchange.events()`; a failure of
-        the call comes out of it as a GatewayError and becomes the dialect's error event."""
+        """The stream, mostly server-sent events, terminal event included. Read `exchange.events()`;
+        a failure of the call comes out of it as a GatewayError and becomes the dialect's error
+        event."""
 
     def error(self, e: GatewayError) -> dict[str, Any]:
         """The body of an error answer; its status is `e.status`."""
@@ -247,6 +253,25 @@ def sse(payload: Mapping[str, Any], event: str | None = None) -> bytes:
     """One server-sent event."""
     data = b"data: " + orjson.dumps(payload) + b"\n\n"
     return data if event is None else b"event: " + event.encode() + b"\n" + data
+
+
+def signature_of(thought: str) -> str:
+    """A signature of a thought, for clients that expect one. Nobody has to send it back."""
+    data = thought.encode(errors="replace")
+    return base64.b64encode(hashlib.blake2b(data, digest_size=24).digest()).decode()
+
+
+def n_reasoning(reply: Reply, tokenizer: ChatTokenizer) -> int:
+    """Tokens up to the end of the thought; about as many where that is no token of its own."""
+    if not reply.text.reasoning:
+        return 0
+    close = tokenizer.special.get(THINK_CLOSE)
+    if close is not None:
+        ends = np.flatnonzero(reply.generation.response_ids == close)
+        return int(ends[0]) + 1 if len(ends) else reply.n_response
+    if not reply.text.content and not reply.text.tool_calls:
+        return reply.n_response
+    return min(reply.n_response, len(tokenizer.encode(reply.text.reasoning)))
 
 
 KEEP_ALIVE = b": keep-alive\n\n"

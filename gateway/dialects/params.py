@@ -55,8 +55,9 @@ def with_first_unknown(kind: type[BaseModel], sent: Any) -> Any:
     fields = kind.model_fields
     if not isinstance(sent, dict) or len(sent) <= len(fields):
         return sent
-    known = {name: value for name, value in sent.items() if name in fields}
-    unknown = next(name for name in sent if name not in fields)
+    names = {about.alias or name for name, about in fields.items()}
+    known = {name: value for name, value in sent.items() if name in names}
+    unknown = next(name for name in sent if name not in names)
     return {**known, unknown: sent[unknown]}
 
 

@@ -1,4 +1,4 @@
-"""Which dialect speaks at which path below `/v1/`."""
+"""Which dialect speaks at which path: below `/v1/`, and Gemini's by its methods."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from starlette.responses import Response
 
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages
 from stepwell.gateway.dialects.base import Dialect
+from stepwell.gateway.dialects.gemini import Gemini
 from stepwell.gateway.dialects.openai_chat import OpenAIChat
 from stepwell.gateway.dialects.openai_completions import OpenAICompletions
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.errors import GatewayError
+from stepwell.gateway.paths import is_gemini
 from stepwell.gateway.web import OrjsonResponse
 
 
@@ -23,8 +25,18 @@ def make_dialects(chat_template: str, responses: OpenAIResponses) -> dict[str, D
     }
 
 
+def make_gemini(chat_template: str) -> dict[str, Gemini]:
+    """Gemini's dialect by its method, and by the form of its stream (`alt`)."""
+    return {
+        "generateContent": Gemini(chat_template),
+        "streamGenerateContent": Gemini(chat_template, "array"),
+        "streamGenerateContent?alt=sse": Gemini(chat_template, "sse"),
+    }
+
+
 _WORDING = make_dialects("", OpenAIResponses())
 PATHS = tuple(_WORDING)
+_GEMINI = Gemini()
 
 
 def error_response(url_path: str, e: GatewayError) -> Response:
@@ -32,6 +44,6 @@ def error_response(url_path: str, e: GatewayError) -> Response:
     _, _, below = url_path.partition("/v1/")
     dialect = next(
         (d for path, d in _WORDING.items() if below == path or below.startswith(path + "/")),
-        _WORDING["chat/completions"],
+        _GEMINI if is_gemini(url_path) else _WORDING["chat/completions"],
     )
     return OrjsonResponse(dialect.error(e), status_code=e.status, headers=e.headers())

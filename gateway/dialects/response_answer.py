@@ -16,12 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
-
-from stepwell.gateway.dialects.base import Exchange
+from stepwell.gateway.dialects.base import Exchange, n_reasoning
 from stepwell.gateway.dialects.response_items import Item, Toolbox, custom_input, seal
 from stepwell.gateway.reply.calls import ToolCall
-from stepwell.gateway.reply.parser import THINK_CLOSE, Delta, ReasoningDelta
+from stepwell.gateway.reply.parser import Delta, ReasoningDelta
 from stepwell.gateway.tokens.messages import Message
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.reply import Reply
@@ -230,19 +228,6 @@ def _usage(reply: Reply, tokenizer: ChatTokenizer) -> dict[str, Any]:
             "cache_write_tokens": 0,
         },
         "output_tokens": reply.n_response,
-        "output_tokens_details": {"reasoning_tokens": _n_reasoning(reply, tokenizer)},
+        "output_tokens_details": {"reasoning_tokens": n_reasoning(reply, tokenizer)},
         "total_tokens": reply.n_prompt + reply.n_response,
     }
-
-
-def _n_reasoning(reply: Reply, tokenizer: ChatTokenizer) -> int:
-    """Tokens up to the end of the thought; about as many where that is no token of its own."""
-    if not reply.text.reasoning:
-        return 0
-    close = tokenizer.special.get(THINK_CLOSE)
-    if close is not None:
-        ends = np.flatnonzero(reply.generation.response_ids == close)
-        return int(ends[0]) + 1 if len(ends) else reply.n_response
-    if not reply.text.content and not reply.text.tool_calls:
-        return reply.n_response
-    return min(reply.n_response, len(tokenizer.encode(reply.text.reasoning)))

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from stepwell.gateway.dialects.params import need, optional, wrong
 from stepwell.gateway.errors import UnknownItemError
-from stepwell.gateway.tokens.messages import Message, Tool
+from stepwell.gateway.tokens.messages import AssistantTurn, Message, Tool, in_call_order
 
 Item: TypeAlias = dict[str, Any]
 FindItem: TypeAlias = Callable[[str], Item | None]
@@ -204,7 +204,7 @@ class Conversation:
         self._messages = list(known)
         self._toolbox = toolbox
         self._find = find
-        self._assistant: Message | None = None
+        self._turn: AssistantTurn | None = None
         """The assistant message that is being put together."""
 
     def add(self, item: Any, where: str) -> None:
@@ -220,7 +220,7 @@ class Conversation:
             kind = "message" if "role" in item else "item_reference" if "id" in item else None
         match kind:
             case "message" if role == "assistant":
-                self._open()["content"] += _text(item, "content", where, "")
+                self._open().add("content", _text(item, "content", where, ""))
             case "message":
                 if not isinstance(role, str) or role not in _ROLES:
                     remedy = "send user, assistant, system or developer"
@@ -228,9 +228,8 @@ class Conversation:
                 content = _text(item, "content", where, "\n")
                 self._append({"role": _ROLES[role], "content": content})
             case "reasoning":
-                thought, message = self._reasoning(item, where), self._open()
-                if thought:
-                    message["reasoning_content"] = message.get("reasoning_content", "") + thought
+                thought = self._reasoning(item, where)
+                self._open().add("reasoning_content", thought)
             case "function_call":
                 arguments = item.get("arguments")
                 if not isinstance(arguments, str | dict | None):
@@ -254,7 +253,8 @@ class Conversation:
 
     def messages(self) -> list[Message]:
         """The whole conversation."""
-        return _in_call_order(self._messages)
+        self._end_turn()
+        return in_call_order(self._messages)
 
     def _reasoning(self, item: Item, where: str) -> str:
         sealed = item.get("encrypted_content")
@@ -274,8 +274,7 @@ class Conversation:
         call_id, namespace = _call_id(item, where), optional(item, "namespace", where)
         name = self._toolbox.flat_name(_name(item, where), namespace)
         function = {"name": name, "arguments": arguments}
-        calls = self._open().setdefault("tool_calls", [])
-        calls.append({"id": call_id, "type": "function", "function": function})
+        self._open().add_call({"id": call_id, "type": "function", "function": function})
 
     def _reference(self, item_id: Any, where: str) -> None:
         stored = self._find(item_id) if isinstance(item_id, str) else None
@@ -287,30 +286,20 @@ class Conversation:
             )
         self.add(stored, where)
 
-    def _open(self) -> Message:
-        if self._assistant is None:
-            self._assistant = {"role": "assistant", "content": ""}
-            self._messages.append(self._assistant)
-        return self._assistant
+    def _open(self) -> AssistantTurn:
+        if self._turn is None:
+            self._turn = AssistantTurn()
+            self._messages.append(self._turn.message)
+        return self._turn
+
+    def _end_turn(self) -> None:
+        if self._turn is not None:
+            self._turn.end()
+            self._turn = None
 
     def _append(self, message: Message) -> None:
-        self._assistant = None
+        self._end_turn()
         self._messages.append(message)
-
-
-def _in_call_order(messages: list[Message]) -> list[Message]:
-    """Runs of tool outputs in the order of the calls before them."""
-    for at, message in enumerate(messages):
-        if message["role"] != "assistant" or len(message.get("tool_calls") or ()) < 2:
-            continue
-        start = end = at + 1
-        while end < len(messages) and messages[end]["role"] == "tool":
-            end += 1
-        order = {call["id"]: i for i, call in enumerate(message["tool_calls"])}
-        messages[start:end] = sorted(
-            messages[start:end], key=lambda m: order.get(m["tool_call_id"], len(order))
-        )
-    return messages
 
 
 def _call_id(item: Item, where: str) -> str:

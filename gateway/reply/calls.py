@@ -38,6 +38,11 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": function}
 
 
+def numbered_id(n: int) -> str:
+    """The id of call `n` of a conversation whose calls are numbered."""
+    return f"call_{n}"
+
+
 def make_call(name: Any, arguments: Any) -> ToolCall | None:
     """A call of this name with these arguments, an object or its JSON; None: they make none."""
     try:

@@ -13,14 +13,16 @@ streaming go through the same parser, so that both agree. Does not own: how a ca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import TypeAlias
 
 from stepwell.gateway.reply.calls import (
     CallStyle,
     ObjectScanner,
     ToolCall,
+    numbered_id,
     parse_call,
     parse_xml_call,
 )
@@ -110,6 +112,18 @@ class StopCutter:
         return held
 
 
+def _numbered(
+    read: Callable[[str], ToolCall | None], first: int
+) -> Callable[[str], ToolCall | None]:
+    numbers = count(first)
+
+    def numbered(text: str) -> ToolCall | None:
+        call = read(text)
+        return None if call is None else replace(call, id=numbered_id(next(numbers)))
+
+    return numbered
+
+
 class ReplyParser:
     """Reads `<think>` markup and tool calls, each if wanted.
 
@@ -124,8 +138,13 @@ class ReplyParser:
         starts_in_reasoning: bool = False,
         style: CallStyle = "hermes",
         offered: Sequence[Tool] | None = None,
+        first_call: int | None = None,
     ) -> None:
-        """`offered`: the tools, for what their schemas say of arguments."""
+        """
+        Args:
+            offered: the tools, for what their schemas say of arguments.
+            first_call: number of the first call; None: calls have random ids.
+        """
         bare = tools and style == "llama3_json"
         self._tools = tools and not bare
         self._visible: _State = ReplyParser._bare_call if bare else ReplyParser._content
@@ -133,6 +152,8 @@ class ReplyParser:
         self._read_call: Callable[[str], ToolCall | None] = partial(parse_call, bare=bare)
         if style == "qwen3_coder":
             self._read_call = partial(parse_xml_call, tools=offered)
+        if first_call is not None:
+            self._read_call = _numbered(self._read_call, first_call)
         self._state: _State = ReplyParser._start if reasoning else self._visible
         if reasoning and starts_in_reasoning:
             self._state = ReplyParser._reasoning

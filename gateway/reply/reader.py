@@ -73,10 +73,12 @@ class ReplyFormat:
         raw: bool = False,
         style: CallStyle | None = None,
         counts: bool = False,
+        first_call: int | None = None,
     ) -> ReplyReader:
         """
         Args:
             counts: see `ReplyReader.told`.
+            first_call: see `ReplyParser`.
             raw: the reply is plain text; nothing in it is a tool call or a thought.
             style: how tool calls are written; None: as the model does.
         """
@@ -89,6 +91,7 @@ class ReplyFormat:
             starts_in_reasoning=tail.rstrip().endswith(THINK_OPEN),
             style=style or self._style,
             offered=tools,
+            first_call=first_call,
         )
         return ReplyReader(self._tokenizer, hidden, parser, stop, counts=counts)
 

@@ -18,12 +18,14 @@ BODIES: dict[str, Any] = {
     "completions": {"prompt": "hi", "max_tokens": 9},
     "responses": {"input": "hi"},
     "messages": {"messages": HI, "max_tokens": 9},
+    "models/m:generateContent": {"contents": [{"parts": [{"text": "hi"}]}]},
 }
 ENDS = {
     "chat/completions": (b'"total_tokens"', b"[DONE]"),
     "completions": (b'"total_tokens"', b"[DONE]"),
     "responses": (b'"completed"', b"event: response.completed"),
     "messages": (b'"output_tokens"', b"event: message_stop"),
+    "models/m:generateContent": (b'"responseId"', b'"usageMetadata"'),
 }
 """What the end of an answer has in it, whole and as a stream."""
 
@@ -40,10 +42,13 @@ class Raw:
         cls, world: World, path: str = "chat/completions", stream: bool = False, **body: Any
     ) -> Raw:
         streamed = {"stream": True} if stream else {}
+        at = path
+        if stream and path.endswith(":generateContent"):
+            streamed, at = {}, path.replace(":generate", ":streamGenerate") + "?alt=sse"
         data = json.dumps({"model": "m", **BODIES[path], **streamed, **body}).encode()
         url = urlsplit(world.base_url())
         head = [
-            f"POST {url.path}/v1/{path} HTTP/1.1",
+            f"POST {url.path}/v1/{at} HTTP/1.1",
             f"host: {url.netloc}",
             "content-type: application/json",
             f"content-length: {len(data)}",

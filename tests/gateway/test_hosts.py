@@ -25,6 +25,7 @@ BODIES: dict[str, Any] = {
     "/v1/messages": {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/responses": {"input": "hi"},
+    "/v1beta/models/m:generateContent": {"contents": [{"parts": [{"text": "hi"}]}]},
     "/generate": {"messages": [{"role": "user", "content": "hi"}]},
     "/submit_steps": {
         "steps": [

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from stepwell.gateway.dialects.registry import PATHS
+from stepwell.gateway.paths import GEMINI_BASES
 
 
 @pytest.mark.parametrize("path", [*PATHS, "messages/count_tokens"])
@@ -19,9 +20,22 @@ async def test_a_dialect_is_described_with_and_without_a_trajectorys_url(
     for before in ("/v1", "/{trajectory_uid}/{prompt_uid}/v1"):
         operation = document["paths"][f"{before}/{path}"]["post"]
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
-        assert {"messages", "prompt", "input"} & schema["properties"].keys()
+        assert {"messages", "prompt", "input", "contents"} & schema["properties"].keys()
         named = [p["name"] for p in operation["parameters"]]
         assert named == ([] if before == "/v1" else ["trajectory_uid", "prompt_uid"])
+
+
+@pytest.mark.parametrize("method", ["generateContent", "streamGenerateContent", "countTokens"])
+async def test_geminis_methods_are_described_at_each_of_their_bases(
+    world: Any, method: str
+) -> None:
+    async with httpx.AsyncClient(base_url=world.url) as http:
+        document = (await http.get("/openapi.json")).json()
+    for base in GEMINI_BASES:
+        operation = document["paths"][f"{base}/models/{{model}}:{method}"]["post"]
+        schema = operation["requestBody"]["content"]["application/json"]["schema"]
+        assert {"contents", "generationConfig"} < schema["properties"].keys()
+        assert "model" in [p["name"] for p in operation["parameters"]]
 
 
 async def test_all_that_takes_a_body_says_which(world: Any) -> None:

@@ -20,7 +20,7 @@ from stepwell.datapool.ops import Op, OpenGroup, R
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.link import Port
 from stepwell.datapool.types import OWNER
-from stepwell.gateway.paths import UNDER
+from stepwell.gateway.paths import GEMINI_BASES, UNDER
 from tests.gateway.conftest import WatchedPort, local_pool, port_of
 
 ADMIN, NEW = "an-admin-key-for-tests", "-rotated"
@@ -161,6 +161,22 @@ ROWS: dict[str, Row] = {
     **{name: row for path, body in CALLS.items() for name, row in both(path, body).items()},
     # Nothing of it is looked up where nobody has called it yet, and nothing is stored.
     **both("messages/count_tokens", CHAT, unknown=200),
+    **{
+        f"{base.rpartition('/')[2]}, {method}, {'URL' if base.startswith('/{') else 'header'}": Row(
+            f"{base}/models/{{model:path}}:{method}",
+            {"contents": [{"parts": [{"text": "hi"}]}]},
+            *(
+                ({},)
+                if base.startswith("/{")
+                else ({"x-trajectory-uid": "{t}", "x-prompt-uid": "{g}"},)
+            ),
+            **({} if base.startswith("/{") else {"sibling": 200, "guess_bound": 200}),
+            params={"model:path": "m"},
+            unknown=200 if method == "countTokens" else None,
+        )
+        for base in GEMINI_BASES
+        for method in ("generateContent", "streamGenerateContent", "countTokens")
+    },
     "chat": Row(f"{UNDER}/chat/completions", CHAT),
     "retry": Row(f"{UNDER}/chat/completions", CHAT, {"idempotency-key": "k"}),
     "session": Row(

@@ -354,6 +354,7 @@ BODIES: dict[str, Any] = {
     "completions": {"prompt": "hi", "max_tokens": 9},
     "responses": {"input": "hi"},
     "messages": {"messages": [user("hi")], "max_tokens": 9},
+    "models/m:generateContent": {"contents": [{"parts": [{"text": "hi"}]}]},
 }
 
 
@@ -365,17 +366,20 @@ async def say_again(
     Args:
         begun: set once some of the answer's body is there.
     """
+    sent = {"model": "m", **body}
+    if ":" in path and sent.pop("stream", False):
+        path = path.replace(":generate", ":streamGenerate") + "?alt=sse"
     url = f"{world.base_url()}/v1/{path}"
     async with (
         aiohttp.ClientSession() as http,
-        http.post(url, json={"model": "m", **body}, headers=headers) as answer,
+        http.post(url, json=sent, headers=headers) as answer,
     ):
         first = await answer.content.readany()
         if begun is not None:
             begun.set()
         text = (first + await answer.read()).decode()
         assert answer.status == 200, text
-    found = re.search(r'"id": ?"([^"]+)"', text)
+    found = re.search(r'"(?:id|responseId)": ?"([^"]+)"', text)
     return (found[1] if found else ""), text
 
 
