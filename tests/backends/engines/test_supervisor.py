@@ -328,7 +328,8 @@ def test_a_missing_model_and_a_missing_package_are_named(
     monkeypatch.chdir(tmp_path)
     config = EngineConfig(kind="sglang", model_path=model_dirs.base)
     with pytest.raises(
-        EngineStartError, match=r"package sglang is not installed here.*make install-sglang"
+        EngineStartError,
+        match=r"package sglang is neither installed here nor in .*make install-sglang",
     ):
         Supervisor(config, tmp_path).start()
 
