@@ -26,7 +26,7 @@ and also subclasses the matching built-in::
     ├── ExportError(ValueError)               a file that is no export, or a value that fits in none
     ├── DamagedFileError(ValueError)          a file of ours is not what was written
     ├── JournalError(OSError)                 the journal cannot be read or written:
-    │   ├── NoJournalError(LookupError)         there is none in the folder that was named
+    │   ├── NoJournalError(OSError)             there is none in the folder that was named
     │   ├── JournalFullError(OSError)           the disk is full; what was to be written is kept,
     │   │                                       and goes with the next transaction
     │   ├── JournalCorruptError(OSError)        the file is damaged
@@ -117,7 +117,7 @@ class DamagedFileError(DataPoolError, ValueError): ...
 class JournalError(DataPoolError, OSError): ...
 
 
-class NoJournalError(JournalError, LookupError): ...
+class NoJournalError(JournalError): ...
 
 
 class JournalFullError(JournalError): ...

@@ -24,6 +24,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -37,7 +38,7 @@ from stepwell.errors import RunUnavailableError
 from stepwell.process_guard import VARIABLE, ProcessGuard, runs
 from stepwell.ray_address import find_ray
 from stepwell.run_file import RayPart
-from stepwell.trainer.errors import ConfigError, RayEndedError
+from stepwell.trainer.errors import INTERRUPTED, ConfigError, RayEndedError
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def connected(address: str | None, namespace: str, object_store_mb: int) -> Iter
 
 def _start(namespace: str, object_store_mb: int) -> None:
     try:
-        with _our_signals():
+        with _our_signals(), _ends_at_once():
             ray.init(
                 address="local",
                 namespace=namespace,
@@ -104,6 +105,33 @@ def _our_signals() -> Iterator[None]:
         yield
     finally:
         utils.set_sigterm_handler = theirs
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _ends_at_once() -> Iterator[None]:
+    """Cancel the body as soon as a signal is handled that a handler of ours waits for: Ray's own
+    processes may have had the same signal, and `ray.init` waits for a dead GCS for a minute.
+
+    Raises:
+        CancelledError: SIGINT or SIGTERM came.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        before[signal.Signals(number)](number, frame)
+        raise asyncio.CancelledError(INTERRUPTED)
+
+    found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in found.items() if callable(handler)}
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 

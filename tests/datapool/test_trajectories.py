@@ -61,7 +61,9 @@ def test_completing_again_with_another_reward_is_refused(pool, make_step):
 def test_an_is_last_trajectory_takes_no_outcome_reward_afterwards(pool, make_step):
     pool.submit_step(make_step("t", is_last=True, reward=1.0))
     assert pool.complete_trajectory("t") == "complete"
-    with pytest.raises(TrajectoryClosedError, match="put its reward on the step marked is_last"):
+    with pytest.raises(
+        TrajectoryClosedError, match="set_reward changes its reward until it is leased"
+    ):
         pool.complete_trajectory("t", reward=1.0)
 
 

@@ -202,3 +202,21 @@ def test_each_of_two_runs_is_found_by_its_folder_until_it_is_killed(tmp_path: Pa
         files[1].model_copy(update={"ray": ray}).write(two)
         (refused,) = ask(LOOK, two)
         assert f"it wants another token than {other} holds" in refused
+
+
+def test_top_ends_quietly_when_it_is_terminated(tmp_path: Path) -> None:
+    with gateway(tmp_path / "one") as serving:
+        assert serving.stdout is not None
+        assert serving.stdout.readline().startswith("gateway at")
+        top = subprocess.Popen(
+            [sys.executable, "-m", "stepwell", "top", str(tmp_path / "one"), "--json"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert top.stdout is not None
+        assert json.loads(top.stdout.readline())["state"] == "alive"
+        top.terminate()
+        _, said = top.communicate(timeout=60)
+    assert (top.returncode, said) == (0, "")

@@ -291,3 +291,30 @@ async def test_on_two_nodes_a_worker_on_the_other_one_reaches_the_gateway(tmp_pa
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+STARTER = """
+import asyncio, signal
+from stepwell.ray_cluster import connected
+signal.signal(signal.SIGTERM, lambda number, frame: print("told", flush=True))
+try:
+    with connected(None, "ends-at-once", 80):
+        print("up")
+except asyncio.CancelledError:
+    print("stopped")
+"""
+
+
+@pytest.mark.long
+def test_a_start_ends_when_its_whole_process_group_is_terminated() -> None:
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    process, until = psutil.Process(starter.pid), time.monotonic() + 60
+    while not any(child.name() == "gcs_server" for child in process.children()):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    os.killpg(starter.pid, signal.SIGTERM)
+    out, _ = starter.communicate(timeout=90)
+    assert out.split() == ["told", "stopped"]
+    assert starter.returncode == 0
