@@ -131,14 +131,21 @@ class Exchange:
         return self._listeners[0].call.created
 
     async def results(self) -> list[Reply]:
-        """All replies, their Steps stored.
+        """All replies, their Steps stored. Where one fails the others are waited for: their
+        replies are those of a retry, which samples only what failed.
 
         Raises:
             GatewayError: a call failed.
         """
         if len(self._listeners) == 1:
             return [await self._listeners[0].result()]
-        return list(await asyncio.gather(*(each.result() for each in self._listeners)))
+        waiting = (each.result() for each in self._listeners)
+        replies: list[Reply] = []
+        for reply in await asyncio.gather(*waiting, return_exceptions=True):
+            if isinstance(reply, BaseException):
+                raise reply
+            replies.append(reply)
+        return replies
 
     async def begin(self) -> None:
         """Wait for the first event (or for `keepalive_s`), while an error can still be a status.

@@ -832,11 +832,19 @@ async def test_a_stream_that_fails_before_its_first_event_aborts_the_other_sampl
 
 async def test_a_retry_of_n_samples_samples_only_what_failed(world: Any) -> None:
     client = await world.client(max_retries=2)
+    gate = asyncio.Event()
     world.say("one")
     world.engine.script.append(Sampled([], status=500))
-    world.say("three")
-    reply = await client.chat.completions.create(model="m", messages=[user("hi")], n=3)
-    texts = [c.message.content for c in reply.choices]
+    world.say("three", gate=gate)
+    asked = asyncio.create_task(
+        client.chat.completions.create(model="m", messages=[user("hi")], n=3)
+    )
+    while not world.gateway.statistics()["calls"].get("failed"):  # noqa: ASYNC110 - no event tells
+        await asyncio.sleep(0.01)
+    for _ in range(5):  # what failed must not end what is still being generated
+        await asyncio.sleep(0)
+    gate.set()
+    texts = [c.message.content for c in (await asked).choices]
     assert sorted(texts) == ["fine", "one", "three"]
     assert len(world.stored()) == 3
     assert len(world.engine.requests) == 4
