@@ -222,8 +222,11 @@ def test_a_number_of_shards_that_cannot_be_noted_starts_no_pool(cluster, tmp_pat
     config = PoolConfig(shards=2, journal_dir=tmp_path)
     with pytest.raises(OSError, match=SHARDS_FILE):
         start_shards(config, name="not noted")
-    with pytest.raises(PoolUnavailableError, match="no DataPool named 'not noted'"):
-        connect("not noted")
+    said = ""
+    while "no DataPool named 'not noted'" not in said:  # Ray ends the actors in its own time
+        with pytest.raises(PoolUnavailableError) as gone:
+            connect("not noted")
+        said = str(gone.value)
 
 
 def test_one_handle_of_several_shards_is_refused(cluster):
