@@ -86,7 +86,7 @@ def args_of(prompt_data: Path) -> Callable[..., Namespace]:
 
 
 def item(uid: str, instance: str, reward: float = 1.0, **more: Any) -> dict[str, Any]:
-    """What an item of `/get_rollout_data` must have."""
+    """Check the fields of an item of `/get_rollout_data`."""
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": f"fine {uid}"}]
     extra = {"timestamp": "12.5", **more}
     return dict(zip(REQUIRED, (uid, instance, messages, reward, extra), strict=True))

@@ -18,6 +18,7 @@ import torch
 from pyarrow import parquet
 
 from stepwell.backends.slime.sample import SlimeSample, sample_class
+from stepwell.datapool.sealed import sealed
 from stepwell.trainer.errors import CheckpointError, ConfigError, DataError
 from stepwell.trainer.slime import data_source as ours
 from stepwell.trainer.slime.data_source import (
@@ -230,6 +231,9 @@ def test_a_state_that_is_of_other_data_or_runs_code_is_refused(
     with pytest.raises(DataError, match=r"sample_offset 6, and an epoch of prompt_data .* has 5"):
         RolloutDataSource(args()).load(5)
     torch.save({"sample_index": 0, "metadata": {"path": tmp_path}}, path)
+    with pytest.raises(CheckpointError, match=r"state_dict_5\.pt cannot be read .*; remove it"):
+        RolloutDataSource(args()).load(5)
+    path.write_bytes(sealed(path.read_bytes()))  # a digest is no signature: anybody can make one
     with pytest.raises(CheckpointError, match=r"state_dict_5\.pt cannot be read .*; remove it"):
         RolloutDataSource(args()).load(5)
     torch.save([1, 2], path)

@@ -74,12 +74,12 @@ class RolloutSamples(list[Any]):
         self.groups = groups
         """The same samples by group."""
         self.metrics = metrics
-        """What was fetched for them."""
+        """Items that were fetched for them."""
 
 
 @dataclass
 class _Run:
-    """What is known of the rollout of one data source. slime keeps the source for a run; a run that
+    """State of the rollout of one data source. slime keeps the source for a run; a run that
     is resumed has a source of its own, and starts its rollout anew."""
 
     is_started: bool = False

@@ -54,6 +54,7 @@ from stepwell.trainer.errors import (
 from stepwell.trainer.slime.config import SlimeConfig, folder
 from stepwell.trainer.slime.dataset import open_dataset
 from stepwell.trainer.slime.pool import SlimePool
+from stepwell.trainer.slime.torch_file import load_torch
 
 log = logging.getLogger(__name__)
 
@@ -393,21 +394,18 @@ def _state_path(where: Path, rollout_id: int | None) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A state, of this module or of slime's. What slime wrote is loaded without running code."""
+    """Return a state, of this module or of slime's."""
     data = path.read_bytes()
-    ours = is_sealed(data)
     try:
-        content = unsealed(data) if ours else data
+        content = unsealed(data) if is_sealed(data) else data
     except ValueError as e:
         raise damaged(path, str(e), REMEDY) from e
     try:
-        # Of ours, samples may hold arrays.
-        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=not ours)
-    except Exception as e:  # what is damaged fails in many ways
-        why = str(e).partition("\n")[0].partition(" This file can still")[0]  # torch's advice
-        raise CheckpointError(f"{path} cannot be read ({type(e).__name__}: {why}); {REMEDY}") from e
+        state = load_torch(content)
+    except ValueError as e:
+        raise CheckpointError(f"{path} cannot be read ({e}); {REMEDY}") from e
     if not isinstance(state, dict) or "sample_index" not in state:
         raise CheckpointError(f"{path} holds no position in the data; {REMEDY}")
-    if DATA in state and not ours:
+    if DATA in state and not is_sealed(data):
         raise damaged(path, "its digest is gone", REMEDY)
     return state

@@ -26,7 +26,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from stepwell.backends.engines.client import version_number
@@ -39,17 +38,9 @@ from stepwell.trainer.errors import CheckpointError, RolloutError
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.slime.masked import steps_of
 from stepwell.trainer.slime.samples import WholeSamples
+from stepwell.trainer.slime.torch_file import load_torch
 
 log = logging.getLogger(__name__)
-
-_NUMPY: Any = [
-    np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
-    np._core.multiarray.scalar,  # type: ignore[attr-defined]
-    np.ndarray,
-    np.dtype,
-    *{type(np.dtype(code)) for code in "?bhilqBHILQefd"},
-]
-"""Constructors of NumPy's arrays and numbers: the only code of a file that is run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +131,9 @@ def _read(path: Path) -> list[SlimeSample]:
     remedy = "record the rollouts again"
     data = path.read_bytes()
     try:
-        content = unsealed(data) if is_sealed(data) else data
-        with torch.serialization.safe_globals(_NUMPY):
-            raw = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as e:  # what is damaged fails in many ways
-        why = str(e).partition("\n")[0].partition(" This file can still")[0]  # torch's advice
-        raise damaged(path, why, remedy) from e
+        raw = load_torch(unsealed(data) if is_sealed(data) else data)
+    except ValueError as e:
+        raise damaged(path, str(e), remedy) from e
     samples = raw.get("samples") if isinstance(raw, dict) else None
     if not isinstance(samples, list) or not all(isinstance(s, Mapping) for s in samples):
         raise CheckpointError(

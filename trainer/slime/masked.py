@@ -163,7 +163,7 @@ class _Found:
         return tuple(made)
 
     def sampling_params(self, start: int) -> Mapping[str, Any]:
-        """Of the last call that begins there or before; else of the first one."""
+        """Parameters of the last call that begins there or before; else of the first one."""
         before = [params for at, params in self._params if at <= start]
         if before:
             return before[-1]
@@ -173,7 +173,7 @@ class _Found:
 def _find(
     response: npt.NDArray[Any], sampled: npt.NDArray[Any], cursor: int, mask: npt.NDArray[Any]
 ) -> int | None:
-    """Where `sampled` stands in `response`, at `cursor` or behind it, and is trained."""
+    """Position of `sampled` in `response`, at `cursor` or behind it, where it is trained."""
     text, wanted = response.tobytes(), sampled.tobytes()
     at = text.find(wanted, cursor * 4)
     while at >= 0:
