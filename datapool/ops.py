@@ -283,7 +283,7 @@ class CompleteTrajectory(Change[TrajectoryOutcome], frozen=True, array_like=True
     metadata: dict[str, Any] = {}
     channel: Text = TRAIN
     owner: str | None = None
-    """Who asks (`types.OWNER`); None: one who may do everything."""
+    """Owner that asks (`types.OWNER`); None: one who may do everything."""
 
 
 class AbortTrajectory(Change[TrajectoryOutcome], frozen=True, array_like=True):
@@ -327,7 +327,7 @@ class SetReward(Change[SubmitOutcome], frozen=True, array_like=True):
     step_index: Natural | None = None
     channel: Text = TRAIN
     owner: str | None = None
-    """As of `CompleteTrajectory`."""
+    """Owner that asks, as in `CompleteTrajectory`."""
 
 
 class Mark(Change[Marks], frozen=True, array_like=True):
@@ -345,7 +345,7 @@ class Mark(Change[Marks], frozen=True, array_like=True):
     marks: dict[str, Any] = {}
     channel: Text = TRAIN
     owner: str | None = None
-    """As of `CompleteTrajectory`."""
+    """Owner that asks, as in `CompleteTrajectory`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -26,7 +26,7 @@ from stepwell.gateway.wiring import Wiring
 CHECK_S = 1.0
 """How old the last look at another replica may be, and how long it is waited for."""
 FORGET_S = 10.0
-"""How long another replica is waited for that is to forget a trajectory."""
+"""Seconds that another replica has to forget a trajectory."""
 FORGET_HEADER = "x-stepwell-replica"
 """On a DELETE that another replica sends, which has deleted it from the pool."""
 

@@ -112,8 +112,8 @@ class AgentKey(Section):
     key: Key
     """Write `${oc.env:NAME}`, so that the key is in the environment and in no file."""
     channel: str | None = Field(default=None, min_length=1)
-    """Where what is called with this key is stored; null: `gateway.channel`. What a key with a
-    channel opens is its own, and no other agent key's; keys without one share what they open."""
+    """Channel of the Steps that are called with this key; null: `gateway.channel`. A key with a
+    channel owns what it opens, against other agent keys; keys without one share what they open."""
 
 
 class GroupsConfig(Section):

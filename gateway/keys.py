@@ -72,7 +72,7 @@ class Principal(NamedTuple):
     others: frozenset[str] = frozenset()
     """Whose names an agent key may not use: as they stand in ids (`named`)."""
     ending: str = ""
-    """Of ids that are its own: `@` and its owner, or `@admin` where there are agent keys."""
+    """Ending of ids that are its own: `@` and its owner, or `@admin` where there are agent keys."""
 
     def named(self, name: str) -> str:
         """An id of this name that no other agent key can open. `@` stands before the owner, `~`

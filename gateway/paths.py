@@ -18,7 +18,7 @@ UNDER = "/{trajectory_uid}/{prompt_uid}/v1"
 
 
 GEMINI_BASES = (f"{UNDER}beta", UNDER, "/v1beta", "/v1")
-"""What the paths of Gemini's API begin with. Google's SDK says `v1` since version 3; before, and in
+"""Beginnings of the paths of Gemini's API. Google's SDK says `v1` since version 3; before, and in
 other clients, `v1beta`."""
 _GEMINI_ENDS = (":generateContent", ":streamGenerateContent", ":countTokens")
 

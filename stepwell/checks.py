@@ -410,7 +410,7 @@ def selections(config: RunConfig) -> None:
 
 
 def loss_mask(config: RunConfig) -> None:
-    """That of the gateway; `open_conversations` builds the one of `algorithm.sft`."""
+    """Load the gateway's, if it is a path; `open_conversations` builds that of `algorithm.sft`."""
     if is_path(name := config.gateway.loss_mask_type):
         with named("gateway.loss_mask_type"):
             load_own(name)

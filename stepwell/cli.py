@@ -281,7 +281,7 @@ def _config(args: argparse.Namespace) -> None:
 
 
 def _answer_names(args: argparse.Namespace) -> None:
-    """What another framework's names are here. Those that are not known are told last, as one
+    """Print our keys for another framework's names. Names that are not known come last, as one
     error."""
     from stepwell.migration import find, table_of
 

@@ -90,7 +90,7 @@ class ClusterConfig(Section):
     engines: int = Field(default=1, ge=1)
     """Engines that are launched; the gateway spreads requests over them."""
     gpus_per_engine: int = Field(default=1, ge=1)
-    """Of an SGLang engine, on as few nodes as hold them (its `--tp-size` goes into
+    """GPUs of an SGLang engine, on as few nodes as hold them (its `--tp-size` goes into
     engine.extra_args)."""
 
 

@@ -64,7 +64,7 @@ async def _finding(engine: EngineClient, name: str) -> Finding:
 
 
 def _server(name: str, missing: Collection[str]) -> Finding:
-    """What answers there."""
+    """Return a finding: the server that answers there."""
     if "/generate" in missing:
         return Finding(
             "engine",

@@ -12,4 +12,4 @@ class RunUnavailableError(ConnectionError):
 
 
 class NoRunError(RunUnavailableError, LookupError):
-    """What was named is no run: no folder, a folder without one, or a Ray without one."""
+    """No run has this name: no folder, a folder without one, or a Ray without one."""

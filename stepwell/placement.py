@@ -237,7 +237,7 @@ class Placement:
         }
 
     def engine_options(self, number: int) -> list[dict[str, Any]]:
-        """Of each of the engine's nodes; mostly it has one."""
+        """Ray's options for each of the engine's nodes; mostly it has one."""
         return [self.options(seat) for seat in self._seats(number)] or [{}]
 
     def engine_ip(self, number: int) -> str | None:

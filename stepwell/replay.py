@@ -60,7 +60,7 @@ def replay(config: RunConfig, backend: TrainingBackend) -> dict[str, Any]:
 
 
 def _slime_form(config: RunConfig) -> SlimeForm:
-    """What samples of slime's do not say of their run, as this one has it."""
+    """Return this run's values of what slime's samples do not say of theirs."""
     rollout = config.rollout
     return SlimeForm(
         group_size=rollout.n,

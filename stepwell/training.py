@@ -195,7 +195,7 @@ def build_updater(config: RunConfig, backend: TrainingBackend, **critic_options:
 
 
 def _slime_arguments(config: RunConfig) -> dict[str, Any]:
-    """What functions of slime's form are told of a run, by slime's names."""
+    """Return a run's values for functions of slime's form, by slime's names."""
     return {
         "n_samples_per_prompt": config.rollout.n,
         "rollout_batch_size": config.trainer.train_batch_size

@@ -197,7 +197,7 @@ def test_no_row_is_half_done() -> None:
 
 
 def importable(name: str) -> bool:
-    """Whether `package.module:attr`, or the same with dots alone, can be had."""
+    """Return true if `package.module:attr`, or the same with dots alone, can be imported."""
     parts = name.replace(":", ".").split(".")
     for n in range(len(parts), 0, -1):
         try:
@@ -213,7 +213,7 @@ def importable(name: str) -> bool:
 
 
 def is_key(name: str) -> bool:
-    """Whether it is a key, a section, or a name within a mapping of the user's."""
+    """Return true if it is a key, a section, or a name within a mapping of the user's."""
     return any(
         fnmatchcase(name, key) or key.startswith(f"{name}.") or name.startswith(f"{key}.")
         for key in KEYS

@@ -58,7 +58,8 @@ class ReadOnlyDataError(DataError, RuntimeError):
 
 
 class GroupShapeError(DataError, AssertionError):
-    """What was added to a data source are no groups of its size; slime raises the second base."""
+    """Samples that were added to a data source are no groups of its size; slime raises the second
+    base."""
 
 
 class DataExhaustedError(TrainerError, LookupError):

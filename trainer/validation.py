@@ -455,7 +455,7 @@ def question(task: Mapping[str, Any]) -> str:
 
 
 def extra_info(trajectory: Trajectory) -> Mapping[str, Any]:
-    """What the reward function said beside the score."""
+    """Further values of the reward function beside the score."""
     said: Mapping[str, Any] = trajectory.metadata.get(EXTRA) or {}
     return said
 

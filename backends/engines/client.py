@@ -279,7 +279,7 @@ class EngineClient:
         return True
 
     async def has_route(self, path: str) -> bool:
-        """Whether the server has the endpoint `path`. Asks by `OPTIONS`: nothing happens there."""
+        """Return true if the server has the endpoint `path`. Asks by `OPTIONS`: nothing happens."""
         try:
             await self._ask(path, method="OPTIONS")
         except (EngineRequestError, EngineInternalError) as e:

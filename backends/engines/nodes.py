@@ -48,13 +48,13 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0
 """Between two looks at the parts."""
 ANSWER_S = 60.0
-"""How long a part may take to answer; that of a node that is lost never does."""
+"""Seconds that a part has to answer; that of a lost node never does."""
 _KEPT_PORTS_S = 60.0
-"""How long the head of a server that ended waits for its own ports to be free again."""
+"""Seconds that the head of a server that ended waits until its own ports are free again."""
 
 
 class Node(Protocol):
-    """What a group asks of a part."""
+    """Interface of a part to its group."""
 
     async def reserve(self, first_port: int | None = None) -> Host: ...
     async def launch(self, launch: NodeLaunch) -> str: ...
@@ -188,7 +188,7 @@ class EngineGroup:
         return {"url": self._url, "restarts": self.restarts, "error": error, "nodes": nodes}
 
     async def _states(self) -> list[dict[str, Any] | BaseException]:
-        """Of each part; what a node that is lost raises."""
+        """Return the status of each part, or the error that a lost node raises."""
         parts = (node.status() for node in self._nodes)
         return await asyncio.gather(*parts, return_exceptions=True)
 

@@ -37,7 +37,7 @@ _ATTEMPTS = 200
 
 
 class Host(NamedTuple):
-    """Where a part of a server is: its node's address and the first port of its block."""
+    """Place of a part of a server: its node's address and the first port of its block."""
 
     ip: str
     first_port: int

@@ -107,7 +107,7 @@ def _needed(config: EngineConfig) -> Collection[str]:
 
 
 def _told(engine: EngineClient, name: str, missing: Iterable[str]) -> str:
-    """What is missing, and what each loss costs the run."""
+    """Return text: each missing route, and what its loss costs the run."""
     by_loss: dict[str, list[str]] = {}
     for path in missing:
         by_loss.setdefault(_LOST[path], []).append(path)
@@ -116,7 +116,7 @@ def _told(engine: EngineClient, name: str, missing: Iterable[str]) -> str:
 
 
 async def server_name(engine: EngineClient) -> str:
-    """What the server says it is, e.g. "sglang 0.5.9" or "vllm"; empty if it does not."""
+    """Return the server's name for itself, e.g. "sglang 0.5.9" or "vllm"; empty if it has none."""
     words: list[object] = []
     with suppress(EngineError):
         words.append((await engine.served_model()).get("owned_by"))

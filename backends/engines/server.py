@@ -52,7 +52,7 @@ class EngineServer:
             None if config.kind == "attach" else Supervisor(config, log_dir, weights_dir)
         )
         self._urls = list(config.urls)
-        """Of attached engines."""
+        """Return the urls of attached engines."""
         self._stopped = asyncio.Event()
 
     async def start(self) -> list[str]:

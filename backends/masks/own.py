@@ -30,7 +30,7 @@ _PATH = re.compile(r"(?P<path>[^()]+[:.][^()]+?)(?:\((?P<type>[\w.-]+)\))?")
 
 
 def is_path(name: str) -> bool:
-    """Whether `name` is the path of a generator and not a built-in name."""
+    """Return true if `name` is the path of a generator and not a built-in name."""
     return _PATH.fullmatch(name) is not None
 
 

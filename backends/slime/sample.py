@@ -121,7 +121,7 @@ class SlimeSample:
     teacher_log_probs: list[float] | None = None
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Of samples made of Steps: the trajectory's, and `prompt_uid`, `trajectory_uid`,
+    """Samples made of Steps have the trajectory's, and `prompt_uid`, `trajectory_uid`,
     `step_indices`, `source_name`."""
     generate_function_path: str | None = None
     custom_rm_path: str | None = None

@@ -56,7 +56,7 @@ async def long_conversations(bench: Bench) -> None:
 
 
 async def contexts(bench: Bench) -> None:
-    """Every system that is one process."""
+    """Measure every system that is one process."""
     bench.report.figures["growing_by_500_tokens_a_turn"] = [
         {"system": system.name, "context": kind, "cpu_ms": await _growing(bench, system, kind)}
         for kind in CONTEXTS
@@ -66,7 +66,7 @@ async def contexts(bench: Bench) -> None:
 
 
 async def coding(bench: Bench) -> None:
-    """As `contexts`."""
+    """Measure every system that is one process, whole and streamed."""
     bench.report.figures["coding_agents_at_45k"] = [
         {
             "system": system.name,

@@ -87,7 +87,7 @@ class TrajectoryRow:
 
 @dataclass(frozen=True, slots=True)
 class IndexRow:
-    """Which steps of a trajectory of a live group are stored."""
+    """Indices of the stored steps of a trajectory of a live group."""
 
     trajectory_uid: str
     prompt_uid: str

@@ -137,7 +137,7 @@ class GenerationConfig(Fields):
         return f"generationConfig.{name}"
 
     def constraint(self) -> tuple[str, str] | None:
-        """What it asks of the engine.
+        """Return the engine's constraint: its kind and text.
 
         Raises:
             RequestError
@@ -251,7 +251,7 @@ class CountParams(GenerateParams):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What shapes the answer and not the call."""
+    """Choices that shape the answer and not the call."""
 
     include_thoughts: bool
 
@@ -276,7 +276,7 @@ class Gemini(Dialect):
         return self._parsed(GenerateParams.read(body))
 
     def parse_count(self, body: dict[str, Any]) -> Parsed:
-        """Of `POST …:countTokens`: contents, or all that a call would send.
+        """Read a body of `POST …:countTokens`: contents, or all that a call would send.
 
         Raises:
             RequestError

@@ -1,4 +1,4 @@
-"""Which dialect speaks at which path: below `/v1/`, and Gemini's by its methods."""
+"""Dialect of each path: below `/v1/`, and Gemini's by its methods."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class TextEncoder:
 
     @property
     def is_fast(self) -> bool:
-        """Whether fastokens encodes."""
+        """True while fastokens encodes."""
         return self._fast is not None
 
     def encode(self, text: str) -> TokenIds:

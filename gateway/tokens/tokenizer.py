@@ -95,7 +95,7 @@ class ChatTokenizer:
 
     @property
     def is_fast(self) -> bool:
-        """Whether fastokens encodes texts, and not tokenizers."""
+        """True while fastokens encodes texts, and not tokenizers."""
         return self._encoder.is_fast
 
     @property

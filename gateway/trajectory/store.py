@@ -181,7 +181,7 @@ class Outcomes:
             raise
 
     async def why_late(self, uid: str, caller: Principal) -> str:
-        """What became of a trajectory before its reward came, as a clause."""
+        """Return a clause: the end of a trajectory before its reward came."""
         try:
             return await self._first(
                 uid, caller, lambda channel: self._recording.pool.why_closed(uid, channel)

@@ -125,7 +125,7 @@ class Rollouts:
     step: Callable[[Task, int], dict[str, Any]] = lambda task, index: {}
     """Further fields of the step of a task's rollout."""
     metadata: Callable[[Task, int], dict[str, Any]] = lambda task, index: {}
-    """What the agent says with the end of a task's rollout."""
+    """Metadata that the agent sends with the end of a task's rollout."""
     begun: Counter[int] = field(default_factory=Counter)
     """Training groups by the version that they were begun under."""
     begun_tasks: list[str] = field(default_factory=list)

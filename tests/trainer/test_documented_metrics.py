@@ -68,7 +68,7 @@ def said(task: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def measured(task: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """What a tool of verl's kind gives beside its result."""
+    """Metrics of a tool of verl's kind, beside its result."""
     return {"tool_metrics": {"search": [{"hits": index}, {"hits": 2, "note": "text"}]}}
 
 

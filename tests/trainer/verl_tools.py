@@ -72,7 +72,7 @@ class Newer(BaseTool):
 
 
 class Base(BaseTool):
-    """What the base does, with a schema of its own."""
+    """The base's behaviour, with a schema of its own."""
 
     def get_openai_tool_schema(self) -> Any:
         from stepwell.trainer.tools.verl import OpenAIFunctionToolSchema

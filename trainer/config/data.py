@@ -94,7 +94,7 @@ class RowSource(_Source):
     filter_overlong_prompts: bool = True
     """Leave longer prompts out; false does with them what `truncation` says."""
     truncation: Truncation = "error"
-    """What is done to longer prompts that are not left out: cut their text at the `left` (the
+    """Treatment of longer prompts that are not left out: cut their text at the `left` (the
     oldest), the `right` or in the `middle`, never in system messages; or refuse the data (`error`).
     """
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

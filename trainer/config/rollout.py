@@ -61,7 +61,7 @@ class SandboxFusionConfig(Section):
     named_by = "url"
 
     url: str = Field(pattern="^https?://.")
-    """Of the server, or of its `/run_code`, e.g. http://localhost:8080."""
+    """Address of the server, or of its `/run_code`, e.g. http://localhost:8080."""
     max_concurrent: int = Field(default=64, ge=1)
     """Programs that run there at once."""
 

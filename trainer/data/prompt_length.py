@@ -147,7 +147,7 @@ class _Text(NamedTuple):
     message: int | None
     """None: it is the question."""
     part: int | None
-    """Of the message's content; None: it is the content."""
+    """Position in the message's content; None: it is the content."""
     content: str
 
 

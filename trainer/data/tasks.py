@@ -286,7 +286,7 @@ class _RowTasks:
 
 
 def _lacks_tools_kwargs(task: Task) -> bool:
-    """Whether it says, as verl's rows do, that its tools need arguments, and has none."""
+    """Return true if it says, as verl's rows do, that its tools need arguments, and has none."""
     metadata = task["metadata"]
     return bool(metadata.get("need_tools_kwargs")) and not metadata.get("tools_kwargs")
 

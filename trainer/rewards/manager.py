@@ -63,7 +63,7 @@ class RewardManager:
         self._config = config
         self._slots = asyncio.Semaphore(config.concurrency)
         self._sandbox: SandboxFusion | None = None
-        """Of all functions that run programs there."""
+        """Slots of all functions that run programs there."""
         if (server := config.sandbox_fusion) is not None:
             self._sandbox = SandboxFusion(server.url, server.max_concurrent, config.timeout_s)
         self._by_source = {

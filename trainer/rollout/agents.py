@@ -95,7 +95,7 @@ _GENERATE = ("args", "sample", "sampling_params")
 
 
 def is_generate(agent: object) -> bool:
-    """Whether it names its parameters as slime's generate functions do."""
+    """Return true if it names its parameters as slime's generate functions do."""
     names = _parameters(agent)
     return names[1:2] == ["sample"] or names[2:3] == ["sampling_params"]
 

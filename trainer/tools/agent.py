@@ -54,7 +54,7 @@ class ToolRun:
     rewards: dict[str, float] = field(default_factory=dict)
     """`calc_reward` by tool, of those that were used and have an opinion."""
     metrics: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)
-    """What `execute` gave as metrics, by tool, in the order of the calls."""
+    """Metrics of `execute`, by tool, in the order of the calls."""
 
 
 class ToolAgent:

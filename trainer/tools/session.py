@@ -51,7 +51,7 @@ class CallResult:
     reward: float | None = None
     """What `execute` gave for this step; None: nothing."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """What it gave beside, as verl's tools do."""
+    """Metrics that it gave beside, as verl's tools do."""
     error: str | None = None
     """None, or "unknown_tool", "arguments", "refused" (a ToolError), "failed", "timeout",
     "too_many"."""
@@ -223,7 +223,7 @@ class ToolSession:
 
     @property
     def metrics(self) -> dict[str, list[Mapping[str, Any]]]:
-        """What `execute` gave as metrics, by tool, in the order of the calls."""
+        """Metrics of `execute`, by tool, in the order of the calls."""
         metrics: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
         for result in self.results:
             if result.metrics:

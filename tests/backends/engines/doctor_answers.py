@@ -1,4 +1,4 @@
-"""What servers answer to `stepwell doctor --engine`, recorded from real ones and given again.
+"""Answers of servers to `stepwell doctor --engine`, recorded from real ones and given again.
 
     doctor ──► recording(url, answers) ──► the engine      writes doctor_{sglang,vllm}.json
     doctor ──► given_again(answers)                        `test_doctor_engine.py` reads them
