@@ -42,7 +42,7 @@ from stepwell.gateway.config import REMEMBERED
 from stepwell.gateway.errors import GatewayError, RequestError, TrajectoryClosedError
 from stepwell.gateway.keys import Named, Principal, presented
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.tokens.messages import Key, extend_key, text_prefix_keys
+from stepwell.gateway.tokens.messages import Key, text_prefix_keys
 from stepwell.gateway.trajectory.groups import Groups
 from stepwell.gateway.trajectory.retries import RetryKey
 from stepwell.gateway.trajectory.store import TrajectoryStore
@@ -108,12 +108,8 @@ class Conversations:
             for _, key in text_prefix_keys(plain, self._lengths):
                 deepest = self._by_turn.get(caller + key, deepest)
             return deepest
-        key = call.root
-        for message in call.messages:
-            key = extend_key(key, message)
-            if message["role"] == "assistant":
-                deepest = self._by_turn.get(caller + key, deepest)
-        return deepest
+        turns = (self._by_turn.get(caller + key) for _, key in call.keys.ends())
+        return next((uid for uid in turns if uid is not None), None)
 
     def note_turn(self, trajectory: LiveTrajectory, key: Key, length: int | None) -> None:
         """A turn was stored: calls that extend its conversation belong to its trajectory."""
