@@ -1,7 +1,7 @@
 """The gateway's configuration section.
 
 Owns: names, bounds and meaning of every gateway option. Does not own: reading YAML
-(`stepwell/presets.py`). Imports neither torch nor transformers.
+(`stepwell/config/load.py`). Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
