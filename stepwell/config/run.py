@@ -17,7 +17,7 @@ from stepwell.backends.config import EngineConfig, TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError
 from stepwell.backends.hub import is_hub_id
 from stepwell.backends.registry import BACKEND_NAMES, ENGINE_NAMES
-from stepwell.datapool.config import ChannelConfig, PoolConfig
+from stepwell.datapool.config import ChannelConfig, PoolConfig, Section
 from stepwell.datapool.types import SFT, TRAIN
 from stepwell.gateway.config import GatewayConfig
 from stepwell.layout import POOL
@@ -34,7 +34,6 @@ from stepwell.trainer.config import (
     check_sampling,
 )
 from stepwell.trainer.sampling import sft_channel, train_channel
-from stepwell.trainer.section import Section
 
 SERVED_BYTES = 1_000_000_000
 """`pool.memory_limit_bytes` of `stepwell serve`, where it is null."""

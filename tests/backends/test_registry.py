@@ -52,7 +52,7 @@ class NeedsForest(Counter):
 OWN_OPTIONS = (
     COUNTER
     + """
-from stepwell.backends.config import Section
+from stepwell.datapool.config import Section
 
 class CounterOptions(Section):
     start: int = 0

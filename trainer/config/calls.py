@@ -1,25 +1,12 @@
-"""The base of every section: what `backends/config.py` refuses, and text alone for a section."""
+"""The keys of how LLM calls are sampled, for `rollout` and `validation`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt
 
-from stepwell.backends.config import Section as Refusing
-
-
-class Section(Refusing):
-    named_by: ClassVar[str | None] = None
-    """The key that text alone stands for: `reward: math` is `reward: {function: math}`."""
-    spelled_out: ClassVar[Callable[[str], dict[str, str]] | None] = None
-    """What text alone stands for where sections differ by `kind`; None: for the kind."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_alone(cls, value: Any) -> Any:
-        return {cls.named_by: value} if cls.named_by and isinstance(value, str) else value
+from stepwell.datapool.config import Section
 
 
 def _listed(value: Any) -> Any:
