@@ -45,8 +45,9 @@ from benchmarks.checks import BenchResult
 from benchmarks.gateway.engine import Answers, Connection, Server
 from benchmarks.gateway_updates import MODEL, engine
 from stepwell.backends.engines.client import EngineClient
-from stepwell.cluster import Parts
-from stepwell.config import RunConfig
+from stepwell.cluster.parts import Parts
+from stepwell.config.load import load_config
+from stepwell.config.run import RunConfig
 from stepwell.datapool import DataPoolClient, PoolConfig, Step
 from stepwell.datapool.remote import wire
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper
@@ -58,11 +59,10 @@ from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.server import http_protocol
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.wiring import Wiring
-from stepwell.presets import load_config
+from stepwell.run.trainer import build_trainer
 from stepwell.trainer.config import DataConfig
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.rollout.worker import WorkerHandle
-from stepwell.training import build_trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = "stepwell."
