@@ -18,14 +18,14 @@ from stepwell.backends.base import TrainingBackend
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import EngineError, UnsupportedByBackendError, VersionNotKeptError
 from stepwell.backends.weights import StoreLock, WeightStore
-from stepwell.config import RunConfig
+from stepwell.config.run import RunConfig
 from stepwell.datapool import Step
+from stepwell.run.trainer import build_updater
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.publish.guard import Sample, falls_below
 from stepwell.trainer.publish.publisher import Publisher
 from stepwell.trainer.publish.rollback import serve_earlier
 from stepwell.trainer.threads import ComputeThread
-from stepwell.training import build_updater
 from tests.trainer.small_run import (
     FakeEngine,
     RecordingBackend,
