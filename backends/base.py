@@ -25,9 +25,9 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
-from stepwell.backends.config import Section
 from stepwell.backends.errors import BackendConfigError, BatchError, UnsupportedByBackendError
 from stepwell.backends.registry import BACKEND_NAMES, Registry, first_line
+from stepwell.datapool.config import Section
 from stepwell.datapool.types import Step
 
 

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.checks import BenchResult
-from stepwell.cli import interruptible
+from stepwell.cli.main import interruptible
 from stepwell.trainer.errors import ConfigError
 
 BENCHES = {

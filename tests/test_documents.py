@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 import stepwell
-from stepwell.config_keys import all_keys
+from stepwell.config.keys import all_keys
+from stepwell.config.migration import rows, tables
 from stepwell.gateway import lifecycle
 from stepwell.gateway.routes import ROUTES
 from stepwell.gateway.slime_buffer.router import router as rollout_router
 from stepwell.gateway.ui.router import UI_ROUTES
-from stepwell.migration import rows, tables
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from stepwell.backends.weights import WeightStore, check_version, read_current
+from stepwell.config.load import load_config
 from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.files.export import read, write
 from stepwell.datapool.files.trained import (
@@ -37,10 +38,9 @@ from stepwell.datapool.inspect.rows import ExportedTrajectory
 from stepwell.datapool.remote.start import _note_started, _was_started
 from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.gateway.ui.run_folder import RunFolder
-from stepwell.presets import load_config
-from stepwell.report import read_summary, write_summary
-from stepwell.run_file import begin, read_run
-from stepwell.trackers import _run_id
+from stepwell.run.folder import begin, read_run
+from stepwell.track.summary import read_summary, write_summary
+from stepwell.track.trackers import _run_id
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.ledger import Ledger, audit, read_ledger
 from stepwell.trainer.metrics import MetricsWriter, read_metrics

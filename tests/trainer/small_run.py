@@ -23,13 +23,14 @@ from torch import Tensor
 
 from stepwell.backends.base import LossFn, TokenBatch, TrainingBackend
 from stepwell.backends.engines.client import EngineClient, version_number
-from stepwell.cluster import Parts
-from stepwell.config import RunConfig
+from stepwell.cluster.parts import Parts
+from stepwell.config.load import load_config
+from stepwell.config.run import RunConfig
 from stepwell.datapool import DataPoolClient, PoolConfig, Step, VersionSpan
 from stepwell.datapool.remote.link import LocalPort
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.types import GREEDY, TRAIN, VAL
-from stepwell.presets import load_config
+from stepwell.run.trainer import build_trainer
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.config import DataConfig
 from stepwell.trainer.data import PromptSource, Task, open_conversations
@@ -37,7 +38,6 @@ from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.loop import Trainer
 from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.validation import Evaluation
-from stepwell.training import build_trainer
 
 SMALL = (
     "logging.wandb=disabled",

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from stepwell.backends.torch.backend import TorchBackend, TorchBatch
+from stepwell.config.load import load_config
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper
 from stepwell.datapool.types import DUPLICATE_OF, TRAIN, Group, Lease, Step, Trajectory
-from stepwell.presets import load_config
+from stepwell.run.trainer import build_updater
 from stepwell.trainer.batches import Batches
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.feeds import Feed
@@ -25,7 +26,6 @@ from stepwell.trainer.metrics import Phases
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.sampling import GroupFilter
 from stepwell.trainer.updater import Updater
-from stepwell.training import build_updater
 
 ROOT = Path(__file__).resolve().parents[2]
 

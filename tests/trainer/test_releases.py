@@ -17,7 +17,7 @@ from stepwell.backends.base import TrainingBackend
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import VersionNotKeptError
 from stepwell.backends.weights import WeightStore
-from stepwell.config import RunConfig
+from stepwell.config.run import RunConfig
 from stepwell.datapool import Step
 from stepwell.trainer.guard import Sample, falls_below
 from stepwell.trainer.memory import EngineMemory

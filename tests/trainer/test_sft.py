@@ -14,11 +14,11 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from stepwell import checks
 from stepwell.backends.errors import BackendConfigError
+from stepwell.config.load import load_config
 from stepwell.datapool.types import SFT, TRAIN, Group, Trajectory
-from stepwell.presets import load_config
 from stepwell.quickstart.conversations import conversations as quickstarts
+from stepwell.run import checks
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.config import JsonlSource, SftConfig
 from stepwell.trainer.data import Conversations, open_conversations

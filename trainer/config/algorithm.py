@@ -22,6 +22,7 @@ from pydantic import (
 from stepwell.backends.config import CriticConfig
 from stepwell.backends.masks import check_mask_name
 from stepwell.backends.registry import Registry
+from stepwell.datapool.config import Section
 from stepwell.trainer.algorithms.advantages.base import Credit, Estimator
 from stepwell.trainer.algorithms.kl import KlConfig
 from stepwell.trainer.algorithms.off_policy.base import OffPolicyMethod
@@ -29,7 +30,6 @@ from stepwell.trainer.algorithms.options import Options, own_options
 from stepwell.trainer.algorithms.policy_losses.base import PolicyLoss
 from stepwell.trainer.algorithms.policy_losses.ppo import PPO
 from stepwell.trainer.algorithms.registry import ESTIMATORS, METHODS, POLICY_LOSSES
-from stepwell.trainer.section import Section
 
 OwnOptions: TypeAlias = Annotated[SerializeAsAny[Options], Field(validate_default=True)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from stepwell.trainer.section import Section
+from stepwell.datapool.config import Section
 
 
 class GuardConfig(Section):
