@@ -145,7 +145,7 @@ class Trainer:
             self._untrained = len(prepared.mini_batches) - number
             await self.publisher.borrow_memory()
             with self._phases("train"):
-                step = partial(self.updater.step, prepared.batch, steps)
+                step = partial(self.updater.step, prepared, steps)
                 update = await self._traced("step", step)
             await self.publisher.stepped()
             with self._phases("sample"):
