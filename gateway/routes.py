@@ -157,6 +157,7 @@ async def serve(
     ]
     if asked[0].trajectory.unrecorded != "asked":
         reading.remember(calls[0])
+    del reading  # it refers to the body
     listeners = await services.calls.start(
         asked, dialect.name, caller=principal, begin_again=begin_again
     )
@@ -175,7 +176,7 @@ async def serve(
         except BaseException:  # nobody reads what the other samples say
             exchange.close()
             raise
-        frames = dialect.frames(exchange)
+        frames = exchange.frames(dialect.writer(exchange))
         stream = EventStream(frames, exchange, exchange.handed, dialect.stream_type)
         return _told(stream, services, exchange)
     try:
