@@ -620,29 +620,54 @@ class Listener:
         """Of the call's `tokens`, those that the last delta tells, or the reply: the rest."""
         self._calls = calls
         self._n_told = self._read = 0
+        self._has_ended = False
         live.readers.add(self)
 
-    async def next(self) -> Delta | Reply:
-        """The next delta, or the reply when its Step is stored.
+    @property
+    def has_news(self) -> bool:
+        """`next` has something, or raises."""
+        live = self.call
+        return self._read < len(live.deltas) or live.error is not None or live.state == "done"
+
+    def begin(self) -> None:
+        """Let the call go on beside its request, if nothing does yet."""
+        live = self.call
+        if live.is_due:
+            live.task = asyncio.create_task(self._calls.run(self.trajectory, live))
+
+    def next(self) -> Delta | Reply | None:
+        """The next delta, or once the reply when its Step is stored; None: nothing yet, or no more.
 
         Raises:
             GatewayError: the call failed.
         """
         live = self.call
-        if live.is_due:
-            live.task = asyncio.create_task(self._calls.run(self.trajectory, live))
-        while True:
-            if self._read < len(live.deltas):
-                self._read += 1
+        if self._read < len(live.deltas):
+            self._read += 1
+            if live.request.n_logprobs is not None:
                 self._tell(live.n_told(self._read))
-                return live.deltas[self._read - 1]
-            if (ended := live.end()) is not None:
-                self._tell(len(live.tokens))
-                return ended
-            await live.changed()
+            return live.deltas[self._read - 1]
+        if self._has_ended or (ended := live.end()) is None:
+            return None
+        self._has_ended = True
+        self._tell(len(live.tokens))
+        return ended
+
+    def check(self) -> None:
+        """Raise the error of a call that failed before its first delta."""
+        if not self.call.deltas:
+            self.call.end()
+
+    def notify(self, waiter: asyncio.Future[bool]) -> None:
+        """Set `waiter` to true when `next` may have something more."""
+        self.call.notify(waiter)
 
     async def result(self) -> Reply:
-        """The reply, deltas skipped."""
+        """The reply, deltas skipped. A call that nothing generates yet is generated here.
+
+        Raises:
+            GatewayError: the call failed.
+        """
         live = self.call
         if live.is_due:
             await self._calls.run(self.trajectory, live)

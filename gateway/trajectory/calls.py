@@ -168,7 +168,7 @@ class LiveCall:
         """Its client waits no more, whoever takes the reply."""
         self.readers: set[object] = set()
         """Those of its clients that are still there."""
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiting: list[asyncio.Future[bool]] = []
 
     @property
     def n_prompt(self) -> int:
@@ -227,13 +227,17 @@ class LiveCall:
         """Wake those who wait for a change."""
         for waiter in self._waiting:
             if not waiter.done():  # its client left
-                waiter.set_result(None)
+                waiter.set_result(True)
         self._waiting.clear()
+
+    def notify(self, waiter: asyncio.Future[bool]) -> None:
+        """Set `waiter` to true when there is a delta more, or the end."""
+        self._waiting.append(waiter)
 
     async def changed(self) -> None:
         """Return when there is a delta more, or the end."""
         waiter = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiter)
+        self.notify(waiter)
         await waiter
 
     async def wait(self) -> None:
@@ -249,15 +253,11 @@ class LiveCall:
                 self.task.cancel()
 
 
-Calls: TypeAlias = tuple[Call, ...]
-"""Calls of one key."""
-
-
 class CallMemory:
     """Calls by the digest of their request's key, the key used last at the end."""
 
     def __init__(self) -> None:
-        self._calls: dict[bytes, Calls] = {}
+        self._calls: dict[bytes, tuple[Call, ...]] = {}
 
     def add(self, call: Call, *, replaces_failed: bool = False) -> None:
         """Remember a call.
@@ -365,12 +365,12 @@ def _index(call: Call) -> int | None:
     return None if call.turn is None else call.turn.step_index
 
 
-def _unanswered(calls: Calls) -> list[Call]:
+def _unanswered(calls: tuple[Call, ...]) -> list[Call]:
     """Calls whose clients still wait."""
     return [c for c in calls if c.live is not None and not (c.failed or c.delivered)]
 
 
-def _give_up(calls: Calls, again: Call) -> None:
+def _give_up(calls: tuple[Call, ...], again: Call) -> None:
     """Mark the calls that a client waits for no more, since it has sent their request `again`. One
     that has a reply already samples on purpose."""
     if not any(c.delivered and not c.is_unseen for c in calls):
