@@ -28,6 +28,7 @@ from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.functions import load_function
 from stepwell.gateway.hosts import Hosts
 from stepwell.gateway.keys import KeyRing
+from stepwell.gateway.known_bodies import KnownBodies
 from stepwell.gateway.limits import CallLimits
 from stepwell.gateway.prompt import Prompts
 from stepwell.gateway.reply.reader import ReplyFormat
@@ -62,6 +63,7 @@ class Services:
         self.reward = load_function(config, "reward_fn")
         self.threads = ThreadPoolExecutor(RENDER_THREADS, "gateway-render")
         self.addresses = Addresses(wiring, config.public_url)
+        self.known_bodies = KnownBodies()
         self.engine = EngineClient(config, wiring, tokenizer.vocabulary)
         self.recording = Recording(pool, config)
         self.groups = Groups(config)
