@@ -115,6 +115,8 @@ class Calls:
     """Of the last calls: from the request read to the Step stored, without the engine's time."""
     failed_at: float = float("-inf")
     """When engine or pool last failed a call (`time.monotonic()`)."""
+    is_closing: bool = False
+    """The gateway stops: what it cuts off now is given up."""
 
     # -- which calls a request has -----------------------------------------------------------
 
@@ -374,16 +376,17 @@ class Calls:
             else:
                 turn = trajectory.add_turn(live) if stored is None else stored
                 self._answered(trajectory, live, turn)
-        except asyncio.CancelledError as e:
+        except asyncio.CancelledError:
             if live.why_cancelled is not None and live.task is not None:
                 live.task.uncancel()
                 self._failed(trajectory, live, live.why_cancelled)
-            elif live.state == "committing":  # commits are not cancelled: go on without the client
+            elif live.state == "committing" and not self.is_closing:
+                # Its request was given up, its Step is not: commits go on.
                 live.task = asyncio.create_task(self.run(trajectory, live))
                 raise
             else:
                 self._failed(trajectory, live, GatewayError("the gateway is shutting down"))
-                raise e
+                raise
         except Exception as e:  # noqa: BLE001 - whatever it is, its clients are told
             self._failed(trajectory, live, e)
         finally:

@@ -144,6 +144,7 @@ class Services:
         self.dashboard.close()
         await self.identities.close()
         await self.rollout_buffer.close()
+        self.calls.is_closing = True
         calls = [c for t in self.trajectories for c in t.in_flight]
         for call in calls:
             call.cancel(GatewayError("the gateway is shutting down"))
