@@ -125,7 +125,7 @@ class Call:
         self._sampling = sampling
         self._reader = self._open_reader()
         self._listeners: set[Listener] = set()
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiting: list[asyncio.Future[bool]] = []
         self._why_cancelled = GatewayError("the gateway is shutting down")
         self._engine_s = 0.0
         self._timing: dict[str, float] | None = None
@@ -212,11 +212,9 @@ class Call:
         if self._task is not None:
             await asyncio.wait([self._task])
 
-    async def news(self) -> None:
-        """Return when there is a delta more, or the end."""
-        waiter = asyncio.get_running_loop().create_future()
+    def notify(self, waiter: asyncio.Future[bool]) -> None:
+        """Set `waiter` to true when there is a delta more, or the end."""
         self._waiting.append(waiter)
-        await waiter
 
     def n_told(self, n_deltas: int) -> int:
         """How many of `tokens` the first `n_deltas` deltas tell, if log-probs are asked for."""
@@ -477,7 +475,7 @@ class Call:
     def _announce(self) -> None:
         for waiter in self._waiting:
             if not waiter.done():  # its client left
-                waiter.set_result(None)
+                waiter.set_result(True)
         self._waiting.clear()
 
 
@@ -489,28 +487,47 @@ class Listener:
         self.told: Sequence[SampledToken] = ()
         """Of the call's `tokens`, those that the last delta tells, or the reply: the rest."""
         self._n_told = self._read = 0
+        self._has_ended = False
 
-    async def next(self) -> Delta | Reply:
-        """The next delta, or the reply when its Step is stored.
+    @property
+    def has_news(self) -> bool:
+        """`next` has something, or raises."""
+        call = self.call
+        return self._read < len(call.deltas) or call.error is not None or call.state == "done"
+
+    def next(self) -> Delta | Reply | None:
+        """The next delta, or once the reply when its Step is stored; None: nothing yet, or no more.
 
         Raises:
             GatewayError: the call failed.
         """
         call = self.call
-        while True:
-            if self._read < len(call.deltas):
-                self._read += 1
+        if self._read < len(call.deltas):
+            self._read += 1
+            if call.request.n_logprobs is not None:
                 self._tell(call.n_told(self._read))
-                return call.deltas[self._read - 1]
-            if (ended := self._end()) is not None:
-                self._tell(len(call.tokens))
-                return ended
-            await call.news()
+            return call.deltas[self._read - 1]
+        if self._has_ended or (ended := self._end()) is None:
+            return None
+        self._has_ended = True
+        self._tell(len(call.tokens))
+        return ended
+
+    def check(self) -> None:
+        """Raise the error of a call that failed before its first delta."""
+        if not self.call.deltas:
+            self._end()
+
+    def notify(self, waiter: asyncio.Future[bool]) -> None:
+        """Set `waiter` to true when `next` may have something more."""
+        self.call.notify(waiter)
 
     async def result(self) -> Reply:
         """The reply, deltas skipped."""
         while (ended := self._end()) is None:
-            await self.call.news()
+            news = asyncio.get_running_loop().create_future()
+            self.call.notify(news)
+            await news
         return ended
 
     def close(self, why: GatewayError | None = None) -> None:

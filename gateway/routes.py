@@ -176,7 +176,7 @@ async def serve(
         except BaseException:  # nobody reads what the other samples say
             exchange.close()
             raise
-        frames = dialect.frames(exchange)
+        frames = exchange.frames(dialect.writer(exchange))
         stream = EventStream(frames, exchange, exchange.handed, dialect.stream_type)
         return _told(stream, services, exchange)
     try:

@@ -120,7 +120,7 @@ class Connection(Protocol):
         """A request on it was authorised."""
 
 
-CONNECTION = "stepwell.connection"
+CONNECTION = "stepwell.run.connection"
 
 
 def connection_of(scope: Scope) -> Connection:

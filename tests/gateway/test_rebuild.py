@@ -25,7 +25,6 @@ from stepwell.datapool.files.export import read, write
 from stepwell.datapool.ops import ResumeTrajectory, SubmitSteps
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import DUPLICATE_OF, Step, superseded
-from stepwell.deletion import _forget
 from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.app import create_app
 from stepwell.gateway.call_service import Asked
@@ -36,7 +35,8 @@ from stepwell.gateway.tokens.graph import Turn, TurnGraph
 from stepwell.gateway.trajectory.note import NOTE, TurnKeys, TurnNote, read_note, restore
 from stepwell.gateway.trajectory.retries import RetryKey
 from stepwell.gateway.wiring import ChannelSampling, Wiring
-from stepwell.run_file import GatewayPart
+from stepwell.run.deletion import _forget
+from stepwell.run.folder import GatewayPart
 from tests.gateway.conftest import World, serving
 from tests.gateway.raw import Raw
 from tests.helpers import reserved_port

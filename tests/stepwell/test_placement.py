@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
-from stepwell.config import RunConfig
-from stepwell.placement import (
+from stepwell.cluster.placement import (
     Bundle,
     Node,
     Placement,
@@ -24,7 +23,8 @@ from stepwell.placement import (
     stable_order,
     wanted_gpus,
 )
-from stepwell.presets import load_config
+from stepwell.config.load import load_config
+from stepwell.config.run import RunConfig
 from stepwell.trainer.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepwell.presets import load_config
+from stepwell.config.load import load_config
 from stepwell.trainer.errors import ConfigError
 
 
