@@ -45,7 +45,6 @@ from stepwell.datapool.core.readiness import (
     TOO_FEW_ROLLOUTS,
     Rules,
     decide,
-    declared,
     is_stale,
     judge,
     retained_until,
@@ -115,7 +114,7 @@ class Channel:
         self.payloads = Payloads(writer)
         self.log = GroupLog(name, writer, self.payloads)
         self.queue = ReadyQueue()
-        self.rules = Rules(name, config, Selection(config.selection), retention_s, self._sequence)
+        self.rules = Rules.of(name, config, retention_s, self._sequence)
         self._steps = StepStore(name, self.payloads)
         self._events = events
         self._open: OrderedDict[str, GroupRecord] = OrderedDict()
@@ -306,7 +305,9 @@ class Channel:
         group.terms = terms
         group.metadata = dict(op.metadata)
         self.log.write(group, op, self.now)
-        self._become(group, declared(group.readiness))
+        if group.readiness.ready_for and not group.readiness.is_due:
+            # Steps came first. It counted as ready undeclared; now its own terms decide.
+            self._become(group, replace(group.readiness, ready_for=0))
         self._set_deadline(group, terms.deadline_s)
         group.touched_at = self.now
         self._decide(group)
@@ -573,8 +574,7 @@ class Channel:
 
     def _submit(self, uid: str, prompt_uid: str, step: PackedStep) -> ops.SubmitOutcome:
         """Apply one step. Changes nothing if it contradicts another."""
-        self._steps.check_payload(uid, step)
-        header = step.header
+        header = self._steps.header_of(uid, step)
         record = self.records.find(uid, prompt_uid)
         if record is None:
             if header.base_index >= 0 and not self.records.is_settled(prompt_uid):
@@ -594,9 +594,11 @@ class Channel:
         if record.closing is not None:
             return "late"
         self._steps.check_index(record, header)
-        self._steps.check_base(record, header)
-        group = self.records.groups[record.prompt_uid]
-        self._store(group, record, self._steps.relative(record, step, header))
+        if step.prompt is None:
+            self._steps.check_base(record, header)
+        else:
+            step = self._steps.relative(record, step, header)
+        self._store(self.records.groups[record.prompt_uid], record, step)
         self.counts.response_tokens += header.n_response
         if self.config.max_bytes is not None:
             # Last, because it may drop the very group that the step belongs to.

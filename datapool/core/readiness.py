@@ -36,7 +36,7 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from stepwell.datapool.config import ChannelConfig
-from stepwell.datapool.core.records import OPEN, GroupRecord, Readiness
+from stepwell.datapool.core.records import GroupRecord, Readiness
 from stepwell.datapool.errors import SelectionError
 from stepwell.datapool.selection import (
     UNSCORED,
@@ -68,12 +68,25 @@ class Rules(NamedTuple):
     sequence: Callable[[GroupRecord], int]
     """A group's number in the order of readiness; one that is not ready: the next one."""
 
-    @property
-    def examines_all(self) -> bool:
-        """True if groups without marks are looked at before they are served, too."""
-        config = self.config
+    examines_all: bool
+    """True if groups without marks are looked at before they are served, too."""
+
+    @classmethod
+    def of(
+        cls,
+        channel: str,
+        config: ChannelConfig,
+        retention_s: float | None,
+        sequence: Callable[[GroupRecord], int],
+    ) -> Rules:
+        """
+        Raises:
+            SelectionError: its selection names what is not there.
+        """
+        selection = Selection(config.selection)
         waits = config.reward_wait_s is not None or config.hold_s is not None
-        return waits or not self.selection.is_trivial
+        examines_all = waits or not selection.is_trivial
+        return cls(channel, config, selection, retention_s, sequence, examines_all)
 
     def info(self, group: GroupRecord) -> GroupInfo:
         """Return what orders and filters see of a group: its complete trajectories."""
@@ -107,13 +120,14 @@ class Decision(NamedTuple):
 def decide(group: GroupRecord, rules: Rules, now: float) -> Decision:
     """Decide what becomes of a group at `now`. To decide again at once gives the same."""
     config = rules.config
-    ends_at = retained_until(group, rules)
-    if group.is_leased:
-        return Decision(group.readiness)
-    if ends_at is not None and ends_at <= now:
-        return Decision(group.readiness, Drop(RETENTION))
-    times = [] if ends_at is None else [ends_at]
     readiness, why = group.readiness, "complete"
+    if group.is_leased:
+        return Decision(readiness)
+    times: list[float] = []  # at which time alone may change it
+    if (until := retained_until(group, rules)) is not None:
+        if until <= now:
+            return Decision(readiness, Drop(RETENTION))
+        times.append(until)
     if group.is_frozen:
         if len(group.complete) < group.least:
             return Decision(readiness, Drop(TOO_FEW_ROLLOUTS))
@@ -144,7 +158,7 @@ def decide(group: GroupRecord, rules: Rules, now: float) -> Decision:
                 key = rules.selection.key(rules.info(group))
         if (until := held_until(group, config)) is not None and now < until:
             times.append(until)
-    return Decision(readiness, verdict, key, min(times, default=None), why)
+    return Decision(readiness, verdict, key, min(times) if times else None, why)
 
 
 def _gather(
@@ -234,9 +248,3 @@ def without(readiness: Readiness, position: int) -> Readiness:
     if position >= readiness.ready_for:
         return readiness
     return replace(readiness, ready_for=readiness.ready_for - 1)
-
-
-def declared(readiness: Readiness) -> Readiness:
-    """Return the decision on a group whose own terms decide from now on. It may have counted as
-    ready undeclared, as its steps came first."""
-    return readiness if readiness.is_due else OPEN

@@ -38,8 +38,9 @@ class StepStore:
         self._channel = channel
         self._payloads = payloads
 
-    def check_payload(self, uid: str, step: PackedStep) -> None:
-        """
+    def header_of(self, uid: str, step: PackedStep) -> Header:
+        """Return the header of a step that was sent.
+
         Raises:
             InvalidStepError: it came without its bytes, or with too many.
         """
@@ -54,6 +55,7 @@ class StepStore:
                 f"step {uid!r}[{header.step_index}] in channel {self._channel!r} has {n_bytes} "
                 f"bytes; at most {MAX_STEP_BYTES} can be stored, leave something out"
             )
+        return header
 
     def check_index(self, record: TrajectoryRecord, step: Header) -> None:
         """
