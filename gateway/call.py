@@ -35,10 +35,11 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from stepwell.backends.engines.api import Sampling, TopLogProbs
 from stepwell.datapool.errors import DataPoolError, InvalidStepError
 from stepwell.datapool.types import DUPLICATE_OF, SUPERSEDES, UNSEEN, Step, VersionSpan
 from stepwell.gateway.config import Thinking
-from stepwell.gateway.engine import EngineClient, Generation, Sampling, TopLogProbs
+from stepwell.gateway.engine import Generation, Sampler
 from stepwell.gateway.errors import (
     EngineError,
     GatewayError,
@@ -71,7 +72,7 @@ State: TypeAlias = Literal["generating", "committing", "done", "unstored", "fail
 class CallParts:
     """What all calls of a gateway are made with, and their figures."""
 
-    engine: EngineClient
+    engine: Sampler
     prompts: Prompts
     format: ReplyFormat
     limits: CallLimits

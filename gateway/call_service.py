@@ -19,8 +19,8 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
+from stepwell.backends.engines.api import Sampling
 from stepwell.gateway.call import Call, CallParts, Listener
-from stepwell.gateway.engine import Sampling
 from stepwell.gateway.errors import (
     ContextLengthError,
     RequestError,

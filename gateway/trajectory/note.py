@@ -23,8 +23,8 @@ from typing import Any, Final, Literal
 import msgspec
 import numpy as np
 
+from stepwell.backends.engines.api import TopLogProbs
 from stepwell.datapool.types import UNSEEN, LogProbs, Step
-from stepwell.gateway.engine import TopLogProbs
 from stepwell.gateway.tokens.graph import Calls, Turn, TurnGraph, TurnKeys, join
 
 NOTE: Final = "turn"

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from stepwell.backends.engines.api import Sampling, TopLogProbs
 from stepwell.datapool.types import Step
-from stepwell.gateway.engine import Generation, Sampling, TopLogProbs
+from stepwell.gateway.engine import Generation
 from stepwell.gateway.prompt import ChatRequest, Prompt
 from stepwell.gateway.reply.parser import ReplyText
 from stepwell.gateway.tokens.graph import TurnKeys
