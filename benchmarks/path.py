@@ -313,7 +313,7 @@ async def _train(tracer: Tracer, folder: Path) -> Walk:
                 async def two_steps() -> None:
                     await anext(steps)
                     await anext(steps)
-                    await trainer.publisher.published()
+                    await trainer.publisher.wait_published()
 
                 for _ in range(WALKS + 1):
                     walks.append(await tracer.walk(two_steps))

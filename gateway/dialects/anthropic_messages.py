@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -28,7 +28,15 @@ from stepwell.gateway.dialects.anthropic_answer import (
     Thinking,
     whole,
 )
-from stepwell.gateway.dialects.base import KEEP_ALIVE, Dialect, Exchange, Parsed, sse
+from stepwell.gateway.dialects.base import (
+    PLACE,
+    Dialect,
+    Exchange,
+    Parsed,
+    StreamWriter,
+    Template,
+    sse,
+)
 from stepwell.gateway.dialects.params import (
     MaxTokens,
     Params,
@@ -45,8 +53,9 @@ from stepwell.gateway.dialects.params import (
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
 from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
+from stepwell.gateway.reply.parser import Delta
 from stepwell.gateway.tokens.messages import AssistantTurn, Message, Tool
-from stepwell.gateway.trajectory.reply import Reply
+from stepwell.gateway.trajectory.reply import Reply, SampledToken
 
 _BUILTIN = re.compile(r"[a-z0-9_]+_20[0-9]{6}|mcp_toolset")
 _AGENT_RUN = ("bash_", "text_editor_", "memory_")
@@ -207,35 +216,9 @@ class AnthropicMessages(Dialect):
             **_applied_edits(options),
         }
 
-    async def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
+    def writer(self, exchange: Exchange) -> StreamWriter:
         """`message_start`, blocks, `message_delta`, `message_stop`; `ping` while nothing comes."""
-        options: Options = exchange.parsed.options
-        blocks = BlockWriter(options.thinking, options.prefill)
-        call, began = exchange.calls[0], False
-        try:
-            async for event in exchange.events():
-                if not began and (n_prompt := call.n_prompt) is not None:
-                    began = True
-                    head = {"type": "message_start", "message": _message_head(exchange, n_prompt)}
-                    yield _frame(head)
-                if event is None:
-                    # Before message_start clients expect no event at all.
-                    yield _frame({"type": "ping"}) if began else KEEP_ALIVE
-                elif isinstance(event.item, Reply):
-                    reply = event.item
-                    for each in blocks.finish():
-                        yield _frame(each)
-                    delta = {"type": "message_delta", "delta": _stop(reply)}
-                    usage = _usage(reply.n_prompt, reply.n_response)
-                    yield _frame({**delta, **_applied_edits(options), "usage": usage})
-                else:
-                    for each in blocks.write(event.item):
-                        yield _frame(each)
-        except GatewayError as e:
-            yield _frame(self.error(e))
-            return
-        yield _frame({"type": "message_stop"})
-        exchange.delivered()
+        return _MessageWriter(exchange, self)
 
     def error(self, e: GatewayError) -> dict[str, Any]:
         """Anthropic's error object."""
@@ -252,6 +235,42 @@ class AnthropicMessages(Dialect):
             # The SDK then goes on by itself, with the whole conversation in each request.
             error["details"] = {"error_code": "thread_unsupported_request"}
         return {"type": "error", "error": error, "request_id": f"req_{uuid.uuid4().hex}"}
+
+
+class _MessageWriter(StreamWriter):
+    idle = sse({"type": "ping"}, "ping")
+
+    def __init__(self, exchange: Exchange, dialect: AnthropicMessages) -> None:
+        self._exchange = exchange
+        self._dialect = dialect
+        self._options: Options = exchange.parsed.options
+        self._blocks = BlockWriter(self._options.thinking, self._options.prefill)
+        self._template: Template | None = None
+        """Of the open block's deltas."""
+
+    def begin(self) -> bytes:
+        message = _message_head(self._exchange, self._exchange.calls[0].n_prompt)
+        return _frame({"type": "message_start", "message": message})
+
+    def delta(self, sample: int, delta: Delta, tokens: Sequence[SampledToken]) -> bytes:
+        if not self._blocks.goes_on(delta):
+            self._template = None
+            return b"".join(map(_frame, self._blocks.write(delta)))
+        if self._template is None:
+            self._template = Template(_frame(self._blocks.text(PLACE)))
+        return self._template(delta.text)
+
+    def reply(self, sample: int, reply: Reply, tokens: Sequence[SampledToken]) -> bytes:
+        delta = {"type": "message_delta", "delta": _stop(reply)}
+        usage = _usage(reply.n_prompt, reply.n_response)
+        ended = {**delta, **_applied_edits(self._options), "usage": usage}
+        return b"".join(map(_frame, (*self._blocks.finish(), ended)))
+
+    def end(self) -> bytes:
+        return _frame({"type": "message_stop"})
+
+    def failed(self, e: GatewayError) -> bytes:
+        return _frame(self._dialect.error(e))
 
 
 _ERROR_TYPES: Mapping[int, str] = {

@@ -14,7 +14,7 @@ parsing.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
@@ -24,12 +24,14 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
 from stepwell.gateway.dialects.base import (
+    PLACE,
     Dialect,
     Exchange,
     Parsed,
+    StreamWriter,
+    Template,
     n_reasoning,
     signature_of,
-    sse,
 )
 from stepwell.gateway.dialects.gemini_contents import (
     Conversation,
@@ -348,48 +350,10 @@ class Gemini(Dialect):
             candidates.append(_candidate(i, parts, tokens, exchange.tokenizer, reply))
         return _response(exchange, candidates, replies)
 
-    async def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
+    def writer(self, exchange: Exchange) -> StreamWriter:
         """A `GenerateContentResponse` for each delta; the last one of each sample says why it
-        ended, and the last one of all has the usage. A blank line while nothing comes: Google's
-        SDK takes a comment for JSON."""
-        is_array, began = self._stream == "array", False
-        replies: dict[int, Reply] = {}
-        include = exchange.parsed.options.include_thoughts
-        writers = [PartWriter(include) for _ in exchange.calls]
-        try:
-            async for event in exchange.events():
-                if event is None:
-                    yield b"\n"
-                    continue
-                i, item, tokens = event
-                reply = item if isinstance(item, Reply) else None
-                parts = writers[i].parts(item) if not isinstance(item, Reply) else writers[i].end()
-                if reply is not None:
-                    replies[i] = reply
-                elif not parts and not tokens:  # a thought that nobody asked for
-                    yield b"\n"
-                    continue
-                candidate = _candidate(
-                    i, parts or [{"text": ""}], tokens, exchange.tokenizer, reply
-                )
-                ended = (
-                    [replies[k] for k in sorted(replies)] if len(replies) == len(writers) else ()
-                )
-                yield self._frame(_response(exchange, [candidate], ended), first=not began)
-                began = True
-        except GatewayError as e:
-            yield self._frame(self.error(e), first=not began)
-            if is_array:
-                yield b"]"
-            return
-        if is_array:
-            yield b"]"
-        exchange.delivered()
-
-    def _frame(self, payload: Mapping[str, Any], *, first: bool) -> bytes:
-        if self._stream != "array":
-            return sse(payload)
-        return (b"[" if first else b",\r\n") + orjson.dumps(payload)
+        ended, and the last one of all has the usage."""
+        return _GeminiWriter(exchange, self, is_array=self._stream == "array")
 
     def error(self, e: GatewayError) -> dict[str, Any]:
         """Google's error object."""
@@ -440,6 +404,61 @@ _STATUSES: Mapping[int, str] = {
 
 
 # -- answers ---------------------------------------------------------------------------------
+
+
+class _GeminiWriter(StreamWriter):
+    idle = b"\n"
+    """A blank line: Google's SDK takes a comment for JSON."""
+
+    def __init__(self, exchange: Exchange, dialect: Gemini, *, is_array: bool) -> None:
+        self._exchange = exchange
+        self._dialect = dialect
+        self._is_array = is_array
+        self._has_begun = False
+        include = exchange.parsed.options.include_thoughts
+        self._parts = [PartWriter(include) for _ in exchange.calls]
+        self._replies: dict[int, Reply] = {}
+        self._templates: dict[tuple[int, type[Delta]], Template] = {}
+
+    def delta(self, sample: int, delta: Delta, tokens: Sequence[SampledToken]) -> bytes:
+        parts = self._parts[sample].parts(delta)
+        if not parts and not tokens:  # a thought that nobody asked for
+            return self.idle
+        if tokens or not parts or isinstance(delta, ToolCall):
+            return self._frame(self._response(sample, parts or [{"text": ""}], tokens))
+        kind = type(delta)
+        if (template := self._templates.get((sample, kind))) is None:
+            data = self._response(sample, [{**parts[0], "text": PLACE}], ())
+            self._templates[sample, kind] = template = Template(data)
+        return self._frame(template(delta.text))
+
+    def reply(self, sample: int, reply: Reply, tokens: Sequence[SampledToken]) -> bytes:
+        self._replies[sample] = reply
+        return self._frame(self._response(sample, self._parts[sample].end(), tokens, reply))
+
+    def end(self) -> bytes:
+        return b"]" if self._is_array else b""
+
+    def failed(self, e: GatewayError) -> bytes:
+        return self._frame(orjson.dumps(self._dialect.error(e))) + self.end()
+
+    def _response(
+        self,
+        sample: int,
+        parts: list[Part],
+        tokens: Sequence[SampledToken],
+        reply: Reply | None = None,
+    ) -> bytes:
+        candidate = _candidate(sample, parts, tokens, self._exchange.tokenizer, reply)
+        has_ended = len(self._replies) == len(self._parts)
+        replies = [self._replies[i] for i in sorted(self._replies)] if has_ended else ()
+        return orjson.dumps(_response(self._exchange, [candidate], replies))
+
+    def _frame(self, response: bytes) -> bytes:
+        if not self._is_array:
+            return b"data: %b\n\n" % response
+        is_first, self._has_begun = not self._has_begun, True
+        return (b"[" if is_first else b",\r\n") + response
 
 
 class PartWriter:

@@ -215,8 +215,9 @@ class OffPolicyConfig(Section):
     options: Annotated[OwnOptions, _own(METHODS, "method")] = Options()
     """Hyper-parameters that the method has alone."""
     proximal: Literal["recompute", "rollout"] = "recompute"
-    """π_prox, the centre of the trust region: the policy before the batch, recomputed, or the
-    behaviour policy itself (saves a forward pass; ρ is then 1)."""
+    """π_prox, the centre of the trust region: the policy before the batch, or the behaviour policy
+    itself (ρ is then 1). The policy before the batch takes a forward pass, unless the optimizer
+    step's own will do (docs/design/training-math.md, "π_prox")."""
     granularity: Literal["none", "token", "step", "sequence"] = "token"
     """What shares one weight: each token; a step, by the geometric mean of its tokens; or a
     step, by their product (exact for the whole reply, and of far higher variance). `none`:
@@ -287,6 +288,20 @@ class OffPolicyConfig(Section):
                 "weight is 1; choose token, step or sequence"
             )
         return self
+
+    @property
+    def weighs_tokens_alone(self) -> bool:
+        """A token's weight follows from its own log-probs, and no other token's."""
+        alone = ("none", "token", None)
+        return (
+            self.granularity in alone
+            and (self.band is None or self.band_granularity in alone)
+            and (self.max_divergence is None or self.divergence_over == "token")
+            and self.veto is None
+            and self.opsm is None
+            and not self.normalize
+            and self.chosen.weigh is None
+        )
 
     @property
     def chosen(self) -> OffPolicyMethod:
