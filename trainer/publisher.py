@@ -22,7 +22,7 @@ from pathlib import Path
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import TRAIN
 from stepwell.trainer.config import AsyncTrainingConfig, PublishConfig
-from stepwell.trainer.live import GroupProducer
+from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.publication import EngineWeights
 from stepwell.trainer.releases import Releases
