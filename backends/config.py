@@ -81,7 +81,7 @@ class EngineConfig(Section):
     weight_transport: WeightTransport = "disk"
     """How new weights get to it. `disk`: it reads the version's directory. `distributed`: broadcast
     in a process group, NCCL to GPUs, gloo to CPUs. `lora`: only the adapter, which needs
-    `backend.lora`; SGLang must be launched for it (`extra_args`: `--enable-lora --max-lora-rank R
+    `backend.lora`; SGLang is launched for it (`--enable-lora --max-lora-rank R
     --lora-target-modules …`). Every version is also written to disk: a crashed engine restarts
     from there."""
     release_memory: bool = False

@@ -71,7 +71,7 @@ def one(lag: int, method: str, seed: int, steps: int) -> dict[str, Any]:
     from stepwell.datapool.types import TRAIN
     from stepwell.run.train import train
     from stepwell.trainer.config import LAG_LIMIT
-    from stepwell.trainer.publisher import Publisher
+    from stepwell.trainer.publish.publisher import Publisher
 
     at_once = Publisher.publish
 

@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
@@ -33,7 +32,7 @@ from stepwell.datapool.errors import InvalidStepError, StepConflictError, StepIn
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.types import Step
 from stepwell.gateway.bodies import BIG
-from stepwell.gateway.call_service import Asked
+from stepwell.gateway.call import Asked
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages, CountParams
 from stepwell.gateway.dialects.base import Dialect, Exchange, Parsed
 from stepwell.gateway.dialects.gemini import text_tokens
@@ -55,14 +54,15 @@ from stepwell.gateway.paths import GEMINI_BASES, UNDER, quoted, uid_of
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.services import Services, services_of
 from stepwell.gateway.tokens.graph import TurnGraph
+from stepwell.gateway.trajectory.calls import RetryKey
 from stepwell.gateway.trajectory.identity import Origin
 from stepwell.gateway.trajectory.recording import ask
-from stepwell.gateway.trajectory.retries import RetryKey
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 from stepwell.gateway.web import (
     EventStream,
     OrjsonResponse,
     aborts_on_disconnect,
+    body_digest,
     connection_of,
     field,
     hand_over,
@@ -123,19 +123,16 @@ async def serve(
     config = services.config
     body = await read_body(request)
     began_at = time.perf_counter()
+    principal: Principal = request.state.principal
+    digest: str | None = None
     if is_big := len(body) > BIG:
         loop = asyncio.get_running_loop()
-        key = partial(retry_key, request.headers, body, dialect.name)
-        retry = await loop.run_in_executor(services.threads, key)
-    else:
-        retry = retry_key(request.headers, body, dialect.name)
-    principal: Principal = request.state.principal
-    said = parse_object(body)
+        digest = await loop.run_in_executor(services.threads, body_digest, body)
+    reading = services.known_bodies.read(dialect, body, principal, url, digest)
     del body  # as large as all that is parsed of it, and the call may take minutes
+    retry, parsed = retry_key(request.headers, reading.digest, dialect.name), reading.parsed
     if is_big:
         await asyncio.sleep(0)  # others go on between what is done for it
-    parsed = dialect.parse(said, principal)
-    del said
     prompts = services.calls.prompts
     calls = [prompts.normalised(call) for call in parsed.calls]
     for call in calls:
@@ -150,7 +147,7 @@ async def serve(
         return services.identities.identify(origin, call, key, parsed.trajectory_uid)
 
     def begin_again(asked: Asked) -> LiveTrajectory:
-        services.identities.let_go(asked.trajectory)
+        services.identities.detach(asked.trajectory)
         return identify(asked.request, asked.retry)
 
     keys = [retry.of_prompt(i) for i in range(len(calls))]
@@ -158,6 +155,8 @@ async def serve(
         Asked(identify(call, key), call, key, parsed.n)
         for call, key in zip(calls, keys, strict=True)
     ]
+    if asked[0].trajectory.unrecorded != "asked":
+        reading.remember(calls[0])
     listeners = await services.calls.start(
         asked, dialect.name, caller=principal, begin_again=begin_again
     )
@@ -176,7 +175,7 @@ async def serve(
         except BaseException:  # nobody reads what the other samples say
             exchange.close()
             raise
-        frames = dialect.frames(exchange)
+        frames = exchange.frames(dialect.writer(exchange))
         stream = EventStream(frames, exchange, exchange.handed, dialect.stream_type)
         return _told(stream, services, exchange)
     try:
@@ -322,7 +321,7 @@ async def generate(request: Request) -> Response:
     prompt_uid = field(body, "prompt_uid", str, "a string") or f"prompt-{uid}"
     chat = _white_box(body)
     trajectory = services.trajectories.get(uid, prompt_uid, request.state.principal)
-    retry = retry_key(request.headers, raw, "generate")
+    retry = retry_key(request.headers, body_digest(raw), "generate")
     (listener,) = await services.calls.start(
         [Asked(trajectory, services.calls.prompts.normalised(chat), retry)],
         "generate",

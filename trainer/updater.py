@@ -11,7 +11,7 @@ from it, so `prepare` leaves both to `step` (`off_policy/proximal.py` says when)
 Synchronous, and knows no engine and no pool: what `prepare` and `step` do follows from the groups,
 the model and `progress` alone. Owns the columns, and the count of updates. Does not own formulas
 (`algorithms/`), the model (`backends/`), where groups come from (`batches.py`) or who gets the
-weights (`publisher.py`).
+weights (`publish/`).
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from stepwell.backends.engines.routes import check_routes
 from stepwell.backends.engines.server import start_engine, started
 from stepwell.backends.weights.transports import ADAPTER_NAME
 from stepwell.cluster.address import RayPart
+from stepwell.cluster.engine_flags import flags_of_run
 from stepwell.cluster.placement import (
     Node,
     Placement,
@@ -113,6 +114,10 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
             )
         placement = await asyncio.to_thread(place, config, trains=trains, serves=config.serves)
         stack.callback(placement.release)
+        flags = flags_of_run(config, placement.plan.mode == "colocated")
+        engine_config = engine_config.model_copy(
+            update={"extra_args": (*flags, *engine_config.extra_args)}
+        )
         if not config.serves:
             settle_heap()
             yield Cluster(pool=pool, engines=(), placement=placement, ray=ray_here(namespace))

@@ -18,8 +18,8 @@ the ranks take both GPUs of 10.0.0.2 (2 < 10: addresses are not compared as text
 of 10.0.0.10. A single rank lives in the driver's own process; its bundle is on the driver's node.
 
 Owns the plan and the group. Does not own starting anything in it (`cluster/parts.py`,
-`backends/torch/ranks.py`) or making room: colocated, the engine's `--mem-fraction-static` has to
-leave the trainer its half.
+`backends/torch/ranks.py`) or making room: colocated, an SGLang engine leaves the trainer its part
+(`cluster/engine_flags.py`).
 """
 
 from __future__ import annotations
@@ -147,10 +147,6 @@ def plan(
     )
 
 
-_TP_SIZE = ("--tp-size", "--tensor-parallel-size", "--tp")
-"""SGLang's names of it."""
-
-
 def _nodes_of_an_engine(config: RunConfig, nodes: Sequence[Node]) -> int:
     """The fewest nodes that hold the GPUs of an engine in equal parts.
 
@@ -174,12 +170,6 @@ def _nodes_of_an_engine(config: RunConfig, nodes: Sequence[Node]) -> int:
         raise ConfigError(
             f"{key}, which no number of nodes holds in equal parts; they have "
             f"{', '.join(str(node.gpus) for node in nodes)} GPUs"
-        )
-    flags = [flag.partition("=")[0] for flag in config.engine.extra_args]
-    if not any(name in flags for name in _TP_SIZE):
-        raise ConfigError(
-            f"{key}, over {n} nodes, but engine.extra_args has no --tp-size: SGLang would use one "
-            f'GPU; add [--tp-size, "{size}"], or --tp-size, --pp-size and --ep-size as you split it'
         )
     for name in ("host", "port"):
         if (given := getattr(config.engine, name)) != EngineConfig.model_fields[name].default:

@@ -89,8 +89,8 @@ class ClusterConfig(Section):
     engines: int = Field(default=1, ge=1)
     """Engines that are launched; the gateway spreads requests over them."""
     gpus_per_engine: int = Field(default=1, ge=1)
-    """GPUs of an SGLang engine, on as few nodes as hold them (its `--tp-size` goes into
-    engine.extra_args)."""
+    """GPUs of an SGLang engine, on as few nodes as hold them (`--tp-size`, unless
+    engine.extra_args splits the model otherwise)."""
 
 
 class ModelConfig(Section):
@@ -391,13 +391,6 @@ class RunConfig(Section):
             raise ValueError(
                 "engine.weight_transport is 'lora', but backend.lora is not set: there is no "
                 "adapter to publish; set backend.lora, or the transport to 'disk'"
-            )
-        refuses = self.engine.kind == "sglang" and "--enable-lora" not in self.engine.extra_args
-        if transport == "lora" and refuses:
-            raise ValueError(
-                "engine.weight_transport is 'lora', but engine.extra_args has no '--enable-lora': "
-                "SGLang would refuse adapters; add '--enable-lora', '--max-lora-rank' and "
-                "'--lora-target-modules'"
             )
         return self
 

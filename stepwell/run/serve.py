@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 
-from stepwell.backends.errors import WeightUpdateError
+from stepwell.backends.errors import SupersededError, WeightUpdateError
 from stepwell.backends.weights import Published, WeightStore, publish
 from stepwell.cluster.parts import POOL_NAME, Cluster, start_cluster
 from stepwell.config.run import RunConfig
@@ -145,7 +145,10 @@ async def _continue_engines(config: RunConfig, cluster: Cluster) -> None:
                 "retract",
                 store=store,
                 transport="lora" if committed.adapter else "disk",
+                seen=committed.version,
             )
+        except SupersededError:  # `stepwell rollback` has given all engines another one
+            pass
         except WeightUpdateError as e:  # the next trainer publishes; supervisors restart engines
             log.warning("engines may stay paused until a trainer is attached: %s", e)
 

@@ -135,15 +135,15 @@ async def _train_on(
         async with AsyncExitStack() as end:  # each of them, whatever the others end with
             end.push_async_callback(trainer.batches.scorer.aclose)
             end.push_async_callback(trainer.validator.stop)
-            end.push_async_callback(trainer.publisher.memory.take_back)
             end.push_async_callback(_let_publish, trainer)
+            end.push_async_callback(trainer.publisher.memory.take_back)
             return await _train(config, trainer, metrics, display, memory)
 
 
 async def _let_publish(trainer: Trainer) -> None:
     """Engines outlive an attached trainer: what it began to publish, they get."""
     try:
-        await asyncio.wait_for(trainer.publisher.published(), PUBLISHED_S)
+        await asyncio.wait_for(trainer.publisher.wait_published(), PUBLISHED_S)
     except Exception:  # the error that ended the run is told, not what follows from it
         log.info("the last publication did not end", exc_info=True)
 

@@ -27,10 +27,8 @@ from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.ledger import LEDGER, Ledger
 from stepwell.trainer.live import Traffic, TrafficValidator
 from stepwell.trainer.loop import Trainer
-from stepwell.trainer.memory import EngineMemory
 from stepwell.trainer.metrics import Phases
-from stepwell.trainer.publication import EngineWeights
-from stepwell.trainer.publisher import Publisher
+from stepwell.trainer.publish.publisher import Publisher
 from stepwell.trainer.recording import Recorder
 from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.rollout_samples import RolloutSamples
@@ -118,20 +116,16 @@ def build_trainer(
     publisher = Publisher(
         config.publish,
         config.async_training,
-        EngineWeights(
-            parts.engines,
-            weight_store(config),
-            EngineMemory(parts.engines, lends=config.engine.release_memory),
-            transport=config.engine.weight_transport,
-            patience_s=config.trainer.starvation_timeout_s,
-        ),
+        parts.engines,
+        weight_store(config),
         updater,
         compute,
         pool=parts.pool,
         producer=channels[0].producer,
-        validator=validator,
         phases=phases,
-        folder=config.run.dir,
+        transport=config.engine.weight_transport,
+        lends_memory=config.engine.release_memory,
+        patience_s=config.trainer.starvation_timeout_s,
         tell=tell,
     )
     batches = Batches(
@@ -146,7 +140,7 @@ def build_trainer(
         progress=updater.progress,
         phases=phases,
         folder=config.run.dir,
-        scored=publisher.releases.scored,
+        scored=publisher.scored,
         tell=tell,
     )
     checkpoints = checkpoints or CheckpointStore(

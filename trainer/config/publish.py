@@ -1,4 +1,4 @@
-"""The section `publish`: how a new version is let into traffic (`trainer/releases.py`)."""
+"""The section `publish`: how a new version is let into traffic (`trainer/publish/`)."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@
          ▲   the gateway keeps what was cut and resumes it              resume, continue  │
          └────────────────────────────────────────────────────────────────────────────────┘
 
-A publication needs engines that have their memory, and waits for it (`at_home`); a lend waits for
-a publication that runs. Weights come back as they were lent, so that nothing is sampled from
-garbage should the publication after it fail.
+A lend holds the weight store's lock: a publication needs engines that have their memory, whoever
+publishes, and an engine that restarts loads its weights when the GPU is free. Weights come back as
+they were lent, so that nothing is sampled from garbage should the publication after it fail.
 
 An engine that cannot be reached has no memory to lend: its supervisor brings it back. Should it
 come back while the trainer computes, the two share the GPU for that long.
@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import (
@@ -29,21 +30,31 @@ from stepwell.backends.errors import (
     EngineTimeoutError,
     EngineUnavailableError,
 )
+from stepwell.backends.weights import StoreLock
 
 log = logging.getLogger(__name__)
 
+GAP_S = 0.1
+"""Between two lends: whoever waits for the store's lock gets it in that time."""
 _GONE = (EngineUnavailableError, EngineTimeoutError, EngineInternalError)
 
 
 class EngineMemory:
-    """The memory of all engines, at home or lent. Without `lends` every method does nothing."""
+    """The memory of all engines, at home or lent. Without `lends` every method does nothing.
 
-    def __init__(self, engines: Sequence[EngineClient], *, lends: bool) -> None:
+    Args:
+        lock: of the weight store.
+    """
+
+    def __init__(self, engines: Sequence[EngineClient], lock: StoreLock, *, lends: bool) -> None:
         self.lends = lends
         self._engines = list(engines)
+        self._lock = lock
         self._lent: list[EngineClient] | None = None
-        self._free = asyncio.Lock()
-        """Held by whoever needs the memory where it is now."""
+        self._held = AsyncExitStack()
+        """The lock, while memory is lent."""
+        self._returned = -GAP_S
+        """Monotonic time at which memory came back last."""
 
     async def lend(self) -> None:
         """Returns once the engines are paused and have released their memory. Idempotent.
@@ -53,7 +64,8 @@ class EngineMemory:
         """
         if not self.lends or self._lent is not None:
             return
-        await self._free.acquire()
+        await asyncio.sleep(max(0.0, self._returned + GAP_S - time.monotonic()))
+        await self._held.enter_async_context(self._lock.held())
         self._lent = []
         try:
             results = await asyncio.gather(
@@ -75,13 +87,8 @@ class EngineMemory:
             await asyncio.gather(*(self._resume(engine) for engine in self._lent))
         finally:
             self._lent = None
-            self._free.release()
-
-    @asynccontextmanager
-    async def at_home(self) -> AsyncIterator[None]:
-        """The engines have their memory in this block."""
-        async with self._free:
-            yield
+            await self._held.aclose()
+            self._returned = time.monotonic()
 
     async def _release(self, engine: EngineClient, lent: list[EngineClient]) -> None:
         try:

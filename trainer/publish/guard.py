@@ -19,7 +19,7 @@ A canary is compared with what the others earn at the same time, if that is enou
 Limits: short trajectories end first, so the first n rewards of any version are those of shorter
 ones; both sides are counted alike. Of a call that an update cut, the version it began with counts.
 
-Owns rewards and the test. Does not own what follows from it (`releases.py`).
+Owns rewards and the test. Does not own what follows from it (`publisher.py`).
 """
 
 from __future__ import annotations
