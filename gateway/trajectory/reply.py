@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from stepwell.datapool.types import Step
+from stepwell.datapool.types import Step, trusted_step
 from stepwell.gateway.engine import Generation, Sampling, TopLogProbs
 from stepwell.gateway.prompt import ChatRequest, Prompt
 from stepwell.gateway.reply.parser import ReplyText
@@ -120,18 +120,24 @@ class Reply:
             "prefilled": True if request.prefill else None,
             "branch": prompt.cause,
         }
-        return Step(
-            prompt_ids=prompt.ids,
-            response_ids=generation.response_ids,
-            trajectory_uid=trajectory_uid,
-            prompt_uid=prompt_uid,
-            step_index=index,
-            policy_version=generation.policy_version,
-            metadata={name: value for name, value in said.items() if value is not None},
-            rollout_log_probs=generation.log_probs,
-            finish_reason=generation.finish_reason,
-            parent_index=prompt.parent.nearest_step() if prompt.parent is not None else None,
-            version_spans=generation.spans if len(generation.spans) > 1 else (),
+        # Not checked again: ids are the tokenizer's or the request's, which were read as int32, and
+        # what was sampled is checked as it is read (`engine/answers.py`).
+        return trusted_step(
+            prompt.ids,
+            generation.response_ids,
+            None,  # reward
+            trajectory_uid,
+            prompt_uid,
+            index,
+            generation.policy_version,
+            False,  # is_last
+            {name: value for name, value in said.items() if value is not None},
+            generation.log_probs,
+            generation.finish_reason,
+            None if prompt.parent is None else prompt.parent.nearest_step(),
+            generation.spans if len(generation.spans) > 1 else (),
+            None,  # multi_modal_data
+            None,  # routed_experts
         )
 
     def note(

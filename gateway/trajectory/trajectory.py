@@ -32,8 +32,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from stepwell.datapool.codec import Base
@@ -132,14 +131,14 @@ class LiveTrajectory:
     def touch(self) -> None:
         self.last_used = time.monotonic()
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
+    def hold(self) -> LiveTrajectory:
+        """Keep it, though the pool may not have heard of it, until `release`."""
         self._users += 1
-        try:
-            yield
-        finally:
-            self._users -= 1
-            self.forget_if_unused()
+        return self
+
+    def release(self) -> None:
+        self._users -= 1
+        self.forget_if_unused()
 
     def forget_if_unused(self) -> None:
         """What was refused before the pool heard of it leaves nothing here."""
@@ -389,7 +388,8 @@ class LiveTrajectory:
     async def _open(self, *registration: Any, again: bool = False) -> None:
         """Open it, if that was not done before, or read the Steps that other gateways stored
         meanwhile."""
-        with self.in_use():
+        self.hold()
+        try:
             async with self._lock:
                 self._check_open()
                 if self._opened and not again:
@@ -397,6 +397,8 @@ class LiveTrajectory:
                 if not await self._resume(*registration):
                     self._close("completed before")
                     self._check_open()
+        finally:
+            self.release()
 
     async def _resume(
         self,
@@ -508,7 +510,8 @@ class LiveTrajectory:
         self, how: str, end: Callable[[], Awaitable[TrajectoryOutcome]], caller: Principal
     ) -> TrajectoryOutcome:
         self.check_owner(caller)
-        with self.in_use():
+        self.hold()
+        try:
             async with self._lock:
                 if self.unrecorded is not None:
                     self._close(how)
@@ -526,7 +529,9 @@ class LiveTrajectory:
                 except StepIndexError as e:
                     raise more_rewards(e) from e
                 self._close("closed by the DataPool" if outcome == "late" else how)
-        return outcome
+                return outcome
+        finally:
+            self.release()
 
     def _close(self, how: str) -> None:
         if self.closed is not None:
@@ -541,6 +546,7 @@ class LiveTrajectory:
     def _leave(self) -> None:
         self._conversations.remove(self.places, self.uid)
         self.places.clear()
+        self.caller = None  # what is answered from now on leads nobody here
         self._on_left(self)
 
     def _check_open(self) -> None:
