@@ -72,6 +72,7 @@ T = TypeVar("T")
 MAX_BEGINNINGS = 4
 """Trajectories that a conversation may find closed as it begins, one after the other."""
 REMEMBERED_TIMES = 4096
+_FREE = ChannelSampling()
 _NO_IDS = np.empty(0, np.int32)
 _NO_LOG_PROBS = np.empty(0, np.float32)
 
@@ -107,13 +108,13 @@ class Calls:
     turn_messages: TurnMessages
     thinking: Thinking
     channel_sampling: Mapping[str, ChannelSampling]
-    """By channel."""
+    """Sampling by channel, over what agents ask for."""
     replicas: int
     """Gateways that may serve a trajectory."""
     counts: Counter[str] = field(default_factory=Counter)
     branches: Counter[str] = field(default_factory=Counter)
     added_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_TIMES))
-    """Of the last calls: from the request read to the Step stored, without the engine's time."""
+    """Seconds of the last calls from the request read to the Step stored, without the engine's."""
     failed_at: float = float("-inf")
     """When engine or pool last failed a call (`time.monotonic()`)."""
     is_closing: bool = False
@@ -151,29 +152,33 @@ class Calls:
             # No turn of the loop from here on: of two tries at once the second finds the first.
             found = [[each.trajectory.calls.find(key) for key in each.keys] for each in asked]
             self._check_turns(asked, found)
-            rooms = [self._room(each, context) for each in asked]
+            samplings = [self._sampling(each, context) for each in asked]
             return [
                 Listener(self, each.trajectory, live)
-                for each, calls, room in zip(asked, found, rooms, strict=True)
-                for live in self._begun(each, calls, room, dialect)
+                for each, calls, sampling in zip(asked, found, samplings, strict=True)
+                for live in self._begun(each, calls, sampling, dialect)
             ]
         finally:
             for trajectory in used:
                 trajectory.release()
 
     def _begun(
-        self, asked: Asked, found: Sequence[Call | None], room: int, dialect: str
+        self, asked: Asked, found: Sequence[Call | None], sampling: Sampling, dialect: str
     ) -> list[LiveCall]:
         """The calls of one prompt, new ones and those that it repeats."""
         trajectory = asked.trajectory
-        self._add_stops(asked)
-        sampling = self._sampling(trajectory, asked.request, room)
         begun = []
         for key, call in zip(asked.keys, found, strict=True):
             live = None if call is None else call.live
             if live is None or (live.state == "unstored" and live.call.turn is not None):
                 known = call
-                call = call or self._new(key)
+                call = call or Call(
+                    uid=f"{random.getrandbits(128):032x}",
+                    created=int(time.time()),
+                    retry=key.digest,
+                    body=key.body_digest,
+                    is_retry=key.is_retry,
+                )
                 live = LiveCall(call, asked.request, asked.prompt, sampling, dialect)
                 if known is not None:
                     self._recall(live)
@@ -188,15 +193,6 @@ class Calls:
                 trajectory.in_flight.add(live)
             begun.append(live)
         return begun
-
-    def _new(self, key: RetryKey) -> Call:
-        return Call(
-            uid=f"{random.getrandbits(128):032x}",
-            created=int(time.time()),
-            retry=key.digest,
-            body=key.body_digest,
-            is_retry=key.is_retry,
-        )
 
     async def _prepare(self, asked: Asked) -> None:
         """Make a prompt that fits; the pool is not asked."""
@@ -291,41 +287,33 @@ class Calls:
                 "parallel_tool_calls",
             )
 
-    def _add_stops(self, asked: Asked) -> None:
-        """Let a request end, too, where the calls of its channel do."""
-        forced = self.channel_sampling.get(asked.trajectory.channel)
-        if forced is not None and (forced.stop or forced.stop_token_ids):
+    def _sampling(self, asked: Asked, context: int) -> Sampling:
+        """Parameters as they will be used: the channel's over the request's, and temperature 0 over
+        all in a greedy trajectory. The request ends, too, where the calls of its channel do.
+
+        Raises:
+            TrajectoryLimitError: its conversation has no tokens left.
+        """
+        trajectory, prompt = asked.trajectory, asked.prompt
+        forced = self.channel_sampling.get(trajectory.channel, _FREE)
+        if forced.stop or forced.stop_token_ids:
             asked.request = replace(
                 asked.request,
                 stop=asked.request.stop + (forced.stop or ()),
                 stop_token_ids=asked.request.stop_token_ids + (forced.stop_token_ids or ()),
             )
-
-    def _room(self, asked: Asked, context: int) -> int:
-        """Tokens that the reply may have: what fits, and what its conversation has left.
-
-        Raises:
-            TrajectoryLimitError: it has none left.
-        """
-        prompt = asked.prompt
-        room = max(context - len(prompt.ids) - 1, 1)
-        forced = self.channel_sampling.get(asked.trajectory.channel)
-        if forced is None or (most := forced.max_response_tokens) is None:
-            return room
-        used = len(prompt.ids) - prompt.n_first
-        if used >= most:
-            raise TrajectoryLimitError(
-                f"this conversation has {used} tokens behind its first prompt and may have {most} "
-                "(rollout.max_response_tokens); complete the trajectory",
-                None,
-            )
-        return min(room, most - used)
-
-    def _sampling(self, trajectory: LiveTrajectory, request: ChatRequest, room: int) -> Sampling:
-        """Parameters as they will be used: the channel's over the request's, and temperature 0 over
-        all in a greedy trajectory."""
-        forced = self.channel_sampling.get(trajectory.channel, ChannelSampling())
-        limit = min(forced.max_tokens or room, room)
+        request = asked.request
+        limit = max(context - len(prompt.ids) - 1, 1)
+        if (most := forced.max_response_tokens) is not None:
+            used = len(prompt.ids) - prompt.n_first
+            if used >= most:
+                raise TrajectoryLimitError(
+                    f"this conversation has {used} tokens behind its first prompt and may have "
+                    f"{most} (rollout.max_response_tokens); complete the trajectory",
+                    None,
+                )
+            limit = min(limit, most - used)
+        limit = min(forced.max_tokens or limit, limit)
         temperature = _first(forced.temperature, request.temperature, 1.0)
         stop = request.stop
         if request.tools and request.parse_tools and not request.parallel_tool_calls:
@@ -571,7 +559,7 @@ class Calls:
         )
 
     def added_latency(self) -> dict[str, float | int | None]:
-        """What the gateway itself added to the last calls, in milliseconds."""
+        """Milliseconds that the gateway itself added to the last calls."""
         ms = np.asarray(self.added_s) * 1000
         p50, p99 = np.percentile(ms, (50, 99)).round(3).tolist() if len(ms) else (None, None)
         return {"calls": len(ms), "p50_ms": p50, "p99_ms": p99}
@@ -609,7 +597,7 @@ class Listener:
     def __init__(self, calls: Calls, trajectory: LiveTrajectory, live: LiveCall) -> None:
         self.trajectory, self.call = trajectory, live
         self.told: Sequence[SampledToken] = ()
-        """Of the call's `tokens`, those that the last delta tells, or the reply: the rest."""
+        """Tokens of the call that the last delta tells; of the reply, the rest."""
         self._calls = calls
         self._n_told = self._read = 0
         self._has_ended = False

@@ -32,7 +32,7 @@ NOTE: Final = "turn"
 
 
 class TurnNote(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
-    """What ids do not say of a call. Bytes are base64 in JSON."""
+    """The facts about a call that its ids do not tell. Bytes are base64 in JSON."""
 
     keys: TurnKeys
     retry: bytes
@@ -47,7 +47,7 @@ class TurnNote(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc
     """Ids at the end of the prompt that begin the reply itself (a forced tool call)."""
     calls: Calls = ()
     has_reasoning: bool = False
-    """As `Turn.has_reasoning`."""
+    """Same as `Turn.has_reasoning`."""
 
     def as_json(self) -> dict[str, Any]:
         value: dict[str, Any] = msgspec.to_builtins(self)
@@ -75,7 +75,7 @@ class SampledToken(NamedTuple):
 
 @dataclass(slots=True)
 class Reply:
-    """What was generated for a call."""
+    """The result of a call: what was asked, what was sampled, and its text."""
 
     request: ChatRequest
     prompt: Prompt

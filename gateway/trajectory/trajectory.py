@@ -88,14 +88,15 @@ class LiveTrajectory:
         self.uid, self.prompt_uid, self.channel = identity[:3]
         self.is_conversation, self.group = identity.is_conversation, identity.group
         self.owner = identity.owner
-        """Who opened it (`keys.Principal.owner`); None: the operator. Provisional while new."""
+        """The owner that opened it (`keys.Principal.owner`); None: the operator. Provisional while
+        new."""
         self.unrecorded = unrecorded
         """Why its calls are not stored; None: they are."""
         self.graph = TurnGraph()
         self.in_flight: set[LiveCall] = set()
         self.calls = CallMemory()
         self.closed = closed
-        """How the trajectory was closed, in words; None while open."""
+        """The way in which it was closed, in words; None while open."""
         self.last_used = time.monotonic()
         self.greedy = False
         """Sampled at temperature 0, whatever the agent asks for."""
@@ -105,7 +106,7 @@ class LiveTrajectory:
         """Its last caller, if it was made for an agent that names none: it is found by what is said
         in it, and closed when it has had no call for long."""
         self.peer: Peer = None
-        """Where its last first request came from."""
+        """The connection that its last first request came over."""
         self.places: list[Place] = []
         """Its own in `Conversations`."""
         self._conversations = conversations
@@ -141,7 +142,7 @@ class LiveTrajectory:
         self.forget_if_unused()
 
     def forget_if_unused(self) -> None:
-        """What was refused before the pool heard of it leaves nothing here."""
+        """Drop it if it was refused before the pool heard of it."""
         if not (self._opened or self._users or self.in_flight or self.closed is not None):
             if self.group is not None:
                 self.group.joined -= 1
