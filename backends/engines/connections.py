@@ -28,6 +28,8 @@ IDLE_S = 4.0
 """SGLang closes a connection that is idle for 5 s; the last to leave would race with it."""
 REST_S = 1.0
 """How long the end of an answer may take that nobody reads."""
+LARGE_BODY = 32_768
+"""Bytes of a request that are not joined with its head."""
 
 
 class _Place(NamedTuple):
@@ -61,7 +63,7 @@ class ConnectionPool:
         answer = self._idle_one(place) or await _connect(place)
         is_kept = False
         try:
-            answer.send(b"%b%bcontent-length: %d\r\n\r\n%b" % (head, headers, len(body), body))
+            answer.send(b"%b%bcontent-length: %d\r\n\r\n" % (head, headers, len(body)), body)
             del body  # sent; the answer may take minutes
             await answer.begun()
             yield answer
@@ -132,10 +134,13 @@ class Answer(asyncio.Protocol):
     def is_fresh(self) -> bool:
         return self._loop.time() - self._idle_since < IDLE_S
 
-    def send(self, request: bytes) -> None:
+    def send(self, head: bytes, body: bytes) -> None:
         self.status, self.is_complete, self._ends_with_connection = 0, False, True
         self._body.clear()
-        self._transport.write(request)
+        if len(body) < LARGE_BODY:
+            self._transport.write(head + body)
+        else:  # uvloop sends both without a copy
+            self._transport.writelines((head, body))
 
     async def begun(self) -> None:
         """The status is known."""

@@ -28,6 +28,8 @@ import asyncio
 import logging
 import random
 import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,6 +55,7 @@ from stepwell.gateway.engine.answers import (
 )
 from stepwell.gateway.engine.checks import EngineChecks
 from stepwell.gateway.engine.fleet import Engine, Fleet, backoff_s
+from stepwell.gateway.engine.ids_json import IdsJson, written
 from stepwell.gateway.errors import (
     EngineError,
     EngineTimeoutError,
@@ -82,6 +85,7 @@ class EngineClient:
         self._fleet = Fleet(wiring.engine_urls, config, canary_share=wiring.canary_share)
         self._connections = ConnectionPool()
         self._checks = EngineChecks(config, self._fleet)
+        self.ids_json = IdsJson()
         self.pace = Pace()
         self._context_length = config.context_length
         self._aborts: set[asyncio.Task[None]] = set()
@@ -152,10 +156,13 @@ class EngineClient:
         *,
         affinity: str,
         on_tokens: OnTokens | None = None,
+        pieces: Sequence[TokenIds] = (),
     ) -> Generation:
         """Sample a response to `prompt_ids`.
 
         Args:
+            pieces: arrays that make up the prompt, the same objects in each call that has them:
+                their JSON is kept.
             affinity: calls with the same one go to the same engine (its cache holds their prefix).
             on_tokens: called with new ids as they arrive; None asks the engine for one answer.
 
@@ -176,7 +183,9 @@ class EngineClient:
                 if engine is None:
                     raise LostError(self._fleet.why_none())
                 tried.add(engine)
-                await self._send(engine, prompt_ids, whole.ids, sampling, part, on_tokens, deadline)
+                await self._send(
+                    engine, prompt_ids, pieces, whole.ids, sampling, part, on_tokens, deadline
+                )
             except LostError as e:
                 if not isinstance(e, BusyError):
                     self.lost_at = time.monotonic()
@@ -243,6 +252,7 @@ class EngineClient:
         self,
         engine: Engine,
         prompt_ids: TokenIds,
+        pieces: Sequence[TokenIds],
         so_far: list[int],
         sampling: Sampling,
         part: Part,
@@ -256,12 +266,8 @@ class EngineClient:
             EngineTimeoutError: `deadline` has passed.
         """
         rid = f"{random.getrandbits(128):032x}"
-        ids = prompt_ids
-        if so_far:
-            ids = np.concatenate((prompt_ids, np.asarray(so_far, np.int32)))
         fields: dict[str, Any] = {
             "rid": rid,
-            "input_ids": np.ascontiguousarray(ids),
             "sampling_params": sampling.wire(sampling.max_new_tokens - len(so_far)),
             "return_logprob": True,
             "stream": on_tokens is not None,
@@ -270,13 +276,14 @@ class EngineClient:
             fields["top_logprobs_num"] = sampling.n_top_logprobs
         if self._wiring.lora_path is not None:
             fields["lora_path"] = self._wiring.lora_path
+        write = partial(self._request, fields, prompt_ids, pieces, so_far)
         part.version = engine.version
         # The fleet ends it before, when the engine is gone without a word.
         scope = asyncio.timeout_at(deadline)
         try:
             async with scope:
                 engine.in_flight.add(scope)
-                await self._post(engine.url, fields, part, on_tokens)
+                await self._post(engine.url, write, part, on_tokens)
         except asyncio.CancelledError:
             self._abort(engine.url, rid)
             raise
@@ -311,10 +318,10 @@ class EngineClient:
         self._fleet.succeeded(engine, version, canary=part.canary)
 
     async def _post(
-        self, url: str, fields: dict[str, Any], part: Part, on_tokens: OnTokens | None
+        self, url: str, write: Callable[[], bytes], part: Part, on_tokens: OnTokens | None
     ) -> None:
         # Nothing here holds the request while it is answered: ids as text are larger than the call.
-        async with self._connections.request("POST", f"{url}/generate", _json(fields)) as answer:
+        async with self._connections.request("POST", f"{url}/generate", write()) as answer:
             if answer.status != 200:
                 why = (await answer.read()).decode(errors="replace")[:300]
                 refuse(answer.status, f"answered {answer.status}", why)
@@ -324,6 +331,23 @@ class EngineClient:
                 part.take(read_answer(whole))
             else:
                 await _follow(answer, part, on_tokens)
+
+    def _request(
+        self,
+        fields: Mapping[str, Any],
+        prompt_ids: TokenIds,
+        pieces: Sequence[TokenIds],
+        so_far: Sequence[int],
+    ) -> bytes:
+        """The body of a request, joined once."""
+        texts = self.ids_json.texts(pieces) if pieces else [written(prompt_ids)]
+        if so_far:
+            texts.append(written(np.asarray(so_far, np.int32)))
+        parts = [orjson.dumps(fields)[:-1], b',"input_ids":[']
+        for text in texts:
+            parts += (text, b",")
+        parts[-1] = b"]}"
+        return b"".join(parts)
 
     def _abort(self, url: str, rid: str) -> None:
         task = asyncio.create_task(self._post_abort(url, rid))
@@ -359,10 +383,6 @@ async def _follow(answer: Answer, part: Part, on_tokens: OnTokens) -> None:
             if part.finish is not None:
                 return
     raise ConnectionResetError("the stream ended without a finish reason")
-
-
-def _json(fields: dict[str, Any]) -> bytes:
-    return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _now() -> float:
