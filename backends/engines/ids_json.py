@@ -3,7 +3,7 @@
     prompt   [first prompt │ reply │ new │ reply │ new]      arrays of the turns, and what is new
     JSON     [ as before   │ as …  │ …   │ as …  │ new ]     joined
 
-Owns: the texts. Does not own: arrays (`tokens/graph.py`), the request around them (`client.py`).
+Owns: the texts. Does not own: the request around them (`client.py`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ class IdsJson:
         self._texts: OrderedDict[int, tuple[TokenIds, bytes]] = OrderedDict()
         """By the array's id, which is its own as long as it is here."""
 
-    def texts(self, pieces: Sequence[TokenIds]) -> list[bytes]:
-        """Members of JSON lists of these ids, and of no empty one."""
-        return [self._text(piece) for piece in pieces if len(piece)]
+    def parts(self, pieces: Sequence[TokenIds]) -> list[bytes]:
+        """Parts of one JSON list of all these ids."""
+        parts = [b"["]
+        for text in [self._text(piece) for piece in pieces if len(piece)] or [b""]:
+            parts += (text, b",")
+        parts[-1] = b"]"
+        return parts
 
     def clear(self) -> None:
         self._texts.clear()
@@ -40,11 +44,11 @@ class IdsJson:
 
     def _text(self, ids: TokenIds) -> bytes:
         if len(ids) < LEAST_IDS:
-            return written(ids)
+            return _written(ids)
         if (known := self._texts.get(id(ids))) is not None:
             self._texts.move_to_end(id(ids))
             return known[1]
-        text = written(ids)
+        text = _written(ids)
         self._texts[id(ids)] = ids, text
         self._n_bytes += len(text) + ids.nbytes
         while self._n_bytes > self._max_bytes and self._texts:
@@ -53,6 +57,5 @@ class IdsJson:
         return text
 
 
-def written(ids: TokenIds) -> bytes:
-    """Members of a JSON list, kept nowhere."""
+def _written(ids: TokenIds) -> bytes:
     return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import orjson
 
-from stepwell.gateway.engine.ids_json import LEAST_IDS, IdsJson
+from stepwell.backends.engines.ids_json import LEAST_IDS, IdsJson
 
 
 def test_texts_are_the_ids_of_the_pieces() -> None:
@@ -13,21 +13,21 @@ def test_texts_are_the_ids_of_the_pieces() -> None:
     rng = np.random.default_rng(0)
     pieces = [rng.integers(0, 150_000, n, dtype=np.int32) for n in (0, 1, LEAST_IDS, 5000, 3)]
     for _ in range(2):
-        listed = orjson.loads(b"[" + b",".join(ids.texts(pieces)) + b"]")
+        listed = orjson.loads(b"".join(ids.parts(pieces)))
         assert listed == np.concatenate(pieces).tolist()
+    assert b"".join(ids.parts([])) == b"[]"
 
 
 def test_a_long_piece_is_written_once() -> None:
     ids, piece = IdsJson(), np.arange(1000, dtype=np.int32)
-    (first,), (second,) = ids.texts([piece]), ids.texts([piece])
-    assert first is second
+    assert ids.parts([piece])[1] is ids.parts([piece])[1]
 
 
 def test_what_was_not_used_for_longest_goes_first() -> None:
     pieces = [np.full(1000, i, np.int32) for i in range(3)]
     ids = IdsJson(max_bytes=13_000)  # two of them
-    texts = [ids.texts([piece])[0] for piece in (pieces[0], pieces[1], pieces[0], pieces[2])]
-    assert ids.texts([pieces[0]])[0] is texts[0]
-    assert ids.texts([pieces[1]])[0] is not texts[1]
+    texts = [ids.parts([piece])[1] for piece in (pieces[0], pieces[1], pieces[0], pieces[2])]
+    assert ids.parts([pieces[0]])[1] is texts[0]
+    assert ids.parts([pieces[1]])[1] is not texts[1]
     ids.clear()
-    assert ids.texts([pieces[0]])[0] is not texts[0]
+    assert ids.parts([pieces[0]])[1] is not texts[0]
