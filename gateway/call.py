@@ -385,6 +385,7 @@ class Calls:
                 live.sampling,
                 affinity=trajectory.uid,
                 on_tokens=live.on_tokens if request.stream else None,
+                pieces=prompt.pieces if request.is_kept else (),
             )
         except RequestError as e:
             if request.constraint is None:
