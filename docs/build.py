@@ -18,8 +18,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from stepwell.cli import command_parser
-from stepwell.config_keys import Key, keys, told_default
+from stepwell.cli.main import command_parser
+from stepwell.config.keys import Key, keys, told_default
 from stepwell.datapool.inspect.metrics import POOL
 from stepwell.gateway import lifecycle
 from stepwell.gateway.dialects.anthropic_messages import CountParams, MessagesParams
@@ -34,7 +34,7 @@ from stepwell.gateway.openapi import described
 from stepwell.gateway.paths import UNDER, is_gemini
 from stepwell.gateway.routes import ROUTES
 from stepwell.gateway.slime_buffer.router import router as slime_router
-from stepwell.prometheus import TRAINER
+from stepwell.track.prometheus import TRAINER
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = Path("docs/reference")

@@ -33,7 +33,7 @@ from stepwell.datapool.errors import InvalidStepError, StepConflictError, StepIn
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.types import Step
 from stepwell.gateway.bodies import BIG
-from stepwell.gateway.call_service import Asked
+from stepwell.gateway.call import Asked
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages, CountParams
 from stepwell.gateway.dialects.base import Dialect, Exchange, Parsed
 from stepwell.gateway.dialects.gemini import text_tokens
@@ -55,9 +55,9 @@ from stepwell.gateway.paths import GEMINI_BASES, UNDER, quoted, uid_of
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.services import Services, services_of
 from stepwell.gateway.tokens.graph import TurnGraph
+from stepwell.gateway.trajectory.calls import RetryKey
 from stepwell.gateway.trajectory.identity import Origin
 from stepwell.gateway.trajectory.recording import ask
-from stepwell.gateway.trajectory.retries import RetryKey
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 from stepwell.gateway.web import (
     EventStream,
@@ -150,7 +150,7 @@ async def serve(
         return services.identities.identify(origin, call, key, parsed.trajectory_uid)
 
     def begin_again(asked: Asked) -> LiveTrajectory:
-        services.identities.let_go(asked.trajectory)
+        services.identities.detach(asked.trajectory)
         return identify(asked.request, asked.retry)
 
     keys = [retry.of_prompt(i) for i in range(len(calls))]

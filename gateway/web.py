@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from stepwell.gateway.errors import GatewayError, RequestError
-from stepwell.gateway.trajectory.retries import RetryKey
+from stepwell.gateway.trajectory.calls import RetryKey
 
 
 class Closing(Protocol):
@@ -120,7 +120,7 @@ class Connection(Protocol):
         """A request on it was authorised."""
 
 
-CONNECTION = "stepwell.connection"
+CONNECTION = "stepwell.run.connection"
 
 
 def connection_of(scope: Scope) -> Connection:

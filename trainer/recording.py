@@ -185,7 +185,7 @@ def replay(
             prepared = updater.prepare(groups)
         for steps, trained_on, _ in prepared.mini_batches:
             with phases("train"):
-                update = updater.step(prepared.batch, steps)
+                update = updater.step(prepared, steps)
             if progress.updates % updates_per_sync == 0:  # the table moves as it did
                 progress.version += 1
                 progress.published[progress.version] = progress.updates

@@ -453,6 +453,7 @@ METHODS: Final[Mapping[type, Callable[[Channel, Any], Any]]] = {
     ops.OpenGroup: Channel.open_group,
     ops.OpenTrajectory: Channel.open_trajectory,
     ops.SubmitSteps: Channel.submit_steps,
+    ops.AppendStep: Channel.append_step,
     ops.CompleteTrajectory: Channel.complete_trajectory,
     ops.AbortTrajectory: Channel.abort_trajectory,
     ops.DropGroup: Channel.drop_group,

@@ -40,25 +40,46 @@ class Steps(Serving):
     # -- steps -------------------------------------------------------------------------------
 
     def submit_steps(self, op: ops.SubmitSteps) -> list[ops.SubmitOutcome | ops.Refusal]:
-        counts = self.counts.steps
-        self.changed = True
         answers: list[ops.SubmitOutcome | ops.Refusal] = []
         for packed in op.trajectories:
             for step in packed.steps:
-                counted: str
                 try:
-                    counted = outcome = self._submit(packed.trajectory_uid, packed.prompt_uid, step)
-                    answers.append(outcome)
+                    answers.append(self._counted(packed.trajectory_uid, packed.prompt_uid, step))
                 except errors.DataPoolError as e:
                     answers.append(ops.Refusal.of(e))
-                    if isinstance(e, errors.UnknownBaseError):
-                        continue  # not an answer yet: it comes again, whole
-                    is_conflict = isinstance(e, errors.StepConflictError)
-                    counted = "conflict" if is_conflict else "rejected"
-                counts.submitted += 1
-                setattr(counts, counted, getattr(counts, counted) + 1)
+                    if isinstance(e, errors.PoolFullError):
+                        self._count("rejected")
         self._write_steps()
         return answers
+
+    def append_step(self, op: ops.AppendStep) -> ops.SubmitOutcome | ops.Resumed:
+        try:
+            outcome = self._counted(op.trajectory_uid, op.prompt_uid, op.step)
+        except errors.StepConflictError:
+            record = self.trajectory_index.get(op.trajectory_uid)
+            if record is None or record.closing is not None:
+                return "late"
+            return ops.Resumed("duplicate", self.name, self.packed(record))
+        self._write_steps()
+        return outcome
+
+    def _counted(self, uid: str, prompt_uid: str, step: PackedStep) -> ops.SubmitOutcome:
+        """Apply one step and count its outcome or refusal; not one after which it comes again."""
+        try:
+            outcome = self._submit(uid, prompt_uid, step)
+        except (errors.UnknownBaseError, errors.PoolFullError):
+            raise
+        except errors.DataPoolError as e:
+            self._count("conflict" if isinstance(e, errors.StepConflictError) else "rejected")
+            raise
+        self._count(outcome)
+        return outcome
+
+    def _count(self, outcome: str) -> None:
+        counts = self.counts.steps
+        counts.submitted += 1
+        setattr(counts, outcome, getattr(counts, outcome) + 1)
+        self.changed = True
 
     def _submit(self, uid: str, prompt_uid: str, step: PackedStep) -> ops.SubmitOutcome:
         """Apply one step. Changes nothing if it contradicts another."""

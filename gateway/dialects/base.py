@@ -23,13 +23,13 @@ from typing import Any, ClassVar, Final, NamedTuple
 import numpy as np
 import orjson
 
-from stepwell.gateway.call import Call, Listener
+from stepwell.gateway.call import Listener
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import THINK_CLOSE, Delta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.trajectory.note import FinishedCall
+from stepwell.gateway.trajectory.calls import Call, LiveCall
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 from stepwell.gateway.web import error_body
@@ -65,7 +65,7 @@ class Handed(NamedTuple):
     """A reply whose end was handed to a client's connection."""
 
     trajectory: LiveTrajectory
-    call: FinishedCall
+    call: Call
 
     def lose(self) -> None:
         """The connection broke before the client had it."""
@@ -100,13 +100,13 @@ class Exchange:
         self._silent_since = 0.0
 
     @property
-    def calls(self) -> tuple[Call, ...]:
+    def calls(self) -> tuple[LiveCall, ...]:
         return tuple(listener.call for listener in self._listeners)
 
     @property
     def uid(self) -> str:
         """Of the first call; stable over retries."""
-        return self._listeners[0].call.uid
+        return self._listeners[0].call.call.uid
 
     @property
     def version(self) -> int | None:
@@ -117,14 +117,13 @@ class Exchange:
     def is_unrecorded(self) -> bool:
         """No Step of some sample is stored. Of a stream, as far as it is known as it begins."""
         return any(each.unrecorded is not None for each in self.trajectories) or any(
-            call.finished is not None and call.finished.turn.step_index is None
-            for call in self.calls
+            live.call.turn is not None and live.call.turn.step_index is None for live in self.calls
         )
 
     @property
     def created(self) -> int:
         """Unix seconds."""
-        return self._listeners[0].call.created
+        return self._listeners[0].call.call.created
 
     async def results(self) -> list[Reply]:
         """All replies, their Steps stored. Where one fails the others are waited for: their
@@ -150,6 +149,8 @@ class Exchange:
         Raises:
             GatewayError: a call failed.
         """
+        for listener in self._listeners:
+            listener.begin()
         if not any(listener.has_news for listener in self._listeners):
             await self._wait()
         for listener in self._listeners:
@@ -188,15 +189,15 @@ class Exchange:
     def delivered(self) -> None:
         """The terminal event was handed to the client's connection, if that still stands."""
         if not self._closed:
-            for call in self.calls:
-                call.delivered = True
+            for live in self.calls:
+                live.call.delivered = True
 
     def handed(self) -> list[Handed]:
         """The replies, if their ends were handed to the client's connection."""
         return [
-            Handed(c.trajectory, c.finished)
-            for c in self.calls
-            if c.delivered and c.finished is not None
+            Handed(each.trajectory, each.call.call)
+            for each in self._listeners
+            if each.call.call.delivered and each.call.call.turn is not None
         ]
 
     def close(self) -> None:

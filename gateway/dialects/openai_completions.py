@@ -38,8 +38,8 @@ from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import ContentDelta, Delta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.gateway.trajectory.calls import REMEMBERED
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
-from stepwell.gateway.trajectory.retries import REMEMBERED
 from stepwell.gateway.web import error_body
 
 DEFAULT_MAX_TOKENS = 16

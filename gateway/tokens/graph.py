@@ -26,6 +26,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import numpy as np
 
+from stepwell.datapool.codec import Base
 from stepwell.datapool.types import TokenIds
 from stepwell.gateway.tokens.messages import Key, extend_key, text_key, text_prefix_keys
 
@@ -73,6 +74,9 @@ class Turn(msgspec.Struct, frozen=True, eq=False, gc=False):
     """This turn, or one that its prompt holds token for token, has thinking in it."""
     step_index: int | None
     """None: white-box, its Step is submitted by the agent itself."""
+    crc: int | None = None
+    """CRC-32 of prompt and response, as the pool has it; None: not known. A Step that extends this
+    turn is packed relative to it (`codec.Base`)."""
 
     def arrays(self) -> list[TokenIds]:
         """Prompt and response, from the root on, in pieces; the last one is the response."""
@@ -89,6 +93,15 @@ class Turn(msgspec.Struct, frozen=True, eq=False, gc=False):
         while turn is not None and turn.step_index is None:
             turn = turn.parent
         return None if turn is None else turn.step_index
+
+    def base(self) -> Base | None:
+        """The nearest Step that is known to be in the pool, for those that extend this turn."""
+        turn: Turn | None = self
+        while turn is not None:
+            if turn.step_index is not None and turn.crc is not None:
+                return Base(turn.step_index, 4 * turn.n_tokens, turn.crc)
+            turn = turn.parent
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +159,9 @@ class TurnGraph:
         calls: Calls,
         has_reasoning: bool,
         step_index: int | None,
+        crc: int | None = None,
     ) -> Turn:
-        """Store a finished call."""
+        """Store a finished call. `step_index` and `crc`: as the turn's."""
         n_new = len(new_prompt_ids) + len(response_ids)
         turn = Turn(
             parent,
@@ -157,6 +171,7 @@ class TurnGraph:
             calls,
             has_reasoning or (parent is not None and parent.has_reasoning),
             step_index,
+            crc,
         )
         self.n_tokens += n_new
         self._by_key[keys.whole] = turn

@@ -21,7 +21,7 @@ import pytest
 from stepwell import connect
 from stepwell.backends.engines.client import EngineClient
 from stepwell.datapool.types import TRAIN
-from stepwell.run_file import live_run
+from stepwell.run.folder import live_run
 from stepwell.trainer.ledger import LEDGER, audit
 from stepwell.trainer.metrics import read_metrics
 from tests.e2e.conftest import ROOT
@@ -41,7 +41,7 @@ SMALL = (
 def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as out:
         return subprocess.Popen(
-            [sys.executable, "-m", "stepwell.cli", *arguments],
+            [sys.executable, "-m", "stepwell", *arguments],
             cwd=ROOT,
             stdout=out,
             stderr=subprocess.STDOUT,

@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import pytest
 
-from stepwell.cluster import Cluster, start_cluster
+from stepwell.cluster.parts import Cluster, start_cluster
 from stepwell.datapool.types import Step
 from tests.e2e.conftest import ROOT, SMALL, small_config
 
@@ -201,7 +201,7 @@ async def complete(cluster: Cluster, agents: list[Agent], origin: str) -> None:
 def test_the_command_prints_every_address_and_stops_them_all(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "stepwell.cli", "serve", "--config", "quickstart"),
+            *(sys.executable, "-m", "stepwell", "serve", "--config", "quickstart"),
             *("--replicas", "2", *SMALL, f"run.dir={tmp_path}"),
         ],
         cwd=ROOT,

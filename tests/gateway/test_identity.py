@@ -352,9 +352,9 @@ async def test_nothing_of_closed_conversations_is_kept(world: Any) -> None:
         await talk(client, [user(f"hi {i}")])
     identities = world.gateway.identities
     await identities.close_idle(time.monotonic() + 1)
-    assert not identities._conversations._own
-    assert not identities._conversations._by_turn
-    assert not identities._conversations._turns
+    conversations = world.gateway.trajectories.conversations
+    assert len(conversations) == 0
+    assert not conversations._lengths
 
 
 async def test_text_that_changes_on_every_call_can_be_normalised(worlds: Any) -> None:

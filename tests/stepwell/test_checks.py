@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from stepwell.cli import main
-from stepwell.run_file import only_run_in
+from stepwell.cli.main import main
+from stepwell.run.folder import only_run_in
 from stepwell.trainer.rollout.agents import load_agent
 from tests.e2e.conftest import ROOT
 
@@ -282,7 +282,7 @@ def test_neither_torch_nor_ray_is_imported_to_find_a_mistake(
 ) -> None:
     argv = train(folder, mistake.format(taken=taken))
     script = (
-        "import sys; from stepwell.cli import main; "
+        "import sys; from stepwell.cli.main import main; "
         f"code = main({argv!r}); print(code, *sorted({{'torch', 'ray'}} & sys.modules.keys()))"
     )
     done = subprocess.run(

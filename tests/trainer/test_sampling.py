@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepwell.config.load import load_config
 from stepwell.datapool.config import ChannelConfig
 from stepwell.datapool.types import TRAIN, Group, Step, Trajectory
-from stepwell.presets import load_config
 from stepwell.trainer.config import SamplingConfig
 from stepwell.trainer.errors import ConfigError, StarvedError
 from stepwell.trainer.ledger import audit
