@@ -19,6 +19,7 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
+from stepwell.gateway.access import Principal
 from stepwell.gateway.call import Call, CallParts, Listener
 from stepwell.gateway.engine import Sampling
 from stepwell.gateway.errors import (
@@ -28,7 +29,6 @@ from stepwell.gateway.errors import (
     TrajectoryConflictError,
     TrajectoryLimitError,
 )
-from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest, Prompt
 from stepwell.gateway.trajectory.note import FinishedCall
 from stepwell.gateway.trajectory.retries import LiveCall, RetryKey

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
+from stepwell.gateway.access import Principal
 from stepwell.gateway.dialects.base import KEEP_ALIVE, Dialect, Event, Exchange, Parsed, sse
 from stepwell.gateway.dialects.params import (
     OTHER_POLICY,
@@ -34,7 +35,6 @@ from stepwell.gateway.dialects.params import (
     wrong,
 )
 from stepwell.gateway.errors import GatewayError
-from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import ContentDelta, ReasoningDelta

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import numpy as np
 
 from stepwell.datapool.types import TokenIds
+from stepwell.gateway.access import Principal
 from stepwell.gateway.dialects.base import Dialect, Event, Exchange, Parsed
 from stepwell.gateway.dialects.openai_chat import (
     LEAST_LOGPROB,
@@ -34,7 +35,6 @@ from stepwell.gateway.dialects.openai_chat import (
 )
 from stepwell.gateway.dialects.params import TopLogprobs, wrong
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
-from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import ContentDelta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer

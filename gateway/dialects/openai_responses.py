@@ -22,6 +22,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from cachetools import LRUCache
 from pydantic import Field
 
+from stepwell.gateway.access import Principal, other_owner
 from stepwell.gateway.dialects.base import KEEP_ALIVE, Dialect, Exchange, Parsed, sse
 from stepwell.gateway.dialects.params import (
     OTHER_POLICY,
@@ -50,7 +51,6 @@ from stepwell.gateway.errors import (
     RequestError,
     UnknownItemError,
 )
-from stepwell.gateway.keys import Principal, other_owner
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import Message, Tool
 from stepwell.gateway.trajectory.reply import Reply

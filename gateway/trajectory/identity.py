@@ -19,7 +19,7 @@ with, and a retry of its first call finds it only if it cannot be another agent'
 reply yet, or the retry comes over the same connection or with the same `Idempotency-Key`.
 
 Owns: this order, the index from conversations to trajectories, the sweep of idle ones. Does not
-own: trajectories (`store.py`), whether the caller may (`keys.py`).
+own: trajectories (`store.py`), whether the caller may (`access.py`).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from cachetools import LRUCache
 from starlette.datastructures import Headers
 
 from stepwell.datapool.errors import DataPoolError
+from stepwell.gateway.access import Named, Principal, presented
 from stepwell.gateway.config import REMEMBERED
 from stepwell.gateway.errors import GatewayError, RequestError, TrajectoryClosedError
-from stepwell.gateway.keys import Named, Principal, presented
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import Key, extend_key, text_prefix_keys
 from stepwell.gateway.trajectory.groups import Groups

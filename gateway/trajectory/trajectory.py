@@ -45,13 +45,13 @@ from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClos
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.ops import Resumed, TrajectoryOutcome
 from stepwell.datapool.types import GREEDY, OWNER, unseen_key
+from stepwell.gateway.access import OPERATOR, Principal
 from stepwell.gateway.errors import (
     PoolUnavailableError,
     RequestError,
     TrajectoryClosedError,
     TrajectoryConflictError,
 )
-from stepwell.gateway.keys import OPERATOR, Principal
 from stepwell.gateway.tokens.graph import TurnGraph
 from stepwell.gateway.trajectory.groups import Group, Identity
 from stepwell.gateway.trajectory.note import FinishedCall, restore

@@ -26,11 +26,11 @@ from stepwell.datapool.ops import ResumeTrajectory, SubmitSteps
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import DUPLICATE_OF, Step, superseded
 from stepwell.deletion import _forget
+from stepwell.gateway.access import OPERATOR
 from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.app import create_app
 from stepwell.gateway.call_service import Asked
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.keys import OPERATOR
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.graph import Turn, TurnGraph
 from stepwell.gateway.trajectory.note import NOTE, TurnKeys, TurnNote, read_note, restore
