@@ -18,15 +18,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
-from stepwell.backends.config import Section
 from stepwell.backends.errors import BackendConfigError, BatchError, UnsupportedByBackendError
 from stepwell.backends.registry import BACKEND_NAMES, Registry, first_line
+from stepwell.datapool.config import Section
 from stepwell.datapool.types import Step
 
 
@@ -98,6 +99,9 @@ class LossOutput(NamedTuple):
     loss: Tensor
     """Scalar with gradient; the losses of all micro-batches add up to the loss of the update."""
     metrics: dict[str, Mean]
+    columns: Mapping[str, Tensor] = MappingProxyType({})
+    """Columns found by this forward pass, [n] each, without gradient: the backend writes them into
+    the batch's (`TrainingBackend.returns_columns`)."""
 
 
 class LossFn(Protocol):
@@ -119,6 +123,9 @@ class TrainingBackend(ABC):
 
     options: ClassVar[type[BaseModel]] = Section
     """The model of `backend.options`: fields with a type, a default and a docstring."""
+    returns_columns: ClassVar[bool] = False
+    """`train_step` writes `LossOutput.columns` into the batch's columns, NaN where nothing was
+    computed. Without it the loop recomputes log π of every batch before its optimizer step."""
 
     @classmethod
     def own_options(cls, given: Mapping[str, Any]) -> BaseModel:

@@ -9,16 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-
-class Section(BaseModel):
-    """Unknown keys are refused, and nothing changes."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
-
+from stepwell.datapool.config import Section
 
 PauseMode = Literal["abort", "retract", "in_place"]
 PublishMode = Literal["abort", "retract", "in_place", "drain"]
@@ -88,7 +81,7 @@ class EngineConfig(Section):
     weight_transport: WeightTransport = "disk"
     """How new weights get to it. `disk`: it reads the version's directory. `distributed`: broadcast
     in a process group, NCCL to GPUs, gloo to CPUs. `lora`: only the adapter, which needs
-    `backend.lora`; SGLang must be launched for it (`extra_args`: `--enable-lora --max-lora-rank R
+    `backend.lora`; SGLang is launched for it (`--enable-lora --max-lora-rank R
     --lora-target-modules …`). Every version is also written to disk: a crashed engine restarts
     from there."""
     release_memory: bool = False

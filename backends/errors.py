@@ -11,6 +11,7 @@ also subclasses the matching built-in::
     │   ├── EngineRequestError(ValueError)          it refused the request (HTTP 4xx)
     │   └── EngineInternalError(RuntimeError)       it failed at the request (HTTP 5xx)
     ├── WeightUpdateError(RuntimeError)             a weight publication did not commit
+    ├── SupersededError(RuntimeError)               another version was committed meanwhile
     ├── VersionNotKeptError(LookupError)         a version's weights are not on disk any more
     ├── BackendConfigError(ValueError)              no such backend or engine, or not so configured
     ├── BatchError(ValueError)                      steps or indices that no batch can be made of
@@ -49,19 +50,24 @@ class EngineTimeoutError(EngineError, TimeoutError):
 
 
 class EngineRequestError(EngineError, ValueError):
-    """The engine refused a request. `status` is the HTTP status."""
+    """The engine refused a request.
 
-    def __init__(self, message: str, *, status: int = 400) -> None:
+    `status` is the HTTP status. `what` says it without an address, for those who must not know one;
+    `words` are the engine's own.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, what: str = "", words: str = "") -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.what, self.words = status, what, words
 
 
 class EngineInternalError(EngineError, RuntimeError):
-    """The engine failed at a request. `status` is the HTTP status."""
+    """The engine failed at a request, or its answer makes no sense (`status` 200). Fields as of
+    `EngineRequestError`."""
 
-    def __init__(self, message: str, *, status: int = 500) -> None:
+    def __init__(self, message: str, *, status: int = 500, what: str = "", words: str = "") -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.what, self.words = status, what, words
 
 
 class WeightUpdateError(BackendError, RuntimeError):
@@ -78,6 +84,18 @@ class WeightUpdateError(BackendError, RuntimeError):
         super().__init__(message)
         self.replica = replica
         self.serving = dict(serving or {})
+
+
+class SupersededError(BackendError, RuntimeError):
+    """Another version was committed than the one that the publisher has seen: a roll-back.
+    `version` is its number."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(version)
+        self.version = version
+
+    def __str__(self) -> str:
+        return f"version {self.version} was committed meanwhile"
 
 
 class WeightsNotWrittenError(BackendError, OSError):

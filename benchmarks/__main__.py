@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.checks import BenchResult
-from stepwell.cli import interruptible
+from stepwell.cli.main import interruptible
 from stepwell.trainer.errors import ConfigError
 
 BENCHES = {
@@ -45,6 +45,7 @@ BENCHES = {
     "ui": "the dashboard over 1,000,000 steps, and what it costs",
     "tasks": "what the tasks in examples/ teach their models",
     "lag": "score by lag and off-policy method: many quickstarts, hours",
+    "path": "functions, files, types of a turn and two optimizer steps",
     "size": "lines, public names and configuration keys, by room",
 }
 

@@ -67,11 +67,11 @@ def overrides(lag: int, method: str, seed: int, steps: int) -> list[str]:
 
 def one(lag: int, method: str, seed: int, steps: int) -> dict[str, Any]:
     """One run, in this process."""
+    from stepwell.config.load import load_config
     from stepwell.datapool.types import TRAIN
-    from stepwell.presets import load_config
-    from stepwell.run import train
+    from stepwell.run.train import train
     from stepwell.trainer.config import LAG_LIMIT
-    from stepwell.trainer.publisher import Publisher
+    from stepwell.trainer.publish.publisher import Publisher
 
     at_once = Publisher.publish
 

@@ -84,9 +84,17 @@ async def run(
 
 async def _journey(base: Path, seconds: float, seed: int) -> BenchResult:
     live, calls, log = base / "live", base / "service.jsonl", base / "trainer.txt"
-    attach = ("-m", "stepwell.cli", "train", "--attach", str(live))
+    attach = ("-m", "stepwell", "train", "--attach", str(live))
     async with AsyncExitStack() as stack:
-        start = ("-m", "stepwell.cli", "serve", "--config", "live", f"run.dir={live}", *OPTIONS)
+        start = (
+            "-m",
+            "stepwell",
+            "serve",
+            "--config",
+            "live",
+            f"run.dir={live}",
+            *OPTIONS,
+        )
         served = await stack.enter_async_context(
             python(*start, f"run.seed={seed}", output=base / "serve.txt")
         )

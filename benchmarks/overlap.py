@@ -26,16 +26,16 @@ from typing import NamedTuple, cast
 import psutil
 
 from benchmarks.checks import BenchResult
-from stepwell.checks import training_prompts
-from stepwell.cluster import start_cluster
+from stepwell.cluster.parts import start_cluster
+from stepwell.config.load import load_config
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import TRAIN
-from stepwell.presets import load_config
+from stepwell.run.checks import training_prompts
+from stepwell.run.trainer import build_trainer
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.live import Traffic
 from stepwell.trainer.loop import Trainer
 from stepwell.trainer.rollout.producer import Producer
-from stepwell.training import build_trainer
 
 BATCHES = 32
 SHARE, WAITS, EXTRA = 0.75, 1.1, 1.15
@@ -63,7 +63,8 @@ async def run() -> BenchResult:
                 groups = config.trainer.train_batch_size
                 producer = cast(Producer, trainer.batches.producer)
                 # Groups are brought by the bench alone.
-                trainer.batches.feeds[0].producer = Traffic(cluster.pool, Ledger(), producer.min_n)
+                traffic = Traffic(cluster.pool, Ledger(), producer.min_n)
+                trainer.batches.channels[0].producer = traffic
                 # Warm up: first batches pay for imports and allocations.
                 await _both(trainer, producer, 2, groups)
                 generate = await _cost(_generate(cluster.pool, producer, BATCHES, groups))

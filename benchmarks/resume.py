@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Annotated
 
 from benchmarks.checks import BenchResult
-from stepwell.checks import training_prompts
+from stepwell.config.load import load_config
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.lease_keeper import USED
 from stepwell.datapool.types import TRAIN
 from stepwell.layout import CHECKPOINTS
-from stepwell.presets import load_config
+from stepwell.run.checks import training_prompts
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.ledger import LEDGER, audit, read_ledger
 from stepwell.trainer.reclaim import TRAINED

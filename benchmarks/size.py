@@ -22,7 +22,7 @@ BESIDE = ("benchmarks", "tests", "examples")
 
 
 async def run() -> BenchResult:
-    from stepwell.config_keys import all_keys
+    from stepwell.config.keys import all_keys
 
     rooms = [_row(room) for room in ROOMS]
     total = {name: sum(row[name] for row in rooms) for name in ("files", "lines", "other bytes")}

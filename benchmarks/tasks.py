@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.checks import BenchResult, chosen_sections
 from benchmarks.processes import python
 from stepwell.datapool.types import Group
-from stepwell.report import BLUE, GREY, ORANGE, read_summary
+from stepwell.track.summary import BLUE, GREY, ORANGE, read_summary
 from stepwell.trainer.recording import load_recording, recordings
 
 RUNS = Path("runs")

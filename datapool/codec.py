@@ -293,17 +293,20 @@ class Base(NamedTuple):
     step_index: int
     n_bytes: int
     """Of its prompt and response."""
-    digest: bytes
     crc: int
+    digest: bytes | None = None
+    """None: whoever made the prompt made it of these tokens."""
 
     @classmethod
     def of(cls, step: Step, crc: int) -> Base:
         digest = xxh3_128(np.ascontiguousarray(step.prompt_ids).data)
         digest.update(np.ascontiguousarray(step.response_ids).data)
-        return cls(step.step_index, 4 * step.n_tokens, digest.digest(), crc)
+        return cls(step.step_index, 4 * step.n_tokens, crc, digest.digest())
 
     def begins(self, prompt: TokenIds) -> bool:
         n = self.n_bytes // 4
+        if self.digest is None:
+            return len(prompt) >= n
         own = np.ascontiguousarray(prompt[:n]).data
         return len(prompt) >= n and xxh3_128_digest(own) == self.digest
 

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Durability: TypeAlias = Literal["none", "process", "power"]
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """Base of every section of a configuration: unknown keys are refused, and nothing changes."""
+
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+    named_by: ClassVar[str | None] = None
+    """The key that text alone stands for: `reward: math` is `reward: {function: math}`."""
+    spelled_out: ClassVar[Callable[[str], dict[str, str]] | None] = None
+    """Makes a section of text alone where sections differ by `kind`; None: the text is the kind."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {cls.named_by: value} if cls.named_by and isinstance(value, str) else value
 
 
-class SelectionConfig(_Section):
+class SelectionConfig(Section):
     """Which ready groups of a channel are served, and in what order (`selection/`)."""
 
     order: str = "fifo"
@@ -29,7 +41,7 @@ class SelectionConfig(_Section):
     dotted paths of `(GroupInfo) -> Verdict | None`."""
 
 
-class ChannelConfig(_Section):
+class ChannelConfig(Section):
     """Limits and defaults of one channel."""
 
     n_rollouts: int = Field(default=1, ge=1)
@@ -113,7 +125,7 @@ class ChannelConfig(_Section):
         return self
 
 
-class PoolConfig(_Section):
+class PoolConfig(Section):
     """The DataPool: a default for every channel, and channels that differ."""
 
     default: ChannelConfig = ChannelConfig()

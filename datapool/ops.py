@@ -38,7 +38,13 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from stepwell.datapool import errors
-from stepwell.datapool.codec import PackedLease, PackedTrajectory, encode_any, unpack
+from stepwell.datapool.codec import (
+    PackedLease,
+    PackedStep,
+    PackedTrajectory,
+    encode_any,
+    unpack,
+)
 from stepwell.datapool.errors import DataPoolError, InvalidRequestError, PoolFullError
 from stepwell.datapool.selection import UNMARKED, Marks
 from stepwell.datapool.types import MAX_REWARD, TRAIN, Step, is_reward
@@ -126,7 +132,7 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
     """A trajectory as a producer finds it that goes on with it."""
 
     outcome: SubmitOutcome
-    """As of `OpenTrajectory`."""
+    """As of `OpenTrajectory`; "duplicate" of `AppendStep`."""
     channel: str
     """Where it is."""
     packed: PackedTrajectory | None = None
@@ -265,6 +271,22 @@ class SubmitSteps(Change[list[SubmitOutcome | Refusal]], frozen=True, array_like
 
     trajectories: list[PackedTrajectory]
     """Steps of each, in order. A trajectory may come several times. Without metadata."""
+    channel: Text = TRAIN
+
+
+class AppendStep(Change[SubmitOutcome | Resumed], frozen=True, array_like=True):
+    """Store the next step of a trajectory that several producers may go on with. Answered with the
+    trajectory as it is, all its steps included, if another step has this step's index.
+
+    Raises:
+        TrajectoryConflictError, StepIndexError, InvalidStepError: it cannot be stored.
+        UnknownBaseError: send it whole.
+        PoolFullError: the channel blocks, and the step would begin a new group.
+    """
+
+    trajectory_uid: Text
+    prompt_uid: Text
+    step: PackedStep
     channel: Text = TRAIN
 
 

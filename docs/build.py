@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stepwell.cli import command_parser
-from stepwell.config_keys import Key, keys, told_default
+from stepwell.cli.main import command_parser
+from stepwell.config.keys import Key, keys, told_default
 from stepwell.datapool.inspect.metrics import POOL
 from stepwell.gateway.access import UNDER, is_gemini
 from stepwell.gateway.dialects.anthropic_messages import CountParams, MessagesParams
@@ -30,7 +30,7 @@ from stepwell.gateway.dialects.params import Params
 from stepwell.gateway.endpoints import ENDPOINTS, SDK_BODIES
 from stepwell.gateway.metrics import ENGINES, GATEWAY, POOL_UP
 from stepwell.gateway.openapi import described
-from stepwell.prometheus import TRAINER
+from stepwell.track.prometheus import TRAINER
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = Path("docs/reference")

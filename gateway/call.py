@@ -1,25 +1,26 @@
 """One LLM call from its prompt to its stored Step, in whatever dialect it came.
 
-Life cycle of a `Call`; it runs as its own task, so that a client's retry can join it::
+    request ──► prompts made, fit ──► trajectories open ──► each sample: joined │ recalled │ begun
+                     └──► refused: the pool hears nothing of it
 
     generating ──► committing ──► done        (the Step is in the pool, the reply is a turn)
         │              └────────► unstored    (the pool failed; a retry commits the same Step again)
         └──► failed                           (the engine failed, refused, aborted)
 
-- generating: it waits for a place, then ids from the engine become deltas for whoever listens.
-- committing: the Step takes the next `step_index`. No longer cancelled.
-- The terminal event of the reply exists only once the call is done.
+`start` finds or makes the calls of a request: all of them, or none. A prompt is made again if
+another gateway turns out to have turns of its trajectory. `run` is the straight way of one call:
+generate, commit, make a turn of it, answer. It runs in the task of its request; only streams and
+several samples have tasks of their own. The terminal event of a reply exists only once the call is
+done.
 
-A call without listeners (every client went away) is aborted unless it is committing. Retries: a
-request with a retry mark (`RetryKey.is_retry`) and the bytes of an earlier one is that call: it
-joins it while in flight and gets its recorded reply afterwards. The same bytes without the mark are
-another sample. A call whose last client has left is kept as a `FinishedCall`, as is one that
-another gateway stored. For a retry it is a `Call` again, which reads its reply from the sampled
-ids. A client may try again at another gateway while its first try is still generated here: of the
-two calls, the one that is to be stored later becomes the other one.
+A call that nobody reads any more (every client went away) is aborted unless it is committing.
+Retries: a request with a retry mark (`RetryKey.is_retry`) and the bytes of an earlier one is that
+call: it joins it while in flight and gets its recorded reply afterwards. The same bytes without the
+mark are another sample. A client may try again at another gateway while its first try is still
+generated here: of the two calls, the one that is to be stored later adopts the result of the other.
 
-Owns: this life cycle. Does not own: which calls begin (`call_service.py`), wire formats
-(`dialects/`), order and closing (`trajectory/trajectory.py`).
+Owns: this life cycle, how a call is sampled. Does not own: wire formats (`dialects/`), whose a call
+is (`trajectory/identity.py`), order and closing (`trajectory/trajectory.py`).
 """
 
 from __future__ import annotations
@@ -29,22 +30,29 @@ import logging
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
+from stepwell.backends.engines.api import Sampling
 from stepwell.datapool.errors import DataPoolError, InvalidStepError
 from stepwell.datapool.types import DUPLICATE_OF, SUPERSEDES, UNSEEN, Step, VersionSpan
+from stepwell.gateway.access import Principal
 from stepwell.gateway.config import Thinking
-from stepwell.gateway.engine import EngineClient, Generation, Sampling, TopLogProbs
+from stepwell.gateway.engine import Generation, Sampler
 from stepwell.gateway.errors import (
+    ContextLengthError,
     EngineError,
     GatewayError,
     PoolUnavailableError,
     RequestError,
+    TrajectoryClosedError,
     TrajectoryConflictError,
+    TrajectoryLimitError,
 )
 from stepwell.gateway.limits import CallLimits
 from stepwell.gateway.prompt import ChatRequest, Prompt, Prompts
@@ -52,226 +60,355 @@ from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import Delta
 from stepwell.gateway.reply.reader import ReplyFormat, ReplyReader
 from stepwell.gateway.tokens.graph import Turn, join
-from stepwell.gateway.tokens.messages import Key, text_key
 from stepwell.gateway.tokens.turn_messages import MESSAGES, TurnMessages
-from stepwell.gateway.trajectory.note import NOTE, FinishedCall, TurnNote
-from stepwell.gateway.trajectory.reply import Reply, SampledToken
-from stepwell.gateway.trajectory.retries import RetryKey
+from stepwell.gateway.trajectory.calls import Call, LiveCall, RetryKey
+from stepwell.gateway.trajectory.reply import NOTE, Reply, SampledToken
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
+from stepwell.gateway.wiring import ChannelSampling
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+MAX_BEGINNINGS = 4
+"""Trajectories that a conversation may find closed as it begins, one after the other."""
+REMEMBERED_TIMES = 4096
 _NO_IDS = np.empty(0, np.int32)
 _NO_LOG_PROBS = np.empty(0, np.float32)
-REMEMBERED_TIMES = 4096
-State: TypeAlias = Literal["generating", "committing", "done", "unstored", "failed"]
+
+
+@dataclass(slots=True)
+class Asked:
+    """One prompt of a request, for `n` samples in one trajectory."""
+
+    trajectory: LiveTrajectory
+    request: ChatRequest
+    retry: RetryKey
+    n: int = 1
+
+    @property
+    def keys(self) -> list[RetryKey]:
+        """One for each sample."""
+        return self.retry.samples(self.n)
+
+
+BeginAgain: TypeAlias = Callable[[Asked], LiveTrajectory]
+"""Gives a conversation another trajectory, because its own takes no more calls."""
 
 
 @dataclass(kw_only=True)
-class CallParts:
-    """What all calls of a gateway are made with, and their figures."""
+class Calls:
+    """All calls of a gateway, and their figures. Owned by the app's lifespan."""
 
-    engine: EngineClient
+    engine: Sampler
     prompts: Prompts
     format: ReplyFormat
     limits: CallLimits
     turn_messages: TurnMessages
     thinking: Thinking
-    on_turn: Callable[[LiveTrajectory, Key, int | None], None]
-    """Told of every turn that enters a graph, with the key of its conversation and, of one that is
-    no messages, its length."""
+    channel_sampling: Mapping[str, ChannelSampling]
+    """By channel."""
+    replicas: int
+    """Gateways that may serve a trajectory."""
     counts: Counter[str] = field(default_factory=Counter)
     branches: Counter[str] = field(default_factory=Counter)
     added_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_TIMES))
     """Of the last calls: from the request read to the Step stored, without the engine's time."""
     failed_at: float = float("-inf")
     """When engine or pool last failed a call (`time.monotonic()`)."""
+    is_closing: bool = False
+    """The gateway stops: what it cuts off now is given up."""
 
+    # -- which calls a request has -----------------------------------------------------------
 
-class Call:
-    """See the module's life cycle. It begins with `begin`, or is there at once with `recall`."""
-
-    def __init__(
+    async def start(
         self,
-        parts: CallParts,
+        asked: Sequence[Asked],
+        dialect: str,
+        *,
+        caller: Principal,
+        begin_again: BeginAgain | None = None,
+    ) -> list[Listener]:
+        """Begin the calls of a request, or find those that it repeats: the samples of its first
+        prompt, then those of the next one.
+
+        Raises:
+            RequestError: the model's template or parser cannot do what is asked.
+            ContextLengthError: a prompt leaves no room for one token.
+            TrajectoryLimitError: a trajectory's turns or tokens are used up.
+            TrajectoryClosedError, TrajectoryConflictError, PoolUnavailableError
+        """
+        with ExitStack() as used:
+            prompts = []
+            for each in asked:
+                used.enter_context(each.trajectory.in_use())
+                prompts.append(await self._prepare(each))
+                if len(asked) > 1:
+                    await asyncio.sleep(0)  # others go on between two prompts
+            for i, each in enumerate(asked):
+                prompts[i] = await self._open(each, prompts[i], used, caller, begin_again)
+            context = await self.engine.context_length()
+            # No turn of the loop from here on: of two tries at once the second finds the first.
+            found = [[each.trajectory.calls.find(key) for key in each.keys] for each in asked]
+            self._check_turns(asked, found)
+            rooms = [
+                self._room(each.trajectory, prompt, context)
+                for each, prompt in zip(asked, prompts, strict=True)
+            ]
+            return [
+                Listener(self, each.trajectory, live)
+                for each, prompt, calls, room in zip(asked, prompts, found, rooms, strict=True)
+                for live in self._begun(each, prompt, calls, room, dialect)
+            ]
+
+    def _begun(
+        self,
+        asked: Asked,
+        prompt: Prompt,
+        found: Sequence[Call | None],
+        room: int,
+        dialect: str,
+    ) -> list[LiveCall]:
+        """The calls of one prompt, new ones and those that it repeats."""
+        trajectory = asked.trajectory
+        self._add_stops(asked)
+        sampling = self._sampling(trajectory, asked.request, room)
+        begun = []
+        for key, call in zip(asked.keys, found, strict=True):
+            live = None if call is None else call.live
+            if live is None or (live.state == "unstored" and live.call.turn is not None):
+                known = call
+                if call is None:
+                    call = self._new(key)
+                live = LiveCall(call, asked.request, prompt, sampling, dialect)
+                if known is not None:
+                    self._recall(live)
+                else:
+                    call.live = live
+                    live.reader = self._reader(live)
+                    self.counts["calls"] += 1
+                    trajectory.calls.add(call, replaces_failed=key.is_retry)
+                    trajectory.in_flight.add(live)
+            elif live.state == "unstored":
+                live.state, live.error = "committing", None
+                trajectory.in_flight.add(live)
+            begun.append(live)
+        return begun
+
+    def _new(self, key: RetryKey) -> Call:
+        return Call(
+            uid=uuid.uuid4().hex,
+            created=int(time.time()),
+            retry=key.digest,
+            body=key.body_digest,
+            is_retry=key.is_retry,
+        )
+
+    async def _prepare(self, asked: Asked) -> Prompt:
+        """A prompt that fits; the pool is not asked."""
+        self._check(asked.request)
+        if asked.trajectory.unrecorded == "asked":
+            asked.request = replace(asked.request, is_kept=False)
+        context = await self.engine.context_length()
+        if asked.request.is_big:
+            await asyncio.sleep(0)
+        prompt = await self.prompts.prepare(asked.trajectory.graph, asked.request, context)
+        # Engines refuse a request whose prompt and response reach the context length.
+        if context - len(prompt.ids) - 1 < 1:
+            raise ContextLengthError.of(len(prompt.ids), context)
+        return prompt
+
+    async def _open(
+        self,
+        asked: Asked,
+        prompt: Prompt,
+        used: ExitStack,
+        caller: Principal,
+        begin_again: BeginAgain | None,
+    ) -> Prompt:
+        """Open the trajectory, or the one that a conversation begins in its place; the prompt as it
+        is then."""
+        for attempt in range(1, MAX_BEGINNINGS + 1):
+            trajectory, request = asked.trajectory, asked.request
+            was_new, n_steps = trajectory.is_new, trajectory.steps
+            try:
+                await trajectory.open(caller)
+                if not was_new and self._is_elsewhere(trajectory, request, prompt, asked.keys):
+                    await trajectory.catch_up()
+                break
+            except (TrajectoryClosedError, TrajectoryConflictError):
+                # A conversation has no address that its agent could be told is over.
+                is_last = attempt == MAX_BEGINNINGS
+                if begin_again is None or is_last or not trajectory.is_conversation:
+                    raise
+                asked.trajectory = begin_again(asked)
+                used.enter_context(asked.trajectory.in_use())
+                prompt = await self._prepare(asked)
+        if trajectory.steps > n_steps:
+            context = await self.engine.context_length()
+            prompt = await self.prompts.prepare(trajectory.graph, request, context)
+        trajectory.touch()
+        if trajectory.in_flight and prompt.parent is not None:
+            trajectory.calls.go_on(prompt.parent)
+        return prompt
+
+    def _check_turns(self, asked: Sequence[Asked], found: Sequence[Sequence[Call | None]]) -> None:
+        n_new: Counter[LiveTrajectory] = Counter()
+        for each, calls in zip(asked, found, strict=True):
+            self.counts["retries"] += len(calls) - calls.count(None)
+            n_new[each.trajectory] += calls.count(None)
+        for trajectory, n in n_new.items():
+            self.limits.check_turns(trajectory.steps + len(trajectory.in_flight), n)
+
+    def _is_elsewhere(
+        self,
         trajectory: LiveTrajectory,
         request: ChatRequest,
-        retry: RetryKey,
-        dialect: str,
         prompt: Prompt,
-        sampling: Sampling,
-    ) -> None:
-        self.uid = uuid.uuid4().hex
-        self.created = int(time.time())
-        self.request = request
-        self.retry = retry
-        self.state: State = "generating"
-        self.deltas: list[Delta] = []
-        self.tokens: list[SampledToken] = []
-        """What was sampled so far, if the request asks for log-probs."""
-        self.reply: Reply | None = None
-        """Set once generated; final when the state is `done`."""
-        self.finished: FinishedCall | None = None
-        """Set when the state is `done`."""
-        self.error: GatewayError | None = None
-        self.delivered = False
-        """The terminal event was handed to some client's connection."""
-        self.is_unseen = False
-        """Its client sent the request again, or went on from another try, and waits no more."""
-        self._parts = parts
-        self.trajectory = trajectory
-        self._dialect = dialect
-        self._prompt = prompt
-        self._sampling = sampling
-        self._reader = self._open_reader()
-        self._listeners: set[Listener] = set()
-        self._waiting: list[asyncio.Future[None]] = []
-        self._why_cancelled = GatewayError("the gateway is shutting down")
-        self._engine_s = 0.0
-        self._timing: dict[str, float] | None = None
-        self._streamed_version: int | None = None
-        self._note: TurnNote | None = None
-        self._duplicate_of: int | None = None
-        """Step that another try of this request became, at another gateway."""
-        self._task: asyncio.Task[None] | None = None
+        keys: Sequence[RetryKey],
+    ) -> bool:
+        """Whether another gateway may have stored what the request is about: the first try of a
+        retry, whose answer may have been lost, or a reply in the conversation."""
+        is_one_of_many = self.replicas > 1
+        # Those who name all their requests retry few of them.
+        is_looked_for = keys[0].is_retry and (is_one_of_many or not keys[0].is_named)
+        if is_looked_for and not all(map(trajectory.calls.knows, keys)):
+            return True
+        new = request.messages[prompt.attachment.n_known :]
+        return is_one_of_many and any(m["role"] == "assistant" for m in new)
 
-    def begin(self) -> None:
-        """Generate and commit; or commit again, if the pool had failed: the very same Step."""
-        self.error = None
-        self.state = "generating" if self.reply is None else "committing"
-        self.trajectory.in_flight.add(self)
-        self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(self._ended)
-
-    def recall(self, finished: FinishedCall) -> None:
-        """Be a call that was finished before, here or at another gateway, for the same request."""
-        note, request, parts = finished.note, self.request, self._parts
-        self.uid, self.created, self.delivered = finished.uid, note.created, finished.delivered
-        *prompt, response = finished.turn.arrays()
-        prompt_ids, ids = join(prompt), response.tolist()
-        forced = parts.prompts.forced_text(request, prompt_ids[: len(prompt_ids) - note.n_forced])
-        self._prompt = Prompt(
-            prompt_ids, _NO_IDS, None, self._prompt.attachment, None, forced, note.n_forced
-        )
-        self._reader = reader = self._open_reader()
-        log_probs = _NO_LOG_PROBS if finished.log_probs is None else finished.log_probs
-        if request.n_logprobs is not None and finished.log_probs is not None:
-            tops = finished.alternatives or [()] * len(ids)
-            self.tokens = [*map(SampledToken, ids, log_probs.tolist(), tops)]
-        deltas = [*reader.begin(forced), *reader.feed(ids), *reader.finish()]
-        # Ids of tool calls are made up when they are read, and the client knows the first ones.
-        known = [ToolCall(*call) for call in note.calls]
-        calls = iter(known)
-        self.deltas = [next(calls, d) if isinstance(d, ToolCall) else d for d in deltas]
-        reader.text.tool_calls[:] = known
-        spans = tuple(VersionSpan(*span) for span in finished.spans)
-        self.reply = self._replied(
-            Generation(response, log_probs, spans, finished.finish_reason, None, 0)
-        )
-        parts.counts["recalled"] += 1
-        self._done(finished)
-
-    def becomes(self, other: FinishedCall) -> bool:
-        """Whether this call and `other`, which another gateway stored, are two tries of one client:
-        then the reply is that one's."""
-        if (
-            (self.retry.digest, self.retry.body_digest) != (other.note.retry, other.note.body)
-            or self.state not in ("generating", "committing")
-            or not (self.retry.is_retry or other.note.is_retry or not self._listeners)
+    def _check(self, request: ChatRequest) -> None:
+        renderer, replies = self.prompts.renderer, self.format
+        if request.tools and request.parse_tools and not renderer.shows_tools:
+            raise RequestError(
+                "the model's chat template does not show tools to the model; leave them out",
+                "tools",
+            )
+        if request.forced_tool is not None and (
+            not replies.reads_calls or renderer.call_opening(request.forced_tool) is None
         ):
-            return False
-        if self.request.stream and self._listeners and self.deltas:  # it was told otherwise
-            self._duplicate_of = other.turn.step_index
-            return False
-        if self.state == "generating" and self._task is not None:
-            self._task.cancel()
-        self.recall(other)
-        return True
+            raise RequestError(
+                "tool_choice asks for a call, but the model's chat template does not show how a "
+                "call begins that gateway.tool_parser reads; send 'auto' or 'none'",
+                "tool_choice",
+            )
+        if (
+            not request.parallel_tool_calls
+            and request.tools
+            and replies.call_close is None
+            and not replies.calls_once
+        ):
+            raise RequestError(
+                "parallel_tool_calls is false, but this model's tool calls have no known end to "
+                "stop at; leave it out",
+                "parallel_tool_calls",
+            )
 
-    def listen(self) -> Listener:
-        listener = Listener(self)
-        self._listeners.add(listener)
-        return listener
+    def _add_stops(self, asked: Asked) -> None:
+        """Let a request end, too, where the calls of its channel do."""
+        forced = self.channel_sampling.get(asked.trajectory.channel)
+        if forced is not None and (forced.stop or forced.stop_token_ids):
+            asked.request = replace(
+                asked.request,
+                stop=asked.request.stop + (forced.stop or ()),
+                stop_token_ids=asked.request.stop_token_ids + (forced.stop_token_ids or ()),
+            )
 
-    def leave(self, listener: Listener, why: GatewayError | None) -> None:
-        self._listeners.discard(listener)
-        self._settle()
-        self._note_delivery()
-        if not self._listeners and self.state == "generating":
-            self._parts.counts["disconnected"] += why is None
-            self.cancel(why or GatewayError("the client went away"))
+    def _room(self, trajectory: LiveTrajectory, prompt: Prompt, context: int) -> int:
+        """Tokens that the reply may have: what fits, and what its conversation has left.
 
-    def cancel(self, why: GatewayError) -> None:
-        """End it with this error, unless its Step is being stored."""
-        if self.state == "generating" and self._task is not None:
-            self._why_cancelled = why
-            self._task.cancel()
+        Raises:
+            TrajectoryLimitError: it has none left.
+        """
+        room = max(context - len(prompt.ids) - 1, 1)
+        forced = self.channel_sampling.get(trajectory.channel)
+        if forced is None or (most := forced.max_response_tokens) is None:
+            return room
+        used = len(prompt.ids) - prompt.n_first
+        if used >= most:
+            raise TrajectoryLimitError(
+                f"this conversation has {used} tokens behind its first prompt and may have {most} "
+                "(rollout.max_response_tokens); complete the trajectory",
+                None,
+            )
+        return min(room, most - used)
 
-    async def wait(self) -> None:
-        """Return when it has ended."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
+    def _sampling(self, trajectory: LiveTrajectory, request: ChatRequest, room: int) -> Sampling:
+        """Parameters as they will be used: the channel's over the request's, and temperature 0 over
+        all in a greedy trajectory."""
+        forced = self.channel_sampling.get(trajectory.channel, ChannelSampling())
+        limit = min(forced.max_tokens or room, room)
+        temperature = _first(forced.temperature, request.temperature, 1.0)
+        stop = request.stop
+        if request.tools and request.parse_tools and not request.parallel_tool_calls:
+            stop += () if self.format.call_close is None else (self.format.call_close,)
+        return Sampling(
+            max_new_tokens=min(request.max_tokens or limit, limit),
+            temperature=0.0 if trajectory.greedy else temperature,
+            top_p=_first(forced.top_p, request.top_p, 1.0),
+            top_k=_first(forced.top_k, request.top_k, -1),
+            min_p=request.min_p or 0.0,
+            stop=stop,
+            stop_token_ids=request.stop_token_ids,
+            seed=request.seed,
+            n_top_logprobs=request.n_logprobs or 0,
+            constraint=request.constraint,
+        )
 
-    async def news(self) -> None:
-        """Return when there is a delta more, or the end."""
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiter)
-        await waiter
+    # -- the way of one call -----------------------------------------------------------------
 
-    def n_told(self, n_deltas: int) -> int:
-        """How many of `tokens` the first `n_deltas` deltas tell, if log-probs are asked for."""
-        return self._reader.told[n_deltas - 1] if n_deltas else 0
+    async def run(self, trajectory: LiveTrajectory, live: LiveCall) -> None:
+        """Generate a call, commit its Step, make a turn of it; or only commit again what the pool
+        did not acknowledge: the very same Step. Its failure is `live.error`; only a cancellation
+        that is not `live.cancel` is raised."""
+        live.task, live.is_running = asyncio.current_task(), True
+        try:
+            if live.why_cancelled is not None:
+                raise live.why_cancelled
+            if live.reply is None:
+                async with self.limits:
+                    await self._generate(trajectory, live)
+            live.state = "committing"
+            stored = None
+            if live.request.stores_step:
+                stored = await trajectory.append(live, partial(self._step, trajectory, live))
+            if isinstance(stored, Call):
+                self._become(trajectory, live, stored)
+            else:
+                turn = trajectory.add_turn(live) if stored is None else stored
+                self._answered(trajectory, live, turn)
+        except asyncio.CancelledError:
+            if live.why_cancelled is not None and live.task is not None:
+                live.task.uncancel()
+                self._failed(trajectory, live, live.why_cancelled)
+            elif live.state == "committing" and not self.is_closing:
+                # Its request was given up, its Step is not: commits go on.
+                live.task = asyncio.create_task(self.run(trajectory, live))
+                raise
+            else:
+                self._failed(trajectory, live, GatewayError("the gateway is shutting down"))
+                raise
+        except Exception as e:  # noqa: BLE001 - whatever it is, its clients are told
+            self._failed(trajectory, live, e)
+        finally:
+            if live.state != "committing":
+                trajectory.in_flight.discard(live)
+                live.task, live.is_running = None, False
+                live.announce()
+                self._settle(live)
+                trajectory.forget_if_unused()
 
-    @property
-    def n_prompt(self) -> int:
-        """Tokens of the prompt."""
-        return len(self._prompt.ids)
-
-    @property
-    def version(self) -> int | None:
-        """The newest policy version that sampled of it so far; None: nothing is sampled yet."""
-        if self.reply is None:
-            return self._streamed_version
-        return max(span.version for span in self.reply.generation.spans)
-
-    @property
-    def turn(self) -> Turn | None:
-        """Its reply in the graph; None: not yet."""
-        return None if self.finished is None else self.finished.turn
-
-    @property
-    def has_failed(self) -> bool:
-        return self.state == "failed"
-
-    @property
-    def is_unclaimed(self) -> bool:
-        """A reply exists, no client has its end, and none waits for it."""
-        has_reply = self.state in ("committing", "done", "unstored")
-        return has_reply and not self.delivered and not self._listeners
-
-    # -- generating --------------------------------------------------------------------------
-
-    async def _run(self) -> None:
-        if self.reply is None:
-            async with self._parts.limits:
-                generation = await self._generate()
-            self.reply = self._replied(generation)
-        self.state = "committing"
-        if self.request.stores_step:
-            await self.trajectory.commit(self)
-        if self.finished is None:  # answered without a Step
-            self._answer(None)
-
-    async def _generate(self) -> Generation:
-        request, prompt, reader = self.request, self._prompt, self._reader
-        self._publish(reader.begin(prompt.forced))
+    async def _generate(self, trajectory: LiveTrajectory, live: LiveCall) -> None:
+        """Set `live.reply`."""
+        request, prompt, reader = live.request, live.prompt, live.reader
+        live.publish(reader.begin(prompt.forced))
         asked_at = time.perf_counter()
         try:
-            generation = await self._parts.engine.generate(
+            generation = await self.engine.generate(
                 prompt.ids,
-                self._sampling,
-                affinity=self.trajectory.uid,
-                on_tokens=self._on_tokens if request.stream else None,
+                live.sampling,
+                affinity=trajectory.uid,
+                on_tokens=live.on_tokens if request.stream else None,
             )
         except RequestError as e:
             if request.constraint is None:
@@ -282,41 +419,160 @@ class Call:
                 request.constraint_field,
             ) from e
         now = time.perf_counter()
-        self._engine_s = now - asked_at
-        self._timing = {
+        live.engine_s = now - asked_at
+        live.timing = {
             "began": round(time.time() - (now - request.began_at), 3),
             "waited_s": round(asked_at - request.began_at, 4),
-            "engine_s": round(self._engine_s, 4),
+            "engine_s": round(live.engine_s, 4),
         }
         ids: list[int] = generation.response_ids.tolist()
         if not request.stream:
             log_probs = generation.log_probs.tolist() if request.n_logprobs is not None else ()
-            self._on_tokens(ids, log_probs, generation.top_log_probs)
-        self._publish(reader.finish())
+            live.on_tokens(ids, log_probs, generation.top_log_probs)
+        live.publish(reader.finish())
         n = None if isinstance(generation.matched, str) else reader.n_until_stop(ids)
-        if n is None:
-            return generation
-        del self.tokens[n:]
-        return generation.cut(n)
+        if n is not None:
+            del live.tokens[n:]
+            generation = generation.cut(n)
+        call, live.reply = live.call, _reply(live, generation)
+        live.note = live.reply.note(
+            self.prompts.renderer.tokenizer,
+            retry=call.retry,
+            body=call.body,
+            is_retry=call.is_retry,
+            created=call.created,
+        )
 
-    def _on_tokens(
-        self,
-        ids: Sequence[int],
-        log_probs: Sequence[float] = (),
-        alternatives: Sequence[TopLogProbs] = (),
-        version: int | None = None,
-    ) -> None:
-        self._streamed_version = version
-        if self.request.n_logprobs is not None:
-            self.tokens += map(SampledToken, ids, log_probs, alternatives or [()] * len(ids))
-        if self.request.stream or self.request.n_logprobs is not None:
-            self._publish(self._reader.feed(ids))
-        else:
-            self._reader.take(ids)
+    def _step(self, trajectory: LiveTrajectory, live: LiveCall, index: int) -> Step:
+        """The Step of a generated call with this index."""
+        reply, note, call = live.reply, live.note, live.call
+        request, prompt = live.request, live.prompt
+        if reply is None or note is None:
+            raise RuntimeError("the call has not been generated")
+        attached = prompt.attachment
+        if index > 0 and prompt.parent is None and prompt.cause is None:
+            # Calls that begin together all see an empty graph; only the first to be stored is not a
+            # branch (samples of one request are that).
+            prompt.cause = trajectory.graph.attach(attached.root, request.said).cause
+        said = None
+        if request.messages:
+            new = request.messages[attached.n_known if prompt.parent is not None else 0 :]
+            said = self.turn_messages.of(new, reply.text.message())
+        superseded = trajectory.calls.superseded(call, index, prompt.parent, trajectory.graph)
+        metadata = {
+            "call_id": call.uid,
+            "dialect": live.dialect,
+            NOTE: note.as_json(),
+            MESSAGES: said,
+            DUPLICATE_OF: live.duplicate_of,
+            SUPERSEDES: superseded or None,
+            UNSEEN: call.is_unseen or None,
+            "timing": live.timing,
+            "thinking": self.thinking if note.has_reasoning else None,
+            # 0: it might have called one.
+            "tool_calls": len(note.calls) if request.tools and request.parse_tools else None,
+        }
+        return reply.step(trajectory.uid, trajectory.prompt_uid, index, metadata)
 
-    def _open_reader(self) -> ReplyReader:
-        request, prompt = self.request, self._prompt
-        return self._parts.format.reader(
+    def _answered(self, trajectory: LiveTrajectory, live: LiveCall, turn: Turn) -> None:
+        """The reply is final, and a turn of the graph."""
+        reply, note, call, request = live.reply, live.note, live.call, live.request
+        if reply is None:
+            raise RuntimeError("the call has not been generated")
+        generation = reply.generation
+        self.added_s.append(time.perf_counter() - request.began_at - live.engine_s)
+        call.turn, call.note, call.finish_reason = turn, note, generation.finish_reason
+        call.spans = tuple((s.version, s.start, s.end) for s in generation.spans)
+        shows_log_probs = request.n_logprobs is not None or not request.stores_step
+        call.log_probs = generation.log_probs if shows_log_probs else None
+        call.alternatives = generation.top_log_probs
+        if turn.step_index is not None:
+            self.counts["stored"] += 1
+            self.counts["response_tokens"] += reply.n_response
+            if reply.prompt.cause is not None:
+                self.branches[reply.prompt.cause] += 1
+        live.state = "done"
+        self._note_delivery(trajectory, live)
+
+    def _failed(self, trajectory: LiveTrajectory, live: LiveCall, error: BaseException) -> None:
+        if isinstance(error, EngineError | PoolUnavailableError):
+            self.failed_at = time.monotonic()
+        is_kept = isinstance(error, PoolUnavailableError) and live.reply is not None
+        live.state = "unstored" if is_kept else "failed"
+        live.call.failed = not is_kept
+        live.error = _shown(error, trajectory, live)
+        self.counts["failed"] += 1
+
+    # -- a call that was made before ---------------------------------------------------------
+
+    def _recall(self, live: LiveCall) -> None:
+        """Be the call that `live.call` remembers, made here or at another gateway for the same
+        request: its reply is read from the sampled ids."""
+        call, request = live.call, live.request
+        turn, note = call.turn, call.note
+        if turn is None or note is None:
+            raise RuntimeError("the call has not been answered")
+        *before, response = turn.arrays()
+        prompt_ids, ids = join(before), response.tolist()
+        forced = self.prompts.forced_text(request, prompt_ids[: len(prompt_ids) - note.n_forced])
+        live.prompt = Prompt(
+            prompt_ids, _NO_IDS, None, live.prompt.attachment, None, forced, note.n_forced
+        )
+        live.reader = reader = self._reader(live)
+        log_probs = _NO_LOG_PROBS if call.log_probs is None else call.log_probs
+        if request.n_logprobs is not None and call.log_probs is not None:
+            tops = call.alternatives or [()] * len(ids)
+            live.tokens = [*map(SampledToken, ids, log_probs.tolist(), tops)]
+        deltas = [*reader.begin(forced), *reader.feed(ids), *reader.finish()]
+        # Ids of tool calls are made up when they are read, and the client knows the first ones.
+        known = [ToolCall(*told) for told in note.calls]
+        calls = iter(known)
+        live.deltas = [next(calls, d) if isinstance(d, ToolCall) else d for d in deltas]
+        reader.text.tool_calls[:] = known
+        spans = tuple(VersionSpan(*span) for span in call.spans)
+        live.reply = _reply(
+            live, Generation(response, log_probs, spans, call.finish_reason, None, 0)
+        )
+        live.state, live.error, call.live = "done", None, live
+        self.counts["recalled"] += 1
+
+    def _become(self, trajectory: LiveTrajectory, live: LiveCall, other: Call) -> None:
+        """Adopt the result of another try of the request, which another gateway stored."""
+        trajectory.calls.discard(live.call)
+        live.call = other
+        self._recall(live)
+
+    # -- its clients ---------------------------------------------------------------------------
+
+    def leave(self, listener: Listener, why: GatewayError | None) -> None:
+        """A client is served or gone; a call that nobody else reads is aborted."""
+        trajectory, live = listener.trajectory, listener.call
+        live.readers.discard(listener)
+        self._settle(live)
+        self._note_delivery(trajectory, live)
+        if not live.readers and live.state == "generating":
+            self.counts["disconnected"] += why is None
+            why = why or GatewayError("the client went away")
+            live.cancel(why)
+            if live.task is None:  # nothing ever began it
+                self._failed(trajectory, live, why)
+                trajectory.in_flight.discard(live)
+                self._settle(live)
+
+    def _settle(self, live: LiveCall) -> None:
+        """Once a call has ended and its clients have left, remember only what a retry needs."""
+        if live.state in ("done", "failed") and not live.readers:
+            live.call.live = None
+
+    def _note_delivery(self, trajectory: LiveTrajectory, live: LiveCall) -> None:
+        """Once its clients have left, note whether one of them got the end."""
+        call = live.call
+        if live.state == "done" and not live.readers:
+            trajectory.set_unseen(call, live.is_given_up or not call.delivered)
+
+    def _reader(self, live: LiveCall) -> ReplyReader:
+        request, prompt = live.request, live.prompt
+        return self.format.reader(
             prompt.ids[: len(prompt.ids) - prompt.n_forced],
             tools=request.tools,
             parse_tools=request.parse_tools and bool(request.tools),
@@ -326,201 +582,110 @@ class Call:
             first_call=request.first_call,
         )
 
-    def _replied(self, generation: Generation) -> Reply:
-        read = self._reader
-        return Reply(
-            *(self.request, self._prompt, self._sampling, generation),
-            *(read.text, read.has_reasoning, read.stop_sequence),
-        )
+    def added_latency(self) -> dict[str, float | int | None]:
+        """What the gateway itself added to the last calls, in milliseconds."""
+        ms = np.asarray(self.added_s) * 1000
+        p50, p99 = np.percentile(ms, (50, 99)).round(3).tolist() if len(ms) else (None, None)
+        return {"calls": len(ms), "p50_ms": p50, "p99_ms": p99}
 
-    # -- committing --------------------------------------------------------------------------
 
-    def step(self, index: int) -> Step | None:
-        """Its Step with this index. None: it is stored. Another gateway did that, or another call's
-        commit found that the pool had it, while a retry waited to commit it again."""
-        if self.finished is not None:
-            return None
-        (reply, note), request, prompt = self._generated(), self.request, self._prompt
-        attached = prompt.attachment
-        if index > 0 and prompt.parent is None and prompt.cause is None:
-            # Calls that begin together all see an empty graph; only the first to be stored is not a
-            # branch (samples of one request are that).
-            prompt.cause = self.trajectory.graph.attach(attached.root, request.said).cause
-        said = None
-        if request.messages:
-            new = request.messages[attached.n_known if prompt.parent is not None else 0 :]
-            said = self._parts.turn_messages.of(new, reply.text.message())
-        metadata = {
-            "call_id": self.uid,
-            "dialect": self._dialect,
-            NOTE: note.as_json(),
-            MESSAGES: said,
-            DUPLICATE_OF: self._duplicate_of,
-            SUPERSEDES: self.trajectory.calls.superseded(
-                self, index, prompt.parent, self.trajectory.graph
-            )
-            or None,
-            UNSEEN: self.is_unseen or None,
-            "timing": self._timing,
-            "thinking": self._parts.thinking if note.has_reasoning else None,
-            # 0: it might have called one.
-            "tool_calls": len(note.calls) if request.tools and request.parse_tools else None,
-        }
-        return reply.step(self.trajectory.uid, self.trajectory.prompt_uid, index, metadata)
+def _reply(live: LiveCall, generation: Generation) -> Reply:
+    read = live.reader
+    return Reply(
+        live.request,
+        live.prompt,
+        live.sampling,
+        generation,
+        read.text,
+        read.has_reasoning,
+        read.stop_sequence,
+    )
 
-    def stored(self, index: int) -> None:
-        """The pool has its Step. Runs in the same loop turn as the pool's answer."""
-        reply = self._answer(index)
-        self._parts.counts["stored"] += 1
-        self._parts.counts["response_tokens"] += reply.n_response
-        if reply.prompt.cause is not None:
-            self._parts.branches[reply.prompt.cause] += 1
 
-    def _generated(self) -> tuple[Reply, TurnNote]:
-        reply = self.reply
-        if reply is None:
-            raise RuntimeError("the call has not been generated")
-        if self._note is None:
-            tokenizer = self._parts.prompts.renderer.tokenizer
-            self._note = reply.note(self.retry, self.created, tokenizer)
-        return reply, self._note
-
-    def _answer(self, index: int | None) -> Reply:
-        """The reply is final and a turn of the graph.
-
-        Args:
-            index: of its Step; None: it has none here.
-        """
-        (reply, note), parts, request = self._generated(), self._parts, self.request
-        generation = reply.generation
-        turn = self.trajectory.graph.add(
-            note.keys,
-            parent=reply.prompt.parent,
-            new_prompt_ids=reply.prompt.new_ids,
-            response_ids=generation.response_ids,
-            calls=note.calls,
-            has_reasoning=note.has_reasoning,
-            step_index=index,
-        )
-        parts.on_turn(self.trajectory, note.keys.whole, note.keys.length)
-        if request.prompt_text is not None:
-            # The client goes on from what it was told, without the token that ended it.
-            told = request.prompt_text + reply.text.content
-            parts.on_turn(self.trajectory, text_key(told), len(told))
-        parts.added_s.append(time.perf_counter() - request.began_at - self._engine_s)
-        shows_log_probs = request.n_logprobs is not None or not request.stores_step
-        self._done(
-            FinishedCall(
-                self.uid,
-                note,
-                turn,
-                generation.finish_reason,
-                tuple((s.version, s.start, s.end) for s in generation.spans),
-                generation.log_probs if shows_log_probs else None,
-                generation.top_log_probs,
-                is_unseen=self.is_unseen,
-            )
-        )
-        self._note_delivery()
-        return reply
-
-    # -- the end -----------------------------------------------------------------------------
-
-    def _done(self, finished: FinishedCall) -> None:
-        self.finished, self.state, self.error = finished, "done", None
-        self._announce()
-        self._settle()
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self.trajectory.in_flight.discard(self)
-        error = self._why_cancelled if task.cancelled() else task.exception()
-        if error is not None and self.finished is None:
-            if isinstance(error, EngineError | PoolUnavailableError):
-                self._parts.failed_at = time.monotonic()
-            is_kept = isinstance(error, PoolUnavailableError) and self.reply is not None
-            self.state = "unstored" if is_kept else "failed"
-            self.error = self._told(error)
-            self._parts.counts["failed"] += 1
-            self._announce()
-            self._settle()
-        self.trajectory.forget_if_unused()
-
-    def _told(self, error: BaseException) -> GatewayError:
-        """As its clients are told."""
-        if isinstance(error, GatewayError):
-            return error
-        if isinstance(error, InvalidStepError):
-            return EngineError(f"the engine's answer makes no Step: {error}")
-        if isinstance(error, DataPoolError):
-            return TrajectoryConflictError(f"the DataPool refuses the Step: {error}")
-        uid = self.trajectory.uid  # a bug of ours
-        log.error("call %s on trajectory %s failed", self.uid, uid, exc_info=error)
-        return GatewayError(f"the gateway failed ({type(error).__name__}); see its log")
-
-    def _settle(self) -> None:
-        """Once the call has ended and its clients have left, remember only what a retry needs."""
-        if self.state in ("done", "failed") and not self._listeners:
-            if self.finished is not None:
-                self.finished.delivered |= self.delivered
-            self.trajectory.calls.settle(self, self.finished)
-
-    def _note_delivery(self) -> None:
-        """Once its clients have left, note whether one of them got the end."""
-        if (finished := self.finished) is not None and not self._listeners:
-            self.trajectory.set_unseen(finished, self.is_unseen or not finished.delivered)
-
-    def _publish(self, deltas: Sequence[Delta]) -> None:
-        if deltas:
-            self.deltas += deltas
-            self._announce()
-
-    def _announce(self) -> None:
-        for waiter in self._waiting:
-            if not waiter.done():  # its client left
-                waiter.set_result(None)
-        self._waiting.clear()
+def _shown(error: BaseException, trajectory: LiveTrajectory, live: LiveCall) -> GatewayError:
+    """An error as clients are told it."""
+    if isinstance(error, GatewayError):
+        return error
+    if isinstance(error, InvalidStepError):
+        return EngineError(f"the engine's answer makes no Step: {error}")
+    if isinstance(error, DataPoolError):
+        return TrajectoryConflictError(f"the DataPool refuses the Step: {error}")
+    where = live.call.uid, trajectory.uid  # a bug of ours
+    log.error("call %s on trajectory %s failed", *where, exc_info=error)
+    return GatewayError(f"the gateway failed ({type(error).__name__}); see its log")
 
 
 class Listener:
     """One client's view of a call: every delta from the first on, then the reply or the error."""
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
+    def __init__(self, calls: Calls, trajectory: LiveTrajectory, live: LiveCall) -> None:
+        self.trajectory, self.call = trajectory, live
         self.told: Sequence[SampledToken] = ()
         """Of the call's `tokens`, those that the last delta tells, or the reply: the rest."""
+        self._calls = calls
         self._n_told = self._read = 0
+        self._has_ended = False
+        live.readers.add(self)
 
-    async def next(self) -> Delta | Reply:
-        """The next delta, or the reply when its Step is stored.
+    @property
+    def has_news(self) -> bool:
+        """`next` has something, or raises."""
+        live = self.call
+        return self._read < len(live.deltas) or live.error is not None or live.state == "done"
+
+    def begin(self) -> None:
+        """Let the call go on beside its request, if nothing does yet."""
+        live = self.call
+        if live.is_due:
+            live.task = asyncio.create_task(self._calls.run(self.trajectory, live))
+
+    def next(self) -> Delta | Reply | None:
+        """The next delta, or once the reply when its Step is stored; None: nothing yet, or no more.
 
         Raises:
             GatewayError: the call failed.
         """
-        call = self.call
-        while True:
-            if self._read < len(call.deltas):
-                self._read += 1
-                self._tell(call.n_told(self._read))
-                return call.deltas[self._read - 1]
-            if (ended := self._end()) is not None:
-                self._tell(len(call.tokens))
-                return ended
-            await call.news()
+        live = self.call
+        if self._read < len(live.deltas):
+            self._read += 1
+            if live.request.n_logprobs is not None:
+                self._tell(live.n_told(self._read))
+            return live.deltas[self._read - 1]
+        if self._has_ended or (ended := live.end()) is None:
+            return None
+        self._has_ended = True
+        self._tell(len(live.tokens))
+        return ended
+
+    def check(self) -> None:
+        """Raise the error of a call that failed before its first delta."""
+        if not self.call.deltas:
+            self.call.end()
+
+    def notify(self, waiter: asyncio.Future[bool]) -> None:
+        """Set `waiter` to true when `next` may have something more."""
+        self.call.notify(waiter)
 
     async def result(self) -> Reply:
-        """The reply, deltas skipped."""
-        while (ended := self._end()) is None:
-            await self.call.news()
+        """The reply, deltas skipped. A call that nothing generates yet is generated here.
+
+        Raises:
+            GatewayError: the call failed.
+        """
+        live = self.call
+        if live.is_due:
+            await self._calls.run(self.trajectory, live)
+        while (ended := live.end()) is None:
+            await live.changed()
         return ended
 
     def close(self, why: GatewayError | None = None) -> None:
         """Listen no more, because the client went away or for another reason."""
-        self.call.leave(self, why)
+        self._calls.leave(self, why)
 
     def _tell(self, n: int) -> None:
         self.told, self._n_told = self.call.tokens[self._n_told : n], max(self._n_told, n)
 
-    def _end(self) -> Reply | None:
-        if self.call.error is not None:
-            raise self.call.error
-        return self.call.reply if self.call.state == "done" else None
+
+def _first(*choices: T | None) -> T:
+    return next(c for c in choices if c is not None)

@@ -1,7 +1,7 @@
 """The gateway's configuration section.
 
 Owns: names, bounds and meaning of every gateway option. Does not own: reading YAML
-(`stepwell/presets.py`). Imports neither torch nor transformers.
+(`stepwell/config/load.py`). Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     ConfigDict,
     Field,
     SecretStr,
@@ -22,18 +21,11 @@ from pydantic import (
 )
 
 from stepwell.backends.masks import check_mask_name
+from stepwell.datapool.config import Section
 
 Thinking = Literal["preserve", "template"]
 ToolParser = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "none"]
 ReasoningParser = Literal["auto", "think", "none"]
-
-
-class Section(BaseModel):
-    """Unknown keys are refused, and nothing changes."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
 
 class NormalizeRule(Section):
@@ -140,7 +132,7 @@ class GatewayConfig(Section):
     admin_keys: tuple[Key, ...] = ()
     """Bearer keys for everything. Write `${oc.env:STEPWELL_ADMIN_KEY}`, so that the key is in the
     environment and in no file. The first signs the keys of trajectories; all are valid."""
-    agent_keys: dict[str, AgentKey] = {}
+    agent_keys: dict[str, AgentKey] = Field(default_factory=dict)
     """By a name that may be shown, as `{bot: {key: "${oc.env:BOT_KEY}", channel: bot}}`."""
     port: int = Field(default=8100, ge=0, le=65535)
     """0 takes a free port."""
@@ -172,7 +164,7 @@ class GatewayConfig(Section):
     reasoning_parser: ReasoningParser = "auto"
     """`think` returns <think>…</think> as `reasoning_content`; `auto` does so if the chat template
     mentions <think>."""
-    chat_template_args: dict[str, Any] = {}
+    chat_template_args: dict[str, Any] = Field(default_factory=dict)
     """Passed to the chat template on every call, under a request's `chat_template_kwargs`."""
     normalize: tuple[NormalizeRule, ...] = ()
     """Applied in order to each message before it is compared and rendered: for text that an agent

@@ -6,7 +6,7 @@
         └──► Ray starts it again on the same machine and port ──► or there, as before
 
 The address is the routing, so there is no front door. What a replica acknowledged is in the pool,
-and one that takes over rebuilds the turn graph from there (`trajectory/note.py`): replicas share
+and one that takes over rebuilds the turn graph from there (`trajectory/calls.py`): replicas share
 nothing else, and need not find each other for that.
 
 Owns: starting replicas, and their ports. Does not own: serving (`server.py`), which address is

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from functools import partial
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, WithJsonSchema
@@ -30,7 +29,7 @@ from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryCo
 from stepwell.datapool.types import Step
 from stepwell.gateway.access import Named, caller_of, named, quoted, take_body, uid_of
 from stepwell.gateway.bodies import BIG
-from stepwell.gateway.call_service import Asked
+from stepwell.gateway.call import Asked
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages, CountParams
 from stepwell.gateway.dialects.base import Dialect, Exchange, Parsed
 from stepwell.gateway.dialects.gemini import text_tokens
@@ -50,14 +49,15 @@ from stepwell.gateway.openapi import STEP, TOKEN_IDS
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.services import Services, services_of
 from stepwell.gateway.tokens.graph import TurnGraph
+from stepwell.gateway.trajectory.calls import RetryKey
 from stepwell.gateway.trajectory.identity import Origin
 from stepwell.gateway.trajectory.recording import ask
-from stepwell.gateway.trajectory.retries import RetryKey
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 from stepwell.gateway.web import (
     EventStream,
     OrjsonResponse,
     aborts_on_disconnect,
+    body_digest,
     connection_of,
     hand_over,
     parse_object,
@@ -122,19 +122,16 @@ async def serve(
     config = services.config
     body = take_body(request)
     began_at = time.perf_counter()
+    principal = caller_of(request)
+    digest: str | None = None
     if is_big := len(body) > BIG:
         loop = asyncio.get_running_loop()
-        key = partial(retry_key, request.headers, body, dialect.name)
-        retry = await loop.run_in_executor(services.threads, key)
-    else:
-        retry = retry_key(request.headers, body, dialect.name)
-    principal = caller_of(request)
-    said = parse_object(body)
+        digest = await loop.run_in_executor(services.threads, body_digest, body)
+    reading = services.known_bodies.read(dialect, body, principal, url, digest)
     del body  # as large as all that is parsed of it, and the call may take minutes
+    retry, parsed = retry_key(request.headers, reading.digest, dialect.name), reading.parsed
     if is_big:
         await asyncio.sleep(0)  # others go on between what is done for it
-    parsed = dialect.parse(said, principal)
-    del said
     prompts = services.calls.prompts
     calls = [prompts.normalised(call) for call in parsed.calls]
     for call in calls:
@@ -149,7 +146,7 @@ async def serve(
         return services.identities.identify(origin, call, key, parsed.trajectory_uid)
 
     def begin_again(asked: Asked) -> LiveTrajectory:
-        services.identities.let_go(asked.trajectory)
+        services.identities.detach(asked.trajectory)
         return identify(asked.request, asked.retry)
 
     keys = [retry.of_prompt(i) for i in range(len(calls))]
@@ -157,6 +154,9 @@ async def serve(
         Asked(identify(call, key), call, key, parsed.n)
         for call, key in zip(calls, keys, strict=True)
     ]
+    if asked[0].trajectory.unrecorded != "asked":
+        reading.remember(calls[0])
+    del reading  # it refers to the body
     listeners = await services.calls.start(
         asked, dialect.name, caller=principal, begin_again=begin_again
     )
@@ -175,7 +175,7 @@ async def serve(
         except BaseException:  # nobody reads what the other samples say
             exchange.close()
             raise
-        frames = dialect.frames(exchange)
+        frames = exchange.frames(dialect.writer(exchange))
         stream = EventStream(frames, exchange, exchange.handed, dialect.stream_type)
         return _told(stream, services, exchange)
     try:
@@ -340,7 +340,7 @@ async def generate(request: Request) -> Response:
     chat = _white_box(body)
     caller = caller_of(request)
     trajectory = services.trajectories.get(uid, prompt_uid, caller)
-    retry = retry_key(request.headers, raw, "generate")
+    retry = retry_key(request.headers, body_digest(raw), "generate")
     (listener,) = await services.calls.start(
         [Asked(trajectory, services.calls.prompts.normalised(chat), retry)],
         "generate",

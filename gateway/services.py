@@ -20,13 +20,14 @@ from starlette.requests import Request
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.access import AccessControl
 from stepwell.gateway.addresses import Addresses
-from stepwell.gateway.call_service import CallService
+from stepwell.gateway.call import Calls
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.dialects.registry import make_dialects, make_gemini
-from stepwell.gateway.engine import EngineClient
+from stepwell.gateway.engine import Sampler
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.functions import load_function
+from stepwell.gateway.known_bodies import KnownBodies
 from stepwell.gateway.limits import CallLimits
 from stepwell.gateway.prompt import Prompts
 from stepwell.gateway.reply.reader import ReplyFormat
@@ -35,10 +36,9 @@ from stepwell.gateway.tokens.render import ChatRenderer
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.tokens.turn_messages import TurnMessages
 from stepwell.gateway.trajectory.groups import Groups
-from stepwell.gateway.trajectory.identity import Conversations, Identities
+from stepwell.gateway.trajectory.identity import Identities
 from stepwell.gateway.trajectory.recording import Recording
 from stepwell.gateway.trajectory.store import Outcomes, TrajectoryStore
-from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 from stepwell.gateway.ui.dashboard import Dashboard
 from stepwell.gateway.wiring import Wiring
 
@@ -63,19 +63,11 @@ class Services:
         self.access = AccessControl(config, self.threads, wiring.replica_urls)
         self.keys, self.hosts = self.access.keys, self.access.hosts
         self.addresses = Addresses(wiring, config.public_url)
-        self.engine = EngineClient(config, wiring, tokenizer.vocabulary)
+        self.known_bodies = KnownBodies()
+        self.engine = Sampler(config, wiring, tokenizer.vocabulary)
         self.recording = Recording(pool, config)
         self.groups = Groups(config)
-        conversations = Conversations()
-
-        def left(trajectory: LiveTrajectory) -> None:
-            conversations.forget(trajectory)
-            if trajectory.closed is None:
-                self.groups.leave(trajectory.group)
-
-        self.trajectories = TrajectoryStore(
-            self.recording, channel_of=self.groups.channel, on_left=left
-        )
+        self.trajectories = TrajectoryStore(self.recording, self.groups)
         renderer = ChatRenderer(tokenizer, thinking=config.thinking)
         if renderer.turn_close_id is None:
             log.warning(
@@ -83,7 +75,7 @@ class Services:
                 "of a conversation becomes a branch"
             )
         prompts, turn_messages = Prompts(config, renderer, self.threads), TurnMessages(config)
-        self.calls = CallService(
+        self.calls = Calls(
             engine=self.engine,
             prompts=prompts,
             format=ReplyFormat(tokenizer, config),
@@ -92,11 +84,12 @@ class Services:
             thinking=config.thinking,
             channel_sampling=wiring.sampling,
             replicas=config.replicas,
-            on_turn=conversations.note_turn,
         )
         self.outcomes = Outcomes(config, self.recording, self.trajectories)
         self.identities = Identities(
-            *(self.trajectories, conversations, self.groups, self.keys.read),
+            self.trajectories,
+            self.groups,
+            self.keys.read,
             idle_s=config.conversation_idle_s,
         )
         template = tokenizer.template_text
@@ -151,6 +144,7 @@ class Services:
         self.dashboard.close()
         await self.identities.close()
         await self.rollout_buffer.close()
+        self.calls.is_closing = True
         calls = [c for t in self.trajectories for c in t.in_flight]
         for call in calls:
             call.cancel(GatewayError("the gateway is shutting down"))

@@ -1,7 +1,7 @@
 """This module records what a gateway is told at its start beside its configuration, so that no
 option holds what only the start can know.
 
-    stepwell/cluster.py ── Wiring(engines) ──► replicas.py ── each one its number ──► create_app
+    the shell ── Wiring(engines) ──► replicas.py ── each one its number ──► create_app
 
 Does not own: the options (`config.py`), which engine a call goes to (`fleet.py`).
 """

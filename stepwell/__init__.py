@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from stepwell.backends.engines.commands import CommandLine, Launch
     from stepwell.backends.errors import BackendError
     from stepwell.backends.rows import Row, build_rows
-    from stepwell.config import RunConfig
-    from stepwell.connection import connect
+    from stepwell.config.load import load_config
+    from stepwell.config.run import RunConfig
     from stepwell.datapool import (
         ChannelConfig,
         DataPool,
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from stepwell.datapool.config import SelectionConfig
     from stepwell.errors import RunUnavailableError
     from stepwell.gateway.errors import GatewayError
-    from stepwell.presets import load_config
-    from stepwell.run import train
+    from stepwell.run.connection import connect
+    from stepwell.run.train import train
     from stepwell.trainer.errors import ConfigError, TrainerError
 
 __all__ = [
@@ -93,8 +93,8 @@ _HOMES = {
     "stepwell.backends.engines.commands": ("CommandLine", "Launch"),
     "stepwell.backends.errors": ("BackendError",),
     "stepwell.backends.rows": ("Row", "build_rows"),
-    "stepwell.config": ("RunConfig",),
-    "stepwell.connection": ("connect",),
+    "stepwell.config.run": ("RunConfig",),
+    "stepwell.run.connection": ("connect",),
     "stepwell.datapool": (
         "DataPool",
         "DataPoolClient",
@@ -108,8 +108,8 @@ _HOMES = {
     "stepwell.datapool.types": ("Group", "Lease", "Step", "Trajectory", "VersionSpan"),
     "stepwell.errors": ("RunUnavailableError",),
     "stepwell.gateway.errors": ("GatewayError",),
-    "stepwell.presets": ("load_config",),
-    "stepwell.run": ("train",),
+    "stepwell.config.load": ("load_config",),
+    "stepwell.run.train": ("train",),
     "stepwell.trainer.errors": ("ConfigError", "TrainerError"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

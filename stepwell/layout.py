@@ -1,5 +1,7 @@
 """Names of what a run keeps in its folder, `run.dir`. Loads nothing."""
 
+RUN_FILE = "run.json"
+"""File that says where the parts of the last run are."""
 WEIGHTS = "weights"
 """Folder of published weights: what a crashed engine restarts from."""
 CHECKPOINTS = "checkpoints"

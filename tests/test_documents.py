@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 import stepwell
-from stepwell.config_keys import all_keys
+from stepwell.config.keys import all_keys
+from stepwell.config.migration import rows, tables
 from stepwell.gateway.endpoints import ENDPOINTS
-from stepwell.migration import rows, tables
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -111,6 +111,7 @@ def test_every_page_is_in_the_list_of_pages() -> None:
 LANGUAGES = {
     "python": "compiled here, its imports are made; README's and examples' own run in their tests",
     "yaml": "loaded by tests/stepwell/test_documented_configuration.py",
+    "js": "docs/agents.md's are run by make test-newcomer, with the packages from npm",
     "bash": "the lines that name stepwell are read there, too; others are the reader's shell",
     "": "output, a picture, or lines that test reads",
 }

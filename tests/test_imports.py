@@ -27,8 +27,10 @@ ALLOWED = {
     "backends": {"backends", "datapool"},
     "trainer": {"trainer", "datapool", "backends"},
 }
-"""What each room imports of `stepwell`: no name of the shell, none of the public API. The shell,
-`stepwell/*.py`, sees every room."""
+"""What each room imports of `stepwell`: no name of the shell, none of the public API. The shell
+sees every room."""
+SHELL = ("config", "cluster", "track", "run", "show", "cli")
+"""The shell's folders: each imports only of those before it, and of the files beside them."""
 
 
 # -- the graph -----------------------------------------------------------------------------------
@@ -118,8 +120,21 @@ def test_imports_run_one_way_and_no_room_imports_the_shell() -> None:
     assert not wrong, wrong
 
 
+def test_the_folders_of_the_shell_are_floors() -> None:
+    floors = {folder: n for n, folder in enumerate(SHELL)}
+    wrong = []
+    for module, targets in edges(ROOT).items():
+        for target in targets if module.count(".") > 1 else ():
+            here, there = (floors.get(f"{name}.".split(".")[1]) for name in (module, target))
+            if here is not None and there is not None and there > here:
+                wrong.append(f"{module} imports {target}")
+    assert not wrong, wrong
+    beside = {path.name for path in (ROOT / "stepwell").glob("*.py")}
+    assert beside == {"__init__.py", "__main__.py", "errors.py", "layout.py", "version.py"}
+
+
 def test_backends_see_nothing_of_the_pool_but_its_nouns_and_the_lease_keeper() -> None:
-    parts = ("types", "errors", "remote.lease_keeper", "process", "sealed", "dotted")
+    parts = ("types", "errors", "config", "remote.lease_keeper", "process", "sealed", "dotted")
     seen = {f"stepwell.datapool.{part}" for part in parts}
     for module, targets in edges(ROOT).items():
         if module.startswith("stepwell.backends"):
@@ -127,8 +142,11 @@ def test_backends_see_nothing_of_the_pool_but_its_nouns_and_the_lease_keeper() -
             assert not wrong, f"{module} imports {wrong}"
 
 
-def test_the_gateway_sees_nothing_of_backends_but_the_client_of_engines_and_the_masks() -> None:
-    parts = ("engines.client", "engines.connections", "errors", "masks")
+def test_the_gateway_sees_of_backends_only_the_client_of_engines_masks_and_processes() -> None:
+    parts = (
+        *("engines.api", "engines.client", "engines.connections"),
+        *("errors", "masks", "processes"),
+    )
     seen = {f"stepwell.backends.{part}" for part in parts}
     for module, targets in edges(ROOT).items():
         if module.startswith("stepwell.gateway"):
@@ -141,8 +159,8 @@ def test_the_gateway_sees_nothing_of_backends_but_the_client_of_engines_and_the_
     [
         ("import stepwell", ["torch", "transformers", "ray"]),
         (
-            "from stepwell.config import RunConfig; from stepwell.presets import load_config; "
-            "load_config('quickstart')",
+            "from stepwell.config.run import RunConfig; "
+            "from stepwell.config.load import load_config; load_config('quickstart')",
             ["torch", "transformers", "ray"],
         ),
         (
@@ -165,7 +183,7 @@ def test_the_gateway_sees_nothing_of_backends_but_the_client_of_engines_and_the_
         ("import stepwell.backends.engines.server", ["torch", "transformers"]),
         ("import stepwell.gateway.engine", ["torch", "transformers", "ray"]),
         ("import stepwell.gateway.app", ["torch", "transformers", "pyarrow"]),
-        ("import stepwell.checks, stepwell.serving", ["torch", "transformers"]),
+        ("import stepwell.run.checks, stepwell.run.serve", ["torch", "transformers"]),
     ],
 )
 def test_what_is_light_loads_nothing_heavy(statement: str, absent: list[str]) -> None:
@@ -181,14 +199,14 @@ def plant(root: Path, files: Mapping[str, str]) -> Path:
     """Our layout in small, with `files` besides: gateway imports datapool, and nothing else."""
     sound = {
         "stepwell/__init__.py": "",
-        "stepwell/cli.py": "from stepwell import gateway\nimport stepwell.gateway.app",
+        "stepwell/cli/main.py": "from stepwell import gateway\nimport stepwell.gateway.app",
         "stepwell/datapool/__init__.py": "from stepwell.datapool.types import Step",
         "stepwell/datapool/types.py": "import os\nclass Step: ...",
         "stepwell/datapool/core/pool.py": "from stepwell.datapool import types",
         "stepwell/gateway/__init__.py": "",
         "stepwell/gateway/app.py": "from stepwell.gateway.routes import ROUTES\nclass App: ...",
         "stepwell/gateway/routes.py": "from stepwell.datapool import Step\nROUTES = []",
-        "benchmarks/gateway.py": "import stepwell.cli, stepwell.gateway.app",
+        "benchmarks/gateway.py": "import stepwell.cli.main, stepwell.gateway.app",
         "examples/agent.py": "import benchmarks.gateway",
     }
     for name, text in (sound | dict(files)).items():
@@ -226,7 +244,7 @@ def test_a_planted_cycle_is_found_and_its_chain_named(tmp_path: Path, back: str)
     ("file", "statement"),
     [
         ("stepwell/datapool/types.py", "from stepwell.datapool import Step"),
-        ("stepwell/datapool/types.py", "import stepwell.cli"),
+        ("stepwell/datapool/types.py", "import stepwell.cli.main"),
         ("stepwell/gateway/app.py", "def f():\n    import examples.agent"),
     ],
     ids=["a name of its own package", "through every package", "a bench and an example"],
@@ -245,7 +263,7 @@ def test_a_planted_cycle_over_packages_is_found(tmp_path: Path, file: str, state
         ("stepwell/datapool/a.py", "def f():\n from stepwell import gateway", "stepwell.gateway"),
         ("stepwell/gateway/x/a.py", "import stepwell.trainer", "stepwell.trainer"),
         ("stepwell/trainer/a.py", "from stepwell.gateway import x", "stepwell.gateway.x"),
-        ("stepwell/trainer/a.py", "from stepwell.config import X", "stepwell.config.X"),
+        ("stepwell/trainer/a.py", "from stepwell.config.run import X", "stepwell.config.run.X"),
         (
             "stepwell/backends/a.py",
             "from stepwell import DataPoolClient",
@@ -254,8 +272,8 @@ def test_a_planted_cycle_over_packages_is_found(tmp_path: Path, file: str, state
         ("stepwell/backends/a.py", "import stepwell", "stepwell"),
         ("stepwell/backends/a.py", "from stepwell import *", "stepwell.*"),
         ("stepwell/gateway/a.py", "import benchmarks.gateway", "benchmarks.gateway"),
-        ("stepwell/run.py", "from examples import agent", "examples.agent"),
-        ("stepwell/run.py", "def f():\n import tests.helpers", "tests.helpers"),
+        ("stepwell/run/train.py", "from examples import agent", "examples.agent"),
+        ("stepwell/run/train.py", "def f():\n import tests.helpers", "tests.helpers"),
     ],
 )
 def test_a_planted_import_against_the_direction_is_found(

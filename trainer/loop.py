@@ -6,7 +6,7 @@
 
 Generation goes on meanwhile: a producer (`rollout/`) keeps the pool fed, and the updater
 computes in a thread of its own. Owns the order of things, and what a checkpoint holds. Does not own
-batches (`batches.py`), the mathematics (`updater.py`), publications (`publisher.py`), any process.
+batches (`batches.py`), the mathematics (`updater.py`), publications (`publish/`), any process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from stepwell.trainer.data import Task
 from stepwell.trainer.errors import INTERRUPTED
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.profiling import traced
-from stepwell.trainer.publisher import Publisher
+from stepwell.trainer.publish.publisher import Publisher
 from stepwell.trainer.recording import Recorder
 from stepwell.trainer.rollout_samples import RolloutSamples
 from stepwell.trainer.threads import ComputeThread
@@ -130,7 +130,7 @@ class Trainer:
         once before the first."""
         if not groups:
             return
-        restored = await self.publisher.restore()
+        adopted = await self.publisher.adopt()
         await self._compute(self._recorder.write, groups, self.progress)
         if self._config.debug_rollout_only:
             yield await self._leave_out(groups)
@@ -145,7 +145,7 @@ class Trainer:
             self._untrained = len(prepared.mini_batches) - number
             await self.publisher.borrow_memory()
             with self._phases("train"):
-                step = partial(self.updater.step, prepared.batch, steps)
+                step = partial(self.updater.step, prepared, steps)
                 update = await self._traced("step", step)
             await self.publisher.stepped()
             with self._phases("sample"):
@@ -160,7 +160,7 @@ class Trainer:
                 **record_of(self.progress, trained_on, times, groups),
                 **({"ppo_epoch": epoch} if epoch else {}),
                 **await self.batches.metrics(trained_on),
-                **self.publisher.releases.metrics(),
+                **self.publisher.metrics(),
                 **prepared.metrics,
                 **update,
                 **times,
@@ -169,7 +169,7 @@ class Trainer:
         every, best = self._config.checkpoint_every, self._config.keep_best
         evaluated = self.validator.config.every
         due = checkpoint_due(before, self.progress.updates, every, evaluated, best)
-        if due or restored:  # an older checkpoint may hold what was rolled back
+        if due or adopted:  # an older checkpoint may hold what was rolled back
             with self._phases("checkpoint"):
                 await self.checkpoint()
 
@@ -194,9 +194,9 @@ class Trainer:
     async def checkpoint(self) -> None:
         """Make everything up to here durable, then ack the groups it was trained on."""
         while True:
-            await self.publisher.restore()
+            await self.publisher.adopt()
             models = await self._compute(self.updater.state_dict)
-            if self.publisher.releases.to_restore is None:  # else they were rolled back meanwhile
+            if not self.publisher.is_superseded:  # else they were rolled back meanwhile
                 break
         # From here to the end of `state` nothing is awaited: it is of one moment.
         consumed = self.batches.consumed
@@ -234,7 +234,7 @@ class Trainer:
         """Run the agent on `tasks` through the `"val"` channel, with the weights now published; or
         look at what agents left there."""
         await self.validator.join()
-        await self.publisher.published()
+        await self.publisher.wait_published()
         evaluations = await self.validator.run(tasks, self._policy())
         self.progress.evaluations += evaluations
         return evaluations
@@ -242,8 +242,12 @@ class Trainer:
     async def begin_evaluation(self, tasks: Sequence[Task]) -> None:
         """`evaluate`, while training goes on; `validator.finished` has the result."""
         await self.validator.join()
-        await self.publisher.published()
-        self.validator.start(tasks, self._policy(), then=self._evaluated)
+        async with AsyncExitStack() as pinned:
+            if self.validator.pins:
+                await pinned.enter_async_context(self.publisher.pinned())
+            else:
+                await self.publisher.wait_published()
+            self.validator.start(self._evaluate_beside(tasks, self._policy(), pinned.pop_all()))
 
     def evaluation_due(self) -> bool:
         """Whether this optimizer step, between the first and the last, is to be evaluated and was
@@ -297,9 +301,11 @@ class Trainer:
             log.warning("the pool does not hear of the last checkpoint: %s", e)
         self._tell(f"saved at optimizer step {self.progress.updates}; the same command goes on")
 
-    async def _evaluated(self, evaluations: Sequence[Evaluation]) -> None:
-        self.progress.evaluations += evaluations
-        await self.publisher.publish_overdue()
+    async def _evaluate_beside(
+        self, tasks: Sequence[Task], policy: Policy, pinned: AsyncExitStack
+    ) -> None:
+        async with pinned:
+            self.progress.evaluations += await self.validator.persistently(tasks, policy)
 
     def _policy(self) -> Policy:
         """What an evaluation that begins now is of."""

@@ -1,6 +1,6 @@
 """How far a run has come: what a checkpoint and a recorded batch carry besides model and prompts.
 
-Owns the numbers. Does not own when they change (`updater.py`, `releases.py`) or the files
+Owns the numbers. Does not own when they change (`updater.py`, `publish/publisher.py`) or the files
 (`checkpoint.py`, `recording.py`).
 """
 
@@ -56,16 +56,14 @@ class Progress:
                 known[version] = newest = updates
         return known
 
-    def roll_back(self, to: int, updates_per_sync: int) -> int:
-        """The next version has the weights of `to`; its number. What the versions between the two
-        sampled is off-policy from now on, as if it were a publication older than `to`."""
-        version, to = self.version + 1, self.weights_of(to)
+    def roll_back(self, version: int, to: int, updates_per_sync: int) -> None:
+        """The weights of now are those of `to`, served as `version`. What the versions between the
+        two sampled is off-policy from now on, as if it were a publication older than `to`."""
         self.rolled_back[version] = to
         for bad in range(to + 1, version):
             self.published[bad] = self.published.get(to, 0) - updates_per_sync
         self.published[version] = self.updates
         self.version = version
-        return version
 
     def is_good(self, version: int) -> bool:
         """Whether no roll-back went back beyond `version`."""

@@ -1,27 +1,31 @@
 """This module turns scored groups into optimizer steps, so that the loop, a replay and a test train
 by the same mathematics.
 
-    groups ──prepare──► columns of the batch: π_prox, advantages, weights, coef ──► Prepared
-                                                                                       │
-              metrics ◄── Progress.updates + 1 ◄── loss, gradient, optimizer ◄──step───┘
+    groups ──prepare──► columns of the batch: advantages, coef, π_prox and weights ──► Prepared
+                                                                                          │
+              metrics ◄── Progress.updates + 1 ◄── loss, gradient, optimizer ◄───step─────┘
+
+Where the batch is one optimizer step, the step's own forward pass is π_prox and the weights follow
+from it, so `prepare` leaves both to `step` (`off_policy/proximal.py` says when).
 
 Synchronous, and knows no engine and no pool: what `prepare` and `step` do follows from the groups,
 the model and `progress` alone. Owns the columns, and the count of updates. Does not own formulas
 (`algorithms/`), the model (`backends/`), where groups come from (`batches.py`) or who gets the
-weights (`publisher.py`).
+weights (`publish/`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from stepwell.backends.base import TokenBatch, TrainingBackend
 from stepwell.backends.torch.critic import Critic
@@ -37,8 +41,9 @@ from stepwell.trainer.algorithms.losses import (
     seen,
     untruncated,
 )
-from stepwell.trainer.algorithms.off_policy.correction import correct
-from stepwell.trainer.algorithms.off_policy.lag import lags, proximal_log_probs
+from stepwell.trainer.algorithms.off_policy.correction import TokenWeights, correct
+from stepwell.trainer.algorithms.off_policy.lag import lags
+from stepwell.trainer.algorithms.off_policy.proximal import is_first_forward, proximal_log_probs
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.sampling import is_sft
@@ -46,14 +51,18 @@ from stepwell.trainer.trajectory_metrics import tool_use, trajectory_metrics
 
 
 class MiniBatch(NamedTuple):
-    """What one optimizer step is taken on."""
+    """Steps that one optimizer step is taken on."""
 
     steps: list[int]
-    """By number in the batch."""
+    """Numbers of the steps in the batch."""
     groups: list[Group]
-    """That they are of."""
+    """Groups the steps belong to."""
     epoch: int
-    """How often the batch was gone over before."""
+    """Passes over the batch before this one."""
+
+
+Weighed: TypeAlias = "tuple[dict[str, Tensor], dict[str, float]]"
+"""Columns `prox_log_probs`, `rollout_log_probs` and `weights`, and what they say of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +73,17 @@ class Prepared:
     mini_batches: list[MiniBatch]
     """One for each optimizer step, in order."""
     metrics: dict[str, float]
+    weigh: Callable[[Tensor], Weighed] | None = None
+    """Finishes the columns and metrics of the batch once its optimizer step has found log π_prox,
+    [T]; None: they are there."""
 
 
 class Updater:
-    """Trains one model, and its critic; see the module's docstring.
+    """Trains one model and its critic; see the module's docstring.
 
     Args:
-        critic: of an estimator that needs one.
-        seed: of the draws that a loss makes, with the number of the update.
+        critic: trained beside the model, for an estimator that needs one.
+        seed: seeds the draws of a loss, together with the number of the update.
     """
 
     def __init__(
@@ -89,19 +101,26 @@ class Updater:
         self._seed = seed
         self._loss_fn = make_loss_fn(algorithm.loss, algorithm.kl)
         self._sft_loss = make_loss_fn(algorithm.sft.loss)
+        self._token_weights: TokenWeights | None = None
+        if backend.returns_columns and is_first_forward(algorithm, async_training):
+            self._token_weights = TokenWeights(
+                algorithm.off_policy,
+                async_training.staleness_threshold,
+                async_training.use_rollout_log_probs,
+            )
         self.backend = backend
         self.progress = Progress()
 
     def prepare(self, groups: Sequence[Group]) -> Prepared:
-        """The columns of a batch, at the weights of now: π_prox is taken once, before the first of
-        its optimizer steps. What was rolled out and conversations are spread over these alike."""
+        """Compute the columns of a batch at the weights of now: π_prox is one policy for all of
+        its optimizer steps, over which rollouts and conversations are spread alike."""
         number = self._async.require_batches
         rl, sft = [g for g in groups if not is_sft(g)], [g for g in groups if is_sft(g)]
         # From both ends: where neither can be divided, the one is long where the other is short.
         minis = [*_parts(len(rl), number), *(number - 1 - m for m in _parts(len(sft), number))]
         ordered = [*rl, *sft]
         mini_of_step = [m for g, m in zip(ordered, minis, strict=True) for _ in g.steps]
-        batch, metrics = self._prepare_rl(rl, mini_of_step) if rl else (None, {})
+        batch, metrics, weigh = self._prepare_rl(rl, mini_of_step) if rl else (None, {}, None)
         if batch is None or sft:
             batch = self._with_conversations(batch, ordered, minis, mini_of_step)
         first = [
@@ -118,7 +137,7 @@ class Updater:
             for epoch in range(1, self._async.ppo_epochs)
             for i in draw.permutation(len(first))
         ]
-        return Prepared(batch, first + again, metrics)
+        return Prepared(batch, first + again, metrics, weigh)
 
     def _with_conversations(
         self,
@@ -152,21 +171,24 @@ class Updater:
 
     def _prepare_rl(
         self, groups: Sequence[Group], mini_of_step: Sequence[int]
-    ) -> tuple[TokenBatch, dict[str, float]]:
-        """The columns and metrics of what was rolled out, whose steps are the first."""
+    ) -> tuple[TokenBatch, dict[str, float], Callable[[Tensor], Weighed] | None]:
+        """The columns and metrics of what was rolled out, whose steps are the first, and
+        `Prepared.weigh`."""
         algorithm, progress = self._algorithm, self.progress
         batch: TokenBatch = self.backend.convert([s for g in groups for s in g.steps])
         mini_of_step, columns = mini_of_step[: len(batch.steps)], batch.columns
-        prox = proximal_log_probs(
-            lambda: self.backend.compute_log_probs(batch),
-            columns["rollout_log_probs"],
-            algorithm.off_policy,
-        )
-        gap = self._log_prob_gap(batch, prox)
-        if not self._async.use_rollout_log_probs:
-            columns["rollout_log_probs"] = prox
-        columns["prox_log_probs"] = prox
+        mu, prox, recomputed = columns["rollout_log_probs"], None, False
+        if self._token_weights is None or (self.critic is not None and not self.critic.warm):
+
+            def recompute() -> Tensor:
+                nonlocal recomputed
+                recomputed = True
+                return self.backend.compute_log_probs(batch)
+
+            prox = proximal_log_probs(recompute, mu, algorithm.off_policy)
+            columns["prox_log_probs"] = prox
         token_rewards, metrics = self._hold_to_reference(groups, batch)
+        metrics["off_policy/recomputed"] = float(recomputed)
         if self.critic is not None:
             columns["values"] = self.critic.values(batch)
         advantages = compute_advantages(
@@ -188,26 +210,46 @@ class Updater:
             whole = untruncated(batch.steps, batch.lengths)
             mask = whole if mask is None else mask * whole
             metrics["policy/truncated_share"] = 1 - float(whole.mean())
-        correction = correct(
-            prox,
-            columns["rollout_log_probs"],
-            batch.lengths,
-            lags(
-                [s.policy_version for s in batch.steps],
-                # A copy: a publication may end meanwhile, in the event loop's thread.
-                {v: progress.applied(u) for v, u in progress.published.copy().items()},
-                updates_now=progress.applied(progress.updates),
-                updates_per_sync=self._async.trigger_parameter_sync_step,
-            ),
-            staleness_threshold=self._async.staleness_threshold,
-            config=algorithm.off_policy,
-            advantages=columns["advantages"],
-            mask=mask,
+        step_lags = lags(
+            [s.policy_version for s in batch.steps],
+            # A copy: a publication may end meanwhile, in the event loop's thread.
+            {v: progress.applied(u) for v, u in progress.published.copy().items()},
+            updates_now=progress.applied(progress.updates),
+            updates_per_sync=self._async.trigger_parameter_sync_step,
         )
-        columns["weights"] = correction.weights
-        # Counted of the Steps: where the engine's log-probs are not used, all are known above.
+        # Counted of the Steps: where the engine's log-probs are not used, all are known below.
         without = float(sum(s.rollout_log_probs is None for s in batch.steps))
-        metrics |= correction.metrics | {"off_policy/missing_steps": without}
+        advantage_column = columns["advantages"]
+        sampled_now = self._sampled_now(batch)
+
+        def weigh(prox: Tensor) -> Weighed:
+            prox = prox[: len(mu)]  # conversations come behind
+            behaviour = mu if self._async.use_rollout_log_probs else prox
+            correction = correct(
+                prox,
+                behaviour,
+                batch.lengths,
+                step_lags,
+                staleness_threshold=self._async.staleness_threshold,
+                config=algorithm.off_policy,
+                advantages=advantage_column,
+                mask=mask,
+            )
+            measured = correction.metrics | {"off_policy/missing_steps": without}
+            # How exactly engine and trainer agree, μ as the engine said.
+            gap = (prox - mu)[sampled_now].abs()
+            gap = gap[torch.isfinite(gap)]
+            if algorithm.off_policy.proximal == "recompute" and len(gap):
+                measured["log_prob_gap"] = float(gap.max())
+            found = {"prox_log_probs": prox, "rollout_log_probs": behaviour}
+            return {**found, "weights": correction.weights}, measured
+
+        if prox is None:
+            columns["lag"] = batch.expand(step_lags)
+        else:
+            found, measured = weigh(prox)
+            columns |= found
+            metrics |= measured
         columns |= loss_columns(
             batch,
             algorithm.loss,
@@ -215,14 +257,18 @@ class Updater:
             mask=mask,
             seed=self._seed + progress.updates,
         )
-        if gap is not None:
-            metrics["log_prob_gap"] = gap
-        return batch, metrics
+        return batch, metrics, weigh if prox is None else None
 
-    def step(self, batch: TokenBatch, indices: Sequence[int]) -> dict[str, float]:
-        """One optimizer step over the steps `indices`, and its count; its metrics. A publication
-        may be written as soon as this returns."""
+    def step(self, prepared: Prepared, indices: Sequence[int]) -> dict[str, float]:
+        """Take one optimizer step over the steps `indices`, count it and return its metrics. A
+        publication may be written as soon as this returns."""
+        batch = prepared.batch
         update = self._update(batch, indices)
+        if prepared.weigh is not None:
+            columns, metrics = prepared.weigh(batch.columns["prox_log_probs"])
+            for name, column in columns.items():
+                batch.columns[name] = pad(column, (0, batch.n_tokens - len(column)), value=math.nan)
+            update |= metrics
         self.progress.updates += 1
         if update.get("skipped"):
             self.progress.unapplied.append(self.progress.updates)
@@ -251,7 +297,12 @@ class Updater:
             self.critic.close()
 
     def _update(self, batch: TokenBatch, indices: Sequence[int]) -> dict[str, float]:
-        rl_loss = replace(self._loss_fn, kl_coef=self._kl_coef)
+        unknown = "prox_log_probs" not in batch.columns
+        rl_loss = replace(
+            self._loss_fn,
+            kl_coef=self._kl_coef,
+            token_weights=self._token_weights if unknown else None,
+        )
         loss_fn: BatchLoss | JointLoss = rl_loss
         rl = list(indices)
         if (coef := batch.columns.get("sft_coef")) is not None:
@@ -296,24 +347,16 @@ class Updater:
         if kl.target_kl is not None:
             self.progress.kl_coef = next_coef(self._kl_coef, measured, trajectories, kl)
 
-    def _log_prob_gap(self, batch: TokenBatch, prox: Tensor) -> float | None:
-        """max |log π - log μ| over tokens that the very weights being trained sampled: how exactly
-        engine and trainer agree, μ as the engine said. None if the batch has no such token."""
+    def _sampled_now(self, batch: TokenBatch) -> Tensor:
+        """Whether the very weights that are trained sampled a token, [T] bool."""
         progress = self.progress
         published = progress.published[progress.version]
-        if progress.applied(published) != progress.applied(progress.updates):
-            return None
-        if self._algorithm.off_policy.proximal == "rollout":
-            return None  # nothing was recomputed to compare with
-        fresh = batch.expand(
-            [
-                float(s.policy_version == progress.version and not s.version_spans)
-                for s in batch.steps
-            ]
-        ).bool()
-        gap = (prox - batch.columns["rollout_log_probs"])[fresh].abs()
-        gap = gap[torch.isfinite(gap)]
-        return float(gap.max()) if len(gap) else None
+        current = progress.applied(published) == progress.applied(progress.updates)
+        sampled = [
+            float(current and s.policy_version == progress.version and not s.version_spans)
+            for s in batch.steps
+        ]
+        return batch.expand(sampled).bool()
 
 
 def _parts(n: int, parts: int) -> list[int]:

@@ -14,7 +14,7 @@ At update 20 version 10 is published and pinned; the publications of 22 and 24 d
 the evaluation has ended and version 11 is published, with the weights of 25.
 
 Owns the figures of an evaluation and its sample table. Does not own: running agents
-(`rollout/`), scoring (`scoring.py`), publishing (`publisher.py`), which checkpoint is the best
+(`rollout/`), scoring (`scoring.py`), publishing (`publish/`), which checkpoint is the best
 (`checkpoint.py`).
 """
 
@@ -26,7 +26,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -37,7 +37,7 @@ import orjson
 from transformers import AutoTokenizer
 
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.datapool.sealed import damaged, read_lines, sealed
+from stepwell.datapool.sealed import damaged, read_lines, sealed, write_durably
 from stepwell.datapool.types import VAL, Group, Trajectory
 from stepwell.trainer.config import ValidationConfig
 from stepwell.trainer.data import Task
@@ -125,7 +125,7 @@ class Validator(ABC):
     """
 
     pins: ClassVar[bool]
-    """Whether publications may have to wait for an evaluation."""
+    """Publications wait for an evaluation beside training."""
 
     def __init__(
         self,
@@ -144,47 +144,16 @@ class Validator(ABC):
         self._tokenizer: Any = None
         self._task: asyncio.Task[None] | None = None
         self._done: list[Evaluation] = []
-        self._free = asyncio.Event()
-        self._free.set()
 
-    @property
-    def holds(self) -> bool:
-        """Whether a publication has to wait for the evaluation under way."""
-        return not self._free.is_set()
-
-    async def released(self) -> None:
-        """Returns once `holds` is False."""
-        await self._free.wait()
-
-    def start(
-        self,
-        tasks: Sequence[Task],
-        policy: Policy,
-        *,
-        then: Callable[[Sequence[Evaluation]], Awaitable[None]],
-    ) -> None:
-        """Begin an evaluation beside training; `finished` has it when it has ended.
-
-        Args:
-            then: called when publications need not wait any more, with what `run` returned.
-        """
+    def start(self, evaluation: Coroutine[Any, Any, None]) -> None:
+        """Begin an evaluation beside training; `finished` has it when it has ended."""
         if self._task is not None:
             raise RuntimeError("an evaluation is under way; await `join` before the next")
-        if self.pins:
-            self._free.clear()
+        self._task = asyncio.create_task(evaluation, name="validation")
 
-        async def work() -> None:
-            evaluations: list[Evaluation] = []
-            try:
-                evaluations = await self._persistently(tasks, policy)
-            finally:
-                self._free.set()
-            await then(evaluations)
-
-        self._task = asyncio.create_task(work(), name="validation")
-
-    async def _persistently(self, tasks: Sequence[Task], policy: Policy) -> list[Evaluation]:
-        """`run`, again where not one rollout finished: a part was down, and is restarted."""
+    async def persistently(self, tasks: Sequence[Task], policy: Policy) -> list[Evaluation]:
+        """`run` beside training; again where not one rollout finished: a part was down, and is
+        restarted."""
         for _ in range(ATTEMPTS - 1):
             try:
                 return await self.run(tasks, policy, beside_training=True)
@@ -218,7 +187,6 @@ class Validator(ABC):
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-        self._free.set()
 
     def _collect(self) -> None:
         if self._task is not None and self._task.done():
@@ -473,9 +441,7 @@ def as_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
 def write_samples(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """One JSON object per line; the file appears under its name when complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_bytes(b"".join(map(sealed, as_lines(rows).splitlines(keepends=True))))
-    draft.replace(path)
+    write_durably(path, b"".join(map(sealed, as_lines(rows).splitlines(keepends=True))))
 
 
 def read_samples(path: Path, limit: int | None = None) -> list[dict[str, Any]]:

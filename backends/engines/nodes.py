@@ -13,7 +13,7 @@ All parts must load the same version: the store's lock is held until the last ha
 no publication commits in between.
 
 Owns the group's life. Does not own ports (`ports.py`), one process (`supervisor.py`), or which
-nodes these are (`stepwell/placement.py`).
+nodes these are (`stepwell/cluster/placement.py`).
 """
 
 from __future__ import annotations

@@ -82,6 +82,8 @@ class TorchBackend(TrainingBackend):
         BackendConfigError: no model in `model_path`, or no such device.
     """
 
+    returns_columns = True
+
     def __init__(self, config: TorchBackendConfig, model_path: str | Path) -> None:
         self._config = config
         self._model_path = Path(model_path)
@@ -221,6 +223,7 @@ class TorchBackend(TrainingBackend):
         wants = getattr(loss_fn, "entropy", "none")
         loss = 0.0
         means: dict[str, Mean] = {}
+        found: list[tuple[Tensor, dict[str, Tensor]]] = []
         count = Counter(tokens=0, padded_tokens=0, micro_batches=0)
         self._optimizer.zero_grad(set_to_none=True)
         for chunk in self._micro_batches(rows):
@@ -236,10 +239,19 @@ class TorchBackend(TrainingBackend):
             loss += float(output.loss.detach().double())
             for name, mean in output.metrics.items():
                 means[name] = means[name] + mean if name in means else mean
+            if output.columns:
+                found.append((tokens, {k: v.cpu() for k, v in output.columns.items()}))
             count["tokens"] += len(tokens)
             count["padded_tokens"] += computed_tokens(chunk, self._config.rows)
             count["micro_batches"] += 1
         loss, means, count = self._over_ranks(loss, means, count)
+        for part in self._ranks.gather(found):
+            for tokens, columns in part:
+                for name, values in columns.items():
+                    column = batch.columns.setdefault(
+                        name, torch.full((batch.n_tokens,), torch.nan)
+                    )
+                    column[tokens] = values
         grad_norm = float(
             full(
                 torch.nn.utils.clip_grad_norm_(self._masters.parameters, self._config.max_grad_norm)

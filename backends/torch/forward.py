@@ -7,9 +7,7 @@ a token cannot reach it, and the unmasked kernel is the fast one.
 
 Where tree attention is enabled on the model (`tree.enable`), rows share what they begin with.
 
-Only response positions go through the LM head, and through the MLP of the last layer (in a tree,
-through its attention too): what the others would become there is read by nobody. Log-softmax is
-fp32 at each step's temperature.
+Only response positions go through the LM head. Log-softmax is fp32 at each step's temperature.
 
 Owns: the model's inputs, the choice of positions, the scoring of logits. Does not own: which rows
 there are and how they are split (`rows.py`), the optimizer (`torch/backend.py`).
@@ -19,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -69,8 +67,6 @@ def prepare(
         ids = packed.ids[None].astype(np.int64)
         picked = [packed.where[r][s.start - 1 : s.end - 1] for r, s in segments]
         positions = torch.from_numpy(np.concatenate(picked))
-        # Two rows of a tree may be trained on the same token of their common beginning.
-        tree = replace(packed.tree, read=torch.unique(positions))
     else:
         width = max(row.n_inputs for row in rows)
         ids = np.zeros((len(rows), width), dtype=np.int64)
@@ -88,7 +84,7 @@ def prepare(
         temperature=temperatures.repeat_interleave(lengths).to(device),
         tokens=_ranges((offsets[s.step], s.length) for _, s in segments),
         position_ids=torch.from_numpy(packed.position_ids)[None].to(device) if as_tree else None,
-        tree=tree if as_tree else None,
+        tree=packed.tree if as_tree else None,
     )
 
 
@@ -107,17 +103,15 @@ def forward(
     at most so many tokens exist at once (`chunked_head.py`).
     """
     inputs = prepare(batch, rows, device, as_tree=is_enabled(model))
-    read = inputs.positions if inputs.tree is None else inputs.tree.read.to(device)
     if chunk is not None and len(inputs.positions) > chunk:
 
         def score_part(logits: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
             targets, temperature = inputs.targets[part], inputs.temperature[part]
             return score(logits, targets, temperature, entropy=entropy)
 
-        with last_mlp_only_at(model, read):
-            kwargs, positions = inputs.model_kwargs(), inputs.positions
-            return *chunked(model, kwargs, positions, score_part, chunk=chunk), inputs.tokens
-    with last_mlp_only_at(model, read), only_positions(model, inputs.positions):
+        kwargs, positions = inputs.model_kwargs(), inputs.positions
+        return *chunked(model, kwargs, positions, score_part, chunk=chunk), inputs.tokens
+    with only_positions(model, inputs.positions):
         output = model(**inputs.model_kwargs())
     log_probs, h = score(output.logits[0], inputs.targets, inputs.temperature, entropy=entropy)
     return log_probs, h, inputs.tokens
@@ -150,52 +144,6 @@ def only_positions(model: Any, positions: Tensor) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-@contextmanager
-def last_mlp_only_at(model: Any, positions: Tensor) -> Iterator[None]:
-    """The last layer's MLP computes `positions` ([n], into batch x width, each once) alone.
-
-    Elsewhere it returns 0. A token's MLP reads that token only and nothing attends any more, so
-    that neither logits at `positions` nor any gradient changes. Does nothing for a model whose
-    layers have no `mlp`, and under gradient checkpointing, which computes the layer again when
-    this has ended.
-    """
-    mlp = _last_mlp(model)
-    if mlp is None:
-        yield
-        return
-    whole = mlp.forward
-
-    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        flat = hidden.flatten(0, -2)
-        found = whole(flat.index_select(0, positions).unsqueeze(0), *args, **kwargs)
-        if not isinstance(found, Tensor):
-            return whole(hidden, *args, **kwargs)  # a router's scores come with it
-        return found.new_zeros(flat.shape).index_copy(0, positions, found[0]).view(hidden.shape)
-
-    # An attribute of the instance hides the method of its class; put back as it was found.
-    own = mlp.__dict__.get("forward")
-    mlp.forward = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del mlp.forward
-        else:
-            mlp.forward = own
-
-
-def _last_mlp(model: Any) -> Any:
-    """The module `mlp` of the decoder's last layer; None without one, or with checkpoints."""
-    depth = getattr(model.config, "num_hidden_layers", None)
-    found = None
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            return None
-        if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
-            found = getattr(module[-1], "mlp", None)
-    return found
 
 
 def _ranges(ranges: Iterable[tuple[int, int]]) -> Tensor:

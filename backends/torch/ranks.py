@@ -58,8 +58,9 @@ class Rank:
             columns, loss_fn, indices = args
             if self._batch is None:
                 raise BatchError("train_step came before convert; convert the batch first")
-            self._batch.columns = columns
-            return self._backend.train_step(self._batch, loss_fn, indices)
+            self._batch.columns = dict(columns)
+            metrics = self._backend.train_step(self._batch, loss_fn, indices)
+            return metrics, {k: v for k, v in self._batch.columns.items() if k not in columns}
         return getattr(self._backend, method)(*args)
 
 
@@ -72,6 +73,8 @@ class RankedBatch(TokenBatch):
 
 class RankedBackend(TrainingBackend):
     """The ranks as one backend; see the module's docstring."""
+
+    returns_columns = True
 
     def __init__(self, ranks: RayRanks) -> None:
         self._ranks = ranks
@@ -99,7 +102,9 @@ class RankedBackend(TrainingBackend):
     ) -> dict[str, float]:
         """One optimizer step of all ranks; as `TorchBackend.train_step`."""
         self._send(batch)
-        metrics: dict[str, float] = self._ranks.call("train_step", batch.columns, loss_fn, indices)
+        metrics: dict[str, float]
+        metrics, found = self._ranks.call("train_step", batch.columns, loss_fn, indices)
+        batch.columns |= found
         return metrics
 
     def save_weights(self, path: str | Path) -> None:

@@ -14,9 +14,8 @@ Attention is then two unmasked-or-causal blocks per node, and no masked block is
     those who descend       unmasked, queries = [end, reach), keys = [start, end)
 
 On the CPU both are PyTorch's flash kernels, joined by their log-sum-exp as in ring attention
-(Liu et al., arXiv:2310.01889); of the last layer's queries only those whose output is read ask. On
-a GPU it is one FlexAttention kernel (arXiv:2412.05496) whose block mask says the same: k is seen
-by q if k <= q < reach(k).
+(Liu et al., arXiv:2310.01889). On a GPU it is one FlexAttention kernel (arXiv:2412.05496) whose
+block mask says the same: k is seen by q if k <= q < reach(k).
 
 It reaches the model through transformers' `AttentionInterface`, so any causal LM that attends
 through it will do. One that mixes tokens otherwise (convolutions, recurrences, sliding windows on
@@ -31,7 +30,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -104,9 +103,6 @@ class Tree:
     """The shape of a packed sequence; attention's argument."""
 
     nodes: tuple[Node, ...]
-    read: Tensor
-    """int64, [m], sorted, each once: the tokens where the model's output is wanted."""
-    _blocks: dict[bool, Blocks] = field(default_factory=dict, init=False)
     _block_mask: Any = field(default=None, init=False)
 
     @property
@@ -120,15 +116,15 @@ class Tree:
             reach[node.start : node.end] = node.reach
         return torch.from_numpy(reach)
 
-    def blocks(self, *, of_read: bool) -> Blocks:
-        """What all tokens see, or those at `read` alone; made once for all layers.
-
-        Queries are counted among those asked for, keys in the sequence.
-        """
-        if of_read not in self._blocks:
-            asking = self.read.numpy() if of_read else np.arange(self.n_tokens)
-            self._blocks[of_read] = _blocks(self.nodes, asking)
-        return self._blocks[of_read]
+    def blocks(self) -> Blocks:
+        """Blocks of attention, of every node."""
+        own = (Block(slice(n.start, n.end), slice(n.start, n.end), True) for n in self.nodes)
+        others = (
+            Block(slice(n.end, n.reach), slice(n.start, n.end), False)
+            for n in self.nodes
+            if n.end < n.reach
+        )
+        return tuple(own), tuple(others)
 
     def block_mask(self, device: torch.device) -> Any:
         """FlexAttention's block mask, made once for all layers."""
@@ -188,8 +184,7 @@ def pack(rows: Sequence[TokenIds], min_shared: int = MIN_SHARED) -> Packed:
         previous = r
     nodes += [node.closed(n) for node in path]
     pieces = sorted(piece for node in nodes for piece in node.pieces())
-    tree = Tree(tuple(pieces), read=torch.arange(n))
-    return Packed(np.concatenate(ids), np.concatenate(positions), tuple(where), tree)
+    return Packed(np.concatenate(ids), np.concatenate(positions), tuple(where), Tree(tuple(pieces)))
 
 
 @dataclass(slots=True)
@@ -214,22 +209,6 @@ def _worthwhile(shared: int, path: Sequence[_Open], min_shared: int) -> int:
     """`shared`, or the last branch point before it if going beyond saves too little."""
     boundary = max((d for o in path for d in (o.depth, o.depth_end) if d <= shared), default=0)
     return shared if shared - boundary >= min_shared else boundary
-
-
-def _blocks(nodes: Sequence[Node], asking: Indices) -> Blocks:
-    own, others = [], []
-    for start, end, reach in nodes:
-        first, below, after = np.searchsorted(asking, (start, end, reach)).tolist()
-        gaps = first + 1 + np.flatnonzero(np.diff(asking[first:below]) > 1)
-        # Of each run of neighbours in the node a triangle, and what is before them in it.
-        for a, b in pairwise([first, *gaps.tolist(), below] if first < below else ()):
-            run = int(asking[a])
-            own.append(Block(slice(a, b), slice(run, run + b - a), True))
-            if run > start:
-                others.append(Block(slice(a, b), slice(start, run), False))
-        if below < after:
-            others.append(Block(slice(below, after), slice(start, end), False))
-    return tuple(own), tuple(others)
 
 
 class _TreeAttention(torch.autograd.Function):
@@ -340,27 +319,14 @@ def tree_attention_forward(
                 f"not do on {query.device.type}; set backend.rows to 'merged'"
             )
     if on_cpu:
-        last = _is_last(module)
-        if last:  # nothing attends after it
-            query = query.transpose(1, 2).index_select(1, tree.read).transpose(1, 2)
-        blocks = tree.blocks(of_read=last)
-        out: Tensor = _TreeAttention.apply(query, key, value, blocks, scaling)  # type: ignore[no-untyped-call]  # torch's
-        out = out.transpose(1, 2)
-        if last:
-            everywhere = out.new_zeros(out.shape[0], tree.n_tokens, *out.shape[2:])
-            out = everywhere.index_copy(1, tree.read, out)
-        return out, None
+        out: Tensor = _TreeAttention.apply(query, key, value, tree.blocks(), scaling)  # type: ignore[no-untyped-call]  # torch's
+        return out.transpose(1, 2), None
     # In eval mode throughout (see torch/backend.py): no dropout to pass on.
     mask = tree.block_mask(query.device)
     flex: tuple[Tensor, Tensor | None] = flex_attention_forward(
         module, query, key, value, mask, scaling=scaling, **kwargs
     )
     return flex[0], None
-
-
-def _is_last(layer: Any) -> bool:
-    index = getattr(layer, "layer_idx", None)
-    return index is not None and bool(index == layer.config.num_hidden_layers - 1)
 
 
 def enable(model: Any, dtype: torch.dtype = torch.float32) -> None:
@@ -417,7 +383,6 @@ def _probe(model: Any, dtype: torch.dtype) -> float:
     rows = [np.concatenate([fork, leaf]) for leaf in leaves[1:3]]
     rows.append(np.concatenate([stem, leaves[3]]))
     packed = pack(rows, min_shared=1)
-    read = torch.arange(0, packed.tree.n_tokens, 2)
 
     def logits(ids: npt.NDArray[Any], **kwargs: Any) -> Tensor:
         tokens = torch.from_numpy(ids.astype(np.int64))[None].to(device)
@@ -426,14 +391,12 @@ def _probe(model: Any, dtype: torch.dtype) -> float:
         return found.float()
 
     position_ids = torch.from_numpy(packed.position_ids)[None].to(device)
-    tree = replace(packed.tree, read=read)
-    together = logits(packed.ids, position_ids=position_ids, tree=tree)
+    together = logits(packed.ids, position_ids=position_ids, tree=packed.tree)
     worst = torch.zeros(())
     for row, where in zip(rows, packed.where, strict=True):
         alone = logits(row)
         size = alone.abs().max().clamp_min(1e-6)
-        shown = np.isin(where, read)
-        difference = (together[where[shown]] - alone[shown]).abs().max() / size
+        difference = (together[where] - alone).abs().max() / size
         worst = torch.maximum(worst, difference.cpu())
     return float(worst)
 

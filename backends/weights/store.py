@@ -6,8 +6,10 @@
       current.json        {"version": 7, "path": ".../v7", "adapter": false} and its digest; its
                           rename commits
       v8/origin.json      {"weights_of": 6}: a roll-back; version 8 has the weights of 6
-    .lock               held by a publication until it has committed or rolled back, and by the
-                          supervisor of a restarted engine that brings it to the committed version
+      refused.json        why the trainer cannot go on from a roll-back; absent: it can
+    .lock               held by a publication until it has committed or rolled back, by the
+                          supervisor of a restarted engine that brings it to the committed version,
+                          and while the engines' memory is lent to the trainer
 
 The lock is `flock`: of a process that dies it is freed by the kernel. What it buys: an engine that
 came up while a publication was under way starts to serve only after that, at what was committed.
@@ -17,15 +19,19 @@ Owns the folder. Writes no model: `save` does (`TrainingBackend.save_weights`).
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import fcntl
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from safetensors import SafetensorError
 
 from stepwell.backends.errors import VersionNotKeptError, WeightsNotWrittenError
@@ -42,7 +48,10 @@ from stepwell.datapool.sealed import (
 CURRENT = "current.json"
 LOCK = ".lock"
 ORIGIN = "origin.json"
+REFUSED = "refused.json"
+LOCK_RETRY_S = 0.005
 _VERSION_DIR = re.compile(r"^v(\d+)$")
+_DRAFT = re.compile(r"^\.tmp-(\d+)-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +82,17 @@ class StoreLock:
                 return
             yield True  # closing the file unlocks
 
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Hold the lock. A supervisor has it while it brings one engine up to date, which takes as
+        long as loading the weights; a trainer while it has the engines' memory."""
+        while True:
+            with self.tried() as mine:
+                if mine:
+                    yield
+                    return
+            await asyncio.sleep(LOCK_RETRY_S)
+
 
 class WeightStore:
     """Directory of weight versions; see the module's docstring."""
@@ -92,11 +112,17 @@ class WeightStore:
         self.base = None if base is None else Path(base).absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = StoreLock(self.folder)
-        for leftover in self.folder.glob(".tmp-*"):  # of a writer that was killed
-            shutil.rmtree(leftover, ignore_errors=True)
+        for draft in self.folder.glob(".tmp-*"):
+            writer = _DRAFT.match(draft.name)
+            if writer is None or not psutil.pid_exists(int(writer[1])):  # it was killed
+                shutil.rmtree(draft, ignore_errors=True)
 
     def path(self, version: int) -> Path:
         return self.folder / f"v{version}"
+
+    def number(self, path: Path) -> int:
+        """The version that `write` put into `path`."""
+        return int(path.name[1:])
 
     def versions(self) -> list[int]:
         """Complete versions on disk, oldest first."""
@@ -145,7 +171,7 @@ class WeightStore:
         )
 
     def write_again(self, version: int, of: int) -> Path:
-        """Write the weights of a version that is kept as `version`; the disk holds them once.
+        """Write the weights of a version that is kept again, as `write`; the disk holds them once.
 
         Raises:
             VersionNotKeptError: it is not.
@@ -164,34 +190,55 @@ class WeightStore:
         return self.write(version, save)
 
     def write(self, version: int, save: Callable[[Path], object]) -> Path:
-        """Write version `version` with `save(folder)`; it appears under its name when complete.
-        A version of that number that is already there (a run that resumed) is replaced.
+        """Write a version with `save(folder)`; its folder, whose name has its number: `version`, or
+        the next one if others have written up to there. It appears when it is complete.
 
         Raises:
             WeightsNotWrittenError: the disk is full, or the folder cannot be written.
         """
         if version < 0:
             raise ValueError(f"version is {version}; versions count from 0")
-        target = self.path(version)
-        mine = f"{target.name}-{os.getpid()}"
-        temporary = self.folder / f".tmp-{mine}"
+        draft = self.folder / f".tmp-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         try:
-            save(temporary)
-            if not temporary.is_dir() or not any(temporary.iterdir()):
-                raise ValueError(f"save wrote nothing to {temporary}; it must fill the folder")
-            seal(temporary)
-            if target.exists():
-                os.rename(target, self.folder / f".tmp-replaced-{mine}")
-            os.rename(temporary, target)
+            save(draft)
+            if not draft.is_dir() or not any(draft.iterdir()):
+                raise ValueError(f"save wrote nothing to {draft}; it must fill the folder")
+            seal(draft)
+            while not _renamed(draft, self.path(version)):
+                version = max(version, *self.versions()) + 1
         except (OSError, SafetensorError) as e:  # the latter of a full disk
             raise WeightsNotWrittenError(
-                f"weights {target} cannot be written ({e}); free space or fix run.dir, and run the "
-                "same command again: it goes on from the last checkpoint"
+                f"weights {self.path(version)} cannot be written ({e}); free space or fix run.dir, "
+                "and run the same command again: it goes on from the last checkpoint"
             ) from e
         finally:
-            for leftover in self.folder.glob(f".tmp-*{mine}"):
-                shutil.rmtree(leftover, ignore_errors=True)
-        return target
+            shutil.rmtree(draft, ignore_errors=True)
+        return self.path(version)
+
+    def discard(self, path: Path) -> None:
+        """Remove a version that is not to be served. No-op if it was pruned."""
+        doomed = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+        with suppress(FileNotFoundError):
+            path.rename(doomed)  # half removed it must not pass for a version
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def refuse_roll_backs(self, why: str | None) -> None:
+        """Note why the trainer cannot go on from an earlier version; None: it can."""
+        if why is None:
+            (self.folder / REFUSED).unlink(missing_ok=True)
+        else:
+            write_sealed(self.folder / REFUSED, {"why": why})
+
+    def why_refused(self) -> str | None:
+        """What `refuse_roll_backs` noted.
+
+        Raises:
+            DamagedFileError: it is not what was noted.
+        """
+        try:
+            return str(read_sealed(self.folder / REFUSED, "restart the trainer")["why"])
+        except FileNotFoundError:
+            return None
 
     def commit(
         self,
@@ -209,6 +256,17 @@ class WeightStore:
 
     def current(self) -> Published | None:
         return read_current(self.folder)
+
+
+def _renamed(draft: Path, target: Path) -> bool:
+    """Whether `draft` is `target` now; False: a folder of that name is there."""
+    try:
+        os.rename(draft, target)  # of a folder that has files none is replaced
+    except OSError as e:
+        if e.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            return False
+        raise
+    return True
 
 
 def _link(file: Path, target: Path) -> None:

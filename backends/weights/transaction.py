@@ -24,8 +24,13 @@ does a canary's next process, and one that could not be verified. A publication 
 With `mode="drain"` there is no pause: each replica finishes its running requests on the old weights
 and starts the next on the new, so replicas may differ for a moment; every token says its version.
 
-Does not decide when to publish (`trainer/publication.py`), nor how weights go there
-(`transports.py`).
+Two who publish at once (a trainer, `stepwell rollback`) meet at the lock: each names the committed
+version that it has seen, and who comes second commits nothing (`SupersededError`).
+
+A crash of all engines is waited out for `patience_s`; engines that answer and refuse are asked
+REFUSALS times at most.
+
+Does not decide when to publish (`trainer/publish/`), nor how weights go there (`transports.py`).
 """
 
 from __future__ import annotations
@@ -34,19 +39,21 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from stepwell.backends.config import PublishMode, WeightTransport
-from stepwell.backends.engines.client import EngineClient, version_number
+from stepwell.backends.engines.api import version_number
+from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,
     EngineRequestError,
     EngineTimeoutError,
     EngineUnavailableError,
+    SupersededError,
     WeightUpdateError,
 )
 from stepwell.backends.weights.digest import Expected, RankHashes, compare
@@ -63,7 +70,9 @@ PHASES: tuple[Phase, ...] = ("remember", "pause", "transfer", "verify", "commit"
 CONTINUE_TIMEOUT_S = 60.0
 FENCE_TIMEOUT_S = 10.0
 """How long a replica that failed may take to be shown gone or paused."""
-_LOCK_RETRY_S = 0.005
+REFUSALS = 3
+"""An engine that crashed and came back within a publication answers, and the next one succeeds."""
+RETRY_S = 0.5
 _FENCE_RETRY_S = 0.05
 _PAUSE_TIMEOUT_S = 5.0
 _NOT_FLUSHED = "the cache was not flushed"
@@ -104,6 +113,8 @@ async def publish(
     store: WeightStore | None = None,
     transport: WeightTransport = "disk",
     canary: bool = False,
+    seen: int | None = None,
+    patience_s: float = 0.0,
     continue_timeout_s: float = CONTINUE_TIMEOUT_S,
     hook: Hook | None = None,
 ) -> Publication:
@@ -115,17 +126,38 @@ async def publish(
 
     Args:
         canary: `engines` are not all there are, and nothing is committed.
+        seen: committed version that the caller knows of, 0 for none; None: any may be replaced.
+        patience_s: seconds that the first engine may take to come back.
         hook: awaited before, during (all replicas were just asked) and after each phase.
 
     Raises:
+        SupersededError: another version than `seen` is committed; no engine was asked anything.
         WeightUpdateError: nothing was committed (`serving` tells what each replica has now).
     """
     if not engines:
         raise ValueError("publish was given no engines")
-    transaction = _Transaction(
-        engines, str(path), version, mode, store, transport, canary, continue_timeout_s, hook
-    )
-    return await asyncio.shield(asyncio.ensure_future(transaction.run()))
+    give_up, refusals = time.monotonic() + patience_s, 0
+    while True:
+        transaction = _Transaction(
+            engines,
+            str(path),
+            version,
+            mode,
+            store,
+            transport,
+            canary,
+            seen,
+            continue_timeout_s,
+            hook,
+        )
+        try:
+            return await asyncio.shield(asyncio.ensure_future(transaction.run()))
+        except WeightUpdateError as e:
+            refusals += None not in e.serving.values()
+            if refusals >= REFUSALS or time.monotonic() >= give_up:
+                raise
+            log.warning("version %d is published again: %s", version, e)
+        await asyncio.sleep(RETRY_S)
 
 
 class _Transaction:
@@ -138,6 +170,7 @@ class _Transaction:
         store: WeightStore | None,
         transport: WeightTransport,
         canary: bool,
+        seen: int | None,
         continue_timeout_s: float,
         hook: Hook | None,
     ) -> None:
@@ -146,6 +179,7 @@ class _Transaction:
         self.mode = mode
         self.store = store
         self.transport = TRANSPORTS[transport](self.update)
+        self.seen = seen
         self.continue_timeout_s = continue_timeout_s
         self.hook = hook
         self.committed: Published | None = None
@@ -156,6 +190,9 @@ class _Transaction:
         async with self._locked():
             start = time.perf_counter()
             self.committed = self.store.current() if self.store is not None else None
+            found = 0 if self.committed is None else self.committed.version
+            if self.seen is not None and found != self.seen:
+                raise SupersededError(found)
             try:
                 if self.update.canary and self.committed is None:
                     raise WeightUpdateError("a canary needs a committed version to go back to")
@@ -188,19 +225,8 @@ class _Transaction:
     def _live(self) -> list[_Replica]:
         return [r for r in self.replicas if not r.fenced]
 
-    @asynccontextmanager
-    async def _locked(self) -> AsyncIterator[None]:
-        """Under the store's lock. A supervisor holds it while it brings one engine up to date,
-        which takes as long as loading the weights."""
-        if self.store is None:
-            yield
-            return
-        while True:
-            with self.store.lock.tried() as mine:
-                if mine:
-                    yield
-                    return
-            await asyncio.sleep(_LOCK_RETRY_S)
+    def _locked(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext() if self.store is None else self.store.lock.held()
 
     # -- phases -------------------------------------------------------------------------------
 

@@ -30,13 +30,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, Literal, ParamSpec
 
 from stepwell.datapool import ops
 from stepwell.datapool import questions as asked
-from stepwell.datapool.codec import PackedLease
+from stepwell.datapool.codec import Base, PackedLease, pack
 from stepwell.datapool.config import PoolConfig, SelectionConfig
-from stepwell.datapool.errors import InvalidStepError, JournalFullError
+from stepwell.datapool.errors import InvalidStepError, JournalFullError, UnknownBaseError
 from stepwell.datapool.inspect.events import Events
 from stepwell.datapool.inspect.rows import (
     ExportedPage,
@@ -184,6 +184,34 @@ class DataPoolClient:
     ) -> SubmitOutcome:
         """Store one step, as `submit_steps`."""
         return (await self.submit_steps([step], channel, timeout_s))[0]
+
+    async def append_step(
+        self,
+        step: Step,
+        base: Base | None = None,
+        channel: str = TRAIN,
+        timeout_s: float | None = None,
+    ) -> Base | ops.Resumed | Literal["late"]:
+        """Store the next step of a trajectory that several producers may go on with
+        (`ops.AppendStep`). Waits up to `timeout_s` (None: for ever) for room.
+
+        Args:
+            base: the step whose tokens the prompt begins with, which travel no second time.
+
+        Returns:
+            The step as the base of others, once it is stored; or, if another step has its index,
+            the trajectory as it is.
+        """
+        uids = step.trajectory_uid, step.prompt_uid
+        packed = pack(step, base)
+        try:
+            answer = await self.call(ops.AppendStep(*uids, packed, channel), timeout_s)
+        except UnknownBaseError:
+            packed = pack(step)
+            answer = await self.call(ops.AppendStep(*uids, packed, channel), timeout_s)
+        if answer == "late" or isinstance(answer, ops.Resumed):
+            return answer
+        return Base(step.step_index, 4 * step.n_tokens, packed.crc)
 
     async def submit_steps(
         self, steps: Sequence[Step], channel: str = TRAIN, timeout_s: float | None = None

@@ -9,13 +9,13 @@ and calls. Does not own: the request, and the message around the blocks (`anthro
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import orjson
 
 from stepwell.gateway.dialects.base import signature_of
 from stepwell.gateway.reply.calls import ToolCall
-from stepwell.gateway.reply.parser import Delta, ReasoningDelta
+from stepwell.gateway.reply.parser import ContentDelta, Delta, ReasoningDelta
 
 Event: TypeAlias = dict[str, Any]
 Thinking: TypeAlias = Literal["hidden", "shown", "omitted"]
@@ -58,6 +58,24 @@ class BlockWriter:
         else:
             yield from self._say("text", self._without_prefill(delta.text))
 
+    def goes_on(self, delta: Delta) -> TypeGuard[ContentDelta | ReasoningDelta]:
+        """Return true if `delta` is more text of the open block, of which `text` is the event; it
+        counts as written then."""
+        if not self._open or isinstance(delta, ToolCall) or not delta.text:
+            return False
+        if isinstance(delta, ReasoningDelta):
+            if self._kind != "thinking" or self._thinking != "shown":
+                return False
+            self._thought.append(delta.text)
+            return True
+        return self._kind == "text" and not self._prefill
+
+    def text(self, text: str) -> Event:
+        """More text of the open block."""
+        if self._kind == "text":
+            return self._delta(type="text_delta", text=text)
+        return self._delta(type="thinking_delta", thinking=text)
+
     def finish(self) -> Iterator[Event]:
         """End the open block, if one is."""
         if self._open and self._kind == "thinking":
@@ -81,11 +99,11 @@ class BlockWriter:
             yield self._start(type=kind, **{kind: ""}, **_UNSIGNED if kind == "thinking" else {})
         if kind == "text":
             if text:
-                yield self._delta(type="text_delta", text=text)
+                yield self.text(text)
             return
         self._thought.append(text)
         if self._thinking == "shown":
-            yield self._delta(type="thinking_delta", thinking=text)
+            yield self.text(text)
 
     def _without_prefill(self, text: str) -> str:
         n = min(len(text), len(self._prefill))

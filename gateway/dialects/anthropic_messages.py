@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -29,7 +29,18 @@ from stepwell.gateway.dialects.anthropic_answer import (
     Thinking,
     whole,
 )
-from stepwell.gateway.dialects.base import KEEP_ALIVE, Dialect, Exchange, Parsed, sse
+from stepwell.gateway.dialects.base import (
+    NOTHING,
+    PLACE,
+    Cuts,
+    Dialect,
+    Exchange,
+    Known,
+    Parsed,
+    StreamWriter,
+    Template,
+    sse,
+)
 from stepwell.gateway.dialects.params import (
     MaxTokens,
     Params,
@@ -45,8 +56,9 @@ from stepwell.gateway.dialects.params import (
 )
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.tokens.messages import AssistantTurn, Message, Tool
-from stepwell.gateway.trajectory.reply import Reply
+from stepwell.gateway.reply.parser import Delta
+from stepwell.gateway.tokens.messages import AssistantTurn, Message, Tool, Tools
+from stepwell.gateway.trajectory.reply import Reply, SampledToken
 
 _BUILTIN = re.compile(r"[a-z0-9_]+_20[0-9]{6}|mcp_toolset")
 _AGENT_RUN = ("bash_", "text_editor_", "memory_")
@@ -146,23 +158,28 @@ class AnthropicMessages(Dialect):
     """`POST /v1/messages`."""
 
     name = "anthropic_messages"
+    list_name = "messages"
 
     def parse(
         self,
         body: dict[str, Any],
         reader: Principal | None = None,
+        known: Known = NOTHING,
         kind: type[MessagesParams] = MessagesParams,
     ) -> Parsed:
         """`kind`: `CountParams` for `POST /v1/messages/count_tokens`."""
         params = kind.read(body)
         ignored = params.told()
-        tools, builtin = _tools(params.tools or [], ignored)
+        read: ReadTools = known.tools or ReadTools.of(params.tools or [])
+        tools = read.tools
+        ignored += read.ignored
         choice, forced_tool = params.tool_choice, None
         if choice.type in ("any", "tool"):
             name = str(choice.name) if choice.type == "tool" else ""
-            _, forced_tool = must_call(tools, name, "tool_choice")
+            forced_tool = must_call(tools, name, "tool_choice")
         system = [] if params.system in (None, []) else [_system(params.system, "system")]
-        messages, prefill = _messages(params.messages)
+        cuts = Cuts(known, len(system))
+        messages, prefill = _messages(params.messages, known, cuts)
         if prefill and forced_tool is not None:
             raise RequestError(
                 "tool_choice asks for a tool call, but the last message begins the reply; "
@@ -193,7 +210,14 @@ class AnthropicMessages(Dialect):
             parse_tools=bool(tools) and choice.type != "none",
         )
         options = Options(thinking, prefill, params.context_management is not None)
-        return Parsed(call, options, ignored=(*builtin, *ignored))
+        return Parsed(
+            call,
+            options,
+            ignored=(*read.builtin, *ignored),
+            cuts=cuts.all(),
+            n_outside=len(system),
+            tools=read,
+        )
 
     def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
         """A `Message`."""
@@ -207,35 +231,9 @@ class AnthropicMessages(Dialect):
             **_applied_edits(options),
         }
 
-    async def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
+    def writer(self, exchange: Exchange) -> StreamWriter:
         """`message_start`, blocks, `message_delta`, `message_stop`; `ping` while nothing comes."""
-        options: Options = exchange.parsed.options
-        blocks = BlockWriter(options.thinking, options.prefill)
-        call, began = exchange.calls[0], False
-        try:
-            async for event in exchange.events():
-                if not began and (n_prompt := call.n_prompt) is not None:
-                    began = True
-                    head = {"type": "message_start", "message": _message_head(exchange, n_prompt)}
-                    yield _frame(head)
-                if event is None:
-                    # Before message_start clients expect no event at all.
-                    yield _frame({"type": "ping"}) if began else KEEP_ALIVE
-                elif isinstance(event.item, Reply):
-                    reply = event.item
-                    for each in blocks.finish():
-                        yield _frame(each)
-                    delta = {"type": "message_delta", "delta": _stop(reply)}
-                    usage = _usage(reply.n_prompt, reply.n_response)
-                    yield _frame({**delta, **_applied_edits(options), "usage": usage})
-                else:
-                    for each in blocks.write(event.item):
-                        yield _frame(each)
-        except GatewayError as e:
-            yield _frame(self.error(e))
-            return
-        yield _frame({"type": "message_stop"})
-        exchange.delivered()
+        return _MessageWriter(exchange, self)
 
     def error(self, e: GatewayError) -> dict[str, Any]:
         """Anthropic's error object."""
@@ -252,6 +250,42 @@ class AnthropicMessages(Dialect):
             # The SDK then goes on by itself, with the whole conversation in each request.
             error["details"] = {"error_code": "thread_unsupported_request"}
         return {"type": "error", "error": error, "request_id": f"req_{uuid.uuid4().hex}"}
+
+
+class _MessageWriter(StreamWriter):
+    idle = sse({"type": "ping"}, "ping")
+
+    def __init__(self, exchange: Exchange, dialect: AnthropicMessages) -> None:
+        self._exchange = exchange
+        self._dialect = dialect
+        self._options: Options = exchange.parsed.options
+        self._blocks = BlockWriter(self._options.thinking, self._options.prefill)
+        self._template: Template | None = None
+        """Of the open block's deltas."""
+
+    def begin(self) -> bytes:
+        message = _message_head(self._exchange, self._exchange.calls[0].n_prompt)
+        return _frame({"type": "message_start", "message": message})
+
+    def delta(self, sample: int, delta: Delta, tokens: Sequence[SampledToken]) -> bytes:
+        if not self._blocks.goes_on(delta):
+            self._template = None
+            return b"".join(map(_frame, self._blocks.write(delta)))
+        if self._template is None:
+            self._template = Template(_frame(self._blocks.text(PLACE)))
+        return self._template(delta.text)
+
+    def reply(self, sample: int, reply: Reply, tokens: Sequence[SampledToken]) -> bytes:
+        delta = {"type": "message_delta", "delta": _stop(reply)}
+        usage = _usage(reply.n_prompt, reply.n_response)
+        ended = {**delta, **_applied_edits(self._options), "usage": usage}
+        return b"".join(map(_frame, (*self._blocks.finish(), ended)))
+
+    def end(self) -> bytes:
+        return _frame({"type": "message_stop"})
+
+    def failed(self, e: GatewayError) -> bytes:
+        return _frame(self._dialect.error(e))
 
 
 _ERROR_TYPES: Mapping[int, str] = {
@@ -309,32 +343,44 @@ def _applied_edits(options: Options) -> dict[str, Any]:
 # -- tools -----------------------------------------------------------------------------------
 
 
-def _tools(sent: list[Any], ignored: list[str]) -> tuple[list[Tool], tuple[str, ...]]:
-    """The tools shown to the model, and the built-in ones that are not."""
-    tools: list[Tool] = []
-    builtin: list[str] = []
-    for i, tool in enumerate(sent):
-        where = f"tools[{i}]"
-        if not isinstance(tool, dict):
-            raise wrong(where, tool, "send an object")
-        kind = tool.get("type")
-        if kind is None or kind == "custom":
-            schema = need(tool, "input_schema", dict, where, "send a JSON schema")
-            name = need(tool, "name", str, where)
-            about = optional(tool, "description", where)
-            described = {} if about is None else {"description": about}
-            function = {"name": name, **described, "parameters": schema}
-            tools.append({"type": "function", "function": function})
-            if tool.get("strict") is True and "tools.strict" not in ignored:
-                ignored.append("tools.strict")
-        elif not isinstance(kind, str) or not _BUILTIN.fullmatch(kind):
-            raise wrong(f"{where}.type", kind, "send 'custom' and an input_schema")
-        elif kind.startswith(_AGENT_RUN):
-            remedy = "only Claude knows its schema, send 'custom' and an input_schema"
-            raise wrong(f"{where}.type", kind, remedy)
-        else:
-            builtin.append(f"{where}={kind}")
-    return tools, tuple(builtin)
+class ReadTools(NamedTuple):
+    tools: Tools
+    """Tools that are shown to the model."""
+    builtin: tuple[str, ...]
+    """Built-in ones that are not, as `path=type`."""
+    ignored: tuple[str, ...]
+    """Fields of tools that are left aside."""
+
+    @classmethod
+    def of(cls, sent: Sequence[Any]) -> ReadTools:
+        """
+        Raises:
+            RequestError
+        """
+        tools: list[Tool] = []
+        builtin: list[str] = []
+        is_strict = False
+        for i, tool in enumerate(sent):
+            where = f"tools[{i}]"
+            if not isinstance(tool, dict):
+                raise wrong(where, tool, "send an object")
+            kind = tool.get("type")
+            if kind is None or kind == "custom":
+                schema = need(tool, "input_schema", dict, where, "send a JSON schema")
+                name = need(tool, "name", str, where)
+                about = optional(tool, "description", where)
+                described = {} if about is None else {"description": about}
+                function = {"name": name, **described, "parameters": schema}
+                tools.append({"type": "function", "function": function})
+                is_strict |= tool.get("strict") is True
+            elif not isinstance(kind, str) or not _BUILTIN.fullmatch(kind):
+                raise wrong(f"{where}.type", kind, "send 'custom' and an input_schema")
+            elif kind.startswith(_AGENT_RUN):
+                remedy = "only Claude knows its schema, send 'custom' and an input_schema"
+                raise wrong(f"{where}.type", kind, remedy)
+            else:
+                builtin.append(f"{where}={kind}")
+        return cls(Tools(tools), tuple(builtin), ("tools.strict",) if is_strict else ())
 
 
 # -- messages --------------------------------------------------------------------------------
@@ -344,12 +390,12 @@ def _system(content: Any, where: str) -> Message:
     return {"role": "system", "content": _plain_text(content, where)}
 
 
-def _messages(sent: list[Any]) -> tuple[list[Message], str]:
+def _messages(sent: list[Any], known: Known, cuts: Cuts) -> tuple[list[Message], str]:
     """The conversation, and the beginning of the reply if the last message is the assistant's."""
     messages: list[Message] = []
     turn: AssistantTurn | None = None
     for i, message in enumerate(sent):
-        where = f"messages[{i}]"
+        where = f"messages[{known.place(i)}]"
         if not isinstance(message, dict):
             raise wrong(where, message, "send an object")
         role, content = message.get("role"), message.get("content")
@@ -362,15 +408,17 @@ def _messages(sent: list[Any]) -> tuple[list[Message], str]:
             messages += _user(content, f"{where}.content")
         elif role == "assistant":
             if turn is None:
+                cuts.note(i, len(messages))
                 turn = AssistantTurn()
                 messages.append(turn.message)
             _add(turn, content, f"{where}.content")  # one turn may come in pieces
         else:
             raise wrong(f"{where}.role", role, "send user, assistant or system")
     if turn is None:
+        cuts.note(len(sent), len(messages))
         return messages, ""
     turn.end()
-    return messages[:-1], _prefill(messages, f"messages[{len(sent) - 1}]")
+    return messages[:-1], _prefill(messages, f"messages[{known.place(len(sent) - 1)}]")
 
 
 def _prefill(messages: Sequence[Message], where: str) -> str:

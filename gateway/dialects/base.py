@@ -1,11 +1,12 @@
 """What a dialect is: one wire format between HTTP and the gateway's own calls.
 
     body ──parse──► Parsed(ChatRequests, n, options) ──► Exchange ──answer──► JSON
-                                                            └─────frames──► server-sent events
+                                                            └─frames, StreamWriter──► bytes
 
 A dialect owns its field names, their validation, the shape of answers, events and errors. It does
 not own calls, prompts, ids or tool-call parsing. A field it cannot honour is refused by name. An
-`Exchange` merges the events of n samples into one stream.
+`Exchange` merges n samples into one stream: it reads each call's list of deltas, and a dialect's
+`StreamWriter` makes bytes of them. What is there at once goes out in one piece.
 """
 
 from __future__ import annotations
@@ -13,24 +14,91 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import uuid
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import orjson
 
 from stepwell.gateway.access import Principal
-from stepwell.gateway.call import Call, Listener
+from stepwell.gateway.call import Listener
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import THINK_CLOSE, Delta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.trajectory.note import FinishedCall
+from stepwell.gateway.trajectory.calls import Call, LiveCall
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 from stepwell.gateway.web import error_body
+
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: clients ignore it, proxies see traffic."""
+
+
+class Cut(NamedTuple):
+    """A place in the list that holds a request's conversation. What precedes it is read without
+    what follows, which begins with an assistant's turn or is not there yet."""
+
+    n_items: int = 0
+    n_messages: int = 0
+    """Messages of the call before it."""
+    n_calls: int = 0
+    """Tool calls before it, where they are numbered."""
+    ignored: tuple[str, ...] = ()
+    """`Parsed.ignored`, as far as items before it are left aside."""
+
+
+_BEGIN = Cut()
+KEPT_CUTS = 4
+"""The last ones of each request. Claude Code marks its last two messages as cached, so in its next
+request the conversation is the same up to the third turn before the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a body, which holds only the rest."""
+
+    start: Cut = _BEGIN
+    """Where the items of its list begin."""
+    n_kept: int = 0
+    """Items before `start` that its list has all the same: a system message, or none."""
+    tools: Any = None
+    """`Parsed.tools` of a request with the same tools, which the body does not have."""
+
+    def place(self, i: int) -> int:
+        """The place of the body's item `i` in the list of the whole request."""
+        return i if i < self.n_kept else i - self.n_kept + self.start.n_items
+
+
+NOTHING = Known()
+
+
+class Cuts:
+    """The last cuts of a request, noted while its list is read."""
+
+    def __init__(self, known: Known, n_outside: int = 0) -> None:
+        """`n_outside`: messages before those of the list."""
+        self._known, self.n_outside = known, n_outside
+        self._last: deque[Cut] = deque(maxlen=KEPT_CUTS)
+
+    def note(self, i: int, n_read: int, n_calls: int = 0, ignored: Sequence[str] = ()) -> None:
+        """An assistant's turn begins with the body's item `i`, or all items are read.
+
+        Args:
+            n_read: messages of the items before it.
+        """
+        known = self._known
+        n = n_read + self.n_outside
+        if known.start.n_items:
+            n = n_read - known.n_kept + known.start.n_messages
+        self._last.append(Cut(known.place(i), n, n_calls, tuple(ignored)))
+
+    def all(self) -> tuple[Cut, ...]:
+        return tuple(self._last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +117,12 @@ class Parsed:
     ignored: tuple[str, ...] = ()
     """What was left aside of what agents always send, as `path=value` in ASCII; the answer's
     `x-stepwell-ignored` header tells."""
+    cuts: tuple[Cut, ...] = ()
+    """The last ones of its list."""
+    n_outside: int = 0
+    """Messages of the call that are not of the list: a system message, or none."""
+    tools: Any = None
+    """What its tools are to the dialect, which reads them of another body as well."""
 
     @property
     def calls(self) -> tuple[ChatRequest, ...]:
@@ -56,20 +130,11 @@ class Parsed:
         return (self.call, *self.more)
 
 
-class Event(NamedTuple):
-    """Something new of one sample: a delta, or its reply (then nothing follows for it)."""
-
-    sample: int
-    item: Delta | Reply
-    tokens: Sequence[SampledToken]
-    """What it tells, if the request asks for log-probs."""
-
-
 class Handed(NamedTuple):
     """A reply whose end was handed to a client's connection."""
 
     trajectory: LiveTrajectory
-    call: FinishedCall
+    call: Call
 
     def lose(self) -> None:
         """The connection broke before the client had it."""
@@ -98,19 +163,19 @@ class Exchange:
         self.tokenizer = tokenizer
         self._listeners = tuple(listeners)
         self._keepalive_s = keepalive_s
-        self._first: Event | None = None
         self._closed = False
-        self._coming: dict[asyncio.Future[Delta | Reply], int] = {}
-        """The next event of each of several samples."""
+        self._news: asyncio.Future[bool] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._silent_since = 0.0
 
     @property
-    def calls(self) -> tuple[Call, ...]:
+    def calls(self) -> tuple[LiveCall, ...]:
         return tuple(listener.call for listener in self._listeners)
 
     @property
     def uid(self) -> str:
         """Of the first call; stable over retries."""
-        return self._listeners[0].call.uid
+        return self._listeners[0].call.call.uid
 
     @property
     def version(self) -> int | None:
@@ -121,14 +186,13 @@ class Exchange:
     def is_unrecorded(self) -> bool:
         """No Step of some sample is stored. Of a stream, as far as it is known as it begins."""
         return any(each.unrecorded is not None for each in self.trajectories) or any(
-            call.finished is not None and call.finished.turn.step_index is None
-            for call in self.calls
+            live.call.turn is not None and live.call.turn.step_index is None for live in self.calls
         )
 
     @property
     def created(self) -> int:
         """Unix seconds."""
-        return self._listeners[0].call.created
+        return self._listeners[0].call.call.created
 
     async def results(self) -> list[Reply]:
         """All replies, their Steps stored. Where one fails the others are waited for: their
@@ -148,94 +212,168 @@ class Exchange:
         return replies
 
     async def begin(self) -> None:
-        """Wait for the first event (or for `keepalive_s`), while an error can still be a status.
+        """Wait for the first delta or reply (or for `keepalive_s`), while an error can still be a
+        status.
 
         Raises:
             GatewayError: a call failed.
         """
-        self._first = await self._next()
+        for listener in self._listeners:
+            listener.begin()
+        if not any(listener.has_news for listener in self._listeners):
+            await self._wait()
+        for listener in self._listeners:
+            listener.check()
 
-    async def events(self) -> AsyncIterator[Event | None]:
-        """All events, from the one of `begin` on; ends behind the last sample's reply. None:
-        nothing came for `keepalive_s`; send whatever keeps the connection alive.
-
-        Raises:
-            GatewayError: a call failed.
-        """
-        left = len(self._listeners)
-        event = self._first
-        while True:
-            yield event
-            if event is not None and isinstance(event.item, Reply):
-                left -= 1
+    async def frames(self, writer: StreamWriter) -> AsyncIterator[bytes]:
+        """The stream from its first delta to its end, terminal event included: what `writer` makes
+        of the deltas and replies. What is there at once comes in one piece, of about `PIECE_BYTES`
+        at most: a client that reads slowly leaves the rest in the calls."""
+        pieces, left = [writer.begin()], len(self._listeners)
+        try:
+            while True:
+                size = 0
+                for sample, listener in enumerate(self._listeners):
+                    while size < PIECE_BYTES and (item := listener.next()) is not None:
+                        if isinstance(item, Reply):
+                            left -= 1
+                            piece = writer.reply(sample, item, listener.told)
+                        else:
+                            piece = writer.delta(sample, item, listener.told)
+                        pieces.append(piece)
+                        size += len(piece)
                 if left == 0:
-                    return
-            event = await self._next()
+                    break
+                if data := b"".join(pieces):
+                    yield data
+                    pieces.clear()
+                elif not await self._wait():
+                    yield writer.idle
+        except GatewayError as e:
+            yield b"".join((*pieces, writer.failed(e)))
+            return
+        yield b"".join((*pieces, writer.end()))
+        self.delivered()
 
     def delivered(self) -> None:
         """The terminal event was handed to the client's connection, if that still stands."""
         if not self._closed:
-            for call in self.calls:
-                call.delivered = True
+            for live in self.calls:
+                live.call.delivered = True
 
     def handed(self) -> list[Handed]:
         """The replies, if their ends were handed to the client's connection."""
         return [
-            Handed(c.trajectory, c.finished)
-            for c in self.calls
-            if c.delivered and c.finished is not None
+            Handed(each.trajectory, each.call.call)
+            for each in self._listeners
+            if each.call.call.delivered and each.call.call.turn is not None
         ]
 
     def close(self) -> None:
         """The client is gone or served; calls nobody else listens to are aborted."""
         self._closed = True
-        for coming in self._coming:
-            coming.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         for listener in self._listeners:
             listener.close()
 
-    async def _next(self) -> Event | None:
-        if len(self._listeners) > 1:
-            return await self._next_of_several()
-        listener = self._listeners[0]
-        try:
-            async with asyncio.timeout(self._keepalive_s) as patience:
-                return Event(0, await listener.next(), listener.told)
-        except TimeoutError:  # a call that took too long is one, too
-            if not patience.expired():
-                raise
-            return None
+    async def _wait(self) -> bool:
+        """Return true when a call has something new, false after `keepalive_s` without it."""
+        loop = asyncio.get_running_loop()
+        self._news = loop.create_future()
+        for listener in self._listeners:
+            listener.notify(self._news)
+        self._silent_since = loop.time()
+        if self._timer is None:  # it runs on: one for each event would cost as much as the event
+            self._timer = loop.call_later(self._keepalive_s, self._look_at_the_clock, loop)
+        return await self._news
 
-    async def _next_of_several(self) -> Event | None:
-        if not self._coming:
-            self._coming = {
-                asyncio.ensure_future(each.next()): i for i, each in enumerate(self._listeners)
-            }
-        await asyncio.wait(
-            self._coming, timeout=self._keepalive_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        come = next((coming for coming in self._coming if coming.done()), None)
-        if come is None:
-            return None
-        sample = self._coming.pop(come)
-        listener, item = self._listeners[sample], come.result()
-        event = Event(sample, item, listener.told)
-        if not isinstance(item, Reply):
-            self._coming[asyncio.ensure_future(listener.next())] = sample
-        return event
+    def _look_at_the_clock(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer, news = None, self._news
+        if news is None or news.done():
+            return
+        left = self._silent_since + self._keepalive_s - loop.time()
+        if left > 0:
+            self._timer = loop.call_later(left, self._look_at_the_clock, loop)
+        else:
+            news.set_result(False)
+
+
+PIECE_BYTES: Final = 2**16
+"""A stream writes no more at once, but for what a single delta becomes."""
+
+
+class StreamWriter(ABC):
+    """One streamed answer as bytes, mostly server-sent events, each made as its delta comes.
+
+    Most deltas are text, and all that differs between their events is that text: they are written
+    with a `Template`.
+    """
+
+    idle = KEEP_ALIVE
+    """Keeps the connection alive while nothing comes."""
+
+    def begin(self) -> bytes:
+        """The stream's first bytes, before any delta."""
+        return b""
+
+    @abstractmethod
+    def delta(self, sample: int, delta: Delta, tokens: Sequence[SampledToken]) -> bytes:
+        """
+        Args:
+            tokens: those that the delta tells, if the request asks for log-probs.
+        """
+
+    @abstractmethod
+    def reply(self, sample: int, reply: Reply, tokens: Sequence[SampledToken]) -> bytes:
+        """The end of a sample, whose Step is stored; `tokens` are those not told yet."""
+
+    def end(self) -> bytes:
+        """The terminal event, behind the last sample's reply."""
+        return b""
+
+    @abstractmethod
+    def failed(self, e: GatewayError) -> bytes:
+        """The terminal event instead of the rest."""
+
+
+class Template:
+    """An event of a stream but for a text of its JSON.
+
+    >>> Template(sse({"text": PLACE}))("a")
+    b'data: {"text":"a"}\\n\\n'
+    """
+
+    def __init__(self, event: bytes) -> None:
+        """`event`: with the text `PLACE`."""
+        self._before, _, self._after = event.partition(_PLACE)
+
+    def __call__(self, text: str) -> bytes:
+        return b"%b%b%b" % (self._before, orjson.dumps(text), self._after)
+
+
+PLACE: Final = uuid.uuid4().hex
+"""Stands for the text in a `Template`. Nobody can say it."""
+_PLACE = orjson.dumps(PLACE)
 
 
 class Dialect(ABC):
     name: ClassVar[str]
     """Recorded in each Step's metadata; tells apart the retries of different endpoints."""
+    list_name: ClassVar[str | None] = None
+    """The field that holds the conversation as a list; None: there is none."""
     stream_type = "text/event-stream"
-    """Media type of `frames`."""
+    """Media type of a stream."""
 
     @abstractmethod
-    def parse(self, body: dict[str, Any], reader: Principal | None = None) -> Parsed:
+    def parse(
+        self, body: dict[str, Any], reader: Principal | None = None, known: Known = NOTHING
+    ) -> Parsed:
         """
         Args:
             reader: who asks; answers of others are not there for it. None: the operator.
+            known: of the request, when `body` is the rest of it. The call's messages are then what
+                is outside the list, what is kept, and what follows `known.start`.
 
         Raises:
             RequestError: names the field, its value and the remedy.
@@ -246,9 +384,8 @@ class Dialect(ABC):
         """The JSON answer; `replies` are the exchange's samples, their Steps stored."""
 
     @abstractmethod
-    def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
-        """The stream, mostly server-sent events, terminal event included. Read `exchange.events()`;
-        a failure of the call comes out of it as a GatewayError and becomes the dialect's error
+    def writer(self, exchange: Exchange) -> StreamWriter:
+        """The writer of the exchange's stream; a failure of a call becomes the dialect's error
         event."""
 
     def error(self, e: GatewayError) -> dict[str, Any]:
@@ -279,7 +416,3 @@ def n_reasoning(reply: Reply, tokenizer: ChatTokenizer) -> int:
     if not reply.text.content and not reply.text.tool_calls:
         return reply.n_response
     return min(reply.n_response, len(tokenizer.encode(reply.text.reasoning)))
-
-
-KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: clients ignore it, proxies see traffic."""

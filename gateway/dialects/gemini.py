@@ -14,7 +14,7 @@ parsing.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
@@ -25,12 +25,16 @@ from pydantic.alias_generators import to_camel
 
 from stepwell.gateway.access import Principal
 from stepwell.gateway.dialects.base import (
+    NOTHING,
+    PLACE,
     Dialect,
     Exchange,
+    Known,
     Parsed,
+    StreamWriter,
+    Template,
     n_reasoning,
     signature_of,
-    sse,
 )
 from stepwell.gateway.dialects.gemini_contents import (
     Conversation,
@@ -58,7 +62,7 @@ from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestErr
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import Delta, ReasoningDelta
-from stepwell.gateway.tokens.messages import Tool
+from stepwell.gateway.tokens.messages import Tool, Tools
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
 
@@ -201,7 +205,7 @@ class ToolConfig(Fields):
         if calling.mode != "ANY":
             return None
         name = allowed[0] if len(set(allowed)) == 1 else ""
-        return must_call(tools, name, f"{where}.mode")[1]
+        return must_call(tools, name, f"{where}.mode")
 
 
 _CALLING = "toolConfig.functionCallingConfig"
@@ -260,6 +264,7 @@ class Gemini(Dialect):
     """`POST /v1beta/models/{model}:generateContent` and `:streamGenerateContent`."""
 
     name = "gemini"
+    list_name = "contents"
 
     def __init__(self, chat_template: str = "", stream: Stream | None = None) -> None:
         """
@@ -272,8 +277,10 @@ class Gemini(Dialect):
         if stream == "array":
             self.stream_type = "application/json"
 
-    def parse(self, body: dict[str, Any], reader: Principal | None = None) -> Parsed:
-        return self._parsed(GenerateParams.read(body))
+    def parse(
+        self, body: dict[str, Any], reader: Principal | None = None, known: Known = NOTHING
+    ) -> Parsed:
+        return self._parsed(GenerateParams.read(body), known)
 
     def parse_count(self, body: dict[str, Any]) -> Parsed:
         """Read a body of `POST …:countTokens`: contents, or all that a call would send.
@@ -292,12 +299,14 @@ class Gemini(Dialect):
             )
         return self.parse(whole)
 
-    def _parsed(self, params: GenerateParams) -> Parsed:
+    def _parsed(self, params: GenerateParams, known: Known = NOTHING) -> Parsed:
         config, ignored = params.generation_config, params.told()
         if config.logprobs and not config.response_logprobs:
             where = "generationConfig.logprobs"
             raise wrong(where, config.logprobs, "send responseLogprobs: true with it")
-        tools = read_tools(params.tools or [], ignored)
+        read: tuple[Tools, list[str]] = known.tools or read_tools(params.tools or [])
+        tools = read[0]
+        ignored += read[1]
         calling = params.tool_config.function_calling_config
         forced_tool = params.tool_config.choice(tools)
         # With NONE the tools stay in the prompt, so that it goes on from the turns before.
@@ -316,7 +325,7 @@ class Gemini(Dialect):
         template_args = effort_args(effort, self._chat_template, where, ignored)
         if thinking.thinking_budget == 0:
             template_args = {**template_args, "enable_thinking": False}
-        conversation = Conversation.read(params.system_instruction, params.contents)
+        conversation, cuts = Conversation.read(params.system_instruction, params.contents, known)
         call = ChatRequest(
             messages=conversation.messages,
             tools=tools or None,
@@ -336,7 +345,15 @@ class Gemini(Dialect):
             first_call=conversation.n_calls,
         )
         options = Options(thinking.include_thoughts)
-        return Parsed(call, options, config.candidate_count, ignored=tuple(ignored))
+        return Parsed(
+            call,
+            options,
+            config.candidate_count,
+            ignored=tuple(ignored),
+            cuts=cuts.all(),
+            n_outside=cuts.n_outside,
+            tools=read,
+        )
 
     def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
         """A `GenerateContentResponse`."""
@@ -348,48 +365,10 @@ class Gemini(Dialect):
             candidates.append(_candidate(i, parts, tokens, exchange.tokenizer, reply))
         return _response(exchange, candidates, replies)
 
-    async def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
+    def writer(self, exchange: Exchange) -> StreamWriter:
         """A `GenerateContentResponse` for each delta; the last one of each sample says why it
-        ended, and the last one of all has the usage. A blank line while nothing comes: Google's
-        SDK takes a comment for JSON."""
-        is_array, began = self._stream == "array", False
-        replies: dict[int, Reply] = {}
-        include = exchange.parsed.options.include_thoughts
-        writers = [PartWriter(include) for _ in exchange.calls]
-        try:
-            async for event in exchange.events():
-                if event is None:
-                    yield b"\n"
-                    continue
-                i, item, tokens = event
-                reply = item if isinstance(item, Reply) else None
-                parts = writers[i].parts(item) if not isinstance(item, Reply) else writers[i].end()
-                if reply is not None:
-                    replies[i] = reply
-                elif not parts and not tokens:  # a thought that nobody asked for
-                    yield b"\n"
-                    continue
-                candidate = _candidate(
-                    i, parts or [{"text": ""}], tokens, exchange.tokenizer, reply
-                )
-                ended = (
-                    [replies[k] for k in sorted(replies)] if len(replies) == len(writers) else ()
-                )
-                yield self._frame(_response(exchange, [candidate], ended), first=not began)
-                began = True
-        except GatewayError as e:
-            yield self._frame(self.error(e), first=not began)
-            if is_array:
-                yield b"]"
-            return
-        if is_array:
-            yield b"]"
-        exchange.delivered()
-
-    def _frame(self, payload: Mapping[str, Any], *, first: bool) -> bytes:
-        if self._stream != "array":
-            return sse(payload)
-        return (b"[" if first else b",\r\n") + orjson.dumps(payload)
+        ended, and the last one of all has the usage."""
+        return _GeminiWriter(exchange, self, is_array=self._stream == "array")
 
     def error(self, e: GatewayError) -> dict[str, Any]:
         """Google's error object."""
@@ -440,6 +419,61 @@ _STATUSES: Mapping[int, str] = {
 
 
 # -- answers ---------------------------------------------------------------------------------
+
+
+class _GeminiWriter(StreamWriter):
+    idle = b"\n"
+    """A blank line: Google's SDK takes a comment for JSON."""
+
+    def __init__(self, exchange: Exchange, dialect: Gemini, *, is_array: bool) -> None:
+        self._exchange = exchange
+        self._dialect = dialect
+        self._is_array = is_array
+        self._has_begun = False
+        include = exchange.parsed.options.include_thoughts
+        self._parts = [PartWriter(include) for _ in exchange.calls]
+        self._replies: dict[int, Reply] = {}
+        self._templates: dict[tuple[int, type[Delta]], Template] = {}
+
+    def delta(self, sample: int, delta: Delta, tokens: Sequence[SampledToken]) -> bytes:
+        parts = self._parts[sample].parts(delta)
+        if not parts and not tokens:  # a thought that nobody asked for
+            return self.idle
+        if tokens or not parts or isinstance(delta, ToolCall):
+            return self._frame(self._response(sample, parts or [{"text": ""}], tokens))
+        kind = type(delta)
+        if (template := self._templates.get((sample, kind))) is None:
+            data = self._response(sample, [{**parts[0], "text": PLACE}], ())
+            self._templates[sample, kind] = template = Template(data)
+        return self._frame(template(delta.text))
+
+    def reply(self, sample: int, reply: Reply, tokens: Sequence[SampledToken]) -> bytes:
+        self._replies[sample] = reply
+        return self._frame(self._response(sample, self._parts[sample].end(), tokens, reply))
+
+    def end(self) -> bytes:
+        return b"]" if self._is_array else b""
+
+    def failed(self, e: GatewayError) -> bytes:
+        return self._frame(orjson.dumps(self._dialect.error(e))) + self.end()
+
+    def _response(
+        self,
+        sample: int,
+        parts: list[Part],
+        tokens: Sequence[SampledToken],
+        reply: Reply | None = None,
+    ) -> bytes:
+        candidate = _candidate(sample, parts, tokens, self._exchange.tokenizer, reply)
+        has_ended = len(self._replies) == len(self._parts)
+        replies = [self._replies[i] for i in sorted(self._replies)] if has_ended else ()
+        return orjson.dumps(_response(self._exchange, [candidate], replies))
+
+    def _frame(self, response: bytes) -> bytes:
+        if not self._is_array:
+            return b"data: %b\n\n" % response
+        is_first, self._has_begun = not self._has_begun, True
+        return (b"[" if is_first else b",\r\n") + response
 
 
 class PartWriter:

@@ -8,13 +8,26 @@ calls, prompts, tool-call parsing.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
 from stepwell.gateway.access import Principal
-from stepwell.gateway.dialects.base import KEEP_ALIVE, Dialect, Event, Exchange, Parsed, sse
+from stepwell.gateway.dialects.base import (
+    NOTHING,
+    PLACE,
+    Cut,
+    Cuts,
+    Dialect,
+    Exchange,
+    Known,
+    Parsed,
+    StreamWriter,
+    Template,
+    sse,
+)
 from stepwell.gateway.dialects.params import (
     OTHER_POLICY,
     Effort,
@@ -37,8 +50,8 @@ from stepwell.gateway.dialects.params import (
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.calls import ToolCall
-from stepwell.gateway.reply.parser import ContentDelta, ReasoningDelta
-from stepwell.gateway.tokens.messages import Message, Tool
+from stepwell.gateway.reply.parser import ContentDelta, Delta, ReasoningDelta
+from stepwell.gateway.tokens.messages import Message, Tool, Tools
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
 
@@ -156,19 +169,23 @@ class OpenAIChat(Dialect):
     """`POST /v1/chat/completions`."""
 
     name = "openai_chat"
+    list_name = "messages"
 
     def __init__(self, chat_template: str = "") -> None:
         """`chat_template`: looked through for the switches that `reasoning_effort` can turn."""
         self._chat_template = chat_template
 
-    def parse(self, body: dict[str, Any], reader: Principal | None = None) -> Parsed:
+    def parse(
+        self, body: dict[str, Any], reader: Principal | None = None, known: Known = NOTHING
+    ) -> Parsed:
         params = ChatParams.read(body)
         if params.top_logprobs and not params.logprobs:
             raise wrong("top_logprobs", params.top_logprobs, "send logprobs: true with it")
         ignored = [hint for hint in ("prediction", "verbosity") if body.get(hint) is not None]
-        tools, forced_tool = _choice(
-            params.tool_choice, [_tool(t, f"tools[{i}]") for i, t in enumerate(params.tools or ())]
+        tools: Tools = known.tools or Tools(
+            _tool(t, f"tools[{i}]") for i, t in enumerate(params.tools or ())
         )
+        forced_tool = _choice(params.tool_choice, tools)
         constraint = params.response_format.constraint() if params.response_format else None
         parse_tools = bool(tools) and params.tool_choice != "none"
         if constraint is not None and parse_tools:
@@ -177,8 +194,9 @@ class OpenAIChat(Dialect):
             constraint = None
         effort = params.reasoning_effort
         template_args = effort_args(effort, self._chat_template, "reasoning_effort", ignored)
+        messages = [_message(m, known.place(i)) for i, m in enumerate(params.messages)]
         call = ChatRequest(
-            messages=[_message(m, i) for i, m in enumerate(params.messages)],
+            messages=messages,
             tools=tools or None,
             template_args=template_args | (params.chat_template_kwargs or {}),
             max_tokens=params.max_completion_tokens or params.max_tokens,
@@ -189,7 +207,14 @@ class OpenAIChat(Dialect):
             parse_tools=parse_tools,
             **params.sampling(),
         )
-        return Parsed(call, params, n=params.n, ignored=tuple(ignored))
+        return Parsed(
+            call,
+            params,
+            n=params.n,
+            ignored=tuple(ignored),
+            cuts=_cuts(messages, known),
+            tools=tools,
+        )
 
     def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
         """A `ChatCompletion`."""
@@ -208,28 +233,9 @@ class OpenAIChat(Dialect):
             "usage": usage(replies, exchange.parsed.n),
         }
 
-    def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
+    def writer(self, exchange: Exchange) -> StreamWriter:
         """`ChatCompletionChunk`s and `[DONE]`."""
-        n_calls = [0] * exchange.parsed.n
-
-        def choice(event: Event) -> dict[str, Any]:
-            index, item, tokens = event
-            delta: dict[str, Any] = {}
-            if isinstance(item, ToolCall):
-                delta = {"tool_calls": [{"index": n_calls[index], **item.entry()}]}
-                n_calls[index] += 1
-            elif isinstance(item, ReasoningDelta):
-                delta = {"reasoning_content": item.text}
-            elif isinstance(item, ContentDelta):
-                delta = {"content": item.text}
-            entries = logprobs(tokens, exchange.tokenizer) if tokens else None
-            finish_reason = item.finish_reason if isinstance(item, Reply) else None
-            return _delta(index, delta, entries, finish_reason)
-
-        # Log-probs not beside the role: the SDK's accumulator would count them twice.
-        roles = [_delta(i, {"role": "assistant", "content": ""}) for i in range(exchange.parsed.n)]
-        first = head(exchange, "chatcmpl", "chat.completion.chunk")
-        return completion_frames(exchange, first, choice, self.error, roles)
+        return _ChatWriter(exchange, head(exchange, "chatcmpl", "chat.completion.chunk"), self)
 
 
 # -- what completions share ------------------------------------------------------------------
@@ -245,36 +251,75 @@ def head(exchange: Exchange, prefix: str, kind: str) -> dict[str, Any]:
     }
 
 
-async def completion_frames(
-    exchange: Exchange,
-    head: Mapping[str, Any],
-    choice: Callable[[Event], dict[str, Any]],
-    error: Callable[[GatewayError], dict[str, Any]],
-    first: Iterable[dict[str, Any]] = (),
-) -> AsyncIterator[bytes]:
-    """`head` around each choice of `first` and of every event, then the usage if it was asked for,
-    and `[DONE]`."""
-    include_usage = exchange.parsed.options.include_usage
-    no_usage = {"usage": None} if include_usage else {}
-    replies: dict[int, Reply] = {}
-    for opening in first:
-        yield sse({**head, "choices": [opening], **no_usage})
-    try:
-        async for event in exchange.events():
-            if event is None:
-                yield KEEP_ALIVE
-                continue
-            if isinstance(event.item, Reply):
-                replies[event.sample] = event.item
-            yield sse({**head, "choices": [choice(event)], **no_usage})
-    except GatewayError as e:
-        yield sse(error(e))
-        return
-    if include_usage:
-        in_order = [replies[i] for i in sorted(replies)]
-        yield sse({**head, "choices": [], "usage": usage(in_order, exchange.parsed.n)})
-    yield b"data: [DONE]\n\n"
-    exchange.delivered()
+class CompletionWriter(StreamWriter):
+    """`head` around each choice, then the usage if it was asked for, and `[DONE]`."""
+
+    def __init__(self, exchange: Exchange, head: dict[str, Any], dialect: Dialect) -> None:
+        self._exchange = exchange
+        self._head = head
+        self._dialect = dialect
+        self._include_usage = exchange.parsed.options.include_usage
+        self._replies: dict[int, Reply] = {}
+        self._templates: dict[tuple[int, type[Delta]], Template] = {}
+
+    @abstractmethod
+    def choice(
+        self, sample: int, item: Delta | Reply, tokens: Sequence[SampledToken]
+    ) -> dict[str, Any]:
+        """What is new of a sample."""
+
+    def delta(self, sample: int, delta: Delta, tokens: Sequence[SampledToken]) -> bytes:
+        if tokens or isinstance(delta, ToolCall):
+            return self.chunk([self.choice(sample, delta, tokens)])
+        kind = type(delta)
+        if (template := self._templates.get((sample, kind))) is None:
+            template = Template(self.chunk([self.choice(sample, kind(PLACE), ())]))
+            self._templates[sample, kind] = template
+        return template(delta.text)
+
+    def reply(self, sample: int, reply: Reply, tokens: Sequence[SampledToken]) -> bytes:
+        self._replies[sample] = reply
+        return self.chunk([self.choice(sample, reply, tokens)])
+
+    def end(self) -> bytes:
+        if not self._include_usage:
+            return b"data: [DONE]\n\n"
+        in_order = [self._replies[i] for i in sorted(self._replies)]
+        figures = usage(in_order, self._exchange.parsed.n)
+        return sse({**self._head, "choices": [], "usage": figures}) + b"data: [DONE]\n\n"
+
+    def failed(self, e: GatewayError) -> bytes:
+        return sse(self._dialect.error(e))
+
+    def chunk(self, choices: list[dict[str, Any]]) -> bytes:
+        no_usage = {"usage": None} if self._include_usage else {}
+        return sse({**self._head, "choices": choices, **no_usage})
+
+
+class _ChatWriter(CompletionWriter):
+    def __init__(self, exchange: Exchange, head: dict[str, Any], dialect: Dialect) -> None:
+        super().__init__(exchange, head, dialect)
+        self._n_calls = [0] * len(exchange.calls)
+
+    def begin(self) -> bytes:
+        # Log-probs not beside the role: the SDK's accumulator would count them twice.
+        role = {"role": "assistant", "content": ""}
+        return b"".join(self.chunk([_delta(i, role)]) for i in range(len(self._n_calls)))
+
+    def choice(
+        self, sample: int, item: Delta | Reply, tokens: Sequence[SampledToken]
+    ) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        if isinstance(item, ToolCall):
+            delta = {"tool_calls": [{"index": self._n_calls[sample], **item.entry()}]}
+            self._n_calls[sample] += 1
+        elif isinstance(item, ReasoningDelta):
+            delta = {"reasoning_content": item.text}
+        elif isinstance(item, ContentDelta):
+            delta = {"content": item.text}
+        entries = logprobs(tokens, self._exchange.tokenizer) if tokens else None
+        finish_reason = item.finish_reason if isinstance(item, Reply) else None
+        return _delta(sample, delta, entries, finish_reason)
 
 
 def usage(replies: Sequence[Reply], n: int) -> dict[str, Any]:
@@ -341,17 +386,31 @@ def _tool(tool: Any, where: str) -> Tool:
     raise wrong(where, tool, "send a function with a name")
 
 
-def _choice(choice: Any, tools: list[Tool]) -> tuple[list[Tool], str | None]:
-    """The tools shown to the model, and which one it has to call ("": any; None: it need not)."""
+def _choice(choice: Any, tools: list[Tool]) -> str | None:
+    """The tool that the reply has to call ("": any; None: it need not). All are shown to the model,
+    with "none", too: so it goes on from the turns before."""
     match choice:
         case None | "auto" | "none":
-            # With "none", too, they stay in the prompt: so it goes on from the turns before.
-            return tools, None
+            return None
         case "required":
             return must_call(tools)
         case {"type": "function", "function": {"name": str(name)}}:
             return must_call(tools, name, "tool_choice.function.name")
     raise wrong("tool_choice", choice, "send 'auto', 'none', 'required' or a function")
+
+
+def _cuts(messages: Sequence[Message], known: Known) -> tuple[Cut, ...]:
+    """Each item is one message."""
+    cuts = Cuts(known)
+    is_after_another = False
+    for i, message in enumerate(messages):
+        is_assistant = message["role"] == "assistant"
+        if is_assistant and is_after_another:
+            cuts.note(i, i)
+        is_after_another = not is_assistant
+    if is_after_another:
+        cuts.note(len(messages), len(messages))
+    return cuts.all()
 
 
 def _message(message: Any, i: int) -> Message:

@@ -18,28 +18,35 @@ it is refused. Owns this wire format; what it shares with chat completions is in
 from __future__ import annotations
 
 import codecs
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from stepwell.datapool.types import TokenIds
 from stepwell.gateway.access import Principal
-from stepwell.gateway.dialects.base import Dialect, Event, Exchange, Parsed
+from stepwell.gateway.dialects.base import (
+    NOTHING,
+    Dialect,
+    Exchange,
+    Known,
+    Parsed,
+    StreamWriter,
+)
 from stepwell.gateway.dialects.openai_chat import (
     LEAST_LOGPROB,
     CompletionParams,
-    completion_frames,
+    CompletionWriter,
     head,
     usage,
 )
 from stepwell.gateway.dialects.params import TopLogprobs, wrong
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.reply.parser import ContentDelta
+from stepwell.gateway.reply.parser import ContentDelta, Delta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.gateway.trajectory.calls import REMEMBERED
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
-from stepwell.gateway.trajectory.retries import REMEMBERED
 from stepwell.gateway.web import error_body
 
 DEFAULT_MAX_TOKENS = 16
@@ -60,7 +67,9 @@ class OpenAICompletions(Dialect):
 
     name = "openai_completions"
 
-    def parse(self, body: dict[str, Any], reader: Principal | None = None) -> Parsed:
+    def parse(
+        self, body: dict[str, Any], reader: Principal | None = None, known: Known = NOTHING
+    ) -> Parsed:
         params = CompletionsParams.read(body)
         if params.echo and params.logprobs is not None:
             remedy = (
@@ -95,24 +104,30 @@ class OpenAICompletions(Dialect):
             "usage": usage(replies, exchange.parsed.n),
         }
 
-    def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
+    def writer(self, exchange: Exchange) -> StreamWriter:
         """`Completion`s with what is new, and `[DONE]`. The first of each choice is its echo."""
-        shown = [_Logprobs(exchange) for _ in exchange.calls]
-        echoes = [_choice(i, t, None, None) for i, t in enumerate(_echoed(exchange)) if t]
-
-        def choice(event: Event) -> dict[str, Any]:
-            index, item, tokens = event
-            text = item.text if isinstance(item, ContentDelta) else ""
-            finish_reason = item.generation.finish_reason if isinstance(item, Reply) else None
-            return _choice(index, text, shown[index].of(tokens), finish_reason)
-
-        return completion_frames(
-            exchange, head(exchange, "cmpl", "text_completion"), choice, self.error, echoes
-        )
+        return _TextWriter(exchange, head(exchange, "cmpl", "text_completion"), self)
 
     def error(self, e: GatewayError) -> dict[str, Any]:
         """OpenAI's error object; the conversation is called `prompt` here."""
         return error_body(e, "prompt" if isinstance(e, ContextLengthError) else e.param)
+
+
+class _TextWriter(CompletionWriter):
+    def __init__(self, exchange: Exchange, head: dict[str, Any], dialect: Dialect) -> None:
+        super().__init__(exchange, head, dialect)
+        self._shown = [_Logprobs(exchange) for _ in exchange.calls]
+
+    def begin(self) -> bytes:
+        echoes = enumerate(_echoed(self._exchange))
+        return b"".join(self.chunk([_choice(i, text, None, None)]) for i, text in echoes if text)
+
+    def choice(
+        self, sample: int, item: Delta | Reply, tokens: Sequence[SampledToken]
+    ) -> dict[str, Any]:
+        text = item.text if isinstance(item, ContentDelta) else ""
+        finish_reason = item.generation.finish_reason if isinstance(item, Reply) else None
+        return _choice(sample, text, self._shown[sample].of(tokens), finish_reason)
 
 
 class _Logprobs:

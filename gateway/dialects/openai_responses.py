@@ -12,18 +12,27 @@ own: what items mean, calls, prompts.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Annotated, Any, ClassVar, Literal
 
+import orjson
 from cachetools import LRUCache
 from pydantic import Field
 
 from stepwell.gateway.access import Principal, other_owner
-from stepwell.gateway.dialects.base import KEEP_ALIVE, Dialect, Exchange, Parsed, sse
+from stepwell.gateway.dialects.base import (
+    NOTHING,
+    PLACE,
+    Dialect,
+    Exchange,
+    Known,
+    Parsed,
+    StreamWriter,
+    sse,
+)
 from stepwell.gateway.dialects.params import (
     OTHER_POLICY,
     Effort,
@@ -52,8 +61,9 @@ from stepwell.gateway.errors import (
     UnknownItemError,
 )
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.tokens.messages import Message, Tool
-from stepwell.gateway.trajectory.reply import Reply
+from stepwell.gateway.reply.parser import Delta
+from stepwell.gateway.tokens.messages import Message
+from stepwell.gateway.trajectory.reply import Reply, SampledToken
 from stepwell.gateway.web import error_body
 
 _SEALED = "reasoning.encrypted_content"
@@ -179,6 +189,7 @@ class OpenAIResponses(Dialect):
     """`POST /v1/responses`. Remembers its answers."""
 
     name = "openai_responses"
+    list_name = "input"
 
     def __init__(self, stored_chars: int = STORED_CHARS, chat_template: str = "") -> None:
         """
@@ -189,7 +200,9 @@ class OpenAIResponses(Dialect):
         self.store = ResponseStore(stored_chars)
         self._chat_template = chat_template
 
-    def parse(self, body: dict[str, Any], reader: Principal | None = None) -> Parsed:
+    def parse(
+        self, body: dict[str, Any], reader: Principal | None = None, known: Known = NOTHING
+    ) -> Parsed:
         """See `Dialect.parse`.
 
         Raises:
@@ -198,20 +211,24 @@ class OpenAIResponses(Dialect):
         params = ResponsesParams.read(body)
         ignored, items = params.told(), params.items()
         previous = self._previous(params.previous_response_id, reader)
-        toolbox = Toolbox()
-        toolbox.add(params.tools or (), "tools")
-        known = previous.messages if previous is not None else ()
-        conversation = Conversation(known, toolbox, partial(self.store.item, reader=reader))
-        for i, item in enumerate(items):
-            conversation.add(item, f"input[{i}]")
+        toolbox: Toolbox = known.tools or Toolbox.read(params.tools or ())
+        instructions = params.instructions
+        begin: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
+        conversation = Conversation(
+            previous.messages if previous is not None else (),
+            toolbox,
+            partial(self.store.item, reader=reader),
+            known=known,
+            n_outside=len(begin),
+        )
+        for item in items:
+            conversation.add(item)
         messages = conversation.messages()
         if not messages:
             raise RequestError("input is missing; send text or a list of items", "input")
-        instructions = params.instructions
-        begin: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
-        shown, forced_tool = _choice(params.tool_choice, toolbox)
+        forced_tool = _choice(params.tool_choice, toolbox)
         constraint = params.text.constraint()
-        parse_tools = bool(shown) and params.tool_choice != "none"
+        parse_tools = bool(toolbox.shown) and params.tool_choice != "none"
         if constraint is not None and parse_tools:
             # Constrained from its first token on, the reply could not call a tool.
             ignored.append(f"text.format={params.text.format.type} (beside tools)")
@@ -222,7 +239,7 @@ class OpenAIResponses(Dialect):
         told = ignored if effort in ("none", "minimal") else []
         call = ChatRequest(
             messages=[*begin, *messages],
-            tools=shown or None,
+            tools=toolbox.shown or None,
             template_args=effort_args(effort, self._chat_template, "reasoning.effort", told),
             max_tokens=params.max_output_tokens,
             temperature=params.temperature,
@@ -248,7 +265,6 @@ class OpenAIResponses(Dialect):
         options = Options(
             echo,
             toolbox,
-            messages,
             params.store,
             seals_reasoning=_SEALED in (params.include or ()),
             summarises=summary is not None,
@@ -258,6 +274,9 @@ class OpenAIResponses(Dialect):
             options,
             trajectory_uid=previous.trajectory_uid if previous is not None else None,
             ignored=(*toolbox.ignored, *conversation.ignored, *ignored),
+            cuts=() if previous is not None or conversation.looks_up else conversation.cuts.all(),
+            n_outside=len(begin),
+            tools=toolbox,
         )
 
     def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
@@ -265,40 +284,12 @@ class OpenAIResponses(Dialect):
         answer = Answer(exchange)
         for delta in exchange.calls[0].deltas:
             answer.feed(delta)
-        return self._finished(exchange, answer, replies[0])[1]
+        return self.finished(exchange, answer, replies[0])[1]
 
-    async def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
+    def writer(self, exchange: Exchange) -> StreamWriter:
         """`ResponseStreamEvent`s, from `response.created` to `response.completed`,
         `response.incomplete`, or `error` and `response.failed`."""
-        answer = Answer(exchange)
-        numbers = count()
-
-        def frame(event: Event) -> bytes:
-            return sse({**event, "sequence_number": next(numbers)}, event["type"])
-
-        for kind in ("response.created", "response.in_progress"):
-            yield frame({"type": kind, "response": answer.response("in_progress")})
-        try:
-            async for step in exchange.events():
-                if step is None:
-                    yield KEEP_ALIVE
-                elif isinstance(step.item, Reply):
-                    events, response = self._finished(exchange, answer, step.item)
-                    for event in events:
-                        yield frame(event)
-                    yield frame({"type": f"response.{response['status']}", "response": response})
-                    exchange.delivered()
-                else:
-                    for event in answer.feed(step.item):
-                        yield frame(event)
-        except GatewayError as e:
-            # OpenAI sends both: its SDK raises the first, Codex reads the second.
-            error = self.error(e)["error"]
-            flat = {name: error[name] for name in ("code", "message", "param")}
-            yield frame({"type": "error", **flat, "error": error})
-            failure = {"code": _failure_code(e), "message": str(e)}
-            response = answer.response("failed", error=failure)
-            yield frame({"type": "response.failed", "response": response})
+        return _ResponseWriter(exchange, self)
 
     def error(self, e: GatewayError) -> dict[str, Any]:
         """OpenAI's error object; the conversation is called `input` here."""
@@ -320,7 +311,7 @@ class OpenAIResponses(Dialect):
             )
         return stored
 
-    def _finished(
+    def finished(
         self, exchange: Exchange, answer: Answer, reply: Reply
     ) -> tuple[list[Event], dict[str, Any]]:
         """The last events and the whole response, which is remembered from now on."""
@@ -329,7 +320,9 @@ class OpenAIResponses(Dialect):
         response = answer.response(status, reply)
         options: Options = exchange.parsed.options
         if options.store and exchange.calls[0].request.is_kept:
-            messages = (*options.conversation, reply.text.message())
+            # Instructions are not carried over.
+            parsed = exchange.parsed
+            messages = (*parsed.call.messages[parsed.n_outside :], reply.text.message())
             (trajectory,) = exchange.trajectories
             whose = trajectory.uid, trajectory.owner
             self.store.keep(StoredResponse(response, messages, *whose))
@@ -348,12 +341,12 @@ class OpenAIResponses(Dialect):
         return previous
 
 
-def _choice(choice: Any, toolbox: Toolbox) -> tuple[list[Tool], str | None]:
-    """The tools shown to the model, and the one that it has to call ("" is any)."""
+def _choice(choice: Any, toolbox: Toolbox) -> str | None:
+    """The tool that the reply has to call ("": any; None: it need not). All are shown to the model,
+    with "none", too: so it goes on from the turns before."""
     match choice:
         case None | "auto" | "none":
-            # With "none", too, they stay in the prompt: so it goes on from the turns before.
-            return toolbox.shown, None
+            return None
         case "required":
             return must_call(toolbox.shown)
         case {"type": "function" | "custom"}:
@@ -374,6 +367,59 @@ def _failure_code(e: GatewayError) -> str:
     if isinstance(e, RequestError):
         return "invalid_prompt"
     return "rate_limit_exceeded" if e.status == 429 else "server_error"
+
+
+class _ResponseWriter(StreamWriter):
+    def __init__(self, exchange: Exchange, dialect: OpenAIResponses) -> None:
+        self._exchange = exchange
+        self._dialect = dialect
+        self._answer = Answer(exchange)
+        self._n = 0
+        """Events written."""
+        self._before = b""
+        """A text event of the open item up to its text; empty: not made yet."""
+
+    def begin(self) -> bytes:
+        kinds = ("response.created", "response.in_progress")
+        return self._frames(
+            {"type": kind, "response": self._answer.response("in_progress")} for kind in kinds
+        )
+
+    def delta(self, sample: int, delta: Delta, tokens: Sequence[SampledToken]) -> bytes:
+        if not self._answer.goes_on(delta):
+            self._before = b""
+            return self._frames(self._answer.feed(delta))
+        if not self._before:
+            event = self._answer.text(PLACE)
+            self._before, _, _ = sse(event, event["type"]).partition(orjson.dumps(PLACE))
+        n, self._n = self._n, self._n + 1
+        text = orjson.dumps(delta.text)
+        return b'%b%b,"sequence_number":%d}\n\n' % (self._before, text, n)
+
+    def reply(self, sample: int, reply: Reply, tokens: Sequence[SampledToken]) -> bytes:
+        events, response = self._dialect.finished(self._exchange, self._answer, reply)
+        last = {"type": f"response.{response['status']}", "response": response}
+        return self._frames((*events, last))
+
+    def failed(self, e: GatewayError) -> bytes:
+        # OpenAI sends both: its SDK raises the first, Codex reads the second.
+        error = self._dialect.error(e)["error"]
+        flat = {name: error[name] for name in ("code", "message", "param")}
+        failure = {"code": _failure_code(e), "message": str(e)}
+        response = self._answer.response("failed", error=failure)
+        return self._frames(
+            (
+                {"type": "error", **flat, "error": error},
+                {"type": "response.failed", "response": response},
+            )
+        )
+
+    def _frames(self, events: Iterable[Event]) -> bytes:
+        frames = []
+        for event in events:
+            frames.append(sse({**event, "sequence_number": self._n}, event["type"]))
+            self._n += 1
+        return b"".join(frames)
 
 
 # -- what was answered -----------------------------------------------------------------------

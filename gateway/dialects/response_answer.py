@@ -14,13 +14,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 from stepwell.gateway.dialects.base import Exchange, n_reasoning
 from stepwell.gateway.dialects.response_items import Item, Toolbox, custom_input, seal
 from stepwell.gateway.reply.calls import ToolCall
-from stepwell.gateway.reply.parser import Delta, ReasoningDelta
-from stepwell.gateway.tokens.messages import Message
+from stepwell.gateway.reply.parser import ContentDelta, Delta, ReasoningDelta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.reply import Reply
 
@@ -34,8 +33,6 @@ class Options:
     echo: dict[str, Any]
     """Fields of the request that the answer repeats."""
     toolbox: Toolbox
-    conversation: list[Message]
-    """What a response that continues this one begins with, without the answer."""
     store: bool
     seals_reasoning: bool
     summarises: bool
@@ -96,6 +93,20 @@ class Answer:
             return []
         text, self._blank = self._blank, ""
         return [*self._begin(_MESSAGE), self._add(text)]
+
+    def goes_on(self, delta: Delta) -> TypeGuard[ContentDelta | ReasoningDelta]:
+        """Return true if `delta` is more text of the open item, of which `text` is the event; it
+        counts as fed then."""
+        if self._form is None or isinstance(delta, ToolCall):
+            return False
+        if isinstance(delta, ReasoningDelta) is (self._form is _MESSAGE):
+            return False
+        self._texts.append(delta.text)
+        return True
+
+    def text(self, text: str) -> Event:
+        """More text of the open item."""
+        return self._text_event(self._form or _MESSAGE, "delta", delta=text)
 
     def finish(self, reply: Reply) -> Iterator[Event]:
         """Events that end the output."""
@@ -176,7 +187,7 @@ class Answer:
 
     def _add(self, text: str) -> Event:
         self._texts.append(text)
-        return self._text_event(self._form or _MESSAGE, "delta", delta=text)
+        return self.text(text)
 
     def _close(self, status: str = "completed") -> Iterator[Event]:
         """End the open item, if one is."""

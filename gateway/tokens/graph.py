@@ -19,15 +19,16 @@ and stopped every call in flight for 55 to 90 ms.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
 
+from stepwell.datapool.codec import Base
 from stepwell.datapool.types import TokenIds
-from stepwell.gateway.tokens.messages import Key, extend_key, text_key, text_prefix_keys
+from stepwell.gateway.tokens.messages import Key, Keys, Message, text_key, text_prefix_keys
 
 BranchCause: TypeAlias = Literal[
     "resampled",  # the same first prompt again
@@ -41,8 +42,9 @@ BranchCause: TypeAlias = Literal[
 ]
 Calls: TypeAlias = tuple[tuple[str, str, str], ...]
 """Tool calls of a reply: their ids, names and arguments."""
-Said: TypeAlias = Sequence[Mapping[str, Any]] | str | bytes
-"""A conversation: messages; or a plain text, or ids as bytes, that is matched as it stands."""
+Said: TypeAlias = Keys | Sequence[Message] | str | bytes
+"""A conversation: messages, or their keys; or a plain text, or ids as bytes, that is matched as it
+stands."""
 
 
 class TurnKeys(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -73,6 +75,9 @@ class Turn(msgspec.Struct, frozen=True, eq=False, gc=False):
     """This turn, or one that its prompt holds token for token, has thinking in it."""
     step_index: int | None
     """None: white-box, its Step is submitted by the agent itself."""
+    crc: int | None = None
+    """CRC-32 of prompt and response, as the pool has it; None: not known. A Step that extends this
+    turn is packed relative to it (`codec.Base`)."""
 
     def arrays(self) -> list[TokenIds]:
         """Prompt and response, from the root on, in pieces; the last one is the response."""
@@ -89,6 +94,15 @@ class Turn(msgspec.Struct, frozen=True, eq=False, gc=False):
         while turn is not None and turn.step_index is None:
             turn = turn.parent
         return None if turn is None else turn.step_index
+
+    def base(self) -> Base | None:
+        """The nearest Step that is known to be in the pool, for those that extend this turn."""
+        turn: Turn | None = self
+        while turn is not None:
+            if turn.step_index is not None and turn.crc is not None:
+                return Base(turn.step_index, 4 * turn.n_tokens, turn.crc)
+            turn = turn.parent
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +134,15 @@ class TurnGraph:
 
     def attach(self, root: Key, said: Said) -> Attachment:
         """Find the deepest turn that a request extends."""
-        prompt_key = root
-        ends: list[tuple[int, Key]] = []
-        """Where a turn may have ended."""
+        ends: Iterable[tuple[int, Key]]
+        """Where a turn may have ended, the longest first."""
         if isinstance(said, str | bytes):
             prompt_key = text_key(said)
-            ends += text_prefix_keys(said, self._lengths)
+            ends = reversed([*text_prefix_keys(said, self._lengths)])
         else:
-            for n, (prompt_key, role) in enumerate(_chain(root, said), 1):
-                if role == "assistant":
-                    ends.append((n, prompt_key))
-        for n, key in reversed(ends):
+            keys = said if isinstance(said, Keys) else Keys(root, said)
+            prompt_key, ends = keys.prompt, keys.ends()
+        for n, key in ends:
             if (turn := self._by_key.get(key)) is not None:
                 return Attachment(root, prompt_key, turn, n, None)
         cause = self._why(root, said, prompt_key) if self._prompts else None
@@ -146,8 +158,9 @@ class TurnGraph:
         calls: Calls,
         has_reasoning: bool,
         step_index: int | None,
+        crc: int | None = None,
     ) -> Turn:
-        """Store a finished call."""
+        """Store a finished call. `step_index` and `crc`: as the turn's."""
         n_new = len(new_prompt_ids) + len(response_ids)
         turn = Turn(
             parent,
@@ -157,6 +170,7 @@ class TurnGraph:
             calls,
             has_reasoning or (parent is not None and parent.has_reasoning),
             step_index,
+            crc,
         )
         self.n_tokens += n_new
         self._by_key[keys.whole] = turn
@@ -175,22 +189,17 @@ class TurnGraph:
     def _why(self, root: Key, said: Said, prompt_key: Key) -> BranchCause:
         if prompt_key in self._prompts:
             return "resampled"
-        messages = () if isinstance(said, str | bytes) else said
+        messages: Sequence[Message] = ()
+        if not isinstance(said, str | bytes):
+            messages = [*said.messages] if isinstance(said, Keys) else said
         for other in self._roots:
             if other != root and any(
-                key in self._by_key or key in self._prompts for key, _ in _chain(other, messages)
+                key in self._by_key or key in self._prompts for key in Keys(other, messages)
             ):
                 return "tools_changed"
         if any(m["role"] == "assistant" for m in messages):
             return "history_edited"
         return "new_conversation"
-
-
-def _chain(root: Key, messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Key, str]]:
-    key = root
-    for message in messages:
-        key = extend_key(key, message)
-        yield key, message["role"]
 
 
 def join(pieces: Sequence[TokenIds]) -> TokenIds:

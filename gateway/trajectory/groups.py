@@ -107,11 +107,6 @@ class Groups:
         channel = self.channel(prompt_uid, caller.channel)
         return Identity(uid, prompt_uid, channel, True, group, caller.opens_as(uid))
 
-    def leave(self, group: Group | None) -> None:
-        """A conversation that joined it was refused before it was stored."""
-        if group is not None:
-            group.joined -= 1
-
     def end(self, group: Group | None) -> None:
         """The pool takes nothing more for it."""
         if group is None or group.place is None or self._forming.get(group.place) is not group:

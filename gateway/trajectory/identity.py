@@ -18,8 +18,8 @@ Agents often send the very same first request, so a conversation belongs to the 
 with, and a retry of its first call finds it only if it cannot be another agent's: nobody has the
 reply yet, or the retry comes over the same connection or with the same `Idempotency-Key`.
 
-Owns: this order, the index from conversations to trajectories, the sweep of idle ones. Does not
-own: trajectories (`store.py`), whether the caller may (`access.py`).
+Owns: this order, and the sweep of idle trajectories. Does not own: trajectories (`store.py`), the
+index of their conversations (`conversations.py`), whether the caller may (`access.py`).
 """
 
 from __future__ import annotations
@@ -29,22 +29,19 @@ import hashlib
 import logging
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 from urllib.parse import unquote
 
-from cachetools import LRUCache
 from starlette.datastructures import Headers
 
 from stepwell.datapool.errors import DataPoolError
 from stepwell.gateway.access import Named, Principal, presented
-from stepwell.gateway.config import REMEMBERED
 from stepwell.gateway.errors import GatewayError, RequestError, TrajectoryClosedError
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.tokens.messages import Key, extend_key, text_prefix_keys
+from stepwell.gateway.trajectory.calls import RetryKey
+from stepwell.gateway.trajectory.conversations import Caller, Peer
 from stepwell.gateway.trajectory.groups import Groups
-from stepwell.gateway.trajectory.retries import RetryKey
 from stepwell.gateway.trajectory.store import TrajectoryStore
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 
@@ -64,10 +61,6 @@ SESSION_HEADERS = (
 )
 """In this order: a sub-agent that names its parent's session belongs to the parent's trajectory."""
 
-Peer: TypeAlias = tuple[str, int] | None
-"""The other end of a connection. Port 0: a proxy's word for it, and any of its connections."""
-Caller: TypeAlias = bytes
-"""Digest of the API keys of a request."""
 ReadKey: TypeAlias = Callable[[str], Named | None]
 """The trajectory of a trajectory's API key; None for any other text."""
 
@@ -81,84 +74,22 @@ class Origin(NamedTuple):
     caller: Principal
 
 
-class Conversations:
-    """The trajectories that were made for agents that name none, and the conversations in them.
-    Told of turns and closings; knows no other trajectories."""
-
-    def __init__(self) -> None:
-        self._own: dict[str, Caller] = {}
-        """Trajectories that are still open, with their last caller."""
-        self._by_turn: dict[bytes, str] = {}
-        """Trajectory by caller and key of a conversation."""
-        self._turns: dict[str, list[tuple[bytes, int | None]]] = {}
-        self._lengths: Counter[int] = Counter()
-        """Of the conversations that are no messages."""
-
-    def __contains__(self, uid: str) -> bool:
-        return uid in self._own
-
-    def use(self, uid: str, caller: Caller) -> None:
-        """A trajectory has a call of this caller, and is closed when it has had none for long."""
-        self._own[uid] = caller
-
-    def extended(self, call: ChatRequest, caller: Caller) -> str | None:
-        """The trajectory of the deepest turn that this conversation extends."""
-        deepest = None
-        if (plain := call.plain) is not None:
-            for _, key in text_prefix_keys(plain, self._lengths):
-                deepest = self._by_turn.get(caller + key, deepest)
-            return deepest
-        key = call.root
-        for message in call.messages:
-            key = extend_key(key, message)
-            if message["role"] == "assistant":
-                deepest = self._by_turn.get(caller + key, deepest)
-        return deepest
-
-    def note_turn(self, trajectory: LiveTrajectory, key: Key, length: int | None) -> None:
-        """A turn was stored: calls that extend its conversation belong to its trajectory."""
-        uid = trajectory.uid
-        if (caller := self._own.get(uid)) is not None:
-            trajectory.touch()  # it is idle from the end of a call on
-            self._by_turn[caller + key] = uid
-            self._turns.setdefault(uid, []).append((caller + key, length))
-            if length is not None:
-                self._lengths[length] += 1
-
-    def forget(self, trajectory: LiveTrajectory) -> None:
-        """It was closed."""
-        self._own.pop(trajectory.uid, None)
-        for place, length in self._turns.pop(trajectory.uid, ()):
-            if self._by_turn.get(place) == trajectory.uid:
-                del self._by_turn[place]
-            if length is not None:
-                self._lengths[length] -= 1
-                if not self._lengths[length]:
-                    del self._lengths[length]
-
-
 class Identities:
     """Finds the trajectory of a call. Owned by the app's lifespan."""
 
     def __init__(
         self,
         trajectories: TrajectoryStore,
-        conversations: Conversations,
         groups: Groups,
         read_key: ReadKey,
         *,
         idle_s: float,
     ) -> None:
         self._trajectories = trajectories
-        self._conversations = conversations
+        self._conversations = trajectories.conversations
         self._groups = groups
         self._read_key = read_key
         self._idle_s = idle_s
-        self._first_calls: LRUCache[tuple[Caller, str, str], tuple[str, Peer]] = LRUCache(
-            REMEMBERED
-        )
-        """How a conversation began, by caller and request: its trajectory's uid, and from where.
-        For a client's retry of a conversation's first call."""
         self._sweeper: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -195,29 +126,35 @@ class Identities:
         trajectory = self._trajectories.known(continued) if continued is not None else None
         if trajectory is not None:
             trajectory.check_owner(origin.caller)
-        if trajectory is not None and trajectory.uid not in self._conversations:
+        if trajectory is not None and trajectory.caller is None:
             return trajectory  # it was opened by its URL, and is its opener's to complete
+        uid = first = None
         if trajectory is None:
-            uid = self._session_uid(headers, origin.caller) or self._of_conversation(
-                call, retry, caller, origin.peer
-            )
-            trajectory = self._trajectories.known(uid)
+            uid = self._session_uid(headers, origin.caller)
+            uid = uid or self._conversations.extended(call, caller)
+            if uid is None:
+                first = retry.first_digest
+                uid = self._begun_by(first, retry, caller, origin.peer)
+            trajectory = None if uid is None else self._trajectories.known(uid)
         if trajectory is not None:
             trajectory.check_owner(origin.caller)
         else:
             if (declared := _decoded(headers, PROMPT_HEADER)) is not None:
                 origin.caller.check_owner(declared, None, "group")
+            uid = uid or f"conversation-{uuid.uuid4().hex}"
             identity = self._groups.join(call, uid, declared, origin.caller)
             if identity is None:
                 return self._trajectories.unrecorded("undeclared", origin.caller)
             trajectory = self._trajectories.begin(identity)
-        self._conversations.use(trajectory.uid, caller)
+        trajectory.caller = caller
+        if first is not None:
+            trajectory.begun_by(first, origin.peer)
         return trajectory
 
-    def let_go(self, trajectory: LiveTrajectory) -> None:
+    def detach(self, trajectory: LiveTrajectory) -> None:
         """The pool takes no more of it, nor of its group: what comes belongs to another one."""
         self._groups.end(trajectory.group)
-        trajectory.let_go()
+        trajectory.detach()
 
     def known(
         self, headers: Headers, call: ChatRequest, principal: Principal
@@ -263,21 +200,15 @@ class Identities:
             uid = f"{first}~{n}"
         return uid
 
-    def _of_conversation(
-        self, call: ChatRequest, retry: RetryKey, caller: Caller, peer: Peer
-    ) -> str:
-        if (uid := self._conversations.extended(call, caller)) is not None:
+    def _begun_by(self, first: bytes, retry: RetryKey, caller: Caller, peer: Peer) -> str | None:
+        """The trajectory that began with this request, if it may be this very client's; the latest
+        of several."""
+        uid = self._conversations.at(caller + first)
+        known = None if uid is None else self._trajectories.known(uid)
+        if known is None or known.calls.awaits_retry(retry):
             return uid
-        request = caller, retry.key, retry.body
-        began, its_peer = self._first_calls.get(request, ("", None))
-        known = self._trajectories.known(began)
-        is_same_client = retry.is_named or (peer is not None and peer[1] != 0 and peer == its_peer)
-        if known is None or not (
-            (retry.is_retry and is_same_client) or known.calls.awaits_retry(retry)
-        ):
-            began = f"conversation-{uuid.uuid4().hex}"
-        self._first_calls[request] = began, peer
-        return began
+        is_there = peer is not None and peer[1] != 0 and peer == known.peer
+        return uid if retry.is_retry and (retry.is_named or is_there) else None
 
     # -- idle trajectories -------------------------------------------------------------------
 
@@ -298,11 +229,11 @@ class Identities:
             if trajectory.in_flight or trajectory.last_used >= before:
                 continue
             try:
-                if trajectory.uid in self._conversations:
+                if trajectory.caller is not None:
                     await trajectory.complete(None, {"closed_by": "idle"})
                     n_completed += 1
                 elif trajectory.unrecorded is not None:
-                    trajectory.let_go()
+                    trajectory.detach()
                 elif not trajectory.is_new:
                     trajectory.touch()  # asked again after as long
                     await trajectory.catch_up()

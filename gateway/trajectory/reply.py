@@ -1,25 +1,67 @@
-"""This module holds what was generated for a call, and makes of it what trainers and other gateways
-read.
+"""A generated reply, and what trainers and other gateways read of it.
 
     request, prompt, generation ──► Reply ──step──► Step        ids, log-probs, versions, sampling
                                       └─────note──► TurnNote    what ids do not say
+
+Ids say what the model saw and said. They do not say of which messages, and that is what requests
+are matched by. So each Step carries a note, and a gateway that did not make the Steps (a replica
+that takes over, a process that was restarted) has the graph that made them. A note is a JSON object
+of hashes, counts and the tool calls, which the next prompt shows; no other text. A Step without one
+(an agent submitted it itself) has a `step_index` and nothing else to restore.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
+import msgspec
+
+from stepwell.backends.engines.api import Sampling, TopLogProbs
 from stepwell.datapool.types import Step
-from stepwell.gateway.engine import Generation, Sampling, TopLogProbs
+from stepwell.gateway.engine import Generation
 from stepwell.gateway.prompt import ChatRequest, Prompt
 from stepwell.gateway.reply.parser import ReplyText
-from stepwell.gateway.tokens.graph import TurnKeys
+from stepwell.gateway.tokens.graph import Calls, TurnKeys
 from stepwell.gateway.tokens.messages import extend_key, text_key
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.trajectory.note import TurnNote
-from stepwell.gateway.trajectory.retries import RetryKey
+
+NOTE: Final = "turn"
+"""Key of a Step's metadata."""
+
+
+class TurnNote(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
+    """What ids do not say of a call. Bytes are base64 in JSON."""
+
+    keys: TurnKeys
+    retry: bytes
+    """`RetryKey.digest` of the request."""
+    created: int
+    """Unix seconds."""
+    body: bytes | None = None
+    """`RetryKey.body_digest` of the request."""
+    is_retry: bool = False
+    """The request was marked as a retry."""
+    n_forced: int = 0
+    """Ids at the end of the prompt that begin the reply itself (a forced tool call)."""
+    calls: Calls = ()
+    has_reasoning: bool = False
+    """As `Turn.has_reasoning`."""
+
+    def as_json(self) -> dict[str, Any]:
+        value: dict[str, Any] = msgspec.to_builtins(self)
+        if self.calls:
+            value["calls"] = [list(call) for call in self.calls]
+        return value
+
+
+def read_note(step: Step) -> TurnNote | None:
+    """The note of a Step; None if it has none that can be read."""
+    try:
+        return msgspec.convert(step.metadata.get(NOTE), TurnNote)
+    except msgspec.ValidationError:  # somebody else's use of the same key
+        return None
 
 
 class SampledToken(NamedTuple):
@@ -93,7 +135,16 @@ class Reply:
             version_spans=generation.spans if len(generation.spans) > 1 else (),
         )
 
-    def note(self, retry: RetryKey, created: int, tokenizer: ChatTokenizer) -> TurnNote:
+    def note(
+        self,
+        tokenizer: ChatTokenizer,
+        *,
+        retry: bytes,
+        body: bytes | None,
+        is_retry: bool,
+        created: int,
+    ) -> TurnNote:
+        """The note of its Step; the arguments are fields of it."""
         parent, attached = self.prompt.parent, self.prompt.attachment
         ids, plain, length = self.generation.response_ids, self.request.plain, None
         if plain is None:
@@ -106,10 +157,10 @@ class Reply:
             whole, length = text_key(plain), len(plain)
         return TurnNote(
             keys=TurnKeys(attached.root, attached.prompt_key, whole, length),
-            retry=retry.digest,
+            retry=retry,
             created=created,
-            body=retry.body_digest,
-            is_retry=retry.is_retry,
+            body=body,
+            is_retry=is_retry,
             n_forced=self.prompt.n_forced,
             calls=tuple((call.id, call.name, call.arguments) for call in self.text.tool_calls),
             has_reasoning=self.has_reasoning or (parent is not None and parent.has_reasoning),

@@ -31,7 +31,8 @@ from stepwell.gateway.errors import (
     TrajectoryClosedError,
     TrajectoryConflictError,
 )
-from stepwell.gateway.trajectory.groups import Identity
+from stepwell.gateway.trajectory.conversations import Conversations
+from stepwell.gateway.trajectory.groups import Groups, Identity
 from stepwell.gateway.trajectory.recording import Recording, Unrecorded
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory, closed_error
 
@@ -47,19 +48,11 @@ class TrajectoryStore:
     def __init__(
         self,
         recording: Recording,
-        *,
-        channel_of: Callable[[str, str | None], str],
-        on_left: Callable[[LiveTrajectory], None],
+        groups: Groups,
     ) -> None:
-        """
-        Args:
-            channel_of: of a prompt_uid and the channel of a caller's key.
-            on_left: told of every trajectory that was closed, or was refused before the pool heard
-                of it.
-        """
+        self.conversations = Conversations()
         self._recording = recording
-        self._channel_of = channel_of
-        self._on_left = on_left
+        self._groups = groups
         self._open: dict[str, LiveTrajectory] = {}
         self._closed: LRUCache[str, tuple[Identity, str]] = LRUCache(REMEMBERED)
 
@@ -92,7 +85,7 @@ class TrajectoryStore:
             trajectory = self._make(identity, self._leaves, closed=how)
         elif trajectory is None:
             caller.check_names(uid, prompt_uid)
-            channel = self._channel_of(prompt_uid, caller.channel)
+            channel = self._groups.channel(prompt_uid, caller.channel)
             owner = caller.opens_as(uid)
             trajectory = self.begin(Identity(uid, prompt_uid, channel, owner=owner))
         trajectory.check_owner(caller)
@@ -116,12 +109,12 @@ class TrajectoryStore:
             caller: in whose channel it is sampled.
         """
         uid = f"unrecorded-{uuid.uuid4().hex}"
-        channel = self._channel_of("", caller.channel)
+        channel = self._groups.channel("", caller.channel)
         return self.begin(Identity(uid, f"prompt-{uid}", channel, owner=caller.owner), why)
 
     def elsewhere(self, uid: str, prompt_uid: str, caller: Principal = OPERATOR) -> LiveTrajectory:
         """A trajectory to open for another gateway: it is not kept here."""
-        channel = self._channel_of(prompt_uid, None)
+        channel = self._groups.channel(prompt_uid, None)
         identity = Identity(uid, prompt_uid, channel, owner=caller.opens_as(uid))
         return self._make(identity, lambda _: None, is_elsewhere=True)
 
@@ -146,12 +139,11 @@ class TrajectoryStore:
     def _make(
         self, identity: Identity, on_left: Callable[[LiveTrajectory], None], **how: Any
     ) -> LiveTrajectory:
-        return LiveTrajectory(self._recording, identity, on_left, **how)
+        return LiveTrajectory(self._recording, identity, self.conversations, on_left, **how)
 
     def _leaves(self, trajectory: LiveTrajectory) -> None:
         """Of a closed one keep what answers 410; of one that the pool never heard of, nothing."""
         self._open.pop(trajectory.uid, None)
-        self._on_left(trajectory)
         if trajectory.closed is not None:
             uids = trajectory.uid, trajectory.prompt_uid
             identity = Identity(*uids, trajectory.channel, owner=trajectory.owner)

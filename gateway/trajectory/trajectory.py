@@ -6,22 +6,25 @@ Life cycle (the pool has the last word; `late` from it closes a trajectory here 
                                   │        └────► aborted | closed by the pool
                                   └► forgotten: refused before the pool heard of it
 
-Commits of one trajectory run one at a time under its lock: a Step takes the next `step_index` only
-when the pool has stored it, so a failed submit leaves no hole. Worked example: index 3 is submitted
-and the pool's answer is lost. The call answers 503 and stays `unsure`. The next commit offers index
-3 again. If the pool refuses it as a conflict, the trajectory is read: the lost Step was stored
-after all and keeps index 3 (its client's retry is answered with it), and the new one takes 4.
+Commits of one trajectory run one at a time under its lock. A Step is offered to the pool with the
+index behind all that are known here::
 
-A trajectory that another gateway began (a replica, or this one before it was restarted) is found in
-the pool with its Steps when it is opened here, and goes on where it was. If both serve it at once,
-whoever finds an index taken by the other reads its Steps. If one of these is the very call that was
-to be stored, because its client tried again elsewhere, it is not stored a second time.
+    append ──offers index 3──► stored            the call is turn 3
+                          └──► behind (Steps)    they become turns and calls here; 4 is offered next
+
+Worked example: index 3 is offered and the pool's answer is lost. The call answers 503 and stays
+`unstored`. The next commit offers index 3 again. If the lost Step was stored after all, it is among
+the Steps that the pool answers with: the call that made it keeps index 3 (its client's retry is
+answered with it), and the new one takes 4. A Step of another gateway (a replica, or this one before
+it was restarted) may be the very call that was to be stored, because its client tried again
+elsewhere: then it is not stored a second time.
 
 A trajectory of a conversation has no address that its agent knows, so its calls do not fail when it
 is closed: what is in flight is answered and not stored, and what follows begins another trajectory.
 
-Owns: the turn graph of each trajectory, the calls in flight, the memory that answers retries.
-Does not own: generation (`call.py`), which call a retry is for (`retries.py`), storage (the pool).
+Owns: the turn graph of each trajectory, the calls in flight, the memory that answers retries, the
+places where its conversation is found. Does not own: generation (`call.py`), which call a retry is
+for (`calls.py`), storage (the pool).
 """
 
 from __future__ import annotations
@@ -29,22 +32,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
+from stepwell.datapool.codec import Base
 from stepwell.datapool.errors import (
     ChannelShutDownError,
     GroupClosedError,
     GroupConflictError,
-    StepConflictError,
     StepIndexError,
     UnknownTrajectoryError,
 )
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.ops import Resumed, TrajectoryOutcome
-from stepwell.datapool.types import GREEDY, OWNER, unseen_key
+from stepwell.datapool.types import GREEDY, OWNER, Step, unseen_key
 from stepwell.gateway.access import OPERATOR, Principal
 from stepwell.gateway.errors import (
     PoolUnavailableError,
@@ -52,13 +55,16 @@ from stepwell.gateway.errors import (
     TrajectoryClosedError,
     TrajectoryConflictError,
 )
-from stepwell.gateway.tokens.graph import TurnGraph
+from stepwell.gateway.tokens.graph import Turn, TurnGraph
+from stepwell.gateway.tokens.messages import Key, text_key
+from stepwell.gateway.trajectory.calls import Call, CallMemory, LiveCall, restore
+from stepwell.gateway.trajectory.conversations import Caller, Conversations, Peer, Place
 from stepwell.gateway.trajectory.groups import Group, Identity
-from stepwell.gateway.trajectory.note import FinishedCall, restore
 from stepwell.gateway.trajectory.recording import POOL_FAILURE, Recording, Unrecorded
-from stepwell.gateway.trajectory.retries import CallMemory, LiveCall
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class LiveTrajectory:
@@ -68,6 +74,7 @@ class LiveTrajectory:
         self,
         recording: Recording,
         identity: Identity,
+        conversations: Conversations,
         on_left: Callable[[LiveTrajectory], None],
         *,
         closed: str | None = None,
@@ -76,7 +83,7 @@ class LiveTrajectory:
     ) -> None:
         """
         Args:
-            on_left: told when it was closed, or was refused before the pool heard of it.
+            on_left: called when it was closed, or was refused before the pool heard of it.
             is_elsewhere: another gateway serves it, and alone can give it up.
         """
         self.uid, self.prompt_uid, self.channel = identity[:3]
@@ -95,6 +102,14 @@ class LiveTrajectory:
         """Sampled at temperature 0, whatever the agent asks for."""
         self.steps = 0
         """The next commit's `step_index`: behind all Steps that this gateway knows of."""
+        self.caller: Caller | None = None
+        """Its last caller, if it was made for an agent that names none: it is found by what is said
+        in it, and closed when it has had no call for long."""
+        self.peer: Peer = None
+        """Where its last first request came from."""
+        self.places: list[Place] = []
+        """Its own in `Conversations`."""
+        self._conversations = conversations
         self._recording = recording
         self._may_give_up = recording.serves_unrecorded and not is_elsewhere
         self._pool = recording.pool
@@ -103,8 +118,6 @@ class LiveTrajectory:
         self._users = 0
         """Requests that are about to open it, or to begin calls."""
         self._opened = closed is not None
-        self._unsure: dict[str, LiveCall] = {}
-        """Calls, by uid, whose commit at the next index had no answer: at most one was applied."""
 
     @property
     def is_new(self) -> bool:
@@ -131,7 +144,9 @@ class LiveTrajectory:
     def forget_if_unused(self) -> None:
         """What was refused before the pool heard of it leaves nothing here."""
         if not (self._opened or self._users or self.in_flight or self.closed is not None):
-            self._on_left(self)
+            if self.group is not None:
+                self.group.joined -= 1
+            self._leave()
 
     def check_owner(self, caller: Principal) -> None:
         """Check the caller: against the names of a new one, whose owner the pool is asked for as it
@@ -169,9 +184,9 @@ class LiveTrajectory:
         self.greedy |= bool(metadata and metadata.get(GREEDY))
         if self._is_unrecorded():
             return
-        async with self._or_unrecorded(), self._alone():
-            if not self._opened or channel is not None or metadata is not None:
-                await self._read(channel, attempt, metadata, caller.opens_as(self.uid))
+        again = channel is not None or metadata is not None
+        owner = caller.opens_as(self.uid)
+        await self._unless_given_up(self._open(channel, attempt, metadata, owner, again=again))
         self.check_owner(caller)
 
     async def catch_up(self) -> None:
@@ -181,22 +196,30 @@ class LiveTrajectory:
             TrajectoryClosedError: closed meanwhile.
         """
         if self.unrecorded is None:
-            async with self._or_unrecorded(), self._alone():
-                await self._read()
+            await self._unless_given_up(self._open(again=True))
 
-    async def commit(self, call: LiveCall) -> None:
-        """Store the Step of `call`, if it still makes one; its `stored` follows at once. Returns
-        without, and counts why, if the call is to be answered although it is not stored.
+    async def append(self, live: LiveCall, make_step: Callable[[int], Step]) -> Turn | Call | None:
+        """Store the Step of a generated call. Runs on in the same turn of the loop as the pool's
+        answer comes.
+
+        Args:
+            make_step: makes its Step with this index.
+
+        Returns:
+            Its turn in the graph; or the call of another gateway that turned out to be a try of the
+            same request, and was stored first; or None, counted with why, if the call is to be
+            answered although it is not stored.
 
         Raises:
             TrajectoryClosedError: closed meanwhile; no Step was stored.
-            PoolUnavailableError: not acknowledged; `stored` may still be called, by a later commit.
+            PoolUnavailableError: not acknowledged; a later commit may find that it was stored.
         """
         why = self.unrecorded
         if why is None:
             try:
-                async with self._or_unrecorded(), self._lock:
-                    await self._commit(call)
+                found = await self._unless_given_up(self._append(live, make_step))
+                if found is not None:
+                    return found
                 why = self.unrecorded
             except TrajectoryClosedError:
                 if not self.is_conversation:
@@ -204,6 +227,34 @@ class LiveTrajectory:
                 why = "closed"
         if why is not None:
             self._recording.unrecorded[why] += 1
+        return None
+
+    def add_turn(self, live: LiveCall, index: int | None = None, crc: int | None = None) -> Turn:
+        """Make a generated call a turn of the graph.
+
+        Args:
+            index: of its Step; None: it has none here.
+            crc: as `Turn.crc`.
+        """
+        reply, note, request = live.reply, live.note, live.request
+        if reply is None or note is None:
+            raise RuntimeError("the call has not been generated")
+        turn = self.graph.add(
+            note.keys,
+            parent=reply.prompt.parent,
+            new_prompt_ids=reply.prompt.new_ids,
+            response_ids=reply.generation.response_ids,
+            calls=note.calls,
+            has_reasoning=note.has_reasoning,
+            step_index=index,
+            crc=crc,
+        )
+        self._found_by(note.keys.whole, note.keys.length)
+        if request.prompt_text is not None:
+            # The client goes on from what it was told, without the token that ended it.
+            told = request.prompt_text + reply.text.content
+            self._found_by(text_key(told), len(told))
+        return turn
 
     async def complete(
         self,
@@ -245,17 +296,24 @@ class LiveTrajectory:
         """Steps were submitted from outside (white-box); later commits go behind them."""
         self.steps = max(self.steps, highest_index + 1)
 
-    def set_unseen(self, call: FinishedCall, is_unseen: bool) -> None:
+    def begun_by(self, first: bytes, peer: Peer) -> None:
+        """Note the first request of its conversation, and the connection that it came over."""
+        self.peer = peer
+        if self.caller is not None and self._conversations.at(self.caller + first) != self.uid:
+            self._add_place(Place(self.caller + first))
+
+    def set_unseen(self, call: Call, is_unseen: bool) -> None:
         """Note that no client got the end of this reply, or that one has it after all. The pool is
         told, too, so that other gateways know it."""
         if call.is_unseen == is_unseen:
             return
-        call.is_unseen, index = is_unseen, call.turn.step_index
+        call.is_unseen = is_unseen
+        index = None if call.turn is None else call.turn.step_index
         if index is not None and self.closed is None and self.unrecorded is None:
             said = {unseen_key(index): is_unseen}
             self._recording.add_metadata(self.uid, self.prompt_uid, self.channel, said)
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Its calls belong to another trajectory from now on; the pool closes this one itself."""
         self._close("closed by the DataPool, or stored in another group")
 
@@ -267,71 +325,78 @@ class LiveTrajectory:
             self._give_up(PoolUnavailableError("the DataPool is away"))
         return self.unrecorded is not None
 
-    @asynccontextmanager
-    async def _or_unrecorded(self) -> AsyncIterator[None]:
-        """Where calls are served without the pool: give the trajectory up if the body, which asks
-        the pool for something, fails for it or takes long."""
+    async def _unless_given_up(self, asking: Awaitable[T]) -> T | None:
+        """The pool's answer. Where calls are served without the pool, the trajectory is given up if
+        it fails or takes long: then None."""
         if not self._may_give_up:
-            yield
-            return
+            return await asking
         try:
             async with self._recording.patience():
-                yield
+                return await asking
         except PoolUnavailableError as e:
             self._give_up(e)
+            return None
 
     def _give_up(self, why: PoolUnavailableError) -> None:
         if self.unrecorded is None and self.closed is None:
             self.unrecorded = POOL_FAILURE
             self._opened = True
-            self._unsure.clear()
             self._recording.give_up(self.channel, self.uid, why)
 
     # -- with the pool, one at a time --------------------------------------------------------
 
-    @asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
+    async def _append(self, live: LiveCall, make_step: Callable[[int], Step]) -> Turn | Call | None:
+        recording, parent = self._recording, live.prompt.parent
+        async with self._lock:
+            while True:
+                self._check_open()
+                if self.unrecorded is not None or live.call.turn is not None:
+                    return live.call.turn  # given up, or found in the pool, meanwhile
+                if (other := live.elsewhere) is not None and self._is_same(live, other):
+                    return other
+                index = self.steps
+                stored = self._pool.append_step(
+                    make_step(index),
+                    None if parent is None else parent.base(),
+                    self.channel,
+                    recording.room_s,
+                )
+                try:
+                    answer = await recording.ask(stored, room=True)
+                except PoolTrajectoryConflictError as e:
+                    raise TrajectoryConflictError(str(e)) from e
+                if isinstance(answer, Base):
+                    self.note_steps(index)
+                    return self.add_turn(live, index, answer.crc)
+                if answer == "late":
+                    self._close(
+                        "closed by the DataPool (deleted, or its group was served or dropped)"
+                    )
+                else:
+                    self._take_over(answer)
+                    self.note_steps(index)
+
+    def _is_same(self, live: LiveCall, other: Call) -> bool:
+        """True if a call and one that another gateway stored meanwhile, of the same request, are
+        two tries of one client."""
+        if not (live.call.is_retry or other.is_retry or not live.readers):
+            return False
+        if live.request.stream and live.readers and live.deltas:  # it was told otherwise
+            live.duplicate_of = None if other.turn is None else other.turn.step_index
+            return False
+        return True
+
+    async def _open(self, *registration: Any, again: bool = False) -> None:
+        """Open it, if that was not done before, or read the Steps that other gateways stored
+        meanwhile."""
         with self.in_use():
             async with self._lock:
                 self._check_open()
-                yield
-
-    async def _commit(self, call: LiveCall) -> None:
-        while True:
-            self._check_open()
-            index = self.steps
-            if self.unrecorded is not None or (step := call.step(index)) is None:
-                return  # given up meanwhile, or stored
-            try:
-                outcome = await self._recording.ask(
-                    self._pool.submit_step(
-                        step, channel=self.channel, timeout_s=self._recording.room_s
-                    ),
-                    room=True,
-                )
-            except StepConflictError:
-                # The index is taken: by a call whose commit had no answer, or by another gateway
-                # that serves this trajectory, too.
-                await self._read()
-                self.note_steps(index)
-            except PoolTrajectoryConflictError as e:
-                raise TrajectoryConflictError(str(e)) from e
-            except PoolUnavailableError:
-                self._unsure[call.uid] = call
-                raise
-            else:
-                if outcome != "late":
-                    self._unsure.clear()
-                    self.note_steps(index)
-                    call.stored(index)
+                if self._opened and not again:
                     return
-                self._close("closed by the DataPool (deleted, or its group was served or dropped)")
-
-    async def _read(self, *registration: Any) -> None:
-        """Open it, or read the Steps that other gateways stored meanwhile."""
-        if not await self._resume(*registration):
-            self._close("completed before")
-            self._check_open()
+                if not await self._resume(*registration):
+                    self._close("completed before")
+                    self._check_open()
 
     async def _resume(
         self,
@@ -386,15 +451,37 @@ class LiveTrajectory:
         self.owner = resumed.metadata.get(OWNER)
         self.greedy |= bool(resumed.metadata.get(GREEDY))  # said to another gateway, or before
         steps = resumed.steps
-        for step in steps:
-            if (lost := self._unsure.pop(str(step.metadata.get("call_id")), None)) is not None:
-                lost.stored(step.step_index)
-        for call in restore(self.graph, steps):
-            if not any(each.becomes(call) for each in self.in_flight):
-                self.calls.add(call.note.retry, call)
+        packed = () if resumed.packed is None else resumed.packed.steps
+        for call in restore(self.graph, steps, {step.step_index: step.crc for step in packed}):
+            if (own := self.calls.with_uid(call.uid)) is not None:
+                self._settle(own, call)
+                continue
+            for live in self.in_flight:
+                if (live.call.retry, live.call.body) == (call.retry, call.body):
+                    live.elsewhere = live.elsewhere or call
+            self.calls.add(call)
         self.calls.read_unseen(resumed.metadata)
         if steps:
             self.note_steps(steps[-1].step_index)
+
+    def _settle(self, own: Call, found: Call) -> None:
+        """The pool has the Step of a call whose commit had no answer."""
+        own.turn, own.note, own.finish_reason = found.turn, found.note, found.finish_reason
+        own.spans, own.log_probs = found.spans, found.log_probs
+        if own.live is not None and own.live.task is None:
+            own.live = None
+        if found.note is not None:
+            self._found_by(found.note.keys.whole, found.note.keys.length)
+
+    def _found_by(self, key: Key, length: int | None) -> None:
+        """Calls that extend this conversation belong here."""
+        if self.caller is not None:
+            self.touch()  # it is idle from the end of a call on
+            self._add_place(Place(self.caller + key, length))
+
+    def _add_place(self, place: Place) -> None:
+        self._conversations.add(place, self.uid)
+        self.places.append(place)
 
     async def _declare(self, group: Group, owner: str | None) -> None:
         """Let the pool close the group of this conversation by itself."""
@@ -445,11 +532,16 @@ class LiveTrajectory:
         if self.closed is not None:
             return
         self.closed = how
-        self._on_left(self)
+        self._leave()
         for call in () if self.is_conversation else tuple(self.in_flight):
             call.cancel(closed_error(self.uid, how))
         # They refer to each other: without this, all of it waits for the garbage collector.
         self.calls.clear()
+
+    def _leave(self) -> None:
+        self._conversations.remove(self.places, self.uid)
+        self.places.clear()
+        self._on_left(self)
 
     def _check_open(self) -> None:
         if self.closed is not None:

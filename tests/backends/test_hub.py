@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import constants, hf_api
 
 from stepwell.backends.hub import is_hub_id
-from stepwell.presets import load_config
+from stepwell.config.load import load_config
 from stepwell.trainer.errors import ConfigError
 from tests.e2e.conftest import ROOT
 

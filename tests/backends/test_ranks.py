@@ -43,7 +43,8 @@ def steps_of(seed: int, n: int = 6) -> list[Step]:
 def loss_fn(log_probs: Tensor, entropy: Tensor | None, columns: Any) -> LossOutput:
     loss = -(columns["coef"] * columns["advantages"] * log_probs).sum()
     n = torch.tensor(float(len(log_probs)))
-    return LossOutput(loss, {"policy/log_prob": Mean(log_probs.detach().double().sum(), n)})
+    means = {"policy/log_prob": Mean(log_probs.detach().double().sum(), n)}
+    return LossOutput(loss, means, {"found": log_probs.detach()})
 
 
 def bad_on_one_rank(log_probs: Tensor, entropy: Tensor | None, columns: Any) -> LossOutput:
@@ -64,7 +65,9 @@ def train(backend: TrainingBackend, seeds: Sequence[int]) -> list[dict[str, floa
         g = torch.Generator().manual_seed(seed)
         batch.columns["advantages"] = torch.randn(batch.n_tokens, generator=g)
         batch.columns["coef"] = torch.full((batch.n_tokens,), 1 / batch.n_tokens)
+        before = backend.compute_log_probs(batch)
         rows.append(backend.train_step(batch, loss_fn))
+        torch.testing.assert_close(batch.columns["found"], before, atol=1e-6, rtol=0)
     return rows
 
 

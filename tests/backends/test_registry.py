@@ -25,9 +25,9 @@ from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import BackendConfigError, EngineStartError
 from stepwell.backends.registry import BACKEND_NAMES
 from stepwell.backends.torch.backend import TorchBackend
-from stepwell.placement import wanted_gpus
-from stepwell.plugins import show_plugins
-from stepwell.presets import load_config
+from stepwell.cluster.placement import wanted_gpus
+from stepwell.config.load import load_config
+from stepwell.show.plugins import show_plugins
 from stepwell.trainer.errors import ConfigError
 
 COUNTER = """
@@ -52,7 +52,7 @@ class NeedsForest(Counter):
 OWN_OPTIONS = (
     COUNTER
     + """
-from stepwell.backends.config import Section
+from stepwell.datapool.config import Section
 
 class CounterOptions(Section):
     start: int = 0

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from stepwell.backends.config import PublishMode
-from stepwell.backends.engines.client import version_number
+from stepwell.backends.engines.api import version_number
 from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,
@@ -29,6 +29,7 @@ from stepwell.backends.errors import (
     WeightUpdateError,
 )
 from stepwell.backends.weights import WeightStore, publish
+from stepwell.backends.weights import store as store_module
 from stepwell.backends.weights import transaction as module
 from stepwell.datapool.types import CANARY
 
@@ -152,7 +153,7 @@ def store(tmp_path: Path) -> WeightStore:
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FENCE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(module, "_FENCE_RETRY_S", 0.0)
-    monkeypatch.setattr(module, "_LOCK_RETRY_S", 0.0)
+    monkeypatch.setattr(store_module, "LOCK_RETRY_S", 0.0)
 
 
 def three(store: WeightStore) -> list[Replica]:

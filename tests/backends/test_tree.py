@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -181,46 +180,22 @@ def dense(q: Tensor, k: Tensor, v: Tensor, tree: Tree, scale: float) -> Tensor:
 
 
 def assert_attends_densely(tree: Tree, heads: tuple[int, int], seed: int) -> None:
-    """Output and gradients are those of the mask over all pairs, of all queries and of some."""
+    """Output and gradients are those of the mask over all pairs."""
     g = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(1, h, tree.n_tokens, 8, generator=g, requires_grad=True)
         for h in (heads[0], heads[1], heads[1])
     )
     grad = torch.randn(q.shape, generator=g)
-    everywhere = torch.arange(tree.n_tokens)
-    for read in (everywhere, everywhere[torch.rand(tree.n_tokens, generator=g) < 0.4]):
-        blocks = replace(tree, read=read).blocks(of_read=True)
-        out = _TreeAttention.apply(q[:, :, read], k, v, blocks, 0.3)  # type: ignore[no-untyped-call]
-        expected = dense(q, k, v, tree, 0.3)[:, :, read]
-        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
-        for got, want in zip(
-            torch.autograd.grad(out, (q, k, v), grad[:, :, read]),
-            torch.autograd.grad(expected, (q, k, v), grad[:, :, read]),
-            strict=True,
-        ):
-            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
-
-
-def test_the_last_layer_attends_from_where_it_is_read_alone() -> None:
-    policy = model(FAMILIES["qwen3"])
-    enable(policy)
-    batch = TokenBatch.of(branching(5))
-    rows = build_rows(batch.steps, "tree")
-    inputs = prepare(batch, rows, torch.device("cpu"), as_tree=True)
-    assert inputs.tree is not None
-    asked: list[int] = []
-    whole = _TreeAttention.forward
-
-    def forward_of(ctx: Any, q: Tensor, *args: Any) -> Tensor:
-        asked.append(q.shape[2])
-        return whole(ctx, q, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_TreeAttention, "forward", staticmethod(forward_of))
-        forward(policy, batch, rows, device=torch.device("cpu"), entropy=False)
-    first, last = asked
-    assert last == len(set(inputs.positions.tolist())) < first == inputs.tree.n_tokens
+    out = _TreeAttention.apply(q, k, v, tree.blocks(), 0.3)  # type: ignore[no-untyped-call]
+    expected = dense(q, k, v, tree, 0.3)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+    for got, want in zip(
+        torch.autograd.grad(out, (q, k, v), grad),
+        torch.autograd.grad(expected, (q, k, v), grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
 
 # Each example runs a model.
@@ -327,22 +302,6 @@ def test_under_gradient_checkpointing_the_gradient_is_the_same() -> None:
     got = trained(policy, steps, "tree", 10_000)
     torch.testing.assert_close(got[:2], expected[:2], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(got[2], expected[2], atol=1e-5, rtol=1e-4)
-
-
-def test_the_last_mlp_computes_response_positions_alone_and_is_left_as_it_was() -> None:
-    policy = model(FAMILIES["qwen3"])
-    steps = branching(5)
-    batch = TokenBatch.of(steps)
-    first, last = (layer.mlp.gate_proj for layer in policy.model.layers)
-    seen: dict[Any, int] = {}
-    for module in (first, last):
-        module.register_forward_hook(
-            lambda m, args, out: seen.__setitem__(m, out.shape[:-1].numel())
-        )
-    rows = build_rows(steps, "step")
-    forward(policy, batch, rows, device=torch.device("cpu"), entropy=False)
-    assert seen[last] == batch.n_tokens < seen[first]
-    assert "forward" not in policy.model.layers[-1].mlp.__dict__
 
 
 def test_a_model_with_tree_attention_still_runs_without_a_tree() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -68,12 +69,16 @@ def test_a_disk_that_takes_no_more_is_one_error_with_its_remedy(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_version_is_replaced_when_a_resumed_run_writes_it_again(tmp_path: Path) -> None:
+def test_of_two_who_write_the_same_version_the_second_gets_the_next_number(tmp_path: Path) -> None:
     store = WeightStore(tmp_path)
-    store.write(3, save("first"))
-    store.write(3, save("second"))
-    assert (store.path(3) / "model.safetensors").read_text() == "second"
+    assert store.write(3, save("first")) == store.path(3)
+    second = store.write(3, save("second"))
+    assert store.number(second) == 4
+    assert (store.path(3) / "model.safetensors").read_text() == "first"
+    assert (second / "model.safetensors").read_text() == "second"
+    store.discard(second)
     assert [p.name for p in tmp_path.iterdir()] == ["v3"]
+    assert store.number(store.write(2, save("an old trainer's"))) == 2
 
 
 def test_commit_names_the_version_and_prunes_the_oldest(tmp_path: Path) -> None:
@@ -95,7 +100,9 @@ def test_the_committed_version_is_never_pruned(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
-    (tmp_path / ".tmp-v7-123").mkdir()
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    (tmp_path / f".tmp-{dead.pid}-0").mkdir()
     store = WeightStore(tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert store.versions() == []

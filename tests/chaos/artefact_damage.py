@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from stepwell.backends.weights import WeightStore, check_version, read_current
+from stepwell.config.load import load_config
 from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.files.export import read, write
 from stepwell.datapool.files.trained import (
@@ -37,16 +38,14 @@ from stepwell.datapool.inspect.rows import ExportedTrajectory
 from stepwell.datapool.remote.start import _note_started, _was_started
 from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.gateway.ui.run_folder import RunFolder
-from stepwell.presets import load_config
-from stepwell.report import read_summary, write_summary
-from stepwell.run_file import begin, read_run
-from stepwell.trackers import _run_id
+from stepwell.run.folder import begin, read_run
+from stepwell.track.summary import read_summary, write_summary
+from stepwell.track.trackers import _run_id
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.ledger import Ledger, audit, read_ledger
 from stepwell.trainer.metrics import MetricsWriter, read_metrics
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.recording import load_recording, record_batch
-from stepwell.trainer.rollback_file import RollBackFile
 from stepwell.trainer.slime.data_source import RolloutDataSource
 from stepwell.trainer.slime.pool import FILE, SlimePool
 from stepwell.trainer.validation import read_samples, write_samples
@@ -96,6 +95,7 @@ def _of_weights(folder: Path) -> dict[str, Artefact]:
         store.write(version, save)
         store.commit(version)
     store.write_again(39, 18)
+    store.refuse_roll_backs("the backend has no load_weights()")
     committed = folder / "v38"
 
     def served() -> Any:
@@ -112,6 +112,7 @@ def _of_weights(folder: Path) -> dict[str, Artefact]:
         "current version": Artefact([folder / "current.json"], lambda: read_current(folder)),
         "weights": Artefact(sorted(committed.iterdir()), served),
         "roll-back": Artefact([folder / "v39" / "origin.json"], lambda: store.weights_of(39)),
+        "roll-backs refused": Artefact([folder / "refused.json"], store.why_refused),
         "rolled-back weights": Artefact(sorted((folder / "v39").iterdir()), rolled_back),
     }
 
@@ -222,14 +223,6 @@ def _of_the_run(folder: Path, chance: random.Random) -> dict[str, Artefact]:
     record_batch(str(recording), [Group("a", tuple(trajectories[:2]))], Progress(updates=3))
     _run_id(folder / "wandb" / "stepwell_run_id")
     _note_started(folder / "pool", 3)
-    request = RollBackFile(folder)
-    with request.asked(7):  # as it lies there for the trainer
-        asked = (folder / "rollback.json").read_bytes()
-    (folder / "rollback.json").write_bytes(asked)
-    wanted = request._read_request()
-    if wanted is None:
-        raise RuntimeError("the roll-back is not asked for")
-    request.answer(wanted, version=8, weights_of=7)
 
     def recorded() -> Any:
         found = load_recording(recording / "3.pt")
@@ -258,10 +251,6 @@ def _of_the_run(folder: Path, chance: random.Random) -> dict[str, Artefact]:
         "recording": Artefact([recording / "3.pt"], recorded),
         "wandb's id": Artefact([wandb], lambda: _run_id(wandb)),
         "shards": Artefact([pool / "shards"], lambda: _was_started(pool, 3)),
-        "roll-back asked": Artefact([folder / "rollback.json"], request._read_request),
-        "roll-back answered": Artefact(
-            [folder / "rollback-answer.json"], lambda: request._read(wanted)
-        ),
     }
 
 

@@ -25,10 +25,10 @@ from pathlib import Path
 
 import psutil
 
-from stepwell.config import RunConfig
+from stepwell.config.load import load_config
+from stepwell.config.run import RunConfig
 from stepwell.datapool.store.segments import segment_path, segments_in
 from stepwell.layout import POOL
-from stepwell.presets import load_config
 from tests.chaos.faults import Fault
 from tests.chaos.lives import (
     EXCUSED_S,
@@ -93,7 +93,15 @@ class AttachedRun(Run):
 
     def command(self, total_steps: int) -> list[str]:
         own = (*self._given, f"trainer.total_steps={total_steps}")
-        return [sys.executable, "-m", "stepwell.cli", "train", "--attach", str(self.folder), *own]
+        return [
+            sys.executable,
+            "-m",
+            "stepwell",
+            "train",
+            "--attach",
+            str(self.folder),
+            *own,
+        ]
 
     def start(self, total_steps: int = 100_000) -> None:
         self.serve()
@@ -103,7 +111,7 @@ class AttachedRun(Run):
         """Start the service and its clients, if they do not run; returns once it is up."""
         if self._served is None or self._served.poll() is not None:
             self._service_excuse = None
-            command = [sys.executable, "-m", "stepwell.cli", "serve", "--config", "live"]
+            command = [sys.executable, "-m", "stepwell", "serve", "--config", "live"]
             with self._serve_log.open("ab") as log:
                 self._serve_at = log.tell()
                 self._served = self._spawn([*command, *self._serve_options], log.fileno())

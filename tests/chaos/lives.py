@@ -34,10 +34,10 @@ from pathlib import Path
 
 import psutil
 
-from stepwell.config import RunConfig
+from stepwell.config.load import load_config
+from stepwell.config.run import RunConfig
 from stepwell.datapool.store.folder import journal_exists
 from stepwell.layout import POOL, WEIGHTS
-from stepwell.presets import load_config
 from stepwell.trainer.ledger import LEDGER
 from tests.chaos import agent
 from tests.chaos.faults import Fault, attempt, find, part_of
@@ -235,7 +235,7 @@ class Run:
 
     def command(self, total_steps: int) -> list[str]:
         """Of a life."""
-        train = [sys.executable, "-m", "stepwell.cli", "train", "--config", "quickstart"]
+        train = [sys.executable, "-m", "stepwell", "train", "--config", "quickstart"]
         return [*train, *self.options(total_steps)]
 
     def start(self, total_steps: int = 100_000) -> None:
@@ -335,7 +335,7 @@ class Run:
     def cli(self, *arguments: str) -> tuple[int, str]:
         """Exit code of another command beside the run, and what it printed."""
         done = subprocess.run(
-            [sys.executable, "-m", "stepwell.cli", *arguments],
+            [sys.executable, "-m", "stepwell", *arguments],
             capture_output=True,
             text=True,
             cwd=ROOT,

@@ -29,14 +29,13 @@ from typing import Any
 import numpy as np
 
 from stepwell.backends.torch.backend import TorchBackend
-from stepwell.checks import training_prompts
-from stepwell.config import RunConfig
+from stepwell.config.run import RunConfig
 from stepwell.datapool.config import PoolConfig
-from stepwell.datapool.core.groups import DEADLINE, GROUP_DROPPED
+from stepwell.datapool.core.channel import GROUP_DROPPED
 from stepwell.datapool.core.pool import DataPool
+from stepwell.datapool.core.readiness import DEADLINE, TOO_FEW_ROLLOUTS
 from stepwell.datapool.core.rows import GroupClosed
 from stepwell.datapool.core.rows import read as read_row
-from stepwell.datapool.core.serving import TOO_FEW_ROLLOUTS
 from stepwell.datapool.questions import (
     GetStatistics,
     ListGroups,
@@ -49,6 +48,7 @@ from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
 from stepwell.datapool.types import TRAIN, VAL, Step, Trajectory, VersionSpan
 from stepwell.layout import CHECKPOINTS
+from stepwell.run.checks import training_prompts
 from stepwell.trainer.ledger import LEDGER, Audit, audit, read_ledger
 from stepwell.trainer.reclaim import AFTER_CHECKPOINT, LOST_POLICY, PRODUCER_GONE, TRAINED
 from stepwell.trainer.recording import load_recording, recordings

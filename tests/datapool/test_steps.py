@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace as changed
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from stepwell.datapool import ChannelConfig, PoolConfig, ops
 from stepwell.datapool.codec import Base, pack
 from stepwell.datapool.core import steps as steps_module
 from stepwell.datapool.errors import (
     InvalidStepError,
+    PoolFullError,
     StepConflictError,
     StepIndexError,
     TrajectoryConflictError,
     UnknownBaseError,
 )
+from stepwell.datapool.remote.client import DataPoolClient
 
 
 def test_a_step_comes_back_as_it_was_submitted(pool, make_step):
@@ -215,3 +221,76 @@ def test_channels_do_not_know_each_other(pool, make_step):
 def test_a_bad_channel_name_is_refused(pool, make_step):
     with pytest.raises(ValueError, match="channel is ''; pass a non-empty string"):
         pool.submit_step(make_step("t"), "")
+
+
+# -- the next step of a trajectory that several producers go on with ---------------------------
+
+
+async def test_the_next_step_is_stored_and_is_the_base_of_those_that_extend_it(make_step):
+    first = make_step("t", prompt_ids=[1, 2], response_ids=[3, 4])
+    second = make_step(
+        "t", index=1, prompt_ids=[1, 2, 3, 4, 5], response_ids=[6, 7], parent_index=0
+    )
+    async with DataPoolClient.local() as client:
+        base = await client.append_step(first)
+        assert isinstance(base, Base)
+        assert await client.append_step(first) == base, "again"
+        assert isinstance(await client.append_step(second, base), Base)
+        found = await client.resume_trajectory("t", "p")
+    assert [packed.header.base for packed in found.packed.steps] == [None, 0]
+    assert [s.prompt_ids.tolist() for s in found.steps] == [[1, 2], [1, 2, 3, 4, 5]]
+
+
+async def test_a_step_whose_index_another_one_has_is_answered_with_all_that_is_there(make_step):
+    theirs = [
+        make_step("t", metadata={"call_id": "a"}),
+        make_step("t", index=1, prompt_ids=[7], response_ids=[8, 8]),
+    ]
+    ours = make_step("t", response_ids=[9, 9])
+    async with DataPoolClient.local() as client:
+        await client.open_trajectory("t", "p", metadata={"m": 1})
+        await client.submit_steps(theirs)
+        behind = await client.append_step(ours)
+        assert isinstance(behind, ops.Resumed)
+        assert (behind.is_open, behind.metadata) == (True, {"m": 1})
+        assert [(s.step_index, s.response_ids.tolist()) for s in behind.steps] == [
+            (0, [4, 5]),
+            (1, [8, 8]),
+        ]
+        assert isinstance(await client.append_step(changed(ours, step_index=2)), Base)
+        with pytest.raises(StepConflictError):
+            await client.submit_step(ours)
+        counted = (await client.get_statistics("train"))["steps"]
+        assert (counted["submitted"], counted["conflict"], counted["stored"]) == (5, 2, 3)
+
+
+async def test_the_next_step_of_a_closed_trajectory_is_late(make_step):
+    async with DataPoolClient.local() as client:
+        await client.append_step(make_step("t"))
+        await client.complete_trajectory("t")
+        assert await client.append_step(make_step("t", response_ids=[9, 9])) == "late"
+        assert await client.append_step(make_step("t", index=1)) == "late"
+
+
+async def test_a_next_step_relative_to_tokens_that_the_pool_lacks_goes_once_more_whole(make_step):
+    lost = Base(0, 4 * 4, crc=1)
+    step = make_step("t", index=1, prompt_ids=[1, 2, 3, 4, 5], response_ids=[6, 7])
+    async with DataPoolClient.local() as client:
+        await client.append_step(make_step("t"))
+        assert isinstance(await client.append_step(step, lost), Base)
+        found = await client.resume_trajectory("t", "p")
+        assert found.steps[1].prompt_ids.tolist() == [1, 2, 3, 4, 5]
+        counted = (await client.get_statistics("train"))["steps"]
+        assert (counted["submitted"], counted["accepted"]) == (2, 2)
+
+
+async def test_a_next_step_that_would_begin_a_group_waits_for_room(make_step):
+    config = PoolConfig(default=ChannelConfig(n_rollouts=1, max_queue_size=1, overflow="block"))
+    async with DataPoolClient.local(config) as client:
+        await client.append_step(make_step("t"))
+        await client.complete_trajectory("t")
+        with pytest.raises(PoolFullError):
+            await client.append_step(make_step("u", prompt_uid="q"), timeout_s=0.01)
+        waiting = asyncio.create_task(client.append_step(make_step("u", prompt_uid="q")))
+        assert len((await client.lease_batch(1)).groups) == 1
+        assert isinstance(await waiting, Base)

@@ -20,12 +20,13 @@ import uvloop
 from stepwell.datapool import DataPoolClient, DataPoolError, Step
 from stepwell.datapool.codec import encoder
 from stepwell.datapool.errors import InvalidRequestError, InvalidStepError, UnknownLeaseError
-from stepwell.datapool.ops import Ack, LeaseBatch, OpenGroup, Refusal
+from stepwell.datapool.ops import Ack, LeaseBatch, OpenGroup, Refusal, Resumed
 from stepwell.datapool.questions import GetStatistics
 from stepwell.datapool.remote import wire
 from stepwell.datapool.remote.link import LocalPort
 from stepwell.datapool.remote.wire import Server, connect
-from tests.datapool.pools import HERE, DoorLink, groups_of, serving, settle, until
+from tests.builders import until
+from tests.datapool.pools import HERE, DoorLink, groups_of, serving, settle
 
 
 class RawPeer:
@@ -125,6 +126,9 @@ async def test_every_answer_is_the_same_through_a_socket_as_without_one(make_ste
         resumed = await far.resume_trajectory("o", "open")
         assert (resumed.outcome, resumed.channel, resumed.is_open) == ("duplicate", "train", True)
         assert [s.trajectory_uid for s in resumed.steps] == ["o"]
+        behind = await far.append_step(make_step("o", "open", response_ids=[9, 9]))
+        assert isinstance(behind, Resumed)
+        assert [s.trajectory_uid for s in behind.steps] == ["o"]
         await far.close()
 
 

@@ -18,6 +18,7 @@ import torch
 from stepwell.backends.base import TrainingBackend
 from stepwell.backends.config import VerlConfig
 from stepwell.backends.verl.backend import VerlBackend, lay_out
+from stepwell.config.load import load_config
 from stepwell.datapool import (
     DataPoolClient,
     PoolConfig,
@@ -27,7 +28,6 @@ from stepwell.datapool import (
     start_data_pool,
 )
 from stepwell.datapool.errors import InvalidStepError
-from stepwell.presets import load_config
 from stepwell.trainer.algorithms.off_policy.correction import correct
 from stepwell.trainer.algorithms.off_policy.lag import lags
 from tests.gateway.conftest import World, world, worlds

@@ -22,7 +22,7 @@ from stepwell.backends.slime.sample import SlimeSample, as_slime, sample_class
 from stepwell.backends.slime.samples import to_samples
 from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.types import Group, Step, Trajectory
-from stepwell.replay import replay as train_on_recording
+from stepwell.run.replay import replay as train_on_recording
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
 from stepwell.trainer.errors import CheckpointError
 from stepwell.trainer.progress import Progress

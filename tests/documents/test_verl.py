@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from stepwell.backends.verl.backend import lay_out
 from stepwell.backends.verl.rows import build
-from stepwell.migration import find, known_as
+from stepwell.config.migration import find, known_as
 from stepwell.trainer.config import CustomSource, ParquetSource
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import DataError
@@ -653,7 +653,7 @@ async def test_the_loop_validates_trains_dumps_and_reports(tmp_path: Path, rewar
         assert row["reward_extra_info"]["detailed_feedback"] == f"wanted {row['answer']}"
         assert {"prompt", "response"} <= row.keys()
 
-    from stepwell.verl_names import VerlNames
+    from stepwell.track.verl_names import VerlNames
 
     shown: dict[str, Any] = {}
     tracker = Tables()

@@ -17,8 +17,8 @@ from aiohttp import web
 
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.supervisor import Supervisor
-from stepwell.config import RunConfig
-from stepwell.presets import load_config
+from stepwell.config.load import load_config
+from stepwell.config.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
 SMALL = [

@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stepwell.cli import main
+from stepwell.cli.main import main
 from stepwell.datapool.files.trained import read_trained, trained_steps
 from stepwell.trainer.ledger import LEDGER, audit
 from stepwell.trainer.metrics import read_metrics
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.e2e
 
 def command(folder: Path, *overrides: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "stepwell.cli", "train", "--config", "quickstart"),
+        *(sys.executable, "-m", "stepwell", "train", "--config", "quickstart"),
         *SMALL,
         f"run.dir={folder}",
         *overrides,
@@ -47,7 +47,7 @@ def run_here(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """The same in this process, which has imported torch and transformers already."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.chdir(ROOT), redirect_stdout(out), redirect_stderr(err):
-        status = main(argv[argv.index("stepwell.cli") + 1 :])
+        status = main(argv[argv.index("stepwell") + 1 :])
     return subprocess.CompletedProcess(argv, status, out.getvalue(), err.getvalue())
 
 
@@ -164,7 +164,7 @@ def test_its_policy_is_exported_as_a_model_that_transformers_loads(
 ) -> None:
     target = tmp_path / "model"
     done = run_here(
-        [sys.executable, "-m", "stepwell.cli", "export", str(resumed), "--to", str(target)],
+        [sys.executable, "-m", "stepwell", "export", str(resumed), "--to", str(target)],
     )
     assert done.returncode == 0, done.stderr
     model = AutoModelForCausalLM.from_pretrained(target, local_files_only=True)
@@ -175,7 +175,7 @@ def test_its_policy_is_exported_as_a_model_that_transformers_loads(
     assert AutoTokenizer.from_pretrained(target, local_files_only=True).chat_template
 
     again = run_here(
-        [sys.executable, "-m", "stepwell.cli", "export", str(resumed), "--to", str(target)]
+        [sys.executable, "-m", "stepwell", "export", str(resumed), "--to", str(target)]
     )
     assert again.returncode == 2
     assert "which exists; name a new folder" in again.stderr

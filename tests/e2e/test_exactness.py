@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from stepwell.backends.torch.backend import TorchBackend
-from stepwell.checks import training_prompts
-from stepwell.cluster import start_cluster
-from stepwell.config import RunConfig
+from stepwell.cluster.parts import start_cluster
+from stepwell.config.run import RunConfig
 from stepwell.datapool.types import Step, VersionSpan
+from stepwell.run.checks import training_prompts
+from stepwell.run.trainer import build_trainer
 from stepwell.trainer.recording import load_recording, recordings
-from stepwell.training import build_trainer
 from tests.e2e.conftest import ROOT, EngineRecorder, engine, small_config
 
 pytestmark = pytest.mark.e2e

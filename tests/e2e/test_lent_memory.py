@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.run import train
+from stepwell.run.train import train
 from stepwell.trainer.metrics import read_metrics
 from tests.e2e.conftest import small_config
 

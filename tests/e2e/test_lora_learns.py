@@ -29,7 +29,7 @@ UNTAUGHT = 0.7
 
 def trained(folder: Path, *overrides: str) -> float:
     """Run `stepwell train --config quickstart`; return the score of its last evaluation."""
-    argv = [sys.executable, "-m", "stepwell.cli", "train", "--config", "quickstart"]
+    argv = [sys.executable, "-m", "stepwell", "train", "--config", "quickstart"]
     argv += [f"run.dir={folder}", "logging.wandb=disabled", *overrides]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

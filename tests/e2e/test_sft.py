@@ -20,7 +20,7 @@ def command(folder: Path, n: int, *overrides: str) -> list[str]:
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in conversations(n)))
     return [
-        *(sys.executable, "-m", "stepwell.cli", "train"),
+        *(sys.executable, "-m", "stepwell", "train"),
         *(f"data.sft={rows}", f"run.dir={folder / 'run'}", "logging.wandb=disabled"),
         *overrides,
     ]

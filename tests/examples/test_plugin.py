@@ -18,12 +18,12 @@ from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import BackendConfigError
 from stepwell.backends.registry import BACKEND_NAMES, ENGINE_NAMES
-from stepwell.cli import main
-from stepwell.config import RunConfig
-from stepwell.config_keys import show_keys
+from stepwell.cli.main import main
+from stepwell.config.keys import show_keys
+from stepwell.config.load import load_config
+from stepwell.config.run import RunConfig
 from stepwell.datapool import DataPoolClient, Step
 from stepwell.datapool.types import Group, Trajectory
-from stepwell.presets import load_config
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.algorithms.losses import make_loss_fn
 from stepwell.trainer.algorithms.off_policy.correction import correct

@@ -24,7 +24,7 @@ from examples.search_cite import prepare as towns
 from examples.search_cite.reward import score
 from examples.tictactoe import agent as tictactoe
 from examples.tictactoe import prepare as games
-from stepwell.presets import load_config
+from stepwell.config.load import load_config
 from stepwell.quickstart.agent import http_client
 from stepwell.quickstart.make_model import ChatTokens, make_tokenizer
 from stepwell.trainer.data.tasks import open_tasks

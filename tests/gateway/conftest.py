@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from stepwell.datapool.codec import PackedTrajectory, unpack
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.errors import PoolUnavailableError
-from stepwell.datapool.ops import Op, R, SubmitSteps
+from stepwell.datapool.ops import AppendStep, Op, R, SubmitSteps
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.link import LocalPort, Port
 from stepwell.datapool.types import Step
@@ -525,20 +525,24 @@ class WatchedPort:
         if self.is_away:
             raise PoolUnavailableError("the pool is away")
         self.asked.append(op)
-        if not isinstance(op, SubmitSteps):
+        if not isinstance(op, SubmitSteps | AppendStep):
             return await self._port.call(op, timeout_s)
         self.waiting.set()
         await self.door.wait()
         failure = self.failures.pop(0) if self.failures else None
         if failure == "before":
             raise ConnectionError("the request was lost")
-        sent = [
-            PackedTrajectory(t.trajectory_uid, t.prompt_uid, [copy(step)])
-            for t in op.trajectories
-            for step in t.steps
-        ]
+        if isinstance(op, AppendStep):
+            sent = [PackedTrajectory(op.trajectory_uid, op.prompt_uid, [copy(op.step)])]
+        else:
+            sent = [
+                PackedTrajectory(t.trajectory_uid, t.prompt_uid, [copy(step)])
+                for t in op.trajectories
+                for step in t.steps
+            ]
         outcomes: Any = await self._port.call(op, timeout_s)
-        for each, outcome in zip(sent, outcomes, strict=True):
+        told = [outcomes] if isinstance(op, AppendStep) else outcomes
+        for each, outcome in zip(sent, told, strict=True):
             if outcome == "accepted":
                 self._stored.append((op.channel, each))
         if failure == "after":

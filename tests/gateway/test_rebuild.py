@@ -22,21 +22,22 @@ from openai import AsyncOpenAI
 from pydantic import ValidationError
 
 from stepwell.datapool.files.export import read, write
-from stepwell.datapool.ops import ResumeTrajectory, SubmitSteps
+from stepwell.datapool.ops import AppendStep, ResumeTrajectory
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import DUPLICATE_OF, Step, superseded
-from stepwell.deletion import _forget
 from stepwell.gateway.access import OPERATOR
 from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.app import create_app
-from stepwell.gateway.call_service import Asked
+from stepwell.gateway.call import Asked
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.tokens.graph import Turn, TurnGraph
-from stepwell.gateway.trajectory.note import NOTE, TurnKeys, TurnNote, read_note, restore
-from stepwell.gateway.trajectory.retries import RetryKey
+from stepwell.gateway.tokens.graph import Turn, TurnGraph, TurnKeys
+from stepwell.gateway.trajectory.calls import RetryKey, restore
+from stepwell.gateway.trajectory.reply import NOTE, TurnNote, read_note
 from stepwell.gateway.wiring import ChannelSampling, Wiring
-from stepwell.run_file import GatewayPart
+from stepwell.run.deletion import _forget
+from stepwell.run.folder import GatewayPart
+from tests.builders import until
 from tests.gateway.conftest import World, serving
 from tests.gateway.raw import Raw
 from tests.helpers import reserved_port
@@ -307,12 +308,12 @@ async def test_a_recalled_call_is_the_one_that_was_made(
     made = await begin(fleet.world, request, n)
     again = await begin(await fleet.another(), request, n, is_retry=True)
     for one, other in zip(made, again, strict=True):
-        assert (one.uid, one.created) == (other.uid, other.created)
-        assert one.finished.turn.step_index == other.finished.turn.step_index
+        assert (one.call.uid, one.call.created) == (other.call.uid, other.call.created)
+        assert one.call.turn.step_index == other.call.turn.step_index
         assert other.reply.text == one.reply.text
         assert other.reply.finish_reason == one.reply.finish_reason
         assert other.n_prompt == one.n_prompt
-    assert len({call.uid for call in again}) == n
+    assert len({live.call.uid for live in again}) == n
     assert len(fleet.world.stored()) == len(fleet.world.engine.requests) == n
 
 
@@ -595,7 +596,7 @@ async def test_a_new_trajectory_costs_one_question_to_the_pool_beside_its_steps(
     for _ in range(3):
         await ask(client, messages)
         messages.append(user("more"))
-    assert [type(op) for op in fleet.world.port.asked] == [ResumeTrajectory, *[SubmitSteps] * 3]
+    assert [type(op) for op in fleet.world.port.asked] == [ResumeTrajectory, *[AppendStep] * 3]
 
 
 async def test_a_trajectory_stays_in_the_channel_that_it_was_opened_in(fleet: Fleet) -> None:
@@ -749,9 +750,7 @@ async def test_a_retry_of_a_first_call_goes_on_when_the_pool_answers_it(
     await began.wait()
     again = asyncio.create_task(ask(client, [user("hi")], extra_headers=RETRY))
     (trajectory,) = fleet.world.gateway.trajectories
-    async with asyncio.timeout(10):
-        while trajectory._users < 2:  # noqa: ASYNC110 - no event for it
-            await asyncio.sleep(0.005)
+    await until(lambda: trajectory._users >= 2, 10)
     both_wait.set()
     with pytest.raises(openai.InternalServerError, match="did not answer"):
         await first

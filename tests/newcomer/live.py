@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.newcomer.mistakes import LOADED, RUNNING, Mistake, make
-from tests.newcomer.user import ROOT, Step, User, WentWrongError, emptied, readme, where
+from tests.newcomer.user import ROOT, Step, User, WentWrongError, documented, emptied, where
 
 TRAINED_STEPS = 4
+PACKAGES = ("openai", "ai", "@ai-sdk/openai-compatible", "zod")
 CALLED_S = 30.0
 """The first Steps of the service are in the pool within this."""
 CONNECT = """\
@@ -107,7 +108,7 @@ ENDED = (
 
 def live_traffic(user: User) -> None:
     folder = emptied(user.folder / "live")
-    (folder / "service.py").write_text(readme("service.py"))
+    (folder / "service.py").write_text(documented("service.py"))
     try:
         _serve(user, folder)
     except WentWrongError as e:
@@ -139,6 +140,7 @@ def _serve(user: User, folder: Path) -> None:
                 _check_version(user, folder, openai)
             with user.step("stepwell.connect: statistics, export"):
                 user.run("python", "-c", CONNECT, cwd=folder)
+            _javascript(user, folder, openai)
             with user.step("the plug-in takes a batch of live traffic"):
                 user.run("pip", "install", "--quiet", "--no-deps", ROOT / "examples" / "plugin")
                 user.run("python", "-c", COLLECT, cwd=folder)
@@ -150,12 +152,37 @@ def _serve(user: User, folder: Path) -> None:
             raise WentWrongError(f"exit code {serving.returncode}: {log.read_text()[-300:]}")
 
 
+def _javascript(user: User, folder: Path, openai: dict[str, str]) -> None:
+    """The service and the agent of docs/agents.md, with the packages from npm."""
+    here = emptied(folder / "javascript")
+    for file in ("service.mjs", "agent.mjs"):
+        (here / file).write_text(documented(file, "docs/agents.md"))
+    with user.step(f"npm install {' '.join(PACKAGES)}"):
+        user.run("npm", "install", "--no-audit", "--no-fund", *PACKAGES, cwd=here)
+    with user.step("service.mjs and agent.mjs of docs/agents.md call it"):
+        calls = here / "service.log"
+        before = _accepted(user, folder)
+        with user.background("node", "service.mjs", cwd=here, log=calls, environment=openai) as it:
+            answer = user.run("node", "agent.mjs", cwd=here, environment=openai).out
+            if "outcome: 'complete'" not in answer:
+                raise WentWrongError(f"the agent was answered {answer[-300:].strip()}")
+            until = time.monotonic() + CALLED_S
+            while _accepted(user, folder) < before + 8:
+                if it.poll() is not None or time.monotonic() > until:
+                    raise WentWrongError(f"the service: {calls.read_text()[-300:].strip()}")
+
+
+def _accepted(user: User, folder: Path) -> int:
+    """Steps in the pool."""
+    return int(user.run("python", "-c", CONNECT, cwd=folder).out.split()[-1])
+
+
 def _called(user: User, folder: Path, service: subprocess.Popen[str], calls: Path) -> None:
     until = time.monotonic() + CALLED_S
     while time.monotonic() < until:
         if service.poll() is not None:
             raise WentWrongError(f"it ended: {calls.read_text()[-300:].strip()}")
-        if int(user.run("python", "-c", CONNECT, cwd=folder).out.split()[-1]) > 0:
+        if _accepted(user, folder) > 0:
             return
     raise WentWrongError(f"no Step after {CALLED_S:g} s")
 

@@ -196,12 +196,14 @@ def where(run_dir: Path, process: subprocess.Popen[str], log: Path) -> dict[str,
     raise WentWrongError(f"no gateway after {START_S:g} s")
 
 
-def readme(file: str) -> str:
-    """The code block of README that begins with `# file`."""
-    text = (ROOT / "README.md").read_text()
-    found = re.search(rf"^```python\n(# {re.escape(file)}\n.*?)^```", text, re.M | re.S)
+def documented(file: str, page: str = "README.md") -> str:
+    """The code block of a page that begins with the comment `file`."""
+    text = (ROOT / page).read_text()
+    found = re.search(
+        rf"^```(?:python|js)\n((?:#|//) {re.escape(file)}\n.*?)^```", text, re.M | re.S
+    )
     if found is None:
-        raise WentWrongError(f"README has no {file}")
+        raise WentWrongError(f"{page} has no {file}")
     return found[1]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stepwell.presets import load_config
+from stepwell.config.load import load_config
 from stepwell.trainer.errors import ConfigError
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from stepwell.backends.config import EngineConfig
-from stepwell.cluster import Network
+from stepwell.cluster.parts import Network
+from stepwell.cluster.placement import Node
 from stepwell.gateway.config import GatewayConfig
-from stepwell.placement import Node
 
 HERE = Node("10.0.0.1", "a", 0, is_driver=True)
 THERE = Node("10.0.0.2", "b", 0)

@@ -12,20 +12,20 @@ import pytest
 import ray
 
 from stepwell import RunUnavailableError, load_config
-from stepwell.cli import main
-from stepwell.config import RunConfig
-from stepwell.find_run import find_run
-from stepwell.presets import attached_config
-from stepwell.run_file import begin, left_by_trainer, only_trainer_in, refuse_second_trainer
-from stepwell.run_record import record_run
-from stepwell.serving import forget_weights
+from stepwell.cli.main import main
+from stepwell.config.load import attached_config
+from stepwell.config.run import RunConfig
+from stepwell.run.find import find_run
+from stepwell.run.folder import begin, left_by_trainer, only_trainer_in, refuse_second_trainer
+from stepwell.run.record import record_run
+from stepwell.run.serve import forget_weights
 from stepwell.trainer.errors import ConfigError
 from tests.stepwell.configuring import fails
 
 TRAINER = """
 import sys, time
 from pathlib import Path
-from stepwell.run_file import only_trainer_in
+from stepwell.run.folder import only_trainer_in
 with only_trainer_in(Path(sys.argv[1])):
     print("begun", flush=True)
     time.sleep(600)

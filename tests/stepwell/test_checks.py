@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from stepwell.cli import main
-from stepwell.run_file import only_run_in
+from stepwell.cli.main import main
+from stepwell.run.folder import only_run_in
 from stepwell.trainer.rollout.agents import load_agent
 from tests.e2e.conftest import ROOT
 
@@ -137,7 +137,7 @@ MISTAKES = {
     "model.path={folder}/no_tokenizer": "which has no tokenizer; add the model's tokenizer.json",
     "model.path={folder}/no_template": "whose tokenizer has no chat template",
     "model.path={folder}/no_weights": "which has no weights (*.safetensors); download",
-    "model.path={folder}/cut_off": "model.safetensors is cut off (100,000 of ",
+    "model.path={folder}/cut_off": "model.safetensors is cut off or damaged (",
     "model.path={folder}/pointer": "whose model.safetensors is a Git LFS pointer, not the weights",
     "model.path={folder}/new": "of the architecture 'nonesuch', which transformers",
     "model.path={folder}/huge": "1 × embedded engine takes 20000 GB, this machine has",
@@ -282,7 +282,7 @@ def test_neither_torch_nor_ray_is_imported_to_find_a_mistake(
 ) -> None:
     argv = train(folder, mistake.format(taken=taken))
     script = (
-        "import sys; from stepwell.cli import main; "
+        "import sys; from stepwell.cli.main import main; "
         f"code = main({argv!r}); print(code, *sorted({{'torch', 'ray'}} & sys.modules.keys()))"
     )
     done = subprocess.run(

@@ -15,7 +15,7 @@ import pytest
 import ray
 
 import stepwell
-from stepwell.cli import InterruptedWhileError, interruptible, main
+from stepwell.cli.main import InterruptedWhileError, interruptible, main
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -140,7 +140,7 @@ async def test_a_command_that_fails_while_it_is_interrupted_says_so_in_one_line(
 def test_a_full_disk_is_one_line_and_no_traceback(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-u", "-m", "stepwell.cli", "config", "--config", "quickstart"],
+            [sys.executable, "-u", "-m", "stepwell", "config", "--config", "quickstart"],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

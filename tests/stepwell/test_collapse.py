@@ -8,10 +8,11 @@ from typing import Any
 import orjson
 import pytest
 
-from stepwell import doctor, load_config
-from stepwell.collapse import find_collapse
-from stepwell.console import Display
+from stepwell import load_config
 from stepwell.datapool.sealed import sealed
+from stepwell.show import doctor
+from stepwell.track.collapse import find_collapse
+from stepwell.track.console import Display
 
 
 def records(*scores: float, **newest: Any) -> list[dict[str, Any]]:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from stepwell.config_keys import keys
-from stepwell.presets import find_config, load_config
+from stepwell.config.keys import keys
+from stepwell.config.load import find_config, load_config
 from stepwell.trainer.errors import ConfigError
 from tests.stepwell.configuring import fails
 

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.presets import load_config
+from stepwell.config.load import load_config
 from tests.stepwell.configuring import fails
 
 
 def command(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "stepwell.cli", *args], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "stepwell", *args],
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import stepwell
-from stepwell.config_keys import all_keys, keys, show_keys
-from stepwell.presets import load_config
+from stepwell.config.keys import all_keys, keys, show_keys
+from stepwell.config.load import load_config
 from stepwell.trainer.errors import ConfigError
 
 
@@ -63,7 +63,7 @@ def test_a_pattern_without_a_key_says_what_is_near_or_what_another_framework_cal
 
 def test_the_command_prints_keys_without_a_configuration() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "stepwell.cli", "config", "--keys", "total_steps"],
+        [sys.executable, "-m", "stepwell", "config", "--keys", "total_steps"],
         capture_output=True,
         text=True,
         check=False,

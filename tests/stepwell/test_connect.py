@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stepwell.run_file import live_run
+from stepwell.run.folder import live_run
 from tests.e2e.conftest import ROOT, SMALL
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]

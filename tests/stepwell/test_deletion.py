@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.cli import main
+from stepwell.cli.main import main
 from stepwell.datapool import DataPoolClient, Step, Trajectory
 from stepwell.datapool.files.export import read, read_rows, write
 from stepwell.datapool.inspect.rows import ExportedTrajectory

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.console import Display, sparkline
 from stepwell.datapool.process import logging_to
+from stepwell.track.console import Display, sparkline
 
 RECORD = {
     "step": 3,

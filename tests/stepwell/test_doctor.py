@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from stepwell import doctor, load_config
+from stepwell import load_config
 from stepwell.backends.weights import WeightStore
-from stepwell.cli import main
-from stepwell.doctor import Finding, finding_line, verdict
-from stepwell.run_file import begin, only_run_in
+from stepwell.cli.main import main
+from stepwell.run.folder import begin, only_run_in
+from stepwell.show import doctor
+from stepwell.show.doctor import Finding, finding_line, verdict
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.metrics import MetricsWriter
 

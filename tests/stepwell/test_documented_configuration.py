@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from stepwell.config import RunConfig
-from stepwell.config_keys import keys
-from stepwell.migration import known_as
-from stepwell.presets import load_config
+from stepwell.config.keys import keys
+from stepwell.config.load import load_config
+from stepwell.config.migration import known_as
+from stepwell.config.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(

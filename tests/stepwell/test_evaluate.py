@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from stepwell import load_config
-from stepwell.cli import main
-from stepwell.evaluate import evaluation_of
-from stepwell.run_file import begin, read_run
+from stepwell.cli.main import main
+from stepwell.run.evaluate import evaluation_of
+from stepwell.run.folder import begin, read_run
 from tests.e2e.conftest import SMALL
 
 MODEL = load_config("quickstart").model.path

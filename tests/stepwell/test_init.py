@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.checks import training_prompts, validation_tasks
-from stepwell.cli import main
-from stepwell.presets import load_config
+from stepwell.cli.main import main
+from stepwell.config.load import load_config
+from stepwell.run.checks import training_prompts, validation_tasks
 
 ROOT = Path(__file__).parents[2]
 

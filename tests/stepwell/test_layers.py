@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.presets import load_config
+from stepwell.config.load import load_config
 from stepwell.trainer.config.data import ParquetSource
 from tests.stepwell.configuring import fails
 

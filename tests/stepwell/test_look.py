@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from stepwell import Step, Trajectory, load_config
-from stepwell.cli import main
+from stepwell.cli.main import main
 from stepwell.datapool import DataPoolClient
 from stepwell.datapool.errors import JournalLockedError, PoolUnavailableError
 from stepwell.datapool.files.trained import TRAINED, TrainedTrajectory, write_trained
@@ -28,9 +28,9 @@ from stepwell.datapool.sealed import sealed
 from stepwell.datapool.store.reading import StoppedJournal
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.ui.run_folder import RunFolder
-from stepwell.run_file import GatewayPart, begin, read_run
-from stepwell.run_view import RunView, ask_gateway
-from stepwell.status import read_status, status_screen
+from stepwell.run.folder import GatewayPart, begin, read_run
+from stepwell.show.run import RunView
+from stepwell.show.status import read_status, status_screen
 
 Capture = pytest.CaptureFixture[str]
 
@@ -282,7 +282,7 @@ def test_what_is_no_gateway_is_told(answer: bytes) -> None:
         threading.Thread(target=lambda: _say_once(server, answer), daemon=True).start()
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(OSError, match="no gateway"):
-            ask_gateway(GatewayPart(urls=(url,)), url, "/statistics")
+            GatewayPart(urls=(url,)).ask(url, "/statistics")
 
 
 def _say_once(server: socket.socket, answer: bytes) -> None:
@@ -426,7 +426,7 @@ async def test_a_pool_that_does_not_answer_is_told_with_the_rest(
         async def get_statistics(self) -> Any:
             await asyncio.sleep(60)
 
-    monkeypatch.setattr("stepwell.status.ANSWER_S", 0.01)
+    monkeypatch.setattr("stepwell.show.status.ANSWER_S", 0.01)
     view = RunView(run, read_run(run), True, cast(Any, Silent()), RunFolder(run))
     status = await read_status(view)
     assert status["pool"] == {"error": "no answer in 0.01 s"}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.cli import main
-from stepwell.config_keys import all_keys
-from stepwell.migration import find, known_as, rows, tables
+from stepwell.cli.main import main
+from stepwell.config.keys import all_keys
+from stepwell.config.migration import find, known_as, rows, tables
 from tests.stepwell.configuring import fails
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "migration.md"

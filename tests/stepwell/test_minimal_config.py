@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.checks import training_prompts, validation_tasks
-from stepwell.presets import load_config
+from stepwell.config.load import load_config
+from stepwell.run.checks import training_prompts, validation_tasks
 from stepwell.trainer.config import HuggingFaceSource, JsonlSource, ParquetSource
 from stepwell.trainer.errors import ConfigError
 from tests.stepwell.configuring import fails

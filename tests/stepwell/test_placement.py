@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
-from stepwell.config import RunConfig
-from stepwell.placement import (
+from stepwell.cluster.placement import (
     Bundle,
     Node,
     Placement,
@@ -24,7 +23,8 @@ from stepwell.placement import (
     stable_order,
     wanted_gpus,
 )
-from stepwell.presets import load_config
+from stepwell.config.load import load_config
+from stepwell.config.run import RunConfig
 from stepwell.trainer.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -114,12 +114,11 @@ def test_an_engine_that_fits_a_node_is_on_one() -> None:
     assert planned.engines == ((2, 2.0),)
 
 
-TP = 'engine.extra_args=[--tp-size,"12"]'
 NODES = [Node(f"10.0.0.{i}", f"{i}" * 40, 8, is_driver=i == 1) for i in range(1, 5)]
 
 
 def test_an_engine_larger_than_a_node_is_spread_in_equal_parts() -> None:
-    planned = plan(config("cluster.gpus_per_engine=12", "cluster.engines=2", TP), NODES)
+    planned = plan(config("cluster.gpus_per_engine=12", "cluster.engines=2"), NODES)
     assert planned.nodes_per_engine == 2
     assert planned.bundles == (1, 1, 6, 6, 6, 6)
     assert planned.engines == ((2, 6), (3, 6), (4, 6), (5, 6))
@@ -131,10 +130,9 @@ def test_an_engine_larger_than_a_node_is_spread_in_equal_parts() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("cluster.gpus_per_engine=11", TP), r"is 11, which no number of nodes .* 8, 8, 8, 8 GPUs"),
-        (("cluster.gpus_per_engine=12", TP, "engine.host=10.0.0.2"), "leave engine.host out"),
-        (("cluster.gpus_per_engine=12", TP, "engine.port=30000"), "engine.port is 30000: each"),
-        (("cluster.gpus_per_engine=12",), r"over 2 nodes, but .* no --tp-size: .*--tp-size, \"12"),
+        (("cluster.gpus_per_engine=11",), r"is 11, which no number of nodes .* 8, 8, 8, 8 GPUs"),
+        (("cluster.gpus_per_engine=12", "engine.host=10.0.0.2"), "leave engine.host out"),
+        (("cluster.gpus_per_engine=12", "engine.port=30000"), "engine.port is 30000: each"),
     ],
 )
 def test_an_engine_that_cannot_be_spread_is_refused_with_the_way_to_have_one(

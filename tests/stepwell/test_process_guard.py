@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stepwell.process_guard import NOTE_EVERY_S, VARIABLE, ProcessGuard, runs
+from stepwell.cluster.guard import NOTE_EVERY_S, VARIABLE, ProcessGuard, runs
 
 Start = Callable[[str], psutil.Popen]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepwell.ray_address import find_ray
+from stepwell.cluster.address import find_ray
 from stepwell.trainer.errors import ConfigError
 
 

@@ -22,9 +22,9 @@ import ray
 from pydantic import SecretStr
 from ray.cluster_utils import Cluster
 
-from stepwell.cluster import start_cluster
+from stepwell.cluster.parts import start_cluster
+from stepwell.cluster.ray import connected, joined
 from stepwell.layout import GATEWAY_KEY
-from stepwell.ray_cluster import connected, joined
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.rollout.worker import RolloutWorker
 from tests.e2e.conftest import small_config
@@ -32,7 +32,7 @@ from tests.e2e.conftest import small_config
 DRIVER = """
 import asyncio, os, subprocess, sys, time
 import psutil, ray
-from stepwell.ray_cluster import connected, while_raylet_lives
+from stepwell.cluster.ray import connected, while_raylet_lives
 
 @ray.remote(num_cpus=0)
 class Agent:
@@ -179,7 +179,7 @@ def _wait_listening(address: str) -> None:
 JOINER = """
 import sys, time
 from stepwell.trainer.errors import ConfigError
-from stepwell.ray_cluster import joined
+from stepwell.cluster.ray import joined
 try:
     with joined(sys.argv[1]):
         print("joined")
@@ -210,7 +210,7 @@ def test_a_cluster_with_a_token_is_joined_by_its_address(
 VISITOR = """
 import asyncio, sys, time
 import psutil, ray
-from stepwell.ray_cluster import joined, while_head_lives
+from stepwell.cluster.ray import joined, while_head_lives
 from stepwell.trainer.errors import RayEndedError
 
 async def wait():
@@ -295,7 +295,7 @@ async def test_on_two_nodes_a_worker_on_the_other_one_reaches_the_gateway(tmp_pa
 
 STARTER = """
 import asyncio, signal
-from stepwell.ray_cluster import connected
+from stepwell.cluster.ray import connected
 signal.signal(signal.SIGTERM, lambda number, frame: print("told", flush=True))
 try:
     with connected(None, "ends-at-once", 80):

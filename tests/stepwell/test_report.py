@@ -6,7 +6,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from stepwell.report import plot_reward, read_summary, write_summary
+from stepwell.track.summary import plot_reward, read_summary, write_summary
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:

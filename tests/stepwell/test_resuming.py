@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import ray
 
-from stepwell.checks import check_attached, check_run
-from stepwell.config import RunConfig
-from stepwell.presets import load_config
-from stepwell.resuming import origin, told
+from stepwell.config.load import load_config
+from stepwell.config.run import RunConfig
+from stepwell.run.checks import check_attached, check_run
+from stepwell.run.resume import origin, told
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import ConfigError

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from stepwell import RunUnavailableError, load_config
-from stepwell.cli import main
-from stepwell.config import RunConfig
+from stepwell.cli.main import main
+from stepwell.config.run import RunConfig
 from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.store.journal import Journal
-from stepwell.run_file import RUN_FILE, begin, holder, live_run, only_run_in
+from stepwell.layout import RUN_FILE
+from stepwell.run.folder import begin, holder, live_run, only_run_in
 
 ROOT = Path(__file__).parents[2]
 SECRETIVE = (
@@ -29,7 +30,7 @@ SECRETIVE = (
 OWNER = """
 import sys, time
 from pathlib import Path
-from stepwell.run_file import only_run_in, begin
+from stepwell.run.folder import only_run_in, begin
 from stepwell import load_config
 with only_run_in(Path(sys.argv[1])):
     begin(load_config("quickstart", ["run.dir=" + sys.argv[1]]))

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from stepwell.presets import load_config
-from stepwell.run import resume_status, train
-from stepwell.run_file import only_run_in
+from stepwell.config.load import load_config
+from stepwell.run.folder import only_run_in
+from stepwell.run.train import resume_status, train
 from stepwell.trainer.errors import ConfigError
 
 

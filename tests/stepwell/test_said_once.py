@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.presets import load_config
+from stepwell.config.load import load_config
 from stepwell.trainer.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.cli import main
+from stepwell.cli.main import main
 from tests.datapool.test_salvage import cut_before_the_ack, held
 
 

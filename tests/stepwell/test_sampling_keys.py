@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from stepwell.cluster import channel_sampling
-from stepwell.config import RunConfig
+from stepwell.cluster.parts import channel_sampling
+from stepwell.config.load import load_config
+from stepwell.config.run import RunConfig
 from stepwell.gateway.wiring import ChannelSampling
-from stepwell.presets import load_config
 from stepwell.trainer.errors import ConfigError
 
 

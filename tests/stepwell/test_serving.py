@@ -10,10 +10,10 @@ from typing import Any, cast
 import aiohttp
 import pytest
 
-from stepwell.cluster import Cluster
+from stepwell.cluster.parts import Cluster
+from stepwell.config.load import load_config
 from stepwell.datapool.errors import PoolFullError
-from stepwell.presets import load_config
-from stepwell.serving import where_to_call
+from stepwell.run.serve import where_to_call
 from tests.gateway.conftest import local_pool, worlds
 
 __all__ = ["worlds"]

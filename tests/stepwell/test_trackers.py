@@ -20,13 +20,11 @@ import pytest
 from google.protobuf.message import DecodeError
 from prometheus_client.parser import text_string_to_metric_families
 
-from stepwell import checks
-from stepwell.presets import load_config
-from stepwell.prometheus import TRAINER, PrometheusTracker
-from stepwell.trackers import build_trackers
-from stepwell.trainer.errors import ConfigError
-from stepwell.trainer.metrics import MetricsWriter
-from stepwell.verl_names import (
+from stepwell.config.load import load_config
+from stepwell.run import checks
+from stepwell.track.prometheus import TRAINER, PrometheusTracker
+from stepwell.track.trackers import build_trackers
+from stepwell.track.verl_names import (
     DUAL_CLIP,
     KL_COEF,
     KL_LOSS,
@@ -37,6 +35,8 @@ from stepwell.verl_names import (
     REWARDS,
     TOKEN_MEAN,
 )
+from stepwell.trainer.errors import ConfigError
+from stepwell.trainer.metrics import MetricsWriter
 from tests.documented_metrics import documented
 
 

@@ -22,14 +22,17 @@ import torch
 from torch import Tensor
 
 from stepwell.backends.base import LossFn, TokenBatch, TrainingBackend
-from stepwell.backends.engines.client import EngineClient, version_number
-from stepwell.cluster import Parts
-from stepwell.config import RunConfig
+from stepwell.backends.engines.api import version_number
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.errors import EngineError
+from stepwell.cluster.parts import Parts
+from stepwell.config.load import load_config
+from stepwell.config.run import RunConfig
 from stepwell.datapool import DataPoolClient, PoolConfig, Step, VersionSpan
 from stepwell.datapool.remote.link import LocalPort
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.types import GREEDY, TRAIN, VAL
-from stepwell.presets import load_config
+from stepwell.run.trainer import build_trainer
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.config import DataConfig
 from stepwell.trainer.data import PromptSource, Task, open_conversations
@@ -37,7 +40,6 @@ from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.loop import Trainer
 from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.validation import Evaluation
-from stepwell.training import build_trainer
 
 SMALL = (
     "logging.wandb=disabled",
@@ -58,6 +60,14 @@ SMALL = (
 Reward = Callable[[Task, int], float | None]
 
 
+class Load:
+    """A load of weights that takes until it may end."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.may_end = asyncio.Event()
+
+
 class FakeEngine:
     """What `stepwell.backends.weights.publish` asks of an engine."""
 
@@ -68,6 +78,9 @@ class FakeEngine:
         self.path = ""
         self.calls: list[str] = []
         self.changed = asyncio.Event()
+        self.load: Load | None = None
+        self.down = 0
+        """Questions that nobody answers."""
 
     @property
     def version(self) -> int:
@@ -81,6 +94,9 @@ class FakeEngine:
         return {"model_path": self.path, "weight_version": self.name}
 
     async def weight_version(self) -> int:
+        if self.down:
+            self.down -= 1
+            raise EngineError("connection refused")
         return self.version
 
     async def server_info(self) -> dict[str, str]:
@@ -101,7 +117,18 @@ class FakeEngine:
     async def resume_memory(self) -> None:
         self.calls.append("resume")
 
+    @asynccontextmanager
+    async def loading(self) -> AsyncIterator[Load]:
+        """Loads take until they may end, inside the block."""
+        self.load = Load()
+        yield self.load
+        self.load.may_end.set()
+        self.load = None
+
     async def update_weights_from_disk(self, path: str, version: str, flush_cache: bool) -> None:
+        if self.load is not None:
+            self.load.begun.set()
+            await self.load.may_end.wait()
         self.path, self.name = path, version
         self.calls.append(f"load {version}")
         self.changed.set()

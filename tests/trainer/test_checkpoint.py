@@ -20,16 +20,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.torch.backend import TorchBackend
-from stepwell.config import RunConfig, RunSection
+from stepwell.config.run import RunConfig, RunSection
 from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.sealed import seal
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.types import Group
 from stepwell.layout import CHECKPOINTS
-from stepwell.report import write_summary
-from stepwell.run import _finished
-from stepwell.run_file import only_trainer_in
-from stepwell.serving import start_over
+from stepwell.run.folder import only_trainer_in
+from stepwell.run.serve import start_over
+from stepwell.run.train import _finished
+from stepwell.track.summary import write_summary
 from stepwell.trainer.checkpoint import (
     CheckpointStore,
     checkpoint_due,

@@ -101,7 +101,7 @@ def mixed(updater: Updater) -> dict[str, Any]:
     rolled_out = replace(rolled_out, trajectories=trajectories)
     batch = [rolled_out, replace(other, metadata={CHANNEL: SFT})]
     prepared = updater.prepare(batch)
-    update = updater.step(prepared.batch, prepared.mini_batches[0][0])
+    update = updater.step(prepared, prepared.mini_batches[0][0])
     return update | prepared.metrics | record_of(updater.progress, batch, {}, batch)
 
 

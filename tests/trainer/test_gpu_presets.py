@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.placement import Node, Plan, plan
-from stepwell.presets import load_config
+from stepwell.cluster.placement import Node, Plan, plan
+from stepwell.config.load import load_config
 from stepwell.trainer.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

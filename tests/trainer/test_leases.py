@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from stepwell.backends.base import LossFn, TokenBatch
-from stepwell.config import RunConfig
+from stepwell.config.run import RunConfig
 from stepwell.datapool import client_of, start_data_pool
 from stepwell.datapool.types import TRAIN, VAL
 from stepwell.trainer.checkpoint import CheckpointStore

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.config import RunConfig
+from stepwell.config.run import RunConfig
 from stepwell.datapool import DataPoolClient, PoolConfig, Step, VersionSpan
 from stepwell.datapool.errors import JournalCorruptError
 from stepwell.datapool.store.salvage import salvage, settle_doubtful

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 
 from stepwell.backends.torch.backend import TorchBackend, TorchBatch
+from stepwell.config.load import load_config
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper
 from stepwell.datapool.types import DUPLICATE_OF, TRAIN, Group, Lease, Step, Trajectory
-from stepwell.presets import load_config
-from stepwell.trainer.batches import Batches
+from stepwell.run.trainer import build_updater
+from stepwell.trainer.batches import Batches, TrainedChannel
 from stepwell.trainer.errors import ConfigError
-from stepwell.trainer.feeds import Feed
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.sampling import GroupFilter
 from stepwell.trainer.updater import Updater
-from stepwell.training import build_updater
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,13 +40,15 @@ class CountingBackend(TorchBackend):
 
 
 @contextmanager
-def updater_of(tmp_path: Path, *overrides: str) -> Iterator[Updater]:
+def updater_of(
+    tmp_path: Path, *overrides: str, backend: type[TorchBackend] = CountingBackend
+) -> Iterator[Updater]:
     fixed = ("data.train.size=4", "data.val.size=4", "backend.dtype=float32")
     config = load_config(
         str(ROOT / "configs/quickstart.yaml"),
         [f"run.dir={tmp_path}", f"model.path={ROOT}/examples/quickstart/model", *fixed, *overrides],
     )
-    updater = build_updater(config, CountingBackend(config.backend, config.model.path))
+    updater = build_updater(config, backend(config.backend, config.model.path))
     try:
         yield updater
     finally:
@@ -78,12 +79,12 @@ def groups(log_probs: bool = True) -> list[Group]:
     return [Group(f"p{p}", tuple(trajectory(p, t) for t in range(3))) for p in range(2)]
 
 
-def train(updater: Updater) -> tuple[Any, dict[str, float]]:
+def train(updater: Updater, batch: Sequence[Group] | None = None) -> tuple[Any, dict[str, float]]:
     torch.set_num_threads(1)
-    prepared = updater.prepare(groups())
+    prepared = updater.prepare(groups() if batch is None else batch)
     metrics = dict(prepared.metrics)
     for mini_batch in prepared.mini_batches:
-        metrics |= updater.step(prepared.batch, mini_batch.steps)
+        metrics |= updater.step(prepared, mini_batch.steps)
     return prepared.batch, metrics
 
 
@@ -115,7 +116,7 @@ def test_a_later_epoch_sees_the_ratio_that_the_first_made(tmp_path: Path) -> Non
     with updater_of(tmp_path, *keys, "algorithm.loss.clip_ratio_high=0.01") as updater:
         prepared = updater.prepare(groups())
         assert [m.epoch for m in prepared.mini_batches] == [0, 1]
-        one, two = (updater.step(prepared.batch, m.steps) for m in prepared.mini_batches)
+        one, two = (updater.step(prepared, m.steps) for m in prepared.mini_batches)
         assert updater.backend.passes == 1  # type: ignore[attr-defined]
     assert one["policy/kl_k3"] == pytest.approx(0, abs=1e-9)
     assert two["policy/kl_k3"] > 1e-4
@@ -250,10 +251,9 @@ def test_the_gap_to_the_engine_is_measured_also_when_its_log_probs_are_not_used(
     tmp_path: Path,
 ) -> None:
     with updater_of(tmp_path) as used:
-        expected = used.prepare(groups()).metrics
+        _, expected = train(used)
     with updater_of(tmp_path, "async_training.use_rollout_log_probs=false") as unused:
-        prepared = unused.prepare(groups())
-    batch, metrics = prepared.batch, prepared.metrics
+        batch, metrics = train(unused)
     assert torch.equal(batch.columns["rollout_log_probs"], batch.columns["prox_log_probs"])
     assert metrics["log_prob_gap"] == expected["log_prob_gap"] > 0.1  # the steps say -1.5
 
@@ -272,18 +272,17 @@ def test_text_only_rollouts_are_counted_weigh_1_when_fresh_and_as_configured_whe
     """Items of slime's Rollout Buffer that are messages alone become Steps without log-probs."""
     with updater_of(tmp_path, option, "async_training.trigger_parameter_sync_step=1") as updater:
         text, recorded = groups(log_probs=False), groups()
-        prepared = updater.prepare([text[0], recorded[1]])
+        batch, fresh = train(updater, [text[0], recorded[1]])
         missing = len(text[0].steps)
-        assert prepared.metrics["off_policy/missing_steps"] == missing
-        assert prepared.metrics["off_policy/dropped_steps"] == 0
-        assert set(prepared.batch.columns["weights"].tolist()) == {1.0}
+        assert fresh["off_policy/missing_steps"] == missing
+        assert fresh["off_policy/dropped_steps"] == 0
+        assert set(batch.columns["weights"].tolist()) == {1.0}
         train(updater)
-        train(updater)
-        stale = updater.prepare(text)
-        assert stale.metrics["off_policy/missing_steps"] == 2 * missing
-        assert stale.metrics["off_policy_share"] == 1.0
-        assert set(stale.batch.columns["weights"].tolist()) == {weight}
-        assert stale.metrics["off_policy/dropped_steps"] == (0 if weight else 2 * missing)
+        batch, stale = train(updater, text)
+        assert stale["off_policy/missing_steps"] == 2 * missing
+        assert stale["off_policy_share"] == 1.0
+        assert set(batch.columns["weights"].tolist()) == {weight}
+        assert stale["off_policy/dropped_steps"] == (0 if weight else 2 * missing)
 
 
 def test_a_coefficient_that_was_adapted_to_0_stays_0(tmp_path: Path) -> None:
@@ -300,12 +299,12 @@ def test_an_update_that_is_not_applied_makes_no_step_staler(tmp_path: Path) -> N
         prepared = updater.prepare(groups())
         prepared.batch.columns["advantages"].fill_(torch.inf)
         ((indices, _, _),) = prepared.mini_batches
-        assert updater.step(prepared.batch, indices)["skipped_updates"] == 1
+        assert updater.step(prepared, indices)["skipped_updates"] == 1
         assert updater.progress.updates == 1
         _, metrics = train(updater)
         assert metrics["staleness/mean"] == 0
         assert "log_prob_gap" in metrics  # the engines still have these weights
-        assert updater.prepare(groups()).metrics["staleness/mean"] == 1
+        assert train(updater)[1]["staleness/mean"] == 1
 
 
 def test_an_update_of_the_critic_alone_makes_no_step_staler(tmp_path: Path) -> None:
@@ -337,13 +336,13 @@ async def test_the_last_groups_are_trained_though_generation_ends_before_they_ar
     pool = cast(Any, Pool())
     ended = asyncio.Event()
     ended.set()
-    producer = SimpleNamespace(leased=list, ended=ended.wait, has_ended=True, endless=False)
+    producer = SimpleNamespace(leased=list, wait_ended=ended.wait, has_ended=True, endless=False)
     batches = Batches(
         config.trainer,
         config.async_training,
         config.algorithm.estimator,
         pool=pool,
-        feeds=[Feed(TRAIN, pool, LeaseKeeper(pool, TRAIN, 600.0), cast(Any, producer))],
+        channels=[TrainedChannel(TRAIN, cast(Any, producer), LeaseKeeper(pool, TRAIN, 600.0))],
         scorer=cast(Any, None),
         group_filter=GroupFilter(config.sampling),
         progress=Progress(),

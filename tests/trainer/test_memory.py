@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import EngineRequestError, EngineUnavailableError
-from stepwell.trainer.memory import EngineMemory
+from stepwell.backends.weights import StoreLock
+from stepwell.trainer.publish.memory import EngineMemory
 
 
 class Engine:
@@ -34,13 +36,20 @@ LENT = ["pause abort", "release_memory"]
 BACK = ["resume_memory", "continue_"]
 
 
-def memory(*engines: Engine, lends: bool = True) -> EngineMemory:
-    return EngineMemory(cast("list[EngineClient]", list(engines)), lends=lends)
+@pytest.fixture
+def lock(tmp_path: Path) -> StoreLock:
+    return StoreLock(tmp_path)
 
 
-async def test_engines_are_paused_before_they_release_and_whole_before_they_go_on() -> None:
+def memory(lock: StoreLock, *engines: Engine, lends: bool = True) -> EngineMemory:
+    return EngineMemory(cast("list[EngineClient]", list(engines)), lock, lends=lends)
+
+
+async def test_engines_are_paused_before_they_release_and_whole_before_they_go_on(
+    lock: StoreLock,
+) -> None:
     engines = [Engine(), Engine()]
-    lent = memory(*engines)
+    lent = memory(lock, *engines)
     await lent.lend()
     assert [e.asked for e in engines] == [LENT, LENT]
     await lent.lend()  # it is lent already
@@ -49,25 +58,25 @@ async def test_engines_are_paused_before_they_release_and_whole_before_they_go_o
     assert [e.asked for e in engines] == [LENT + BACK, LENT + BACK]
 
 
-async def test_engines_that_lend_nothing_are_asked_nothing() -> None:
+async def test_engines_that_lend_nothing_are_asked_nothing(lock: StoreLock) -> None:
     engine = Engine()
-    lent = memory(engine, lends=False)
+    lent = memory(lock, engine, lends=False)
     await lent.lend()
     await lent.take_back()
-    async with lent.at_home():
+    async with lock.held():
         assert engine.asked == []
 
 
-async def test_a_publication_waits_until_the_memory_is_back_and_a_lend_for_the_publication() -> (
-    None
-):
+async def test_a_publication_waits_until_the_memory_is_back_and_a_lend_for_the_publication(
+    lock: StoreLock,
+) -> None:
     engine = Engine()
-    lent = memory(engine)
+    lent = memory(lock, engine)
     order: list[str] = []
     await lent.lend()
 
     async def publish() -> None:
-        async with lent.at_home():
+        async with lock.held():
             order.append(f"published after {engine.asked[-1]}")
             await asyncio.sleep(0.05)
             order.append("commit")
@@ -84,39 +93,39 @@ async def test_a_publication_waits_until_the_memory_is_back_and_a_lend_for_the_p
     await lent.take_back()
 
 
-async def test_an_engine_that_is_down_is_left_to_its_supervisor() -> None:
+async def test_an_engine_that_is_down_is_left_to_its_supervisor(lock: StoreLock) -> None:
     dead, alive = Engine(pause=EngineUnavailableError("nobody answers")), Engine()
-    lent = memory(dead, alive)
+    lent = memory(lock, dead, alive)
     await lent.lend()
     await lent.take_back()
     assert dead.asked == ["pause abort"]
     assert alive.asked == LENT + BACK
     dies_meanwhile = Engine(resume_memory=EngineUnavailableError("gone"))
-    lent = memory(dies_meanwhile, alive)
+    lent = memory(lock, dies_meanwhile, alive)
     await lent.lend()
     await lent.take_back()
     assert alive.asked == 2 * (LENT + BACK)
-    async with asyncio.timeout(1), lent.at_home():
+    async with asyncio.timeout(1), lock.held():
         pass
 
 
-async def test_an_engine_that_came_back_meanwhile_has_nothing_to_take_back() -> None:
+async def test_an_engine_that_came_back_meanwhile_has_nothing_to_take_back(lock: StoreLock) -> None:
     new = Engine(resume_memory=EngineRequestError("has not been released"))
     other = Engine()
-    lent = memory(new, other)
+    lent = memory(lock, new, other)
     await lent.lend()
     await lent.take_back()
     assert new.asked == [*LENT, "resume_memory"]  # its supervisor lets it go on
     assert other.asked == LENT + BACK
 
 
-async def test_a_refusal_is_an_error_and_leaves_every_engine_generating() -> None:
+async def test_a_refusal_is_an_error_and_leaves_every_engine_generating(lock: StoreLock) -> None:
     refuses = Engine(release_memory=EngineRequestError("not launched for it"))
     willing = Engine()
-    lent = memory(refuses, willing)
+    lent = memory(lock, refuses, willing)
     with pytest.raises(EngineRequestError, match="not launched for it"):
         await lent.lend()
     assert refuses.asked == [*LENT, "continue_"]
     assert willing.asked == LENT + BACK
-    async with asyncio.timeout(1), lent.at_home():
+    async with asyncio.timeout(1), lock.held():
         pass

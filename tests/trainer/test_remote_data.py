@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
-from stepwell.presets import load_config
+from stepwell.config.load import load_config
 from stepwell.trainer.config import HuggingFaceSource, JsonlSource, ParquetSource
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import ConfigError, DataError

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from stepwell.console import Display
 from stepwell.datapool.types import TRAIN, VAL, Group, Step, Trajectory
-from stepwell.run import _train
+from stepwell.run.train import _train
+from stepwell.track.console import Display
 from stepwell.trainer import rollout_samples
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
 from stepwell.trainer.errors import ConfigError

@@ -14,11 +14,11 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from stepwell import checks
 from stepwell.backends.errors import BackendConfigError
+from stepwell.config.load import load_config
 from stepwell.datapool.types import SFT, TRAIN, Group, Trajectory
-from stepwell.presets import load_config
 from stepwell.quickstart.conversations import conversations as quickstarts
+from stepwell.run import checks
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.config import JsonlSource, SftConfig
 from stepwell.trainer.data import Conversations, open_conversations
@@ -55,7 +55,7 @@ def gradient(updater: Updater, batch: list[Group]) -> tuple[dict[str, Tensor], d
     torch.set_num_threads(1)
     prepared = updater.prepare(batch)
     (mini,) = prepared.mini_batches
-    metrics = updater.step(prepared.batch, mini.steps)
+    metrics = updater.step(prepared, mini.steps)
     state = updater.backend.state_dict()["optimizer"]["state"]
     return {key: state[key]["exp_avg"].clone() for key in state}, metrics
 
@@ -122,7 +122,7 @@ def test_what_the_critic_alone_is_trained_on_leaves_the_conversations_to_the_pol
     with updater_of(tmp_path, *options) as updater:
         _, metrics = gradient(updater, [*groups(), *conversations()])
         prepared = updater.prepare(groups())
-        alone = updater.step(prepared.batch, prepared.mini_batches[0][0])
+        alone = updater.step(prepared, prepared.mini_batches[0][0])
     assert metrics["sft/loss"] > 0
     assert metrics["skipped"] == 0
     assert "critic/loss" in metrics

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from stepwell.backends.torch.backend import TorchBackend
-from stepwell.presets import load_config
+from stepwell.config.load import load_config
 from tests.trainer.golden.sft import (
     BATCH,
     BETAS,

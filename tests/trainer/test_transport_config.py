@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepwell.presets import load_config
+from stepwell.config.load import load_config
 from stepwell.trainer.errors import ConfigError
 
 
@@ -13,14 +13,6 @@ def test_adapters_are_published_only_of_a_backend_that_trains_one() -> None:
         load_config("quickstart", ["engine.weight_transport=lora"])
     config = load_config("quickstart", ["engine.weight_transport=lora", "backend.lora.rank=4"])
     assert config.engine.weight_transport == "lora"
-
-
-def test_sglang_must_be_launched_for_adapters() -> None:
-    wanted = ["engine.weight_transport=lora", "backend.lora.rank=4", "engine.kind=sglang"]
-    with pytest.raises(ConfigError, match="--enable-lora"):
-        load_config("quickstart", wanted)
-    given = "engine.extra_args=[--enable-lora,--max-lora-rank,'4',--lora-target-modules,q_proj]"
-    assert load_config("quickstart", [*wanted, given]).engine.kind == "sglang"
 
 
 def test_an_unknown_transport_is_named() -> None:

@@ -30,6 +30,7 @@ from stepwell.trainer.validation import (
     samples_path,
     write_samples,
 )
+from tests.builders import until
 from tests.trainer.small_run import RecordingBackend, small_config, small_run
 
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────
@@ -203,7 +204,6 @@ async def test_training_goes_on_and_the_next_publication_waits_for_the_evaluatio
     async with small_run(small_config(tmp_path, *EVERY_2), hold=validation.hold) as run:
         training = asyncio.create_task(run.train(7))
         await run.trained(4)  # 2 updates while it runs; at 4 the next evaluation is due
-        assert run.trainer.validator.holds
         assert run.engine.version == 2
         assert run.evaluations == []
         validation.may_end.set()
@@ -299,18 +299,18 @@ async def test_where_generation_waits_for_publications_so_does_the_trainer(tmp_p
         "async_training.trigger_parameter_sync_step=2",
     )
     async with small_run(config, hold=validation.hold) as run:
-        validator: Any = run.trainer.validator
-        released, waits = validator.released, asyncio.Event()
+        publisher: Any = run.trainer.publisher
+        publish, due = publisher.publish, asyncio.Event()
 
         async def note() -> None:
-            if validator.holds:
-                waits.set()
-            await released()
+            if run.trainer.progress.updates == 4:
+                due.set()
+            await publish()
 
-        validator.released = note
+        publisher.publish = note
         training = asyncio.create_task(run.train(5))
         await run.trained(3)  # within the window it goes on; the publication at 4 has to wait
-        either = [asyncio.ensure_future(waits.wait()), asyncio.ensure_future(run.engine.serves(2))]
+        either = [asyncio.ensure_future(due.wait()), asyncio.ensure_future(run.engine.serves(2))]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         assert run.engine.version == 1
         validation.may_end.set()
@@ -390,8 +390,7 @@ async def test_beside_training_an_evaluation_takes_half_of_the_slots(tmp_path: P
 
         validation.may_end.clear()
         evaluating = asyncio.create_task(run.trainer.evaluate(run.val_tasks))
-        while run.rollouts.running[VAL] < 20:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await until(lambda: run.rollouts.running[VAL] >= 20)
         validation.may_end.set()
         await evaluating
 

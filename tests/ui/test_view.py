@@ -9,10 +9,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from stepwell.cli import main
-from stepwell.presets import load_config
-from stepwell.run_file import begin, only_run_in
-from stepwell.view import view
+from stepwell.cli.main import main
+from stepwell.config.load import load_config
+from stepwell.run.folder import begin, only_run_in
+from stepwell.show.dashboard import view
 from tests.ui.demo import demo, fill, train
 
 

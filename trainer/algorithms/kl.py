@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
+from stepwell.datapool.config import Section
 from stepwell.datapool.types import Group
 from stepwell.trainer.errors import ColumnError
-from stepwell.trainer.section import Section
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,6 +24,7 @@ from torch import Tensor
 from stepwell.backends.base import LossOutput, Mean, TokenBatch
 from stepwell.datapool.types import Step, superseded
 from stepwell.trainer.algorithms.kl import KlConfig, kl_estimate
+from stepwell.trainer.algorithms.off_policy.correction import TokenWeights
 from stepwell.trainer.algorithms.policy_losses.base import (
     MAX_LOG_RATIO,
     BatchTokens,
@@ -45,8 +46,7 @@ def loss_columns(
     what its policy loss prepares.
 
     Args:
-        batch: with the columns `prox_log_probs` and `advantages` where tokens are selected by
-            them.
+        batch: with the columns `prox_log_probs` and `advantages` where the loss selects tokens.
         mini_batches: the mini-batch (one optimizer step) of each step, S values.
         mask: [T], 0 where a token is not to be trained; all ones if None.
         seed: of draws.
@@ -61,7 +61,8 @@ def loss_columns(
     )
     columns = {"coef": coef}
     if (prepare := config.chosen.prepare) is not None:
-        _require(batch.columns, "prox_log_probs", "advantages")
+        if config.chosen.selects:
+            _require(batch.columns, "prox_log_probs", "advantages")
         index = torch.repeat_interleave(lengths)
         mini_batch = torch.as_tensor(mini_batches)[index]
         shuffled = partial(torch.randperm, generator=torch.Generator().manual_seed(seed))
@@ -170,6 +171,9 @@ class BatchLoss:
     kl: KlConfig = field(default_factory=KlConfig)
     kl_coef: float = 0.0
     """Weight of the KL term; used if `kl.place` is "loss"."""
+    token_weights: TokenWeights | None = None
+    """Takes this very forward pass, detached, for π_prox and weighs by it; None: the columns
+    `prox_log_probs` and `weights` say."""
 
     @property
     def entropy(self) -> Literal["none", "value", "gradient"]:
@@ -189,6 +193,11 @@ class BatchLoss:
         policy = self.policy
         in_loss = self.kl.place == "loss"
         names = ("coef", "weights", *policy.columns, *(("ref_log_probs",) if in_loss else ()))
+        found: dict[str, Tensor] = {}
+        if self.token_weights is not None:
+            before = log_probs.detach()
+            found = {"prox_log_probs": before, "weights": self.token_weights(before, columns)}
+            columns = {**columns, **found}
         needed = dict(zip(names, _require(columns, *names), strict=True))
         # A masked token must not leak a NaN through 0 · NaN, in the value or in the gradient.
         live = needed["coef"] != 0
@@ -215,7 +224,8 @@ class BatchLoss:
                 loss = loss - c.entropy_coeff * (coef * entropy).sum()
             reported["policy/entropy"] = entropy.detach()
         count = live.sum().double()
-        return LossOutput(loss, {k: Mean(v.double().sum(), count) for k, v in reported.items()})
+        means = {k: Mean(v.double().sum(), count) for k, v in reported.items()}
+        return LossOutput(loss, means, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,12 +253,12 @@ class JointLoss:
         """The sum over the tokens of a micro-batch; metric `sft/loss` is L_sft without its λ."""
         coef = columns["sft_coef"]
         own = {"coef": coef, "weights": torch.ones_like(coef)}
-        loss, _ = self.sft(log_probs, None, own)
-        told = {"sft/loss": Mean(loss.detach().double(), coef.double().sum())}
-        if self.rl is not None and columns["coef"].any():
-            rl, metrics = self.rl(log_probs, entropy, columns)
-            loss, told = loss + rl, {**told, **metrics}
-        return LossOutput(loss, told)
+        loss = self.sft(log_probs, None, own).loss
+        metrics = {"sft/loss": Mean(loss.detach().double(), coef.double().sum())}
+        if self.rl is None:
+            return LossOutput(loss, metrics)
+        rl = self.rl(log_probs, entropy, columns)
+        return LossOutput(loss + rl.loss, {**metrics, **rl.metrics}, rl.columns)
 
 
 def _require(columns: Mapping[str, Tensor], *names: str) -> list[Tensor]:

@@ -13,7 +13,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from stepwell.trainer.section import Section
+from stepwell.datapool.config import Section
 
 
 class Options(Section):

@@ -22,6 +22,7 @@ from pydantic import (
 from stepwell.backends.config import CriticConfig
 from stepwell.backends.masks import check_mask_name
 from stepwell.backends.registry import Registry
+from stepwell.datapool.config import Section
 from stepwell.trainer.algorithms.advantages.base import Credit, Estimator
 from stepwell.trainer.algorithms.kl import KlConfig
 from stepwell.trainer.algorithms.off_policy.base import OffPolicyMethod
@@ -29,7 +30,6 @@ from stepwell.trainer.algorithms.options import Options, own_options
 from stepwell.trainer.algorithms.policy_losses.base import PolicyLoss
 from stepwell.trainer.algorithms.policy_losses.ppo import PPO
 from stepwell.trainer.algorithms.registry import ESTIMATORS, METHODS, POLICY_LOSSES
-from stepwell.trainer.section import Section
 
 OwnOptions: TypeAlias = Annotated[SerializeAsAny[Options], Field(validate_default=True)]
 
@@ -215,8 +215,9 @@ class OffPolicyConfig(Section):
     options: Annotated[OwnOptions, _own(METHODS, "method")] = Options()
     """Hyper-parameters that the method has alone."""
     proximal: Literal["recompute", "rollout"] = "recompute"
-    """π_prox, the centre of the trust region: the policy before the batch, recomputed, or the
-    behaviour policy itself (saves a forward pass; ρ is then 1)."""
+    """π_prox, the centre of the trust region: the policy before the batch, or the behaviour policy
+    itself (ρ is then 1). The policy before the batch takes a forward pass, unless the optimizer
+    step's own will do (docs/design/training-math.md, "π_prox")."""
     granularity: Literal["none", "token", "step", "sequence"] = "token"
     """What shares one weight: each token; a step, by the geometric mean of its tokens; or a
     step, by their product (exact for the whole reply, and of far higher variance). `none`:
@@ -287,6 +288,20 @@ class OffPolicyConfig(Section):
                 "weight is 1; choose token, step or sequence"
             )
         return self
+
+    @property
+    def weighs_tokens_alone(self) -> bool:
+        """A token's weight follows from its own log-probs, and no other token's."""
+        alone = ("none", "token", None)
+        return (
+            self.granularity in alone
+            and (self.band is None or self.band_granularity in alone)
+            and (self.max_divergence is None or self.divergence_over == "token")
+            and self.veto is None
+            and self.opsm is None
+            and not self.normalize
+            and self.chosen.weigh is None
+        )
 
     @property
     def chosen(self) -> OffPolicyMethod:

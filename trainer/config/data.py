@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from stepwell.trainer.section import Section
+from stepwell.datapool.config import Section
 
 Location: TypeAlias = Annotated[
     Path | str,

@@ -1,10 +1,10 @@
-"""The section `publish`: how a new version is let into traffic (`trainer/releases.py`)."""
+"""The section `publish`: how a new version is let into traffic (`trainer/publish/`)."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
-from stepwell.trainer.section import Section
+from stepwell.datapool.config import Section
 
 
 class GuardConfig(Section):

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from stepwell.trainer.section import CallSampling, Section
+from stepwell.datapool.config import Section
+from stepwell.trainer.config.calls import CallSampling
 
 _HEAVY = {"math", "deepscaler", "dapo", "code"}
 """Built-ins that compute: with sympy, now and then seconds for one answer, or for ever; or by

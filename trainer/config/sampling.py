@@ -9,8 +9,8 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
+from stepwell.datapool.config import Section
 from stepwell.trainer.config.validation import ValidationConfig
-from stepwell.trainer.section import Section
 
 Mode: TypeAlias = Literal["sync", "one_step_off", "async"]
 

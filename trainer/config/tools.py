@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import Field
 
-from stepwell.trainer.section import Section
+from stepwell.datapool.config import Section
 
 
 class ToolConfig(Section):

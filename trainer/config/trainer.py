@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from stepwell.trainer.section import Section
+from stepwell.datapool.config import Section
 
 SLIME_FORM = ".slime.pt"
 """Ending of `save_debug_rollout_data`: files are of slime's form."""

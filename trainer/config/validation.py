@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from stepwell.trainer.section import CallSampling
+from stepwell.trainer.config.calls import CallSampling
 
 
 class ValidationConfig(CallSampling):

@@ -1,5 +1,5 @@
 // Text as pages show it: what would reorder, hide or end a text is written as an escape, as
-// stepwell/console.py does on the terminal. Values of fields stay as they are.
+// stepwell/track/console.py does on the terminal. Values of fields stay as they are.
 import { html as plain } from "./vendor/preact.js";
 
 const UNSAFE = /[\p{Cc}\p{Cf}\p{Cs}]/gu;

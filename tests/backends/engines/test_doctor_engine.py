@@ -18,8 +18,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from stepwell.backends.engines.routes import NEEDED, OPTIONAL, READ
-from stepwell.cli import main
-from stepwell.engine_check import check_engine
+from stepwell.cli.main import main
+from stepwell.show.engine import check_engine
 from tests.backends.engines.doctor_answers import given_again, read, run_doctor
 from tests.gateway.conftest import serving
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from stepwell.presets import load_config
+from stepwell.config.load import load_config
 from stepwell.trainer.config import OverlongBufferConfig
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.rewards import (

@@ -4,7 +4,7 @@
                / updates per publication      updates that were applied: a skipped one, or one of
                                               the critic alone, leaves the policy what it was
     off-policy   d > staleness_threshold
-    ρ_t      = π_prox(t) / μ(t)        fp32; π_prox recomputed once per batch, μ as sampled
+    ρ_t      = π_prox(t) / μ(t)        fp32; π_prox before the batch, μ as sampled
     weight   off-policy: min(cap, ρ) · decay^(d - staleness_threshold), and 0 where masked:
                          by default where A > 0 and ρ > 1.28, or A < 0 and ρ < 0.8 (`clip`)
              on-policy:  1, or min(on_policy_cap, ρ)
@@ -26,7 +26,7 @@ of what is too old (the pool).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,17 +103,55 @@ def correct(
         known=known,
         advantages=advantages,
     )
+    weights, masked = _weights(x, config)
+    if config.normalize:
+        weights = _normalized(weights, steps, config)
+    return Correction(weights, metrics_of(x, weights, masked, prox, mu))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWeights:
+    """Weights of the tokens of a micro-batch, where each needs its own log-probs alone
+    (`OffPolicyConfig.weighs_tokens_alone`): the same as `correct` gives them in the batch."""
+
+    config: OffPolicyConfig
+    staleness_threshold: float
+    use_rollout_log_probs: bool = True
+    """False: μ is π_prox."""
+
+    def __call__(self, prox_log_probs: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+        """w of each token, [n].
+
+        Args:
+            columns: [n] each: `lag` of its step, `advantages`, and `rollout_log_probs`, NaN where
+                its step has none.
+        """
+        lag, prox = columns["lag"], prox_log_probs.detach().float()
+        mu = columns["rollout_log_probs"] if self.use_rollout_log_probs else prox
+        known = torch.isfinite(mu)
+        log_ratio = torch.where(known, prox - mu, 0.0)
+        x = Ratios(
+            log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
+            Steps(torch.ones_like(lag, dtype=torch.int64), torch.ones_like(known)),
+            lag,
+            beyond=(lag - self.staleness_threshold).clamp(min=0),
+            off_policy=lag > self.staleness_threshold,
+            known=known,
+            advantages=columns["advantages"],
+        )
+        return _weights(x, self.config)[0]
+
+
+def _weights(x: Ratios, config: OffPolicyConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """w after masks, [T], and where each of them strikes, [T] bool by its name."""
     own = config.chosen.weigh
     weights = _weigh(x, config) if own is None else own(x, config.options).detach()
-    where = known if config.mask_on_policy else known & steps.spread(x.off_policy)
+    where = x.known if config.mask_on_policy else x.known & x.steps.spread(x.off_policy)
     masked = {name: m & where for name, m in _masks(x, config).items()}
     for m in masked.values():
         weights = torch.where(m, 0.0, weights)
     # Without μ there is no ratio: what was computed above from 0.0 must not survive.
-    weights = torch.where(known, weights, steps.spread(_unknown(x, config)))
-    if config.normalize:
-        weights = _normalized(weights, steps, config)
-    return Correction(weights, metrics_of(x, weights, masked, prox, mu))
+    return torch.where(x.known, weights, x.steps.spread(_unknown(x, config))), masked
 
 
 def _weigh(x: Ratios, config: OffPolicyConfig) -> Tensor:

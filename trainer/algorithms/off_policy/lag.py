@@ -1,13 +1,12 @@
-"""How far behind a step is, and where the trust region of an update is centred."""
+"""How far behind the policy of now a step is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from stepwell.trainer.config import OffPolicyConfig
 from stepwell.trainer.errors import VersionError
 
 
@@ -46,22 +45,3 @@ def lags(
         [(updates_now - updates_at(v)) / updates_per_sync for v in policy_versions],
         dtype=torch.float32,
     )
-
-
-def proximal_log_probs(
-    recompute: Callable[[], Tensor], rollout_log_probs: Tensor, config: OffPolicyConfig
-) -> Tensor:
-    """log π_prox, the centre of the trust region, [T].
-
-    With `proximal: rollout` it is the behaviour policy, recomputed only for want of log-probs.
-
-    Args:
-        recompute: log π of every response token under the weights of now.
-        rollout_log_probs: log μ, NaN where a step brought none.
-    """
-    if config.proximal == "recompute":
-        return recompute()
-    known = torch.isfinite(rollout_log_probs)
-    if known.all():
-        return rollout_log_probs.clone()
-    return torch.where(known, rollout_log_probs, recompute())

@@ -91,6 +91,9 @@ class PolicyLoss:
     """Default of clip_ratio_c."""
     prepare: Callable[[BatchTokens, LossKeys[Any]], dict[str, Tensor]] | None = None
     """Further columns, [T] float32 each, among them any in `columns` that nobody else writes."""
+    selects: bool = True
+    """`prepare` reads `prox_log_probs` or `weights`, so they must be known before the optimizer
+    step."""
 
 
 def ratio_of(log_probs: Tensor, x: Columns) -> Tensor:

@@ -42,4 +42,4 @@ def geo_mean(log_probs: Tensor, x: Columns, keys: LossKeys[Any]) -> PolicyTerms:
     return PolicyTerms(-step_mean(advantages, x) * ratio, ratio, flags)
 
 
-GEO_MEAN = PolicyLoss(geo_mean, GSPO.columns, clip=(0.4, 0.4), prepare=step_columns)
+GEO_MEAN = PolicyLoss(geo_mean, GSPO.columns, clip=(0.4, 0.4), prepare=step_columns, selects=False)

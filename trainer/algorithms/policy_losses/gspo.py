@@ -75,4 +75,5 @@ GSPO = PolicyLoss(
     ("prox_log_probs", "advantages", "step", "step_tokens"),
     clip=(3e-4, 4e-4),
     prepare=step_columns,
+    selects=False,
 )

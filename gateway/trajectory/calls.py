@@ -1,0 +1,437 @@
+"""Memory of the calls of one trajectory, so that a client's retry gets the same reply, here or at
+another gateway.
+
+    LiveCall ──answered, failed──► its last reader leaves ──► Call ──a retry──► LiveCall again
+        └── its Step ──► pool ──► another gateway: restore ──► Call and its turn
+
+A `Call` is small and stays as long as its trajectory: the reply is read again from the sampled ids.
+A `LiveCall` holds everything else, as long as the call is generated, stored or read.
+
+Owns: which calls are remembered, which of them a request repeats, and the way back from Steps. Does
+not own: what makes two requests the same (`web.retry_key`), the life of a call (`gateway/call.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+from stepwell.backends.engines.api import Sampling, TopLogProbs
+from stepwell.datapool.types import UNSEEN, LogProbs, Step, unseen_key
+from stepwell.gateway.errors import GatewayError, RequestError
+from stepwell.gateway.prompt import ChatRequest, Prompt
+from stepwell.gateway.reply.parser import Delta
+from stepwell.gateway.reply.reader import ReplyReader
+from stepwell.gateway.tokens.graph import Turn, TurnGraph, join
+from stepwell.gateway.trajectory.reply import Reply, SampledToken, TurnNote, read_note
+
+REMEMBERED = 64
+"""Keys of a trajectory, and calls of each key; the oldest ones go."""
+AT_ONCE_S = 1
+"""Seconds within which an agent sends the requests of a best-of. A client that has waited longer
+than this and sends its request again has given the first one up."""
+State: TypeAlias = Literal["generating", "committing", "done", "unstored", "failed"]
+
+
+@dataclass(frozen=True)
+class RetryKey:
+    """Which earlier call a request may be a repetition of."""
+
+    key: str
+    body: str
+    """Digest of the request's bytes."""
+    is_retry: bool
+
+    @property
+    def is_named(self) -> bool:
+        """The client gave the request a name (`Idempotency-Key`)."""
+        return self.body not in self.key
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Of the key; 8 bytes, to be told from the few others of one trajectory."""
+        return _digest(self.key)
+
+    @property
+    def body_digest(self) -> bytes | None:
+        """Of the request's bytes, where the key does not hold that."""
+        return _digest(self.body) if self.is_named else None
+
+    @property
+    def first_digest(self) -> bytes:
+        """Of key and body: what a conversation is found by that began with this request."""
+        return hashlib.blake2b(
+            f"{self.key}\0{self.body}".encode(errors="surrogatepass"), digest_size=16
+        ).digest()
+
+    def of_prompt(self, i: int) -> RetryKey:
+        """The key of the request's prompt `i`; the first one's is the request's own."""
+        return replace(self, key=f"{self.key}#{i}") if i else self
+
+    def samples(self, n: int) -> list[RetryKey]:
+        """The keys of `n` samples of one prompt."""
+        return [self] if n == 1 else [replace(self, key=f"{self.key}/{i}") for i in range(n)]
+
+
+class Call(msgspec.Struct, eq=False, gc=False, kw_only=True):
+    """One sample of one try of a request. The garbage collector does not look at it, for the reason
+    that it does not look at turns (`tokens/graph.py`)."""
+
+    uid: str
+    created: int
+    """Unix seconds."""
+    retry: bytes
+    """`RetryKey.digest` of the request."""
+    body: bytes | None
+    """`RetryKey.body_digest` of the request."""
+    is_retry: bool
+    """The request was marked as a retry."""
+    live: LiveCall | None = None
+    """None once it has ended and nobody reads it."""
+    failed: bool = False
+    delivered: bool = False
+    """The end was handed to some client's connection, which did not break then."""
+    is_unseen: bool = False
+    """No client got the end, or the one that did had sent the request again before."""
+    turn: Turn | None = None
+    """Its reply in the graph; None until it is answered, as are the fields below."""
+    note: TurnNote | None = None
+    finish_reason: Literal["stop", "length"] = "stop"
+    spans: tuple[tuple[int, int, int], ...] = ()
+    """Version spans: version, start, end."""
+    log_probs: LogProbs | None = None
+    """None: the reply shows none."""
+    alternatives: Sequence[TopLogProbs] = ()
+
+    @property
+    def is_unclaimed(self) -> bool:
+        """A reply exists, no client has its end, and none waits for it."""
+        if self.delivered:
+            return False
+        if (live := self.live) is None:
+            return self.turn is not None
+        return live.state in ("committing", "done", "unstored") and not live.readers
+
+    def give_up(self) -> None:
+        """Its client waits no more: it sent the request again, or went on from another try."""
+        self.is_unseen = True
+        if self.live is not None:
+            self.live.is_given_up = True
+
+
+class LiveCall:
+    """A call while it is generated, stored or read. `gateway/call.py` has its life cycle."""
+
+    reader: ReplyReader
+
+    def __init__(
+        self,
+        call: Call,
+        request: ChatRequest,
+        prompt: Prompt,
+        sampling: Sampling,
+        dialect: str,
+    ) -> None:
+        self.call = call
+        self.request = request
+        self.prompt = prompt
+        self.sampling = sampling
+        self.dialect = dialect
+        self.state: State = "generating"
+        self.task: asyncio.Task[Any] | None = None
+        """What generates and commits it, or is about to; None while nothing does."""
+        self.is_running = False
+        self.why_cancelled: GatewayError | None = None
+        self.deltas: list[Delta] = []
+        self.tokens: list[SampledToken] = []
+        """What was sampled so far, if the request asks for log-probs."""
+        self.reply: Reply | None = None
+        """Set once generated; final when the state is `done`."""
+        self.note: TurnNote | None = None
+        """Set with the reply."""
+        self.error: GatewayError | None = None
+        self.engine_s = 0.0
+        self.timing: dict[str, float] | None = None
+        self.streamed_version: int | None = None
+        self.elsewhere: Call | None = None
+        """Another try of the request, which another gateway stored meanwhile."""
+        self.duplicate_of: int | None = None
+        """Step of that try, if this one's client was told otherwise already."""
+        self.is_given_up = False
+        """Its client waits no more, whoever takes the reply."""
+        self.readers: set[object] = set()
+        """Those of its clients that are still there."""
+        self._waiting: list[asyncio.Future[bool]] = []
+
+    @property
+    def n_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt.ids)
+
+    @property
+    def version(self) -> int | None:
+        """The newest policy version that sampled of it so far; None: nothing is sampled yet."""
+        if self.reply is None:
+            return self.streamed_version
+        return max(span.version for span in self.reply.generation.spans)
+
+    def n_told(self, n_deltas: int) -> int:
+        """Return how many of `tokens` the first `n_deltas` deltas tell, if log-probs are asked
+        for."""
+        return self.reader.told[n_deltas - 1] if n_deltas else 0
+
+    @property
+    def is_due(self) -> bool:
+        """There is something to do for it, and nothing does it."""
+        return self.task is None and self.state in ("generating", "committing")
+
+    def end(self) -> Reply | None:
+        """The final reply; None: it has not ended.
+
+        Raises:
+            GatewayError: it failed.
+        """
+        if self.error is not None:
+            raise self.error
+        return self.reply if self.state == "done" else None
+
+    def on_tokens(
+        self,
+        ids: Sequence[int],
+        log_probs: Sequence[float] = (),
+        alternatives: Sequence[TopLogProbs] = (),
+        version: int | None = None,
+    ) -> None:
+        """Read sampled ids as a part of the reply."""
+        self.streamed_version = version
+        if self.request.n_logprobs is not None:
+            self.tokens += map(SampledToken, ids, log_probs, alternatives or [()] * len(ids))
+        if self.request.stream or self.request.n_logprobs is not None:
+            self.publish(self.reader.feed(ids))
+        else:
+            self.reader.take(ids)
+
+    def publish(self, deltas: Sequence[Delta]) -> None:
+        if deltas:
+            self.deltas += deltas
+            self.announce()
+
+    def announce(self) -> None:
+        """Wake those who wait for a change."""
+        for waiter in self._waiting:
+            if not waiter.done():  # its client left
+                waiter.set_result(True)
+        self._waiting.clear()
+
+    def notify(self, waiter: asyncio.Future[bool]) -> None:
+        """Set `waiter` to true when there is a delta more, or the end."""
+        self._waiting.append(waiter)
+
+    async def changed(self) -> None:
+        """Return when there is a delta more, or the end."""
+        waiter = asyncio.get_running_loop().create_future()
+        self.notify(waiter)
+        await waiter
+
+    async def wait(self) -> None:
+        """Return when nothing generates or commits it any more."""
+        while self.task is not None:
+            await self.changed()
+
+    def cancel(self, why: GatewayError) -> None:
+        """End it with this error, unless its Step is being stored."""
+        if self.state == "generating":
+            self.why_cancelled = why
+            if self.is_running and self.task is not None:
+                self.task.cancel()
+
+
+class CallMemory:
+    """Calls by the digest of their request's key, the key used last at the end."""
+
+    def __init__(self) -> None:
+        self._calls: dict[bytes, tuple[Call, ...]] = {}
+
+    def add(self, call: Call, *, replaces_failed: bool = False) -> None:
+        """Remember a call.
+
+        Args:
+            replaces_failed: it is the retry of one that failed.
+        """
+        calls = self._calls.pop(call.retry, ())
+        failed = (i for i, each in enumerate(calls) if each.failed)
+        if replaces_failed and (i := next(failed, None)) is not None:
+            calls = calls[:i] + calls[i + 1 :]
+        if calls:
+            _give_up(calls, call)
+        self._calls[call.retry] = (*calls, call)[-REMEMBERED:]
+        while len(self._calls) > REMEMBERED:
+            del self._calls[next(iter(self._calls))]
+
+    def discard(self, call: Call) -> None:
+        """Forget a call that turned out to be another one."""
+        calls = self._calls.get(call.retry, ())
+        self._calls[call.retry] = tuple(each for each in calls if each is not call)
+
+    def with_uid(self, uid: str) -> Call | None:
+        return next((c for calls in self._calls.values() for c in calls if c.uid == uid), None)
+
+    def knows(self, retry: RetryKey) -> bool:
+        return retry.digest in self._calls
+
+    def find(self, retry: RetryKey) -> Call | None:
+        """The call that a request repeats; None: it is a call of its own.
+
+        Raises:
+            RequestError: an Idempotency-Key came with another request before.
+        """
+        if not (calls := self._calls.get(retry.digest, ())):
+            return None
+        there = [call for call in calls if not call.failed]
+        if not retry.is_retry:
+            # Many clients repeat a request without saying so. One whose reply nobody got is that.
+            found = next((call for call in there if call.is_unclaimed), None)
+        elif len(there) < len(calls):
+            # Of several samples of one request, the retry is for the one that failed …
+            return None
+        else:  # … or else for one that did not get through.
+            found = next((call for call in there if not call.delivered), there[-1])
+        if found is not None and found.body != retry.body_digest:
+            raise RequestError(
+                "this Idempotency-Key came with another request body before; use a new key",
+                "Idempotency-Key",
+            )
+        return found
+
+    def awaits_retry(self, retry: RetryKey) -> bool:
+        """A call of this key has a reply that no client has got; or has failed, and the retry says
+        that it is one."""
+        return any(
+            retry.is_retry if call.failed else call.is_unclaimed
+            for call in self._calls.get(retry.digest, ())
+        )
+
+    def go_on(self, turn: Turn) -> None:
+        """A client goes on from `turn`, so it waits for no other try of the request."""
+        for calls in self._calls.values():
+            if len(calls) > 1 and any(c.turn is turn for c in calls):
+                for each in _unanswered(calls):
+                    each.give_up()
+
+    def superseded(
+        self, call: Call, index: int, parent: Turn | None, graph: TurnGraph
+    ) -> list[int]:
+        """The Steps whose replies no client saw, and another try of whose request the agent went on
+        from. Samples of one request have keys of their own.
+
+        Args:
+            call, index, parent: what is to be stored, as this Step; the turn that it goes on from.
+        """
+        found: list[int] = []
+        for calls in self._calls.values():
+            if len(calls) == 1 or not any(c.is_unseen for c in calls):
+                continue
+            continued: set[Turn | None] = {*graph.continued()}
+            if parent is not None:
+                continued.add(parent)
+            if any(c.turn in continued for c in calls):
+                unseen = [c for c in calls if c.is_unseen and c.turn not in continued]
+                indices = [index if c is call else _index(c) for c in unseen]
+                found += [i for i in indices if i is not None]
+        return found
+
+    def read_unseen(self, metadata: Mapping[str, Any]) -> None:
+        """Take over what a trajectory's metadata says of replies that no client got."""
+        if not any(name.startswith(UNSEEN) for name in metadata):
+            return
+        for calls in self._calls.values():
+            for call in calls:
+                if call.live is None and (index := _index(call)) is not None:
+                    said = metadata.get(unseen_key(index))
+                    call.is_unseen = call.is_unseen if said is None else said is True
+
+    def clear(self) -> None:
+        self._calls.clear()
+
+
+def _index(call: Call) -> int | None:
+    return None if call.turn is None else call.turn.step_index
+
+
+def _unanswered(calls: tuple[Call, ...]) -> list[Call]:
+    """Calls whose clients still wait."""
+    return [c for c in calls if c.live is not None and not (c.failed or c.delivered)]
+
+
+def _give_up(calls: tuple[Call, ...], again: Call) -> None:
+    """Mark the calls that a client waits for no more, since it has sent their request `again`. One
+    that has a reply already samples on purpose."""
+    if not any(c.delivered and not c.is_unseen for c in calls):
+        for call in _unanswered(calls):
+            if again.created - call.created > AT_ONCE_S:
+                call.give_up()
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+
+
+def restore(
+    graph: TurnGraph, steps: Sequence[Step], crcs: Mapping[int, int] | None = None
+) -> list[Call]:
+    """Add to `graph` the turns of those of `steps` that it does not hold; the calls behind them.
+
+    Args:
+        steps: all of the trajectory, by `step_index`.
+        crcs: as `Turn.crc`, by `step_index`.
+    """
+    extended = {step.parent_index for step in steps}
+    found = []
+    for step in steps:
+        note = None if step.step_index in graph.steps else read_note(step)
+        if note is None:
+            continue
+        parent = None if step.parent_index is None else graph.steps.get(step.parent_index)
+        if parent is not None and parent.n_tokens >= len(step.prompt_ids):
+            parent = None
+        # Copies: a part of the Step's arrays would keep the whole of them.
+        turn = graph.add(
+            note.keys,
+            parent=parent,
+            new_prompt_ids=join([step.prompt_ids[0 if parent is None else parent.n_tokens :]]),
+            response_ids=join([step.response_ids]),
+            calls=note.calls,
+            has_reasoning=note.has_reasoning,
+            step_index=step.step_index,
+            crc=None if crcs is None else crcs[step.step_index],
+        )
+        uid, reason = step.metadata.get("call_id"), step.finish_reason
+        if (
+            isinstance(uid, str)
+            and reason in ("stop", "length")
+            and step.rollout_log_probs is not None
+        ):
+            spans = tuple((s.version, s.start, s.end) for s in step.version_spans)
+            call = Call(
+                uid=uid,
+                created=note.created,
+                retry=note.retry,
+                body=note.body,
+                is_retry=note.is_retry,
+                delivered=step.step_index in extended,
+                is_unseen=step.metadata.get(UNSEEN) is True,
+                turn=turn,
+                note=note,
+                finish_reason=reason,
+                spans=spans or ((step.policy_version, 0, len(step.response_ids)),),
+                log_probs=np.array(step.rollout_log_probs),
+            )
+            found.append(call)
+    return found

@@ -1,0 +1,1 @@
+"""Ray, and the parts of a run on it."""

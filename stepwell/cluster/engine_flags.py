@@ -1,0 +1,69 @@
+"""SGLang's options that follow from the run's own keys, so that no number stands in two places.
+
+    cluster.gpus_per_engine=4       --tp-size 4
+    engine.weight_transport=lora    --enable-lora --max-lora-rank R --lora-target-modules …
+    trainer and engine on one GPU   --mem-fraction-static 0.4
+
+An option that `engine.extra_args` has is left to it. Pure. Does not own the options that every
+engine gets (`backends/engines/commands.py`, `sglang.py`).
+"""
+
+from __future__ import annotations
+
+from stepwell.config.run import RunConfig
+from stepwell.trainer.errors import ConfigError
+
+SHARED_MEMORY = 0.4
+"""Share of a GPU's memory for an engine's weights and KV cache, where a trainer's rank has the
+rest: its weights, gradients, optimizer state and activations need more than half."""
+_SPLITS = (
+    *("--tp-size", "--tensor-parallel-size", "--tp"),
+    *("--pp-size", "--pipeline-parallel-size", "--pp"),
+    *("--ep-size", "--expert-parallel-size", "--ep"),
+    *("--dp-size", "--data-parallel-size", "--dp"),
+)
+"""SGLang's names for how a model is split; one that is given says it all."""
+
+
+def flags_of_run(config: RunConfig, is_colocated: bool) -> tuple[str, ...]:
+    """Options of each SGLang server that the run starts; other engines get none.
+
+    Args:
+        is_colocated: a trainer's rank is on the same GPU.
+
+    Raises:
+        ConfigError: `backend.lora.target_modules` says the modules in a form that SGLang cannot
+            read.
+    """
+    if config.engine.kind != "sglang":
+        return ()
+    given = {flag.partition("=")[0] for flag in config.engine.extra_args}
+    flags: list[str] = []
+
+    def add(name: str, *values: str) -> None:
+        if name not in given:
+            flags.extend((name, *values))
+
+    if config.cluster.gpus_per_engine > 1 and not given & set(_SPLITS):
+        add("--tp-size", str(config.cluster.gpus_per_engine))
+    lora = getattr(config.backend, "lora", None)
+    if config.engine.weight_transport == "lora" and lora is not None:
+        add("--enable-lora")
+        add("--max-lora-rank", str(lora.rank))
+        if "--lora-target-modules" not in given:
+            add("--lora-target-modules", *_modules(lora.target_modules))
+    if is_colocated:
+        add("--mem-fraction-static", str(SHARED_MEMORY))
+    return tuple(flags)
+
+
+def _modules(target: str | tuple[str, ...]) -> tuple[str, ...]:
+    if target == "all-linear":
+        return ("all",)
+    if isinstance(target, str):
+        raise ConfigError(
+            f"backend.lora.target_modules is {target!r}, a pattern, which SGLang does not take; "
+            "list the modules, or say in engine.extra_args which they are: [--lora-target-modules, "
+            "q_proj, …]"
+        )
+    return target

@@ -1,0 +1,449 @@
+"""This module starts a Ray on this machine or joins one, so that a run has a cluster or one clear
+line why not.
+
+    cluster.address null        Ray of our own: on loopback alone, gone with the run however it ends
+    cluster.address auto        the one that runs on this machine
+    cluster.address host:port   the one whose GCS is there
+
+Ray asks for a token by default, keeps it in `~/.ray/auth_token`, and looks there only for "auto";
+here it is looked for with every address whose Ray asks for it. A run's `run.json` names the file.
+
+Owns the connection and its errors. Does not own placement (`cluster/placement.py`) or what runs
+on the cluster (`cluster/parts.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+import ray
+from ray._private import ray_constants, utils
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
+
+from stepwell.cluster.address import RayPart, find_ray
+from stepwell.cluster.guard import VARIABLE, ProcessGuard, runs
+from stepwell.errors import RunUnavailableError
+from stepwell.trainer.errors import INTERRUPTED, ConfigError, RayEndedError
+
+log = logging.getLogger(__name__)
+
+RETRIES = 2
+"""Of Ray's first question to a GCS, some seconds each; by default it asks 20 times."""
+LOOK_S = 0.5
+"""A process that the run cannot do without is missed within this."""
+ASK_S = 2.0
+"""Between two questions to the head of a Ray that was joined, and for an answer."""
+HEAD_WAIT_S = 20.0
+"""A head that does not answer for so long is gone. Ray ends the driver after 60 s."""
+_raylet: Any = ray._raylet
+"""Ray's compiled part, whose types do not cover authentication."""
+_MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+_CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+
+@contextmanager
+def connected(address: str | None, namespace: str, object_store_mb: int) -> Iterator[None]:
+    """Connected to Ray inside the block; one of our own has ended after it, with all it started.
+
+    Raises:
+        ConfigError: there is no Ray at `address`, or it wants another token.
+    """
+    with ExitStack() as stack:
+        if address is not None:
+            stack.enter_context(joined(address, namespace=namespace))
+        else:
+            guard = ProcessGuard()
+            stack.callback(guard.close)
+            with _environment(**{VARIABLE: guard.mark, _CLUSTER_SWITCH: "0"}), _loopback():
+                _start(namespace, object_store_mb)
+            stack.callback(ray.shutdown)
+        yield
+
+
+def _start(namespace: str, object_store_mb: int) -> None:
+    try:
+        with _our_signals(), _ends_at_once():
+            ray.init(
+                address="local",
+                namespace=namespace,
+                object_store_memory=object_store_mb << 20,
+                include_dashboard=False,
+                **_QUIET,
+            )
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
+        raise RayEndedError(
+            f"no Ray could be started on this machine ({_line(e)}); its logs are in "
+            f"{os.environ.get('RAY_TMPDIR') or '/tmp'}/ray/session_latest/logs"
+        ) from e
+
+
+@contextmanager
+def _our_signals() -> Iterator[None]:
+    """Handlers stay ours. Ray puts its own in the place of SIGTERM's: in Python one that ends the
+    process before anything is stopped or saved, in C++ one that prints a stack and aborts."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    theirs, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = theirs
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _ends_at_once() -> Iterator[None]:
+    """Cancel the body as soon as a signal is handled that a handler of ours waits for: Ray's own
+    processes may have had the same signal, and `ray.init` waits for a dead GCS for a minute.
+
+    Raises:
+        CancelledError: SIGINT or SIGTERM came.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        before[signal.Signals(number)](number, frame)
+        raise asyncio.CancelledError(INTERRUPTED)
+
+    found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in found.items() if callable(handler)}
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@asynccontextmanager
+async def while_raylet_lives() -> AsyncIterator[None]:
+    """Cancels the body if the raylet or GCS that this process has started ends: no actor can be
+    started again then, and what waits for one would wait for ever.
+
+    Raises:
+        RayEndedError: it has.
+    """
+    parts = [c for c in psutil.Process().children() if c.name() in ("raylet", "gcs_server")]
+    ended = RayEndedError(
+        "the raylet or GCS of this run's Ray has ended (killed, or out of memory: see `dmesg`); "
+        "run the same command again, it goes on from the last checkpoint"
+    )
+    async with while_lives(lambda: all(runs(part) for part in parts), ended):
+        yield
+
+
+@asynccontextmanager
+async def while_head_lives() -> AsyncIterator[None]:
+    """Cancels the body if the Ray that this process has joined ends: its GCS does not answer for
+    HEAD_WAIT_S, or the raylet of this node is gone.
+
+    Raises:
+        RayEndedError: it has.
+    """
+    head = _Head(ray.get_runtime_context().gcs_address)
+    ended = RayEndedError(
+        f"the Ray at {head.address} has ended: its head does not answer, or this node's raylet is "
+        "gone (killed, out of memory, or the machine is down); start it again (`ray start --head`) "
+        "and run the same command again, it goes on from the last checkpoint"
+    )
+    try:
+        async with while_lives(head.lives, ended):
+            yield
+    except RayEndedError:
+        raise
+    except Exception as e:  # whatever a call met first
+        if await asyncio.to_thread(head.is_up):
+            raise
+        log.warning("%s", ended)
+        raise ended from e
+
+
+class _Head:
+    """The Ray that this process has joined, as far as it can be seen from here."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._answered = self._asked = time.monotonic()
+        node = ray._private.worker._global_node  # Ray says it nowhere else
+        mine = None if node is None else f"--raylet_socket_name={node.raylet_socket_name}"
+        raylets = (p for p in psutil.process_iter(["name"]) if p.info["name"] == "raylet")
+        self._raylets = [p for p in raylets if mine in _command(p)]
+
+    def is_up(self) -> bool:
+        """The raylet of this node runs, and the GCS answers."""
+        return self._has_raylet() and self._answers()
+
+    def lives(self) -> bool:
+        """As `is_up`, but a GCS may come back: Ray itself waits for it for a minute."""
+        now = time.monotonic()
+        if now - self._asked >= ASK_S:
+            self._asked = now
+            if self._answers():
+                self._answered = now
+        return self._has_raylet() and now - self._answered < HEAD_WAIT_S
+
+    def _has_raylet(self) -> bool:
+        return all(runs(raylet) for raylet in self._raylets)
+
+    def _answers(self) -> bool:
+        host, _, port = self.address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=ASK_S).close()
+        except OSError:
+            return False
+        return True
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:  # it has ended, or is another user's
+        return []
+
+
+@asynccontextmanager
+async def while_lives(lives: Callable[[], bool], ended: Exception) -> AsyncIterator[None]:
+    """Cancels the body once `lives` says no, and raises `ended` in its place."""
+    body = asyncio.current_task()
+    has_ended = False
+
+    async def watch() -> None:
+        nonlocal has_ended
+        while await asyncio.to_thread(lives):  # noqa: ASYNC110 - a process that dies tells nobody
+            await asyncio.sleep(LOOK_S)
+        has_ended = True
+        log.warning("%s", ended)  # at once: Ray ends a driver whose raylet is gone, within seconds
+        if body is not None:
+            body.cancel()
+
+    watching = asyncio.create_task(watch(), name="watch")
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not has_ended or body is None or body.uncancel():
+            raise
+        raise ended from None
+    finally:
+        watching.cancel()
+
+
+@contextmanager
+def visited(address: str) -> Iterator[None]:
+    """Connected to the Ray at `address` inside the block, as before if this process already was.
+
+    Raises:
+        RunUnavailableError: there is none, or it wants another token.
+    """
+    if ray.is_initialized() and ray.get_runtime_context().gcs_address == address:
+        yield
+        return
+    try:
+        with ExitStack() as stack:
+            if address.startswith("127."):
+                stack.enter_context(_loopback())
+            stack.enter_context(joined(address))
+            yield
+    except ConfigError as e:
+        raise RunUnavailableError(
+            str(e).replace("cluster.address is", "the address of the run's Ray is")
+        ) from e
+
+
+def ray_here(namespace: str) -> RayPart:
+    """Where the Ray is that this process is connected to, for other processes."""
+    wants_token = _raylet.get_authentication_mode() == _raylet.AuthenticationMode.TOKEN
+    node = ray._private.worker._global_node  # Ray says it nowhere else
+    return RayPart(
+        address=ray.get_runtime_context().gcs_address,
+        namespace=namespace,
+        auth_mode="token" if wants_token else "disabled",
+        token_file=_token_file() if wants_token else None,
+        session_dir=None if node is None else Path(node.get_session_dir_path()),
+    )
+
+
+def _token_file() -> Path | None:
+    """Where Ray has its token from, in the order in which it looks."""
+    if os.environ.get(_TOKEN):
+        return None
+    if path := os.environ.get(_TOKEN_PATH):
+        return Path(path).absolute()
+    return Path.home() / ".ray" / "auth_token"
+
+
+@contextmanager
+def attached(part: RayPart, run_dir: str) -> Iterator[None]:
+    """Connected to the Ray of the run in `run_dir` inside the block.
+
+    Raises:
+        RunUnavailableError: it cannot be joined, or this process is connected to another one.
+    """
+    if ray.is_initialized():
+        here = ray.get_runtime_context().gcs_address
+        if here != part.address:
+            raise RunUnavailableError(
+                f"the run in {run_dir} has its Ray at {part.address}, but this process is "
+                f"connected to the Ray at {here}, and a process can be connected to one only; "
+                "leave that one first (`ray.shutdown()`), or connect from another process"
+            )
+        yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(_credentials(part))
+        if part.address.startswith("127."):
+            stack.enter_context(_loopback())
+        before, ray_constants.NUM_REDIS_GET_RETRIES = ray_constants.NUM_REDIS_GET_RETRIES, RETRIES
+        try:
+            with _our_signals():
+                ray.init(address=part.address, namespace=part.namespace, **_QUIET)
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
+            why = _line(e)
+            if part.auth_mode == "token" and _is_about_a_token(e):
+                why = (
+                    "its token stands in the run's environment alone; set RAY_AUTH_TOKEN here, too"
+                    if part.token_file is None
+                    else f"it wants another token than {part.token_file} holds; put that back there"
+                )
+            raise RunUnavailableError(
+                f"the run in {run_dir} is alive, but its Ray at {part.address} cannot be joined: "
+                f"{why}"
+            ) from e
+        finally:
+            ray_constants.NUM_REDIS_GET_RETRIES = before
+        stack.callback(ray.shutdown)
+        yield
+
+
+@contextmanager
+def _credentials(part: RayPart) -> Iterator[None]:
+    """Ray's authentication is that of a run inside the block. Ray keeps what it read, so it is told
+    to read again."""
+    values: dict[str, str | None] = {_MODE: part.auth_mode}
+    if part.token_file is not None:
+        values |= {_TOKEN: None, _TOKEN_PATH: str(part.token_file)}
+    try:
+        with _environment(**values):
+            _read_credentials_again()
+            yield
+    finally:
+        _read_credentials_again()
+
+
+def _read_credentials_again() -> None:
+    _raylet.Config.initialize("")
+    _raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+
+
+@contextmanager
+def joined(address: str, **options: Any) -> Iterator[None]:
+    """Connected to the Ray at `address` inside the block.
+
+    Args:
+        options: of `ray.init`.
+
+    Raises:
+        ConfigError: there is none, or it wants another token.
+    """
+    address = find_ray(address)
+    before, ray_constants.NUM_REDIS_GET_RETRIES = ray_constants.NUM_REDIS_GET_RETRIES, RETRIES
+    try:
+        with _our_signals():
+            _init(address, options)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
+        if _is_about_a_token(e):
+            raise ConfigError(
+                f"cluster.address is {address!r}: its Ray wants a token that this process does not "
+                "have; put the cluster's (`ray get-auth-token` there) into ~/.ray/auth_token or "
+                "RAY_AUTH_TOKEN, or start both with RAY_AUTH_MODE=disabled"
+            ) from e
+        raise ConfigError(
+            f"cluster.address is {address!r}: no Ray could be joined there ({_line(e)}); "
+            "start one (`ray start --head`) and give its host:port, or set cluster.address=null "
+            "for one of this run's own"
+        ) from e
+    finally:
+        ray_constants.NUM_REDIS_GET_RETRIES = before
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _init(address: str, options: dict[str, Any]) -> None:
+    """Without a token first: a Ray that wants none would take the driver's calls with one, but its
+    workers would refuse the driver."""
+    try:
+        ray.init(address=address, **options, **_QUIET)
+    except (ConnectionError, RuntimeError, ray.exceptions.RayError) as e:
+        if not _is_about_a_token(e) or not maybe_enable_token_auth_if_token_available(False):
+            raise
+        ray.shutdown()
+        ray.init(address=address, **options, **_QUIET)
+
+
+def _is_about_a_token(error: BaseException | None) -> bool:
+    while error is not None:
+        is_ours = isinstance(error, ray.exceptions.AuthenticationError)
+        if is_ours or "Unauthenticated" in str(error) or "InvalidAuthToken" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _line(error: BaseException) -> str:
+    cause = error.__cause__ or error
+    return " ".join(str(cause).split())[:300] or type(cause).__name__
+
+
+@contextmanager
+def _environment(**values: str | None) -> Iterator[None]:
+    """Of what Ray starts inside the block; None: the variable is not set."""
+    before = {name: os.environ.get(name) for name in values}
+    _set(values)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """Ray's ports listen on 127.0.0.1. `_node_ip_address` does not do that: Ray replaces a loopback
+    address by the machine's. What it knows is a machine that is no part of a cluster, its default
+    on macOS; its processes read it in the environment, this one when `ray` was imported."""
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before

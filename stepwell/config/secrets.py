@@ -1,0 +1,32 @@
+"""Hides what a resolved configuration holds under names of secrets, before it goes into a file or
+to a tracker's server."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from stepwell.config.run import RunConfig
+
+HIDDEN = "**********"
+_SECRET = re.compile(
+    r"(?i)(^|[_-])(authorization|cookie|credentials?|passw(or)?d|secret|token"
+    r"|(api|access|admin|private|secret)[_-]?keys?)$"
+)
+_PASSWORD = re.compile(r"(?<=://)([^/@:\s]*):[^/@\s]+@")
+
+
+def without_secrets(config: RunConfig) -> dict[str, Any]:
+    """The resolved configuration, less what stands under a name such as HF_TOKEN or Authorization:
+    it goes into a file and to a tracker's server."""
+    hidden: dict[str, Any] = _hide(config.model_dump(mode="json"))
+    return hidden
+
+
+def _hide(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: HIDDEN if v and _SECRET.search(str(k)) else _hide(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_hide(v) for v in value]
+    return _PASSWORD.sub(rf"\1:{HIDDEN}@", value) if isinstance(value, str) else value

@@ -1,0 +1,1 @@
+"""A run: its folder, and what starts, trains, serves, resumes and changes it."""

@@ -1,0 +1,364 @@
+"""This module writes `runs/NAME/run.json` so that any process finds the parts of a live run.
+
+    begin(config) ──► run.json: who runs what, since when         no parts yet
+    parts are up  ──► run.json: and where they are                replaced whole, by rename
+    the run ends, or is killed ──► the file stays; the kernel has let go of run.lock
+
+`run.lock` says whether a run is alive; `run.json` alone does not. The file is the owner's alone
+(0600) and holds no secrets: it names the files that do.
+
+Owns both files. Does not own the connection (`run/connection.py`). Loads neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from http.client import HTTPException
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
+
+from stepwell.cluster.address import RayPart
+from stepwell.config.run import RunConfig
+from stepwell.config.secrets import without_secrets
+from stepwell.datapool.sealed import read_sealed, sealed, write_durably
+from stepwell.errors import NoRunError, RunUnavailableError
+from stepwell.layout import RUN_FILE
+from stepwell.trainer.errors import ConfigError
+from stepwell.version import __version__
+
+LOCK = "run.lock"
+TRAINER_LOCK = "trainer.lock"
+LOCK_WAIT_S = 0.5
+"""A reader that looks whether the run is alive holds the lock for a moment."""
+REPAIR_S = 3.0
+"""What a killed trainer left undone is put right in this time, mostly."""
+PACKAGES = ("torch", "ray", "transformers", "sglang")
+GIT_S = 10.0
+ANSWER_S = 5.0
+"""A gateway answers within this."""
+DAMAGED_RUN = (
+    "delete it and start the run again, which writes it anew: its journal and checkpoints are "
+    "kept, and engines begin with the base model until the trainer publishes"
+)
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class GatewayPart(_Part):
+    urls: tuple[str, ...]
+    """One per replica."""
+    key_file: Path | None = None
+    """Holds the admin key, if the run made one."""
+
+    def key(self) -> SecretStr | None:
+        """The admin key in `key_file`."""
+        return None if self.key_file is None else SecretStr(self.key_file.read_text())
+
+    def ask(self, url: str, path: str, method: str = "GET", timeout_s: float = ANSWER_S) -> Any:
+        """Ask the replica at `url` with the run's admin key; returns the answer's JSON.
+
+        Raises:
+            OSError: it does not answer, or refuses, or is no gateway.
+        """
+        key = self.key()
+        bearer = "" if key is None else f"Bearer {key.get_secret_value().strip()}"
+        headers = {"Authorization": bearer} if bearer else {}
+        request = urllib.request.Request(f"{url}{path}", headers=headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                return json.loads(answer.read() or b"null")
+        except (HTTPException, ValueError) as e:
+            raise OSError(f"what answers there is no gateway ({e!r:.80})") from e
+
+
+class EnginesPart(_Part):
+    urls: tuple[str, ...]
+    weights_dir: Path
+    """Where versions are published."""
+
+
+class PoolPart(_Part):
+    name: str
+    """Of its first actor, in the namespace of `ray`."""
+
+
+class RunFile(_Part):
+    """What `run.json` says. A part that was not up yet is None."""
+
+    name: str
+    pid: int
+    host: str
+    started_at: datetime
+    folder: Path
+    """In which the command was started."""
+    versions: dict[str, str]
+    git: str | None = None
+    """Commit of `folder`, if it is in a repository; `-dirty` follows if its files were changed."""
+    ray: RayPart | None = None
+    pool: PoolPart | None = None
+    gateway: GatewayPart | None = None
+    engines: EnginesPart | None = None
+    config: dict[str, Any]
+    """Resolved, without secrets."""
+
+    def write(self, run_dir: Path) -> None:
+        content = sealed(self.model_dump_json(indent=2, exclude_none=True).encode())
+        write_durably(run_dir / RUN_FILE, content, private=True)
+
+
+def begin(config: RunConfig) -> RunFile:
+    """Write the file of a run that this process starts; its parts come later."""
+    folder = Path.cwd()
+    run = RunFile(
+        name=config.run.name,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        started_at=datetime.now(UTC),
+        folder=folder,
+        versions=versions(),
+        git=_git(folder),
+        config=without_secrets(config),
+    )
+    run.write(config.run.dir)
+    return run
+
+
+def read_run(run_dir: Path) -> RunFile:
+    """The file of the last run in `run_dir`, alive or not.
+
+    Raises:
+        NoRunError: there is none.
+        RunUnavailableError: another release wrote it.
+        DamagedFileError: it is not what was written.
+    """
+    check_folder(run_dir)
+    if not (run_dir / RUN_FILE).is_file():
+        raise NoRunError(f"{run_dir} is no run's folder: it has no {RUN_FILE}; {_NAME_ONE}")
+    try:
+        return RunFile.model_validate(read_sealed(run_dir / RUN_FILE, DAMAGED_RUN))
+    except (OSError, ValidationError) as e:
+        raise RunUnavailableError(
+            f"{run_dir / RUN_FILE} cannot be read ({str(e).splitlines()[0]}); start the run again, "
+            "which writes it anew"
+        ) from e
+
+
+_NAME_ONE = (
+    "name the folder that run.dir named, such as runs/quickstart, or start a run (`stepwell train` "
+    "or `stepwell serve`)"
+)
+
+
+def check_folder(run_dir: Path) -> None:
+    """Refuse a folder that does not exist.
+
+    Raises:
+        NoRunError: it does not.
+    """
+    if not run_dir.is_dir():
+        what = "is a file, not a folder" if run_dir.exists() else "does not exist"
+        raise NoRunError(f"{run_dir} {what}; {_NAME_ONE}")
+
+
+def live_run(run_dir: Path) -> RunFile:
+    """The file of the run that is alive in `run_dir`.
+
+    Raises:
+        RunUnavailableError: there is none.
+    """
+    run = read_run(run_dir)
+    pid = holder(run_dir)
+    if pid is None:
+        raise RunUnavailableError(
+            f"the run in {run_dir} is not alive: process {run.pid}, started "
+            f"{run.started_at:%Y-%m-%d %H:%M} UTC on {run.host}, has ended; run its command again "
+            "to go on (its journal and checkpoints are kept)"
+        )
+    if pid != run.pid:  # the file is of the run before
+        raise is_starting(run_dir)
+    return run
+
+
+def journal_folder(run_dir: Path) -> Path:
+    """Where the journal of the run in `run_dir` is; `run_dir` itself if it is no run's folder.
+
+    Raises:
+        NoRunError: there is no such folder.
+        DamagedFileError: its `run.json` is damaged.
+    """
+    check_folder(run_dir)
+    if not (run_dir / RUN_FILE).is_file():
+        return run_dir
+    run = read_run(run_dir)
+    chosen: str | None = run.config.get("pool", {}).get("journal_dir")
+    return run_dir if chosen is None else run.folder / chosen
+
+
+def is_starting(run_dir: Path) -> RunUnavailableError:
+    """The error of a run whose parts are not up yet."""
+    return RunUnavailableError(
+        f"the run in {run_dir} is still starting; connect again once it has printed its gateway's "
+        "address"
+    )
+
+
+def holder(run_dir: Path, lock: str = LOCK) -> int | None:
+    """The process that runs in `run_dir`; 0: one that has just begun; None: nobody does.
+
+    Args:
+        lock: TRAINER_LOCK asks who trains there.
+    """
+    try:
+        with (run_dir / lock).open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return int(file.read() or 0)
+    except FileNotFoundError:
+        pass
+    return None
+
+
+@contextmanager
+def only_run_in(folder: Path) -> Iterator[None]:
+    """No other process runs in the run's folder inside the block. The kernel ends the lock of a
+    process that dies.
+
+    Raises:
+        ConfigError: one does already, or the folder cannot be written.
+    """
+    with _locked(folder, LOCK, LOCK_WAIT_S, _runs_in(folder)):
+        yield
+
+
+def refuse_second_run(folder: Path) -> None:
+    """The error of `only_run_in`, at once, if a process runs there."""
+    if (pid := holder(folder)) is not None:
+        raise ConfigError(_runs_in(folder).format(pid=pid))
+
+
+def _runs_in(folder: Path) -> str:
+    return (
+        f"another run is alive in {folder} (process {{pid}}); stop it first, or choose another "
+        "run.name"
+    )
+
+
+@contextmanager
+def only_trainer_in(folder: Path) -> Iterator[None]:
+    """No other process trains in the run's folder inside the block.
+
+    Raises:
+        ConfigError: one does already.
+    """
+    with _locked(folder, TRAINER_LOCK, REPAIR_S, _trains_in(folder)) as file:
+        try:
+            yield
+        finally:
+            file.truncate(0)  # it ended by itself and left nothing undone
+
+
+def refuse_second_trainer(folder: Path) -> None:
+    """The error of `only_trainer_in`, at once, if a live process of this machine trains there."""
+    pid = holder(folder, TRAINER_LOCK)
+    if pid and psutil.pid_exists(pid):
+        raise ConfigError(_trains_in(folder).format(pid=pid))
+
+
+def _trains_in(folder: Path) -> str:
+    return (
+        f"process {{pid}} trains in {folder}, and a run has one trainer at a time; stop that one "
+        "first (kill -INT {pid})"
+    )
+
+
+@contextmanager
+def left_by_trainer(folder: Path) -> Iterator[int | None]:
+    """The process that trained here and was killed, or None. Nobody else begins to train inside the
+    block, after which it is forgotten."""
+    path = folder / TRAINER_LOCK
+    pid = int(path.read_text() or 0) if path.is_file() else 0
+    if not pid:
+        yield None
+        return
+    with path.open("r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None  # it lives
+            return
+        yield pid
+        file.truncate(0)
+
+
+@contextmanager
+def _locked(folder: Path, name: str, wait_s: float, taken: str) -> Iterator[IO[str]]:
+    """`taken` is the error if another process has the lock; `{pid}` in it is that process."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / name).open("a")
+    except OSError as e:
+        raise ConfigError(
+            f"run.dir is {str(folder)!r}, which cannot be written ({e.strerror}: {e.filename}); "
+            "name a folder that this user may make and write"
+        ) from e
+    give_up = time.monotonic() + wait_s
+    with lock as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() < give_up:
+                    time.sleep(0.02)
+                    continue
+                raise ConfigError(taken.format(pid=(folder / name).read_text())) from None
+        file.truncate(0)  # an earlier run's `run.json` is not taken for this one's
+        file.write(str(os.getpid()))
+        file.flush()
+        yield file
+
+
+# -- what is in it -------------------------------------------------------------------------------
+
+
+def versions() -> dict[str, str]:
+    """Of Stepwell, Python and what a run's figures depend on."""
+    found = {"stepwell": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git(folder: Path) -> str | None:
+    command = ("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=-dirty")
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *command],
+            capture_output=True,
+            text=True,
+            timeout=GIT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, or a slow disk
+        return None
+    return done.stdout.strip()

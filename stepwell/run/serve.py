@@ -1,0 +1,232 @@
+"""This module starts the parts of a run, and serves them until it is told to stop.
+
+    serve(config)       Ray, pool, gateway and engines, for agents to call: `stepwell serve`
+    start_run(config)   the same for as long as a block runs, also below a trainer (`run/train.py`)
+
+Loads no torch, which takes most of a start: what is trained is another module's, or process's.
+Does not own how a part is started (`cluster/parts.py`) or what `run.json` says (`run/folder.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from stepwell.backends.errors import SupersededError, WeightUpdateError
+from stepwell.backends.weights import Published, WeightStore, publish
+from stepwell.cluster.parts import POOL_NAME, Cluster, start_cluster
+from stepwell.config.run import RunConfig
+from stepwell.datapool.files.trained import TRAINED
+from stepwell.datapool.process import logging_to
+from stepwell.datapool.store.folder import holder
+from stepwell.datapool.types import TRAIN
+from stepwell.errors import RunUnavailableError
+from stepwell.layout import (
+    CHECKPOINTS,
+    GATEWAY_KEY,
+    LOGS,
+    POOL,
+    REPLAY,
+    RUN_FILE,
+    SERVE_LOG,
+    TRAINER_LOG,
+    WEIGHTS,
+)
+from stepwell.run.folder import (
+    EnginesPart,
+    GatewayPart,
+    PoolPart,
+    begin,
+    left_by_trainer,
+    only_run_in,
+    read_run,
+    refuse_second_trainer,
+)
+from stepwell.run.record import record_run
+from stepwell.track.summary import SUMMARY
+from stepwell.trainer.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 0.5
+"""A killed trainer is noticed within this."""
+
+
+async def serve(config: RunConfig) -> None:
+    """Pool, engines and gateway, until interrupted."""
+    folder = config.run.dir
+    with only_run_in(folder):
+        if config.run.resume == "never":
+            start_over(folder)
+        with logged(folder, SERVE_LOG):
+            # Programs read the address in the first line of the output.
+            print(starting(config), file=sys.stderr, flush=True)
+            async with start_run(config, trains=False) as cluster:
+                print(where_to_call(config, cluster), flush=True)
+                for line in _without_trainer(config):
+                    log.info("%s", line)
+                while True:
+                    await asyncio.sleep(WATCH_S)
+                    await _continue_engines(config, cluster)
+
+
+def starting(config: RunConfig) -> str:
+    """What is said first: a start takes from some seconds to minutes."""
+    parts = "the pool, the gateway and an engine" if config.serves else "the pool"
+    return f"starting Ray, {parts}; the model is {config.model.path}"
+
+
+def where_to_call(config: RunConfig, cluster: Cluster) -> str:
+    """What `stepwell serve` prints: where everything is, and what to do with it."""
+    folder = config.run.dir
+    needs = "" if cluster.key_file is None else f", admin key in {cluster.key_file}"
+    lines = [
+        f"gateway at {cluster.gateway_url}{needs}",
+        *(f"           {url}" for url in cluster.gateway_urls[1:]),
+        f"dashboard  {cluster.gateway_url}/ui",
+        f"ray at     {cluster.ray.address}, namespace {cluster.ray.namespace}, pool {POOL_NAME}",
+        f"run folder {folder}  (run.json says where everything is; logs are in {folder / LOGS})",
+        f"call it    OPENAI_BASE_URL={cluster.gateway_url}/v1 any-agent",
+        f"train      stepwell train --attach {folder}",
+        *_without_trainer(config),
+        "(Ctrl-C stops it)",
+    ]
+    return "\n".join(lines)
+
+
+def _without_trainer(config: RunConfig) -> list[str]:
+    """A trainer with agents of its own limits how far they run ahead, and nobody leases yet."""
+    if (most := config.max_outstanding_groups) is None or not config.serves:
+        return []
+    pool = config.pool_of_served
+    limit = (
+        f"{most} groups open or ready (rollout.max_outstanding_groups): who declares another one "
+        "(x-prompt-uid, POST /v1/groups, gateway.groups.form=first_prompt) waits, for "
+        f"{config.gateway.queue_timeout_s:g} s (gateway.queue_timeout_s), and is refused; agents "
+        "that nobody here starts need rollout.agent and data null, as "
+        "`--config live` has them"
+    )
+    if pool.channel(TRAIN).limit_without_consumer:
+        return [f"nobody leases what is recorded until a trainer is attached; the limit is {limit}"]
+    days = pool.retention_days
+    disk = "nothing bounds the disk (pool.retention_days)"
+    if days is not None:
+        disk = f"on disk for {days:g} days (pool.retention_days)"
+    return [
+        "nobody leases what is recorded until a trainer is attached; agents go on, payloads beyond "
+        f"{(pool.memory_limit_bytes or 0) / 1e9:g} GB (pool.memory_limit_bytes) are on disk only, "
+        f"and {disk}",
+        f"from the first trainer on, also when it has died, the limit is {limit}",
+    ]
+
+
+async def _continue_engines(config: RunConfig, cluster: Cluster) -> None:
+    """A trainer that was killed may have been publishing: its engines are paused, or have what was
+    never committed. What is committed is published to them again; agents only wait."""
+    with left_by_trainer(config.run.dir) as pid:
+        if pid is None:
+            return
+        store = WeightStore(config.run.dir / WEIGHTS, keep=config.trainer.keep_weights)
+        committed = store.current() or Published(0, str(config.engine.model_path))
+        log.warning("trainer %d was killed; version %d is served on", pid, committed.version)
+        try:
+            await publish(
+                cluster.engines,
+                committed.path,
+                committed.version,
+                "retract",
+                store=store,
+                transport="lora" if committed.adapter else "disk",
+                seen=committed.version,
+            )
+        except SupersededError:  # `stepwell rollback` has given all engines another one
+            pass
+        except WeightUpdateError as e:  # the next trainer publishes; supervisors restart engines
+            log.warning("engines may stay paused until a trainer is attached: %s", e)
+
+
+@contextmanager
+def logged(folder: Path, name: str = TRAINER_LOG) -> Iterator[None]:
+    """The log of this process is a file in the run's folder, which the error of a run names."""
+    path = folder / LOGS / name
+    with logging_to(path):
+        try:
+            yield
+        except Exception as e:  # whatever ends a run is told, and raised again
+            log.info("the run has failed", exc_info=True)  # the console has one line of it
+            e.add_note(f"see {path}, and the logs of the other parts beside it")
+            raise
+
+
+@asynccontextmanager
+async def start_run(config: RunConfig, *, trains: bool = True) -> AsyncIterator[Cluster]:
+    """The running parts, and a `run.json` that says where they are.
+
+    Args:
+        trains: see `start_cluster`.
+    """
+    forget_weights(config, trains=trains)
+    run = begin(config)
+    async with start_cluster(config, trains=trains) as cluster:
+        parts: dict[str, Any] = {"ray": cluster.ray, "pool": PoolPart(name=POOL_NAME)}
+        if config.serves:
+            parts |= {
+                "gateway": GatewayPart(urls=cluster.gateway_urls, key_file=cluster.key_file),
+                "engines": EnginesPart(
+                    urls=tuple(engine.url for engine in cluster.engines),
+                    weights_dir=config.run.dir.absolute() / WEIGHTS,
+                ),
+            }
+        run = run.model_copy(update=parts)
+        run.write(config.run.dir)
+        record = await record_run(run, cluster.ray.namespace)
+        try:
+            yield cluster
+        finally:
+            ray.kill(record)
+
+
+def forget_weights(config: RunConfig, *, trains: bool) -> None:
+    """Engines begin with the weights that were published last, so that agents that come back are
+    served by what they had; not if those are of another model, or if nobody is served before the
+    trainer has published its checkpoint's.
+    """
+    try:
+        before = read_run(config.run.dir)
+        model = (before.folder / before.config["model"]["path"]).resolve()
+    except (RunUnavailableError, KeyError):
+        model = None
+    if model != config.model.path.resolve() or (trains and config.rollout.agent is not None):
+        shutil.rmtree(config.run.dir / WEIGHTS, ignore_errors=True)
+
+
+def start_over(folder: Path) -> None:
+    """Remove what a run writes, and nothing else: `run.dir` may be any folder.
+
+    Raises:
+        ConfigError: a live process uses the run's pool, or trains in it.
+    """
+    from stepwell.trainer.profiling import PROFILE  # torch comes with these
+    from stepwell.trainer.rollout_samples import OLD, ROLLOUTS
+    from stepwell.trainer.validation import VALIDATION
+
+    refuse_second_trainer(folder)
+    for journal in (folder / POOL, *(folder / POOL).glob("shard-*")):
+        if (pid := holder(journal)) is not None:
+            raise ConfigError(
+                f"run.resume is never, but process {pid} has the pool of {folder} open; stop that "
+                "run first, or choose another run.name"
+            )
+    written = (WEIGHTS, CHECKPOINTS, POOL, VALIDATION, LOGS, TRAINED, PROFILE, REPLAY)
+    for name in (*written, "wandb", "tensorboard"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in ("metrics.jsonl", ROLLOUTS, OLD, SUMMARY, "reward.png", GATEWAY_KEY, RUN_FILE):
+        (folder / name).unlink(missing_ok=True)

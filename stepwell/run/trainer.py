@@ -1,0 +1,218 @@
+"""This module puts a run's trainer together from its configuration and its running parts, the same
+for all who bring groups: rollouts of its own, traffic, a recording.
+
+Owns which part is given what of the configuration. Starts nothing but the trainer's own model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from stepwell.backends.base import TrainingBackend, build_backend
+from stepwell.backends.torch.critic import Critic
+from stepwell.backends.weights import WeightStore
+from stepwell.cluster.parts import Parts
+from stepwell.config.run import RunConfig
+from stepwell.datapool.remote.lease_keeper import LeaseKeeper
+from stepwell.datapool.types import SFT, TRAIN
+from stepwell.layout import CHECKPOINTS, WEIGHTS
+from stepwell.run.resume import origin
+from stepwell.trainer.batches import Batches, TrainedChannel
+from stepwell.trainer.checkpoint import CheckpointStore
+from stepwell.trainer.data import Conversations, PromptSource
+from stepwell.trainer.group_producer import GroupProducer
+from stepwell.trainer.ledger import LEDGER, Ledger
+from stepwell.trainer.live import Traffic, TrafficValidator
+from stepwell.trainer.loop import Trainer
+from stepwell.trainer.metrics import Phases
+from stepwell.trainer.publish.publisher import Publisher
+from stepwell.trainer.recording import Recorder
+from stepwell.trainer.rollout.producer import Producer
+from stepwell.trainer.rollout_samples import RolloutSamples
+from stepwell.trainer.sampling import GroupFilter, Pace, credit_limit, drops_surplus
+from stepwell.trainer.scoring import Scorer
+from stepwell.trainer.sft import sft_producer
+from stepwell.trainer.threads import ComputeThread
+from stepwell.trainer.trained_sample import TrainedSample
+from stepwell.trainer.updater import Updater
+from stepwell.trainer.validation import TaskValidator, Validator
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def build_trainer(
+    config: RunConfig,
+    parts: Parts,
+    source: PromptSource | None,
+    conversations: PromptSource | None = None,
+    *,
+    backend: TrainingBackend | None = None,
+    checkpoints: CheckpointStore | None = None,
+    ledger: Ledger | None = None,
+    tell: Callable[[str], None] = log.info,
+) -> Iterator[Trainer]:
+    """A trainer over the running `parts`; closed on leaving.
+
+    Args:
+        source: of the prompts that this run's agents are given; None: traffic is trained on, or
+            conversations alone.
+        conversations: to train on, if the run does (`data.sft`).
+        backend: None: the configured one.
+        checkpoints: None: in the run's folder.
+        ledger: None: beside the checkpoints.
+        tell: shows the user a line.
+    """
+    folder = config.run.dir / CHECKPOINTS
+    ledger = ledger or Ledger(folder / LEDGER)
+    scorer = Scorer(
+        *(config.rollout.reward, config.model.path, config.rollout.overlong_buffer),
+        skip_special_tokens=config.rollout.skip_special_tokens,
+    )
+    channels: list[TrainedChannel] = []
+    validator: Validator
+    share = config.sft_share
+
+    def train_on(channel: str, producer: GroupProducer) -> None:
+        keeper = LeaseKeeper(parts.pool, channel, config.pool.channel(channel).lease_s)
+        channels.append(TrainedChannel(channel, producer, keeper))
+
+    looks: dict[str, Any] = {"folder": config.run.dir, "tokenizer_path": config.model.path}
+    prompts = source if share < 1 else conversations  # of those a Producer only evaluates
+    if prompts is None:
+        train_on(TRAIN, Traffic(parts.pool, ledger, config.rollout.min_n))
+        validator = TrafficValidator(config.validation, parts.pool, scorer, **looks)
+    else:
+        window = config.trainer.train_batch_size
+        producer = Producer(
+            config.rollout,
+            prompts,
+            parts.pool,
+            list(parts.workers),
+            ledger,
+            pace=Pace(credit_limit(config.async_training, config.sampling, window, share)),
+            drops_surplus=drops_surplus(config.async_training),
+            n_greedy=int(config.algorithm.estimator.greedy),
+            tell=tell,
+        )
+        validator = TaskValidator(config.validation, parts.pool, scorer, producer, **looks)
+        if share < 1:
+            train_on(TRAIN, producer)
+    if conversations is not None and config.data is not None and config.data.sft is not None:
+        rows = Conversations(config.data.sft, config.algorithm.sft, config.model.path)
+        train_on(SFT, sft_producer(config.rollout, conversations, rows, parts.pool, ledger))
+    if backend is None:
+        backend = build_backend(
+            config.trainer.backend,
+            config.backend,
+            config.model.path,
+            **parts.placement.backend_options(),
+        )
+    updater = build_updater(config, backend, **parts.placement.critic_options())
+    compute, phases = ComputeThread(), Phases()
+    publisher = Publisher(
+        config.publish,
+        config.async_training,
+        parts.engines,
+        weight_store(config),
+        updater,
+        compute,
+        pool=parts.pool,
+        producer=channels[0].producer,
+        phases=phases,
+        transport=config.engine.weight_transport,
+        lends_memory=config.engine.release_memory,
+        patience_s=config.trainer.starvation_timeout_s,
+        tell=tell,
+    )
+    batches = Batches(
+        config.trainer,
+        config.async_training,
+        config.algorithm.estimator,
+        pool=parts.pool,
+        channels=channels,
+        sft_share=share,
+        scorer=scorer,
+        group_filter=GroupFilter(config.sampling, config.model.path, _slime_arguments(config)),
+        progress=updater.progress,
+        phases=phases,
+        folder=config.run.dir,
+        scored=publisher.scored,
+        tell=tell,
+    )
+    checkpoints = checkpoints or CheckpointStore(
+        folder,
+        config.trainer.keep_checkpoints,
+        config.trainer.keep_best,
+        origin=origin(config, None if source is None else len(source)),
+    )
+    trainer = Trainer(
+        config.trainer,
+        batches,
+        updater,
+        publisher,
+        validator,
+        checkpoints,
+        compute,
+        phases,
+        TrainedSample(config.run.dir, config.trainer.sample_groups, config.trainer.sample_mb),
+        RolloutSamples(config.run.dir, config.model.path, config.trainer.rollout_samples),
+        Recorder(
+            config.trainer.save_debug_rollout_data,
+            config.model.path,
+            config.async_training.updates_per_batch,
+        ),
+        folder=config.run.dir,
+        tell=tell,
+    )
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+        ledger.close()
+
+
+def build_updater(config: RunConfig, backend: TrainingBackend, **critic_options: Any) -> Updater:
+    """The mathematics of a run, over the model of `backend`. `critic_options` are `Critic`'s."""
+    return Updater(
+        config.algorithm,
+        config.async_training,
+        backend,
+        build_critic(config, **critic_options),
+        seed=config.run.seed,
+    )
+
+
+def _slime_arguments(config: RunConfig) -> dict[str, Any]:
+    """Return a run's values for functions of slime's form, by slime's names."""
+    return {
+        "n_samples_per_prompt": config.rollout.n,
+        "rollout_batch_size": config.trainer.train_batch_size
+        * config.async_training.require_batches,
+        "over_sampling_batch_size": config.sampling.over_sampling_batch_size,
+        "rollout_temperature": config.rollout.temperature,
+        "rollout_top_p": config.rollout.top_p,
+        "rollout_top_k": config.rollout.top_k,
+        "rollout_max_response_len": config.rollout.max_tokens,
+    }
+
+
+def weight_store(config: RunConfig) -> WeightStore:
+    """Where versions are published, and what version 0 was."""
+    adapters = config.engine.weight_transport == "lora"
+    return WeightStore(
+        config.run.dir / WEIGHTS,
+        keep=config.trainer.keep_weights,
+        base=None if adapters else config.model.path,
+    )
+
+
+def build_critic(config: RunConfig, **options: Any) -> Critic | None:
+    """The value model of an estimator that needs one, as `gae` does; None with any other. `options`
+    are `Critic`'s."""
+    if not config.algorithm.estimator.critic:
+        return None
+    return Critic(config.algorithm.critic, config.backend, config.model.path, **options)

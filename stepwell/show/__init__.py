@@ -1,0 +1,1 @@
+"""Everything that looks into a run."""

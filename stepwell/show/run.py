@@ -1,0 +1,133 @@
+"""This module opens a run for looking at, so that no command needs to know whether it is alive.
+
+    runs/NAME alive    ──► its pool, through its Ray; its gateways and engines answer
+    runs/NAME ended    ──► its journal, read-only; its files
+    no name            ──► this folder, else the only run alive in ./runs, else the last one there
+
+Owns which run is meant, and what is read of its files. Does not own what is shown
+(`show/status.py`, `show/trajectory.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from stepwell.config.run import RunConfig
+from stepwell.datapool import DataPoolClient
+from stepwell.datapool.config import PoolConfig
+from stepwell.datapool.remote.stopped import stopped_pool
+from stepwell.gateway.ui.run_folder import RunFolder
+from stepwell.layout import RUN_FILE
+from stepwell.run.connection import connect
+from stepwell.run.find import find_run
+from stepwell.run.folder import (
+    TRAINER_LOCK,
+    RunFile,
+    holder,
+    journal_folder,
+    read_run,
+)
+from stepwell.trainer.errors import ConfigError
+
+RUNS = Path("runs")
+RECENT = 300
+"""Optimizer steps that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """A run, to be looked at."""
+
+    folder: Path
+    run: RunFile
+    is_alive: bool
+    pool: DataPoolClient
+    files: RunFolder
+    """What its trainer writes."""
+
+    def lives(self) -> bool:
+        """Whether it is alive still."""
+        return self.is_alive and (not self.folder.is_dir() or holder(self.folder) is not None)
+
+    @property
+    def trainer_pid(self) -> int | None:
+        """The process that trains; None: nobody does."""
+        return holder(self.folder, TRAINER_LOCK)
+
+    def records(self) -> list[dict[str, Any]]:
+        """What metrics.jsonl has of the last optimizer steps, in order."""
+        return self.files.records([step for step in self.files.steps() if step > 0][-RECENT:])
+
+    def tokenizer_path(self) -> str | None:
+        """Of the served model, from wherever this process is."""
+        config = self.run.config
+        path = config.get("gateway", {}).get("tokenizer_path") or config["model"]["path"]
+        there = self.run.folder / path
+        return str(there) if there.is_dir() else path
+
+
+def choose_run(where: str | None) -> Path | str:
+    """The folder of the run that is meant, or `where` if it is no folder's name.
+
+    Args:
+        where: as the user named it; None: not at all.
+
+    Raises:
+        ConfigError: nothing was named, and there is no run here, or several are alive.
+    """
+    if where is not None:
+        return where
+    if Path(RUN_FILE).is_file():
+        return Path()
+    found = sorted(file.parent for file in RUNS.glob(f"*/{RUN_FILE}"))
+    alive = [folder for folder in found if holder(folder) is not None]
+    if len(alive) > 1:
+        raise ConfigError(f"several runs are alive; name one: {', '.join(map(str, alive))}")
+    if not found:
+        raise ConfigError(
+            f"there is no run in {RUNS.absolute()}; name the folder of one, such as "
+            "runs/quickstart, or start one (`stepwell train`, `stepwell serve`)"
+        )
+    return alive[0] if alive else max(found, key=lambda folder: (folder / RUN_FILE).stat().st_mtime)
+
+
+@asynccontextmanager
+async def open_run(where: str | None) -> AsyncIterator[RunView]:
+    """The run at `where`: a folder, or host:port of its Ray; None: see `choose_run`.
+
+    Raises:
+        ConfigError, NoRunError: there is no run.
+        RunUnavailableError: it is alive, and its pool is out of reach.
+        JournalError: it has ended, and its journal is damaged.
+    """
+    place = choose_run(where)
+    folder, run, is_alive = _found(place)
+    files = RunFolder(folder)
+    if is_alive:
+        async with connect(place) as pool:
+            yield RunView(folder, run, True, pool, files)
+    else:
+        pool = stopped_pool(journal_folder(folder), _limits(run))
+        yield RunView(folder, run, False, pool, files)
+
+
+def _found(place: Path | str) -> tuple[Path, RunFile, bool]:
+    """Folder and file of a run, and whether it is alive."""
+    folder = Path(place)
+    if not folder.is_dir():
+        return *find_run(place), True
+    return folder, read_run(folder), holder(folder) is not None
+
+
+def _limits(run: RunFile) -> PoolConfig:
+    """Which groups were held or dropped goes by these."""
+    try:
+        return RunConfig.model_validate(run.config, context={"here": False}).pool_of_run
+    except ValidationError:  # another release's keys
+        return PoolConfig()

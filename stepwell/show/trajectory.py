@@ -1,0 +1,507 @@
+"""This module shows what is in a run's pool: `stepwell groups` and `stepwell show`.
+
+    groups       ListGroups, ListTrajectories, drop reasons            a table
+    show         rows of an export (`datapool/files/rows.py`) ──► the tree of turns, the text of
+                 each, coloured by the mask. █ is trained on, · is not
+
+The tokens are those of the journal, or of an exported file. What an agent wrote is text: control
+characters are shown, never sent to the terminal. Does not own finding the run (`show/run.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import orjson
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from stepwell.datapool.files.export import read
+from stepwell.datapool.files.rows import Row, to_rows
+from stepwell.datapool.files.trained import TRAINED as FOLDER
+from stepwell.datapool.inspect.rows import ExportedTrajectory, GroupRow, TrajectoryRow
+from stepwell.gateway.errors import GatewayConfigError
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.show.run import RunView, open_run
+from stepwell.track.console import all_safe, safe
+from stepwell.trainer.errors import ConfigError
+
+STATES = {"ready": "green", "complete": "green", "held": "yellow", "leased": "cyan"}
+STATES |= {"aborted": "red", "dropped": "red", "trained": "cyan"}
+RECENT = 10
+"""Dropped groups that are named."""
+TRAINED, MASKED = ("█ ", "green"), ("· ", "dim")
+SHADES = ("green", "bright_green")
+"""Of trained tokens, in turn, so that their borders are seen."""
+
+
+class Tokens(Protocol):
+    """Text of single tokens; `ChatTokenizer` is one."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+# -- groups ------------------------------------------------------------------------------------
+
+
+async def read_groups(
+    view: RunView,
+    channel: str,
+    filters: Mapping[str, Any],
+    *,
+    prompt_uid: str | None = None,
+    limit: int = 50,
+) -> dict[str, Any]:
+    """The first groups that pass the filters, what was dropped and why, as JSON values; of one
+    group its trajectories, too.
+
+    Raises:
+        ConfigError: no such channel or group, or a limit below 1.
+    """
+    if limit < 1:
+        raise ConfigError(f"--limit is {limit}; give 1 or more")
+    pool, counts = view.pool, await view.pool.get_statistics()
+    if channel not in counts:
+        raise ConfigError(f"--channel is {channel!r}; this run has {', '.join(counts)}")
+    rows: list[GroupRow] = []
+    cursor: str | None = None
+    while True:
+        page = await pool.list_groups(channel, cursor, 1000, prompt_uid=prompt_uid, **filters)
+        rows += page.items
+        if (cursor := page.cursor) is None or len(rows) > limit:
+            break
+    if prompt_uid is not None and not rows:
+        raise ConfigError(
+            f"--prompt is {prompt_uid!r}, which is no group in channel {channel!r} of "
+            f"{view.folder}; `stepwell groups` lists them (trained and dropped ones are gone)"
+        )
+    found: dict[str, Any] = {
+        "run": view.run.name,
+        "channel": channel,
+        "counts": counts[channel]["groups"],
+        "groups": [_plain(row) for row in rows[:limit]],
+        "more": len(rows) > limit or cursor is not None,
+        "dropped": await _dropped(view, channel),
+    }
+    if prompt_uid is not None:
+        listed = await pool.list_trajectories(channel, limit=1000, prompt_uid=prompt_uid)
+        found["trajectories"] = [_plain(row) for row in listed.items]
+    return found
+
+
+async def _dropped(view: RunView, channel: str) -> list[dict[str, Any]]:
+    """The last ones, as far as the pool remembers: since it was started, 20,000 events."""
+    found: list[dict[str, Any]] = []
+    cursor = None
+    while page := await view.pool.get_events(cursor, channel, ("dropped",)):
+        found += [
+            {"prompt_uid": e.prompt_uid, "reason": e.data["reason"], "at": e.time}
+            for e in page.events
+        ]
+        if not page.events:
+            break
+        cursor = page.cursor
+    return found[-RECENT:]
+
+
+def _plain(row: GroupRow | TrajectoryRow) -> dict[str, Any]:
+    return asdict(row) | {"marks": row.marks.as_dict()}
+
+
+def groups_screen(found: Mapping[str, Any]) -> RenderableType:
+    found = all_safe(found)
+    lines: list[RenderableType] = [_groups(found["groups"])] if found["groups"] else []
+    if not found["groups"]:
+        lines.append(f"no group of channel {found['channel']} passes")
+    if found["more"]:
+        lines.append(Text("… there are more: --limit", "dim"))
+    if "trajectories" in found:
+        lines += ["", _trajectories(found["trajectories"])]
+    counts = found["counts"]
+    reasons = sorted(counts["drop_reasons"].items(), key=lambda item: -item[1])
+    said = " · ".join(f"{reason} {n:,}" for reason, n in reasons)
+    lines += ["", Text.assemble((f"dropped {counts['dropped']:,}", "bold"), f"  {said}")]
+    for each in found["dropped"]:
+        lines.append(Text.assemble("  ", each["prompt_uid"], "  ", (each["reason"], "red")))
+    return Group(*lines)
+
+
+def _groups(groups: Sequence[Mapping[str, Any]]) -> _Listing:
+    table = _Listing("group", "state", "done", "reward", "version", "tokens", "why, tags")
+    for g in groups:
+        wanted = g["n_rollouts"]
+        tags = " ".join(f"#{tag}" for tag in g["marks"]["tags"])
+        table.add_row(
+            g["prompt_uid"],
+            Text(g["state"], STATES.get(g["state"], "")),
+            f"{g['n_complete']}" if wanted is None else f"{g['n_complete']}/{wanted}",
+            _number(g["reward_mean"]) + (f" ±{g['reward_std']:.2f}" if g["reward_std"] else ""),
+            _versions(g),
+            f"{g['n_tokens']:,}",
+            Text(f"{g['reason'] or ''} {tags}".strip()),
+        )
+    return table
+
+
+def _trajectories(rows: Sequence[Mapping[str, Any]]) -> _Listing:
+    table = _Listing("trajectory", "state", "steps", "reward", "version", "tokens", "why, tags")
+    for t in rows:
+        tags = " ".join(f"#{tag}" for tag in t["marks"]["tags"])
+        table.add_row(
+            t["trajectory_uid"],
+            Text(t["state"], STATES.get(t["state"], "")),
+            f"{t['n_steps']}",
+            _number(t["reward"]),
+            _versions(t),
+            f"{t['n_tokens']:,}",
+            Text(f"{t['reason'] or ''} {tags}".strip()),
+        )
+    return table
+
+
+class _Listing:
+    """A table whose first column is a uid. Uids are never broken, so that they can be copied: where
+    the table is wider than the terminal, each uid has a line of its own, above its row."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self._rows: list[tuple[str, tuple[str | Text, ...]]] = []
+
+    def add_row(self, uid: str, *cells: str | Text) -> None:
+        self._rows.append((uid, cells))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        longest = max((cell_len(uid) for uid, _ in self._rows), default=0)
+        widths = [
+            max(cell_len(text if isinstance(text, str) else text.plain) for text in column)
+            for column in zip(self._names[1:], *(cells for _, cells in self._rows), strict=True)
+        ]
+        if longest + 2 * len(widths) + sum(widths) <= options.max_width:
+            table = self._table([longest, *widths])
+            for uid, cells in self._rows:
+                table.add_row(Text(uid), *cells)
+            yield table
+            return
+        yield Text(self._names[0], "bold")
+        yield Padding(self._table(widths), (0, 0, 0, 2))
+        for uid, cells in self._rows:
+            yield Text(uid, overflow="fold")
+            row = self._table(widths, has_head=False)
+            row.add_row(*cells)
+            yield Padding(row, (0, 0, 0, 2))
+
+    def _table(self, widths: Sequence[int], *, has_head: bool = True) -> Table:
+        """The columns of `widths`, from the last one on; the last one takes what is left."""
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", show_header=has_head)
+        names = self._names[-len(widths) :]
+        for name, width in zip(names, widths, strict=True):
+            is_number = name not in (self._names[0], self._names[1], self._names[-1])
+            is_last = name == self._names[-1]
+            table.add_column(
+                name,
+                justify="right" if is_number else "left",
+                width=None if is_last else width,
+                no_wrap=not is_last,
+                overflow="fold",
+            )
+        return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _versions(row: Mapping[str, Any]) -> str:
+    oldest, newest = row["oldest_version"], row["newest_version"]
+    return "-" if oldest is None else f"v{oldest}" if oldest == newest else f"v{oldest}-{newest}"
+
+
+# -- one trajectory ----------------------------------------------------------------------------
+
+
+class Opened(NamedTuple):
+    """A trajectory to be shown."""
+
+    rows: list[Row]
+    """Its branches, as an export writes them, with lists for arrays."""
+    tokens: Tokens | None
+    """What gives their text; None: there is no tokenizer."""
+    trained: dict[str, Any] | None = None
+    """Of one that was trained, and sampled: the optimizer `step`, mean `advantage` and `weight`."""
+
+
+async def open_trajectory(uid: str, where: str | None) -> Opened:
+    """
+    Args:
+        where: the run, or an exported file.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    trained: dict[str, Any] | None = None
+    masks: dict[int, list[float]] = {}
+    if where is not None and Path(where).suffix in (".parquet", ".jsonl"):
+        exported = await asyncio.to_thread(_in_file, uid, Path(where))
+        tokens = None
+    else:
+        async with open_run(where) as view:
+            tokens = _tokenizer(view)
+            if (live := await _in_pool(uid, view)) is not None:
+                exported = live
+            else:
+                exported, trained, masks = await asyncio.to_thread(_in_sample, uid, view)
+    if not exported.trajectory.steps:
+        why = f" ({exported.reason})" if exported.reason else ""
+        raise ConfigError(
+            f"trajectory {uid!r} is {exported.state}{why} and has no step; an aborted one keeps "
+            "none"
+        )
+    rows = [dict(row) for row in to_rows(exported, 0, {})]
+    for row in rows:
+        row.update({k: v.tolist() for k, v in row.items() if hasattr(v, "tolist")})
+        del row["provenance"], row["position"]
+        for step in row["steps"] if trained is not None else ():
+            start, end = step["response_start"], step["response_end"]
+            mask = masks.get(step["step_index"], [0.0] * (end - start))
+            both = zip(row["loss_mask"][start:end], mask, strict=True)
+            row["loss_mask"][start:end] = [int(a and b > 0) for a, b in both]
+    return Opened(rows, tokens, trained)
+
+
+async def _in_pool(uid: str, view: RunView) -> ExportedTrajectory | None:
+    for channel in await view.pool.get_statistics():
+        page = await view.pool.read_trajectories(channel, trajectory_uid=uid)
+        for exported in page.unpack():
+            return exported
+    return None
+
+
+def _in_sample(
+    uid: str, view: RunView
+) -> tuple[ExportedTrajectory, dict[str, Any], dict[int, list[float]]]:
+    """One that was trained and has left the pool: what the trainer keeps of some, and which of its
+    tokens were trained, by step."""
+    files = view.files
+
+    def heads(step: int) -> list[dict[str, Any]]:
+        about = files.about(step)
+        return [] if about is None else about["trajectories"]
+
+    if (found := files.trained(uid)) is None:
+        kept = (
+            f"{h['trajectory_uid']} of step {s}" for s in files.sampled()[::-1] for h in heads(s)
+        )
+        raise ConfigError(
+            f"trajectory {uid!r} is not in the pool of {view.folder} (`stepwell groups --prompt "
+            "UID` lists those of a group), nor in its sample of what was trained: "
+            "trainer.sample_groups groups of each optimizer step, in "
+            f"{view.folder / FOLDER}{next((f'; the newest there is {k}' for k in kept), '')}"
+        )
+    step, trained = found
+    head = next((h for h in heads(step) if h["trajectory_uid"] == uid), {})
+    about = {"step": step, "advantage": head.get("advantage"), "weight": head.get("weight")}
+    masks = {
+        s.step_index: list(columns.get("mask", [1.0] * len(s.response_ids)))
+        for s, columns in zip(trained.trajectory.steps, trained.columns, strict=True)
+        if columns
+    }
+    return ExportedTrajectory(trajectory=trained.trajectory), about, masks
+
+
+def _in_file(uid: str, path: Path) -> ExportedTrajectory:
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}; name a run's folder or an exported file")
+    for exported in read(path):
+        if exported.trajectory.trajectory_uid == uid:
+            return exported
+    raise ConfigError(f"trajectory {uid!r} is not in {path}")
+
+
+def _tokenizer(view: RunView) -> Tokens | None:
+    try:
+        return ChatTokenizer.load(view.tokenizer_path())
+    except GatewayConfigError:  # the model was removed: ids are shown
+        return None
+
+
+def trajectory_screen(opened: Opened) -> RenderableType:
+    rows, tokens, trained = opened
+    head, marks = rows[0], rows[0]["marks"]
+    steps = _steps(rows)
+    n_masked = sum(sum(row["loss_mask"]) for row in rows)
+    is_trained = trained is not None
+    state = "trained" if is_trained else head["state"]
+    group_state = "trained" if is_trained else head["group_state"] or "no longer in the pool"
+    lines: list[RenderableType] = [
+        Text.assemble(
+            (head["trajectory_uid"], "bold"),
+            "  ",
+            (state, STATES.get(state, "")),
+            f"  reward {_number(head['reward'])}",
+        ),
+        Text(
+            f"group {head['prompt_uid']} ({group_state}) · "
+            f"channel {head['channel']} · {len(steps)} steps · {len(rows)} "
+            f"{'branch' if len(rows) == 1 else 'branches'} · {n_masked} tokens "
+            f"{'trained' if is_trained else 'in the loss mask'}",
+            "dim",
+        ),
+    ]
+    if trained is not None:
+        said = [f"trained at optimizer step {trained['step']}"]
+        said += [f"{k} {v:+.3f}" for k, v in trained.items() if k != "step" and v is not None]
+        lines.append(Text(" · ".join(said), "cyan"))
+    if marks is not None:
+        lines.append(Text(f"marks {marks}", "yellow"))
+    if len(rows) > 1:
+        lines += ["", *_tree(rows)]
+    if tokens is None:
+        lines.append(Text("no tokenizer: token ids are shown", "yellow"))
+    for step in steps:
+        lines += ["", _step_title(step)]
+        lines += _block(_texts(step.prompt, tokens), MASKED, ("dim",))
+        lines += _block(
+            _texts(step.response, tokens),
+            TRAINED if step.trained else MASKED,
+            SHADES if step.trained else ("dim",),
+        )
+    return Group(*lines)
+
+
+class _StepView(NamedTuple):
+    """What a step adds to the branch in which it is first."""
+
+    step_index: int
+    parent: int | None
+    version: int
+    finish_reason: str | None
+    reward: float | None
+    trained: bool
+    n_prompt: int
+    """Tokens of the whole prompt."""
+    prompt: Sequence[int]
+    """What is new of it: behind the step before."""
+    response: Sequence[int]
+
+
+def _steps(rows: Sequence[Row]) -> list[_StepView]:
+    """Each step once, by branch."""
+    found: dict[int, _StepView] = {}
+    for row in rows:
+        ids, before = row["input_ids"], None
+        for step in row["steps"]:
+            start, end = step["response_start"], step["response_end"]
+            if step["step_index"] not in found:
+                found[step["step_index"]] = _StepView(
+                    step_index=step["step_index"],
+                    parent=before,
+                    version=step["policy_version"],
+                    finish_reason=step["finish_reason"],
+                    reward=step["reward"],
+                    trained=any(row["loss_mask"][start:end]),
+                    n_prompt=start,
+                    prompt=ids[step["prompt_start"] : start],
+                    response=ids[start:end],
+                )
+            before = step["step_index"]
+    return list(found.values())
+
+
+def _step_title(step: _StepView) -> Rule:
+    said = [f"step {step.step_index}", f"version {step.version}"]
+    new = f" ({len(step.prompt)} new)" if step.parent is not None else ""
+    said += [f"prompt {step.n_prompt}{new}", f"response {len(step.response)}"]
+    said += [step.finish_reason or "unfinished"]
+    if step.reward is not None:
+        said.append(f"reward {step.reward:g}")
+    return Rule(Text(" · ".join(said), "bold"), align="left", style="dim")
+
+
+def _tree(rows: Sequence[Row]) -> Iterator[Text]:
+    """A line per branch, which begins below the step that it branches off, and why."""
+    drawn: dict[int, int] = {}
+    for row in rows:
+        path = [step["step_index"] for step in row["steps"]]
+        new = [index for index in path if index not in drawn]
+        shared = [index for index in path if index in drawn]
+        at = drawn[shared[-1]] if shared else 0
+        line = " " * at + ("└─ " if shared else "")
+        for index in new:
+            drawn[index] = len(line)
+            line += f"{index} ─ "
+        text = Text(f"  {line.removesuffix(' ─ ')}", no_wrap=True, overflow="ellipsis")
+        causes = [_cause(step) for step in row["steps"] if step["step_index"] in new]
+        yield text.append("".join(f"  {cause}" for cause in causes if cause), "yellow")
+
+
+def _cause(step: Mapping[str, Any]) -> str | None:
+    """Why it begins a branch, as the gateway said in its metadata."""
+    cause = orjson.loads(step["metadata"]).get("branch")
+    return None if cause is None else str(cause)
+
+
+def _texts(ids: Iterable[int], tokens: Tokens | None) -> Iterator[str]:
+    """The text of each token; of several together where their bytes are one character."""
+    held = b""
+    for token_id in ids:
+        if tokens is None:
+            yield f"{token_id} "
+            continue
+        held += tokens.token_bytes(token_id)
+        try:
+            text = held.decode()
+        except UnicodeDecodeError as e:
+            if e.reason == "unexpected end of data" and len(held) - e.start < 4:
+                continue
+            text = held.decode(errors="replace")
+        yield text
+        held = b""
+    if held:
+        yield held.decode(errors="replace")
+
+
+def _block(texts: Iterable[str], gutter: tuple[str, str], shades: Sequence[str]) -> list[Table]:
+    """The tokens with a gutter before each line, so that they can be told without colours."""
+    text = Text(overflow="fold")
+    for i, token in enumerate(texts):
+        text.append(safe(token), shades[i % len(shades)])
+    if not text:
+        return []
+    block = Table.grid()
+    block.add_column(no_wrap=True)
+    block.add_column(overflow="fold")
+    for line in text.split("\n"):  # without the empty line behind a last line break
+        block.add_row(Text(*gutter), line)
+    return [block]
+
+
+def token_lines(opened: Opened) -> Text:
+    """A line per token of each branch: place, mask, id, log-prob, version, text."""
+    rows, tokens, _ = opened
+    out = Text()
+    for row in rows:
+        if len(rows) > 1:
+            out.append(f"branch {row['branch']}\n", "bold")
+        columns = (row["input_ids"], row["loss_mask"], row["log_probs"], row["versions"])
+        for i, (token_id, mask) in enumerate(zip(*columns[:2], strict=True)):
+            sampled = row["versions"][i] >= 0
+            known = sampled and row["log_probs"] is not None
+            log_prob = f"{row['log_probs'][i]:9.4f}" if known else " " * 9
+            version = f"v{row['versions'][i]}" if sampled else ""
+            text = (
+                ""
+                if tokens is None
+                else repr(tokens.token_bytes(token_id).decode(errors="replace"))
+            )
+            line = f"{i:>6} {'█' if mask else '·'} {token_id:>7} {log_prob} {version:>5}  {text}\n"
+            out.append(line, "green" if mask else "dim")
+    out.right_crop(1)
+    return out
