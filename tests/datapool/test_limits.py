@@ -213,7 +213,7 @@ def test_an_order_named_by_a_path_decides_and_a_failing_one_holds(
     assert lease(pool, 3) == ["b", "c", "a"]
     assert pool.stats()["groups"]["held"] == 1
     described = pool.pool.channels["train"]
-    state, why = described.state(described.prompt_groups["d"])
+    state, why = described.state(described.records.groups["d"])
     assert state == "held"
     assert "selection.order 'my_orders:shortest' failed on group 'd': KeyError" in why
 
@@ -350,7 +350,7 @@ def test_a_dry_run_says_what_the_lease_then_does(
     pool.nack(pool.lease_batch().lease_id)
     pool.pool.advance_version(3, **now_of(pool))
     for uid in ("p5", "p7"):
-        if uid in pool.pool.channels["train"].prompt_groups:
+        if uid in pool.pool.channels["train"].records.groups:
             pool.pool.mark(uid, **now_of(pool), trainable=False)
     foretold = pool.pool.dry_run(**now_of(pool), batch_size=3)
     before = pool.stats()

@@ -17,10 +17,14 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepwell.backends.engines.api import GenerateRequest, Sampling, TopLogProbs
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.connections import ConnectionPool, OnData, Response
+from stepwell.backends.errors import EngineError as AskingError
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.engine import EngineClient, Generation, Sampling, TopLogProbs
-from stepwell.gateway.engine.answers import Part, read_answer
+from stepwell.gateway.engine import Generation, Sampler
 from stepwell.gateway.engine.fleet import Fleet, _rendezvous
+from stepwell.gateway.engine.generation import Part
 from stepwell.gateway.errors import EngineError, EngineUnavailableError, RequestError
 from stepwell.gateway.wiring import Wiring
 from tests.builders import until
@@ -159,7 +163,7 @@ def tops(token_id: int, n: int) -> list[list[Any]]:
 
 @dataclass
 class Rig:
-    client: EngineClient
+    client: Sampler
     machines: list[Machine]
     names: Iterator[str] = field(default_factory=lambda: map("new {}".format, itertools.count()))
     """Trajectories that have made no call yet."""
@@ -221,7 +225,7 @@ async def rigs() -> AsyncIterator[Callable[..., Any]]:
                 await stack.enter_async_context(running(machine))
             wiring = Wiring(tuple(m.url for m in machines), lora_path=lora_path)
             config = GatewayConfig(**{**FAST, **options})
-            client = EngineClient(config, wiring)
+            client = Sampler(config, wiring)
             await client.start()
             stack.push_async_callback(client.close)
             return Rig(client, machines)
@@ -640,12 +644,44 @@ async def test_the_context_length_is_waited_for_while_the_engine_is_away(rigs: A
 # -- answers of another shape ------------------------------------------------------------------
 
 
-def test_an_answer_without_a_weight_version_is_of_a_server_that_is_too_old() -> None:
+class Says(ConnectionPool):
+    """Gives every request this answer, of a stream as one event."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self._answer = json.dumps(answer).encode()
+
+    async def request(
+        self,
+        method: str,
+        url: str,
+        body: bytes = b"",
+        headers: bytes = b"",
+        on_data: OnData | None = None,
+    ) -> Response:
+        if on_data is None:
+            return Response(200, self._answer)
+        on_data(b"data: %b\n\ndata: [DONE]\n\n" % self._answer)
+        return Response(200, b"")
+
+
+async def part_of(answer: Any, *, stream: bool, most: int = 2) -> Part:
+    """What the gateway takes of it."""
+    part = Part(most, vocabulary=9)
+    request = GenerateRequest("r", PROMPT, Sampling(most, 1.0), most, stream=stream)
+    await EngineClient("http://engine", connections=Says(answer)).sample(request, part.take)
+    return part
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_without_a_weight_version_is_of_a_server_that_is_too_old(
+    stream: bool,
+) -> None:
     """SGLang's before 0.5."""
     meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-0.5, 7, None]]}
     answer = {"output_ids": [7], "meta_info": meta}
-    with pytest.raises(EngineError, match="has no weight_version: its server is too old"):
-        Part().take(read_answer(json.dumps(answer).encode()))
+    with pytest.raises(AskingError, match="has no weight_version: its server is too old"):
+        await part_of(answer, stream=stream)
 
 
 JSON = st.recursive(
@@ -664,8 +700,10 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
-@given(data=st.data(), other=JSON)
-def test_an_answer_of_another_shape_is_the_engines_failure(data: Any, other: Any) -> None:
+@given(data=st.data(), other=JSON, stream=st.booleans())
+def test_an_answer_of_another_shape_is_the_engines_failure(
+    data: Any, other: Any, stream: bool
+) -> None:
     answer: dict[str, Any] = {
         "output_ids": [7, 8],
         "meta_info": {
@@ -686,11 +724,10 @@ def test_an_answer_of_another_shape_is_the_engines_failure(data: Any, other: Any
     for key in path:
         inner = inner[key]
     inner[last] = other
-    part = Part(most=2, vocabulary=9)
     try:
-        part.take(read_answer(json.dumps(answer).encode()))
+        part = asyncio.run(part_of(answer, stream=stream))
         generation = part.generation(part.finish)
-    except EngineError:
+    except (EngineError, AskingError):
         return
     assert generation.response_ids.tolist() == answer["output_ids"]
     assert all(type(i) is int and i < 9 for i in answer["output_ids"])

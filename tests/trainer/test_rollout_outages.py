@@ -153,7 +153,7 @@ class Rig:
     async def generate(self, producer: Producer) -> None:
         """Until the source is used up."""
         async with asyncio.timeout(120), producer.running():  # a busy machine takes its time
-            await producer.ended()
+            await producer.wait_ended()
             await producer._pool.get_statistics(TRAIN)
 
 
@@ -345,7 +345,7 @@ async def test_a_rollout_that_finishes_starts_the_count_of_lost_groups_anew(rig:
                 assert lease is not None
                 producer.leased(group.prompt_uid for group in lease.groups)
                 await one.pool.ack(lease.lease_id)
-            await producer.ended()
+            await producer.wait_ended()
             assert not generation.done()
     assert producer.ends == {"ValueError": 90, "complete": 15}
 

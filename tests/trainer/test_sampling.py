@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from stepwell.config.load import load_config
 from stepwell.datapool.config import ChannelConfig
+from stepwell.datapool.selection import GroupInfo
 from stepwell.datapool.types import TRAIN
 from stepwell.trainer.config import SamplingConfig
 from stepwell.trainer.errors import ConfigError, StarvedError
@@ -25,7 +26,6 @@ from stepwell.trainer.sampling import (
     Pace,
     credit_limit,
     drops_surplus,
-    group_info,
 )
 from tests.builders import group, until
 from tests.trainer.small_run import pool_config, small_config, small_run
@@ -261,8 +261,17 @@ def test_without_filters_every_group_is_kept() -> None:
     assert GroupFilter(SamplingConfig(filters=[])).keep(groups) == groups
 
 
+shown: list[GroupInfo] = []
+
+
+def looks(info: GroupInfo) -> None:
+    shown.append(info)
+
+
 def test_a_filter_sees_of_a_leased_group_what_the_pool_would_show_it() -> None:
-    info = group_info(group(0.0, 2.0, n_rollouts=2, policy_version=3))
+    judge = GroupFilter(SamplingConfig(filters=[f"{__name__}:looks"]))
+    assert judge.keep([group(0.0, 2.0, n_rollouts=2, policy_version=3)])
+    info = shown.pop()
     assert (info.reward_mean, info.reward_std) == (1.0, 1.0)
     assert (info.oldest_version, info.newest_version, info.n_steps) == (3, 3, 2)
 

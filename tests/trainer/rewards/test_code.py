@@ -188,7 +188,7 @@ async def test_a_sandbox_that_cannot_be_had_is_a_missing_score(
     monkeypatch.setattr("stepwell.trainer.sandbox.namespaces_work", lambda: False)
     with pytest.raises(RewardCrashError, match="permits no user namespaces"):
         await paid("x = 1", ["assert x"], limits={"require_isolation": True})
-    monkeypatch.setattr("stepwell.trainer.sandbox.sys.executable", "/no/such/python")
+    monkeypatch.setattr("stepwell.backends.processes.sys.executable", "/no/such/python")
     with pytest.raises(OSError, match="no/such"):
         await paid("x = 1", ["assert x"])
     monkeypatch.undo()
