@@ -189,14 +189,14 @@ def _ack_early(loop: Any) -> None:
 def _change_taken(change: Callable[[Any], Any]) -> Callable[[ModuleType], None]:
     """Install `change` of every third group that training takes."""
 
-    def install(feeds: Any) -> None:
-        given, hits = feeds.Feed._given, every(3, first=5)
+    def install(batches: Any) -> None:
+        given, hits = batches.Batches._given, every(3, first=5)
 
-        def changed(self: Any, groups: Any) -> Any:
-            taken: Sequence[Any] | None = given(self, groups)
+        def changed(self: Any, channel: Any, groups: Any) -> Any:
+            taken: Sequence[Any] | None = given(self, channel, groups)
             return None if taken is None else [change(g) if hits() else g for g in taken]
 
-        feeds.Feed._given = changed
+        batches.Batches._given = changed
 
     return install
 
@@ -246,7 +246,7 @@ def _swap_rewards(group: Any) -> Any:
     return replace(group, trajectories=swapped)
 
 
-_POOL, _FEEDS = "stepwell.datapool.core", "stepwell.trainer.feeds"
+_POOL, _BATCHES = "stepwell.datapool.core", "stepwell.trainer.batches"
 _REPLY = "stepwell.gateway.trajectory.reply"
 
 
@@ -268,9 +268,9 @@ PLANTS: Final[dict[str, Plant]] = {
     "ack_before_durable": _plant(
         "stepwell.trainer.loop", _ack_early, "steps_lost", kill_at=6, steps=10
     ),
-    "doubled_step": _plant(_FEEDS, _change_taken(_double_step), "trained_twice"),
-    "dropped_token": _plant(_FEEDS, _change_taken(_drop_last_token), "steps_changed"),
-    "swapped_rewards": _plant(_FEEDS, _change_taken(_swap_rewards), "rewards_from_failures"),
+    "doubled_step": _plant(_BATCHES, _change_taken(_double_step), "trained_twice"),
+    "dropped_token": _plant(_BATCHES, _change_taken(_drop_last_token), "steps_changed"),
+    "swapped_rewards": _plant(_BATCHES, _change_taken(_swap_rewards), "rewards_from_failures"),
 }
 
 
