@@ -113,6 +113,7 @@ async def publish(
     transport: WeightTransport = "disk",
     canary: bool = False,
     seen: int | None = None,
+    locked: bool = False,
     patience_s: float = 0.0,
     continue_timeout_s: float = CONTINUE_TIMEOUT_S,
     hook: Hook | None = None,
@@ -126,6 +127,7 @@ async def publish(
     Args:
         canary: `engines` are not all there are, and nothing is committed.
         seen: committed version that the caller knows of, 0 for none; None: any may be replaced.
+        locked: the caller holds the store's lock.
         patience_s: seconds that the first engine may take to come back.
         hook: awaited before, during (all replicas were just asked) and after each phase.
 
@@ -146,6 +148,7 @@ async def publish(
             transport,
             canary,
             seen,
+            locked,
             continue_timeout_s,
             hook,
         )
@@ -170,6 +173,7 @@ class _Transaction:
         transport: WeightTransport,
         canary: bool,
         seen: int | None,
+        locked: bool,
         continue_timeout_s: float,
         hook: Hook | None,
     ) -> None:
@@ -179,6 +183,7 @@ class _Transaction:
         self.store = store
         self.transport = TRANSPORTS[transport](self.update)
         self.seen = seen
+        self.locked = locked
         self.continue_timeout_s = continue_timeout_s
         self.hook = hook
         self.committed: Published | None = None
@@ -225,7 +230,9 @@ class _Transaction:
         return [r for r in self.replicas if not r.fenced]
 
     def _locked(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext() if self.store is None else self.store.lock.held()
+        if self.store is None or self.locked:
+            return nullcontext()
+        return self.store.lock.held()
 
     # -- phases -------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ from stepwell.trainer.live import GroupProducer
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.publish.guard import Guard
 from stepwell.trainer.publish.memory import EngineMemory
-from stepwell.trainer.publish.rollback import serve_again
+from stepwell.trainer.publish.rollback import roll_back
 from stepwell.trainer.threads import ComputeThread
 from stepwell.trainer.updater import Updater
 
@@ -494,13 +494,13 @@ class Publisher:
             if self._progress.version != bad:  # another roll-back was adopted meanwhile
                 return
             try:
-                seen = self._seen()
-                version = await serve_again(
+                version = await roll_back(
                     self._engines,
                     self._store,
                     self._pool,
-                    self._store.find(None, bad),
-                    seen=seen,
+                    None,
+                    before=bad,
+                    seen=self._seen(),
                     transport=self._transport,
                     patience_s=self._patience_s,
                 )
