@@ -38,10 +38,11 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
+from stepwell.backends.engines.api import Sampling
 from stepwell.datapool.errors import DataPoolError, InvalidStepError
 from stepwell.datapool.types import DUPLICATE_OF, SUPERSEDES, UNSEEN, Step, VersionSpan
 from stepwell.gateway.config import Thinking
-from stepwell.gateway.engine import EngineClient, Generation, Sampling
+from stepwell.gateway.engine import Generation, Sampler
 from stepwell.gateway.errors import (
     ContextLengthError,
     EngineError,
@@ -99,7 +100,7 @@ BeginAgain: TypeAlias = Callable[[Asked], LiveTrajectory]
 class Calls:
     """All calls of a gateway, and their figures. Owned by the app's lifespan."""
 
-    engine: EngineClient
+    engine: Sampler
     prompts: Prompts
     format: ReplyFormat
     limits: CallLimits
@@ -115,6 +116,8 @@ class Calls:
     """Of the last calls: from the request read to the Step stored, without the engine's time."""
     failed_at: float = float("-inf")
     """When engine or pool last failed a call (`time.monotonic()`)."""
+    is_closing: bool = False
+    """The gateway stops: what it cuts off now is given up."""
 
     # -- which calls a request has -----------------------------------------------------------
 
@@ -374,16 +377,17 @@ class Calls:
             else:
                 turn = trajectory.add_turn(live) if stored is None else stored
                 self._answered(trajectory, live, turn)
-        except asyncio.CancelledError as e:
+        except asyncio.CancelledError:
             if live.why_cancelled is not None and live.task is not None:
                 live.task.uncancel()
                 self._failed(trajectory, live, live.why_cancelled)
-            elif live.state == "committing":  # commits are not cancelled: go on without the client
+            elif live.state == "committing" and not self.is_closing:
+                # Its request was given up, its Step is not: commits go on.
                 live.task = asyncio.create_task(self.run(trajectory, live))
                 raise
             else:
                 self._failed(trajectory, live, GatewayError("the gateway is shutting down"))
-                raise e
+                raise
         except Exception as e:  # noqa: BLE001 - whatever it is, its clients are told
             self._failed(trajectory, live, e)
         finally:

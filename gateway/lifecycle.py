@@ -439,3 +439,4 @@ def _forget(services: Services, uids: Collection[str]) -> None:
             trajectory.forget()
     services.responses.store.forget(uids)
     services.calls.prompts.cached.clear()
+    services.known_bodies.forget()

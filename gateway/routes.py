@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
@@ -63,6 +62,7 @@ from stepwell.gateway.web import (
     EventStream,
     OrjsonResponse,
     aborts_on_disconnect,
+    body_digest,
     connection_of,
     field,
     hand_over,
@@ -123,19 +123,16 @@ async def serve(
     config = services.config
     body = await read_body(request)
     began_at = time.perf_counter()
+    principal: Principal = request.state.principal
+    digest: str | None = None
     if is_big := len(body) > BIG:
         loop = asyncio.get_running_loop()
-        key = partial(retry_key, request.headers, body, dialect.name)
-        retry = await loop.run_in_executor(services.threads, key)
-    else:
-        retry = retry_key(request.headers, body, dialect.name)
-    principal: Principal = request.state.principal
-    said = parse_object(body)
+        digest = await loop.run_in_executor(services.threads, body_digest, body)
+    reading = services.known_bodies.read(dialect, body, principal, url, digest)
     del body  # as large as all that is parsed of it, and the call may take minutes
+    retry, parsed = retry_key(request.headers, reading.digest, dialect.name), reading.parsed
     if is_big:
         await asyncio.sleep(0)  # others go on between what is done for it
-    parsed = dialect.parse(said, principal)
-    del said
     prompts = services.calls.prompts
     calls = [prompts.normalised(call) for call in parsed.calls]
     for call in calls:
@@ -158,6 +155,9 @@ async def serve(
         Asked(identify(call, key), call, key, parsed.n)
         for call, key in zip(calls, keys, strict=True)
     ]
+    if asked[0].trajectory.unrecorded != "asked":
+        reading.remember(calls[0])
+    del reading  # it refers to the body
     listeners = await services.calls.start(
         asked, dialect.name, caller=principal, begin_again=begin_again
     )
@@ -322,7 +322,7 @@ async def generate(request: Request) -> Response:
     prompt_uid = field(body, "prompt_uid", str, "a string") or f"prompt-{uid}"
     chat = _white_box(body)
     trajectory = services.trajectories.get(uid, prompt_uid, request.state.principal)
-    retry = retry_key(request.headers, raw, "generate")
+    retry = retry_key(request.headers, body_digest(raw), "generate")
     (listener,) = await services.calls.start(
         [Asked(trajectory, services.calls.prompts.normalised(chat), retry)],
         "generate",

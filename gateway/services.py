@@ -23,11 +23,12 @@ from stepwell.gateway.call import Calls
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.dialects.registry import make_dialects, make_gemini
-from stepwell.gateway.engine import EngineClient
+from stepwell.gateway.engine import Sampler
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.functions import load_function
 from stepwell.gateway.hosts import Hosts
 from stepwell.gateway.keys import KeyRing
+from stepwell.gateway.known_bodies import KnownBodies
 from stepwell.gateway.limits import CallLimits
 from stepwell.gateway.prompt import Prompts
 from stepwell.gateway.reply.reader import ReplyFormat
@@ -62,7 +63,8 @@ class Services:
         self.reward = load_function(config, "reward_fn")
         self.threads = ThreadPoolExecutor(RENDER_THREADS, "gateway-render")
         self.addresses = Addresses(wiring, config.public_url)
-        self.engine = EngineClient(config, wiring, tokenizer.vocabulary)
+        self.known_bodies = KnownBodies()
+        self.engine = Sampler(config, wiring, tokenizer.vocabulary)
         self.recording = Recording(pool, config)
         self.groups = Groups(config)
         self.trajectories = TrajectoryStore(self.recording, self.groups)
@@ -142,6 +144,7 @@ class Services:
         self.dashboard.close()
         await self.identities.close()
         await self.rollout_buffer.close()
+        self.calls.is_closing = True
         calls = [c for t in self.trajectories for c in t.in_flight]
         for call in calls:
             call.cancel(GatewayError("the gateway is shutting down"))

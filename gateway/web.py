@@ -95,9 +95,17 @@ def _is_too_deep(value: Any) -> bool:
     return True
 
 
-def retry_key(headers: Headers, body: bytes, scope: str) -> RetryKey:
-    """What makes a request a repetition: OpenAI's SDKs count retries, others send a key."""
-    digest = hashlib.blake2b(body, digest_size=16).hexdigest()
+def body_digest(body: bytes) -> str:
+    """Digest by which a repeated request is known, in hexadecimal."""
+    return hashlib.blake2b(body, digest_size=16).hexdigest()
+
+
+def retry_key(headers: Headers, digest: str, scope: str) -> RetryKey:
+    """What makes a request a repetition: OpenAI's SDKs count retries, others send a key.
+
+    Args:
+        digest: `body_digest` of the request.
+    """
     if (key := headers.get("idempotency-key")) is not None:
         return RetryKey(f"{scope}/key/{key}", digest, is_retry=True)
     count = headers.get("x-stainless-retry-count", "0")

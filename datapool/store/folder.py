@@ -30,7 +30,7 @@ from stepwell.datapool.process import boot_id
 logger = logging.getLogger(__name__)
 
 ACKED_NAME = "pool.acked"
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """Raised with every change that a journal of before would not survive; that one is refused."""
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

@@ -24,7 +24,14 @@ from typing import Any, Literal
 import numpy as np
 
 from stepwell.datapool.types import TokenIds
-from stepwell.gateway.dialects.base import Dialect, Exchange, Parsed, StreamWriter
+from stepwell.gateway.dialects.base import (
+    NOTHING,
+    Dialect,
+    Exchange,
+    Known,
+    Parsed,
+    StreamWriter,
+)
 from stepwell.gateway.dialects.openai_chat import (
     LEAST_LOGPROB,
     CompletionParams,
@@ -60,7 +67,9 @@ class OpenAICompletions(Dialect):
 
     name = "openai_completions"
 
-    def parse(self, body: dict[str, Any], reader: Principal | None = None) -> Parsed:
+    def parse(
+        self, body: dict[str, Any], reader: Principal | None = None, known: Known = NOTHING
+    ) -> Parsed:
         params = CompletionsParams.read(body)
         if params.echo and params.logprobs is not None:
             remedy = (

@@ -205,10 +205,8 @@ def json_constraint(
     return "json_schema", json.dumps(schema)
 
 
-def must_call(
-    tools: list[Tool], name: str = "", where: str = "tool_choice"
-) -> tuple[list[Tool], str]:
-    """The tools shown, and the one that the reply has to call ("" is any).
+def must_call(tools: Sequence[Tool], name: str = "", where: str = "tool_choice") -> str:
+    """The tool that the reply has to call ("" is any).
 
     Args:
         where: the path of `name`.
@@ -224,7 +222,7 @@ def must_call(
             f"{where} asks for a call, but there is no tool that the model can call; send some",
             where,
         )
-    return tools, name
+    return name
 
 
 def effort_args(

@@ -23,6 +23,7 @@ from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.errors import InvalidRequestError, PoolFullError
 from stepwell.datapool.inspect import events as events_module
 from stepwell.datapool.ops import OpenTrajectory
+from tests.builders import until
 from tests.datapool.pools import pool_here
 
 MakeStep = Callable[..., Step]
@@ -212,7 +213,7 @@ def test_an_order_named_by_a_path_decides_and_a_failing_one_holds(
     assert lease(pool, 3) == ["b", "c", "a"]
     assert pool.stats()["groups"]["held"] == 1
     described = pool.pool.channels["train"]
-    state, why = described.state(described.prompt_groups["d"])
+    state, why = described.state(described.records.groups["d"])
     assert state == "held"
     assert "selection.order 'my_orders:shortest' failed on group 'd': KeyError" in why
 
@@ -347,7 +348,7 @@ def test_a_dry_run_says_what_the_lease_then_does(
     pool.nack(pool.lease_batch().lease_id)
     pool.pool.advance_version(3, **now_of(pool))
     for uid in ("p5", "p7"):
-        if uid in pool.pool.channels["train"].prompt_groups:
+        if uid in pool.pool.channels["train"].records.groups:
             pool.pool.mark(uid, **now_of(pool), trainable=False)
     foretold = pool.pool.dry_run(**now_of(pool), batch_size=3)
     before = pool.stats()
@@ -506,11 +507,12 @@ def client(shared: Any) -> DataPoolClient:
 
 
 async def until_waiting(client: DataPoolClient, channel: str, n: int = 1) -> None:
-    """Until `n` producers wait in the pool; the test's timeout is the limit."""
-    while (  # noqa: ASYNC110 - it happens elsewhere, no event tells of it
-        await client.get_statistics(channel)
-    )["waiting"]["producers"] != n:
-        await asyncio.sleep(0.02)
+    """Return once `n` producers wait in the pool."""
+
+    async def they_wait() -> bool:
+        return bool((await client.get_statistics(channel))["waiting"]["producers"] == n)
+
+    await until(they_wait)
 
 
 async def test_a_producer_waits_in_its_client_until_something_is_leased(

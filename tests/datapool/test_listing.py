@@ -256,7 +256,7 @@ def act(pool: DataPool, kind: str, group: int, trajectory: int, leases: list[str
     prompt, uid = f"p{group}", f"p{group}t{trajectory}."
     try:
         if kind == "step":
-            records = pool.channel("train").trajectory_index
+            records = pool.channel("train").records.trajectories
             known = records[uid].steps if uid in records else {}
             # Gaps are left and filled, so that steps come in before others that were listed.
             index = next(i for i in (2, 0, 1, *range(3, 99)) if i not in known)

@@ -256,7 +256,7 @@ def test_the_common_prompt_is_stored_once_and_each_step_only_what_is_new(whole: 
     ids = prompt + n_rollouts * (n_steps * response + (n_steps - 1) * new)
     extra = sum(
         len(step.payload) - len(step.tokens)
-        for t in pool.channels["train"].trajectory_index.values()
+        for t in pool.channels["train"].records.trajectories.values()
         for step in t.steps
     )
     assert pool.channels["train"].memory_bytes == 4 * ids + extra

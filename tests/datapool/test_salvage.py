@@ -19,6 +19,7 @@ from stepwell.datapool.errors import (
     JournalError,
     JournalLockedError,
 )
+from stepwell.datapool.files.deletion import delete_from_journals
 from stepwell.datapool.store import log as log_module
 from stepwell.datapool.store.folder import ACKED_NAME
 from stepwell.datapool.store.journal import Journal
@@ -104,9 +105,29 @@ def held(folder: Path) -> set[str]:
         counts = pool.statistics()
         states = ("open", "ready", "leased", "acked", "dropped")
         assert counts["submitted"] == sum(counts[state] for state in states)
-        return set(pool.pool.channel("train").prompt_groups)
+        return set(pool.pool.channel("train").records.groups)
     finally:
         pool.journal.close()
+
+
+def test_tools_that_do_not_know_the_configuration_decide_nothing_by_time(tmp_path: Path) -> None:
+    patient = PoolConfig(default=ChannelConfig(siblings_wait_s=1000))
+    journal = Journal(tmp_path, "process")
+    pool = SyncPool(patient)
+    restore(pool, journal)
+    pool.submit_steps([step(0), replace(step(1), prompt_uid="p0")], now=0.0)
+    pool.complete_trajectory("t0", now=0.0)
+    pool.submit_steps([step(2)], now=500.0)
+    pool.write_counts()
+    journal.close()
+    assert "nothing is damaged" in salvage(tmp_path)[0].text()
+    delete_from_journals(tmp_path, "t2")
+    journal = Journal(tmp_path, "process")
+    pool = SyncPool(patient)
+    restore(pool, journal)
+    assert pool.get_statistics("train", now=500.0)["groups"]["ready"] == 0
+    assert pool.next_deadline() == 1000.0
+    journal.close()
 
 
 def flip(path: Path, at: int) -> None:

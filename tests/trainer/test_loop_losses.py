@@ -19,9 +19,8 @@ from stepwell.config.load import load_config
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper
 from stepwell.datapool.types import DUPLICATE_OF, TRAIN, Group, Lease, Step, Trajectory
 from stepwell.run.trainer import build_updater
-from stepwell.trainer.batches import Batches
+from stepwell.trainer.batches import Batches, TrainedChannel
 from stepwell.trainer.errors import ConfigError
-from stepwell.trainer.feeds import Feed
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.sampling import GroupFilter
@@ -337,13 +336,13 @@ async def test_the_last_groups_are_trained_though_generation_ends_before_they_ar
     pool = cast(Any, Pool())
     ended = asyncio.Event()
     ended.set()
-    producer = SimpleNamespace(leased=list, ended=ended.wait, has_ended=True, endless=False)
+    producer = SimpleNamespace(leased=list, wait_ended=ended.wait, has_ended=True, endless=False)
     batches = Batches(
         config.trainer,
         config.async_training,
         config.algorithm.estimator,
         pool=pool,
-        feeds=[Feed(TRAIN, pool, LeaseKeeper(pool, TRAIN, 600.0), cast(Any, producer))],
+        channels=[TrainedChannel(TRAIN, cast(Any, producer), LeaseKeeper(pool, TRAIN, 600.0))],
         scorer=cast(Any, None),
         group_filter=GroupFilter(config.sampling),
         progress=Progress(),

@@ -160,7 +160,7 @@ async def test_a_group_whose_worker_died_after_it_was_leased_is_not_issued_again
     worker = cast(WorkerHandle, DiesAfterwards())
     producer = Producer(config, cast(PromptSource, source), pool, [worker], Ledger())
     async with producer.running():
-        await producer.ended()
+        await producer.wait_ended()
     assert source.returned == []
     assert len(producer.in_flight) == 1
 

@@ -53,7 +53,7 @@ from stepwell.backends.weights import Publication, WeightStore, publish
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import TRAIN, Group
 from stepwell.trainer.config import AsyncTrainingConfig, PublishConfig
-from stepwell.trainer.live import GroupProducer
+from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.publish.guard import Guard
 from stepwell.trainer.publish.memory import EngineMemory
