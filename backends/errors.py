@@ -50,19 +50,24 @@ class EngineTimeoutError(EngineError, TimeoutError):
 
 
 class EngineRequestError(EngineError, ValueError):
-    """The engine refused a request. `status` is the HTTP status."""
+    """The engine refused a request.
 
-    def __init__(self, message: str, *, status: int = 400) -> None:
+    `status` is the HTTP status. `what` says it without an address, for those who must not know one;
+    `words` are the engine's own.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, what: str = "", words: str = "") -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.what, self.words = status, what, words
 
 
 class EngineInternalError(EngineError, RuntimeError):
-    """The engine failed at a request. `status` is the HTTP status."""
+    """The engine failed at a request, or its answer makes no sense (`status` 200). Fields as of
+    `EngineRequestError`."""
 
-    def __init__(self, message: str, *, status: int = 500) -> None:
+    def __init__(self, message: str, *, status: int = 500, what: str = "", words: str = "") -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.what, self.words = status, what, words
 
 
 class WeightUpdateError(BackendError, RuntimeError):

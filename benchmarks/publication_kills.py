@@ -43,7 +43,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from benchmarks.checks import BenchResult
 from benchmarks.gateway_updates import MODEL, gateway, steps_in
 from stepwell.backends.config import EngineConfig, PublishMode, WeightTransport
-from stepwell.backends.engines.client import EngineClient, version_number
+from stepwell.backends.engines.api import version_number
+from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import EngineError, WeightUpdateError
 from stepwell.backends.weights import WeightStore, publish

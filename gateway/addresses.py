@@ -87,12 +87,12 @@ class Addresses:
             headers = f"authorization: Bearer {key}\r\n{FORGET_HEADER}: {self.index}\r\n"
             url = self.urls[replica] + path
             try:
-                async with (
-                    asyncio.timeout(FORGET_S),
-                    self._connections.request("DELETE", url, b"", headers.encode()) as answer,
-                ):
-                    if answer.status != 200:
-                        return False
+                async with asyncio.timeout(FORGET_S):
+                    answer = await self._connections.request(
+                        "DELETE", url, headers=headers.encode()
+                    )
+                if answer.status != 200:
+                    return False
             except ConnectionRefusedError:
                 return True
             except (ConnectionError, TimeoutError):
@@ -122,10 +122,7 @@ class Addresses:
 
     async def _answers(self, url: str) -> bool:
         try:
-            async with (
-                asyncio.timeout(CHECK_S),
-                self._connections.request("GET", f"{url}/health") as answer,
-            ):
-                return answer.status == 200
+            async with asyncio.timeout(CHECK_S):
+                return (await self._connections.request("GET", f"{url}/health")).status == 200
         except (ConnectionError, TimeoutError):
             return False

@@ -38,10 +38,11 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
+from stepwell.backends.engines.api import Sampling
 from stepwell.datapool.errors import DataPoolError, InvalidStepError
 from stepwell.datapool.types import DUPLICATE_OF, SUPERSEDES, UNSEEN, Step, VersionSpan
 from stepwell.gateway.config import Thinking
-from stepwell.gateway.engine import EngineClient, Generation, Sampling
+from stepwell.gateway.engine import Generation, Sampler
 from stepwell.gateway.errors import (
     ContextLengthError,
     EngineError,
@@ -99,7 +100,7 @@ BeginAgain: TypeAlias = Callable[[Asked], LiveTrajectory]
 class Calls:
     """All calls of a gateway, and their figures. Owned by the app's lifespan."""
 
-    engine: EngineClient
+    engine: Sampler
     prompts: Prompts
     format: ReplyFormat
     limits: CallLimits

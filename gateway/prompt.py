@@ -294,9 +294,10 @@ def _length(
     tools: Sequence[Tool] | None,
     template_args: Mapping[str, Any],
 ) -> int:
-    """About how many characters a template makes of them."""
+    """About how many characters a template has to make of them."""
     if isinstance(tools, Tools):
-        return len(dumps([messages, template_args])) + tools.n_chars
+        n_tools = 0 if tools.is_written else tools.n_chars
+        return len(dumps([messages, template_args])) + n_tools
     return len(dumps([messages, tools, template_args]))
 
 

@@ -157,6 +157,7 @@ async def serve(
     ]
     if asked[0].trajectory.unrecorded != "asked":
         reading.remember(calls[0])
+    del reading  # it refers to the body
     listeners = await services.calls.start(
         asked, dialect.name, caller=principal, begin_again=begin_again
     )

@@ -23,7 +23,7 @@ from stepwell.gateway.call import Calls
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.dialects.registry import make_dialects, make_gemini
-from stepwell.gateway.engine import EngineClient
+from stepwell.gateway.engine import Sampler
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.functions import load_function
 from stepwell.gateway.hosts import Hosts
@@ -64,7 +64,7 @@ class Services:
         self.threads = ThreadPoolExecutor(RENDER_THREADS, "gateway-render")
         self.addresses = Addresses(wiring, config.public_url)
         self.known_bodies = KnownBodies()
-        self.engine = EngineClient(config, wiring, tokenizer.vocabulary)
+        self.engine = Sampler(config, wiring, tokenizer.vocabulary)
         self.recording = Recording(pool, config)
         self.groups = Groups(config)
         self.trajectories = TrajectoryStore(self.recording, self.groups)

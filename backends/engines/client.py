@@ -1,10 +1,12 @@
-"""This module asks one engine (embedded, SGLang) or an SGLang router over HTTP so that the gateway,
-publications and supervisors ask in the same words: one method per endpoint, typed errors.
+"""This module asks one engine that speaks SGLang's API (embedded, SGLang) or an SGLang router over
+HTTP so that the gateway, publications and supervisors ask in the same words: `api.Engine`, and one
+method for each other endpoint, with typed errors.
 
     EngineClient(url) ── method ──► `connections.py` ──► a 2xx answer, parsed, or an `EngineError`
+                └────── sample ───► bytes ──► _Answer (types) ──► Output, as they come
 
-It is the only module of this room that the gateway sees. The gateway sends its own `/generate`
-requests over the same connections, since it reads answers as they come (`gateway/engine/`). It does
+A stream's events hold all tokens so far, or those that are new (`--incremental-streaming-output`).
+Of cumulative ones only what is new is parsed: what was there before is compared as bytes. It does
 not own retries, or which engine is asked.
 """
 
@@ -13,13 +15,26 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 
+import msgspec
+import numpy as np
 import orjson
 
 from stepwell.backends.config import PauseMode
+from stepwell.backends.engines.api import (
+    EngineState,
+    Finish,
+    GenerateRequest,
+    OnOutput,
+    Output,
+    Sampling,
+    TopLogProbs,
+    UpdateResult,
+    is_canary,
+    version_number,
+)
 from stepwell.backends.engines.connections import ConnectionPool
 from stepwell.backends.errors import (
     EngineError,
@@ -28,7 +43,9 @@ from stepwell.backends.errors import (
     EngineTimeoutError,
     EngineUnavailableError,
 )
-from stepwell.datapool.types import CANARY
+from stepwell.datapool.types import VersionSpan
+
+T = TypeVar("T")
 
 CONTROL_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 600.0
@@ -38,42 +55,9 @@ _NO_ROUTE = frozenset({404, 501})
 """The same to `OPTIONS`, which few endpoints take."""
 
 
-def version_number(weight_version: Any) -> int:
-    """Stepwell publishes decimal integers, a canary's with a suffix; SGLang's initial "default" is
-    version 0.
-
-    Raises:
-        ValueError: another version scheme; somebody else publishes to this engine.
-    """
-    if weight_version == "default":
-        return 0
-    digits = weight_version.removesuffix(CANARY) if isinstance(weight_version, str) else ""
-    number = int(digits) if digits.isdecimal() else weight_version
-    if type(number) is not int or not 0 <= number < 2**63:
-        raise ValueError(
-            f"weight_version is {weight_version!r:.80}; Stepwell publishes decimal integers. "
-            "Does something else publish weights to this engine?"
-        )
-    return number
-
-
-def is_canary(weight_version: Any) -> bool:
-    """Whether an engine has a version that is not committed (`publish.canary_share`)."""
-    return isinstance(weight_version, str) and weight_version.endswith(CANARY)
-
-
 def is_missing(error: EngineError) -> bool:
     """The server has no such endpoint."""
     return getattr(error, "status", None) in NOT_THERE
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateResult:
-    """Answer to a weight update. A real SGLang says `success=False` after an update without a
-    pause although the weights are in force; only `/model_info` tells."""
-
-    success: bool
-    message: str
 
 
 class Worker(NamedTuple):
@@ -85,8 +69,8 @@ class Worker(NamedTuple):
 
 
 class EngineClient:
-    """Asks the engine at `url`; pickles as its url. Use as `async with`, or call `close()`, unless
-    it was given the `connections` of somebody else.
+    """Asks the engine at `url` (`api.Engine`); pickles as its url. Use as `async with`, or call
+    `close()`, unless it was given the `connections` of somebody else.
 
     Raises (every method):
         EngineUnavailableError: nobody answers there.
@@ -129,6 +113,24 @@ class EngineClient:
 
     # -- generation ---------------------------------------------------------------------------
 
+    async def sample(self, request: GenerateRequest, on_output: OnOutput) -> None:
+        """As `api.Engine.sample`; `/generate`."""
+        url, body = f"{self.url}/generate", _body(request)
+        reader = _StreamReader(url, on_output) if request.stream else None
+        try:
+            status, content = await self.connections.request(
+                "POST", url, body, on_data=None if reader is None else reader.feed
+            )
+        except ConnectionError as e:
+            raise _unavailable(url, e) from e
+        if status != 200:
+            words = content.decode(errors="replace")[:300]
+            raise _refusal(url, status, f"answered {status}", words)
+        if reader is None:
+            on_output(_read_whole(url, content))
+        elif not reader.has_ended:
+            raise EngineUnavailableError(f"{url}: the stream ended without a finish reason")
+
     async def generate(
         self,
         input_ids: Sequence[int],
@@ -137,8 +139,8 @@ class EngineClient:
         timeout_s: float | None = None,
         **fields: Any,
     ) -> dict[str, Any]:
-        """`/generate`. Waits without limit by default: a paused engine answers when it is
-        continued."""
+        """`/generate` as it answers, whatever is asked. Waits without limit by default: a paused
+        engine answers when it is continued."""
         body = {"input_ids": input_ids, "sampling_params": dict(sampling_params or {}), **fields}
         return await self._object("/generate", body, timeout_s=timeout_s)
 
@@ -289,6 +291,16 @@ class EngineClient:
     async def model_info(self) -> dict[str, Any]:
         return await self._object("/model_info")
 
+    async def state(self) -> EngineState:
+        """As `api.Engine.state`. An engine without `/model_info` does not say."""
+        try:
+            version = (await self.model_info())["weight_version"]
+            return EngineState(version_number(version), is_canary(version))
+        except (EngineError, ValueError, LookupError) as e:
+            if isinstance(e, EngineError) and not is_missing(e):
+                raise
+            return EngineState(None)
+
     async def weight_version(self) -> int:
         return version_number((await self.model_info())["weight_version"])
 
@@ -360,19 +372,14 @@ class EngineClient:
         method, url = method or ("GET" if body is None else "POST"), self.url + path
         data = b"" if body is None else orjson.dumps(body)
         try:
-            async with (
-                asyncio.timeout(limit),
-                self.connections.request(method, url, data) as answer,
-            ):
-                status, content = answer.status, await answer.read()
+            async with asyncio.timeout(limit):
+                status, content = await self.connections.request(method, url, data)
         except TimeoutError as e:
             raise EngineTimeoutError(f"{url} did not answer within {limit:g} s") from e
         except ConnectionError as e:
-            raise EngineUnavailableError(
-                f"no engine answers at {url} ({e}); is it running, is the url right?",
-                refused=isinstance(e, ConnectionRefusedError),
-            ) from e
-        _check(url, status, content)
+            raise _unavailable(url, e) from e
+        if status >= 400:
+            raise _refusal(url, status, f"answered {status}", _words(content))
         try:
             return orjson.loads(content)
         except orjson.JSONDecodeError:
@@ -384,13 +391,22 @@ def _plain(url: str) -> str:
     return re.sub(r"@\d+$", "", url).rstrip("/")
 
 
-def _check(url: str, status: int, content: bytes) -> None:
-    if status < 400:
-        return
-    message = f"{url} answered {status}: {_words(content)}"
-    if status < 500:
-        raise EngineRequestError(message, status=status)
-    raise EngineInternalError(message, status=status)
+def _unavailable(url: str, e: ConnectionError) -> EngineUnavailableError:
+    return EngineUnavailableError(
+        f"no engine answers at {url} ({e}); is it running, is the url right?",
+        refused=isinstance(e, ConnectionRefusedError),
+    )
+
+
+def _refusal(url: str, status: int, what: str, words: str) -> EngineError:
+    """
+    Args:
+        what: the engine did.
+        words: its own about that.
+    """
+    kind = EngineRequestError if status < 500 else EngineInternalError
+    what, message = f"the engine {what}", f"{url} {what}: {words}"
+    return kind(message, status=status, what=what, words=words)
 
 
 def _words(content: bytes) -> str:
@@ -401,3 +417,306 @@ def _words(content: bytes) -> str:
         return content.decode(errors="replace").strip()
     inner = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
     return str(inner.get("message", inner) if isinstance(inner, dict) else inner)
+
+
+# -- /generate as SGLang words it --------------------------------------------------------------
+
+
+def _body(request: GenerateRequest) -> bytes:
+    fields: dict[str, Any] = {
+        "rid": request.rid,
+        "input_ids": np.ascontiguousarray(request.input_ids),
+        "sampling_params": _params(request.sampling, request.max_new_tokens),
+        "return_logprob": True,
+        "stream": request.stream,
+    }
+    if request.sampling.n_top_logprobs:
+        fields["top_logprobs_num"] = request.sampling.n_top_logprobs
+    if request.adapter is not None:
+        fields["lora_path"] = request.adapter
+    return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _params(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+    }
+    if sampling.stop:
+        params["stop"] = sampling.stop
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = sampling.stop_token_ids
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed
+    if sampling.min_p:
+        params["min_p"] = sampling.min_p
+    if sampling.constraint is not None:
+        kind, text = sampling.constraint
+        params[kind] = text
+    return params
+
+
+_Entry: TypeAlias = tuple[float, int, Any]
+"""Log-prob, id and text of a token."""
+_Raw: TypeAlias = msgspec.Raw
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    matched: int | str | None = None
+    status_code: int | None = None
+    message: Any = None
+
+
+class _Span(msgspec.Struct):
+    version: Any
+    start: int
+    end: int
+
+
+class _About(msgspec.Struct):
+    """`meta_info`, but for log-probs."""
+
+    finish_reason: _Finish | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    weight_version: Any = None
+    """What the engine has now."""
+    weight_versions: list[_Span] | None = None
+    """What sampled each token, once it has ended."""
+    output_top_logprobs: list[list[_Entry] | None] | None = None
+
+
+class _Meta(_About):
+    output_token_logprobs: list[_Entry] | None = None
+
+
+class _Answer(msgspec.Struct):
+    """An answer of `/generate`."""
+
+    output_ids: list[int] = msgspec.field(default_factory=list)
+    meta_info: _Meta = msgspec.field(default_factory=_Meta)
+    error: Any = None
+
+
+class _EventMeta(_About):
+    output_token_logprobs: _Raw = msgspec.field(default_factory=lambda: _Raw(b"[]"))
+
+
+class _Event(msgspec.Struct):
+    """The same as an event of a stream, with what may be long unparsed."""
+
+    output_ids: _Raw = msgspec.field(default_factory=lambda: _Raw(b"[]"))
+    meta_info: _EventMeta = msgspec.field(default_factory=_EventMeta)
+    error: Any = None
+
+
+_answers = msgspec.json.Decoder(_Answer)
+_events = msgspec.json.Decoder(_Event)
+_ids = msgspec.json.Decoder(list[int])
+_entries = msgspec.json.Decoder(list[_Entry] | None)
+
+
+def _read_whole(url: str, data: bytes) -> Output:
+    try:
+        answer = _answers.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise _shape_error(url, e, data) from e
+    meta, ids = answer.meta_info, answer.output_ids
+    _check_error(url, answer.error, meta)
+    entries = meta.output_token_logprobs or []
+    return _output(url, ids, entries, meta, len(ids))
+
+
+class _StreamReader:
+    """Server-sent events of `/generate` → outputs.
+
+    Of cumulative events that are here at once only the last is parsed, unless the engine's version
+    changed among them.
+    """
+
+    def __init__(self, url: str, on_output: OnOutput) -> None:
+        self.has_ended = False
+        self._url = url
+        self._on_output = on_output
+        self._rest = b""
+        self._n = 0
+        """Tokens so far."""
+        self._ids_json = self._entries_json = b""
+        """Their JSON in the event before, without the closing bracket."""
+        self._version: bytes | None = None
+
+    def feed(self, data: bytes) -> bool:
+        """Return true when the answer has ended."""
+        data = self._rest + data
+        if b"\r" in data:  # servers end lines in either way, and JSON has none within
+            data = data.replace(b"\r", b"")
+        *whole, self._rest = data.split(b"\n\n")
+        payloads = [e[5:].strip() for e in whole if e.startswith(b"data:")]
+        payloads = [p for p in payloads if p != b"[DONE]"]
+        if not payloads:
+            return False
+        if len(payloads) == 1 and self._version is not None:
+            return self._take(self._read(payloads[0]))
+        last = self._read(payloads[-1])
+        missed, is_first = payloads[:-1], self._version is None
+        if self._version is None:
+            self._version = _version_field(payloads[0])
+        if not all(self._version in payload for payload in payloads):
+            self._version = _version_field(payloads[-1])
+        elif self._begins(last) <= self._n:
+            missed = missed[:is_first]  # what the engine has may differ from what it was known for
+        return any(self._take(event) for event in (*map(self._read, missed), last))
+
+    def _read(self, payload: bytes) -> _Event:
+        try:
+            event = _events.decode(payload)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+            raise _shape_error(self._url, e, payload) from e
+        _check_error(self._url, event.error, event.meta_info)
+        return event
+
+    def _begins(self, event: _Event) -> int:
+        """Which of the request's tokens its first id is: 0, unless the engine was started to stream
+        only what is new."""
+        n = event.meta_info.completion_tokens or 0
+        return max(n - len(self._parsed(_ids, event.output_ids)), 0)
+
+    def _take(self, event: _Event) -> bool:
+        """Hand on what is new of an event; true: it is the last one."""
+        meta = event.meta_info
+        ids_json = bytes(event.output_ids)
+        entries_json = bytes(meta.output_token_logprobs)
+        new = self._behind(_ids, ids_json, self._ids_json)
+        if new is None or self._n + len(new) != meta.completion_tokens:
+            ids = self._parsed(_ids, event.output_ids)
+            begins = max((meta.completion_tokens or 0) - len(ids), 0)
+            if begins > self._n:
+                missing = begins - self._n
+                raise _nonsense(self._url, f"the engine's stream leaves out {missing} tokens")
+            new = ids[self._n - begins :]
+        n = self._n + len(new)
+        entries = self._behind(_entries, entries_json, self._entries_json)
+        if entries is None or len(entries) != len(new):
+            entries = _of_new(self._parsed(_entries, meta.output_token_logprobs) or [], new, n)
+        output = _output(self._url, new, entries, meta, n)
+        self._n = n
+        self._ids_json, self._entries_json = ids_json[:-1], entries_json[:-1]
+        if new or output.finish is not None:
+            self._on_output(output)
+        self.has_ended = output.finish is not None
+        return self.has_ended
+
+    def _behind(self, decoder: msgspec.json.Decoder[T], json: bytes, known: bytes) -> T | None:
+        """What a list has behind what was known of it; None: it does not begin with that."""
+        n = len(known)
+        if n < 2 or not json.startswith(known) or json[n : n + 1] not in (b",", b"]"):
+            return None
+        return self._parsed(decoder, b"[" + json[n:].removeprefix(b","))
+
+    def _parsed(self, decoder: msgspec.json.Decoder[T], json: bytes | _Raw) -> T:
+        try:
+            return decoder.decode(json)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+            field = "output_ids" if decoder is _ids else "output_token_logprobs"
+            raise _shape_error(self._url, f"{field}: {e}", bytes(json)) from e
+
+
+def _output(url: str, ids: list[int], entries: list[_Entry], meta: _About, n: int) -> Output:
+    """
+    Args:
+        ids: the new ones, of which `entries` are the log-probs.
+        n: tokens of the request so far.
+    """
+    if [e[1] for e in entries] != ids:
+        what = "the engine returned log-probs of other tokens than output_ids; is return_logprob "
+        raise _nonsense(url, f"{what}honoured?")
+    tops: list[TopLogProbs] = []
+    if meta.output_top_logprobs:
+        tops = [
+            tuple((e[1], e[0]) for e in top or ())
+            for top in _of_new(meta.output_top_logprobs, ids, n)
+        ]
+        if len(tops) != len(ids):
+            what = f"the engine returned {len(tops)} top log-probs of {len(ids)} tokens"
+            raise _nonsense(url, what)
+    version: int | None = None
+    try:
+        version = version_number(meta.weight_version)
+    except ValueError:
+        if meta.finish_reason is not None and n and meta.weight_versions is None:
+            raise _version_error(url, meta.weight_version) from None
+    log_probs = [e[0] for e in entries]
+    finish = meta.finish_reason
+    if finish is None:
+        return Output(ids, log_probs, tops, version, is_canary(meta.weight_version))
+    return Output(
+        ids,
+        log_probs,
+        tops,
+        version,
+        is_canary(meta.weight_version),
+        Finish(finish.type, finish.matched),
+        meta.cached_tokens or 0,
+        _spans(url, meta.weight_versions) if meta.weight_versions else None,
+    )
+
+
+def _spans(url: str, reported: list[_Span]) -> list[VersionSpan]:
+    try:
+        return [VersionSpan(version_number(s.version), s.start, s.end) for s in reported]
+    except ValueError as e:
+        raise _version_error(url, reported) from e
+
+
+def _of_new(entries: list[T], new: Sequence[int], n: int) -> list[T]:
+    """Those of the `new` tokens: an event has those of all `n` tokens or of the new ones."""
+    return entries[len(entries) - len(new) :] if len(entries) in (len(new), n) else entries
+
+
+_VERSION_FIELD: Final = re.compile(rb'"weight_version"\s*:\s*(?:"[^"]*"|[^\s,}]+)')
+"""No text of a reply matches: its quotation marks are escaped."""
+
+
+def _version_field(event: bytes) -> bytes:
+    """The bytes of an event that name the engine's version; empty if it names none."""
+    found = _VERSION_FIELD.search(event)
+    return b"" if found is None else found[0]
+
+
+def _check_error(url: str, error: Any, meta: _About) -> None:
+    """
+    Raises:
+        EngineError: the answer says that the engine failed, or refuses the request.
+    """
+    if error is not None:
+        words = f"{error!s:.300}"
+        raise EngineInternalError(f"{url} failed: {words}", what="the engine failed", words=words)
+    finish = meta.finish_reason
+    if finish is not None and finish.type == "abort" and finish.status_code:
+        words = f"{finish.message!s:.300}"
+        raise _refusal(url, finish.status_code, "aborted the call", words)
+
+
+def _nonsense(url: str, what: str, words: str = "") -> EngineInternalError:
+    return EngineInternalError(
+        f"{url}: {what} {words}".rstrip(), status=200, what=what, words=words
+    )
+
+
+def _shape_error(url: str, e: object, data: bytes) -> EngineInternalError:
+    what = f"the engine answered in another shape than SGLang's /generate ({e}); is it SGLang?"
+    return _nonsense(url, what, f"{data[:200]!r}")
+
+
+def _version_error(url: str, reported: Any) -> EngineInternalError:
+    if reported is None:
+        what = (
+            "the engine's answer has no weight_version: its server is too old, or not SGLang; see "
+            "`stepwell doctor --engine URL`"
+        )
+        return _nonsense(url, what)
+    what = "the engine's weight_version is no number; publish decimal integers ('0', '1', …)"
+    return _nonsense(url, what, f"but {reported!r:.200}")

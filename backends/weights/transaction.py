@@ -45,7 +45,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from stepwell.backends.config import PublishMode, WeightTransport
-from stepwell.backends.engines.client import EngineClient, version_number
+from stepwell.backends.engines.api import version_number
+from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,

@@ -1,12 +1,12 @@
 """This room asks the engines for tokens so that a call is answered exactly, whatever happens to an
 engine meanwhile.
 
-    client.py ── generate ──► the engine that fleet.py chooses ──► answers.py checks what it says
+    sampler.py ── generate ──► the engine that fleet.py chooses ──► generation.py joins and checks
                                        ▲
     checks.py ── how is each engine? ──┘
 """
 
-from stepwell.gateway.engine.answers import Generation, Sampling, TopLogProbs
-from stepwell.gateway.engine.client import EngineClient
+from stepwell.gateway.engine.generation import Generation
+from stepwell.gateway.engine.sampler import Sampler
 
-__all__ = ["EngineClient", "Generation", "Sampling", "TopLogProbs"]
+__all__ = ["Generation", "Sampler"]

@@ -3,12 +3,12 @@ serve them.
 
 Every `engine_health_interval_s`, and at once when a call broke on it:
 
-    /model_info   it answers, and has this weight version
-    /health       it can generate
+    state   it answers, and has this weight version
+    check   it can generate
 
-The first decides whether the engine is there, because a real SGLang generates a token for `/health`
-and so fails it while it is paused. An engine that has no `/model_info` is judged by `/health` alone
-and not held to a version.
+The first decides whether the engine is there, because a real SGLang generates a token for a check
+and so fails it while it is paused. An engine that does not say its version is not held to one: the
+calls' own answers are refused with a clear error.
 
 It owns these tasks, and not what follows from an answer (`fleet.py`).
 """
@@ -19,7 +19,7 @@ import asyncio
 import logging
 from contextlib import suppress
 
-from stepwell.backends.engines.client import EngineClient, is_canary, is_missing, version_number
+from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.connections import ConnectionPool
 from stepwell.backends.errors import EngineError as AskingError
 from stepwell.backends.errors import EngineUnavailableError as NotThereError
@@ -115,7 +115,7 @@ class EngineChecks:
         fleet, client = self._fleet, self.asking(engine.url)
         asked, state = engine.asked(), fleet.state(engine)
         try:
-            version, canary = await self._version(client)
+            version, canary = await client.state()
         except AskingError as e:
             refused = isinstance(e, NotThereError) and e.refused
             fleet.check_failed(engine, _now(), str(e), refused=refused)
@@ -134,16 +134,6 @@ class EngineChecks:
         if after != state:
             why = engine.why if after != "up" else ""
             log.warning("engine %s is %s (was %s) %s", engine.url, after, state, why)
-
-    async def _version(self, client: EngineClient) -> tuple[int | None, bool]:
-        """And whether it is a canary's."""
-        try:
-            version = (await client.model_info())["weight_version"]
-            return version_number(version), is_canary(version)
-        except (AskingError, ValueError, LookupError, TypeError) as e:
-            if isinstance(e, AskingError) and not is_missing(e):
-                raise
-            return None, False  # the calls' own answers are refused with a clear error
 
     def _tell(self) -> None:
         news, self._news = self._news, asyncio.Event()

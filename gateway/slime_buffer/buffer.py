@@ -35,7 +35,7 @@ from stepwell.datapool.errors import (
 from stepwell.datapool.types import Group, Lease, Trajectory
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.dialects.params import wrong
-from stepwell.gateway.engine import EngineClient
+from stepwell.gateway.engine import Sampler
 from stepwell.gateway.errors import PoolUnavailableError, RequestError, TrajectoryConflictError
 from stepwell.gateway.prompt import Prompts
 from stepwell.gateway.slime_buffer.generators import (
@@ -84,7 +84,7 @@ class RolloutBuffer:
         outcomes: Outcomes,
         prompts: Prompts,
         turn_messages: TurnMessages,
-        engine: EngineClient,
+        engine: Sampler,
         engine_urls: Collection[str],
     ) -> None:
         """

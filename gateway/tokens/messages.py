@@ -129,6 +129,14 @@ class Tools(list[Tool]):
         self.n_chars = len(text)
         self._begun = hashlib.blake2b(b"[" + text + b",", digest_size=16)
 
+    @property
+    def is_written(self) -> bool:
+        """True once a template has made its JSON, so that it costs little to render them again."""
+        if self.json_texts or not self:
+            return True
+        function = self[0].get("function")
+        return any(isinstance(p, ToolPart) and p.json_texts for p in (self[0], function))
+
     def root_key(self, template_args: Mapping[str, Any]) -> Key | None:
         """`root_key` of these tools; None: it is to be made of all of them."""
         if self._begun is None or not self:

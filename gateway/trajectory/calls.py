@@ -23,8 +23,8 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import numpy as np
 
+from stepwell.backends.engines.api import Sampling, TopLogProbs
 from stepwell.datapool.types import UNSEEN, LogProbs, Step, unseen_key
-from stepwell.gateway.engine import Sampling, TopLogProbs
 from stepwell.gateway.errors import GatewayError, RequestError
 from stepwell.gateway.prompt import ChatRequest, Prompt
 from stepwell.gateway.reply.parser import Delta

@@ -18,8 +18,9 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
+from stepwell.backends.engines.api import Sampling, TopLogProbs
 from stepwell.datapool.types import Step
-from stepwell.gateway.engine import Generation, Sampling, TopLogProbs
+from stepwell.gateway.engine import Generation
 from stepwell.gateway.prompt import ChatRequest, Prompt
 from stepwell.gateway.reply.parser import ReplyText
 from stepwell.gateway.tokens.graph import Calls, TurnKeys

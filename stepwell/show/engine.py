@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
-from typing import Any
 
-import orjson
+import numpy as np
 from packaging.version import Version
 
-from stepwell.backends.engines.client import EngineClient, version_number
-from stepwell.backends.engines.connections import ConnectionPool
+from stepwell.backends.engines.api import GenerateRequest, Output, Sampling, version_number
+from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.routes import (
     NEEDED,
     OPTIONAL,
@@ -25,7 +24,7 @@ from stepwell.backends.engines.routes import (
     server_name,
 )
 from stepwell.backends.errors import EngineError
-from stepwell.gateway.engine.answers import EngineAnswer, Part, events, read_answer
+from stepwell.gateway.engine.generation import Part
 from stepwell.gateway.errors import GatewayError
 from stepwell.show.doctor import Finding, State
 
@@ -108,40 +107,30 @@ async def _models(engine: EngineClient) -> str:
     return f"{await engine.max_model_len()} tokens fit"
 
 
-def _request(*, stream: bool) -> dict[str, Any]:
-    sampling = {"max_new_tokens": _N_TOKENS, "temperature": 1.0}
-    asked = {"input_ids": [1, 2], "sampling_params": sampling, "return_logprob": True}
-    return {**asked, "stream": stream, "rid": "stepwell-doctor"}
-
-
 async def _generate(engine: EngineClient) -> str | Finding:
-    return await _sampled(engine.connections, engine.url, stream=False)
+    return await _sampled(engine, stream=False)
 
 
 async def _stream(engine: EngineClient) -> str | Finding:
-    return await _sampled(engine.connections, engine.url, stream=True)
+    return await _sampled(engine, stream=True)
 
 
-async def _sampled(connections: ConnectionPool, url: str, *, stream: bool) -> str | Finding:
+async def _sampled(engine: EngineClient, *, stream: bool) -> str | Finding:
     """Read an answer as the gateway reads it, with all that it refuses."""
-    part, last = Part(_N_TOKENS), EngineAnswer()
-    body = orjson.dumps(_request(stream=stream))
-    async with (
-        asyncio.timeout(LIMIT_S),
-        connections.request("POST", f"{url}/generate", body) as answer,
-    ):
-        if answer.status != 200:
-            words = (await answer.read()).decode(errors="replace")
-            raise ValueError(f"answered {answer.status}: {words:.200}")
-        if stream:
-            async for payloads in events(answer.chunks()):
-                for payload in payloads:
-                    part.take(last := read_answer(payload), is_event=True)
-        else:
-            part.take(last := read_answer(await answer.read()))
+    part, outputs = Part(_N_TOKENS), list[Output]()
+    sampling = Sampling(_N_TOKENS, 1.0)
+    prompt = np.array([1, 2], np.int32)
+    request = GenerateRequest("stepwell-doctor", prompt, sampling, _N_TOKENS, stream=stream)
+
+    def take(output: Output) -> None:
+        outputs.append(output)
+        part.take(output)
+
+    async with asyncio.timeout(LIMIT_S):
+        await engine.sample(request, take)
     generation = part.generation(part.finish)
     told = f"{len(generation.response_ids)} tokens of version {generation.policy_version}"
-    if last.meta_info.weight_versions is None:
+    if outputs[-1].spans is None:
         lost = "without it: tokens around a weight update get the older version"
         name = "/generate (stream)" if stream else "/generate"
         return Finding(name, "warning", f"{told}; meta_info has no weight_versions", lost)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from stepwell.backends.config import PublishMode
-from stepwell.backends.engines.client import version_number
+from stepwell.backends.engines.api import version_number
 from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,

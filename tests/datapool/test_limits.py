@@ -23,6 +23,7 @@ from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.errors import InvalidRequestError, PoolFullError
 from stepwell.datapool.inspect import events as events_module
 from stepwell.datapool.ops import OpenTrajectory
+from tests.builders import until
 from tests.datapool.pools import pool_here
 
 MakeStep = Callable[..., Step]
@@ -506,11 +507,12 @@ def client(shared: Any) -> DataPoolClient:
 
 
 async def until_waiting(client: DataPoolClient, channel: str, n: int = 1) -> None:
-    """Until `n` producers wait in the pool; the test's timeout is the limit."""
-    while (  # noqa: ASYNC110 - it happens elsewhere, no event tells of it
-        await client.get_statistics(channel)
-    )["waiting"]["producers"] != n:
-        await asyncio.sleep(0.02)
+    """Return once `n` producers wait in the pool."""
+
+    async def they_wait() -> bool:
+        return bool((await client.get_statistics(channel))["waiting"]["producers"] == n)
+
+    await until(they_wait)
 
 
 async def test_a_producer_waits_in_its_client_until_something_is_leased(

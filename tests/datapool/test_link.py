@@ -15,6 +15,7 @@ from stepwell.datapool.errors import PoolFullError, PoolUnavailableError, StepCo
 from stepwell.datapool.remote import link as link_module
 from stepwell.datapool.remote.link import LocalPort
 from stepwell.datapool.remote.outbox import Tips
+from tests.builders import until
 from tests.datapool.pools import (
     DoorLink,
     Proxy,
@@ -23,7 +24,6 @@ from tests.datapool.pools import (
     processes,
     serving,
     settle,
-    until,
 )
 
 
@@ -553,8 +553,7 @@ def test_producers_of_several_shards_wait_for_credit_in_each_event_loop_anew(in_
 
     async def leave_while_waiting():
         calls = [asyncio.create_task(client.open_group(f"p{i}", 1)) for i in range(6)]
-        while sum(call.done() for call in calls) < 2:  # noqa: ASYNC110 - two have credit
-            await asyncio.sleep(0.005)
+        await until(lambda: sum(call.done() for call in calls) >= 2)
         return calls
 
     async def open_more():

@@ -46,6 +46,7 @@ from stepwell.datapool.remote.shards import parts, shard_of
 from stepwell.datapool.remote.start import client_of, connect, share
 from stepwell.datapool.sealed import write_sealed
 from stepwell.datapool.store.folder import ACKED_NAME
+from tests.builders import until
 
 N = 2
 
@@ -115,12 +116,6 @@ async def kill(client, k):
     process = psutil.Process((await pids(client))[k])
     process.kill()
     await asyncio.to_thread(process.wait, 10)
-
-
-async def until(condition):
-    """Wait for something that another process does; the test's timeout is the limit."""
-    while not await condition():  # noqa: ASYNC110 - it happens elsewhere, no event tells of it
-        await asyncio.sleep(0.02)
 
 
 async def waits_for(client, who, n, channel="train"):
@@ -584,8 +579,7 @@ async def test_a_consumer_that_leaves_holds_nothing(client, channel, make_step, 
 
     monkeypatch.setattr(link._connection, "_answered", held_up)
     leaving = asyncio.create_task(client.lease_batch(channel=channel, batch_size=2))
-    while not late:  # noqa: ASYNC110 - it comes from another process
-        await asyncio.sleep(0.005)
+    await until(lambda: late)
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
     monkeypatch.undo()

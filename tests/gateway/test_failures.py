@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +13,11 @@ import pytest
 from starlette.datastructures import Headers
 
 from stepwell.gateway.web import retry_key
+from tests.builders import until
 from tests.gateway.conftest import Sampled, log_prob
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - the condition is another component's
-            await asyncio.sleep(0.005)
 
 
 # -- the Step comes before the reply's end ---------------------------------------------------

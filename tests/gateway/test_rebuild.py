@@ -37,6 +37,7 @@ from stepwell.gateway.trajectory.reply import NOTE, TurnNote, read_note
 from stepwell.gateway.wiring import ChannelSampling, Wiring
 from stepwell.run.deletion import _forget
 from stepwell.run.folder import GatewayPart
+from tests.builders import until
 from tests.gateway.conftest import World, serving
 from tests.gateway.raw import Raw
 from tests.helpers import reserved_port
@@ -749,9 +750,7 @@ async def test_a_retry_of_a_first_call_goes_on_when_the_pool_answers_it(
     await began.wait()
     again = asyncio.create_task(ask(client, [user("hi")], extra_headers=RETRY))
     (trajectory,) = fleet.world.gateway.trajectories
-    async with asyncio.timeout(10):
-        while trajectory._users < 2:  # noqa: ASYNC110 - no event for it
-            await asyncio.sleep(0.005)
+    await until(lambda: trajectory._users >= 2, 10)
     both_wait.set()
     with pytest.raises(openai.InternalServerError, match="did not answer"):
         await first

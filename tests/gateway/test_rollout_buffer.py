@@ -28,6 +28,7 @@ from stepwell.gateway.tokens.render import ChatRenderer
 from stepwell.gateway.tokens.turn_messages import TurnMessages
 from stepwell.gateway.trajectory.recording import Recording
 from stepwell.gateway.wiring import Wiring
+from tests.builders import until
 from tests.gateway.conftest import serving
 
 # -- a consumer that does what slime's rollout_buffer_example.py does ---------------------------
@@ -131,11 +132,6 @@ async def group(world: Any, prompt_uid: str, n: int = 2, **how: Any) -> None:
 
 FILTERED = PoolConfig(default=ChannelConfig(selection=SelectionConfig(filters=("scored",))))
 """The pool holds unscored groups back."""
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - no event tells of it
-        await asyncio.sleep(0.001)
 
 
 def statistics(world: Any) -> dict[str, Any]:
@@ -496,8 +492,11 @@ async def test_a_consumer_that_leaves_before_the_end_loses_nothing(
     await reached.wait()
     assert (await pool_groups(world))["leased"] == 2
     leave()
-    while (await pool_groups(world))["ready"] != 2:  # noqa: ASYNC110 - no event tells of it
-        await asyncio.sleep(0.001)
+
+    async def both_are_back() -> bool:
+        return bool((await pool_groups(world))["ready"] == 2)
+
+    await until(both_are_back)
     go.set()
     monkeypatch.undo()
     assert statistics(world)["returned_groups"] == 2

@@ -19,6 +19,7 @@ from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import GatewayConfigError
 from stepwell.gateway.wiring import Wiring
+from tests.builders import until
 from tests.gateway.test_rollout_buffer import Consumer, group, pool_groups, rollout, statistics
 
 ECHO = '''
@@ -86,9 +87,7 @@ def prompts(tmp_path: Path) -> str:
 
 async def ended(world: Any) -> str:
     """What became of the rollout, once it ends."""
-    async with asyncio.timeout(60):
-        while statistics(world)["generator"] == "running":  # noqa: ASYNC110 - it is another process
-            await asyncio.sleep(0.05)
+    await until(lambda: statistics(world)["generator"] != "running", 60)
     return str(statistics(world)["generator"])
 
 
@@ -374,9 +373,7 @@ def _runs(pid: int) -> bool:
 
 async def all_end(folder: Path) -> None:
     """A signal is sent before its process is gone."""
-    async with asyncio.timeout(10):
-        while alive(folder):  # noqa: ASYNC110 - they are other processes
-            await asyncio.sleep(0.02)
+    await until(lambda: not alive(folder), 10)
 
 
 async def test_a_rollout_and_all_its_processes_end_with_another_start_or_the_gateway(
@@ -389,10 +386,8 @@ async def test_a_rollout_and_all_its_processes_end_with_another_start_or_the_gat
 
     async def start() -> list[int]:
         await consumer.start(task_type="sleeper", folder=str(tmp_path))
-        async with asyncio.timeout(60):
-            while len(pids := alive(tmp_path)) < 2:  # noqa: ASYNC110 - they are other processes
-                await asyncio.sleep(0.02)
-        return pids
+        await until(lambda: len(alive(tmp_path)) >= 2)
+        return alive(tmp_path)
 
     pids = await start()
     assert await start() == pids  # the same payload: its answer was lost

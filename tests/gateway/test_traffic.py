@@ -12,6 +12,7 @@ import pytest
 
 from stepwell.datapool.config import ChannelConfig, PoolConfig
 from stepwell.datapool.ops import AbortTrajectory
+from tests.builders import until
 
 VERSION, TRAJECTORY = "x-stepwell-version", "x-stepwell-trajectory"
 RECORDED = "x-stepwell-recorded"
@@ -593,9 +594,10 @@ async def recording(agent: Agent) -> Any:
 
 
 async def until_settled(agent: Agent) -> None:
-    async with asyncio.timeout(10):
-        while (await recording(agent))["owed_aborts"]:  # noqa: ASYNC110 - what a user can see
-            await asyncio.sleep(0.02)
+    async def is_settled() -> bool:
+        return not (await recording(agent))["owed_aborts"]
+
+    await until(is_settled, 10)
 
 
 @pytest.mark.parametrize("how", ["is_away", "is_silent"])

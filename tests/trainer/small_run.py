@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from stepwell.backends.base import LossFn, TokenBatch, TrainingBackend
-from stepwell.backends.engines.client import EngineClient, version_number
+from stepwell.backends.engines.api import version_number
+from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import EngineError
 from stepwell.cluster.parts import Parts
 from stepwell.config.load import load_config

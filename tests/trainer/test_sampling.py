@@ -27,6 +27,7 @@ from stepwell.trainer.sampling import (
     credit_limit,
     drops_surplus,
 )
+from tests.builders import until
 from tests.trainer.small_run import pool_config, small_config, small_run
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
@@ -425,10 +426,12 @@ async def test_without_over_sampling_a_window_waits_for_its_stragglers(tmp_path:
         small_config(tmp_path, SYNC), hold=lambda task, _: hang.get(task["instance_id"])
     ) as run:
         training = asyncio.create_task(run.train(1))
-        while (await run.pool.get_statistics(TRAIN))["waiting"]["consumers"] == 0:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        while run.rollouts.ended != ["train0"]:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+
+        async def trainer_waits() -> bool:
+            return bool((await run.pool.get_statistics(TRAIN))["waiting"]["consumers"])
+
+        await until(trainer_waits)
+        await until(lambda: run.rollouts.ended == ["train0"])
         assert run.rollouts.begun_tasks == ["train0", "train1"]
         assert run.records == []
         late.set()

@@ -24,6 +24,7 @@ from stepwell.trainer.slime import buffer
 from stepwell.trainer.slime.buffer import generate_agent_rollout, generate_rollout
 from stepwell.trainer.slime.data_source import RolloutDataSourceWithBuffer
 from tests.backends.slime_itself import HAS_SLIME
+from tests.builders import until
 from tests.gateway.conftest import serving, worlds  # noqa: F401 - a fixture
 from tests.gateway.test_rollout_buffer import Consumer, group, statistics
 from tests.trainer.test_slime_rollout import slime_args
@@ -165,17 +166,16 @@ async def test_what_came_before_a_failure_is_kept_and_only_the_rest_is_asked_for
     await group(world, "p")
     # slime calls it without an event loop of its own.
     failing = asyncio.create_task(asyncio.to_thread(generate_rollout, args, 0, source))
-    async with asyncio.timeout(60):
-        while not statistics(world).get("delivered_groups"):  # noqa: ASYNC110 - another thread asks
-            await asyncio.sleep(0.01)
+    await until(lambda: statistics(world).get("delivered_groups"), 60)
 
-        async def away(*args: Any) -> None:
-            raise ConnectionError("scripted")
+    async def away(*args: Any) -> None:
+        raise ConnectionError("scripted")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(world.pool, "lease_batch", away)
-            with pytest.raises(StarvedError, match="503"):
-                await failing
+    with monkeypatch.context() as patch:
+        patch.setattr(world.pool, "lease_batch", away)
+        with pytest.raises(StarvedError, match="503"):
+            await failing
+
     assert source.get_buffer_length() == 0
     await group(world, "q")
     samples = await generate_agent_rollout(args, 0, source)

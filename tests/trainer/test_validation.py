@@ -30,6 +30,7 @@ from stepwell.trainer.validation import (
     samples_path,
     write_samples,
 )
+from tests.builders import until
 from tests.trainer.small_run import RecordingBackend, small_config, small_run
 
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────
@@ -389,8 +390,7 @@ async def test_beside_training_an_evaluation_takes_half_of_the_slots(tmp_path: P
 
         validation.may_end.clear()
         evaluating = asyncio.create_task(run.trainer.evaluate(run.val_tasks))
-        while run.rollouts.running[VAL] < 20:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await until(lambda: run.rollouts.running[VAL] >= 20)
         validation.may_end.set()
         await evaluating
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from stepwell.backends.engines.client import version_number
+from stepwell.backends.engines.api import version_number
 from stepwell.backends.slime.sample import SlimeSample
 from stepwell.datapool.errors import InvalidStepError
 from stepwell.datapool.sealed import damaged, is_sealed, sealed, unsealed

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stepwell.backends.engines.client import version_number
+from stepwell.backends.engines.api import version_number
 from stepwell.datapool.types import FinishReason, Step, TokenIds, VersionSpan
 from stepwell.trainer.errors import RolloutError
 

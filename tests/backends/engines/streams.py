@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
@@ -16,11 +17,25 @@ async def streamed(
 ) -> AsyncGenerator[dict[str, Any]]:
     """The cumulative chunks. Leaving early closes the connection, which aborts the request."""
     fields |= {"input_ids": input_ids, "sampling_params": params, "stream": True}
-    url, rest = f"{client.url}/generate", b""
-    async with ConnectionPool().request("POST", url, orjson.dumps(fields)) as answer:
-        assert answer.status == 200
-        async for data in answer.chunks():
+    pieces: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def on_data(data: bytes) -> bool:
+        pieces.put_nowait(data)
+        return False
+
+    asking = asyncio.create_task(
+        ConnectionPool().request(
+            "POST", f"{client.url}/generate", orjson.dumps(fields), on_data=on_data
+        )
+    )
+    asking.add_done_callback(lambda _: pieces.put_nowait(b""))
+    rest = b""
+    try:
+        while data := await pieces.get():
             *events, rest = (rest + data).split(b"\n\n")
             for event in events:
                 if (payload := event.removeprefix(b"data: ")) != b"[DONE]":
                     yield orjson.loads(payload)
+        assert (await asking).status == 200
+    finally:
+        asking.cancel()

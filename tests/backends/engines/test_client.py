@@ -6,7 +6,8 @@ import pickle
 
 import pytest
 
-from stepwell.backends.engines.client import EngineClient, version_number
+from stepwell.backends.engines.api import version_number
+from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import (
     BackendError,
     EngineRequestError,

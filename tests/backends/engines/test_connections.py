@@ -80,8 +80,7 @@ async def connections() -> AsyncIterator[ConnectionPool]:
 async def test_requests_after_one_another_share_a_connection(connections: ConnectionPool) -> None:
     async with serving(writes(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")) as server:
         for _ in range(3):
-            async with connections.request("POST", server.url, b"{}") as answer:
-                assert (answer.status, await answer.read()) == (200, b"hi")
+            assert await connections.request("POST", server.url, b"{}") == (200, b"hi")
     assert server.connections == 1
     assert server.requests[0].startswith(b"POST /generate?x=1 HTTP/1.1\r\nhost: 127.0.0.1:")
     assert server.requests[0].endswith(b"content-length: 2\r\n\r\n{}")
@@ -89,8 +88,7 @@ async def test_requests_after_one_another_share_a_connection(connections: Connec
 
 async def test_requests_at_once_have_a_connection_each(connections: ConnectionPool) -> None:
     async def ask() -> bytes:
-        async with connections.request("POST", server.url, b"{}") as answer:
-            return await answer.read()
+        return (await connections.request("POST", server.url, b"{}")).body
 
     async with serving(writes(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n", b"a")) as server:
         assert await asyncio.gather(*(ask() for _ in range(5))) == [b"a"] * 5
@@ -107,22 +105,36 @@ async def test_chunks_come_as_they_are_written(connections: ConnectionPool) -> N
         await more.wait()
         writer.write(b"3\r\ntwo\r\n0\r\n\r\n")
 
-    async with serving(answer) as server, connections.request("POST", server.url, b"{}") as reply:
-        seen = []
-        async for chunk in reply.chunks():
-            seen.append(chunk)
-            more.set()
+    seen = []
+
+    def on_data(data: bytes) -> bool:
+        seen.append(data)
+        more.set()
+        return False
+
+    async with serving(answer) as server:
+        response = await connections.request("POST", server.url, b"{}", on_data=on_data)
     assert seen == [b"one", b"two"]
+    assert response == (200, b"")
+
+
+async def test_the_body_of_a_refusal_is_whole(connections: ConnectionPool) -> None:
+    answer = writes(b"HTTP/1.1 400 No\r\ncontent-length: 6\r\n\r\nbe", b"cause")
+    async with serving(answer) as server:
+        response = await connections.request("POST", server.url, b"{}", on_data=refuses)
+    assert response == (400, b"because"[:6])
+
+
+def refuses(data: bytes) -> bool:
+    raise AssertionError(data)
 
 
 async def test_a_body_without_a_length_ends_with_its_connection(
     connections: ConnectionPool,
 ) -> None:
     async with serving(writes(b"HTTP/1.1 200 OK\r\n\r\nall", b" of it", close=True)) as server:
-        async with connections.request("POST", server.url, b"{}") as answer:
-            assert await answer.read() == b"all of it"
-        async with connections.request("POST", server.url, b"{}") as answer:
-            assert await answer.read() == b"all of it"
+        assert (await connections.request("POST", server.url, b"{}")).body == b"all of it"
+        assert (await connections.request("POST", server.url, b"{}")).body == b"all of it"
     assert server.connections == 2
 
 
@@ -142,24 +154,19 @@ async def test_an_answer_that_breaks_off_is_a_connection_error(
 ) -> None:
     async with serving(writes(*pieces, close=True)) as server:
         with pytest.raises(ConnectionError):
-            async with connections.request("POST", server.url, b"{}") as answer:
-                await answer.read()
+            await connections.request("POST", server.url, b"{}")
 
 
 async def test_nobody_listening_is_a_connection_error(connections: ConnectionPool) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         with pytest.raises(ConnectionRefusedError, match="cannot connect to"):
-            async with connections.request(
-                "POST", f"http://127.0.0.1:{taken.getsockname()[1]}/", b"{}"
-            ):
-                pass
+            await connections.request("POST", f"http://127.0.0.1:{taken.getsockname()[1]}/", b"{}")
 
 
 async def test_a_name_that_does_not_resolve_is_no_refusal(connections: ConnectionPool) -> None:
     with pytest.raises(ConnectionError, match="cannot connect to") as e:
-        async with connections.request("GET", "http://nowhere.invalid/"):
-            pass
+        await connections.request("GET", "http://nowhere.invalid/")
     assert not isinstance(e.value, ConnectionRefusedError)
 
 
@@ -176,12 +183,10 @@ async def test_tls_is_spoken_with_servers_whose_certificate_is_trusted(
         async with serving(answers, tls) as server:
             if not is_trusted:
                 with pytest.raises(ConnectionError, match="certificate"):
-                    async with connections.request("POST", server.url, b"{}"):
-                        pass
+                    await connections.request("POST", server.url, b"{}")
                 continue
             for _ in range(2):
-                async with connections.request("POST", server.url, b"{}") as answer:
-                    assert await answer.read() == b"hi"
+                assert (await connections.request("POST", server.url, b"{}")).body == b"hi"
             assert server.connections == 1
         connections.close()
 
@@ -208,14 +213,46 @@ def certificate(folder: Path) -> Path:
     return file
 
 
-async def test_a_caller_that_fails_closes_its_connection(connections: ConnectionPool) -> None:
+async def test_a_reader_that_fails_closes_its_connection(connections: ConnectionPool) -> None:
+    def on_data(data: bytes) -> bool:
+        raise KeyError(data)
+
     async with serving(writes(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")) as server:
-        with pytest.raises(KeyError):
-            async with connections.request("POST", server.url, b"{}"):
-                raise KeyError
-        async with connections.request("POST", server.url, b"{}") as answer:
-            assert await answer.read() == b"hi"
+        with pytest.raises(KeyError, match="hi"):
+            await connections.request("POST", server.url, b"{}", on_data=on_data)
+        assert (await connections.request("POST", server.url, b"{}")).body == b"hi"
     assert server.connections == 2
+
+
+async def test_a_cancelled_request_closes_its_connection(connections: ConnectionPool) -> None:
+    closed = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        assert await reader.read() == b""
+        closed.set()
+
+    async with serving(answer) as server:
+        asked = asyncio.create_task(connections.request("POST", server.url, b"{}"))
+        while not server.requests:  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0.001)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        await asyncio.wait_for(closed.wait(), 10)
+
+
+async def test_whole_answers_are_handed_on_in_turns() -> None:
+    turns = []
+
+    async def turn() -> None:
+        turns.append(len(server.requests))
+
+    connections = ConnectionPool(turn)
+    async with serving(writes(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")) as server:
+        for on_data in (None, None, lambda data: False):
+            await connections.request("POST", server.url, b"{}", on_data=on_data)
+    connections.close()
+    assert turns == [1, 2]
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -231,13 +268,16 @@ async def test_the_rest_of_an_answer_that_nobody_reads_is_waited_for_a_moment(
         writer.write(b".")
 
     async with serving(answer) as server:
-        async with connections.request("POST", server.url, b"{}") as left:
-            assert await anext(left.chunks()) == b"first"
-            if ends:
-                rest.set()
+        seen = []
+        left = await connections.request(
+            "POST", server.url, b"{}", on_data=lambda data: not seen.append(data)
+        )
+        assert (left, seen) == ((200, b""), [b"first"])
+        if ends:
+            rest.set()
+        await asyncio.sleep(0.05)
         rest.set()
-        async with connections.request("POST", server.url, b"{}") as again:
-            assert await again.read() == b"first."
+        assert (await connections.request("POST", server.url, b"{}")).body == b"first."
     assert server.connections == (1 if ends else 2)
 
 
@@ -247,6 +287,5 @@ async def test_a_connection_that_idled_long_is_not_used_again(
     monkeypatch.setattr(module, "IDLE_S", 0.0)
     async with serving(writes(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")) as server:
         for _ in range(2):
-            async with connections.request("POST", server.url, b"{}") as answer:
-                await answer.read()
+            await connections.request("POST", server.url, b"{}")
     assert server.connections == 2

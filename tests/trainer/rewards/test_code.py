@@ -23,6 +23,7 @@ from stepwell.trainer.rewards import (
     load_reward,
 )
 from stepwell.trainer.sandbox import namespaces_work
+from tests.builders import until
 from tests.helpers import gone
 
 
@@ -173,8 +174,7 @@ async def test_a_program_ends_with_who_runs_it_however_that_dies(
         f"asyncio.run(sandbox.run({answer!r}, pathlib.Path({str(tmp_path)!r}), limits))\n"
     )
     owner = subprocess.Popen([sys.executable, "-c", code])  # noqa: ASYNC220
-    while not (tmp_path / "up").exists():  # noqa: ASYNC110 - another process's file
-        await asyncio.sleep(0.02)
+    await until(lambda: (tmp_path / "up").exists())
     running = [p.pid for p in psutil.Process(owner.pid).children(recursive=True)]
     assert running
     owner.kill()

@@ -17,9 +17,9 @@ the call aborts it in the engine.
 Agents read errors: they name no address and no path. Those, and the engine's own words, go to the
 log.
 
-It does not own prompts, text or tool calls; what an answer has to be (`answers.py`); which engine
-is asked (`fleet.py`) and whether it is well (`checks.py`); starting or updating engines
-(`backends/engines`).
+It does not own prompts, text or tool calls; what an answer has to be (`generation.py`); which
+engine is asked (`fleet.py`) and whether it is well (`checks.py`); an engine's API, starting or
+updating engines (`backends/engines`).
 """
 
 from __future__ import annotations
@@ -27,32 +27,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import re
 import time
 from typing import Any
 
 import numpy as np
-import orjson
 
-from stepwell.backends.engines.connections import Answer, ConnectionPool
+from stepwell.backends.engines.api import Finish, GenerateRequest, Output, Sampling
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.connections import ConnectionPool
 from stepwell.backends.errors import EngineError as AskingError
+from stepwell.backends.errors import (
+    EngineInternalError,
+    EngineRequestError,
+)
+from stepwell.backends.errors import EngineUnavailableError as NotThereError
 from stepwell.datapool.types import TokenIds
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.engine.answers import (
-    MOST_TOKENS,
-    BusyError,
-    Finish,
-    Generation,
-    LostError,
-    OnTokens,
-    Part,
-    Sampling,
-    events,
-    read_answer,
-    refuse,
-    version_field,
-)
 from stepwell.gateway.engine.checks import EngineChecks
 from stepwell.gateway.engine.fleet import Engine, Fleet, backoff_s
+from stepwell.gateway.engine.generation import MOST_TOKENS, Generation, OnTokens, Part
 from stepwell.gateway.errors import (
     EngineError,
     EngineTimeoutError,
@@ -67,10 +61,23 @@ log = logging.getLogger(__name__)
 _EMPTY_ABORTS = 1000
 """Aborts in a row without one token before an engine counts as broken."""
 _ABORT_TIMEOUT_S = 10.0
+_RETRIED = frozenset({429, 502, 503, 504})
+_ADDRESSES = re.compile(
+    r"\w+://[^\s\"']+|(?<![\w/])(?:/[\w.@+-]+){2,}|\b\d+(?:\.\d+){3}(?::\d+)?\b"
+)
+"""URLs, files and IP addresses in an engine's own words."""
 
 
-class EngineClient:
-    """All engines of one gateway. Owned by the app's lifespan."""
+class LostError(Exception):
+    """A request found no engine, or its engine did not answer to the end: it may be made again."""
+
+
+class BusyError(LostError):
+    """The engine answered that it cannot, for the moment."""
+
+
+class Sampler:
+    """Samples from all engines of one gateway. Owned by the app's lifespan."""
 
     def __init__(
         self, config: GatewayConfig, wiring: Wiring, vocabulary: int = MOST_TOKENS
@@ -80,9 +87,13 @@ class EngineClient:
         self._wiring = wiring
         self._vocabulary = vocabulary
         self._fleet = Fleet(wiring.engine_urls, config, canary_share=wiring.canary_share)
-        self._connections = ConnectionPool()
-        self._checks = EngineChecks(config, self._fleet)
         self.pace = Pace()
+        self._connections = ConnectionPool(self.pace.keep)
+        self._clients = {
+            engine: EngineClient(engine.url, connections=self._connections)
+            for engine in self._fleet
+        }
+        self._checks = EngineChecks(config, self._fleet)
         self._context_length = config.context_length
         self._aborts: set[asyncio.Task[None]] = set()
         self.resumes = 0
@@ -259,28 +270,32 @@ class EngineClient:
         ids = prompt_ids
         if so_far:
             ids = np.concatenate((prompt_ids, np.asarray(so_far, np.int32)))
-        fields: dict[str, Any] = {
-            "rid": rid,
-            "input_ids": np.ascontiguousarray(ids),
-            "sampling_params": sampling.wire(sampling.max_new_tokens - len(so_far)),
-            "return_logprob": True,
-            "stream": on_tokens is not None,
-        }
-        if sampling.n_top_logprobs:
-            fields["top_logprobs_num"] = sampling.n_top_logprobs
-        if self._wiring.lora_path is not None:
-            fields["lora_path"] = self._wiring.lora_path
+        request = GenerateRequest(
+            rid,
+            ids,
+            sampling,
+            sampling.max_new_tokens - len(so_far),
+            stream=on_tokens is not None,
+            adapter=self._wiring.lora_path,
+        )
+        del ids  # the answer may take minutes
+
+        def take(output: Output) -> None:
+            part.take(output)
+            if on_tokens is not None and output.ids:
+                on_tokens(output.ids, output.log_probs, output.top_log_probs, part.reported)
+
         part.version = engine.version
         # The fleet ends it before, when the engine is gone without a word.
         scope = asyncio.timeout_at(deadline)
         try:
             async with scope:
                 engine.in_flight.add(scope)
-                await self._post(engine.url, fields, part, on_tokens)
+                await self._clients[engine].sample(request, take)
         except asyncio.CancelledError:
             self._abort(engine.url, rid)
             raise
-        except ConnectionError as e:
+        except NotThereError as e:
             self._fleet.broke(engine, _now(), str(e))
             self._checks.look_at(engine)
             raise LostError(f"{engine.url} ({e})") from e
@@ -291,39 +306,25 @@ class EngineClient:
                 self._abort(engine.url, rid)
                 raise self._too_late() from e
             raise LostError(f"{engine.url} (it answers no checks)") from e
-        except (BusyError, EngineError) as e:
-            why = str(e)
-            if isinstance(e, EngineError):
-                why = f"{e} {e.detail}".rstrip()
-                log.warning("engine %s: %s", engine.url, why)
-            self._fleet.answered_badly(engine, _now(), why)
-            if self._fleet.is_open(engine):
-                self._checks.look_at(engine)
-            raise
-        except RequestError:
-            self._fleet.succeeded(engine, None)
-            raise
+        except (EngineRequestError, EngineInternalError, EngineError) as e:
+            refused = e if isinstance(e, EngineError) else _refusal(e)
+            if isinstance(refused, RequestError):
+                self._fleet.succeeded(engine, None)
+            else:
+                why = str(refused)
+                if isinstance(refused, EngineError):
+                    why = f"{refused} {refused.detail}".rstrip()
+                    log.warning("engine %s: %s", engine.url, why)
+                self._fleet.answered_badly(engine, _now(), why)
+                if self._fleet.is_open(engine):
+                    self._checks.look_at(engine)
+            raise refused from e
         finally:
             engine.in_flight.discard(scope)
         version = part.reported if part.spans else None
         if version is not None and engine.version is not None and version < engine.version:
             self._checks.look_at(engine)  # it may have restarted between two checks
         self._fleet.succeeded(engine, version, canary=part.canary)
-
-    async def _post(
-        self, url: str, fields: dict[str, Any], part: Part, on_tokens: OnTokens | None
-    ) -> None:
-        # Nothing here holds the request while it is answered: ids as text are larger than the call.
-        async with self._connections.request("POST", f"{url}/generate", _json(fields)) as answer:
-            if answer.status != 200:
-                why = (await answer.read()).decode(errors="replace")[:300]
-                refuse(answer.status, f"answered {answer.status}", why)
-            if on_tokens is None:
-                whole = await answer.read()
-                await self.pace.keep()
-                part.take(read_answer(whole))
-            else:
-                await _follow(answer, part, on_tokens)
 
     def _abort(self, url: str, rid: str) -> None:
         task = asyncio.create_task(self._post_abort(url, rid))
@@ -338,31 +339,20 @@ class EngineClient:
             return
 
 
-async def _follow(answer: Answer, part: Part, on_tokens: OnTokens) -> None:
-    """Read an SSE answer. Of cumulative events that are here already only the last is parsed,
-    unless the engine's version changed among them."""
-    version: bytes | None = None
-    async for payloads in events(answer.chunks()):
-        last, missed = read_answer(payloads[-1]), payloads[:-1]
-        is_first = version is None
-        if version is None:
-            version = version_field(payloads[0])
-        if not all(version in payload for payload in payloads):
-            version = version_field(payloads[-1])
-        elif last.begins <= len(part.ids):
-            missed = missed[:is_first]  # what the engine has may differ from what it was known for
-        for event in (*map(read_answer, missed), last):
-            n = len(part.ids)
-            part.take(event, is_event=True)
-            if len(part.ids) > n:
-                on_tokens(part.ids[n:], part.log_probs[n:], part.tops[n:], part.reported)
-            if part.finish is not None:
-                return
-    raise ConnectionResetError("the stream ended without a finish reason")
-
-
-def _json(fields: dict[str, Any]) -> bytes:
-    return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
+def _refusal(
+    e: EngineRequestError | EngineInternalError,
+) -> RequestError | BusyError | EngineError:
+    """As its client is told. The engine's own words are for the log, and for the agent that sent
+    what it refuses."""
+    words = e.words[:300]
+    if e.status == 400:
+        told = _ADDRESSES.sub("…", words)
+        what = e.what.removeprefix("the engine ")
+        return RequestError(f"the engine refuses the request: {what}: {told}", None)
+    if e.status in _RETRIED:
+        return BusyError(f"{e.what}: {words}")
+    is_nonsense = e.status == 200
+    return EngineError(e.what if is_nonsense else f"{e.what}; see the gateway's log", words)
 
 
 def _now() -> float:
