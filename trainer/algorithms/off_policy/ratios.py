@@ -37,13 +37,6 @@ class Steps:
     def mean(self, values: Tensor) -> Tensor:
         return self.sum(values) / self.count.clamp(min=1)
 
-    def max(self, values: Tensor) -> Tensor:
-        """Of values >= 0; 0 for a step without a trained token."""
-        largest = torch.zeros(len(self.lengths))
-        return largest.scatter_reduce_(
-            0, self.index, torch.where(self.trained, values, 0.0), reduce="amax"
-        )
-
     def any(self, flags: Tensor) -> Tensor:
         return self.sum(flags.float()) > 0
 
