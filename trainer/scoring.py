@@ -40,9 +40,9 @@ GROUP_TOO_SMALL = "too few of the group were scored"
 EXTRA = "reward_extra_info"
 """Key of a trajectory's metadata: what the reward function said beside the score."""
 TOOLS: Mapping[str, Any] = {"tool_rewards": [], "turn_scores": [], "rollout_reward_scores": {}}
-"""What verl puts into `extra_info`, of rollouts that have nothing to say of it."""
+"""Keys that verl puts into `extra_info`, for rollouts that lack them."""
 MEANINGS = {"no_steps": "no_steps (the agent never called the model at its base_url)"}
-"""Of reasons that the pool gives."""
+"""Explanations of reasons that the pool gives."""
 
 
 class Scorer:
@@ -167,8 +167,8 @@ class Scorer:
         return [self._sample(group, trajectory) for group, trajectory in asked]
 
     def _sample(self, group: Group, trajectory: Trajectory) -> RewardSample:
-        """What the function gets. `extra_info` is the task, beneath it the trajectory's metadata
-        (what agent and tools said) and the task's (where verl's functions look), and what only the
+        """Arguments of the reward function. `extra_info` is the task, beneath it the trajectory's
+        metadata (what agent and tools said) and the task's (where verl's functions look), and what only the
         rollout knows."""
         task, tokenizer = task_of(group), tokenizer_at(self._tokenizer_path)
         responses = [

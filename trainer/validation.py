@@ -60,7 +60,7 @@ VALIDATION = "validation"
 
 
 class Policy(NamedTuple):
-    """What an evaluation is of."""
+    """The policy being evaluated."""
 
     step: int
     """Optimizer steps done."""
@@ -205,7 +205,7 @@ class Validator(ABC):
     def _evaluation(
         self, groups: Sequence[Group], policy: Policy, n: int | None = None, **counts: Any
     ) -> Evaluation:
-        """What `groups`, all of the policy's version, tell of it.
+        """Return the figures of `groups`, all of the policy's version.
 
         Args:
             n: rollouts of each prompt; None: as many as came.
@@ -406,7 +406,7 @@ def samples(
 
 
 def question(task: Mapping[str, Any]) -> str:
-    """What the task asks: its `question`, or the text of the last user message."""
+    """Return the question of a task: its `question`, or the text of the last user message."""
     if "question" in task:
         return str(task["question"])
     for message in reversed(task.get("messages") or []):

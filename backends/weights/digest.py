@@ -60,7 +60,7 @@ def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True, slots=True)
 class RankHashes:
-    """What one rank of an engine answered."""
+    """Answer of one rank of an engine."""
 
     hashes: Mapping[str, str]
     layout: str

@@ -1,4 +1,4 @@
-"""What an off-policy method is: preset options, or a weight of its own."""
+"""An off-policy method: preset options, or a weight of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OffPolicyMethod:
     """
 
     about: str
-    """In a line."""
+    """One-line description."""
     preset: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `algorithm.off_policy` that it sets; what is given beside it wins."""
     weigh: Callable[[Ratios, Any], Tensor] | None = None

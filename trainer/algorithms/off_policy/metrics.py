@@ -1,4 +1,4 @@
-"""What the weights of a batch say about it.
+"""Metrics of a batch that follow from its weights.
 
 A key is left out where it would be a mean over nothing:
 `staleness/mean|max`, `off_policy_share` (of steps), `off_policy/advantage_share` (of Σ|A|),

@@ -50,13 +50,13 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """What a method weighs the tokens of a batch by."""
+    """Ratios and lags that a method weighs the tokens of a batch by."""
 
     log_ratio: Tensor
     """log ρ = log π_prox - log μ, [T] fp32; 0 where μ is unknown or the token is not trained."""
     steps: Steps
     lag: Tensor
-    """In publications, [S]."""
+    """Lag in publications, [S]."""
     beyond: Tensor
     """Lag beyond the threshold, at least 0, [S]."""
     off_policy: Tensor
