@@ -72,8 +72,8 @@ class FlatRewards:
         self._batch += map(_seen, groups)
 
     def metrics(self) -> dict[str, float | str]:
-        """Figures of an optimizer step: `groups/no_signal`, the share of its groups whose rewards are
-        all equal; and once in a run `warning`, when that was nearly all for `STEPS` steps."""
+        """Figures of an optimizer step: `groups/no_signal`, the share of its groups whose rewards
+        are all equal; and once in a run `warning`, when that was nearly all for `STEPS` steps."""
         if self._batch:
             self._steps.append(self._judged(self._batch))
             self._batch = []

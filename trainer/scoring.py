@@ -168,8 +168,8 @@ class Scorer:
 
     def _sample(self, group: Group, trajectory: Trajectory) -> RewardSample:
         """Arguments of the reward function. `extra_info` is the task, beneath it the trajectory's
-        metadata (what agent and tools said) and the task's (where verl's functions look), and what only the
-        rollout knows."""
+        metadata (what agent and tools said) and the task's (where verl's functions look), and what
+        only the rollout knows."""
         task, tokenizer = task_of(group), tokenizer_at(self._tokenizer_path)
         responses = [
             str(tokenizer.decode(s.response_ids, skip_special_tokens=self._skips))
