@@ -54,8 +54,8 @@ class Traffic(GroupProducer):
                 self.ledger.issued(uid, uid)
 
     async def resume(self, state: Mapping[str, Any] | None, version: int) -> None:
-        """Take out of the pool what the checkpoint, or the ledger before it, contains; else what
-        the former trainer had leased is ready again."""
+        """Take out of the pool what the checkpoint, or the ledger before it, contains; all else
+        that the former trainer had leased is ready again."""
         trained = state["trained"] if state is not None else {}
         dropped = await settle_former(self._pool, trained, TRAIN)
         # Of a salvaged journal: what was acked may be back.
