@@ -40,6 +40,7 @@ import numpy as np
 from stepwell.backends.engines.api import Sampling
 from stepwell.datapool.errors import DataPoolError, InvalidStepError
 from stepwell.datapool.types import DUPLICATE_OF, SUPERSEDES, UNSEEN, Step, VersionSpan
+from stepwell.gateway.access import Principal
 from stepwell.gateway.config import Thinking
 from stepwell.gateway.engine import Generation, Sampler
 from stepwell.gateway.errors import (
@@ -52,7 +53,6 @@ from stepwell.gateway.errors import (
     TrajectoryConflictError,
     TrajectoryLimitError,
 )
-from stepwell.gateway.keys import Principal
 from stepwell.gateway.limits import CallLimits
 from stepwell.gateway.prompt import ChatRequest, Prompt, Prompts
 from stepwell.gateway.reply.calls import ToolCall
@@ -385,6 +385,7 @@ class Calls:
                 live.sampling,
                 affinity=trajectory.uid,
                 on_tokens=live.on_tokens if request.stream else None,
+                pieces=prompt.pieces if request.is_kept else (),
             )
         except RequestError as e:
             if request.constraint is None:

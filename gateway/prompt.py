@@ -140,6 +140,11 @@ class Prompt:
     """Its ids."""
 
     @property
+    def pieces(self) -> list[TokenIds]:
+        """Arrays that `ids` is made of: those of the turns before, and what is new."""
+        return [self.new_ids] if self.parent is None else [*self.parent.arrays(), self.new_ids]
+
+    @property
     def n_first(self) -> int:
         """Tokens of the conversation's first prompt."""
         first, turn = self.new_ids, self.parent

@@ -26,8 +26,8 @@ from typing import NamedTuple, TypeAlias
 from cachetools import LRUCache
 
 from stepwell.datapool.types import VAL
+from stepwell.gateway.access import Principal
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
-from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import Key, extend_key, text_key
 

@@ -19,7 +19,7 @@ with, and a retry of its first call finds it only if it cannot be another agent'
 reply yet, or the retry comes over the same connection or with the same `Idempotency-Key`.
 
 Owns: this order, and the sweep of idle trajectories. Does not own: trajectories (`store.py`), the
-index of their conversations (`conversations.py`), whether the caller may (`keys.py`).
+index of their conversations (`conversations.py`), whether the caller may (`access.py`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from urllib.parse import unquote
 from starlette.datastructures import Headers
 
 from stepwell.datapool.errors import DataPoolError
+from stepwell.gateway.access import Named, Principal, presented
 from stepwell.gateway.errors import GatewayError, RequestError, TrajectoryClosedError
-from stepwell.gateway.keys import Named, Principal, presented
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.trajectory.calls import RetryKey
 from stepwell.gateway.trajectory.conversations import Caller, Peer

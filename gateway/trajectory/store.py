@@ -22,6 +22,7 @@ from stepwell.datapool.errors import StepIndexError, UnknownTrajectoryError
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import OWNER, VAL
+from stepwell.gateway.access import OPERATOR, Principal
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.errors import (
     PermissionDeniedError,
@@ -30,7 +31,6 @@ from stepwell.gateway.errors import (
     TrajectoryClosedError,
     TrajectoryConflictError,
 )
-from stepwell.gateway.keys import OPERATOR, Principal
 from stepwell.gateway.trajectory.conversations import Conversations
 from stepwell.gateway.trajectory.groups import Groups, Identity
 from stepwell.gateway.trajectory.recording import Recording, Unrecorded

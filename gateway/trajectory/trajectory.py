@@ -47,13 +47,13 @@ from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClos
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.ops import Resumed, TrajectoryOutcome
 from stepwell.datapool.types import GREEDY, OWNER, Step, unseen_key
+from stepwell.gateway.access import OPERATOR, Principal
 from stepwell.gateway.errors import (
     PoolUnavailableError,
     RequestError,
     TrajectoryClosedError,
     TrajectoryConflictError,
 )
-from stepwell.gateway.keys import OPERATOR, Principal
 from stepwell.gateway.tokens.graph import Turn, TurnGraph
 from stepwell.gateway.tokens.messages import Key, text_key
 from stepwell.gateway.trajectory.calls import Call, CallMemory, LiveCall, restore

@@ -25,11 +25,11 @@ from stepwell.datapool.files.export import read, write
 from stepwell.datapool.ops import AppendStep, ResumeTrajectory
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import DUPLICATE_OF, Step, superseded
+from stepwell.gateway.access import OPERATOR
 from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.app import create_app
 from stepwell.gateway.call import Asked
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.keys import OPERATOR
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.graph import Turn, TurnGraph, TurnKeys
 from stepwell.gateway.trajectory.calls import RetryKey, restore
