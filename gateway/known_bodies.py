@@ -34,10 +34,10 @@ import numpy as np
 from cachetools import LRUCache
 from xxhash import xxh3_128
 
+from stepwell.gateway.access import Named, Principal
 from stepwell.gateway.bodies import BIG
 from stepwell.gateway.dialects.base import Cut, Dialect, Known, Parsed
 from stepwell.gateway.errors import GatewayError
-from stepwell.gateway.keys import Named, Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import KnownMessages, Message, Prefix
 from stepwell.gateway.web import body_digest, parse_object

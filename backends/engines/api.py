@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from stepwell.backends.config import PauseMode
 from stepwell.datapool.types import CANARY, TokenIds, VersionSpan
@@ -59,14 +59,6 @@ class GenerateRequest(NamedTuple):
     them for the wire may be kept."""
 
 
-class Finish(NamedTuple):
-    """Why sampling ended. After "abort" it may go on from what was sampled, in another request."""
-
-    type: Literal["stop", "length", "abort"] | str
-    matched: int | str | None = None
-    """Token id or stop string that ended a `stop`."""
-
-
 class Output(NamedTuple):
     """Tokens of one request that were sampled since the output before."""
 
@@ -79,8 +71,11 @@ class Output(NamedTuple):
     """Weight version that the engine has now; None: it does not say."""
     is_canary: bool = False
     """That version is not committed."""
-    finish: Finish | None = None
-    """Set in the last output."""
+    finish: str | None = None
+    """Set in the last output: "stop", "length", or "abort", after which it may go on from what was
+    sampled, in another request."""
+    matched: int | str | None = None
+    """Token id or stop string that ended a `stop`."""
     cached_tokens: int = 0
     """Prompt tokens that the engine had in its cache; in the last output."""
     spans: Sequence[VersionSpan] | None = None

@@ -25,7 +25,6 @@ import orjson
 from stepwell.backends.config import PauseMode
 from stepwell.backends.engines.api import (
     EngineState,
-    Finish,
     GenerateRequest,
     OnOutput,
     Output,
@@ -668,7 +667,8 @@ def _output(url: str, ids: list[int], entries: list[_Entry], meta: _About, n: in
         tops,
         version,
         is_canary(meta.weight_version),
-        Finish(finish.type, finish.matched),
+        finish.type,
+        finish.matched,
         meta.cached_tokens or 0,
         _spans(url, meta.weight_versions) if meta.weight_versions else None,
     )

@@ -37,10 +37,8 @@ OnData: TypeAlias = Callable[[bytes], bool]
 comes out of it."""
 
 
-class Response(NamedTuple):
-    status: int
-    body: bytes
-    """Empty if it went to `on_data`."""
+Response: TypeAlias = tuple[int, bytes]
+"""Status and body; the body is empty if it went to `on_data`."""
 
 
 class _Place(NamedTuple):
@@ -193,7 +191,7 @@ class _Connection(asyncio.Protocol):
             self._idle.append(self)
         else:
             self.close()
-        self._answer(Response(self._status, self._taken()))
+        self._answer((self._status, self._taken()))
 
     def _pass_on(self) -> None:
         """Hand on what came of a body."""
@@ -206,7 +204,7 @@ class _Connection(asyncio.Protocol):
             return
         if has_all:
             self._on_data = _ignore
-            self._answer(Response(200, b""))
+            self._answer((200, b""))
             if not self._is_complete:
                 self._loop.call_later(REST_S, self._close_unless_complete)
 

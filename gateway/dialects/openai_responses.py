@@ -22,6 +22,7 @@ import orjson
 from cachetools import LRUCache
 from pydantic import Field
 
+from stepwell.gateway.access import Principal, other_owner
 from stepwell.gateway.dialects.base import (
     NOTHING,
     PLACE,
@@ -59,7 +60,6 @@ from stepwell.gateway.errors import (
     RequestError,
     UnknownItemError,
 )
-from stepwell.gateway.keys import Principal, other_owner
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import Delta
 from stepwell.gateway.tokens.messages import KnownMessages, Message, continued, dumps

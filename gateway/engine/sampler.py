@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from stepwell.backends.engines.api import Finish, GenerateRequest, Output, Sampling
+from stepwell.backends.engines.api import GenerateRequest, Output, Sampling
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.connections import ConnectionPool
 from stepwell.backends.engines.ids_json import IdsJson
@@ -202,7 +202,7 @@ class Sampler:
                 if part.ids:
                     self._keep(whole, part, e)
                     if len(whole.ids) >= sampling.max_new_tokens:
-                        return whole.generation(Finish("length"))
+                        return whole.generation("length")
                 if failures > self._config.engine_retries:
                     log.warning("no engine answered in %d tries; last: %s", failures, e)
                     raise EngineUnavailableError(
@@ -214,11 +214,11 @@ class Sampler:
                 continue
             tried.clear()
             whole.add(part)
-            if part.finish is None or part.finish.type != "abort":
+            if part.finish != "abort":
                 return whole.generation(part.finish)
             self.resumes += 1
             if len(whole.ids) >= sampling.max_new_tokens:
-                return whole.generation(Finish("length"))
+                return whole.generation("length")
             empty = 0 if part.ids else empty + 1
             if empty >= _EMPTY_ABORTS:
                 raise EngineError(
