@@ -63,7 +63,8 @@ async def run() -> BenchResult:
                 groups = config.trainer.train_batch_size
                 producer = cast(Producer, trainer.batches.producer)
                 # Groups are brought by the bench alone.
-                trainer.batches.feeds[0].producer = Traffic(cluster.pool, Ledger(), producer.min_n)
+                traffic = Traffic(cluster.pool, Ledger(), producer.min_n)
+                trainer.batches.channels[0].producer = traffic
                 # Warm up: first batches pay for imports and allocations.
                 await _both(trainer, producer, 2, groups)
                 generate = await _cost(_generate(cluster.pool, producer, BATCHES, groups))

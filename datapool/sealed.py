@@ -1,7 +1,7 @@
 """This module writes files that survive, and finds damage in them before they are used. Every file
 that a process of ours writes and reads again carries a digest.
 
-    write_durably     all of a file or nothing
+    write_durably     all of a file or nothing                         written_durably
     write_sealed      JSON whose last key is the digest of the rest    read_sealed
     sealed            the same for bytes, as one line of a file        unsealed, read_lines
     write_sidecar     PATH.sha256 beside a file in others' format      check_sidecar
@@ -21,10 +21,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 from xxhash import xxh3_64_hexdigest
@@ -41,12 +43,31 @@ _SEAL_END = re.compile(rb'"digest":"[^"]{16}"\}\n\Z', re.DOTALL)
 _SIDECAR_LINE = re.compile(rb"([0-9a-f]{64})  [^\n]+\n")
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """All of it or nothing, whenever the process or the machine dies."""
-    draft = path.with_name(f"{path.name}.tmp")
-    draft.write_bytes(content)
-    fsync(draft)
-    draft.replace(path)
+def write_durably(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Write all of a file or nothing, whenever the process or the machine dies.
+
+    Args:
+        private: only its owner may read it.
+    """
+    with written_durably(path, private=private) as file:
+        file.write(content)
+
+
+@contextmanager
+def written_durably(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
+    """A file to be written, which appears as `path` at the end of the block, durably; if the block
+    raises, nothing does. Until then it is `PATH.….tmp`."""
+    draft = path.with_name(f"{path.name}.{threading.get_native_id()}.tmp")
+    mode = 0o600 if private else 0o666
+    try:
+        with open(draft, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
     fsync(path.parent)
 
 

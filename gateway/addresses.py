@@ -7,7 +7,7 @@ A replica that does not answer is left out. Conversations without an address of 
 the replica that they talk to. What one replica deletes the others forget (`have_forgotten`).
 
 Does not own: starting replicas (`replicas.py`); which names in a
-request are ours (`hosts.py`).
+request are ours (`access.py`).
 """
 
 from __future__ import annotations

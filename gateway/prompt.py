@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -29,35 +29,37 @@ from stepwell.gateway.reply.parser import THINK_CLOSE, THINK_OPEN
 from stepwell.gateway.tokens.graph import (
     Attachment,
     BranchCause,
-    Said,
     Turn,
     TurnGraph,
     join,
 )
 from stepwell.gateway.tokens.messages import (
     Key,
+    Keys,
     Message,
     Normalizer,
     Tool,
+    Tools,
     dumps,
     exact_key,
     holds_much,
     root_key,
+    system_of,
 )
 from stepwell.gateway.tokens.render import ChatRenderer, CutError
 
 T = TypeVar("T")
 
 CACHED_TOKENS = 4_000_000
-"""Of whole prompts, so that the rollouts of one prompt tokenise it once."""
+"""Tokens of whole prompts that are kept, so that the rollouts of one prompt tokenise it once."""
 
 
 @dataclass(slots=True)  # not frozen: that doubles the time to make one, and every call does
 class ChatRequest:
     """A call in no dialect. Sampling parameters are as asked; None takes the gateway's default."""
 
-    messages: list[Message]
-    tools: list[Tool] | None = None
+    messages: Sequence[Message]
+    tools: Sequence[Tool] | None = None
     template_args: Mapping[str, Any] | None = None
     prompt_ids: TokenIds | None = None
     """White-box: the exact prompt; messages are then empty."""
@@ -98,6 +100,8 @@ class ChatRequest:
     """When the request had been read."""
     constraint_field: str = "response_format"
     """The request's own field that `constraint` came from, for the engine's refusal."""
+    _keys: Keys | None = field(default=None, init=False)
+    """Made when they are asked for; of a copy with other messages or tools anew."""
 
     @property
     def plain(self) -> str | bytes | None:
@@ -105,21 +109,28 @@ class ChatRequest:
         return self.prompt_text if self.prompt_ids is None else self.prompt_ids.tobytes()
 
     @property
-    def said(self) -> Said:
+    def said(self) -> Keys | str | bytes:
         """The conversation as the turn graph matches it."""
-        return self.messages if (plain := self.plain) is None else plain
+        return self.keys if (plain := self.plain) is None else plain
 
     @property
     def root(self) -> Key:
-        """What shapes the prompt besides the conversation."""
-        return root_key(self.tools, self.template_args or {})
+        """Key of everything that shapes the prompt besides the conversation."""
+        return self.keys.root
+
+    @property
+    def keys(self) -> Keys:
+        """Keys of its messages."""
+        if self._keys is None:
+            self._keys = Keys(root_key(self.tools, self.template_args or {}), self.messages)
+        return self._keys
 
 
 @dataclass(slots=True)
 class Prompt:
     ids: TokenIds
     new_ids: TokenIds
-    """What `ids` adds to the parent's tokens; all of `ids` without a parent."""
+    """The ids behind the parent's tokens; all of `ids` without a parent."""
     parent: Turn | None
     attachment: Attachment
     cause: BranchCause | None
@@ -127,6 +138,11 @@ class Prompt:
     """The beginning of the reply, which the prompt ends with."""
     n_forced: int = 0
     """Its ids."""
+
+    @property
+    def pieces(self) -> list[TokenIds]:
+        """Arrays that `ids` is made of: those of the turns before, and what is new."""
+        return [self.new_ids] if self.parent is None else [*self.parent.arrays(), self.new_ids]
 
     @property
     def n_first(self) -> int:
@@ -149,7 +165,7 @@ class Prompts:
         self._config = config
         self._threads = threads
         self._rendering: dict[Key, asyncio.Future[TokenIds]] = {}
-        """Those under way."""
+        """Prompts that are being rendered."""
         self._normalize = Normalizer(config.normalize)
         self._template = renderer.tokenizer.template_text
 
@@ -191,7 +207,7 @@ class Prompts:
             context: texts that certainly have more tokens are refused before they are made.
         """
         plain = request.plain
-        attachment = graph.attach(request.root, request.messages if plain is None else plain)
+        attachment = graph.attach(request.root, request.said)
         if request.is_big:
             await asyncio.sleep(0)
         if plain is not None:
@@ -199,10 +215,10 @@ class Prompts:
         parent, cause = attachment.turn, attachment.cause
         new_ids: TokenIds | None = None
         if parent is not None:
-            known = request.messages[: attachment.n_known]
+            system = system_of(request.messages)
             new = request.messages[attachment.n_known :]
             shape = request.tools, request.template_args or {}
-            cut = partial(self.renderer.suffix, parent, known, new, *shape, context)
+            cut = partial(self.renderer.suffix, parent, system, new, *shape, context)
             try:
                 new_ids = await self._offload(_length(new, *shape), cut)
             except CutError as e:
@@ -250,7 +266,7 @@ class Prompts:
     async def _whole(self, request: ChatRequest, context: int | None) -> TokenIds:
         """Ids of a whole prompt."""
         messages = request.messages
-        given = messages, request.tools, request.template_args or {}
+        given = [*messages], request.tools, request.template_args or {}
         n_chars = _length(*given)
         if not request.is_kept:
             return await self._offload(n_chars, lambda: self.renderer.whole(*given, context))
@@ -278,9 +294,16 @@ class Prompts:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-def _length(*rendered: Any) -> int:
-    """About how many characters a template makes of messages, tools and arguments."""
-    return len(dumps(rendered))
+def _length(
+    messages: Sequence[Message],
+    tools: Sequence[Tool] | None,
+    template_args: Mapping[str, Any],
+) -> int:
+    """About how many characters a template has to make of them."""
+    if isinstance(tools, Tools):
+        n_tools = 0 if tools.is_written else tools.n_chars
+        return len(dumps([messages, template_args])) + n_tools
+    return len(dumps([messages, tools, template_args]))
 
 
 def _prompt(parent: Turn | None, new_ids: TokenIds, *known: Any) -> Prompt:

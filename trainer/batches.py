@@ -15,8 +15,10 @@ resume. A batch waits for the channel that is late. Where the conversations are 
 (`data.sft.epochs`) their places go to rollouts; where the prompts are, the run ends. Conversations
 are neither scored nor filtered.
 
-Owns what a batch is made of. Does not own leases (`feeds.py`), who brings groups (`rollout/`,
-`live.py`, `sft.py`), scores (`scoring.py`), the filters' rules (`sampling.py`).
+Owns what a batch is made of, what was consumed of each channel since the last checkpoint, and the
+wait for a producer that ends. Does not own the leases (`datapool/remote/lease_keeper.py`), who
+brings groups (`rollout/`, `live.py`, `sft.py`), scores (`scoring.py`), the filters' rules
+(`sampling.py`).
 """
 
 from __future__ import annotations
@@ -26,23 +28,23 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from stepwell.datapool.remote.client import DataPoolClient
+from stepwell.datapool.remote.lease_keeper import LeaseKeeper, by_lease
 from stepwell.datapool.types import SFT, TRAIN, Group
 from stepwell.trainer.algorithms.advantages.base import Estimator
 from stepwell.trainer.algorithms.advantages.greedy import baselined
 from stepwell.trainer.config import AsyncTrainingConfig, TrainerConfig
 from stepwell.trainer.errors import StarvedError
-from stepwell.trainer.feeds import Feed
 from stepwell.trainer.flat_rewards import FlatRewards
-from stepwell.trainer.live import GroupProducer
+from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.progress import Progress
-from stepwell.trainer.sampling import GroupFilter, is_sft, sft_groups
+from stepwell.trainer.sampling import CHANNEL, GroupFilter, is_sft, sft_groups
 from stepwell.trainer.scoring import Scorer, why_lost
 from stepwell.trainer.threads import in_thread
 from stepwell.trainer.validation import samples_path
@@ -51,6 +53,25 @@ log = logging.getLogger(__name__)
 
 TOLD_S = 15.0
 """A trainer that waits for traffic says so this often."""
+IN_FLIGHT_S = 1.0
+"""Wait for the answer to a request that the pool served before generation had no prompt left."""
+
+
+@dataclass(eq=False, slots=True)
+class TrainedChannel:
+    """A channel of the pool that batches are made of."""
+
+    name: str
+    producer: GroupProducer
+    keeper: LeaseKeeper
+    consumed: set[str] = field(default_factory=set)
+    """prompt_uids of the batches since the last checkpoint."""
+
+    def state_dict(self, consumed: Set[str]) -> dict[str, Any]:
+        """State for a checkpoint that holds the groups `consumed`."""
+        used = {*(self.consumed & consumed), *self.keeper.settled}
+        trained = by_lease(self.keeper.held, used)
+        return {**self.producer.state_dict(consumed), "trained": trained}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +92,7 @@ class Batches:
 
     Args:
         estimator: of advantages: says which rollouts are baselines and not trained.
-        feeds: the channels that are trained, rollouts first.
+        channels: those that are trained, rollouts first.
         sft_share: of the groups of a batch, those that are conversations.
         scored: hears of every group that was scored here.
         phases: told how long it took to wait and to score.
@@ -86,7 +107,7 @@ class Batches:
         estimator: Estimator,
         *,
         pool: DataPoolClient,
-        feeds: Sequence[Feed],
+        channels: Sequence[TrainedChannel],
         scorer: Scorer,
         group_filter: GroupFilter,
         progress: Progress,
@@ -114,26 +135,26 @@ class Batches:
         """The conversations."""
         self._responses: tuple[float, int] | None = None
         """When response tokens in the pool were counted last, and how many had come."""
-        self.feeds = tuple(feeds)
+        self.channels = tuple(channels)
         self.scorer = scorer
 
     @property
     def consumed(self) -> frozenset[str]:
         """prompt_uids of the batches since the last checkpoint."""
-        return frozenset(uid for feed in self.feeds for uid in feed.consumed)
+        return frozenset(uid for channel in self.channels for uid in channel.consumed)
 
     @property
     def producer(self) -> GroupProducer:
         """Brings rollouts; where none are trained, conversations."""
-        return self.feeds[0].producer
+        return self.channels[0].producer
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Groups are brought, and leases renewed, inside the block."""
         async with AsyncExitStack() as stack:
-            for feed in self.feeds:
-                await stack.enter_async_context(feed.producer.running())
-                await stack.enter_async_context(feed.keeper)
+            for channel in self.channels:
+                await stack.enter_async_context(channel.producer.running())
+                await stack.enter_async_context(channel.keeper)
             yield
 
     async def stream(self, until: float) -> AsyncGenerator[list[Group], None]:
@@ -160,27 +181,29 @@ class Batches:
 
     def state_dict(self, consumed: Set[str]) -> dict[str, Any]:
         """For a checkpoint that holds the groups `consumed`."""
-        states = {feed.channel: feed.state_dict(consumed) for feed in self.feeds}
+        states = {channel.name: channel.state_dict(consumed) for channel in self.channels}
         return {**states.pop(TRAIN, {}), **states}
 
     async def resume(self, state: Mapping[str, Any] | None, version: int) -> None:
         """Go on where `state_dict` was taken, also if there are other channels now."""
-        for feed in self.feeds:
-            own = (state or {}).get(feed.channel) if feed.channel != TRAIN else state
-            await feed.producer.resume(own if own and "trained" in own else None, version)
+        for channel in self.channels:
+            own = (state or {}).get(channel.name) if channel.name != TRAIN else state
+            await channel.producer.resume(own if own and "trained" in own else None, version)
 
     async def settle(self, consumed: Set[str]) -> None:
         """The checkpoint that holds these groups is durable: ack them."""
-        for feed in self.feeds:
-            await feed.settle(consumed)
+        for channel in self.channels:
+            await channel.keeper.settle(consumed)
+            channel.consumed -= consumed
+            channel.producer.settle(consumed)
 
     async def metrics(self, groups: Sequence[Group]) -> dict[str, Any]:
         """For the record of an optimizer step on `groups`."""
         pool: dict[str, Any] = {}
         responses = 0
-        for feed in reversed(self.feeds):  # the first has the names without its channel's
-            stats = await self._pool.get_statistics(feed.channel)
-            prefix = "pool/" if feed is self.feeds[0] else f"pool/{feed.channel}/"
+        for channel in reversed(self.channels):  # the first has the names without its channel's
+            stats = await self._pool.get_statistics(channel.name)
+            prefix = "pool/" if channel is self.channels[0] else f"pool/{channel.name}/"
             states = stats["groups"]
             pool |= {prefix + s: states[s] for s in ("ready", "open", "leased", "dropped")}
             responses = stats["tokens"]["responses"]
@@ -237,12 +260,14 @@ class Batches:
                 break
             self._filter.check_refills(refill)
             with self._phases("wait"):
-                more = await self._arrived(asyncio.create_task(self._of(self.feeds[0], missing)))
+                more = await self._arrived(
+                    asyncio.create_task(self._take(self.channels[0], missing))
+                )
             if more is None:
                 break
             coming = more
-        self.feeds[0].consumed |= consumed
-        self.feeds[-1].consumed |= {group.prompt_uid for group in conversations}
+        self.channels[0].consumed |= consumed
+        self.channels[-1].consumed |= {group.prompt_uid for group in conversations}
         if groups:
             size = self._batch_size - len(conversations)
             groups = await self._ask_filter(self._filter.best, groups, size)
@@ -276,20 +301,20 @@ class Batches:
             n_sft = 0
         wanted = {SFT: n_sft, TRAIN: self._lease_size - n_sft}
         tasks = [
-            asyncio.create_task(self._of(feed, n))
-            for feed in self.feeds
-            if (n := wanted[feed.channel])
+            asyncio.create_task(self._take(channel, n))
+            for channel in self.channels
+            if (n := wanted[channel.name])
         ]
         try:
             parts = await asyncio.gather(*tasks)
             groups = [group for part in parts for group in part or ()]
-            if parts[0] is None and wanted[self.feeds[0].channel]:
+            if parts[0] is None and wanted[self.channels[0].name]:
                 return None
             if self._share < 1 and (missing := self._lease_size - len(groups)):
                 self._used_up = True
                 self._tell("data.sft is used up: batches are of rollouts alone from now on")
                 self.producer.refund(missing)
-                tasks = [asyncio.create_task(self._of(self.feeds[0], missing))]
+                tasks = [asyncio.create_task(self._take(self.channels[0], missing))]
                 if (more := await tasks[0]) is None:
                     return None
                 groups += more
@@ -298,13 +323,52 @@ class Batches:
             for task in tasks:
                 task.cancel()
 
-    async def _of(self, feed: Feed, size: int) -> Sequence[Group] | None:
+    async def _take(self, channel: TrainedChannel, size: int) -> Sequence[Group] | None:
         """The next `size` ready groups of a channel; None when its producer has ended and fewer are
-        there."""
+        there. Of conversations the last batch may be smaller."""
+        producer, keeper = channel.producer, channel.keeper
+        patience_s = None if producer.endless else self._config.starvation_timeout_s
+        request = asyncio.ensure_future(keeper.lease(size, timeout_s=patience_s))
+        groups: Sequence[Group] | None
         try:
-            return await feed.lease(size, self._config.starvation_timeout_s)
-        except TimeoutError:
-            raise StarvedError(await self._why_starved(feed.channel)) from None
+            while not request.done():
+                ended = asyncio.ensure_future(producer.wait_ended())
+                await asyncio.wait({request, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if ended.done():
+                    ended.result()  # raises what made the producer fail
+                ended.cancel()
+                # The last groups, or word of a drop whose prompt is issued again, may be on their
+                # way here: to ask anew would not bring them.
+                await self._pool.get_statistics(channel.name)
+                await asyncio.wait({request}, timeout=IN_FLIGHT_S)
+                if producer.has_ended and (not request.done() or request.result() is None):
+                    request.cancel()
+                    await asyncio.wait({request})  # else it would be served before the next one
+                    return self._given(channel, await self._rest(channel, size))
+            if (groups := await request) is None:
+                raise StarvedError(await self._why_starved(channel.name))
+        finally:
+            request.cancel()
+        return self._given(channel, groups)
+
+    async def _rest(self, channel: TrainedChannel, size: int) -> Sequence[Group] | None:
+        """Conversations that are ready after the last was written, fewer than `size`."""
+        if channel.name != SFT:
+            return None
+        ready = (await self._pool.get_statistics(SFT))["groups"]["ready"]
+        if not ready:
+            return None
+        return await channel.keeper.lease(min(ready, size), timeout_s=IN_FLIGHT_S)
+
+    def _given(
+        self, channel: TrainedChannel, groups: Sequence[Group] | None
+    ) -> Sequence[Group] | None:
+        if groups is None:
+            return None
+        channel.producer.leased(group.prompt_uid for group in groups)
+        if channel.name == TRAIN:
+            return groups
+        return [replace(g, metadata={**g.metadata, CHANNEL: channel.name}) for g in groups]
 
     @property
     def _batch_size(self) -> int:

@@ -18,16 +18,13 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence, Set
-from contextlib import asynccontextmanager
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import TRAIN, VAL, Group
 from stepwell.trainer.data import Task
-from stepwell.trainer.ledger import Ledger
+from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.reclaim import RESTARTED, drop_ended, settle_former
-from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.validation import (
     Evaluation,
     Policy,
@@ -44,51 +41,17 @@ LOST = -1
 """`weights_step` of a version that a crashed trainer published: no checkpoint has its weights."""
 
 
-class Traffic:
-    """In the place of a `Producer`, where groups come by themselves: keeps account of them, no
-    more. Prompts can be issued again, traffic cannot; tasks end, traffic does not.
-
-    Args:
-        min_n: rollouts that a group is trained with at the least.
-    """
+class Traffic(GroupProducer):
+    """Account of groups that come by themselves. Prompts can be issued again, traffic cannot; tasks
+    end, traffic does not."""
 
     endless = True
-    has_ended = False
-
-    def __init__(self, pool: DataPoolClient, ledger: Ledger, min_n: int) -> None:
-        self._pool = pool
-        self.ledger = ledger
-        self.min_n = min_n
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Traffic flows whether anybody looks or not."""
-        yield
-
-    async def ended(self) -> None:
-        """Never returns."""
-        await asyncio.Event().wait()
 
     def leased(self, prompt_uids: Iterable[str]) -> None:
         """The ledger hears of a group when training takes it."""
         for uid in prompt_uids:
             if uid not in self.ledger.open:
                 self.ledger.issued(uid, uid)
-
-    def refund(self, n: int) -> None:
-        """Nobody waits for room."""
-
-    def settle(self, prompt_uids: Iterable[str]) -> None:
-        """The pool forgets them; nothing is kept here."""
-
-    async def close_window(self) -> None:
-        """Traffic knows no windows."""
-
-    def open_window(self) -> None:
-        """Traffic knows no windows."""
-
-    def state_dict(self, consumed: Set[str]) -> dict[str, Any]:
-        return {}
 
     async def resume(self, state: Mapping[str, Any] | None, version: int) -> None:
         """What the checkpoint, or the ledger before it, contains is taken out of the pool; all else
@@ -101,13 +64,6 @@ class Traffic:
         if dropped:
             log.info("%d groups that the checkpoint contains were dropped", len(dropped))
         await self._pool.release_leases(VAL, RESTARTED)
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-
-GroupProducer: TypeAlias = Producer | Traffic
-"""Whatever brings groups into the train channel, where the trainer leases them."""
 
 
 class TrafficValidator(Validator):

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stepwell.datapool.sealed import damaged, sealed, unsealed
+from stepwell.datapool.sealed import damaged, sealed, unsealed, write_durably
 from stepwell.datapool.types import Group
 from stepwell.trainer.config import SLIME_FORM
 from stepwell.trainer.errors import CheckpointError
@@ -98,11 +98,9 @@ def record_batch(where: str | None, groups: Sequence[Group], progress: Progress)
 
 
 def _write(where: str, path: Path, content: bytes) -> None:
-    draft = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_bytes(content)
-        draft.replace(path)
+        write_durably(path, content)
     except OSError as e:
         raise CheckpointError(
             f"trainer.save_debug_rollout_data is {where!r}, and {path} cannot be written ({e})"

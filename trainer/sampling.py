@@ -25,15 +25,14 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from stepwell.datapool.config import ChannelConfig, SelectionConfig
 from stepwell.datapool.dotted import resolve
 from stepwell.datapool.errors import SelectionError
-from stepwell.datapool.selection import GroupInfo, Selection, TrajectoryInfo
+from stepwell.datapool.selection import Selection, TrajectoryInfo
 from stepwell.datapool.selection.built_in import FILTERS
 from stepwell.datapool.types import SFT, TRAIN, Group, Trajectory
 from stepwell.trainer.config import LAG_LIMIT, AsyncTrainingConfig, SamplingConfig
@@ -281,7 +280,7 @@ class GroupFilter:
             return groups
         try:
             if self._prefer is None:
-                order = most_different_first([group_info(group).rewards for group in groups])
+                order = most_different_first([_rewards(group) for group in groups])
             else:
                 order = preferred(self._prefer, self._args, self._samples(groups))
         except Exception as e:  # foreign code: whatever it raises is reported with its name
@@ -293,13 +292,19 @@ class GroupFilter:
         return kept
 
     def _info(self, group: Group) -> ScoredGroup:
-        info = group_info(group)
-        values = {f.name: getattr(info, f.name) for f in fields(info)}
-        samples = cache(partial(self._samples_of, group))  # several filters see the same ones
-        return ScoredGroup(**values, samples=samples, args=self._args)
-
-    def _samples_of(self, group: Group) -> list[Any]:
-        return self._samples([group])[0]
+        """The group as filters of the pool's form, and of slime's, see it."""
+        return ScoredGroup(
+            prompt_uid=group.prompt_uid,
+            channel=TRAIN,
+            n_rollouts=group.n_rollouts,
+            trajectories=tuple(_trajectory_info(t) for t in group.trajectories),
+            sequence=0,
+            opened_at=0.0,
+            delivery=group.delivery,
+            metadata=group.metadata,
+            samples=cache(lambda: self._samples([group])[0]),  # several filters see the same ones
+            args=self._args,
+        )
 
     def _samples(self, groups: list[Group]) -> list[list[Any]]:
         if self._whole is None:
@@ -341,18 +346,8 @@ def is_sft(group: Group) -> bool:
     return bool(group.metadata.get(CHANNEL) == SFT)
 
 
-def group_info(group: Group) -> GroupInfo:
-    """A leased group as a filter of `datapool/selection` sees it."""
-    return GroupInfo(
-        prompt_uid=group.prompt_uid,
-        channel=TRAIN,
-        n_rollouts=group.n_rollouts,
-        trajectories=tuple(_trajectory_info(t) for t in group.trajectories),
-        sequence=0,
-        opened_at=0.0,
-        delivery=group.delivery,
-        metadata=group.metadata,
-    )
+def _rewards(group: Group) -> list[float]:
+    return [t.reward for t in group.trajectories if t.reward is not None]
 
 
 def _trajectory_info(trajectory: Trajectory) -> TrajectoryInfo:

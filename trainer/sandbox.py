@@ -4,7 +4,7 @@ the program can neither hang, flood nor change the process that asks for it.
 ::
 
     run ──► unshare (no network, own process ids; where the system permits it)
-              └─► python -I -c LIMITED ──► rlimits, then the program, in its folder
+              └─► rlimits, then python -I -c PROGRAM ──► the program, in its folder
                        │
                        └── ends, or wall_s: the whole process group is killed
 
@@ -22,44 +22,24 @@ import functools
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from stepwell.backends.processes import Limits, spawn
 
 NAMESPACES = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
 """An own network (none) and process ids: the first process that dies takes all others along, even
 those that left the process group."""
 
 STARTED = b"\6"
-"""What LIMITED writes first: without it the sandbox failed, not the program."""
+"""First byte of PROGRAM's output: without it the sandbox failed, not the program."""
 DRAIN_S = 1.0
-"""For what is left in the pipe of a program that has ended."""
-ORPHANED = ("setpriv", "--pdeathsig", "KILL")
-"""Ends a program whose caller was killed before it could."""
+"""Seconds for what is left in the pipe of a program that has ended."""
 
-LIMITED = """\
-import ast, os, resource, sys
-if os.getpid() == 1:  # signals that are not handled do not end the first of a namespace
-    child = os.fork()
-    if child:
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        os._exit(code if code >= 0 else 128 - code)
-cpu_s, memory, file_size, files, processes = map(int, sys.argv[1:6])
-def limit(what, soft, hard=None):
-    most = resource.getrlimit(what)[1]
-    hard = soft if hard is None else hard
-    hard = hard if most < 0 else min(hard, most)
-    resource.setrlimit(what, (min(soft, hard), hard))
-limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)
-limit(resource.RLIMIT_AS, memory)
-limit(resource.RLIMIT_FSIZE, file_size)
-limit(resource.RLIMIT_NOFILE, files)
-limit(resource.RLIMIT_CORE, 0)
-if processes:
-    limit(resource.RLIMIT_NPROC, processes)
-sys.argv[1:] = []
+PROGRAM = """\
+import ast, os
 def read(n):  # not through sys.stdin, whose buffer would take from what is the program's
     data = b""
     while len(data) < n and (chunk := os.read(0, n - len(data))):
@@ -104,17 +84,17 @@ class SandboxConfig(BaseModel):
     score is missing."""
 
     async def is_met(self) -> bool:
-        """Whether the system isolates as `require_isolation` asks."""
+        """True if the system isolates as `require_isolation` asks."""
         return not self.require_isolation or await asyncio.to_thread(namespaces_work)
 
 
 class Ended(NamedTuple):
-    """How a program ended."""
+    """The end of a program."""
 
     output: str
-    """What it wrote, stdout and stderr together."""
+    """Its stdout and stderr together."""
     failure: str
-    """Why it ended before its end; empty: it ended well."""
+    """Reason why it failed; empty: it ended well."""
 
 
 async def run(program: str, folder: Path, limits: SandboxConfig, stdin: str = "") -> Ended:
@@ -127,22 +107,23 @@ async def run(program: str, folder: Path, limits: SandboxConfig, stdin: str = ""
         OSError: no process could be started; that says nothing of the program.
     """
     isolated = await asyncio.to_thread(namespaces_work)
-    orphaned = ORPHANED if await asyncio.to_thread(_works, ORPHANED) else ()
-    numbers = [limits.cpu_s, limits.memory_mb << 20, limits.file_mb << 20, limits.files]
-    numbers.append(limits.processes if isolated else 0)  # else it counts all that its user runs
+    rlimits = Limits(
+        cpu_s=limits.cpu_s,
+        memory=limits.memory_mb << 20,
+        file_size=limits.file_mb << 20,
+        files=limits.files,
+        processes=limits.processes if isolated else None,  # else it counts all that its user runs
+    )
     wrapper = [n for n in NAMESPACES if not (limits.network and n == "--net")]
-    process = await asyncio.create_subprocess_exec(
-        *orphaned,
-        *(wrapper if isolated else ()),
-        *(sys.executable, "-I", "-c", LIMITED),
-        *map(str, numbers),
+    child = await spawn(
+        [*(wrapper if isolated else ()), *rlimits.command("-c", PROGRAM)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         cwd=folder,
         env={"PATH": os.defpath, "HOME": str(folder), "LANG": "C.UTF-8"},  # no keys of ours
-        start_new_session=True,
     )
+    process = child.process
     source = program.encode(errors="surrogatepass")
     given = b"%016d%b%b" % (len(source), source, stdin.encode(errors="surrogatepass"))
     output, failure = bytearray(), ""
@@ -158,8 +139,7 @@ async def run(program: str, folder: Path, limits: SandboxConfig, stdin: str = ""
         failure = f"not finished within {limits.wall_s:g} s; killed"
     finally:
         feeding.cancel()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # also what it has left running
+        child.kill()
         # asyncio waits for the end of the pipe, and a full one is not read by itself. What has left
         # the group (there is no namespace that ends it) may hold it open for ever.
         with contextlib.suppress(TimeoutError):
@@ -208,17 +188,13 @@ def _how(status: int, limits: SandboxConfig) -> str:
     return f"exit status {status}"
 
 
-def namespaces_work() -> bool:
-    """Whether this system lets us run a process without a network and with its own process ids."""
-    return _works(NAMESPACES)
-
-
 @functools.cache
-def _works(wrapper: tuple[str, ...]) -> bool:
+def namespaces_work() -> bool:
+    """True if a process may run without a network and with its own process ids here."""
     try:
-        done = subprocess.run([*wrapper, "true"], capture_output=True, timeout=20)
+        done = subprocess.run([*NAMESPACES, "true"], capture_output=True, timeout=20)
     except subprocess.TimeoutExpired as e:  # to be asked again: answers are kept
-        raise OSError(f"{wrapper[0]} true did not end within 20 s; the machine is too busy") from e
+        raise OSError("unshare true did not end within 20 s; the machine is too busy") from e
     except OSError:
         return False
     return done.returncode == 0

@@ -37,7 +37,7 @@ import orjson
 from transformers import AutoTokenizer
 
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.datapool.sealed import damaged, read_lines, sealed
+from stepwell.datapool.sealed import damaged, read_lines, sealed, write_durably
 from stepwell.datapool.types import VAL, Group, Trajectory
 from stepwell.trainer.config import ValidationConfig
 from stepwell.trainer.data import Task
@@ -441,9 +441,7 @@ def as_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
 def write_samples(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """One JSON object per line; the file appears under its name when complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_bytes(b"".join(map(sealed, as_lines(rows).splitlines(keepends=True))))
-    draft.replace(path)
+    write_durably(path, b"".join(map(sealed, as_lines(rows).splitlines(keepends=True))))
 
 
 def read_samples(path: Path, limit: int | None = None) -> list[dict[str, Any]]:

@@ -54,6 +54,9 @@ class GenerateRequest(NamedTuple):
     stream: bool = False
     """Outputs come as tokens are sampled, otherwise one comes at the end."""
     adapter: str | None = None
+    pieces: Sequence[TokenIds] = ()
+    """Arrays that `input_ids` is made of, if later requests have the same objects: what is made of
+    them for the wire may be kept."""
 
 
 class Output(NamedTuple):

@@ -4,12 +4,12 @@
        │                   │                      ▲  └──more than max_restarts in a row──► failed
        └─dies, too slow──► failed    go_on(port) ─┘        stop() ──► stopped, from any state
 
-One thread starts the process, waits for its end and restarts it, so the fork's thread lives as
-long as the engine may: when the supervisor's process dies, by whatever cause, so does the engine
-(`die_with_parent.py`). A restart reads the committed version (`backends/weights/store.py`), before
-launch and again when healthy, then under the store's lock: a publication may have committed
-meanwhile, or be about to. Until then it is paused: it serves nothing that was replaced. The
-embedded engine starts paused; another is paused as soon as it is healthy.
+One thread starts the process, waits for its end and restarts it. When the supervisor's process
+dies, by whatever cause, so does the engine with all its processes (`backends/processes.py`). A
+restart reads the committed version (`backends/weights/store.py`), before launch and again when
+healthy, then under the store's lock: a publication may have committed meanwhile, or be about to.
+Until then it is paused: it serves nothing that was replaced. The embedded engine starts paused;
+another is paused as soon as it is healthy.
 
 A process that hangs (stopped, deadlocked) does not end by itself. While it is up it is asked every
 `PROBE_EVERY_S`::
@@ -51,8 +51,8 @@ from stepwell.backends.engines.client import (
     EngineClient,
 )
 from stepwell.backends.engines.commands import Launch, command_line
-from stepwell.backends.engines.process import kill, last_lines, launch, signal_all
 from stepwell.backends.errors import EngineError, EngineStartError
+from stepwell.backends.processes import Child, last_lines, start_logged
 from stepwell.backends.weights import Published, StoreLock, check_version, read_current
 from stepwell.backends.weights.transports import ADAPTER_NAME
 
@@ -101,7 +101,7 @@ class Supervisor:
         self._settled = threading.Event()
         """Set at the first time up, failed or stopped."""
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child[subprocess.Popen[bytes]] | None = None
         self._thread = threading.Thread(target=self._run, name="engine-supervisor", daemon=True)
 
     @property
@@ -138,15 +138,15 @@ class Supervisor:
         """Stop the engine: SIGTERM, after STOP_TIMEOUT_S SIGKILL. Idempotent."""
         with self._lock:
             self._stop.set()
-            process = self._process
+            child = self._child
             if self.state == "new":
                 self.state = "stopped"
-        if process is not None:
-            signal_all(process, signal.SIGTERM)
+        if child is not None:
+            child.signal(signal.SIGTERM)
         if self._thread.is_alive():
             self._thread.join(STOP_TIMEOUT_S)
-            if self._thread.is_alive() and process is not None:
-                signal_all(process, signal.SIGKILL)
+            if self._thread.is_alive() and child is not None:
+                child.signal(signal.SIGKILL)
             self._thread.join()
 
     def status(self) -> dict[str, Any]:
@@ -237,8 +237,8 @@ class Supervisor:
         with self._lock:
             if self._stop.is_set():
                 return
-            self._process = launch(argv, self.log_file, env)
-            self.pid = self._process.pid
+            self._child = start_logged(argv, self.log_file, env)
+            self.pid = self._child.pid
 
     def _fenced_launch(self, current: Published) -> Launch:
         """At what is committed now, and where an engine can, paused: `_catch_up` continues it."""
@@ -253,10 +253,10 @@ class Supervisor:
 
     def _wait_healthy(self, deadline: float) -> None:
         while not self._stop.is_set():
-            process = self._process
-            if process is None:
+            child = self._child
+            if child is None:
                 return
-            code = process.poll()
+            code = child.process.poll()
             if code is not None:
                 raise self._failed(f"ended with exit code {code} before it was healthy")
             if self._does(EngineClient.check, 2.0):
@@ -301,8 +301,8 @@ class Supervisor:
         return False
 
     def _is_running(self) -> bool:
-        process = self._process
-        return process is not None and process.poll() is None
+        child = self._child
+        return child is not None and child.process.poll() is None
 
     def _load(self, current: Published) -> bool:
         if self._weights_dir is not None:
@@ -355,9 +355,9 @@ class Supervisor:
 
     def _await_end(self) -> None:
         """Returns when the process has ended; one that hangs is killed."""
-        process = self._process
-        if process is None:
+        if self._child is None:
             return
+        process = self._child.process
         # An engine of a plug-in may have no such endpoint.
         limit_s = min(PROBE_TIMEOUT_S, self.config.hang_timeout_s)
         answers = self._status("/model_info", limit_s) not in NOT_THERE
@@ -404,7 +404,7 @@ class Supervisor:
             return not mine
 
     def _note_crash(self, lived_s: float) -> None:
-        code = self._process.returncode if self._process is not None else None
+        code = self._child.process.returncode if self._child is not None else None
         self._crashes_in_a_row = 1 if lived_s > HEALTHY_FOR_S else self._crashes_in_a_row + 1
         if self._crashes_in_a_row > self.config.max_restarts:
             raise self._failed(
@@ -424,15 +424,16 @@ class Supervisor:
         )
 
     def _signal_kill(self) -> None:
-        process = self._process
-        if process is not None:
-            signal_all(process, signal.SIGKILL)
+        child = self._child
+        if child is not None:
+            child.signal(signal.SIGKILL)
 
     def _kill(self) -> None:
-        process, self._process = self._process, None
+        child, self._child = self._child, None
         self.pid = None
-        if process is not None:
-            kill(process)
+        if child is not None:
+            child.kill()
+            child.process.wait()
 
 
 def _free_port(host: str) -> int:

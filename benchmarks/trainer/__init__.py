@@ -33,7 +33,7 @@ from benchmarks.trainer.workload import (
 
 SECTIONS = ("equality", "tiny", "29M")
 OURS = ("step", "merged", "tree")
-REACH: Mapping[str, float] = {"step": 1.45, "merged": 4.3, "tree": 5.5}
+REACH: Mapping[str, float] = {"step": 1.45, "merged": 4.0, "tree": 5.2}
 """Speed over the plain form's, at least."""
 RIVAL: Mapping[str, str] = {"step": "trl", "merged": "trl-merged", "tree": "trl-merged"}
 """TRL's form that each must beat in the same run."""

@@ -154,7 +154,7 @@ class LeaseBook:
 
     def restore_ended(self, ended: rows.LeaseEnded, row: int | None) -> None:
         self._ended[ended.lease_id] = ended.how
-        self._writer.bury(row, self._ended_rows)
+        self._writer.keep_tombstone(row, self._ended_rows)
 
     # -- inside ------------------------------------------------------------------------------
 

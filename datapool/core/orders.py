@@ -1,10 +1,10 @@
-"""The orders that groups stand in: by a number (`KeyedOrder`: deadlines, lease expiries, policy
-versions), and the one in which they are served (`ReadyOrder`).
+"""The orders of a pool: by a number (`KeyedOrder`: lease expiries, policy versions), and the one in
+which groups are served (`ReadyQueue`).
 
 Groups are served by readiness or by a key, never by arrival. A *due* group is ready whatever the
 consumer asks (declared and full, past its deadline, or handed back). Any other, *undeclared*, group
-is ready for a consumer that asks for n trajectories once n of its trajectories are complete; it
-stands in one queue per count that it has reached::
+is ready for a consumer that asks for n trajectories once n of its trajectories count; it stands in
+one queue per count that it has reached::
 
     due          g7 ── g2
     reached[1]   g3 ── g1 ── g9
@@ -14,7 +14,7 @@ stands in one queue per count that it has reached::
 Within a queue the smallest key is first; equal keys (fifo: all of them) stand by readiness, in one
 sequence that all queues share. What was handed back is before everything else: it has waited once.
 Every operation is O(log n) per queue that the group stands in. A queue is made when somebody asks
-for it first; until then a group only remembers when it reached which count (`places`).
+for it first; until then a group only remembers when it reached which count.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from __future__ import annotations
 import heapq
 import math
 from array import array
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from itertools import islice
 from typing import Generic, TypeVar
 
 import msgspec
 from sortedcontainers import SortedList
-
-from stepwell.datapool.core.records import NOWHERE, GroupRecord
 
 K = TypeVar("K", bound=Hashable)
 
@@ -61,7 +59,7 @@ class KeyedOrder(Generic[K]):
         self._order.add(entry)
 
     def discard(self, key: K) -> None:
-        """Withdraw `key`; unknown keys are fine."""
+        """Withdraw `key`. No-op if it is not there."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._order.remove(entry)
@@ -83,115 +81,133 @@ class KeyedOrder(Generic[K]):
 
 
 class _Place(msgspec.Struct, order=True, frozen=True, gc=False):
-    """In a queue."""
+    """Position in a queue."""
 
     key: float
     sequence: int
     prompt_uid: str
 
 
-class ReadyOrder:
-    """Keeps `due`, `key`, `places` and `withheld` of the groups that it is told of.
+class _Entry(msgspec.Struct, gc=False):
+    """A ready group."""
 
-    Args:
-        groups: all that may stand in it.
-    """
+    prompt_uid: str
+    key: float = 0.0
+    sequences: array[int] = msgspec.field(default_factory=lambda: array("q"))
+    """Numbers in the order of readiness. A due group has one; an undeclared group has one per n,
+    at index n - 1."""
+    is_due: bool = False
+    is_held: bool = False
 
-    __slots__ = ("_groups", "_next", "_queues", "_returned")
+    def place(self, queue: int) -> _Place | None:
+        """Return its place in a queue; None if it does not stand there."""
+        at = queue - 1 if queue != _DUE else 0
+        if self.is_held or self.is_due is not (queue == _DUE) or at >= len(self.sequences):
+            return None
+        return _Place(self.key, self.sequences[at], self.prompt_uid)
 
-    def __init__(self, groups: Mapping[str, GroupRecord]) -> None:
-        self._groups = groups
+
+class ReadyQueue:
+    """Ready groups by prompt uid, in the order in which consumers get them."""
+
+    __slots__ = ("_entries", "_next", "_queues", "_returned")
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
         self._queues: dict[int, SortedList[_Place]] = {}
         self._next = 0
         self._returned = 0
 
-    def make_due(self, group: GroupRecord) -> None:
-        """Ready for every consumer, last among its key."""
-        self._next += 1
-        self._put_due(group, 0.0, self._next)
+    def make_due(self, prompt_uid: str, n_rollouts: int) -> None:
+        """Make a group ready for every consumer: where it stood for one of so many, else last among
+        its key. No-op if it is due."""
+        entry = self._entries.get(prompt_uid)
+        if entry is not None and entry.is_due:
+            return
+        if entry is not None and len(entry.sequences) >= n_rollouts:
+            self._put_due(prompt_uid, entry.key, entry.sequences[n_rollouts - 1])
+        else:
+            self._next += 1
+            self._put_due(prompt_uid, 0.0, self._next)
 
-    def make_due_in_place(self, group: GroupRecord, n_rollouts: int) -> None:
-        """An undeclared group that such a consumer could have is ready for every one, and stands
-        where it stood for that one."""
-        if not group.due:
-            self._put_due(group, group.key, group.places[n_rollouts - 1])
-
-    def give_back(self, group: GroupRecord) -> None:
-        """Ready for every consumer, before all others."""
+    def give_back(self, prompt_uid: str) -> None:
+        """Make a group ready for every consumer, before all others."""
         self._returned -= 1
-        self._put_due(group, -math.inf, self._returned)
+        self._put_due(prompt_uid, -math.inf, self._returned)
 
-    def reach(self, group: GroupRecord) -> None:
-        """An undeclared group got one more complete trajectory."""
-        self._next += 1
-        group.places = group.places or array("q")
-        group.places.append(self._next)
-        self._enter(group, [len(group.places)])
+    def reach(self, prompt_uid: str, n_rollouts: int) -> None:
+        """Make an undeclared group ready for consumers of up to so many, and of no more."""
+        if n_rollouts == 0:
+            self.discard(prompt_uid)
+            return
+        entry = self._entries.setdefault(prompt_uid, _Entry(prompt_uid))
+        sequences = entry.sequences
+        if n_rollouts < len(sequences):
+            self._leave(entry)
+            del sequences[n_rollouts:]
+            self._enter(entry, self._queues)
+        while len(sequences) < n_rollouts:
+            self._next += 1
+            sequences.append(self._next)
+            self._enter(entry, [len(sequences)])
 
-    def fall_back(self, group: GroupRecord) -> None:
-        """An undeclared group has one complete trajectory fewer."""
-        self._leave(group)
-        group.places.pop()
-        self._enter(group, self._queues)
+    def judged(self, prompt_uid: str, key: float, is_held: bool) -> None:
+        """Move a group to another key, unless it was handed back; no consumer gets it while it is
+        held. No-op if it is not ready."""
+        entry = self._entries.get(prompt_uid)
+        if entry is None:
+            return
+        if is_held or entry.key == -math.inf:
+            key = entry.key
+        if (key, is_held) != (entry.key, entry.is_held):
+            self._leave(entry)
+            entry.key, entry.is_held = key, is_held
+            self._enter(entry, self._queues)
 
-    def rekey(self, group: GroupRecord, key: float) -> None:
-        """Move a group to another key, unless it was handed back or is not here."""
-        if group.places and group.key not in (key, -math.inf):
-            self._leave(group)
-            group.key = key
-            self._enter(group, self._queues)
+    def discard(self, prompt_uid: str) -> None:
+        """Withdraw a group that is served, dropped or open again. No-op if it is not ready."""
+        entry = self._entries.pop(prompt_uid, None)
+        if entry is not None:
+            self._leave(entry)
 
-    def hold(self, group: GroupRecord) -> None:
-        """No consumer gets it until `release`; its places are kept."""
-        self._leave(group)
-        group.withheld = True
-
-    def release(self, group: GroupRecord) -> None:
-        """Back to its places, if it was held."""
-        if group.withheld:
-            group.withheld = False
-            self._enter(group, self._queues)
-
-    def discard(self, group: GroupRecord) -> None:
-        """The group is served, dropped, or declared after all; others are fine."""
-        self._leave(group)
-        group.places, group.key, group.withheld = NOWHERE, 0.0, False
+    def sequence(self, prompt_uid: str, n_rollouts: int) -> int:
+        """Return a group's number in the order of readiness for a consumer of so many, or for one
+        of fewer if it is not ready for that; negative if it was handed back. A group that is not
+        ready has the next number."""
+        entry = self._entries.get(prompt_uid)
+        if entry is None:
+            return self._next + 1
+        return entry.sequences[min(n_rollouts, len(entry.sequences)) - 1]
 
     def count(self, n_rollouts: int) -> int:
-        """How many groups a consumer asking for `n_rollouts` could have now."""
+        """Return how many groups a consumer asking for `n_rollouts` could have now."""
         return len(self._queue(_DUE)) + len(self._queue(n_rollouts))
 
     def first(self, n_rollouts: int, limit: int = 1) -> list[str]:
-        """The groups that such a consumer gets next, at most `limit`."""
+        """Return the groups that such a consumer gets next, at most `limit`."""
         queues = (self._queue(_DUE), self._queue(n_rollouts))
         heads = heapq.merge(*(islice(queue, limit) for queue in queues))
         return [place.prompt_uid for place in islice(heads, limit)]
 
-    def _put_due(self, group: GroupRecord, key: float, sequence: int) -> None:
-        self.discard(group)
-        group.due, group.key, group.places = True, key, array("q", [sequence])
-        self._enter(group, [_DUE])
+    def _put_due(self, prompt_uid: str, key: float, sequence: int) -> None:
+        self.discard(prompt_uid)
+        entry = _Entry(prompt_uid, key, array("q", [sequence]), is_due=True)
+        self._entries[prompt_uid] = entry
+        self._enter(entry, [_DUE])
 
     def _queue(self, number: int) -> SortedList[_Place]:
         queue = self._queues.get(number)
         if queue is None:
-            places = (self._place(group, number) for group in self._groups.values())
+            places = (entry.place(number) for entry in self._entries.values())
             queue = self._queues[number] = SortedList(place for place in places if place)
         return queue
 
-    def _place(self, group: GroupRecord, queue: int) -> _Place | None:
-        """None: it does not stand there."""
-        at = queue - 1 if queue != _DUE else 0
-        if group.withheld or group.due is not (queue == _DUE) or at >= len(group.places):
-            return None
-        return _Place(group.key, group.places[at], group.prompt_uid)
-
-    def _enter(self, group: GroupRecord, queues: Iterable[int]) -> None:
+    def _enter(self, entry: _Entry, queues: Iterable[int]) -> None:
         for number in queues:
-            if number in self._queues and (place := self._place(group, number)) is not None:
+            if number in self._queues and (place := entry.place(number)) is not None:
                 self._queues[number].add(place)
 
-    def _leave(self, group: GroupRecord) -> None:
+    def _leave(self, entry: _Entry) -> None:
         for number, queue in self._queues.items():
-            if (place := self._place(group, number)) is not None:
+            if (place := entry.place(number)) is not None:
                 queue.remove(place)

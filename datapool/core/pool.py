@@ -171,17 +171,18 @@ class DataPool:
     # -- time and end ------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Do what is due by `now`: expire leases, then what the groups' timers say. If that is a
-        lot, some is left, and `next_deadline` is in the past."""
+        """Do what is due by `now`: expire leases, then look again at groups whose alarm
+        rings. If that is a lot, some is left, and `next_deadline` is in the past."""
         while (lease := self.leases.expire(now)) is not None:
             self._give_back(lease, now)
         for name in self.channels:
             self._at(name, now).expire()
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do next, or None."""
-        firsts = [self.leases.expiries.first(), *(c.timers.first() for c in self.channels.values())]
-        return min((first[0] for first in firsts if first is not None), default=None)
+        """When `tick` has something to do next, or sooner; None: never."""
+        first = self.leases.expiries.first()
+        times = [first and first[0], *(c.next_alarm for c in self.channels.values())]
+        return min((at for at in times if at is not None), default=None)
 
     def _close(self, op: ops.Shutdown, now: float) -> None:
         self._shut(True, op.channel)
@@ -194,7 +195,7 @@ class DataPool:
         if channel is None:
             self._shut_down, self._changed = shut_down, True
         for target in self.channels.values() if channel is None else [self.channel(channel)]:
-            target.counts.shut_down, target.changed = shut_down, True
+            target.counts.shut_down, target.log.is_changed = shut_down, True
 
     def is_shut_down(self, channel: str) -> bool:
         known = self.channels.get(channel)
@@ -231,8 +232,8 @@ class DataPool:
         if (log := self._writer.log) is None:
             return
         for channel in self.channels.values():
-            if channel.changed:
-                channel.changed = False
+            if channel.log.is_changed:
+                channel.log.is_changed = False
                 log.put_state(COUNTS + channel.name, encoder.encode(channel.counts))
         self.leases.write_counts(log)
         if self._changed:

@@ -1,11 +1,12 @@
-"""What a channel keeps about a trajectory and a group while it lives, and after it is gone.
+"""The records of a channel: its live trajectories and groups, and the uids of those that are gone.
 
 Mutable counterparts of `types.Trajectory` and `types.Group`, private to the pool: consumers only
 ever see copies. A closed uid leaves a `Closing` behind, in a bounded memory, so that a late or
 repeated call is answered as it would have been while the record lived.
 
 There are many of them: they hold no reference cycles, so no collector has to walk through them, and
-nothing that can be told from the steps.
+nothing that can be told from the steps. `Records` looks them up. Does not own when a group is ready
+(`readiness.py`) nor the order in which groups are served (`orders.py`).
 """
 
 from __future__ import annotations
@@ -13,20 +14,24 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
+from sortedcontainers import SortedDict
 
 from stepwell.datapool.codec import PackedStep
+from stepwell.datapool.errors import (
+    TrajectoryConflictError,
+    UnknownGroupError,
+    UnknownTrajectoryError,
+)
 from stepwell.datapool.selection import UNMARKED, Marks, TrajectoryInfo
 
 V = TypeVar("V")
 
-NOWHERE: Final = array("q")
-"""`places` of a group that is in no order. Never changed."""
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 """One for all that have none."""
 _INDEX = attrgetter("step_index")
@@ -77,6 +82,8 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
     """By step_index, which is their place unless some are missing; none once it is aborted."""
     closing: Closing | None = None
     """None while open."""
+    closed_at: float = 0.0
+    """Pool clock, seconds; of a complete one."""
     outcome: float | None = None
     """Outcome reward: from `complete_trajectory`, or a later `set_reward`."""
     step_rewards: dict[int, float] | None = None
@@ -177,6 +184,24 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
         return steps
 
 
+class Readiness(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The stored decision on a group: what time and earlier trajectories made of it, which the
+    group as it is now does not tell."""
+
+    ready_for: int = 0
+    """An undeclared group: the largest number of trajectories that a consumer may ask for to be
+    given it."""
+    is_due: bool = False
+    """True for a group that is ready whatever number of trajectories a consumer asks for."""
+    unscored_since: float | None = None
+    """When it was ready first and lacked rewards. Pool clock, seconds."""
+    drop_when_returned: str | None = None
+    """Reason for which it is dropped as soon as its consumer hands it back."""
+
+
+OPEN: Final = Readiness()
+
+
 class GroupRecord(msgspec.Struct, eq=False, gc=False):
     """One live group: open, ready or leased."""
 
@@ -194,9 +219,6 @@ class GroupRecord(msgspec.Struct, eq=False, gc=False):
     """In the order of completion, which is the order they are served in."""
     prompts: dict[bytes, tuple[bytes, int | None]] = {}
     """Prompts of its root steps, each kept once, and the rows of the log that hold them."""
-    waits: list[float] = []
-    """Of an undeclared one: until when the open siblings of the last complete trajectories are
-    waited for, as far as that is not over."""
     rows: array[int] = msgspec.field(default_factory=lambda: array("q"))
     """Rows of the log that are about this group; they go with it."""
     n_open: int = 0
@@ -205,48 +227,44 @@ class GroupRecord(msgspec.Struct, eq=False, gc=False):
     """Aborted for good: these use up a rollout of a declared group."""
     oldest_version: int | None = None
     """Smallest policy_version of the complete trajectories."""
-    due: bool = False
-    """Ready whatever number of trajectories a consumer asks for."""
-    places: array[int] = NOWHERE
-    """In the order of readiness: a due group's only one, or an undeclared one's: `[n - 1]` is that
-    for a consumer of n."""
-    key: float = 0.0
-    """Before its place; the smallest is served first."""
-    withheld: bool = False
-    """It stands in no queue, though it has places."""
-    frozen: bool = False
-    """Was leased once. From then on its content never changes, so a redelivery is the same, but for
-    trajectories that are deleted."""
+    touched_at: float = 0.0
+    """When something last came in for it. Pool clock, seconds."""
+    completed_at: float = 0.0
+    """When a trajectory was last completed. Pool clock, seconds."""
+    readiness: Readiness = OPEN
+    alarm: float | None = None
+    """When it is looked at again, or sooner. Pool clock, seconds."""
+    is_leased: bool = False
     delivery: int = 1
     n_asked: int = 0
     """n_rollouts of the fetch that it was leased to."""
-    held: bool = False
-    """The holding time (`hold_s`) of its last complete trajectory is not over."""
-    reward_due: float | None = None
-    """When it is served without the rewards that it lacks; -inf: that time has come."""
-    retired: str | None = None
-    """Why it is dropped as soon as its consumer hands it back."""
     leaving: tuple[str, ...] = ()
     """Trajectories that are deleted as soon as its consumer hands it back."""
     marks: Marks = UNMARKED
     is_marked: bool = False
-    """It, or one of its trajectories, was marked."""
+    """True if it, or one of its trajectories, was marked."""
     tags: frozenset[str] = frozenset()
-    """Of these marks."""
+    """Tags of these marks."""
 
     @property
     def size(self) -> int:
-        """Itself, its trajectories and their steps."""
+        """Number of its trajectories and steps, and itself."""
         return 1 + sum(1 + len(t.steps) for t in self.trajectories)
 
-    def is_ready_for(self, n_rollouts: int) -> bool:
-        """Whether a consumer of so many could have it now, were it not held."""
-        return bool(self.places) and (self.due or len(self.places) >= n_rollouts)
+    @property
+    def is_frozen(self) -> bool:
+        """True once it was leased. From then on its content never changes, so that a redelivery is
+        the same, but for trajectories that are deleted."""
+        return self.is_leased or self.delivery > 1
 
-    def sequence(self, n_rollouts: int) -> int:
-        """Its number in the order of readiness for such a consumer, or for one of fewer if it is
-        not ready for that; negative if it was handed back, 0 if it is in no order."""
-        return self.places[min(n_rollouts, len(self.places)) - 1] if self.places else 0
+    @property
+    def least(self) -> int:
+        """Complete trajectories without which it is not served."""
+        return self.terms.min_rollouts if self.terms else 1
+
+    def is_ready_for(self, n_rollouts: int) -> bool:
+        """Return whether a consumer of so many could have it, were it not held or leased."""
+        return self.readiness.is_due or self.readiness.ready_for >= n_rollouts
 
 
 class Remembered(OrderedDict[str, V], Generic[V]):
@@ -261,3 +279,103 @@ class Remembered(OrderedDict[str, V], Generic[V]):
         super().__setitem__(key, value)
         if len(self) > self._limit:
             self.popitem(last=False)
+
+
+class Records:
+    """The live trajectories and groups of one channel, and the uids of those that are gone.
+
+    Args:
+        channel: its name, for messages.
+        remembered: how many uids of gone trajectories, and of groups, are known at most.
+    """
+
+    def __init__(self, channel: str, remembered: int) -> None:
+        self.trajectories: dict[str, TrajectoryRecord] = {}
+        """Trajectories of live groups, by uid."""
+        self.groups: dict[str, GroupRecord] = {}
+        """Live groups (open, ready or leased), by prompt uid."""
+        self.by_number: SortedDict[int, GroupRecord] = SortedDict()
+        """The same, in the order they were opened in."""
+        self.closed_trajectories: Remembered[Closing] = Remembered(remembered)
+        self.closed_groups: Remembered[str] = Remembered(remembered)
+        """What became of groups that are gone, by prompt uid."""
+        self.tagged: dict[str, dict[str, None]] = {}
+        """Prompt uids of live groups by the tags of their marks."""
+        self._channel = channel
+
+    def find(self, trajectory_uid: str, prompt_uid: str) -> TrajectoryRecord | Closing | None:
+        """Return the live record, the tombstone, or None.
+
+        Raises:
+            TrajectoryConflictError: it is of another prompt.
+        """
+        record = self.trajectories.get(trajectory_uid)
+        found = record if record is not None else self.closed_trajectories.get(trajectory_uid)
+        if found is not None and found.prompt_uid != prompt_uid:
+            raise TrajectoryConflictError(
+                f"trajectory {trajectory_uid!r} in channel {self._channel!r} belongs to prompt "
+                f"{found.prompt_uid!r}, not {prompt_uid!r}; use a new trajectory_uid per rollout"
+            )
+        return found
+
+    def closing(self, trajectory_uid: str) -> Closing:
+        """Return how a trajectory that is not open was closed.
+
+        Raises:
+            UnknownTrajectoryError: it is open, or unknown.
+        """
+        record = self.trajectories.get(trajectory_uid)
+        closing = record.closing if record else self.closed_trajectories.get(trajectory_uid)
+        if closing is None:
+            raise UnknownTrajectoryError(
+                f"trajectory {trajectory_uid!r} is unknown in channel {self._channel!r}; "
+                "submit a step or call open_trajectory first, in the same channel"
+            )
+        return closing
+
+    def gone(self, prompt_uid: str) -> str:
+        """Return what became of a group that is not live.
+
+        Raises:
+            UnknownGroupError: it never was.
+        """
+        gone = self.closed_groups.get(prompt_uid)
+        if gone is None:
+            raise UnknownGroupError(
+                f"group {prompt_uid!r} is unknown in channel {self._channel!r}; check both names"
+            )
+        return gone
+
+    def is_settled(self, prompt_uid: str) -> bool:
+        """Return whether the group's content can no longer change: gone, or leased before."""
+        group = self.groups.get(prompt_uid)
+        return group.is_frozen if group else prompt_uid in self.closed_groups
+
+    def group_of(self, record: Any) -> GroupRecord:
+        """Return the group that a row of the log is about."""
+        uid: str | None = getattr(record, "prompt_uid", None)
+        return self.groups[uid or self.trajectories[record.trajectory_uid].prompt_uid]
+
+    def add(self, group: GroupRecord) -> None:
+        self.groups[group.prompt_uid] = self.by_number[group.number] = group
+
+    def remove(self, group: GroupRecord) -> None:
+        for record in group.trajectories:
+            del self.trajectories[record.trajectory_uid]
+        del self.groups[group.prompt_uid]
+        del self.by_number[group.number]
+        self._untag(group, group.tags)
+
+    def tag(self, group: GroupRecord) -> None:
+        """Note that marks of a group, or of its trajectories, changed."""
+        tags = group.marks.tags.union(*(t.marks.tags for t in group.trajectories))
+        self._untag(group, group.tags - tags)
+        for tag in tags - group.tags:
+            self.tagged.setdefault(tag, {})[group.prompt_uid] = None
+        group.tags = tags
+
+    def _untag(self, group: GroupRecord, tags: Iterable[str]) -> None:
+        for tag in tags:
+            del self.tagged[tag][group.prompt_uid]
+            if not self.tagged[tag]:
+                del self.tagged[tag]

@@ -3,7 +3,7 @@
     kind   head                              payload
     ────   ────                              ───────
     Op     [now, number, op]                             what a caller asked for, as in `ops.py`
-    here   [now, number, record]                         what the pool decided by itself
+    here   [now, number, record]                         what the pool did by itself
     StepsStored, PromptStored                their bytes
 
 A row's kind is the name of the record's class. `now` is when it was written, `number` that of its
@@ -24,7 +24,7 @@ import msgspec
 
 from stepwell.datapool import ops
 from stepwell.datapool.codec import decoder, encoder
-from stepwell.datapool.core.records import Closing
+from stepwell.datapool.core.records import Closing, Readiness
 
 POOL = ""
 """Channel of the rows that belong to none."""
@@ -91,16 +91,16 @@ class Writer:
         if self.log is not None:
             self.log.scrub()
 
-    def bury(self, row: int | None, graves: deque[int]) -> None:
-        """A row that tells of something gone joins those of its kind; the oldest goes."""
+    def keep_tombstone(self, row: int | None, tombstones: deque[int]) -> None:
+        """Add a row to those of its kind, of which the oldest goes beyond `remembered`."""
         if row is not None:
-            graves.append(row)
-        if self.log is not None and len(graves) > self.remembered:
-            self.log.delete([graves.popleft()])
+            tombstones.append(row)
+        if self.log is not None and len(tombstones) > self.remembered:
+            self.log.delete([tombstones.popleft()])
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What the pool decided."""
+    """A row that no operation is."""
 
 
 class PromptStored(_Record, frozen=True, array_like=True, gc=False):
@@ -115,38 +115,15 @@ class StepsStored(_Record, frozen=True, array_like=True, gc=False):
     prompt_uid: str
     steps: list[tuple[str, int | None, int]]
     """Of each, its trajectory_uid, the row of its prompt if it is a root, and its bytes."""
+    pictures: dict[int, tuple[str, ...]] = {}
+    """References to pictures, by position in `steps`. Reserved: always empty yet."""
 
 
-class GroupDue(_Record, frozen=True, array_like=True, gc=False):
-    """Its time is over: served with what is complete."""
-
-    prompt_uid: str
-
-
-class SiblingsAwaited(_Record, frozen=True, array_like=True, gc=False):
-    """Its open trajectories were waited for long enough."""
+class GroupDecided(_Record, frozen=True, array_like=True, gc=False):
+    """The decision on a group changed (`core/readiness.py`). A replay takes it as it is."""
 
     prompt_uid: str
-
-
-class RewardsAwaited(_Record, frozen=True, array_like=True, gc=False):
-    """Held for rewards until then; -inf: no longer."""
-
-    prompt_uid: str
-    until: float
-
-
-class HoldEnded(_Record, frozen=True, array_like=True, gc=False):
-    """Its holding time is over."""
-
-    prompt_uid: str
-
-
-class GroupRetired(_Record, frozen=True, array_like=True, gc=False):
-    """To be dropped once its consumer hands it back."""
-
-    prompt_uid: str
-    reason: str
+    readiness: Readiness
 
 
 class TrajectoryDeleted(_Record, frozen=True, array_like=True, gc=False):
@@ -170,8 +147,15 @@ class GroupReturned(_Record, frozen=True, array_like=True, gc=False):
     prompt_uid: str
 
 
+class GroupLeft(_Record, frozen=True, array_like=True, gc=False):
+    """A group left and its rows stay until they are archived. Reserved: not written yet."""
+
+    prompt_uid: str
+    how: str
+
+
 class GroupClosed(_Record, frozen=True, array_like=True, gc=False):
-    """It is gone; or (`how` is None) trajectories came too late for it."""
+    """Tombstone of a group; or (`how` is None) of trajectories that came too late for it."""
 
     prompt_uid: str
     how: str | None

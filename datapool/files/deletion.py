@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.files.export import read_rows, write_rows
 from stepwell.datapool.files.rows import Row, loads
 from stepwell.datapool.ops import Delete, Deleted, Nack
 from stepwell.datapool.store.journal import Journal
-from stepwell.datapool.store.replay import restore
+from stepwell.datapool.store.replay import UNKNOWN, restore
 from stepwell.datapool.store.salvage import journals_in
 
 MEMORY_BYTES = 256 << 20
@@ -40,7 +39,7 @@ def delete_from_journals(
     for folder in journals_in(path):
         journal = Journal(folder, "process")
         try:
-            pool = DataPool(PoolConfig(memory_limit_bytes=MEMORY_BYTES))
+            pool = DataPool(UNKNOWN.model_copy(update={"memory_limit_bytes": MEMORY_BYTES}))
             restore(pool, journal)
             found += _delete(pool, trajectory_uid, tag)
             pool.write_counts()
@@ -56,8 +55,8 @@ def _delete(pool: DataPool, trajectory_uid: str | None, tag: str | None) -> Dele
     while found.more:
         found += pool.apply(Delete(trajectory_uid, tag), now)
     for lease in pool.leases.active():
-        groups = pool.channels[lease.channel].prompt_groups
-        if any(groups[uid].retired is not None for uid in lease.prompt_uids):
+        groups = pool.channels[lease.channel].records.groups
+        if any(groups[uid].readiness.drop_when_returned is not None for uid in lease.prompt_uids):
             pool.apply(Nack(lease.lease_id, "deleted"), now)
     return Deleted(found.trajectories + found.leased)
 

@@ -17,8 +17,6 @@ nor where they go (`transfer.py`).
 
 from __future__ import annotations
 
-import os
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +40,7 @@ from stepwell.datapool.files.rows import (
     to_rows,
 )
 from stepwell.datapool.inspect.rows import ExportedTrajectory
-from stepwell.datapool.sealed import check_sidecar, sidecar_of, write_sidecar
+from stepwell.datapool.sealed import check_sidecar, sidecar_of, write_sidecar, written_durably
 
 _ROW_GROUP_BYTES = 16 << 20
 _ROW_GROUP_ROWS = 2048
@@ -103,22 +101,14 @@ def write_rows(path: Path, rows: Iterable[Row], *, overwrite: bool) -> None:
     form = _format_of(path)
     if path.exists() and not overwrite:
         raise ExportError(f"{path} exists; choose another path, or pass overwrite=True")
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            try:
-                form.write(file, rows)
-            except (pa.ArrowException, TypeError, UnicodeEncodeError, OverflowError) as e:
-                raise ExportError(f"{path}: a value that no column can carry ({e})") from e
-            file.flush()
-            os.fsync(file.fileno())
-        sidecar_of(path).unlink(
-            missing_ok=True
-        )  # a kill may leave a file with none, not a wrong one
-        temporary.replace(path)
-        write_sidecar(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with written_durably(path) as file:
+        try:
+            form.write(file, rows)
+        except (pa.ArrowException, TypeError, UnicodeEncodeError, OverflowError) as e:
+            raise ExportError(f"{path}: a value that no column can carry ({e})") from e
+        # A kill may leave a file with no sidecar, not with a wrong one.
+        sidecar_of(path).unlink(missing_ok=True)
+    write_sidecar(path)
 
 
 def read(path: Path | str) -> Iterator[ExportedTrajectory]:

@@ -25,7 +25,7 @@ import orjson
 
 from stepwell.datapool.branches import parents
 from stepwell.datapool.errors import ExportError
-from stepwell.datapool.sealed import damaged, read_lines, sealed
+from stepwell.datapool.sealed import damaged, read_lines, sealed, write_durably
 from stepwell.datapool.types import Step, Trajectory
 
 TRAINED: Final = "trained"
@@ -69,9 +69,7 @@ def write_trained(
     lines = [sealed(orjson.dumps(o, default=_plain, option=orjson.OPT_NON_STR_KEYS)) for o in said]
     path = trained_path(folder, step)
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_bytes(b"".join(lines))
-    draft.replace(path)
+    write_durably(path, b"".join(lines))
     with os.scandir(path.parent) as entries:  # once a step, and there may be ten thousand
         sizes = {e.name: e.stat().st_size for e in entries if e.name.endswith(path.suffix)}
     left = most

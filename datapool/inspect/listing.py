@@ -214,14 +214,14 @@ def _live_groups(channel: Channel, pager: Pager) -> Iterator[GroupRecord]:
     """From the cursor on, or the one that the filters name."""
     first, prompt_uid = pager.start.group, pager.wanted.get("prompt_uid")
     if (trajectory_uid := pager.wanted.get("trajectory_uid")) is not None:
-        record = channel.trajectory_index.get(trajectory_uid)
+        record = channel.records.trajectories.get(trajectory_uid)
         if record is None or prompt_uid not in (None, record.prompt_uid):
             return
         prompt_uid = record.prompt_uid
     if prompt_uid is None:
-        for number in channel.groups_by_number.irange(first):
-            yield channel.groups_by_number[number]
-    elif (group := channel.prompt_groups.get(prompt_uid)) and group.number >= first:
+        for number in channel.records.by_number.irange(first):
+            yield channel.records.by_number[number]
+    elif (group := channel.records.groups.get(prompt_uid)) and group.number >= first:
         yield group
 
 
@@ -230,7 +230,7 @@ def _trajectories(channel: Channel, pager: Pager) -> Iterator[_Found]:
     uid = pager.wanted.get("trajectory_uid")
     for group, group_state in _groups(channel, pager):
         first = pager.start.position if group.number == pager.start.group else 0
-        records = [channel.trajectory_index[uid]] if uid else group.trajectories[first:]
+        records = [channel.records.trajectories[uid]] if uid else group.trajectories[first:]
         for position, record in enumerate(records, start=first):
             if not pager.looks_at(group.number, position):
                 return

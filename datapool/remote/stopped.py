@@ -19,7 +19,7 @@ from stepwell.datapool.questions import QUESTIONS, Describe
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.incarnation import Known
 from stepwell.datapool.store.reading import StoppedJournal
-from stepwell.datapool.store.replay import restore
+from stepwell.datapool.store.replay import UNKNOWN, restore
 from stepwell.datapool.store.salvage import journals_in
 
 MEMORY_BYTES = 256 << 20
@@ -61,4 +61,4 @@ def stopped_pool(path: Path, config: PoolConfig | None = None) -> DataPoolClient
         JournalLockedError: a process runs it.
         JournalError: there is no journal, or it is damaged.
     """
-    return DataPoolClient([StoppedPort(f, config or PoolConfig()) for f in journals_in(path)])
+    return DataPoolClient([StoppedPort(f, config or UNKNOWN) for f in journals_in(path)])

@@ -4,17 +4,19 @@
     GroupClosed, LeaseEnded       ──► the memory of what is gone
     states                        ──► counts, as they were, over what the replay counted
 
-While a channel replays it judges, drops and refuses nothing: what was dropped then has no rows any
-more, and what has rows was accepted. Afterwards the limits and filters of today apply.
+While a channel replays it decides, drops and refuses nothing: what was dropped then has no rows any
+more, what has rows was accepted, and decisions are rows. Afterwards the limits and filters of today
+apply.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
+from stepwell.datapool.config import ChannelConfig, PoolConfig
 from stepwell.datapool.core import rows as kinds
 from stepwell.datapool.core.channel import METHODS
 from stepwell.datapool.core.pool import COUNTS, DataPool
@@ -24,6 +26,8 @@ from stepwell.datapool.store.segments import Row
 DAMAGE = (DataPoolError, LookupError, TypeError, ValueError, AttributeError, msgspec.MsgspecError)
 """What rows and states raise that this release did not write, or not in this order."""
 ROWS_BETWEEN_SPILLS = 128
+UNKNOWN: Final = PoolConfig(default=ChannelConfig(siblings_wait_s=1e12))
+"""Configuration for tools over a journal whose own they do not know: nothing is decided by time."""
 
 _STEPS, _PROMPT = kinds.StepsStored.__name__, kinds.PromptStored.__name__
 
@@ -91,7 +95,7 @@ def _apply(pool: DataPool, row: Row, prompts: dict[int, bytes]) -> None:
         channel.recall(record, number)
     else:
         METHODS[type(record)](channel, record)
-        channel.group_of(record).rows.append(number)
+        channel.records.group_of(record).rows.append(number)
 
 
 def _restore_states(pool: DataPool, states: Mapping[str, bytes]) -> None:

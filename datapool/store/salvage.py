@@ -31,7 +31,6 @@ from typing import Any, TypeAlias
 import msgspec
 
 from stepwell.datapool import ops
-from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.core.accounting import Counts, count_reason
 from stepwell.datapool.core.pool import COUNTS, DataPool
 from stepwell.datapool.core.rows import (
@@ -61,7 +60,7 @@ from stepwell.datapool.store.folder import (
     write_acked,
 )
 from stepwell.datapool.store.journal import Journal
-from stepwell.datapool.store.replay import restore
+from stepwell.datapool.store.replay import UNKNOWN, restore
 from stepwell.datapool.store.segments import (
     PayloadDamagedError,
     Placed,
@@ -199,7 +198,7 @@ def _damage(folder: Path) -> str | None:
     try:
         journal = Journal(folder, "process")
         try:
-            restore(DataPool(PoolConfig()), journal)
+            restore(DataPool(UNKNOWN), journal)
         finally:
             journal.close()
     except (JournalCorruptError, ReplayError) as e:
@@ -240,7 +239,7 @@ def _rebuild(folder: Path, target: Path, report: Salvaged) -> None:
         for key, value in log.states.items():
             journal.put_state(key, value)
         journal.flush()
-        pool = DataPool(PoolConfig())
+        pool = DataPool(UNKNOWN)
         for channel in {*groups.dropped, *groups.doubtful}:  # whose counts may be lost
             pool.channel(channel)
         restore(pool, journal)
@@ -255,7 +254,7 @@ def _rebuild(folder: Path, target: Path, report: Salvaged) -> None:
     )
     for name, channel_ in pool.channels.items():
         held = set(groups.doubtful.get(name, ()))
-        if n_served := sum(uid not in held for uid in channel_.prompt_groups):
+        if n_served := sum(uid not in held for uid in channel_.records.groups):
             report.n_served[name] = n_served
 
 
@@ -607,7 +606,7 @@ class _Groups:
 
     def _follows(self, rows: list[int]) -> bool:
         """Whether a pool can be restored from these."""
-        pool = DataPool(PoolConfig())
+        pool = DataPool(UNKNOWN)
         try:
             restore(pool, _Rows(list(self._log.rows(set(rows)))))
         except ReplayError:
@@ -655,7 +654,7 @@ def _settle(pool: DataPool, journal: Journal, groups: _Groups) -> None:
             channel.mark(ops.Mark(uid, None, marks, channel_name))
     for channel in pool.channels.values():
         channel.erase_deleted()  # former copies of their rows may be back
-        counts, live = channel.counts, channel.prompt_groups.values()
+        counts, live = channel.counts, channel.records.groups.values()
         counts.numbered = max(counts.numbered, groups.last.get(channel.name, 0))
         n_dropped = (
             counts.groups.submitted - len(live) - counts.groups.acked - counts.groups.dropped
@@ -677,7 +676,7 @@ def _settle(pool: DataPool, journal: Journal, groups: _Groups) -> None:
         n_more = max(0, steps.stored + steps.acked - steps.accepted)
         steps.accepted, steps.submitted = steps.accepted + n_more, steps.submitted + n_more
         steps.dropped = steps.accepted - steps.stored - steps.acked
-        channel.changed = True
+        channel.log.is_changed = True
     pool.write_counts()
     journal.flush()
 
@@ -694,7 +693,7 @@ def _end_leases(pool: DataPool, groups: _Groups) -> None:
         else:
             pool.leases.end(lease.lease_id, "expired", channel.now)
     for channel in pool.channels.values():
-        rest = [g for g in channel.prompt_groups if channel.is_leased(g)]
+        rest = [g for g in channel.records.groups if channel.is_leased(g)]
         for uid in reversed([uid for uid in rest if uid not in held[channel.name]]):
             channel.give_back(GroupReturned(uid))
 
@@ -721,7 +720,7 @@ def settle_doubtful(path: Path, uids: Iterable[str], *, release: bool) -> dict[s
     for folder in journals_in(path):
         journal = Journal(folder, "process", lock_timeout_s=LOCK_S)
         try:
-            pool = DataPool(PoolConfig())
+            pool = DataPool(UNKNOWN)
             restore(pool, journal)
             for name, channel in pool.channels.items():
                 for uid in channel.doubtful():
@@ -730,7 +729,7 @@ def settle_doubtful(path: Path, uids: Iterable[str], *, release: bool) -> dict[s
                     done.setdefault(name, []).append(uid)
                     op: ops.Op[Any] = ops.DropGroup(uid, DOUBTFUL, name)
                     if release:
-                        tags = sorted(channel.prompt_groups[uid].marks.tags - {DOUBTFUL})
+                        tags = sorted(channel.records.groups[uid].marks.tags - {DOUBTFUL})
                         marks = {"trainable": None, "tags": tags}
                         op = ops.Mark(uid, None, marks, name)
                     pool.apply(op, channel.now)

@@ -18,10 +18,11 @@ import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
+from stepwell.gateway.access import Principal
 from stepwell.gateway.dialects.anthropic_answer import (
     BlockWriter,
     Event,
@@ -29,9 +30,12 @@ from stepwell.gateway.dialects.anthropic_answer import (
     whole,
 )
 from stepwell.gateway.dialects.base import (
+    NOTHING,
     PLACE,
+    Cuts,
     Dialect,
     Exchange,
+    Known,
     Parsed,
     StreamWriter,
     Template,
@@ -51,10 +55,9 @@ from stepwell.gateway.dialects.params import (
     wrong,
 )
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
-from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import Delta
-from stepwell.gateway.tokens.messages import AssistantTurn, Message, Tool
+from stepwell.gateway.tokens.messages import AssistantTurn, Message, Tool, Tools
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
 
 _BUILTIN = re.compile(r"[a-z0-9_]+_20[0-9]{6}|mcp_toolset")
@@ -155,23 +158,28 @@ class AnthropicMessages(Dialect):
     """`POST /v1/messages`."""
 
     name = "anthropic_messages"
+    list_name = "messages"
 
     def parse(
         self,
         body: dict[str, Any],
         reader: Principal | None = None,
+        known: Known = NOTHING,
         kind: type[MessagesParams] = MessagesParams,
     ) -> Parsed:
         """`kind`: `CountParams` for `POST /v1/messages/count_tokens`."""
         params = kind.read(body)
         ignored = params.told()
-        tools, builtin = _tools(params.tools or [], ignored)
+        read: ReadTools = known.tools or ReadTools.of(params.tools or [])
+        tools = read.tools
+        ignored += read.ignored
         choice, forced_tool = params.tool_choice, None
         if choice.type in ("any", "tool"):
             name = str(choice.name) if choice.type == "tool" else ""
-            _, forced_tool = must_call(tools, name, "tool_choice")
+            forced_tool = must_call(tools, name, "tool_choice")
         system = [] if params.system in (None, []) else [_system(params.system, "system")]
-        messages, prefill = _messages(params.messages)
+        cuts = Cuts(known, len(system))
+        messages, prefill = _messages(params.messages, known, cuts)
         if prefill and forced_tool is not None:
             raise RequestError(
                 "tool_choice asks for a tool call, but the last message begins the reply; "
@@ -202,7 +210,14 @@ class AnthropicMessages(Dialect):
             parse_tools=bool(tools) and choice.type != "none",
         )
         options = Options(thinking, prefill, params.context_management is not None)
-        return Parsed(call, options, ignored=(*builtin, *ignored))
+        return Parsed(
+            call,
+            options,
+            ignored=(*read.builtin, *ignored),
+            cuts=cuts.all(),
+            n_outside=len(system),
+            tools=read,
+        )
 
     def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
         """A `Message`."""
@@ -328,32 +343,44 @@ def _applied_edits(options: Options) -> dict[str, Any]:
 # -- tools -----------------------------------------------------------------------------------
 
 
-def _tools(sent: list[Any], ignored: list[str]) -> tuple[list[Tool], tuple[str, ...]]:
-    """The tools shown to the model, and the built-in ones that are not."""
-    tools: list[Tool] = []
-    builtin: list[str] = []
-    for i, tool in enumerate(sent):
-        where = f"tools[{i}]"
-        if not isinstance(tool, dict):
-            raise wrong(where, tool, "send an object")
-        kind = tool.get("type")
-        if kind is None or kind == "custom":
-            schema = need(tool, "input_schema", dict, where, "send a JSON schema")
-            name = need(tool, "name", str, where)
-            about = optional(tool, "description", where)
-            described = {} if about is None else {"description": about}
-            function = {"name": name, **described, "parameters": schema}
-            tools.append({"type": "function", "function": function})
-            if tool.get("strict") is True and "tools.strict" not in ignored:
-                ignored.append("tools.strict")
-        elif not isinstance(kind, str) or not _BUILTIN.fullmatch(kind):
-            raise wrong(f"{where}.type", kind, "send 'custom' and an input_schema")
-        elif kind.startswith(_AGENT_RUN):
-            remedy = "only Claude knows its schema, send 'custom' and an input_schema"
-            raise wrong(f"{where}.type", kind, remedy)
-        else:
-            builtin.append(f"{where}={kind}")
-    return tools, tuple(builtin)
+class ReadTools(NamedTuple):
+    tools: Tools
+    """Tools that are shown to the model."""
+    builtin: tuple[str, ...]
+    """Built-in ones that are not, as `path=type`."""
+    ignored: tuple[str, ...]
+    """Fields of tools that are left aside."""
+
+    @classmethod
+    def of(cls, sent: Sequence[Any]) -> ReadTools:
+        """
+        Raises:
+            RequestError
+        """
+        tools: list[Tool] = []
+        builtin: list[str] = []
+        is_strict = False
+        for i, tool in enumerate(sent):
+            where = f"tools[{i}]"
+            if not isinstance(tool, dict):
+                raise wrong(where, tool, "send an object")
+            kind = tool.get("type")
+            if kind is None or kind == "custom":
+                schema = need(tool, "input_schema", dict, where, "send a JSON schema")
+                name = need(tool, "name", str, where)
+                about = optional(tool, "description", where)
+                described = {} if about is None else {"description": about}
+                function = {"name": name, **described, "parameters": schema}
+                tools.append({"type": "function", "function": function})
+                is_strict |= tool.get("strict") is True
+            elif not isinstance(kind, str) or not _BUILTIN.fullmatch(kind):
+                raise wrong(f"{where}.type", kind, "send 'custom' and an input_schema")
+            elif kind.startswith(_AGENT_RUN):
+                remedy = "only Claude knows its schema, send 'custom' and an input_schema"
+                raise wrong(f"{where}.type", kind, remedy)
+            else:
+                builtin.append(f"{where}={kind}")
+        return cls(Tools(tools), tuple(builtin), ("tools.strict",) if is_strict else ())
 
 
 # -- messages --------------------------------------------------------------------------------
@@ -363,12 +390,12 @@ def _system(content: Any, where: str) -> Message:
     return {"role": "system", "content": _plain_text(content, where)}
 
 
-def _messages(sent: list[Any]) -> tuple[list[Message], str]:
+def _messages(sent: list[Any], known: Known, cuts: Cuts) -> tuple[list[Message], str]:
     """The conversation, and the beginning of the reply if the last message is the assistant's."""
     messages: list[Message] = []
     turn: AssistantTurn | None = None
     for i, message in enumerate(sent):
-        where = f"messages[{i}]"
+        where = f"messages[{known.place(i)}]"
         if not isinstance(message, dict):
             raise wrong(where, message, "send an object")
         role, content = message.get("role"), message.get("content")
@@ -381,15 +408,17 @@ def _messages(sent: list[Any]) -> tuple[list[Message], str]:
             messages += _user(content, f"{where}.content")
         elif role == "assistant":
             if turn is None:
+                cuts.note(i, len(messages))
                 turn = AssistantTurn()
                 messages.append(turn.message)
             _add(turn, content, f"{where}.content")  # one turn may come in pieces
         else:
             raise wrong(f"{where}.role", role, "send user, assistant or system")
     if turn is None:
+        cuts.note(len(sent), len(messages))
         return messages, ""
     turn.end()
-    return messages[:-1], _prefill(messages, f"messages[{len(sent) - 1}]")
+    return messages[:-1], _prefill(messages, f"messages[{known.place(len(sent) - 1)}]")
 
 
 def _prefill(messages: Sequence[Message], where: str) -> str:

@@ -16,6 +16,7 @@ import base64
 import hashlib
 import uuid
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple
@@ -23,9 +24,9 @@ from typing import Any, ClassVar, Final, NamedTuple
 import numpy as np
 import orjson
 
+from stepwell.gateway.access import Principal
 from stepwell.gateway.call import Listener
 from stepwell.gateway.errors import GatewayError
-from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import THINK_CLOSE, Delta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
@@ -36,6 +37,68 @@ from stepwell.gateway.web import error_body
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients ignore it, proxies see traffic."""
+
+
+class Cut(NamedTuple):
+    """A place in the list that holds a request's conversation. What precedes it is read without
+    what follows, which begins with an assistant's turn or is not there yet."""
+
+    n_items: int = 0
+    n_messages: int = 0
+    """Messages of the call before it."""
+    n_calls: int = 0
+    """Tool calls before it, where they are numbered."""
+    ignored: tuple[str, ...] = ()
+    """`Parsed.ignored`, as far as items before it are left aside."""
+
+
+_BEGIN = Cut()
+KEPT_CUTS = 4
+"""The last ones of each request. Claude Code marks its last two messages as cached, so in its next
+request the conversation is the same up to the third turn before the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a body, which holds only the rest."""
+
+    start: Cut = _BEGIN
+    """Where the items of its list begin."""
+    n_kept: int = 0
+    """Items before `start` that its list has all the same: a system message, or none."""
+    tools: Any = None
+    """`Parsed.tools` of a request with the same tools, which the body does not have."""
+
+    def place(self, i: int) -> int:
+        """The place of the body's item `i` in the list of the whole request."""
+        return i if i < self.n_kept else i - self.n_kept + self.start.n_items
+
+
+NOTHING = Known()
+
+
+class Cuts:
+    """The last cuts of a request, noted while its list is read."""
+
+    def __init__(self, known: Known, n_outside: int = 0) -> None:
+        """`n_outside`: messages before those of the list."""
+        self._known, self.n_outside = known, n_outside
+        self._last: deque[Cut] = deque(maxlen=KEPT_CUTS)
+
+    def note(self, i: int, n_read: int, n_calls: int = 0, ignored: Sequence[str] = ()) -> None:
+        """An assistant's turn begins with the body's item `i`, or all items are read.
+
+        Args:
+            n_read: messages of the items before it.
+        """
+        known = self._known
+        n = n_read + self.n_outside
+        if known.start.n_items:
+            n = n_read - known.n_kept + known.start.n_messages
+        self._last.append(Cut(known.place(i), n, n_calls, tuple(ignored)))
+
+    def all(self) -> tuple[Cut, ...]:
+        return tuple(self._last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +117,12 @@ class Parsed:
     ignored: tuple[str, ...] = ()
     """What was left aside of what agents always send, as `path=value` in ASCII; the answer's
     `x-stepwell-ignored` header tells."""
+    cuts: tuple[Cut, ...] = ()
+    """The last ones of its list."""
+    n_outside: int = 0
+    """Messages of the call that are not of the list: a system message, or none."""
+    tools: Any = None
+    """What its tools are to the dialect, which reads them of another body as well."""
 
     @property
     def calls(self) -> tuple[ChatRequest, ...]:
@@ -291,14 +360,20 @@ _PLACE = orjson.dumps(PLACE)
 class Dialect(ABC):
     name: ClassVar[str]
     """Recorded in each Step's metadata; tells apart the retries of different endpoints."""
+    list_name: ClassVar[str | None] = None
+    """The field that holds the conversation as a list; None: there is none."""
     stream_type = "text/event-stream"
     """Media type of a stream."""
 
     @abstractmethod
-    def parse(self, body: dict[str, Any], reader: Principal | None = None) -> Parsed:
+    def parse(
+        self, body: dict[str, Any], reader: Principal | None = None, known: Known = NOTHING
+    ) -> Parsed:
         """
         Args:
             reader: who asks; answers of others are not there for it. None: the operator.
+            known: of the request, when `body` is the rest of it. The call's messages are then what
+                is outside the list, what is kept, and what follows `known.start`.
 
         Raises:
             RequestError: names the field, its value and the remedy.

@@ -23,10 +23,13 @@ import orjson
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
+from stepwell.gateway.access import Principal
 from stepwell.gateway.dialects.base import (
+    NOTHING,
     PLACE,
     Dialect,
     Exchange,
+    Known,
     Parsed,
     StreamWriter,
     Template,
@@ -56,11 +59,10 @@ from stepwell.gateway.dialects.params import (
     wrong,
 )
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
-from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import Delta, ReasoningDelta
-from stepwell.gateway.tokens.messages import Tool
+from stepwell.gateway.tokens.messages import Tool, Tools
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
 
@@ -203,7 +205,7 @@ class ToolConfig(Fields):
         if calling.mode != "ANY":
             return None
         name = allowed[0] if len(set(allowed)) == 1 else ""
-        return must_call(tools, name, f"{where}.mode")[1]
+        return must_call(tools, name, f"{where}.mode")
 
 
 _CALLING = "toolConfig.functionCallingConfig"
@@ -262,6 +264,7 @@ class Gemini(Dialect):
     """`POST /v1beta/models/{model}:generateContent` and `:streamGenerateContent`."""
 
     name = "gemini"
+    list_name = "contents"
 
     def __init__(self, chat_template: str = "", stream: Stream | None = None) -> None:
         """
@@ -274,8 +277,10 @@ class Gemini(Dialect):
         if stream == "array":
             self.stream_type = "application/json"
 
-    def parse(self, body: dict[str, Any], reader: Principal | None = None) -> Parsed:
-        return self._parsed(GenerateParams.read(body))
+    def parse(
+        self, body: dict[str, Any], reader: Principal | None = None, known: Known = NOTHING
+    ) -> Parsed:
+        return self._parsed(GenerateParams.read(body), known)
 
     def parse_count(self, body: dict[str, Any]) -> Parsed:
         """Read a body of `POST …:countTokens`: contents, or all that a call would send.
@@ -294,12 +299,14 @@ class Gemini(Dialect):
             )
         return self.parse(whole)
 
-    def _parsed(self, params: GenerateParams) -> Parsed:
+    def _parsed(self, params: GenerateParams, known: Known = NOTHING) -> Parsed:
         config, ignored = params.generation_config, params.told()
         if config.logprobs and not config.response_logprobs:
             where = "generationConfig.logprobs"
             raise wrong(where, config.logprobs, "send responseLogprobs: true with it")
-        tools = read_tools(params.tools or [], ignored)
+        read: tuple[Tools, list[str]] = known.tools or read_tools(params.tools or [])
+        tools = read[0]
+        ignored += read[1]
         calling = params.tool_config.function_calling_config
         forced_tool = params.tool_config.choice(tools)
         # With NONE the tools stay in the prompt, so that it goes on from the turns before.
@@ -318,7 +325,7 @@ class Gemini(Dialect):
         template_args = effort_args(effort, self._chat_template, where, ignored)
         if thinking.thinking_budget == 0:
             template_args = {**template_args, "enable_thinking": False}
-        conversation = Conversation.read(params.system_instruction, params.contents)
+        conversation, cuts = Conversation.read(params.system_instruction, params.contents, known)
         call = ChatRequest(
             messages=conversation.messages,
             tools=tools or None,
@@ -338,7 +345,15 @@ class Gemini(Dialect):
             first_call=conversation.n_calls,
         )
         options = Options(thinking.include_thoughts)
-        return Parsed(call, options, config.candidate_count, ignored=tuple(ignored))
+        return Parsed(
+            call,
+            options,
+            config.candidate_count,
+            ignored=tuple(ignored),
+            cuts=cuts.all(),
+            n_outside=cuts.n_outside,
+            tools=read,
+        )
 
     def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
         """A `GenerateContentResponse`."""

@@ -20,10 +20,11 @@ from typing import Any
 
 from pydantic.alias_generators import to_camel
 
+from stepwell.gateway.dialects.base import NOTHING, Cuts, Known
 from stepwell.gateway.dialects.params import need, optional, wrong
 from stepwell.gateway.errors import RequestError
 from stepwell.gateway.reply.calls import numbered_id
-from stepwell.gateway.tokens.messages import AssistantTurn, Message, Tool, in_call_order
+from stepwell.gateway.tokens.messages import AssistantTurn, Message, Tool, Tools, in_call_order
 
 _SNAKE = (
     *("additional_properties", "allowed_function_names", "any_of", "cached_content"),
@@ -93,24 +94,33 @@ class Conversation:
     _answered: set[int] = field(default_factory=set)
 
     @classmethod
-    def read(cls, system: Any, contents: list[Any]) -> Conversation:
+    def read(
+        cls, system: Any, contents: list[Any], known: Known = NOTHING
+    ) -> tuple[Conversation, Cuts]:
         """
         Raises:
             RequestError
         """
-        conversation = cls()
+        conversation = cls(n_calls=known.start.n_calls)
         if system is not None and (text := system_text(system)):
             conversation.messages.append({"role": "system", "content": text})
+        n_outside = len(conversation.messages)
+        cuts = Cuts(known, n_outside)
         for i, content in enumerate(contents):
-            conversation._add(content, f"contents[{i}]")
+            n, n_calls = len(conversation.messages), conversation.n_calls
+            turn = conversation._turn
+            conversation._add(content, f"contents[{known.place(i)}]")
+            if conversation._turn is not None and conversation._turn is not turn:
+                cuts.note(i, n - n_outside, n_calls)
         if conversation._turn is not None:
             raise RequestError(
                 "contents ends with the model's turn, which this gateway does not continue; end "
                 "with a user's text or a functionResponse",
                 "contents",
             )
+        cuts.note(len(contents), len(conversation.messages) - n_outside, conversation.n_calls)
         conversation.messages = in_call_order(conversation.messages)
-        return conversation
+        return conversation, cuts
 
     def _add(self, content: Any, where: str) -> None:
         if not isinstance(content, dict):
@@ -266,13 +276,14 @@ def _is_signature(part: Mapping[str, Any]) -> bool:
 # -- tools -----------------------------------------------------------------------------------
 
 
-def read_tools(sent: list[Any], ignored: list[str]) -> list[Tool]:
-    """The functions shown to the model; `ignored` gets what is left out.
+def read_tools(sent: list[Any]) -> tuple[Tools, list[str]]:
+    """The functions shown to the model, and what is left out.
 
     Raises:
         RequestError
     """
     tools: list[Tool] = []
+    ignored: list[str] = []
     for i, tool in enumerate(sent):
         where = f"tools[{i}]"
         if not isinstance(tool, dict):
@@ -294,7 +305,7 @@ def read_tools(sent: list[Any], ignored: list[str]) -> list[Tool]:
                 raise wrong(f"{where}.{name}", value, remedy)
             else:
                 raise wrong(f"{where}.{name}", value, "declare functions in functionDeclarations")
-    return tools
+    return Tools(tools), ignored
 
 
 def _declared(sent: Any, where: str, ignored: list[str]) -> Tool:

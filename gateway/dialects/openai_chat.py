@@ -14,10 +14,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
+from stepwell.gateway.access import Principal
 from stepwell.gateway.dialects.base import (
+    NOTHING,
     PLACE,
+    Cut,
+    Cuts,
     Dialect,
     Exchange,
+    Known,
     Parsed,
     StreamWriter,
     Template,
@@ -43,11 +48,10 @@ from stepwell.gateway.dialects.params import (
     wrong,
 )
 from stepwell.gateway.errors import GatewayError
-from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import ContentDelta, Delta, ReasoningDelta
-from stepwell.gateway.tokens.messages import Message, Tool
+from stepwell.gateway.tokens.messages import Message, Tool, Tools
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
 
@@ -165,19 +169,23 @@ class OpenAIChat(Dialect):
     """`POST /v1/chat/completions`."""
 
     name = "openai_chat"
+    list_name = "messages"
 
     def __init__(self, chat_template: str = "") -> None:
         """`chat_template`: looked through for the switches that `reasoning_effort` can turn."""
         self._chat_template = chat_template
 
-    def parse(self, body: dict[str, Any], reader: Principal | None = None) -> Parsed:
+    def parse(
+        self, body: dict[str, Any], reader: Principal | None = None, known: Known = NOTHING
+    ) -> Parsed:
         params = ChatParams.read(body)
         if params.top_logprobs and not params.logprobs:
             raise wrong("top_logprobs", params.top_logprobs, "send logprobs: true with it")
         ignored = [hint for hint in ("prediction", "verbosity") if body.get(hint) is not None]
-        tools, forced_tool = _choice(
-            params.tool_choice, [_tool(t, f"tools[{i}]") for i, t in enumerate(params.tools or ())]
+        tools: Tools = known.tools or Tools(
+            _tool(t, f"tools[{i}]") for i, t in enumerate(params.tools or ())
         )
+        forced_tool = _choice(params.tool_choice, tools)
         constraint = params.response_format.constraint() if params.response_format else None
         parse_tools = bool(tools) and params.tool_choice != "none"
         if constraint is not None and parse_tools:
@@ -186,8 +194,9 @@ class OpenAIChat(Dialect):
             constraint = None
         effort = params.reasoning_effort
         template_args = effort_args(effort, self._chat_template, "reasoning_effort", ignored)
+        messages = [_message(m, known.place(i)) for i, m in enumerate(params.messages)]
         call = ChatRequest(
-            messages=[_message(m, i) for i, m in enumerate(params.messages)],
+            messages=messages,
             tools=tools or None,
             template_args=template_args | (params.chat_template_kwargs or {}),
             max_tokens=params.max_completion_tokens or params.max_tokens,
@@ -198,7 +207,14 @@ class OpenAIChat(Dialect):
             parse_tools=parse_tools,
             **params.sampling(),
         )
-        return Parsed(call, params, n=params.n, ignored=tuple(ignored))
+        return Parsed(
+            call,
+            params,
+            n=params.n,
+            ignored=tuple(ignored),
+            cuts=_cuts(messages, known),
+            tools=tools,
+        )
 
     def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
         """A `ChatCompletion`."""
@@ -370,17 +386,31 @@ def _tool(tool: Any, where: str) -> Tool:
     raise wrong(where, tool, "send a function with a name")
 
 
-def _choice(choice: Any, tools: list[Tool]) -> tuple[list[Tool], str | None]:
-    """The tools shown to the model, and which one it has to call ("": any; None: it need not)."""
+def _choice(choice: Any, tools: list[Tool]) -> str | None:
+    """The tool that the reply has to call ("": any; None: it need not). All are shown to the model,
+    with "none", too: so it goes on from the turns before."""
     match choice:
         case None | "auto" | "none":
-            # With "none", too, they stay in the prompt: so it goes on from the turns before.
-            return tools, None
+            return None
         case "required":
             return must_call(tools)
         case {"type": "function", "function": {"name": str(name)}}:
             return must_call(tools, name, "tool_choice.function.name")
     raise wrong("tool_choice", choice, "send 'auto', 'none', 'required' or a function")
+
+
+def _cuts(messages: Sequence[Message], known: Known) -> tuple[Cut, ...]:
+    """Each item is one message."""
+    cuts = Cuts(known)
+    is_after_another = False
+    for i, message in enumerate(messages):
+        is_assistant = message["role"] == "assistant"
+        if is_assistant and is_after_another:
+            cuts.note(i, i)
+        is_after_another = not is_assistant
+    if is_after_another:
+        cuts.note(len(messages), len(messages))
+    return cuts.all()
 
 
 def _message(message: Any, i: int) -> Message:

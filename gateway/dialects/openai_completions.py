@@ -24,7 +24,15 @@ from typing import Any, Literal
 import numpy as np
 
 from stepwell.datapool.types import TokenIds
-from stepwell.gateway.dialects.base import Dialect, Exchange, Parsed, StreamWriter
+from stepwell.gateway.access import Principal
+from stepwell.gateway.dialects.base import (
+    NOTHING,
+    Dialect,
+    Exchange,
+    Known,
+    Parsed,
+    StreamWriter,
+)
 from stepwell.gateway.dialects.openai_chat import (
     LEAST_LOGPROB,
     CompletionParams,
@@ -34,7 +42,6 @@ from stepwell.gateway.dialects.openai_chat import (
 )
 from stepwell.gateway.dialects.params import TopLogprobs, wrong
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
-from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import ContentDelta, Delta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
@@ -60,7 +67,9 @@ class OpenAICompletions(Dialect):
 
     name = "openai_completions"
 
-    def parse(self, body: dict[str, Any], reader: Principal | None = None) -> Parsed:
+    def parse(
+        self, body: dict[str, Any], reader: Principal | None = None, known: Known = NOTHING
+    ) -> Parsed:
         params = CompletionsParams.read(body)
         if params.echo and params.logprobs is not None:
             remedy = (

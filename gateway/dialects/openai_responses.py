@@ -22,7 +22,17 @@ import orjson
 from cachetools import LRUCache
 from pydantic import Field
 
-from stepwell.gateway.dialects.base import PLACE, Dialect, Exchange, Parsed, StreamWriter, sse
+from stepwell.gateway.access import Principal, other_owner
+from stepwell.gateway.dialects.base import (
+    NOTHING,
+    PLACE,
+    Dialect,
+    Exchange,
+    Known,
+    Parsed,
+    StreamWriter,
+    sse,
+)
 from stepwell.gateway.dialects.params import (
     OTHER_POLICY,
     Effort,
@@ -50,10 +60,9 @@ from stepwell.gateway.errors import (
     RequestError,
     UnknownItemError,
 )
-from stepwell.gateway.keys import Principal, other_owner
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import Delta
-from stepwell.gateway.tokens.messages import Message, Tool
+from stepwell.gateway.tokens.messages import KnownMessages, Message, continued, dumps
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
 from stepwell.gateway.web import error_body
 
@@ -180,6 +189,7 @@ class OpenAIResponses(Dialect):
     """`POST /v1/responses`. Remembers its answers."""
 
     name = "openai_responses"
+    list_name = "input"
 
     def __init__(self, stored_chars: int = STORED_CHARS, chat_template: str = "") -> None:
         """
@@ -190,7 +200,9 @@ class OpenAIResponses(Dialect):
         self.store = ResponseStore(stored_chars)
         self._chat_template = chat_template
 
-    def parse(self, body: dict[str, Any], reader: Principal | None = None) -> Parsed:
+    def parse(
+        self, body: dict[str, Any], reader: Principal | None = None, known: Known = NOTHING
+    ) -> Parsed:
         """See `Dialect.parse`.
 
         Raises:
@@ -199,20 +211,24 @@ class OpenAIResponses(Dialect):
         params = ResponsesParams.read(body)
         ignored, items = params.told(), params.items()
         previous = self._previous(params.previous_response_id, reader)
-        toolbox = Toolbox()
-        toolbox.add(params.tools or (), "tools")
-        known = previous.messages if previous is not None else ()
-        conversation = Conversation(known, toolbox, partial(self.store.item, reader=reader))
-        for i, item in enumerate(items):
-            conversation.add(item, f"input[{i}]")
+        toolbox: Toolbox = known.tools or Toolbox.read(params.tools or ())
+        instructions = params.instructions
+        begin: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
+        conversation = Conversation(
+            previous.messages if previous is not None else (),
+            toolbox,
+            partial(self.store.item, reader=reader),
+            known=known,
+            n_outside=len(begin),
+        )
+        for item in items:
+            conversation.add(item)
         messages = conversation.messages()
         if not messages:
             raise RequestError("input is missing; send text or a list of items", "input")
-        instructions = params.instructions
-        begin: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
-        shown, forced_tool = _choice(params.tool_choice, toolbox)
+        forced_tool = _choice(params.tool_choice, toolbox)
         constraint = params.text.constraint()
-        parse_tools = bool(shown) and params.tool_choice != "none"
+        parse_tools = bool(toolbox.shown) and params.tool_choice != "none"
         if constraint is not None and parse_tools:
             # Constrained from its first token on, the reply could not call a tool.
             ignored.append(f"text.format={params.text.format.type} (beside tools)")
@@ -223,7 +239,7 @@ class OpenAIResponses(Dialect):
         told = ignored if effort in ("none", "minimal") else []
         call = ChatRequest(
             messages=[*begin, *messages],
-            tools=shown or None,
+            tools=toolbox.shown or None,
             template_args=effort_args(effort, self._chat_template, "reasoning.effort", told),
             max_tokens=params.max_output_tokens,
             temperature=params.temperature,
@@ -249,7 +265,6 @@ class OpenAIResponses(Dialect):
         options = Options(
             echo,
             toolbox,
-            messages,
             params.store,
             seals_reasoning=_SEALED in (params.include or ()),
             summarises=summary is not None,
@@ -259,6 +274,9 @@ class OpenAIResponses(Dialect):
             options,
             trajectory_uid=previous.trajectory_uid if previous is not None else None,
             ignored=(*toolbox.ignored, *conversation.ignored, *ignored),
+            cuts=() if previous is not None or conversation.looks_up else conversation.cuts.all(),
+            n_outside=len(begin),
+            tools=toolbox,
         )
 
     def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
@@ -302,7 +320,9 @@ class OpenAIResponses(Dialect):
         response = answer.response(status, reply)
         options: Options = exchange.parsed.options
         if options.store and exchange.calls[0].request.is_kept:
-            messages = (*options.conversation, reply.text.message())
+            # Instructions are not carried over.
+            parsed = exchange.parsed
+            messages = continued(parsed.call.messages, parsed.n_outside, reply.text.message())
             (trajectory,) = exchange.trajectories
             whose = trajectory.uid, trajectory.owner
             self.store.keep(StoredResponse(response, messages, *whose))
@@ -321,12 +341,12 @@ class OpenAIResponses(Dialect):
         return previous
 
 
-def _choice(choice: Any, toolbox: Toolbox) -> tuple[list[Tool], str | None]:
-    """The tools shown to the model, and the one that it has to call ("" is any)."""
+def _choice(choice: Any, toolbox: Toolbox) -> str | None:
+    """The tool that the reply has to call ("": any; None: it need not). All are shown to the model,
+    with "none", too: so it goes on from the turns before."""
     match choice:
         case None | "auto" | "none":
-            # With "none", too, they stay in the prompt: so it goes on from the turns before.
-            return toolbox.shown, None
+            return None
         case "required":
             return must_call(toolbox.shown)
         case {"type": "function" | "custom"}:
@@ -411,7 +431,7 @@ class StoredResponse:
 
     response: dict[str, Any]
     """As it was sent."""
-    messages: tuple[Message, ...]
+    messages: Sequence[Message]
     """The conversation up to and with the answer; instructions are not carried over."""
     trajectory_uid: str
     owner: str | None = None
@@ -419,7 +439,9 @@ class StoredResponse:
 
     def n_chars(self) -> int:
         # What an answer takes besides its texts; it repeats the tools.
-        n = 2_000 + len(str(self.response))
+        n = 2_000 + len(dumps(self.response))
+        if isinstance(self.messages, KnownMessages):
+            return n + self.messages.n_chars
         for message in self.messages:
             n += len(message["content"]) + len(message.get("reasoning_content") or "")
             n += len(str(message.get("tool_calls") or ""))

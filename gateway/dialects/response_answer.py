@@ -20,7 +20,6 @@ from stepwell.gateway.dialects.base import Exchange, n_reasoning
 from stepwell.gateway.dialects.response_items import Item, Toolbox, custom_input, seal
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import ContentDelta, Delta, ReasoningDelta
-from stepwell.gateway.tokens.messages import Message
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.reply import Reply
 
@@ -34,8 +33,6 @@ class Options:
     echo: dict[str, Any]
     """Fields of the request that the answer repeats."""
     toolbox: Toolbox
-    conversation: list[Message]
-    """What a response that continues this one begins with, without the answer."""
     store: bool
     seals_reasoning: bool
     summarises: bool

@@ -16,9 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from stepwell.gateway.dialects.base import NOTHING, Cuts, Known
 from stepwell.gateway.dialects.params import need, optional, wrong
 from stepwell.gateway.errors import UnknownItemError
-from stepwell.gateway.tokens.messages import AssistantTurn, Message, Tool, in_call_order
+from stepwell.gateway.tokens.messages import AssistantTurn, Message, Tool, Tools, in_call_order
 
 Item: TypeAlias = dict[str, Any]
 FindItem: TypeAlias = Callable[[str], Item | None]
@@ -57,25 +58,29 @@ class Toolbox:
     ignored: list[str] = field(default_factory=list)
     """Tools left out, as `path=type`, and what was left aside of others."""
 
-    def add(self, tools: Sequence[Any], where: str) -> None:
+    @classmethod
+    def read(cls, tools: Sequence[Any]) -> Toolbox:
         """
         Raises:
             RequestError: a tool is malformed, or named as another one.
         """
+        box = cls()
         for i, tool in enumerate(tools):
-            at = f"{where}[{i}]"
+            at = f"tools[{i}]"
             match tool:
                 case {"type": "function" | "custom"}:
-                    self.echo.append(self._callable(tool, at))
+                    box.echo.append(box._callable(tool, at))
                 case {"type": "namespace"}:
-                    self.echo.append(self._namespace(tool, at))
+                    box.echo.append(box._namespace(tool, at))
                 case {"type": str(kind)} if kind.isascii() and kind.isidentifier():
                     # OpenAI runs it, or trained its models to use it.
-                    self.ignored.append(f"{at}={kind}")
+                    box.ignored.append(f"{at}={kind}")
                 case _:
                     other = tool.get("type") if isinstance(tool, dict) else tool
                     remedy = "this gateway supports function, custom and namespace tools"
                     raise wrong(f"{at}.type", other, remedy)
+        box.shown = Tools(box.shown)
+        return box
 
     def flat_name(self, name: str, namespace: str | None) -> str:
         """The name that the model knows; clients may drop the namespace when they replay a call."""
@@ -194,25 +199,40 @@ class Conversation:
     """
 
     def __init__(
-        self, known: Sequence[Message], toolbox: Toolbox, find: FindItem = lambda _: None
+        self,
+        before: Sequence[Message],
+        toolbox: Toolbox,
+        find: FindItem = lambda _: None,
+        *,
+        known: Known = NOTHING,
+        n_outside: int = 0,
     ) -> None:
         """
         Args:
-            known: what came before (a stored response); not changed.
+            before: what came before (a stored response); not changed.
         """
-        self.ignored: list[str] = []
-        self._messages = list(known)
+        self.ignored: list[str] = [*known.start.ignored]
+        self.cuts = Cuts(known, n_outside)
+        self.looks_up = False
+        """Items were looked up, which may be another time's or another caller's."""
+        self._messages = list(before)
+        self._known = known
+        self._n_added = 0
         self._toolbox = toolbox
         self._find = find
         self._turn: AssistantTurn | None = None
         """The assistant message that is being put together."""
 
-    def add(self, item: Any, where: str) -> None:
+    def add(self, item: Any) -> None:
         """
         Raises:
             RequestError: names the item's field, its value and the remedy.
             UnknownItemError: a reference to an item that is not stored.
         """
+        self._add(item, f"input[{self._known.place(self._n_added)}]")
+        self._n_added += 1
+
+    def _add(self, item: Any, where: str) -> None:
         if not isinstance(item, dict):
             raise wrong(where, item, "send an object")
         kind, role = item.get("type"), item.get("role")
@@ -228,8 +248,8 @@ class Conversation:
                 content = _text(item, "content", where, "\n")
                 self._append({"role": _ROLES[role], "content": content})
             case "reasoning":
-                thought = self._reasoning(item, where)
-                self._open().add("reasoning_content", thought)
+                turn = self._open()  # before what its items leave aside
+                turn.add("reasoning_content", self._reasoning(item, where))
             case "function_call":
                 arguments = item.get("arguments")
                 if not isinstance(arguments, str | dict | None):
@@ -253,8 +273,13 @@ class Conversation:
 
     def messages(self) -> list[Message]:
         """The whole conversation."""
+        if self._turn is None:
+            self._cut()
         self._end_turn()
         return in_call_order(self._messages)
+
+    def _cut(self) -> None:
+        self.cuts.note(self._n_added, len(self._messages), ignored=self.ignored)
 
     def _reasoning(self, item: Item, where: str) -> str:
         sealed = item.get("encrypted_content")
@@ -265,7 +290,7 @@ class Conversation:
         for name, joint in (("content", ""), ("summary", "\n\n")):
             if item.get(name) is not None and (text := _text(item, name, where, joint)):
                 return text
-        stored = self._find(item["id"]) if isinstance(item.get("id"), str) else None
+        stored = self._look_up(item.get("id"))
         if stored is not None and stored is not item and stored["type"] == "reasoning":
             return self._reasoning({**stored, "id": None}, where)
         return ""
@@ -277,17 +302,22 @@ class Conversation:
         self._open().add_call({"id": call_id, "type": "function", "function": function})
 
     def _reference(self, item_id: Any, where: str) -> None:
-        stored = self._find(item_id) if isinstance(item_id, str) else None
+        stored = self._look_up(item_id)
         if stored is None:
             raise UnknownItemError(
                 f"Item with id {item_id!r:.80} not found ({where}). Items are not persisted when "
                 "`store` is set to false, and not forever otherwise. Send the item itself.",
                 "input",
             )
-        self.add(stored, where)
+        self._add(stored, where)
+
+    def _look_up(self, item_id: Any) -> Item | None:
+        self.looks_up = True
+        return self._find(item_id) if isinstance(item_id, str) else None
 
     def _open(self) -> AssistantTurn:
         if self._turn is None:
+            self._cut()
             self._turn = AssistantTurn()
             self._messages.append(self._turn.message)
         return self._turn

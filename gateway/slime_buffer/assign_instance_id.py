@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from stepwell.datapool.sealed import written_durably
 
 KEY = "instance_id"
 
@@ -50,21 +51,16 @@ def assign(source: Path, target: Path, task_type: str) -> int:
         ValueError: a line is no JSON object.
     """
     taken = {str(row[KEY]) for row in _rows(source) if KEY in row}
-    unfinished = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     number = n = 0
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            for row in _rows(source):
-                if KEY not in row:
-                    while (name := f"{task_type}_{number}") in taken:
-                        number += 1
+    with written_durably(target) as file:
+        for row in _rows(source):
+            if KEY not in row:
+                while (name := f"{task_type}_{number}") in taken:
                     number += 1
-                    row[KEY] = name
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                n += 1
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+                number += 1
+                row[KEY] = name
+            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            n += 1
     return n
 
 

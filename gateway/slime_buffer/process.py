@@ -4,9 +4,9 @@ its failures are not the gateway's.
     /start_rollout ──► running ──► finished | failed (why)
                           └── started with another payload, or the gateway ends ──► stopped
 
-One at a time. The process leads a session of its own: with its end, or the gateway's (even a kill:
-its standard input ends then), all processes that the generator started end, too. Owns: that
-process. Does not own: what is run (`generators.py`), what it writes (`writes.py`).
+One at a time. With its end, or the gateway's (even a kill), all processes that the generator
+started end, too (`backends/processes.py`). Owns: that process. Does not own: what is run
+(`generators.py`), what it writes (`writes.py`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
+from stepwell.backends.processes import Child, spawn
 from stepwell.gateway.slime_buffer.generators import KEY, Generator, load_generator
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class RolloutProcess:
         self.state = "none"
         """`none` (never started), `running`, `finished`, `stopped` or `failed (why)`."""
         self._started: tuple[str, Mapping[str, Any]] | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._child: Child[asyncio.subprocess.Process] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
 
@@ -57,11 +57,10 @@ class RolloutProcess:
         paths = [path or os.getcwd() for path in sys.path]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), KEY: key}
         try:
-            self._process = process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", __name__, str(write)),
+            self._child = child = await spawn(
+                [sys.executable, "-m", __name__, str(write)],
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=(write,),
-                start_new_session=True,
                 env=environment,
             )
         except BaseException:  # cancelled, too: `_watched` is not there to close it
@@ -70,25 +69,26 @@ class RolloutProcess:
         finally:
             os.close(write)
         self._started, self.state = (generator.path, payload), "running"
-        self._watch = asyncio.create_task(self._watched(process, read))
-        if (stdin := process.stdin) is not None:
-            stdin.write(orjson.dumps([generator.path, payload]) + b"\n")
+        self._watch = asyncio.create_task(self._watched(child, read))
+        if (stdin := child.process.stdin) is not None:
+            stdin.write(orjson.dumps([generator.path, payload]))
             with contextlib.suppress(ConnectionError):  # it died: `_watched` says so
                 await stdin.drain()
+            stdin.close()
 
     async def stop(self) -> None:
         """End the generator and all that it started."""
-        if self._process is None or self._watch is None or self._watch.done():
+        if self._child is None or self._watch is None or self._watch.done():
             return
         self.state = "stopped"
-        _signal(self._process, signal.SIGTERM)
+        self._child.signal(signal.SIGTERM)
         await asyncio.wait([self._watch], timeout=STOP_S)
-        _signal(self._process, signal.SIGKILL)
+        self._child.signal(signal.SIGKILL)
         await self._watch
 
-    async def _watched(self, process: asyncio.subprocess.Process, read: int) -> None:
-        status = await process.wait()
-        _signal(process, signal.SIGKILL)  # what it left behind
+    async def _watched(self, child: Child[asyncio.subprocess.Process], read: int) -> None:
+        status = await child.process.wait()
+        child.kill()  # what it left behind
         os.set_blocking(read, False)
         try:
             why = os.read(read, WORDS).decode(errors="replace")
@@ -104,22 +104,11 @@ class RolloutProcess:
             log.error("the rollout generator %s", self.state)
 
 
-def _signal(process: asyncio.subprocess.Process, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-
-
 # -- in the process itself ------------------------------------------------------------------------
 
 
 def _main() -> int:
-    line = b""
-    while not line.endswith(b"\n"):
-        if not (more := os.read(0, 1 << 16)):
-            return 1  # the gateway ended
-        line += more
-    path, payload = orjson.loads(line)
-    threading.Thread(target=_end_with_the_gateway, daemon=True).start()
+    path, payload = orjson.loads(sys.stdin.buffer.read())
     sys.stdin = open(os.devnull)  # noqa: SIM115 - for as long as the process lives
     try:
         load_generator(path)[1].run_rollout(payload)
@@ -129,12 +118,6 @@ def _main() -> int:
         os.write(int(sys.argv[1]), f"{type(e).__name__}: {e}".encode()[:WORDS])
         raise
     return 0
-
-
-def _end_with_the_gateway() -> None:
-    while os.read(0, 1 << 16):
-        pass
-    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -19,16 +19,16 @@ and stopped every call in flight for 55 to 90 ms.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
 
 from stepwell.datapool.codec import Base
 from stepwell.datapool.types import TokenIds
-from stepwell.gateway.tokens.messages import Key, extend_key, text_key, text_prefix_keys
+from stepwell.gateway.tokens.messages import Key, Keys, Message, text_key, text_prefix_keys
 
 BranchCause: TypeAlias = Literal[
     "resampled",  # the same first prompt again
@@ -42,8 +42,9 @@ BranchCause: TypeAlias = Literal[
 ]
 Calls: TypeAlias = tuple[tuple[str, str, str], ...]
 """Tool calls of a reply: their ids, names and arguments."""
-Said: TypeAlias = Sequence[Mapping[str, Any]] | str | bytes
-"""A conversation: messages; or a plain text, or ids as bytes, that is matched as it stands."""
+Said: TypeAlias = Keys | Sequence[Message] | str | bytes
+"""A conversation: messages, or their keys; or a plain text, or ids as bytes, that is matched as it
+stands."""
 
 
 class TurnKeys(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -133,17 +134,15 @@ class TurnGraph:
 
     def attach(self, root: Key, said: Said) -> Attachment:
         """Find the deepest turn that a request extends."""
-        prompt_key = root
-        ends: list[tuple[int, Key]] = []
-        """Where a turn may have ended."""
+        ends: Iterable[tuple[int, Key]]
+        """Where a turn may have ended, the longest first."""
         if isinstance(said, str | bytes):
             prompt_key = text_key(said)
-            ends += text_prefix_keys(said, self._lengths)
+            ends = reversed([*text_prefix_keys(said, self._lengths)])
         else:
-            for n, (prompt_key, role) in enumerate(_chain(root, said), 1):
-                if role == "assistant":
-                    ends.append((n, prompt_key))
-        for n, key in reversed(ends):
+            keys = said if isinstance(said, Keys) else Keys(root, said)
+            prompt_key, ends = keys.prompt, keys.ends()
+        for n, key in ends:
             if (turn := self._by_key.get(key)) is not None:
                 return Attachment(root, prompt_key, turn, n, None)
         cause = self._why(root, said, prompt_key) if self._prompts else None
@@ -190,22 +189,17 @@ class TurnGraph:
     def _why(self, root: Key, said: Said, prompt_key: Key) -> BranchCause:
         if prompt_key in self._prompts:
             return "resampled"
-        messages = () if isinstance(said, str | bytes) else said
+        messages: Sequence[Message] = ()
+        if not isinstance(said, str | bytes):
+            messages = [*said.messages] if isinstance(said, Keys) else said
         for other in self._roots:
             if other != root and any(
-                key in self._by_key or key in self._prompts for key, _ in _chain(other, messages)
+                key in self._by_key or key in self._prompts for key in Keys(other, messages)
             ):
                 return "tools_changed"
         if any(m["role"] == "assistant" for m in messages):
             return "history_edited"
         return "new_conversation"
-
-
-def _chain(root: Key, messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Key, str]]:
-    key = root
-    for message in messages:
-        key = extend_key(key, message)
-        yield key, message["role"]
 
 
 def join(pieces: Sequence[TokenIds]) -> TokenIds:

@@ -18,8 +18,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import orjson
 
@@ -95,8 +95,65 @@ def canonical(message: Mapping[str, Any]) -> bytes:
     return dumps(["assistant", visible_text(content), calls])
 
 
+class ToolPart(dict[str, Any]):
+    """A tool, its function, or that one's parameters. Nothing of it changes."""
+
+    __slots__ = ("json_texts",)
+
+    def __init__(self, part: Mapping[str, Any]) -> None:
+        super().__init__(part)
+        self.json_texts: dict[Any, str] = {}
+        """Its JSON, by the way that templates write it."""
+        for name in ("function", "parameters"):
+            if isinstance(inner := part.get(name), dict):
+                self[name] = ToolPart(inner)
+
+
+class Tools(list[Tool]):
+    """Tools that many requests bring, of which nothing changes: their JSON, which root keys and
+    chat templates hold, is made once."""
+
+    __slots__ = ("_begun", "json_texts", "n_chars")
+
+    def __init__(self, tools: Iterable[Tool]) -> None:
+        super().__init__(map(ToolPart, tools))
+        self.json_texts: dict[Any, str] = {}
+        """As those of its parts."""
+        self.n_chars = 0
+        """Characters of the JSON, about."""
+        self._begun: hashlib.blake2b | None = None
+        try:
+            text = orjson.dumps(self, option=_SORTED)
+        except TypeError:  # as in `dumps`
+            return
+        self.n_chars = len(text)
+        self._begun = hashlib.blake2b(b"[" + text + b",", digest_size=16)
+
+    @property
+    def is_written(self) -> bool:
+        """True once a template has made its JSON, so that it costs little to render them again."""
+        if self.json_texts or not self:
+            return True
+        function = self[0].get("function")
+        return any(isinstance(p, ToolPart) and p.json_texts for p in (self[0], function))
+
+    def root_key(self, template_args: Mapping[str, Any]) -> Key | None:
+        """`root_key` of these tools; None: it is to be made of all of them."""
+        if self._begun is None or not self:
+            return None
+        try:
+            text = orjson.dumps(template_args, option=_SORTED)
+        except TypeError:
+            return None
+        digest = self._begun.copy()
+        digest.update(text + b"]")
+        return digest.digest()
+
+
 def root_key(tools: Sequence[Tool] | None, template_args: Mapping[str, Any]) -> Key:
     """Key of the empty conversation: what shapes the prompt besides the messages."""
+    if isinstance(tools, Tools) and (key := tools.root_key(template_args)) is not None:
+        return key
     return hashlib.blake2b(dumps([tools or None, template_args]), digest_size=16).digest()
 
 
@@ -116,6 +173,131 @@ def exact_key(
 def extend_key(key: Key, message: Mapping[str, Any]) -> Key:
     """Key of a conversation with one more message: a hash chain, so a turn costs what it adds."""
     return hashlib.blake2b(key + canonical(message), digest_size=16).digest()
+
+
+class Prefix(NamedTuple):
+    """The beginning of a conversation, by its keys: an earlier request had it."""
+
+    n_messages: int
+    begin: Key
+    """Of the first messages, which are read again: a system message, or none."""
+    key: Key
+    """Of all of it."""
+
+
+class KnownMessages(Sequence[Message]):
+    """The messages of a conversation that begins with a known prefix: what follows it, and the
+    system message, are read. If any other message is asked for, the whole conversation is.
+
+    Args:
+        begin: the first messages of the prefix.
+        new: what follows the prefix; an assistant's message first.
+        read: makes the whole conversation.
+        n_chars: of its text, about.
+    """
+
+    def __init__(
+        self,
+        prefix: Prefix,
+        begin: Sequence[Message],
+        new: Sequence[Message],
+        read: Callable[[], Sequence[Message]],
+        n_chars: int = 0,
+    ) -> None:
+        self.prefix, self.begin, self.new, self.n_chars = prefix, begin, new, n_chars
+        self._read: Callable[[], Sequence[Message]] | None = read
+        self._all: Sequence[Message] = ()
+
+    def __len__(self) -> int:
+        return self.prefix.n_messages + len(self.new)
+
+    @overload
+    def __getitem__(self, at: int) -> Message: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Message]: ...
+    def __getitem__(self, at: int | slice) -> Message | Sequence[Message]:
+        if isinstance(at, slice):
+            start, stop, step = at.indices(len(self))
+            n = self.prefix.n_messages
+            if n <= start and step == 1:
+                return self.new[start - n : max(stop - n, 0)]
+        return self.whole()[at]
+
+    def __iter__(self) -> Iterator[Message]:
+        return iter(self.whole())
+
+    def whole(self) -> Sequence[Message]:
+        """All messages, read now if they were not before."""
+        if self._read is not None:
+            self._all, self._read = self._read(), None
+        return self._all
+
+    def changed(self, change: Callable[[Sequence[Message]], Sequence[Message]]) -> KnownMessages:
+        """The same conversation with `change` applied to its messages, as it was to the prefix."""
+        changed = change(self.begin), change(self.new)
+        return KnownMessages(self.prefix, *changed, lambda: change(self.whole()), self.n_chars)
+
+
+def continued(messages: Sequence[Message], n_left_out: int, reply: Message) -> Sequence[Message]:
+    """The conversation with `reply` and without its first `n_left_out` messages, which are read
+    even if it begins with a known prefix."""
+    if not isinstance(messages, KnownMessages):
+        return (*messages[n_left_out:], reply)
+    prefix = messages.prefix._replace(n_messages=messages.prefix.n_messages - n_left_out)
+    return KnownMessages(
+        prefix,
+        messages.begin[n_left_out:],
+        [*messages.new, reply],
+        lambda: (*messages.whole()[n_left_out:], reply),
+        messages.n_chars,
+    )
+
+
+def system_of(messages: Sequence[Message]) -> Sequence[Message]:
+    """The system message that a conversation begins with, if it does."""
+    first = messages.begin if isinstance(messages, KnownMessages) else messages
+    return [m for m in first[:1] if m["role"] == "system"]
+
+
+class Keys:
+    """Keys of the beginnings of a conversation under one root."""
+
+    def __init__(self, root: Key, messages: Sequence[Message]) -> None:
+        self.root, self.messages = root, messages
+        self._n_before = 0
+        """Messages of the known prefix."""
+        rest = messages
+        keys = [root]
+        if isinstance(messages, KnownMessages):
+            prefix = messages.prefix
+            if Keys(root, messages.begin).prompt == prefix.begin:
+                self._n_before, rest, keys = prefix.n_messages, messages.new, [prefix.key]
+        key = keys[0]
+        self._rest = [*rest]
+        for message in self._rest:
+            key = extend_key(key, message)
+            keys.append(key)
+        self._keys = keys
+        self.prompt: Key = key
+        """Of the whole conversation."""
+
+    def after(self, n: int) -> Key | None:
+        """Key of the first `n` messages; None: of a known prefix's parts it is not known."""
+        return self._keys[n - self._n_before] if n >= self._n_before else None
+
+    def __iter__(self) -> Iterator[Key]:
+        """One behind each message that was read."""
+        return iter(self._keys[1:])
+
+    def ends(self) -> Iterator[tuple[int, Key]]:
+        """Lengths and keys of the beginnings that end with an assistant's message, the longest one
+        first. Those within a known prefix come last and are read only if they are asked for."""
+        n = self._n_before
+        for i in range(len(self._rest) - 1, -1, -1):
+            if self._rest[i]["role"] == "assistant":
+                yield n + i + 1, self._keys[i + 1]
+        if n:
+            yield from Keys(self.root, [*self.messages[:n]]).ends()
 
 
 def text_key(text: str | bytes) -> Key:
@@ -196,7 +378,9 @@ class Normalizer:
     def __init__(self, rules: Sequence[NormalizeRule]) -> None:
         self.rules = [(r.role, re.compile(r.pattern), r.replacement) for r in rules]
 
-    def __call__(self, messages: Sequence[Message]) -> list[Message]:
+    def __call__(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if isinstance(messages, KnownMessages):
+            return messages.changed(self)
         return [self._normalised(m) for m in messages]
 
     def _normalised(self, message: Message) -> Message:

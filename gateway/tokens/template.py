@@ -23,7 +23,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from stepwell.gateway.errors import GatewayConfigError
-from stepwell.gateway.tokens.messages import Message, Tool
+from stepwell.gateway.tokens.messages import Message, Tool, ToolPart, Tools
+
+MAX_TEXTS = 4
+"""Ways of writing the JSON of a tool that are kept."""
 
 
 class ChatTemplate:
@@ -69,7 +72,7 @@ class ChatTemplate:
         template = self._with_tools if tools else self._default
         return template.render(
             messages=[_shown(m) for m in messages],
-            tools=list(tools) if tools else None,
+            tools=(tools if isinstance(tools, Tools) else list(tools)) if tools else None,
             add_generation_prompt=add_generation_prompt,
             **{"documents": None, **self.special_tokens, **variables},
         )
@@ -140,9 +143,15 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
+    how = (ensure_ascii, indent, separators and tuple(separators), sort_keys)
+    if isinstance(value, Tools | ToolPart) and (text := value.json_texts.get(how)) is not None:
+        return text
+    text = json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    if isinstance(value, Tools | ToolPart) and len(value.json_texts) < MAX_TEXTS:
+        value.json_texts[how] = text
+    return text
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

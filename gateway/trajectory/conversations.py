@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.tokens.messages import extend_key, text_prefix_keys
+from stepwell.gateway.tokens.messages import text_prefix_keys
 
 Caller: TypeAlias = bytes
 """Digest of the API keys of a request."""
@@ -22,12 +22,12 @@ Peer: TypeAlias = tuple[str, int] | None
 
 
 class Place(NamedTuple):
-    """Where a trajectory is found."""
+    """A key under which a trajectory is found."""
 
     key: bytes
     """Its caller, and the key of a conversation or first request."""
     length: int | None = None
-    """Of a conversation that is no messages."""
+    """Length of a conversation that is no messages."""
 
 
 class Conversations:
@@ -36,7 +36,7 @@ class Conversations:
     def __init__(self) -> None:
         self._uids: dict[bytes, str] = {}
         self._lengths: Counter[int] = Counter()
-        """Of the conversations that are no messages."""
+        """Counts, by length, the conversations that are no messages."""
 
     def __len__(self) -> int:
         return len(self._uids)
@@ -57,12 +57,8 @@ class Conversations:
             for _, key in text_prefix_keys(plain, self._lengths):
                 deepest = self._uids.get(caller + key, deepest)
             return deepest
-        key = call.root
-        for message in call.messages:
-            key = extend_key(key, message)
-            if message["role"] == "assistant":
-                deepest = self._uids.get(caller + key, deepest)
-        return deepest
+        turns = (self._uids.get(caller + key) for _, key in call.keys.ends())
+        return next((uid for uid in turns if uid is not None), None)
 
     def remove(self, places: Iterable[Place], uid: str) -> None:
         """A trajectory was closed."""

@@ -34,7 +34,7 @@ from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 from stepwell.cluster.address import RayPart
 from stepwell.config.run import RunConfig
 from stepwell.config.secrets import without_secrets
-from stepwell.datapool.sealed import read_sealed, sealed
+from stepwell.datapool.sealed import read_sealed, sealed, write_durably
 from stepwell.errors import NoRunError, RunUnavailableError
 from stepwell.layout import RUN_FILE
 from stepwell.trainer.errors import ConfigError
@@ -118,12 +118,8 @@ class RunFile(_Part):
     """Resolved, without secrets."""
 
     def write(self, run_dir: Path) -> None:
-        draft = run_dir / f".{RUN_FILE}.{os.getpid()}"
-        draft.unlink(missing_ok=True)
         content = sealed(self.model_dump_json(indent=2, exclude_none=True).encode())
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(content)
-        draft.replace(run_dir / RUN_FILE)
+        write_durably(run_dir / RUN_FILE, content, private=True)
 
 
 def begin(config: RunConfig) -> RunFile:

@@ -20,12 +20,12 @@ from stepwell.datapool.remote.lease_keeper import LeaseKeeper
 from stepwell.datapool.types import SFT, TRAIN
 from stepwell.layout import CHECKPOINTS, WEIGHTS
 from stepwell.run.resume import origin
-from stepwell.trainer.batches import Batches
+from stepwell.trainer.batches import Batches, TrainedChannel
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.data import Conversations, PromptSource
-from stepwell.trainer.feeds import Feed
+from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.ledger import LEDGER, Ledger
-from stepwell.trainer.live import GroupProducer, Traffic, TrafficValidator
+from stepwell.trainer.live import Traffic, TrafficValidator
 from stepwell.trainer.loop import Trainer
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.publish.publisher import Publisher
@@ -72,18 +72,18 @@ def build_trainer(
         *(config.rollout.reward, config.model.path, config.rollout.overlong_buffer),
         skip_special_tokens=config.rollout.skip_special_tokens,
     )
-    feeds: list[Feed] = []
+    channels: list[TrainedChannel] = []
     validator: Validator
     share = config.sft_share
 
-    def feed(producer: GroupProducer, channel: str) -> Feed:
+    def train_on(channel: str, producer: GroupProducer) -> None:
         keeper = LeaseKeeper(parts.pool, channel, config.pool.channel(channel).lease_s)
-        return Feed(channel, parts.pool, keeper, producer, takes_rest=channel == SFT)
+        channels.append(TrainedChannel(channel, producer, keeper))
 
     looks: dict[str, Any] = {"folder": config.run.dir, "tokenizer_path": config.model.path}
     prompts = source if share < 1 else conversations  # of those a Producer only evaluates
     if prompts is None:
-        feeds.append(feed(Traffic(parts.pool, ledger, config.rollout.min_n), TRAIN))
+        train_on(TRAIN, Traffic(parts.pool, ledger, config.rollout.min_n))
         validator = TrafficValidator(config.validation, parts.pool, scorer, **looks)
     else:
         window = config.trainer.train_batch_size
@@ -100,12 +100,10 @@ def build_trainer(
         )
         validator = TaskValidator(config.validation, parts.pool, scorer, producer, **looks)
         if share < 1:
-            feeds.append(feed(producer, TRAIN))
+            train_on(TRAIN, producer)
     if conversations is not None and config.data is not None and config.data.sft is not None:
         rows = Conversations(config.data.sft, config.algorithm.sft, config.model.path)
-        feeds.append(
-            feed(sft_producer(config.rollout, conversations, rows, parts.pool, ledger), SFT)
-        )
+        train_on(SFT, sft_producer(config.rollout, conversations, rows, parts.pool, ledger))
     if backend is None:
         backend = build_backend(
             config.trainer.backend,
@@ -123,7 +121,7 @@ def build_trainer(
         updater,
         compute,
         pool=parts.pool,
-        producer=feeds[0].producer,
+        producer=channels[0].producer,
         phases=phases,
         transport=config.engine.weight_transport,
         lends_memory=config.engine.release_memory,
@@ -135,7 +133,7 @@ def build_trainer(
         config.async_training,
         config.algorithm.estimator,
         pool=parts.pool,
-        feeds=feeds,
+        channels=channels,
         sft_share=share,
         scorer=scorer,
         group_filter=GroupFilter(config.sampling, config.model.path, _slime_arguments(config)),

@@ -119,8 +119,8 @@ def content(pool: DataPool) -> dict[str, str]:
     """Each live group: a digest of all that a consumer would get of it."""
     channel = pool.channel("train")
     found = {}
-    for uid, group in channel.prompt_groups.items():
-        digest = hashlib.sha256(f"{group.terms} {group.delivery} {group.due}".encode())
+    for uid, group in channel.records.groups.items():
+        digest = hashlib.sha256(f"{group.terms} {group.delivery} {group.readiness.is_due}".encode())
         for record in sorted(group.trajectories, key=lambda record: record.trajectory_uid):
             name = record.trajectory_uid
             digest.update(f"{name} {record.closing} {record.outcome}".encode())
@@ -190,7 +190,7 @@ def open_pool(folder: Path, durability: str, *, served: bool = False) -> dict[st
         restore(pool, journal)
         found = content(pool)
         if served:
-            groups = pool.channel("train").prompt_groups
+            groups = pool.channel("train").records.groups
             found = {u: c for u, c in found.items() if groups[u].marks.trainable is not False}
         counts = pool.get_statistics("train", now=time.time())["groups"]
     finally:

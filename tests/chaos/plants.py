@@ -59,9 +59,9 @@ def every(n: int, first: int) -> Callable[[], bool]:
 # -- the pool ------------------------------------------------------------------------------------
 
 
-def _lose_step(serving: Any) -> None:
+def _lose_step(channel: Any) -> None:
     """A Step in 500 is answered as stored and is gone: the last of a trajectory."""
-    complete, seen, due = serving.Serving._complete, [0], [150]
+    complete, seen, due = channel.Channel._complete, [0], [150]
 
     def lossy(self: Any, record: Any, closing: Any) -> None:
         seen[0] += len(record.steps)
@@ -71,34 +71,34 @@ def _lose_step(serving: Any) -> None:
             record.steps = record.steps[:-1]
         complete(self, record, closing)
 
-    serving.Serving._complete = lossy
+    channel.Channel._complete = lossy
 
 
-def _abort_silently(serving: Any) -> None:
+def _abort_silently(channel: Any) -> None:
     """Every fifth finished rollout is aborted, with a reason that others have honestly."""
-    complete, hits = serving.Serving._complete, every(5, first=7)
+    complete, hits = channel.Channel._complete, every(5, first=7)
 
     def aborting(self: Any, record: Any, closing: Any) -> None:
         if self.replaying or not hits():
             complete(self, record, closing)
             return
-        self._abort(record, serving.Closing(record.prompt_uid, "abort", None, "cancelled"))
-        self._settle(self.prompt_groups[record.prompt_uid])
+        self._abort(record, channel.Closing(record.prompt_uid, "abort", None, "cancelled"))
+        self._decide(self.records.groups[record.prompt_uid])
 
-    serving.Serving._complete = aborting
+    channel.Channel._complete = aborting
 
 
-def _drop_silently(serving: Any) -> None:
+def _drop_silently(channel: Any) -> None:
     """Every eighth group that is ready is dropped for infrastructure, and nothing has failed."""
-    make_due, hits = serving.Serving._make_due, every(8, first=9)
+    decide, hits = channel.decide, every(8, first=9)
 
-    def dropping(self: Any, group: Any, why: str) -> None:
-        if self.replaying or not hits():
-            make_due(self, group, why)
-        else:
-            self._drop(group, "infrastructure")
+    def dropping(group: Any, rules: Any, now: float) -> Any:
+        found = decide(group, rules, now)
+        if not found.readiness.is_due or group.readiness.is_due or not hits():
+            return found
+        return found._replace(verdict=channel.Drop("infrastructure"))
 
-    serving.Serving._make_due = dropping
+    channel.decide = dropping
 
 
 def _serve_acked(pool: Any) -> None:
@@ -189,14 +189,14 @@ def _ack_early(loop: Any) -> None:
 def _change_taken(change: Callable[[Any], Any]) -> Callable[[ModuleType], None]:
     """Install `change` of every third group that training takes."""
 
-    def install(feeds: Any) -> None:
-        given, hits = feeds.Feed._given, every(3, first=5)
+    def install(batches: Any) -> None:
+        given, hits = batches.Batches._given, every(3, first=5)
 
-        def changed(self: Any, groups: Any) -> Any:
-            taken: Sequence[Any] | None = given(self, groups)
+        def changed(self: Any, channel: Any, groups: Any) -> Any:
+            taken: Sequence[Any] | None = given(self, channel, groups)
             return None if taken is None else [change(g) if hits() else g for g in taken]
 
-        feeds.Feed._given = changed
+        batches.Batches._given = changed
 
     return install
 
@@ -246,7 +246,7 @@ def _swap_rewards(group: Any) -> Any:
     return replace(group, trajectories=swapped)
 
 
-_POOL, _FEEDS = "stepwell.datapool.core", "stepwell.trainer.feeds"
+_POOL, _BATCHES = "stepwell.datapool.core", "stepwell.trainer.batches"
 _REPLY = "stepwell.gateway.trajectory.reply"
 
 
@@ -255,9 +255,9 @@ def _plant(module: str, install: Callable[[Any], None], *noticed_as: str, **othe
 
 
 PLANTS: Final[dict[str, Plant]] = {
-    "lost_step": _plant(f"{_POOL}.serving", _lose_step, "steps_lost", steps=16),
-    "silent_abort": _plant(f"{_POOL}.serving", _abort_silently, "silent_aborts"),
-    "silent_drop": _plant(f"{_POOL}.serving", _drop_silently, "silent_drops"),
+    "lost_step": _plant(f"{_POOL}.channel", _lose_step, "steps_lost", steps=16),
+    "silent_abort": _plant(f"{_POOL}.channel", _abort_silently, "silent_aborts"),
+    "silent_drop": _plant(f"{_POOL}.channel", _drop_silently, "silent_drops"),
     "acked_again": _plant(f"{_POOL}.pool", _serve_acked, "trained_twice"),
     "wrong_version": _plant(_REPLY, _change_version, "versions_wrong"),
     "zeroed_log_probs": _plant(_REPLY, _zero_log_probs, "steps_changed"),
@@ -268,9 +268,9 @@ PLANTS: Final[dict[str, Plant]] = {
     "ack_before_durable": _plant(
         "stepwell.trainer.loop", _ack_early, "steps_lost", kill_at=6, steps=10
     ),
-    "doubled_step": _plant(_FEEDS, _change_taken(_double_step), "trained_twice"),
-    "dropped_token": _plant(_FEEDS, _change_taken(_drop_last_token), "steps_changed"),
-    "swapped_rewards": _plant(_FEEDS, _change_taken(_swap_rewards), "rewards_from_failures"),
+    "doubled_step": _plant(_BATCHES, _change_taken(_double_step), "trained_twice"),
+    "dropped_token": _plant(_BATCHES, _change_taken(_drop_last_token), "steps_changed"),
+    "swapped_rewards": _plant(_BATCHES, _change_taken(_swap_rewards), "rewards_from_failures"),
 }
 
 

@@ -47,7 +47,7 @@ def test_there_are_12_plants_and_each_names_a_check_that_the_run_reports() -> No
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        ("silent_abort", "Serving._complete"),
+        ("silent_abort", "Channel._complete"),
         ("acked_again", "DataPool._ack"),
         ("wrong_version", "Reply.step"),
         ("skipped_prompt", "PromptSource.next"),

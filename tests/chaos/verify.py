@@ -31,11 +31,11 @@ import numpy as np
 from stepwell.backends.torch.backend import TorchBackend
 from stepwell.config.run import RunConfig
 from stepwell.datapool.config import PoolConfig
-from stepwell.datapool.core.groups import DEADLINE, GROUP_DROPPED
+from stepwell.datapool.core.channel import GROUP_DROPPED
 from stepwell.datapool.core.pool import DataPool
+from stepwell.datapool.core.readiness import DEADLINE, TOO_FEW_ROLLOUTS
 from stepwell.datapool.core.rows import GroupClosed
 from stepwell.datapool.core.rows import read as read_row
-from stepwell.datapool.core.serving import TOO_FEW_ROLLOUTS
 from stepwell.datapool.questions import (
     GetStatistics,
     ListGroups,

@@ -37,12 +37,6 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def until(condition) -> None:
-    """Wait for something that happens elsewhere; the test's timeout is the limit."""
-    while not await condition():  # noqa: ASYNC110 - no event tells of it
-        await asyncio.sleep(0.005)
-
-
 async def n_waiting(client: DataPoolClient, who: str = "consumers") -> int:
     return (await client.get_statistics("train"))["waiting"][who]
 

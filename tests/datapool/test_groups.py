@@ -381,10 +381,10 @@ def test_served_groups_leave_nothing_but_their_uids(pool, make_step):
         pool.finish(f"p{i}", f"t{i}")
         pool.fetch_batch()
     channel = pool.pool.channels["train"]
-    assert not channel.trajectory_index
+    assert not channel.records.trajectories
     assert pool.stats()["trajectories"]["complete"] == 0
-    assert not channel.prompt_groups
-    assert not len(channel.timers), "withdrawn timers are released"
+    assert not channel.records.groups
+    assert channel.next_alarm is None, "withdrawn alarms are released"
 
 
 def test_reasons_do_not_grow_without_bound(pool):

@@ -33,6 +33,7 @@ from stepwell.datapool.remote.incarnation import Former, Incarnation
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.remote.start import ShardLink, client_of
 from stepwell.datapool.store.folder import read_acked
+from tests.builders import until
 from tests.datapool.pools import pool_here, service_of
 
 MakeStep = Callable[..., Step]
@@ -68,8 +69,7 @@ def start(two_nodes: Cluster, tmp_path: Path) -> Iterator[Callable[[], Any]]:
 async def kill(client: DataPoolClient) -> None:
     pid = (await client.describe())["pid"]
     os.kill(pid, signal.SIGKILL)
-    while psutil.pid_exists(pid):  # noqa: ASYNC110 - it happens in another process
-        await asyncio.sleep(0.01)
+    await until(lambda: not psutil.pid_exists(pid))
 
 
 async def node_of(actor: Any) -> str:

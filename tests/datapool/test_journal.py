@@ -35,6 +35,7 @@ from stepwell.datapool.store import log as log_module
 from stepwell.datapool.store.folder import ACKED_NAME, SCHEMA_VERSION
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.segments import Row, segment_path, segments_in
+from tests.builders import until
 from tests.datapool.conftest import newest_segment
 
 Durability = Literal["process", "power"]
@@ -732,8 +733,7 @@ def holds(folder: Path, text: bytes) -> bool:
 
 
 async def until_erased(journal: Journal, text: bytes) -> None:
-    while holds(journal.folder, text):  # noqa: ASYNC110 - a file tells nobody
-        await asyncio.sleep(0.01)
+    await until(lambda: not holds(journal.folder, text))
 
 
 async def test_what_was_deleted_leaves_the_files_soon_after_it_is_asked_for(

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from stepwell.datapool.core.orders import KeyedOrder, ReadyOrder
-from stepwell.datapool.core.records import GroupRecord
+from stepwell.datapool.core.orders import KeyedOrder, ReadyQueue
 
 KEYS = st.sampled_from("abcdef")
 
@@ -45,101 +44,99 @@ def test_nothing_is_left_of_what_was_withdrawn():
     assert len(order._order) == len(order) == 2
 
 
-def groups_of(*uids):
-    return {uid: GroupRecord(uid, 0.0, number) for number, uid in enumerate(uids)}
-
-
 def test_returned_groups_go_first_in_the_order_of_return():
-    groups = groups_of(*"abc")
-    order = ReadyOrder(groups)
-    for group in groups.values():
-        order.make_due(group)
+    queue = ReadyQueue()
+    for uid in "abc":
+        queue.make_due(uid, 1)
     for uid in "ab":
-        order.discard(groups[uid])
+        queue.discard(uid)
     for uid in "ba":
-        order.give_back(groups[uid])
+        queue.give_back(uid)
     served = []
-    while heads := order.first(1):
+    while heads := queue.first(1):
         served += heads
-        order.discard(groups[heads[0]])
+        queue.discard(heads[0])
     assert served == ["a", "b", "c"]
 
 
 def test_nothing_is_left_of_a_discarded_group():
-    groups = groups_of("g")
-    order = ReadyOrder(groups)
-    for _ in range(19):
-        order.reach(groups["g"])
-    assert order.first(19) == ["g"]
-    order.discard(groups["g"])
-    assert not any(order._queues.values())
-    assert [order.count(n) for n in (1, 10, 19)] == [0, 0, 0]
+    queue = ReadyQueue()
+    queue.reach("g", 19)
+    assert queue.first(19) == ["g"]
+    queue.discard("g")
+    assert not queue._entries
+    assert not any(queue._queues.values())
+    assert [queue.count(n) for n in (1, 10, 19)] == [0, 0, 0]
 
 
-class OrderMachine(RuleBasedStateMachine):
-    """`ReadyOrder` against a list that is sorted anew for every answer."""
+class QueueMachine(RuleBasedStateMachine):
+    """`ReadyQueue` against a list that is sorted anew for every answer."""
 
     def __init__(self):
         super().__init__()
-        self.groups = groups_of(*"abcdef")
-        self.order = ReadyOrder(self.groups)
+        self.queue = ReadyQueue()
         self.places: dict[str, list[list]] = {}  # uid -> [[key, sequence], …], one if due
         self.due: set[str] = set()
         self.held: set[str] = set()
         self.asked: set[int] = set()
         self.next = self.returned = 0
 
-    @rule(uid=KEYS)
-    def make_due(self, uid):
-        self.next += 1
-        self.order.make_due(self.groups[uid])
+    @rule(uid=KEYS, n=st.integers(1, 3))
+    def make_due(self, uid, n):
+        self.queue.make_due(uid, n)
+        if uid in self.due:
+            return
+        places = self.places.get(uid, [])
+        if len(places) >= n:
+            self.places[uid] = [places[n - 1]]
+        else:
+            self.next += 1
+            self.places[uid] = [[0, self.next]]
         self.held.discard(uid)
         self.due.add(uid)
-        self.places[uid] = [[0, self.next]]
 
     @rule(uid=KEYS)
     def give_back(self, uid):
         self.returned -= 1
-        self.order.give_back(self.groups[uid])
+        self.queue.give_back(uid)
         self.held.discard(uid)
         self.due.add(uid)
         self.places[uid] = [[-math.inf, self.returned]]
 
-    @rule(uid=KEYS)
-    def reach(self, uid):
-        if uid not in self.due:
+    @rule(uid=KEYS, n=st.integers(0, 4))
+    def reach(self, uid, n):
+        if uid in self.due:
+            return
+        self.queue.reach(uid, n)
+        places = self.places.setdefault(uid, [])
+        del places[n:]
+        while len(places) < n:
             self.next += 1
-            self.order.reach(self.groups[uid])
-            places = self.places.setdefault(uid, [])
             places.append([places[0][0] if places else 0, self.next])
+        if not places:
+            self.forget(uid)
 
     @rule(n=st.integers(1, 4))
     def ask(self, n):
         """A consumer of a number that nobody has asked for before."""
         self.asked.add(n)
 
-    @rule(uid=KEYS, key=st.integers(-2, 2))
-    def rekey(self, uid, key):
-        self.order.rekey(self.groups[uid], key)
-        for place in self.places.get(uid, ()):
-            if place[0] != -math.inf:
+    @rule(uid=KEYS, key=st.integers(-2, 2), is_held=st.booleans())
+    def judged(self, uid, key, is_held):
+        self.queue.judged(uid, key, is_held)
+        if uid not in self.places:
+            return
+        (self.held.add if is_held else self.held.discard)(uid)
+        for place in self.places[uid]:
+            if place[0] != -math.inf and not is_held:
                 place[0] = key
 
     @rule(uid=KEYS)
-    def hold(self, uid):
-        if uid in self.places:
-            self.order.hold(self.groups[uid])
-            self.held.add(uid)
-
-    @rule(uid=KEYS)
-    def release(self, uid):
-        self.order.release(self.groups[uid])
-        self.held.discard(uid)
-
-    @rule(uid=KEYS)
     def discard(self, uid):
-        self.order.discard(self.groups[uid])
-        self.groups[uid].due = False  # as that of a group that begins
+        self.queue.discard(uid)
+        self.forget(uid)
+
+    def forget(self, uid):
         self.held.discard(uid)
         self.due.discard(uid)
         self.places.pop(uid, None)
@@ -152,9 +149,9 @@ class OrderMachine(RuleBasedStateMachine):
                 for uid, places in self.places.items()
                 if uid not in self.held and (uid in self.due or len(places) >= n)
             )
-            assert self.order.count(n) == len(expected)
-            assert self.order.first(n, 3) == [place[-1] for place in expected[:3]]
+            assert self.queue.count(n) == len(expected)
+            assert self.queue.first(n, 3) == [place[-1] for place in expected[:3]]
 
 
-TestOrder = OrderMachine.TestCase
-TestOrder.settings = settings(stateful_step_count=30)
+TestQueue = QueueMachine.TestCase
+TestQueue.settings = settings(stateful_step_count=30)

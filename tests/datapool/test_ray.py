@@ -19,6 +19,7 @@ from stepwell.datapool.errors import (
 )
 from stepwell.datapool.ops import LeaseBatch
 from stepwell.datapool.remote.actor import N_WAITING
+from tests.builders import until
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +45,6 @@ def own_actor(cluster):
     handle = start_data_pool(name=name)
     yield handle
     ray.kill(handle)
-
-
-async def until(condition):
-    """Wait for something that another process does; the test's timeout is the limit."""
-    while not await condition():  # noqa: ASYNC110 - it happens elsewhere, no event tells of it
-        await asyncio.sleep(0.02)
 
 
 async def consumers(client, channel):
@@ -238,8 +233,7 @@ async def test_a_dead_pool_is_a_connection_error_in_one_line(own_actor, make_ste
     await until(lambda: is_true(consumers(client, "train")))
     pid = (await client.describe())["pid"]
     ray.kill(own_actor)
-    while psutil.pid_exists(pid):  # noqa: ASYNC110 - until then it may well take a step
-        await asyncio.sleep(0.01)
+    await until(lambda: not psutil.pid_exists(pid))
     for call in (waiting, client.submit_step(make_step("t")), client.get_statistics()):
         with pytest.raises(ConnectionError, match="the DataPool cannot be reached") as e:
             await call

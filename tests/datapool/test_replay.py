@@ -26,7 +26,7 @@ from stepwell.datapool import (
 )
 from stepwell.datapool.codec import Base, PackedLease, decoder, encoder, pack
 from stepwell.datapool.config import SelectionConfig
-from stepwell.datapool.core import steps as steps_module
+from stepwell.datapool.core import group_log
 from stepwell.datapool.errors import (
     ChannelShutDownError,
     JournalCorruptError,
@@ -96,8 +96,8 @@ class Journaled:
         """All that it knows."""
         channels = {
             name: {
-                "groups": [_record(g) for g in channel.prompt_groups.values()],
-                "order": [channel.state(g) for g in channel.prompt_groups.values()],
+                "groups": [_record(g) for g in channel.records.groups.values()],
+                "order": [channel.state(g) for g in channel.records.groups.values()],
                 "ready": [g.prompt_uid for g in channel.ready_groups()],
                 "version": channel.counts.version,
                 "statistics": self.pool.get_statistics(name, now=self.now),
@@ -109,8 +109,8 @@ class Journaled:
 
 
 def _record(record: Any) -> Any:
-    """A record as plain values, without the numbers of its rows and of its places in the order,
-    which are compared as `order` and `ready`."""
+    """A record as plain values, without the numbers of its rows, and the time of its alarm, which
+    may be too early."""
     if isinstance(record, dict):
         return {key: _record(value) for key, value in record.items()}
     if isinstance(record, list | tuple):
@@ -118,7 +118,7 @@ def _record(record: Any) -> Any:
     names = getattr(record, "__struct_fields__", None) or getattr(record, "__slots__", None)
     if names is None:
         return record
-    numbers = ("row", "rows", "prompts", "places")
+    numbers = ("row", "rows", "prompts", "alarm")
     return {n: _record(getattr(record, n)) for n in names if n not in numbers}
 
 
@@ -276,9 +276,9 @@ HISTORIES = {
     "CompleteTrajectory": _completed,
     "AbortTrajectory": _aborted,
     "AbortTrajectory again": _given_up,
-    "GroupDue": _due,
-    "SiblingsAwaited": _awaited,
-    "SiblingsAwaited for all": _all_awaited,
+    "GroupDecided due": _due,
+    "GroupDecided after a wait": _awaited,
+    "GroupDecided after a wait for all": _all_awaited,
     "SetReward": _rewarded,
     "Mark": _marked,
     "GroupLeased": _leased,
@@ -504,7 +504,7 @@ def test_only_what_is_over_the_limit_goes_to_disk(
         pool.submit_step(step)
     in_memory = [
         not s.is_spilled
-        for t in pool.pool.channels["train"].trajectory_index.values()
+        for t in pool.pool.channels["train"].records.trajectories.values()
         for s in t.steps
     ]
     assert limit - 200 <= pool.get_statistics("train")["memory_bytes"] <= limit
@@ -516,7 +516,7 @@ def test_only_what_is_over_the_limit_goes_to_disk(
 def test_steps_of_a_call_that_share_a_row_come_back_each_its_own(
     make_pool: Callable[..., Journaled], make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps_module, "ROW_BYTES", 400)
+    monkeypatch.setattr(group_log, "ROW_BYTES", 400)
     pool = make_pool(n_rollouts=4, memory=1)
     # Two groups in turn, then more of one of them than a row takes.
     rollouts = {uid: rollout(make_step, uid, "p" if uid < "e" else "q") for uid in "aebfcgdh"}
@@ -554,7 +554,7 @@ def test_a_payload_that_cannot_be_read_back_fails_the_lease_and_loses_no_group(
     for uid in ("good", "bad"):
         pool.submit_steps(rollout(make_step, uid, f"p-{uid}"))
         pool.complete_trajectory(uid)
-    stored = pool.pool.channels["train"].trajectory_index["bad"].steps[1]
+    stored = pool.pool.channels["train"].records.trajectories["bad"].steps[1]
     row, *_ = stored.place
     number, offset, size = pool.journal._log.index.find(row)
     with segment_path(pool.journal.folder, number).open("r+b") as file:

@@ -13,6 +13,7 @@ from stepwell.datapool.errors import ChannelShutDownError
 from stepwell.datapool.ops import Ack, LeaseBatch, OpenGroup, Renew, Shutdown
 from stepwell.datapool.questions import GetStatistics
 from stepwell.datapool.remote.shards import shard_of
+from tests.builders import until
 from tests.datapool.pools import (
     DoorLink,
     groups_of,
@@ -20,7 +21,6 @@ from tests.datapool.pools import (
     processes,
     serving,
     settle,
-    until,
 )
 
 N = 2

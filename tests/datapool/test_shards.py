@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 import pickle
+import threading
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,7 @@ from stepwell.datapool.remote.shards import parts, shard_of
 from stepwell.datapool.remote.start import client_of, connect, share
 from stepwell.datapool.sealed import write_sealed
 from stepwell.datapool.store.folder import ACKED_NAME
+from tests.builders import until
 
 N = 2
 
@@ -114,12 +116,6 @@ async def kill(client, k):
     process = psutil.Process((await pids(client))[k])
     process.kill()
     await asyncio.to_thread(process.wait, 10)
-
-
-async def until(condition):
-    """Wait for something that another process does; the test's timeout is the limit."""
-    while not await condition():  # noqa: ASYNC110 - it happens elsewhere, no event tells of it
-        await asyncio.sleep(0.02)
 
 
 async def waits_for(client, who, n, channel="train"):
@@ -218,7 +214,7 @@ def test_another_number_of_shards_than_before_is_a_clear_error(tmp_path):
 
 
 def test_a_number_of_shards_that_cannot_be_noted_starts_no_pool(cluster, tmp_path):
-    (tmp_path / f"{SHARDS_FILE}.tmp").mkdir()
+    (tmp_path / f"{SHARDS_FILE}.{threading.get_native_id()}.tmp").mkdir()
     config = PoolConfig(shards=2, journal_dir=tmp_path)
     with pytest.raises(OSError, match=SHARDS_FILE):
         start_shards(config, name="not noted")
@@ -583,8 +579,7 @@ async def test_a_consumer_that_leaves_holds_nothing(client, channel, make_step, 
 
     monkeypatch.setattr(link._connection, "_answered", held_up)
     leaving = asyncio.create_task(client.lease_batch(channel=channel, batch_size=2))
-    while not late:  # noqa: ASYNC110 - it comes from another process
-        await asyncio.sleep(0.005)
+    await until(lambda: late)
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
     monkeypatch.undo()

@@ -33,6 +33,7 @@ from stepwell.datapool.files import transfer
 from stepwell.datapool.files.export import read, read_rows, write
 from stepwell.datapool.files.transfer import export_channel, import_channel
 from stepwell.datapool.inspect.rows import ExportedTrajectory
+from tests.builders import until
 
 BOTH = pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 NARROW = "narrow"
@@ -268,8 +269,11 @@ async def test_an_import_waits_for_admission_credit(client, channel, tmp_path):
     states = {uid: row.state for uid, row in (await groups_of(client, NARROW)).items()}
     assert states == {"p0": "ready", "p1": "ready"}
     importing = asyncio.create_task(import_channel(client, tmp_path / "x.jsonl", NARROW))
-    while not (await client.get_statistics(NARROW))["waiting"]["producers"]:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+
+    async def import_waits():
+        return (await client.get_statistics(NARROW))["waiting"]["producers"]
+
+    await until(import_waits)
     assert await client.lease_batch(channel=NARROW) is not None
     assert (await importing).n_groups == 3
     assert set(await fetched(client, NARROW)) == {"p1", "p2"}
@@ -322,13 +326,11 @@ async def test_a_caller_that_leaves_takes_its_unfinished_file_along(
     for i in range(20):
         await finish(client, channel, f"p{i}", f"t{i}")
     exporting = asyncio.create_task(export_channel(client, tmp_path / "x.jsonl", channel))
-    while not list(tmp_path.iterdir()):  # noqa: ASYNC110 - a file of another thread
-        await asyncio.sleep(0.001)
+    await until(lambda: list(tmp_path.iterdir()))
     exporting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await exporting
-    while list(tmp_path.iterdir()):  # noqa: ASYNC110 - a file of another thread
-        await asyncio.sleep(0.001)
+    await until(lambda: not list(tmp_path.iterdir()))
 
 
 async def test_trajectories_of_a_hand_made_file_can_be_imported(client, other, tmp_path):
@@ -349,8 +351,7 @@ async def test_an_export_goes_on_when_the_pool_is_killed_under_it(cluster, tmp_p
     await client.drop_group("p3", "test")  # so that the groups after it were not the first ones
     pid = (await client.describe())["pid"]
     exporting = asyncio.create_task(export_channel(client, tmp_path / "x.jsonl"))
-    while not any(p.stat().st_size for p in tmp_path.iterdir()):  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    await until(lambda: any(p.stat().st_size for p in tmp_path.iterdir()))
     assert not exporting.done()
     psutil.Process(pid).kill()
     summary = await exporting

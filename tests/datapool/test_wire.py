@@ -25,7 +25,8 @@ from stepwell.datapool.questions import GetStatistics
 from stepwell.datapool.remote import wire
 from stepwell.datapool.remote.link import LocalPort
 from stepwell.datapool.remote.wire import Server, connect
-from tests.datapool.pools import HERE, DoorLink, groups_of, serving, settle, until
+from tests.builders import until
+from tests.datapool.pools import HERE, DoorLink, groups_of, serving, settle
 
 
 class RawPeer:

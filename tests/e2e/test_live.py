@@ -24,6 +24,7 @@ from stepwell.datapool.types import TRAIN
 from stepwell.run.folder import live_run
 from stepwell.trainer.ledger import LEDGER, audit
 from stepwell.trainer.metrics import read_metrics
+from tests.builders import until
 from tests.e2e.conftest import ROOT
 
 pytestmark = pytest.mark.e2e
@@ -63,11 +64,18 @@ def said(log: Path) -> str:
     return log.read_text()
 
 
-async def until(happened: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not happened():
-            assert process.poll() is None, said(log)
-            await asyncio.sleep(0.1)
+async def while_it_runs(
+    process: subprocess.Popen[bytes], log: Path, happened: Callable[[], bool]
+) -> None:
+    """Wait for what happens before the process ends, or as it ends."""
+
+    def has_happened() -> bool:
+        if happened():
+            return True
+        assert process.poll() is None, said(log)
+        return False
+
+    await until(has_happened, LIMIT_S)
 
 
 @dataclass
@@ -114,7 +122,7 @@ async def test_a_trainer_is_killed_and_attached_again_and_no_agent_notices(tmp_p
     folder, serve_log = tmp_path / "live", tmp_path / "serve.txt"
     run = ("--config", "live", f"run.dir={folder}", "run.name=e2e", *SMALL)
     async with command("serve", *run, log=serve_log) as served:
-        await until(lambda: "Ctrl-C" in serve_log.read_text(), served, serve_log)
+        await while_it_runs(served, serve_log, lambda: "Ctrl-C" in serve_log.read_text())
         told = serve_log.read_text()
         assert f"stepwell train --attach {folder}" in told
         found = re.search(r"OPENAI_BASE_URL=(\S+)/v1", told)
@@ -124,30 +132,31 @@ async def test_a_trainer_is_killed_and_attached_again_and_no_agent_notices(tmp_p
 
         log = tmp_path / "first.txt"
         async with command("train", "--attach", str(folder), log=log) as trainer:
-            await until(lambda: len(steps_of(folder)) >= 3, trainer, log)
+            await while_it_runs(trainer, log, lambda: len(steps_of(folder)) >= 3)
             urls = live_run(folder).engines.urls  # type: ignore[union-attr]  # it is up
             async with EngineClient(urls[0]) as engine:
                 await engine.pause("retract")  # as if it had begun to publish
             trainer.send_signal(signal.SIGKILL)
         killed_after, answers = max(steps_of(folder)), service.answers
-        await until(lambda: service.answers > answers + 2 * AGENTS, served, serve_log)
+        await while_it_runs(served, serve_log, lambda: service.answers > answers + 2 * AGENTS)
 
         log = tmp_path / "second.txt"
         total = killed_after + 3
         again = ("train", "--attach", str(folder), f"trainer.total_steps={total}")
         async with command(*again, log=log) as trainer:
-            await until(lambda: trainer.poll() is not None, served, serve_log)
+            await while_it_runs(served, serve_log, lambda: trainer.poll() is not None)
             assert trainer.returncode == 0, log.read_text()
         assert "resumed at optimizer step" in log.read_text()
 
         answers = service.answers
-        await until(lambda: service.answers > answers, served, serve_log)  # it goes on without
+        # it goes on without the trainer
+        await while_it_runs(served, serve_log, lambda: service.answers > answers)
         stop.set()
         await asyncio.gather(*agents)
         async with connect(folder) as pool:
             groups = (await pool.get_statistics(TRAIN))["groups"]
         served.send_signal(signal.SIGINT)
-        await until(lambda: served.poll() is not None, served, serve_log)
+        await while_it_runs(served, serve_log, lambda: served.poll() is not None)
 
     assert service.failures == []
     assert steps_of(folder)[-1] == total

@@ -23,6 +23,7 @@ import pytest
 
 from stepwell.cluster.parts import Cluster, start_cluster
 from stepwell.datapool.types import Step
+from tests.builders import until
 from tests.e2e.conftest import ROOT, SMALL, small_config
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -145,8 +146,7 @@ async def talk(agents: list[Agent], turns: int) -> None:
 
 
 async def kill_after(agents: list[Agent], n_replies: int, url: str) -> None:
-    while sum(len(a.acknowledged) for a in agents) < n_replies:  # noqa: ASYNC110 - agents do it
-        await asyncio.sleep(0.002)
+    await until(lambda: sum(len(a.acknowledged) for a in agents) >= n_replies)
     process_at(url).kill()
 
 

@@ -31,6 +31,7 @@ from stepwell.backends.config import PauseMode
 from stepwell.backends.engines.client import EngineClient
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step
+from tests.builders import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -98,10 +99,13 @@ async def kill_one(engines: Sequence[RunningEngine]) -> Killed:
                 return loads[0]["total_generated_tokens"]
 
             clients, enough = Clients(origin, session), await generated() + 200
+
+            async def is_under_way() -> bool:
+                return await generated() >= enough
+
             clients.stop.set()  # one request each
             running = clients.start(REQUESTS)
-            while await generated() < enough:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+            await until(is_under_way)
             await control.pause("in_place")  # so that none finishes while we look
             before = await statistics()
             doomed.process.kill()

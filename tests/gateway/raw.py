@@ -6,10 +6,10 @@ import asyncio
 import json
 import socket
 import struct
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.builders import until
 from tests.gateway.conftest import World
 
 HI = [{"role": "user", "content": "hi"}]
@@ -107,9 +107,3 @@ class Raw:
     def half_close(self) -> None:
         """Say that nothing more will be sent, and stay to read."""
         self.connection.shutdown(socket.SHUT_WR)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - many things may make it true
-            await asyncio.sleep(0.001)

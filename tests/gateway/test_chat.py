@@ -18,6 +18,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from stepwell.gateway.dialects.openai_chat import ChatParams, OpenAIChat
 from stepwell.gateway.errors import RequestError
 from stepwell.gateway.wiring import ChannelSampling
+from tests.builders import until
 from tests.gateway.conftest import FAMILIES, QWEN3, Family, Sampled, World, eos_id, log_prob
 
 THINKER = QWEN3.replace(
@@ -823,9 +824,7 @@ async def test_a_stream_that_fails_before_its_first_event_aborts_the_other_sampl
     world.engine.script.append(Sampled(world.ids("a")[:1], gate=asyncio.Event()))
     with pytest.raises(openai.APIStatusError):
         await client.chat.completions.create(model="m", messages=[user("hi")], n=2, stream=True)
-    async with asyncio.timeout(5):
-        while not world.engine.aborts:  # noqa: ASYNC110 - the engine hears of it later
-            await asyncio.sleep(0.01)
+    await until(lambda: world.engine.aborts, 5)
     assert not next(iter(world.gateway.trajectories)).in_flight
     assert world.stored() == []
 
@@ -839,8 +838,7 @@ async def test_a_retry_of_n_samples_samples_only_what_failed(world: Any) -> None
     asked = asyncio.create_task(
         client.chat.completions.create(model="m", messages=[user("hi")], n=3)
     )
-    while not world.gateway.statistics()["calls"].get("failed"):  # noqa: ASYNC110 - no event tells
-        await asyncio.sleep(0.01)
+    await until(lambda: world.gateway.statistics()["calls"].get("failed"))
     for _ in range(5):  # what failed must not end what is still being generated
         await asyncio.sleep(0)
     gate.set()

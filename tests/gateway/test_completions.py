@@ -11,8 +11,8 @@ import pytest
 from openai.types import Completion
 from tokenizers.processors import TemplateProcessing
 
+from tests.builders import until
 from tests.gateway.conftest import Sampled, World, log_prob
-from tests.gateway.test_failures import until
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from stepwell.gateway.engine.fleet import Fleet, _rendezvous
 from stepwell.gateway.engine.generation import Part
 from stepwell.gateway.errors import EngineError, EngineUnavailableError, RequestError
 from stepwell.gateway.wiring import Wiring
+from tests.builders import until
 from tests.gateway.conftest import Sampled, log_prob
 from tests.helpers import reserved_port
 
@@ -207,15 +208,10 @@ class Rig:
         engines = {e["url"]: e for e in self.client.statistics()["engines"]}
         return str(engines[machine.url]["state"])
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
-            while not condition():  # noqa: ASYNC110 - the condition is another component's
-                await asyncio.sleep(0.005)
-
     async def checked(self) -> None:
         """Every engine has been asked for its version since."""
         before = {id(m): m.checks for m in self.machines}
-        await self.until(lambda: all(m.checks >= before[id(m)] + 2 for m in self.machines))
+        await until(lambda: all(m.checks >= before[id(m)] + 2 for m in self.machines))
 
 
 @pytest.fixture
@@ -350,7 +346,7 @@ async def test_a_stream_whose_version_changed_before_the_loss_is_not_guessed_at(
 
 async def test_a_stream_of_an_engine_that_was_updated_unseen_is_not_guessed_at(rigs: Any) -> None:
     rig = await rigs(engine_health_interval_s=60.0)
-    await rig.until(lambda: rig.machines[0].checks == 1)
+    await until(lambda: rig.machines[0].checks == 1)
     # Its first token may be from before the update to 2 that the first event reports.
     rig.machines[0].script = [Sampled([7, 8, 9], drop_after=2, version="2")]
     with pytest.raises(EngineUnavailableError, match="not certain"):
@@ -364,7 +360,7 @@ async def test_without_spans_tokens_are_of_the_version_that_events_name_around_t
 ) -> None:
     rig = await rigs(engine_health_interval_s=60.0)
     machine = rig.machines[0]
-    await rig.until(lambda: machine.checks == 1)
+    await until(lambda: machine.checks == 1)
     machine.drops_spans, machine.incremental = True, incremental
     machine.events_per_write = together
     versions = [("1", 0, 2), ("2", 2, 4), ("3-canary", 4, 6)]
@@ -379,7 +375,7 @@ async def test_without_spans_tokens_are_of_the_version_that_events_name_around_t
 async def test_a_change_back_and_forth_between_two_reads_is_not_missed(rigs: Any) -> None:
     rig = await rigs(engine_health_interval_s=60.0)
     machine = rig.machines[0]
-    await rig.until(lambda: machine.checks == 1)
+    await until(lambda: machine.checks == 1)
     machine.drops_spans, machine.events_per_write = True, 4
     versions = [("2", 0, 4), ("1", 4, 6), ("2", 6, 8)]
     machine.script = [Sampled([5, 6, 7, 8, 9, 10, 11, 12], versions=versions)]
@@ -394,7 +390,7 @@ async def test_without_a_stream_a_change_gives_all_tokens_the_older_version(
 ) -> None:
     rig = await rigs(engine_health_interval_s=60.0)
     machine = rig.machines[0]
-    await rig.until(lambda: machine.checks == 1)
+    await until(lambda: machine.checks == 1)
     machine.version, machine.drops_spans = "2", True
     if answered == "1":  # it went back meanwhile, and the gateway knows 2 already
         machine.script = [Sampled([7], version="2")]
@@ -431,7 +427,7 @@ async def test_calls_wait_for_an_engine_that_is_restarted(rigs: Any) -> None:
     [machine] = rig.machines
     await machine.stop()
     calls = [asyncio.create_task(rig.generate(affinity=str(i))) for i in range(8)]
-    await rig.until(lambda: rig.state(machine) == "down")
+    await until(lambda: rig.state(machine) == "down")
     await machine.start()
     for got in await asyncio.gather(*calls):
         check_whole(got, [7, 8, 9])
@@ -445,14 +441,14 @@ async def test_a_call_on_an_engine_that_went_silent_is_given_up_and_made_elsewhe
     gate = asyncio.Event()
     home.script = [Sampled([7, 8], gate=gate)]
     call = asyncio.create_task(rig.generate())
-    await rig.until(lambda: len(home.requests) == 1)
+    await until(lambda: len(home.requests) == 1)
     home.mute = asyncio.Event()
     check_whole(await asyncio.wait_for(call, 10), [7, 8, 9])
     assert len(other.requests) == 1
     assert rig.state(home) == "down"
     home.mute.set()
     gate.set()
-    await rig.until(lambda: rig.state(home) == "up")
+    await until(lambda: rig.state(home) == "up")
 
 
 async def test_a_cancelled_call_is_aborted_on_the_engine_that_has_it(rigs: Any) -> None:
@@ -460,11 +456,11 @@ async def test_a_cancelled_call_is_aborted_on_the_engine_that_has_it(rigs: Any) 
     home, other = await rig.home()
     home.script = [Sampled([7, 8], gate=asyncio.Event())]
     call = asyncio.create_task(rig.generate())
-    await rig.until(lambda: len(home.requests) == 1)
+    await until(lambda: len(home.requests) == 1)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    await rig.until(lambda: len(home.aborts) == 1)
+    await until(lambda: len(home.aborts) == 1)
     assert home.aborts == [home.requests[0]["rid"]]
     assert other.aborts == []
     assert [e["in_flight"] for e in rig.client.statistics()["engines"]] == [0, 0]
@@ -528,7 +524,7 @@ async def test_a_paused_engine_that_fails_health_still_gets_its_calls(rigs: Any)
     rig = await rigs()
     [machine] = rig.machines
     machine.healthy = False
-    await rig.until(lambda: rig.state(machine) == "ailing")
+    await until(lambda: rig.state(machine) == "ailing")
     check_whole(await rig.generate(), [7, 8, 9])
 
 
@@ -544,13 +540,13 @@ async def test_an_engine_that_comes_back_with_old_weights_gets_traffic_when_it_h
     await rig.checked()
     await home.stop()
     home.version = "0"
-    await rig.until(lambda: rig.state(home) == "down")
+    await until(lambda: rig.state(home) == "down")
     await home.start()
-    await rig.until(lambda: rig.state(home) == "behind")
+    await until(lambda: rig.state(home) == "behind")
     await rig.generate(affinity=rig.name_for(home))
     assert home.requests == []
     home.version = "5"
-    await rig.until(lambda: rig.state(home) == "up")
+    await until(lambda: rig.state(home) == "up")
     await rig.generate(affinity=rig.name_for(home))
     assert home.requests != []
 
@@ -563,7 +559,7 @@ async def test_a_restart_between_two_checks_is_found_by_its_first_reply(rigs: An
     machine.version = "4"
     got = await rig.generate()
     assert got.policy_version == 4  # it is what sampled it
-    await rig.until(lambda: rig.state(machine) == "behind")
+    await until(lambda: rig.state(machine) == "behind")
 
 
 async def test_when_the_only_engine_lost_its_weights_calls_wait_and_then_use_it(rigs: Any) -> None:
@@ -573,7 +569,7 @@ async def test_when_the_only_engine_lost_its_weights_calls_wait_and_then_use_it(
     await rig.checked()
     await machine.stop()
     machine.version = "0"
-    await rig.until(lambda: rig.state(machine) == "down")
+    await until(lambda: rig.state(machine) == "down")
     await machine.start()
     got = await rig.generate()
     assert got.policy_version == 0
@@ -590,9 +586,9 @@ async def test_beyond_its_patience_a_call_logs_which_versions_are_missing(
     await rig.checked()
     await machine.stop()
     machine.version = "3"
-    await rig.until(lambda: rig.state(machine) == "down")
+    await until(lambda: rig.state(machine) == "down")
     await machine.start()
-    await rig.until(lambda: rig.state(machine) == "behind")
+    await until(lambda: rig.state(machine) == "behind")
     with pytest.raises(EngineUnavailableError):
         await rig.generate()
     assert "weight version 3 while others had 5" in caplog.text
@@ -629,7 +625,7 @@ async def test_the_context_length_is_asked_of_whichever_engine_answers(
     assert await rig.client.context_length() == 4096
     await rig.client.ready()
     await rig.machines[1].stop()
-    await rig.until(lambda: all(rig.state(m) == "down" for m in rig.machines))
+    await until(lambda: all(rig.state(m) == "down" for m in rig.machines))
     with pytest.raises(EngineUnavailableError, match="no engine is healthy"):
         await rig.client.ready()
     assert all(m.url in caplog.text for m in rig.machines)
@@ -640,7 +636,7 @@ async def test_the_context_length_is_waited_for_while_the_engine_is_away(rigs: A
     [machine] = rig.machines
     await machine.stop()
     asking = asyncio.create_task(rig.client.context_length())
-    await rig.until(lambda: rig.state(machine) == "down")
+    await until(lambda: rig.state(machine) == "down")
     await machine.start()
     assert await asking == 4096
 

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from stepwell.datapool import ChannelConfig, PoolConfig, Step
+from tests.builders import until
 from tests.gateway.conftest import World
 from tests.helpers import full_disk
 
@@ -113,9 +114,7 @@ async def test_the_sweeper_outlives_a_full_disk(worlds: Any, tmp_path: Path) -> 
         await asyncio.sleep(1.2)
         assert len(world.gateway.trajectories) == 1
         assert not identities._sweeper.done()
-    async with asyncio.timeout(10):
-        while len(world.gateway.trajectories):  # noqa: ASYNC110 - what a user can see
-            await asyncio.sleep(0.02)
+    await until(lambda: not len(world.gateway.trajectories), 10)
     assert await world.pool.lease_batch(1) is not None
 
 
@@ -131,9 +130,7 @@ async def test_the_sweeper_outlives_errors_that_nobody_foresaw(worlds: Any) -> N
 
     world.pool.complete_trajectory = breaks_first
     await ask(world, "/v1/chat/completions", CALLS["chat/completions"])
-    async with asyncio.timeout(10):
-        while len(world.gateway.trajectories):  # noqa: ASYNC110 - what a user can see
-            await asyncio.sleep(0.02)
+    await until(lambda: not len(world.gateway.trajectories), 10)
 
 
 # -- a full channel ----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.wiring import Wiring
+from tests.builders import until
 from tests.gateway.conftest import Sampled
 
 
@@ -253,9 +254,7 @@ async def test_the_sweeper_completes_by_itself(worlds: Any) -> None:
     world = await worlds(conversation_idle_s=0.1)
     client = await plain(world)
     await talk(client, [user("hi")])
-    async with asyncio.timeout(5):
-        while len(world.gateway.trajectories):  # noqa: ASYNC110 - what a user can see
-            await asyncio.sleep(0.02)
+    await until(lambda: not len(world.gateway.trajectories), 5)
     assert await world.pool.lease_batch(1, "train") is not None
 
 
@@ -287,9 +286,7 @@ async def test_a_conversation_in_flight_is_not_idle(world: Any) -> None:
     world.say("slow", gate=gate)
     client = await plain(world)
     asked = asyncio.create_task(talk(client, [user("hi")]))
-    async with asyncio.timeout(5):
-        while not world.engine.requests:  # noqa: ASYNC110 - as above
-            await asyncio.sleep(0.01)
+    await until(lambda: world.engine.requests, 5)
     assert await world.gateway.identities.close_idle(time.monotonic() + 9) == 0
     gate.set()
     await asked

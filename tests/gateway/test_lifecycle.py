@@ -11,6 +11,8 @@ import anthropic
 import openai
 import pytest
 
+from tests.builders import until
+
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 
 
@@ -242,9 +244,7 @@ async def test_aborting_ends_calls_in_flight_and_the_engine_hears_of_it(
     with pytest.raises(openai.APIStatusError) as closed:
         await call
     assert closed.value.status_code == 410
-    async with asyncio.timeout(5):
-        while not world.engine.aborts:  # noqa: ASYNC110 - the engine has no event for it
-            await asyncio.sleep(0.005)
+    await until(lambda: world.engine.aborts, 5)
     gate.set()
     assert world.stored() == []
 

@@ -4,7 +4,6 @@ and size."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any, Literal
 
 import aiohttp
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import RateLimitedError, TrajectoryLimitError
 from stepwell.gateway.limits import CallLimits
+from tests.builders import until
 
 TIMEOUT_S = 10.0
 
@@ -366,12 +366,6 @@ async def chat(client: Any, text: str = "hi", **options: Any) -> str:
     )
     said: str = got.choices[0].message.content
     return said
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - what it waits for has no event
-            await asyncio.sleep(0.001)
 
 
 async def test_calls_beyond_the_limit_wait_their_turn_and_are_answered(worlds: Any) -> None:

@@ -27,6 +27,7 @@ from stepwell.gateway.listening import bind
 from stepwell.gateway.replicas import start_replicas
 from stepwell.gateway.server import HttpServer
 from stepwell.gateway.wiring import Wiring
+from tests.builders import until
 from tests.gateway.conftest import save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -200,6 +201,4 @@ async def test_a_pool_that_does_not_answer_does_not_keep_a_gateway_from_stopping
         await world.port.waiting.wait()
         await asyncio.to_thread(server.stop)
         await asyncio.wait([call])
-    async with asyncio.timeout(10):
-        while [t for t in threading.enumerate() if t.name == "gateway"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await until(lambda: not [t for t in threading.enumerate() if t.name == "gateway"], 10)

@@ -20,8 +20,9 @@ from openai import AsyncOpenAI
 from stepwell.datapool.ops import OpenTrajectory
 from stepwell.datapool.types import superseded
 from stepwell.gateway import call
+from tests.builders import until
 from tests.gateway.conftest import World
-from tests.gateway.raw import BODIES, ENDS, HI, Raw, until
+from tests.gateway.raw import BODIES, ENDS, HI, Raw
 
 
 class Clock:

@@ -9,7 +9,7 @@ import json
 import re
 import socket
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ from stepwell.trainer.errors import RolloutError
 from stepwell.trainer.ledger import Ledger, audit
 from stepwell.trainer.rollout.producer import LOSSES, LOST_IN_A_ROW, Producer
 from stepwell.trainer.rollout.worker import INFRASTRUCTURE, RolloutWorker, start_workers
+from tests.builders import until
 from tests.gateway.conftest import make_tokenizer
 from tests.gateway.test_engine import Machine
 from tests.helpers import actor_processes, reserved_port
@@ -152,7 +153,7 @@ class Rig:
     async def generate(self, producer: Producer) -> None:
         """Until the source is used up."""
         async with asyncio.timeout(120), producer.running():  # a busy machine takes its time
-            await producer.ended()
+            await producer.wait_ended()
             await producer._pool.get_statistics(TRAIN)
 
 
@@ -195,13 +196,6 @@ async def producer_of(
 ) -> AsyncIterator[Producer]:
     async with worker_of(rig, **rollout) as worker:
         yield rig.producer(n_prompts, [worker], tell=tell, **rollout)
-
-
-async def until(condition: Callable[[], Awaitable[Any]]) -> Any:
-    async with asyncio.timeout(30):
-        while not (found := await condition()):  # noqa: ASYNC110 - another process's
-            await asyncio.sleep(0.01)
-        return found
 
 
 async def drawn(producer: Producer, n: int) -> None:
@@ -351,7 +345,7 @@ async def test_a_rollout_that_finishes_starts_the_count_of_lost_groups_anew(rig:
                 assert lease is not None
                 producer.leased(group.prompt_uid for group in lease.groups)
                 await one.pool.ack(lease.lease_id)
-            await producer.ended()
+            await producer.wait_ended()
             assert not generation.done()
     assert producer.ends == {"ValueError": 90, "complete": 15}
 

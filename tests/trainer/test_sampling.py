@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from stepwell.config.load import load_config
 from stepwell.datapool.config import ChannelConfig
-from stepwell.datapool.types import TRAIN, Group, Step, Trajectory
+from stepwell.datapool.selection import GroupInfo
+from stepwell.datapool.types import TRAIN
 from stepwell.trainer.config import SamplingConfig
 from stepwell.trainer.errors import ConfigError, StarvedError
 from stepwell.trainer.ledger import audit
@@ -25,8 +26,8 @@ from stepwell.trainer.sampling import (
     Pace,
     credit_limit,
     drops_surplus,
-    group_info,
 )
+from tests.builders import group, until
 from tests.trainer.small_run import pool_config, small_config, small_run
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
@@ -34,27 +35,6 @@ MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 SYNC = "async_training.mode=sync"
 ONE_STEP_OFF = "async_training.mode=one_step_off"
 ASYNC = "async_training.mode=async"
-
-
-def group(*rewards: float | None, uid: str = "p", version: int = 0) -> Group:
-    trajectories = tuple(
-        Trajectory(
-            f"{uid}{i}",
-            uid,
-            (
-                Step(
-                    prompt_ids=[1],
-                    response_ids=[2],
-                    reward=reward,
-                    trajectory_uid=f"{uid}{i}",
-                    prompt_uid=uid,
-                    policy_version=version,
-                ),
-            ),
-        )
-        for i, reward in enumerate(rewards)
-    )
-    return Group(uid, trajectories, len(rewards))
 
 
 async def begun(pace: Pace, *uids: str) -> list[str]:
@@ -281,8 +261,17 @@ def test_without_filters_every_group_is_kept() -> None:
     assert GroupFilter(SamplingConfig(filters=[])).keep(groups) == groups
 
 
+shown: list[GroupInfo] = []
+
+
+def looks(info: GroupInfo) -> None:
+    shown.append(info)
+
+
 def test_a_filter_sees_of_a_leased_group_what_the_pool_would_show_it() -> None:
-    info = group_info(group(0.0, 2.0, version=3))
+    judge = GroupFilter(SamplingConfig(filters=[f"{__name__}:looks"]))
+    assert judge.keep([group(0.0, 2.0, n_rollouts=2, policy_version=3)])
+    info = shown.pop()
     assert (info.reward_mean, info.reward_std) == (1.0, 1.0)
     assert (info.oldest_version, info.newest_version, info.n_steps) == (3, 3, 2)
 
@@ -416,10 +405,12 @@ async def test_without_over_sampling_a_window_waits_for_its_stragglers(tmp_path:
         small_config(tmp_path, SYNC), hold=lambda task, _: hang.get(task["instance_id"])
     ) as run:
         training = asyncio.create_task(run.train(1))
-        while (await run.pool.get_statistics(TRAIN))["waiting"]["consumers"] == 0:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        while run.rollouts.ended != ["train0"]:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+
+        async def trainer_waits() -> bool:
+            return bool((await run.pool.get_statistics(TRAIN))["waiting"]["consumers"])
+
+        await until(trainer_waits)
+        await until(lambda: run.rollouts.ended == ["train0"])
         assert run.rollouts.begun_tasks == ["train0", "train1"]
         assert run.records == []
         late.set()

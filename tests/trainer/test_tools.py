@@ -715,6 +715,7 @@ async def none_left(marker: str) -> bool:
 async def test_a_call_that_is_cancelled_takes_its_process_along() -> None:
     sandbox = PythonSandbox({"wall_s": 600})
     code = "import time\nopen('up', 'w')\ntime.sleep(600)"
+    await ran("1")  # with the first child the guard is started, and stays
     others = {p.pid for p in psutil.Process().children(recursive=True)}  # of other tests
     async with ToolBox([sandbox], ToolBoxConfig(timeout_s=600)).session() as tools:
         running = asyncio.create_task(tools.call(calls(("python", {"code": code}))))

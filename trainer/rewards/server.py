@@ -5,7 +5,7 @@
       ├────► 400, 401, 404, …: RewardCrashError
       └────► no answer, 429, 5xx: wait, POST again
 
-Owns the request and the waits of `remote`, `llm_judge` and `reward_model`. Does not own how long
+Owns the request and the waits of `remote` and `reward_model`. Does not own how long
 it goes on (`rollout.reward.timeout_s`), nor what becomes of a score that is missing (`manager.py`).
 """
 
@@ -26,10 +26,10 @@ MAX_BACKOFF_S = 10.0
 
 
 class RewardServer:
-    """What answers at `url`.
+    """A server that scores, at `url`.
 
     Args:
-        name: in errors, e.g. "the judge 'qwen'".
+        name: in errors, e.g. "the reward server http://rm".
         url: takes a JSON POST.
         backoff_s: before the second try (after a connection error, a timeout or a status of
             `RETRIED`); doubles up to 10 s, with up to as much again drawn at random so that many

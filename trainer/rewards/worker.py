@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import inspect
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -25,12 +24,13 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+from stepwell.backends.processes import Child, start
 from stepwell.trainer.errors import RewardCrashError, RewardError, RewardLoadError
 from stepwell.trainer.rewards.base import RewardFn, crashed, timed_out
 from stepwell.trainer.rewards.loading import load_reward
 
 START_S = 120.0
-"""For the imports of the function's module; not counted as the function's own time."""
+"""Seconds for the imports of the function's module; not counted as the function's own time."""
 
 
 class RewardProcess:
@@ -44,17 +44,16 @@ class RewardProcess:
         self._path = path
         self._kwargs = dict(kwargs)
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child[subprocess.Popen[bytes]] | None = None
         self._connection: Connection | None = None
-        self._life_line = -1
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs at the moment."""
-        return self._process.pid if self._process is not None else None
+        """Id of the process that runs at the moment."""
+        return self._child.pid if self._child is not None else None
 
     def call(self, timeout_s: float, call: str, *args: Any) -> Any:
-        """What the function returns for `args`; blocks.
+        """Return what the function returns for `args`; blocks.
 
         Raises:
             RewardLoadError, RewardCrashError, RewardTimeoutError
@@ -80,9 +79,8 @@ class RewardProcess:
 
     def kill(self) -> None:
         """End what runs now, from any thread: the call under way fails, the next starts anew."""
-        process = self._process
-        if process is not None:
-            _kill_group(process)
+        if (child := self._child) is not None:
+            child.kill()
 
     def close(self) -> None:
         """End the process for good, if one runs."""
@@ -92,21 +90,17 @@ class RewardProcess:
 
     def _start(self) -> Connection:
         ours, theirs = Pipe()
-        # The process ends when our end of this pipe does, which is when we do.
-        theirs_life, self._life_line = os.pipe()
-        fds = (theirs.fileno(), theirs_life)
+        fd = theirs.fileno()
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import main; main{fds}"],
-                pass_fds=fds,
+            self._child = start(
+                [sys.executable, "-c", f"from {__name__} import main; main({fd})"],
+                pass_fds=(fd,),
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what the function prints is no result
-                start_new_session=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)},
             )
         finally:
             theirs.close()
-            os.close(theirs_life)
         self._connection = ours
         ours.send((self._path, self._kwargs))
         if not ours.poll(START_S):
@@ -119,30 +113,21 @@ class RewardProcess:
         return ours
 
     def _end(self) -> None:
-        if self._process is not None:
-            _kill_group(self._process)
-            self._process.wait()
-            self._process = None
+        if self._child is not None:
+            self._child.kill()
+            self._child.process.wait()
+            self._child = None
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-        if self._life_line >= 0:
-            os.close(self._life_line)
-            self._life_line = -1
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 # ── in the process ───────────────────────────────────────────────────────────────────────────────
 
 
-def main(connection_fd: int, life_line: int) -> None:
+def main(connection_fd: int) -> None:
     """Answer calls until the trainer closes the connection."""
     connection = Connection(connection_fd)
-    threading.Thread(target=_follow, args=(life_line,), daemon=True).start()
     path, kwargs = connection.recv()
     try:
         reward = load_reward(path, kwargs)
@@ -172,8 +157,3 @@ def _answer(loop: asyncio.Runner, reward: RewardFn, call: str, args: tuple[Any, 
 
 async def _wait(result: Any) -> Any:
     return await result
-
-
-def _follow(life_line: int) -> None:
-    os.read(life_line, 1)  # returns when the trainer is gone
-    os.killpg(0, signal.SIGKILL)

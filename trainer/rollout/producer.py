@@ -36,6 +36,7 @@ from stepwell.datapool.types import GREEDY, SFT, TRAIN
 from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.data import PromptSource, Task, slug
 from stepwell.trainer.errors import DataExhaustedError, RolloutError
+from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.metrics import Idle
 from stepwell.trainer.reclaim import PRODUCER_GONE, live_groups, reclaim
@@ -59,7 +60,7 @@ FORGOTTEN = "dropped_unseen"
 """Ledger's reason: the pool dropped the group and was restarted before it could say why."""
 
 
-class Producer:
+class Producer(GroupProducer):
     """Keeps the pool fed with groups of the prompt source until it is stopped.
 
     Args:
@@ -87,14 +88,12 @@ class Producer:
         self._tell = tell
         self._config = config
         self._channel = channel
+        super().__init__(pool, ledger or Ledger(), config.min_n)
         self._source = source
-        self._pool = pool
         self._workers = workers
         self._pace = pace or Pace(None)
         self._drops_surplus = drops_surplus
         self._n_greedy = n_greedy
-        self.min_n = config.min_n
-        """Rollouts that a group is trained with at the least, `n_greedy` not counted."""
         self._n, self._min_n = config.n + n_greedy, config.min_n + n_greedy
         self._running: dict[str, asyncio.Task[None]] = {}
         self._drop_reasons: dict[str, str] = {}
@@ -104,7 +103,6 @@ class Producer:
         """Workers that may have lost a group to infrastructure and were not asked since."""
         self._recovering = asyncio.Lock()
         self._opening: str | None = None
-        self.ledger = ledger or Ledger()
         self._admitting: str | None = None
         self.idle = Idle(config.max_outstanding_groups)
         self.ends: Counter[str] = Counter()
@@ -125,8 +123,6 @@ class Producer:
         self._drained = asyncio.Event()
         self._returned = asyncio.Event()
         """A prompt came back to the source since the last look."""
-
-    endless = False
 
     def state_dict(self, consumed: Set[str]) -> dict[str, Any]:
         """Where the source stands, and the prompts that a resume has to account for."""
@@ -162,17 +158,14 @@ class Producer:
         }
 
     def leased(self, prompt_uids: Iterable[str]) -> None:
-        """Training took these groups: whatever becomes of their leases, it has them."""
         uids = set(prompt_uids)
         self._taken |= uids
         self._pace.leased(uids)
 
     def refund(self, n: int) -> None:
-        """`n` of the groups that training took are not trained: others take their place."""
         self._pace.refund(n)
 
     def settle(self, prompt_uids: Iterable[str]) -> None:
-        """These groups are trained and their checkpoint is durable."""
         for prompt_uid in prompt_uids:
             self.in_flight.pop(prompt_uid, None)
             self._taken.discard(prompt_uid)
@@ -197,7 +190,6 @@ class Producer:
                 running.cancel()
 
     def open_window(self) -> None:
-        """The engines serve the weights that the next groups are to be begun under."""
         self._pace.open_window()
 
     @asynccontextmanager
@@ -220,12 +212,7 @@ class Producer:
         """No prompt is left to draw, and no rollout runs."""
         return self._drained.is_set() or (self._generation is not None and self._generation.done())
 
-    async def ended(self) -> None:
-        """Returns once `has_ended`: until a prompt comes back there will be no more groups.
-
-        Raises:
-            RolloutError: generation failed (so does any error of its infrastructure).
-        """
+    async def wait_ended(self) -> None:
         drained = asyncio.ensure_future(self._drained.wait())
         try:
             watched = {drained} if self._generation is None else {drained, self._generation}

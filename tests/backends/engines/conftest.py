@@ -11,9 +11,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from transformers import (
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.supervisor import Supervisor
+from tests.builders import until
 
 torch.set_num_threads(1)
 
@@ -192,7 +191,7 @@ async def engine(_running: Engine) -> AsyncIterator[Engine]:
         info = await client.model_info()
         if (info["model_path"], info["weight_version"]) != (str(_running.base), "0"):
             await client.update_weights_from_disk(str(_running.base), 0)
-        await eventually(lambda: _idle(client))
+        await until(lambda: _idle(client))
         await client.flush()
 
 
@@ -205,19 +204,6 @@ async def client(engine: Engine) -> AsyncIterator[EngineClient]:
 async def _idle(client: EngineClient) -> bool:
     load = (await client.loads())["loads"][0]
     return load["num_running_reqs"] == 0 and load["num_waiting_reqs"] == 0
-
-
-async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> None:
-    """Wait until `condition` holds; fail the test if it never does."""
-    deadline = time.monotonic() + timeout_s
-    while not await condition():
-        assert time.monotonic() < deadline, "the condition never held"
-        await asyncio.sleep(0.01)
-
-
-@pytest.fixture(name="eventually")
-def _eventually() -> Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]:
-    return eventually
 
 
 @pytest.fixture(scope="session", name="make_engine_config")

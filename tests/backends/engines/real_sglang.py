@@ -21,12 +21,13 @@ from stepwell.backends.errors import EngineError
 from stepwell.backends.weights import WeightStore
 from stepwell.trainer.rewards.reward_model import RewardModel
 from tests.backends.models import SMALL
+from tests.builders import until
 
 Config = Callable[..., EngineConfig]
 
 
 async def test_weights_that_do_not_fit_end_the_server_and_it_comes_back_with_the_committed_ones(
-    make_engine_config: Config, model_dirs: Any, tmp_path: Path, eventually: Callable[..., Any]
+    make_engine_config: Config, model_dirs: Any, tmp_path: Path
 ) -> None:
     """SGLang 0.5.23 rolls back to the path that it was just given, and its scheduler dies of it. So
     weights have to be checked before a server is given them. Then the scheduler alone is killed."""
@@ -46,7 +47,7 @@ async def test_weights_that_do_not_fit_end_the_server_and_it_comes_back_with_the
             async def back() -> bool:
                 return supervisor.restarts == 1 and supervisor.state == "up"
 
-            await eventually(back, 240.0)
+            await until(back, 240.0)
             info = await client.model_info()
             assert (info["weight_version"], info["model_path"]) == ("5", str(model_dirs.new))
 
@@ -58,7 +59,7 @@ async def test_weights_that_do_not_fit_end_the_server_and_it_comes_back_with_the
             async def back_again() -> bool:
                 return supervisor.restarts == 2 and supervisor.state == "up"
 
-            await eventually(back_again, 240.0)
+            await until(back_again, 240.0)
             assert await client.weight_version() == 5
     finally:
         supervisor.stop()

@@ -22,6 +22,7 @@ from stepwell.backends.errors import EngineRequestError, WeightUpdateError
 from stepwell.backends.weights import WeightStore, publish
 from stepwell.backends.weights.transports import ADAPTER_NAME
 from stepwell.datapool.sealed import seal
+from tests.builders import until
 
 PROMPT = [40, 41, 42, 43]
 MODULE = "model.layers.1.self_attn.o_proj"
@@ -105,7 +106,6 @@ async def test_a_published_adapter_generates_and_survives_a_crash(
     model_dirs: Any,
     make_engine_config: Callable[..., Any],
     reference: Callable[..., Any],
-    eventually: Callable[..., Any],
     tmp_path: Path,
 ) -> None:
     store = WeightStore(tmp_path / "weights")
@@ -144,7 +144,7 @@ async def test_a_published_adapter_generates_and_survives_a_crash(
             async def back() -> bool:
                 return supervisor.restarts == 1 and supervisor.state == "up"
 
-            await eventually(back, 240.0)
+            await until(back, 240.0)
             assert await client.weight_version() == 2
             assert await agrees(merged[1])
     finally:

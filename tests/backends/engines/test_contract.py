@@ -16,6 +16,7 @@ import torch
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import EngineRequestError
 from tests.backends.engines.streams import streamed
+from tests.builders import until
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47, 48, 49]
 LONG = {"max_new_tokens": 400, "ignore_eos": True}
@@ -306,9 +307,7 @@ async def test_a_shared_prefix_is_reused_until_the_cache_is_flushed_or_the_weigh
     assert await cached() == 0
 
 
-async def test_a_client_that_disconnects_frees_its_place(
-    client: EngineClient, eventually: Callable[..., Any]
-) -> None:
+async def test_a_client_that_disconnects_frees_its_place(client: EngineClient) -> None:
     async def running() -> int:
         return int((await client.loads())["loads"][0]["num_running_reqs"])
 
@@ -319,14 +318,14 @@ async def test_a_client_that_disconnects_frees_its_place(
     async def both_run() -> bool:
         return await running() == 2
 
-    await eventually(both_run)
+    await until(both_run)
     await flight.leave()
     plain.cancel()
 
     async def none_runs() -> bool:
         return await running() == 0
 
-    await eventually(none_runs)
+    await until(none_runs)
     await client.flush()  # refused while a request is in flight
 
 

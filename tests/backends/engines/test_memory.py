@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import EngineInternalError, EngineRequestError
+from tests.builders import until
 
 PROMPT = [20, 21, 22, 23, 24, 25]
 GREEDY = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 LONG = {"max_new_tokens": 300, "temperature": 1.0, "ignore_eos": True}
-
-Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 
 
 async def requests(client: EngineClient) -> int:
@@ -24,11 +22,11 @@ async def requests(client: EngineClient) -> int:
 
 
 async def test_an_engine_comes_back_with_its_weights_and_an_empty_cache(
-    client: EngineClient, eventually: Eventually
+    client: EngineClient,
 ) -> None:
     before = await client.generate(PROMPT, GREEDY)
     running = asyncio.create_task(client.generate([30, 31, 32], LONG))
-    await eventually(lambda: _more_than(client, 0))
+    await until(lambda: _more_than(client, 0))
     await client.pause("abort")
     await client.release_memory()
     cut = await running
@@ -56,11 +54,9 @@ async def embedded(engine: Any, client: EngineClient) -> EngineClient:
     return client
 
 
-async def test_an_engine_that_generates_lends_nothing(
-    embedded: EngineClient, eventually: Eventually
-) -> None:
+async def test_an_engine_that_generates_lends_nothing(embedded: EngineClient) -> None:
     running = asyncio.create_task(embedded.generate(PROMPT, LONG))
-    await eventually(lambda: _more_than(embedded, 0))
+    await until(lambda: _more_than(embedded, 0))
     await embedded.pause("in_place")
     with pytest.raises(EngineRequestError, match=r"1 requests run .* pause it with mode abort"):
         await embedded.release_memory()

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,8 @@ from stepwell.backends.engines.ports import Host, NodeLaunch
 from stepwell.backends.engines.server import started
 from stepwell.backends.errors import EngineStartError
 from stepwell.backends.weights import WeightStore
+from tests.builders import until
 from tests.helpers import actor_processes
-
-Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def config(tmp_path: Path) -> EngineConfig:
 
 
 @asynccontextmanager
-async def group(
+async def engine_group(
     config: EngineConfig, folder: Path, n: int = 2, weights: Path | None = None
 ) -> AsyncIterator[EngineGroup]:
     nodes = [EngineNode(config, folder / f"node_{i}", weights, "127.0.0.1") for i in range(n)]
@@ -66,9 +65,9 @@ async def pids(of: EngineGroup) -> list[Any]:
 
 
 async def test_a_part_that_ends_ends_all_and_all_come_back_at_the_same_url(
-    config: EngineConfig, tmp_path: Path, eventually: Eventually
+    config: EngineConfig, tmp_path: Path
 ) -> None:
-    async with group(config, tmp_path) as server:
+    async with engine_group(config, tmp_path) as server:
         (url,) = await server.start()
         first = await pids(server)
         async with EngineClient(url) as client:
@@ -81,7 +80,7 @@ async def test_a_part_that_ends_ends_all_and_all_come_back_at_the_same_url(
                 up = [node["state"] == "up" for node in status["nodes"]]
                 return status["restarts"] >= 1 and all(up) and await client.health()
 
-            await eventually(is_back)
+            await until(is_back)
         assert (await server.status())["url"] == url
         assert not set(first) & set(await pids(server))
         left = await pids(server)
@@ -95,7 +94,7 @@ async def test_all_parts_load_what_was_committed_when_the_first_looked(
     for version in (1, 2):
         store.write(version, lambda folder: (folder.mkdir(), (folder / "w").touch()))
     store.commit(1)
-    async with group(config, tmp_path, weights=store.folder) as server:
+    async with engine_group(config, tmp_path, weights=store.folder) as server:
         with store.lock.tried() as mine:  # a publication is under way
             assert mine
             starting = asyncio.create_task(server.start())
@@ -112,7 +111,7 @@ async def test_all_parts_load_what_was_committed_when_the_first_looked(
 async def test_a_part_that_cannot_start_stops_the_others(
     config: EngineConfig, tmp_path: Path
 ) -> None:
-    async with group(config, tmp_path) as server:
+    async with engine_group(config, tmp_path) as server:
         broken = config.model_copy(update={"model_path": tmp_path / "nowhere"})
         server._nodes[1] = EngineNode(broken, tmp_path / "broken", None, "127.0.0.1")
         with pytest.raises(EngineStartError, match=r"model_path is '.*nowhere'"):
@@ -125,7 +124,7 @@ async def test_a_part_that_cannot_start_stops_the_others(
     "victim", ["EngineGroupServer", pytest.param("EngineNode", marks=pytest.mark.long)]
 )
 async def test_a_server_outlasts_the_death_of_its_actors(
-    config: EngineConfig, tmp_path: Path, eventually: Any, victim: str
+    config: EngineConfig, tmp_path: Path, victim: str
 ) -> None:
     server = start_engine_group(config, log_dir=tmp_path, options=[{}, {}])
     looked_at: list[str] = []
@@ -144,7 +143,7 @@ async def test_a_server_outlasts_the_death_of_its_actors(
             up = [node["state"] == "up" for node in status["nodes"]]
             return all(up) and await client.health() and not any(map(is_running, before))
 
-        await eventually(is_back, 120.0)
+        await until(is_back, 120.0)
     status = await server.status.remote()
     assert status["url"] == url
     await server.stop.remote()
@@ -182,7 +181,7 @@ class Part:
 
 
 async def test_a_server_whose_node_is_lost_is_given_up_and_says_so(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stepwell.backends.engines.nodes.LOOK_S", 0.01)
     parts = [Part(0), Part(1)]
@@ -193,6 +192,6 @@ async def test_a_server_whose_node_is_lost_is_given_up_and_says_so(
     async def given_up() -> bool:
         return "ended 3 times in a row" in str((await server.status())["error"])
 
-    await eventually(given_up)
+    await until(given_up)
     assert [node["state"] for node in (await server.status())["nodes"]] == ["new", "lost"]
     await server.stop()

@@ -13,6 +13,7 @@ from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import WeightUpdateError
 from stepwell.backends.weights import WeightStore, publish
+from tests.builders import until
 
 PROMPT = [40, 41, 42, 43]
 pytestmark = pytest.mark.parametrize("_running", ["embedded"], indirect=True)
@@ -51,7 +52,6 @@ async def test_a_publication_commits_and_generation_goes_on(
     client: EngineClient,
     model_dirs: Any,
     tmp_path: Path,
-    eventually: Callable[..., Any],
 ) -> None:
     store = WeightStore(tmp_path)
     long = {"max_new_tokens": 300, "ignore_eos": True}
@@ -60,7 +60,7 @@ async def test_a_publication_commits_and_generation_goes_on(
     async def runs() -> bool:
         return bool((await client.loads())["loads"][0]["num_running_reqs"])
 
-    await eventually(runs)
+    await until(runs)
     done = await publish([client], model_dirs.new, 1, mode, store=store)
     assert done.version == 1
     assert await client.weight_version() == 1
@@ -106,7 +106,7 @@ async def test_a_dead_replica_is_fenced_and_the_others_go_on(
 
 
 async def test_a_cancelled_publication_still_ends_and_leaves_no_engine_paused(
-    client: EngineClient, model_dirs: Any, eventually: Callable[..., Any]
+    client: EngineClient, model_dirs: Any
 ) -> None:
     task = asyncio.create_task(publish([client], model_dirs.new, 2, "abort"))
     await asyncio.sleep(0)
@@ -118,7 +118,7 @@ async def test_a_cancelled_publication_still_ends_and_leaves_no_engine_paused(
     async def published() -> bool:
         return await client.weight_version() == 2
 
-    await eventually(published)
+    await until(published)
     assert (await short(client))["meta_info"]["weight_version"] == "2"
 
 

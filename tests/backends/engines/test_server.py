@@ -16,6 +16,7 @@ from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.server import start_engine, started
 from stepwell.backends.errors import EngineStartError
 from stepwell.backends.weights import WeightStore
+from tests.builders import until
 from tests.helpers import actor_processes
 
 
@@ -53,7 +54,6 @@ async def test_a_killed_actor_comes_back_with_its_engine_at_its_url_and_the_comm
     model_dirs: Any,
     make_engine_config: Callable[..., EngineConfig],
     tmp_path: Path,
-    eventually: Callable[..., Any],
 ) -> None:
     store = WeightStore(tmp_path / "weights")
     config = make_engine_config("embedded", model_dirs.base)
@@ -76,7 +76,7 @@ async def test_a_killed_actor_comes_back_with_its_engine_at_its_url_and_the_comm
         async def is_back() -> bool:
             return await client.health()
 
-        await eventually(is_back, 120.0)
+        await until(is_back, 120.0)
         answer = await client.generate([40, 41], {"max_new_tokens": 1})
     assert answer["meta_info"]["weight_version"] == "5"
     status = await server.status.remote()

@@ -26,6 +26,7 @@ from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import EngineStartError
 from stepwell.backends.weights import WeightStore
+from tests.builders import until
 
 Launch = Callable[..., Supervisor]
 
@@ -62,7 +63,7 @@ def gone(pid: int, timeout_s: float = 15.0) -> bool:
 
 
 async def test_a_crashed_engine_comes_back_at_its_address_with_the_committed_weights(
-    launch: Launch, model_dirs: Any, tmp_path: Path, eventually: Callable[..., Any]
+    launch: Launch, model_dirs: Any, tmp_path: Path
 ) -> None:
     store = WeightStore(tmp_path / "weights")
     supervisor = launch(store.folder)
@@ -76,7 +77,7 @@ async def test_a_crashed_engine_comes_back_at_its_address_with_the_committed_wei
         async def back() -> bool:
             return supervisor.restarts == 1 and supervisor.state == "up"
 
-        await eventually(back, 240.0)
+        await until(back, 240.0)
         info = await client.model_info()
     assert (info["weight_version"], info["model_path"]) == ("5", str(model_dirs.new))
     assert supervisor.url == url
@@ -199,7 +200,6 @@ async def test_an_engine_that_hangs_comes_back_at_its_address_with_the_committed
     model_dirs: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    eventually: Callable[..., Any],
 ) -> None:
     monkeypatch.setattr("stepwell.backends.engines.supervisor.PROBE_EVERY_S", 0.1)
     store = WeightStore(tmp_path / "weights")
@@ -212,7 +212,7 @@ async def test_an_engine_that_hangs_comes_back_at_its_address_with_the_committed
     async def back() -> bool:
         return supervisor.restarts > 0 and supervisor.state == "up"
 
-    await eventually(back, 240.0)
+    await until(back, 240.0)
     assert supervisor.url == url
     async with EngineClient(url) as client:
         assert await client.weight_version() == 5
@@ -371,7 +371,7 @@ def test_killing_the_supervisors_process_leaves_no_engine(
 
 @pytest.mark.long
 async def test_a_publication_during_a_restart_is_caught_up(
-    launch: Launch, model_dirs: Any, tmp_path: Path, eventually: Callable[..., Any]
+    launch: Launch, model_dirs: Any, tmp_path: Path
 ) -> None:
     """Committed after the restarting engine read the pointer and before it was healthy."""
     store = WeightStore(tmp_path / "weights")
@@ -384,13 +384,13 @@ async def test_a_publication_during_a_restart_is_caught_up(
     async def relaunched() -> bool:
         return supervisor.pid not in (None, old)
 
-    await eventually(relaunched)
+    await until(relaunched)
     store.commit(6, model_dirs.new)
 
     async def current() -> bool:
         return supervisor.state == "up"
 
-    await eventually(current)
+    await until(current)
     async with EngineClient(url) as client:
         assert await client.weight_version() == 6
     await asyncio.sleep(0)
@@ -398,7 +398,7 @@ async def test_a_publication_during_a_restart_is_caught_up(
 
 @pytest.mark.long
 async def test_a_restarted_engine_serves_nothing_until_a_publication_under_way_has_ended(
-    launch: Launch, model_dirs: Any, tmp_path: Path, eventually: Callable[..., Any]
+    launch: Launch, model_dirs: Any, tmp_path: Path
 ) -> None:
     store = WeightStore(tmp_path / "weights")
     supervisor = launch(store.folder)
@@ -411,7 +411,7 @@ async def test_a_restarted_engine_serves_nothing_until_a_publication_under_way_h
             async def listens() -> bool:
                 return supervisor.restarts == 1 and await client.health()
 
-            await eventually(listens, 120.0)
+            await until(listens, 120.0)
             asked = asyncio.create_task(client.generate([40, 41], {"max_new_tokens": 2}))
             done, _ = await asyncio.wait({asked}, timeout=0.3)
             assert not done
@@ -423,7 +423,7 @@ async def test_a_restarted_engine_serves_nothing_until_a_publication_under_way_h
 
 @pytest.mark.long
 async def test_an_engine_that_dies_again_while_it_is_brought_up_to_date_is_restarted_again(
-    launch: Launch, model_dirs: Any, tmp_path: Path, eventually: Callable[..., Any]
+    launch: Launch, model_dirs: Any, tmp_path: Path
 ) -> None:
     store = WeightStore(tmp_path / "weights")
     supervisor = launch(store.folder)
@@ -437,11 +437,11 @@ async def test_an_engine_that_dies_again_while_it_is_brought_up_to_date_is_resta
                 async def listens(n: int = restarts) -> bool:
                     return supervisor.restarts == n and await client.health()
 
-                await eventually(listens, 120.0)
+                await until(listens, 120.0)
             store.commit(5, model_dirs.new)
 
         async def up() -> bool:
             return supervisor.state == "up"
 
-        await eventually(up, 120.0)
+        await until(up, 120.0)
         assert await client.weight_version() == 5

@@ -23,6 +23,7 @@ from stepwell.trainer.rewards import (
     load_reward,
 )
 from stepwell.trainer.sandbox import namespaces_work
+from tests.builders import until
 from tests.helpers import gone
 
 
@@ -173,8 +174,7 @@ async def test_a_program_ends_with_who_runs_it_however_that_dies(
         f"asyncio.run(sandbox.run({answer!r}, pathlib.Path({str(tmp_path)!r}), limits))\n"
     )
     owner = subprocess.Popen([sys.executable, "-c", code])  # noqa: ASYNC220
-    while not (tmp_path / "up").exists():  # noqa: ASYNC110 - another process's file
-        await asyncio.sleep(0.02)
+    await until(lambda: (tmp_path / "up").exists())
     running = [p.pid for p in psutil.Process(owner.pid).children(recursive=True)]
     assert running
     owner.kill()
@@ -188,7 +188,7 @@ async def test_a_sandbox_that_cannot_be_had_is_a_missing_score(
     monkeypatch.setattr("stepwell.trainer.sandbox.namespaces_work", lambda: False)
     with pytest.raises(RewardCrashError, match="permits no user namespaces"):
         await paid("x = 1", ["assert x"], limits={"require_isolation": True})
-    monkeypatch.setattr("stepwell.trainer.sandbox.sys.executable", "/no/such/python")
+    monkeypatch.setattr("stepwell.backends.processes.sys.executable", "/no/such/python")
     with pytest.raises(OSError, match="no/such"):
         await paid("x = 1", ["assert x"])
     monkeypatch.undo()

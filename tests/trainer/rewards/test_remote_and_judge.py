@@ -69,9 +69,7 @@ async def score(name: str, extra: dict[str, Any] | None = None, **kwargs: Any) -
 async def managed(function: str = "remote", **kwargs: Any) -> list[Any]:
     """What the manager makes of one call, which may take 2 s."""
     manager = RewardManager(
-        RewardConfig(
-            function=function, kwargs={"backoff_s": 0.01, **kwargs}, timeout_s=2, max_attempts=1
-        )
+        RewardConfig(function=function, kwargs=kwargs, timeout_s=2, max_attempts=1)
     )
     try:
         scored: list[Any] = await manager.score([RewardSample("sums", "four", "4", {})])
@@ -115,7 +113,7 @@ async def test_a_server_that_fails_for_a_while_is_asked_again(failure: Any) -> N
 
 async def test_a_server_that_keeps_failing_is_asked_until_the_rewards_timeout() -> None:
     async with serving(FAILED) as server:
-        (missing,) = await managed(url=server.url)
+        (missing,) = await managed(url=server.url, backoff_s=0.01)
         assert isinstance(missing, RewardTimeoutError)  # missing, not 0
         assert re.search(r"no score within 2 s .*answered 503: .*no", str(missing))
         assert len(server.bodies) > 1
@@ -150,6 +148,7 @@ async def test_an_answer_that_is_no_score_is_a_missing_score() -> None:
         ("remote", {"url": "http://rm", "payload": "trl"}, "'verl' or 'slime'"),
         ("remote", {"url": "http://rm", "max_retries": 3}, "unexpected .*max_retries"),
         ("llm_judge", {"base_url": "http://llm"}, "missing 1 required"),
+        ("llm_judge", {"base_url": "llm:80", "model": "m"}, "begins with http"),
         ("llm_judge", {"base_url": "http://llm", "model": "m", "prompt": "{answer}"}, "answer"),
         ("llm_judge", {"base_url": "http://llm", "model": "m", "max_score": 0}, "larger than 0"),
     ],
@@ -224,7 +223,7 @@ async def test_a_judge_without_a_verdict_is_a_missing_score_not_zero(verdict: st
 
 
 async def test_a_judge_that_fails_is_asked_again_and_then_missing() -> None:
-    assert await judged(*[FAILED] * 7, says("Score: 10"), backoff_s=0.001) == 1.0
+    assert await judged(FAILED, "drop", says("Score: 10")) == 1.0
     async with serving(FAILED) as server:  # until the reward's own limit, as `remote`
         (missing,) = await managed("llm_judge", base_url=server.url, model="judge")
         assert isinstance(missing, RewardTimeoutError)
@@ -232,9 +231,34 @@ async def test_a_judge_that_fails_is_asked_again_and_then_missing() -> None:
         assert len(server.bodies) > 1
 
 
-async def test_what_is_no_chat_completion_is_a_missing_score() -> None:
+async def test_a_judge_that_refuses_is_not_asked_again() -> None:
+    async with serving((401, {})) as server:
+        with pytest.raises(RewardCrashError, match=r"the judge 'judge' answered 401: .*no"):
+            await score("llm_judge", base_url=server.url, model="judge")
+        assert len(server.bodies) == 1
+
+
+async def test_the_judge_is_asked_with_the_key_of_a_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-1")
+    async with serving(says("Score: 10")) as server:
+        await score("llm_judge", base_url=server.url, model="judge", api_key_env="JUDGE_KEY")
+    assert server.headers[0]["Authorization"] == "Bearer sk-1"
+
+
+async def test_a_judge_that_is_not_there_is_a_missing_score() -> None:
+    async with serving(1) as server:
+        url = server.url
+    (missing,) = await managed("llm_judge", base_url=url, model="judge")
+    assert isinstance(missing, RewardTimeoutError)
+    assert "the judge 'judge' gave no answer" in str(missing)
+
+
+@pytest.mark.parametrize("reply", [{"choices": []}, {}, "text", [1], None])
+async def test_what_is_no_chat_completion_is_a_missing_score(reply: Any) -> None:
     with pytest.raises(RewardCrashError, match="which is no chat completion"):
-        await judged({"choices": []})
+        await judged(reply)
 
 
 async def test_the_scale_and_the_prompt_are_ones_own() -> None:

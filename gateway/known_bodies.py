@@ -1,0 +1,347 @@
+"""This module reads the bodies of a dialect's calls so that what an earlier request had, byte for
+byte, is not read again: the beginning of a conversation, and tools.
+
+    body   {"messages":[ … 60,000 tokens … ,{reply},{new message}],"tools":[ … ],"max_tokens":64}
+           └── as before: one digest ───┘ └─ read ─────────────┘         └ as before ┘└─ read ┘
+    call   KnownMessages(prefix, [system], [reply, new message]), Tools
+
+Each request leaves marks where an assistant's turn may follow (`dialects.base.Cut`): a digest of
+its bytes up to there, and the conversation's keys. A body that begins with the bytes of a mark goes
+through its dialect without them. If anything stands in the way, all of it does, so what is wrong
+with a body is always told of the whole one.
+
+Marks hold no text, and serve only the trajectory, or the caller, whose request left them. Their
+digests are XXH3 with a secret seed, so nobody can make two texts that have the same one. What is
+stored and what tells callers apart stays BLAKE2; a mark holds its state, so that the digest of a
+long body, too, costs what is new.
+
+Owns: marks, the memory of tools, a body's digest. Does not own: fields (`dialects/`), which turn is
+extended (`tokens/graph.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from cachetools import LRUCache
+from xxhash import xxh3_128
+
+from stepwell.gateway.access import Named, Principal
+from stepwell.gateway.bodies import BIG
+from stepwell.gateway.dialects.base import Cut, Dialect, Known, Parsed
+from stepwell.gateway.errors import GatewayError
+from stepwell.gateway.prompt import ChatRequest
+from stepwell.gateway.tokens.messages import KnownMessages, Message, Prefix
+from stepwell.gateway.web import body_digest, parse_object
+
+LEAST_BYTES = 8192
+"""Shorter bodies are read as fast as they are compared."""
+MAX_PLACES, MAX_MARKS = 4096, 32
+"""Trajectories (or callers and beginnings of a body), and marks of each: half a kilobyte a mark."""
+BEGINNING_BYTES = 1024
+MAX_TRIES = 2
+"""Marks that are tried, the longest first, before the whole body is read."""
+MAX_TOOL_BYTES = 4 * 1024 * 1024
+"""Texts of known tools; what is made of them takes some five times as much."""
+_SEED = secrets.randbits(64)
+_NEW = f"new-{secrets.token_hex(8)}"
+"""Name of the list in a body without its known items. Nobody can guess it, so a body with a second
+list under the dialect's own name shows."""
+_BLANK = b" \t\r\n"
+
+
+class _Mark(msgspec.Struct, frozen=True, gc=False):
+    """The beginning of a body, up to a cut."""
+
+    n_bytes: int
+    digest: bytes
+    name_at: int
+    """Where the name of the list begins."""
+    list_at: int
+    """Where the first item begins."""
+    kept_to: int
+    """Where the first item ends, if it is a system message, which is always read; else where it
+    begins."""
+    cut: Cut
+    n_begin: int
+    """Messages that are always read: a system message, or none."""
+    prefix: Prefix
+    tools: bytes
+    """Digest of the tools that came with it."""
+    body: Any
+    """State of `body_digest` there."""
+
+
+class _KnownTools(NamedTuple):
+    text: bytes
+    read: Any
+    """`Parsed.tools`."""
+
+
+class _Spans(NamedTuple):
+    items: list[msgspec.Raw]
+    tools: msgspec.Raw | msgspec.UnsetType
+
+
+@dataclass(slots=True)
+class _Text:
+    """A body, or what is left of it without the items before a mark."""
+
+    text: bytes
+    mark: _Mark | None
+    state: Any
+    """State of the marks' digest at the mark."""
+    missing: int = 0
+    """Bytes of the body that are missing before the new items."""
+
+    @property
+    def n_kept(self) -> int:
+        """Items before the mark that are left."""
+        return 0 if self.mark is None else int(self.mark.kept_to > self.mark.list_at)
+
+    @property
+    def start(self) -> Cut:
+        return Cut() if self.mark is None else self.mark.cut
+
+
+@dataclass(slots=True)
+class Reading:
+    """A body, read."""
+
+    parsed: Parsed
+    digest: str
+    """`body_digest` of the body."""
+    remember: Callable[[ChatRequest], None]
+    """Keeps what later requests may bring again, under the keys of this call as it is rendered."""
+
+
+class KnownBodies:
+    """Marks and tools of earlier bodies. Owned by the app's lifespan."""
+
+    def __init__(self) -> None:
+        self._marks: LRUCache[Hashable, list[_Mark]] = LRUCache(MAX_PLACES)
+        """By the trajectory of a URL, or by caller and beginning; the newest ones at the end."""
+        self._tools: LRUCache[Hashable, _KnownTools] = LRUCache(
+            MAX_TOOL_BYTES, lambda known: len(known.text)
+        )
+        """By dialect and digest."""
+        self.n_known = 0
+        """Requests whose beginning was known."""
+
+    def forget(self) -> None:
+        """Let go of all text."""
+        self._tools.clear()
+
+    def read(
+        self,
+        dialect: Dialect,
+        body: bytes,
+        reader: Principal,
+        url: Named | None,
+        digest: str | None = None,
+    ) -> Reading:
+        """Parse a body.
+
+        Args:
+            url: the trajectory that the request's URL names.
+            digest: `body_digest`, if it was made before.
+
+        Raises:
+            RequestError, and what else `Dialect.parse` raises.
+        """
+        if dialect.list_name is not None and LEAST_BYTES <= len(body) <= BIG:
+            place = dialect.name, url or (reader, body[:BEGINNING_BYTES])
+            passed = _passed(self._marks.get(place, ()), body)
+            texts = [_without_known(body, *each) for each in passed[: -1 - MAX_TRIES : -1]]
+            for text in (*texts, _Text(body, None, xxh3_128(seed=_SEED))):
+                if text is not None and (read := self._read(dialect, body, text, reader)):
+                    self.n_known += text.mark is not None
+                    older = [mark for mark, _ in passed if mark is not text.mark]
+                    return self._reading(dialect, body, text, read, place, older)
+        parsed = dialect.parse(parse_object(body), reader)
+        return Reading(parsed, digest or body_digest(body), lambda _: None)
+
+    def _read(
+        self, dialect: Dialect, body: bytes, text: _Text, reader: Principal
+    ) -> tuple[Parsed, _Spans, bytes] | None:
+        """What `text` says, and where; None: the whole body is to be read."""
+        mark = text.mark
+        name = dialect.list_name or ""
+        if (spans := _spans(text.text, name if mark is None else _NEW)) is None:
+            return None
+        rest, tools_digest, tools = text.text, b"", None
+        if spans.tools is not msgspec.UNSET:
+            sent = bytes(spans.tools)
+            tools_digest = xxh3_128(sent, seed=_SEED).digest()
+            known_tools = self._tools.get((dialect.name, tools_digest))
+            if known_tools is not None and known_tools.text == sent:
+                at, tools = _offset(spans.tools, rest), known_tools.read
+                rest = b"%bnull%b" % (rest[:at], rest[at + len(sent) :])
+        if mark is not None and mark.tools != tools_digest:
+            return None
+        try:
+            said = parse_object(rest)
+            if mark is not None:
+                if name in said:  # a second list, which would be the one that counts
+                    return None
+                said[name] = said.pop(_NEW)
+            parsed = dialect.parse(said, reader, Known(text.start, text.n_kept, tools))
+        except GatewayError:
+            return None
+        if mark is not None:
+            n_begin = parsed.n_outside + text.n_kept
+            begin, new = parsed.call.messages[:n_begin], parsed.call.messages[n_begin:]
+            if (
+                parsed.trajectory_uid is not None
+                or n_begin != mark.n_begin
+                or not new
+                or new[0]["role"] != "assistant"
+            ):
+                return None
+
+            def whole() -> Sequence[Message]:
+                return dialect.parse(parse_object(body), reader).call.messages
+
+            parsed.call.messages = KnownMessages(mark.prefix, begin, new, whole, len(body))
+        return parsed, spans, tools_digest
+
+    def _reading(
+        self,
+        dialect: Dialect,
+        body: bytes,
+        text: _Text,
+        read: tuple[Parsed, _Spans, bytes],
+        place: Hashable,
+        older: Sequence[_Mark],
+    ) -> Reading:
+        parsed, spans, tools_digest = read
+        mark, state = text.mark, text.state
+        ends = [*_ends(text, spans, parsed.cuts)]
+        at, view = 0 if mark is None else mark.n_bytes, memoryview(body)
+        whole = hashlib.blake2b(digest_size=16) if mark is None else mark.body.copy()
+        digests = []
+        for end, cut in ends:
+            state.update(view[at:end])
+            whole.update(view[at:end])
+            digests.append((end, state.digest(), cut, whole.copy()))
+            at = end
+        whole.update(view[at:])
+        if mark is None:
+            shape = _shape(dialect, body, spans, parsed)
+        else:
+            shape = mark.name_at, mark.list_at, mark.kept_to
+        n_begin = parsed.n_outside + int(shape is not None and shape[2] > shape[1])
+
+        def remember(call: ChatRequest) -> None:
+            if spans.tools is not msgspec.UNSET and parsed.tools is not None:
+                known = _KnownTools(bytes(spans.tools), parsed.tools)
+                with suppress(ValueError):  # larger alone than all that is kept
+                    self._tools[dialect.name, tools_digest] = known
+            if shape is None:
+                return
+            keys = call.keys
+            begin = keys.after(n_begin) or (mark.prefix.begin if mark is not None else keys.root)
+            new = [
+                _Mark(
+                    *(end, digest, *shape, cut, n_begin),
+                    *(Prefix(cut.n_messages, begin, key), tools_digest, state),
+                )
+                for end, digest, cut, state in digests
+                if (key := keys.after(cut.n_messages)) is not None
+            ]
+            gone = {each.digest for each in (*older, *new)}
+            others = [each for each in self._marks.get(place, ()) if each.digest not in gone]
+            self._marks[place] = [*others, *new][-MAX_MARKS:]
+
+        return Reading(parsed, whole.hexdigest(), remember)
+
+
+def _passed(marks: Iterable[_Mark], body: bytes) -> list[tuple[_Mark, Any]]:
+    """The marks whose bytes the body begins with, the longest at the end; each with the state of
+    its digest."""
+    state, view, at = xxh3_128(seed=_SEED), memoryview(body), 0
+    passed = []
+    for mark in sorted(marks, key=lambda mark: mark.n_bytes):
+        if mark.n_bytes >= len(body):
+            break
+        state.update(view[at : mark.n_bytes])
+        at = mark.n_bytes
+        if state.digest() == mark.digest:
+            passed.append((mark, state.copy()))
+    return passed
+
+
+def _without_known(body: bytes, mark: _Mark, state: Any) -> _Text | None:
+    """The body without the items before `mark`; None: nothing follows them."""
+    rest = body[mark.n_bytes :].lstrip(_BLANK)
+    if not rest.startswith(b","):
+        return None
+    kept = body[mark.list_at : mark.kept_to]
+    begin = b'%b"%b":[%b' % (body[: mark.name_at], _NEW.encode(), kept + b"," * bool(kept))
+    text = begin + rest[1:]
+    return _Text(text, mark, state, len(body) - len(text))
+
+
+def _spans(text: bytes, list_name: str) -> _Spans | None:
+    """Items of the list and tools, as they stand in `text`; None: there is no such list."""
+    try:
+        found = _decoder(list_name).decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return _Spans(found.items, found.tools)
+
+
+@cache
+def _decoder(list_name: str) -> msgspec.json.Decoder[Any]:
+    fields: list[Any] = [
+        ("items", list[msgspec.Raw]),
+        ("tools", msgspec.Raw | msgspec.UnsetType, msgspec.UNSET),
+    ]
+    kind = msgspec.defstruct("_Found", fields, rename={"items": list_name})
+    return msgspec.json.Decoder(kind)
+
+
+def _offset(part: msgspec.Raw, text: bytes) -> int:
+    """Where a part of `text` begins, which is no copy of it."""
+    return _address(part) - _address(text)
+
+
+def _address(buffer: Any) -> int:
+    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def _ends(text: _Text, spans: _Spans, cuts: Iterable[Cut]) -> Iterable[tuple[int, Cut]]:
+    """Cuts behind the mark, each with its place in the body."""
+    for cut in cuts:
+        last = cut.n_items - 1
+        if text.mark is not None:
+            last += text.n_kept - text.mark.cut.n_items
+        if last >= text.n_kept:
+            item = spans.items[last]
+            yield _offset(item, text.text) + len(bytes(item)) + text.missing, cut
+
+
+def _shape(
+    dialect: Dialect, body: bytes, spans: _Spans, parsed: Parsed
+) -> tuple[int, int, int] | None:
+    """`name_at`, `list_at` and `kept_to` of the body's marks; None: its list is not named plainly,
+    or has no item."""
+    if not spans.items:
+        return None
+    list_at = kept_to = _offset(spans.items[0], body)
+    before = body[:list_at].rstrip(_BLANK).removesuffix(b"[").rstrip(_BLANK).removesuffix(b":")
+    before, name = before.rstrip(_BLANK), f'"{dialect.list_name}"'.encode()
+    if not before.endswith(name):
+        return None
+    if not parsed.n_outside and parsed.call.messages[0]["role"] == "system":
+        kept_to += len(bytes(spans.items[0]))
+    return len(before) - len(name), list_at, kept_to

@@ -1,0 +1,108 @@
+"""Children end with what they started, by a kill, or when whoever started them ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from stepwell.backends.processes import Limits, last_lines, spawn, start, start_logged
+
+FAMILY = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); "
+
+
+def gone(pid: int) -> bool:
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("rest", ["time.sleep(600)", "pass"])
+def test_a_kill_ends_what_a_child_started_also_when_the_child_has_ended(rest: str) -> None:
+    child = start([sys.executable, "-c", FAMILY + rest], stdout=subprocess.PIPE)
+    assert child.process.stdout is not None
+    sleeper = int(child.process.stdout.readline())
+    if rest == "pass":
+        assert child.process.wait() == 0
+        assert psutil.pid_exists(sleeper)
+    child.kill()
+    child.process.wait()
+    assert gone(sleeper)
+    child.process.stdout.close()
+    child.kill()  # there is nothing left
+
+
+@pytest.mark.parametrize("killed", ["child", "guard"])
+def test_children_end_with_whoever_started_them_however_that_ends(killed: str) -> None:
+    """Another child was killed before, or the guard was."""
+    code = f"""
+        import subprocess, sys, psutil, time
+        from stepwell.backends.processes import start
+        family = {FAMILY + "time.sleep(600)"!r}
+        first = start(["sleep", "600"])
+        if {killed!r} == "child":
+            first.kill()
+        else:
+            guard = [p for p in psutil.Process().children() if "guard" in p.cmdline()][0]
+            guard.kill()
+            guard.wait()
+        child = start([sys.executable, "-c", family], stdout=subprocess.PIPE)
+        print(first.pid, child.pid, child.process.stdout.readline().decode(), flush=True)
+        time.sleep(600)
+    """
+    owner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    pids = [int(pid) for pid in owner.stdout.readline().split()]
+    assert len(pids) == 3
+    pids += [p.pid for p in psutil.Process(owner.pid).children(recursive=True)]  # the guard, too
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    assert all(gone(pid) for pid in pids)
+
+
+async def test_limits_hold_for_a_command_and_for_a_source_in_python(tmp_path: Path) -> None:
+    limits = Limits(cpu_s=1, memory=512 << 20, file_size=100, files=16)
+    show = "import resource as r; print(r.getrlimit(r.RLIMIT_AS)[0], r.getrlimit(r.RLIMIT_CPU))"
+    for command in (["-c", show], [sys.executable, "-c", show]):
+        child = await spawn(limits.command(*command), stdout=asyncio.subprocess.PIPE)
+        output, _ = await child.process.communicate()
+        child.kill()
+        assert output.decode().split() == [str(512 << 20), "(1,", "2)"]
+    child = await spawn(limits.command("-c", "while True: pass"))
+    assert await child.process.wait() < 0, "more than 1 s of CPU time"
+    child.kill()
+    unlimited = await spawn(Limits().command("true"))
+    assert await unlimited.process.wait() == 0
+    unlimited.kill()
+
+
+def test_a_command_that_cannot_be_run_is_the_callers_error() -> None:
+    with pytest.raises(OSError, match="no/such"):
+        start(["/no/such/command"])
+
+
+def test_a_log_begins_with_the_command_and_is_appended_to(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "engine.log"
+    for word in ("one", "two"):
+        child = start_logged(["sh", "-c", f"echo $SAID {word}"], log, {**os.environ, "SAID": "it"})
+        child.process.wait()
+        child.kill()
+    first, said, *_ = log.read_text().splitlines()
+    assert first == "--- launch: sh -c echo $SAID one"
+    assert said == "it one"
+    assert last_lines(log).endswith("it two")
+    assert "unreadable" in last_lines(tmp_path / "none")

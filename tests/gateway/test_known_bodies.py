@@ -1,0 +1,434 @@
+"""What an earlier body had is not read again, and nothing of what a body says depends on that.
+
+Random conversations in every dialect, edited as agents (and others) edit them, are read with and
+without the memory of earlier bodies: calls, prompts' keys, left-out fields and errors are the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stepwell.gateway import known_bodies
+from stepwell.gateway.access import OPERATOR
+from stepwell.gateway.config import NormalizeRule
+from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages
+from stepwell.gateway.dialects.base import Dialect, Parsed
+from stepwell.gateway.dialects.gemini import Gemini
+from stepwell.gateway.dialects.openai_chat import ChatParams, OpenAIChat
+from stepwell.gateway.dialects.openai_responses import OpenAIResponses
+from stepwell.gateway.errors import GatewayError
+from stepwell.gateway.known_bodies import KnownBodies
+from stepwell.gateway.prompt import ChatRequest
+from stepwell.gateway.tokens.graph import TurnGraph, TurnKeys
+from stepwell.gateway.tokens.messages import (
+    KnownMessages,
+    Normalizer,
+    extend_key,
+    root_key,
+    system_of,
+)
+from stepwell.gateway.web import body_digest, parse_object
+
+Body = dict[str, Any]
+URL = ("t", "p")
+WORDS = ("read", 'the "file"', "a\\b", "né", "日本", "😀", "\n", "</think>", "  ", "{}", "1,2", "[")
+NORMALIZE = Normalizer([NormalizeRule(role="system", pattern=r"clock \d+", replacement="clock")])
+
+
+def text(rng: random.Random) -> str:
+    return " ".join(rng.choices(WORDS, k=rng.randint(0, 12)))
+
+
+class Chat:
+    """Bodies of chat completions, turn by turn."""
+
+    name = "messages"
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def dialect(self) -> Dialect:
+        return OpenAIChat("reasoning_effort")
+
+    def begin(self) -> Body:
+        rng = self.rng
+        system = [{"role": rng.choice(["system", "developer"]), "content": text(rng)}]
+        return {
+            "model": "m",
+            "messages": [*(system if rng.random() < 0.7 else []), self.user()],
+            **({"tools": self.tools()} if rng.random() < 0.5 else {}),
+            "max_tokens": 7,
+            **({"verbosity": "low"} if rng.random() < 0.2 else {}),
+        }
+
+    def tools(self) -> list[Any]:
+        return [
+            {"type": "function", "function": self.function(i)}
+            for i in range(self.rng.randint(0, 3))
+        ]
+
+    def function(self, i: int) -> Body:
+        properties = {"messages": {"type": "string"}, "n": {"enum": [2**70, 1.5, None]}}
+        parameters = {"type": "object", "properties": properties}
+        return {"name": f"f{i}", "description": text(self.rng), "parameters": parameters}
+
+    def user(self) -> Body:
+        said: Any = text(self.rng)
+        return {
+            "role": "user",
+            "content": self.rng.choice([said, [{"type": "text", "text": said}]]),
+        }
+
+    def reply(self) -> list[Any]:
+        rng = self.rng
+        if rng.random() < 0.5:
+            thought = {"reasoning_content": text(rng)} if rng.random() < 0.3 else {}
+            return [{"role": "assistant", "content": text(rng), **thought}, self.user()]
+        calls = [
+            {"id": f"c{i}", "function": {"name": "f0", "arguments": json.dumps({"a": text(rng)})}}
+            for i in range(rng.randint(1, 3))
+        ]
+        outputs = [
+            {"role": "tool", "tool_call_id": call["id"], "content": text(rng)} for call in calls
+        ]
+        rng.shuffle(outputs)
+        return [{"role": "assistant", "content": None, "tool_calls": calls}, *outputs]
+
+
+class Anthropic(Chat):
+    def dialect(self) -> Dialect:
+        return AnthropicMessages()
+
+    def begin(self) -> Body:
+        rng = self.rng
+        body: Body = {"max_tokens": 5, "messages": [self.user()], "tools": self.tools()}
+        if rng.random() < 0.7:
+            body["system"] = [{"type": "text", "text": text(rng)}]
+        elif rng.random() < 0.5:
+            body["messages"].insert(0, {"role": "system", "content": text(rng)})
+        if rng.random() < 0.3:
+            body["context_management"] = {}
+        return body
+
+    def tools(self) -> list[Any]:
+        made: list[Any] = [
+            {"name": f"f{i}", "input_schema": self.function(i)["parameters"], "strict": True}
+            for i in range(self.rng.randint(0, 3))
+        ]
+        return [*made, {"type": "web_search_20250305"}] if self.rng.random() < 0.3 else made
+
+    def user(self) -> Body:
+        return {"role": "user", "content": [{"type": "text", "text": text(self.rng)}]}
+
+    def reply(self) -> list[Any]:
+        rng = self.rng
+        said = {"role": "assistant", "content": [{"type": "text", "text": text(rng)}]}
+        if rng.random() < 0.5:
+            return [said, self.user()]
+        uses = [
+            {"type": "tool_use", "id": f"u{i}", "name": "f0", "input": {"a": text(rng)}}
+            for i in range(rng.randint(1, 3))
+        ]
+        results = [
+            {"type": "tool_result", "tool_use_id": use["id"], "content": text(rng)} for use in uses
+        ]
+        pieces = [said, {"role": "assistant", "content": uses}]
+        return [*pieces, {"role": "user", "content": [*results, {"type": "text", "text": "x"}]}]
+
+
+class Responses(Chat):
+    name = "input"
+
+    def dialect(self) -> Dialect:
+        return OpenAIResponses()
+
+    def begin(self) -> Body:
+        rng = self.rng
+        body: Body = {"input": [self.user()], "tools": self.tools(), "truncation": "auto"}
+        if rng.random() < 0.5:
+            body["instructions"] = text(rng)
+        if rng.random() < 0.3:
+            body["input"].insert(0, {"role": "developer", "content": text(rng)})
+        return body
+
+    def tools(self) -> list[Any]:
+        rng = self.rng
+        made: list[Any] = [
+            {"type": "function", **self.function(i)} for i in range(rng.randint(0, 3))
+        ]
+        if rng.random() < 0.3:
+            made.append(
+                {"type": "namespace", "name": "ns", "tools": [{"type": "custom", "name": "c"}]}
+            )
+        return [*made, {"type": "web_search"}] if rng.random() < 0.3 else made
+
+    def user(self) -> Body:
+        return {"role": "user", "content": [{"type": "input_text", "text": text(self.rng)}]}
+
+    def reply(self) -> list[Any]:
+        rng = self.rng
+        items: list[Any] = []
+        if rng.random() < 0.4:
+            thought = {"summary": [{"type": "summary_text", "text": text(rng)}]}
+            items.append({"type": "reasoning", "encrypted_content": "foreign", **thought})
+        items.append({"role": "assistant", "content": [{"type": "output_text", "text": text(rng)}]})
+        if rng.random() < 0.5:
+            return [*items, self.user()]
+        ids = [f"c{i}" for i in range(rng.randint(1, 3))]
+        call = {"type": "function_call", "name": "f0", "arguments": "{}"}
+        items += [{**call, "call_id": each} for each in ids]
+        rng.shuffle(ids)
+        done = {"type": "function_call_output", "output": text(rng)}
+        return [*items, *({**done, "call_id": each} for each in ids)]
+
+
+class GeminiBodies(Chat):
+    name = "contents"
+
+    def dialect(self) -> Dialect:
+        return Gemini("reasoning_effort")
+
+    def begin(self) -> Body:
+        rng = self.rng
+        body: Body = {"contents": [self.user()], "tools": self.tools()}
+        if rng.random() < 0.6:
+            body["systemInstruction"] = {"parts": [{"text": text(rng)}]}
+        if rng.random() < 0.3:
+            body["safetySettings"] = [{}]
+        return body
+
+    def tools(self) -> list[Any]:
+        made = [self.function(i) for i in range(self.rng.randint(0, 3))]
+        return [{"functionDeclarations": made}, {"googleSearch": {}}]
+
+    def user(self) -> Body:
+        return {"role": "user", "parts": [{"text": text(self.rng)}]}
+
+    def reply(self) -> list[Any]:
+        rng = self.rng
+        parts: list[Any] = [{"text": text(rng)}]
+        if rng.random() < 0.5:
+            return [{"role": "model", "parts": parts}, self.user()]
+        names = [f"f{i}" for i in range(rng.randint(1, 3))]
+        parts += [{"functionCall": {"name": name, "args": {"a": text(rng)}}} for name in names]
+        rng.shuffle(names)
+        done = [{"functionResponse": {"name": name, "response": {"output": "x"}}} for name in names]
+        return [{"role": "model", "parts": parts}, {"role": "user", "parts": done}]
+
+
+def edited(body: Body, name: str, kind: Chat) -> Body:
+    """As agents and others change a request."""
+    rng, items = kind.rng, [*body[name]] or [kind.user()]
+    i = rng.randrange(len(items))
+    match rng.randrange(16):
+        case 0:
+            items[i] = kind.user()
+        case 1:
+            del items[i]
+        case 2:
+            items.insert(i, kind.user())
+        case 3:
+            items.append(kind.user())
+        case 4:
+            items = items[: i + 1]
+        case 5:
+            return {**body, "tools": kind.tools()}
+        case 6:
+            return {**kind.begin(), name: items}
+        case 7:
+            items[i] = rng.choice([3, None, {}, {"role": "nobody"}, "x"])
+        case 8:
+            return {**body, rng.choice(["unknown", "top_p"]): 7}
+        case 9:
+            return dict(reversed(body.items()))
+        case 10 if isinstance(items[i], dict):
+            items[i] = {**items[i], "cache_control": {"type": "ephemeral"}}
+        case 11:
+            return {**body, "previous_response_id": "resp_none"}
+        case 12:
+            return {**body, "system": "other", "instructions": "other"}
+        case 13:
+            return {**body, "tools": [{"name": 5}]}
+        case 14:
+            items.append({"type": "item_reference", "id": "x"})
+        case _:
+            items += kind.reply()[:1]
+    return {**body, name: items}
+
+
+def written(body: Body, name: str, rng: random.Random, style: int) -> bytes:
+    """A body as clients write it, and sometimes broken."""
+    styles: list[Body] = [{}, {"separators": (",", ":")}, {"indent": 1}, {"ensure_ascii": False}]
+    made = json.dumps(body, **styles[style])
+    if rng.random() < 0.04:
+        at = rng.randrange(len(made))
+        made = rng.choice([made[:at], made[:at] + rng.choice('"]},:') + made[at:]])
+    elif rng.random() < 0.04:
+        made = made[:-1] + f', "{name}": ' + rng.choice(["[]", "[1]", "null"]) + "}"
+    elif rng.random() < 0.02:
+        made = made.replace(f'"{name}"', f'"\\u{ord(name[0]):04x}{name[1:]}"', 1)
+    return made.encode()
+
+
+def outcome(parse: Callable[[], Parsed]) -> Any:
+    try:
+        return parse()
+    except GatewayError as e:
+        return type(e), str(e), e.param
+
+
+def same(got: Any, wanted: Any) -> None:
+    if isinstance(wanted, tuple):
+        assert got == wanted
+        return
+    for each in fields(Parsed):
+        if each.name not in ("call", "cuts", "options"):
+            assert getattr(got, each.name) == getattr(wanted, each.name), each.name
+    assert options_of(got) == options_of(wanted)
+    for field in fields(ChatRequest):
+        if field.name not in ("messages", "began_at", "_keys"):
+            assert getattr(got.call, field.name) == getattr(wanted.call, field.name), field.name
+
+
+def options_of(parsed: Parsed) -> Any:
+    options = parsed.options
+    return (
+        options.model_dump(exclude={"messages", "tools"})
+        if isinstance(options, ChatParams)
+        else options
+    )
+
+
+@pytest.fixture(autouse=True)
+def short_bodies_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_bodies, "LEAST_BYTES", 0)
+
+
+@pytest.mark.parametrize("kind", [Chat, Anthropic, Responses, GeminiBodies])
+def test_bodies_say_the_same_whether_their_beginning_is_known_or_not(kind: type[Chat]) -> None:
+    n_known = n_attached = 0
+    for seed in range(300):
+        rng = random.Random(seed)
+        bodies = KnownBodies()
+        made, graph = kind(rng), TurnGraph()
+        dialect, plain = made.dialect(), made.dialect()
+        body, style = made.begin(), rng.randrange(4)
+        for _ in range(10):
+            sent = written(body, made.name, rng, style)
+            n = bodies.n_known
+            reading: list[Any] = []
+
+            def read(
+                sent: bytes = sent, dialect: Dialect = dialect, reading: list[Any] = reading
+            ) -> Parsed:
+                reading.append(bodies.read(dialect, sent, OPERATOR, URL))  # noqa: B023
+                parsed: Parsed = reading[0].parsed
+                return parsed
+
+            def whole(sent: bytes = sent, plain: Dialect = plain) -> Parsed:
+                return plain.parse(parse_object(sent), OPERATOR)
+
+            got, wanted = outcome(read), outcome(whole)
+            same(got, wanted)
+            if isinstance(got, Parsed):
+                assert reading[0].digest == body_digest(sent)
+                if rng.random() < 0.8:
+                    add_echoes(graph, wanted.call)
+                n_attached += check_call(got.call, wanted.call, graph, reading[0].remember)
+                n_known += bodies.n_known - n
+            if rng.random() < 0.25:
+                body = edited(body, made.name, made)
+            elif isinstance(got, Parsed):
+                body = {**body, made.name: [*body[made.name], *made.reply()]}
+            else:
+                body = made.begin()
+    assert n_known > 500
+    assert n_attached > 300
+
+
+def check_call(
+    got: ChatRequest, wanted: ChatRequest, graph: TurnGraph, remember: Callable[..., None]
+) -> bool:
+    """Compare a call with the one of the whole body as the graph sees it. Return true if it extends
+    a turn and its beginning was not read."""
+    got = replace(got, messages=NORMALIZE(got.messages))
+    wanted = replace(wanted, messages=NORMALIZE(wanted.messages))
+    key = root = root_key([*wanted.tools] if wanted.tools else None, wanted.template_args or {})
+    for message in wanted.messages:
+        key = extend_key(key, message)
+    attached = graph.attach(root, got.said)
+    remember(got)
+    is_known = isinstance(got.messages, KnownMessages) and got.messages._read is not None
+    assert attached == graph.attach(root, [*wanted.messages])
+    assert (attached.root, attached.prompt_key) == (root, key)
+    assert [*system_of(got.messages)] == [*system_of(wanted.messages)]
+    n = attached.n_known
+    if attached.turn is not None:
+        assert [*got.messages[n:]] == [*wanted.messages[n:]]
+        if isinstance(got.messages, KnownMessages) and n > got.messages.prefix.n_messages:
+            assert is_known is (got.messages._read is not None)  # nothing of it read the rest
+    assert len(got.messages) == len(wanted.messages)
+    is_known = is_known and attached.turn is not None
+    assert [*got.messages] == [*wanted.messages]
+    return is_known
+
+
+def add_echoes(graph: TurnGraph, call: ChatRequest) -> None:
+    """Store a turn for each reply in the conversation, as if it had been sampled here."""
+    key = root = root_key(call.tools, call.template_args or {})
+    ids = np.array([1], np.int32)
+    for message in NORMALIZE(call.messages):
+        before, key = key, extend_key(key, message)
+        if message["role"] == "assistant":
+            graph.add(
+                TurnKeys(root, before, key),
+                parent=None,
+                new_prompt_ids=ids,
+                response_ids=ids,
+                calls=(),
+                has_reasoning=False,
+                step_index=None,
+            )
+
+
+def test_the_digest_of_a_body_is_the_one_of_its_bytes() -> None:
+    assert body_digest(b"{}") == hashlib.blake2b(b"{}", digest_size=16).hexdigest()
+
+
+def test_marks_serve_only_the_trajectory_or_the_caller_that_left_them() -> None:
+    bodies, dialect = KnownBodies(), OpenAIChat()
+    first = [{"role": "user", "content": "hi"}]
+    longer = [*first, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+
+    def read(messages: list[Any], url: Any, caller: Any = OPERATOR) -> bool:
+        n = bodies.n_known
+        reading = bodies.read(dialect, json.dumps({"messages": messages}).encode(), caller, url)
+        reading.remember(reading.parsed.call)
+        return bodies.n_known > n
+
+    assert not read(first, URL)
+    assert not read(longer, ("other", "p"))
+    assert not read(longer, None)
+    assert read(longer, URL)
+    assert not read(first, None)
+    assert read(longer, None)
+    assert not read(longer, None, OPERATOR._replace(owner="a"))
+
+
+def test_deletion_leaves_no_text() -> None:
+    bodies, dialect = KnownBodies(), OpenAIChat()
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool]}
+    reading = bodies.read(dialect, json.dumps(body).encode(), OPERATOR, URL)
+    reading.remember(reading.parsed.call)
+    assert bodies._tools
+    bodies.forget()
+    assert not bodies._tools
