@@ -128,7 +128,7 @@ class MediaTypeError(RequestError, status=415):
 
 
 class HeaderTooLargeError(RequestError, status=431):
-    """The request's headers exceed `gateway.max_header_bytes`."""
+    """The request's headers exceed `Tuning.max_header_bytes`."""
 
 
 class PreviousResponseError(RequestError, code="previous_response_not_found"):
@@ -182,7 +182,7 @@ class ClientTimeoutError(
 class TooManyConnectionsError(
     GatewayError, RuntimeError, status=503, code="too_many_connections", retry_after_s=1
 ):
-    """A peer has `gateway.max_unauthenticated_connections`."""
+    """A peer has `Tuning.max_unauthenticated_connections` without a key."""
 
 
 class ReplicaUnavailableError(

@@ -166,7 +166,7 @@ async def serve(
         listeners,
         model=config.served_model_name,
         tokenizer=services.tokenizer,
-        keepalive_s=config.keepalive_s,
+        keepalive_s=services.tuning.keepalive_s,
     )
     if parsed.call.stream:
         try:

@@ -35,7 +35,7 @@ from stepwell.datapool.errors import (
 from stepwell.datapool.errors import PoolUnavailableError as PoolGoneError
 from stepwell.datapool.ops import TrajectoryOutcome
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import TUNING, GatewayConfig, Tuning
 from stepwell.gateway.errors import (
     ChannelFullError,
     GatewayError,
@@ -60,14 +60,16 @@ RETRY_S = 1.0
 class Recording:
     """Owned by the app's lifespan."""
 
-    def __init__(self, pool: DataPoolClient, config: GatewayConfig) -> None:
+    def __init__(
+        self, pool: DataPoolClient, config: GatewayConfig, tuning: Tuning = TUNING
+    ) -> None:
         self.pool = pool
         self.serves_unrecorded = config.on_pool_failure == "serve_unrecorded"
-        self.timeout_s = config.pool_timeout_s
+        self.timeout_s = tuning.pool_timeout_s
         self.room_s = config.queue_timeout_s
         self.unrecorded: Counter[Unrecorded] = Counter()
         """Calls that were answered, by why they are not stored."""
-        self._patience_s = config.pool_patience_s
+        self._patience_s = tuning.pool_patience_s
         self.is_away = False
         """The pool failed a call and has not answered since."""
         self._owed: set[asyncio.Task[None]] = set()
@@ -123,8 +125,7 @@ class Recording:
                 yield
         except TimeoutError as e:
             raise PoolUnavailableError(
-                f"the DataPool did not answer within {self._patience_s:g} s "
-                "(gateway.pool_patience_s)"
+                f"the DataPool did not answer within {self._patience_s:g} s"
             ) from e
 
     def give_up(self, channel: str, uid: str, why: PoolUnavailableError) -> None:
@@ -217,7 +218,7 @@ async def ask(answer: Awaitable[T], timeout_s: float) -> T:
         raise
     except TimeoutError as e:
         raise PoolUnavailableError(
-            f"the DataPool did not answer within {timeout_s:g} s (gateway.pool_timeout_s, with "
+            f"the DataPool did not answer within {timeout_s:g} s (with "
             "gateway.queue_timeout_s where a call may wait for room)"
         ) from e
     except Exception as e:  # whatever it is: to a client it means "not stored, try again"

@@ -12,6 +12,7 @@ import openai
 import pytest
 from starlette.datastructures import Headers
 
+from stepwell.gateway.config import Tuning
 from stepwell.gateway.web import retry_key
 from tests.builders import until
 from tests.gateway.conftest import Sampled, log_prob
@@ -602,7 +603,7 @@ async def test_a_version_that_is_no_number_is_an_error_that_says_so(world: Any) 
 
 
 async def test_an_idle_stream_is_kept_alive(worlds: Any) -> None:
-    world = await worlds(keepalive_s=0.05)
+    world = await worlds(tuning=Tuning(keepalive_s=0.05))
     gate = asyncio.Event()
     world.say("x", close=False, gate=gate, finish="length")
     body = {"model": "m", "messages": MESSAGES, "stream": True}

@@ -21,8 +21,13 @@ from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.remote.start import client_of, start_data_pool
 from stepwell.gateway import errors
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.errors import GatewayConfigError, GatewayError, PortInUseError, RequestError
+from stepwell.gateway.config import GatewayConfig, Tuning
+from stepwell.gateway.errors import (
+    GatewayConfigError,
+    GatewayError,
+    PortInUseError,
+    RequestError,
+)
 from stepwell.gateway.listening import bind
 from stepwell.gateway.replicas import start_replicas
 from stepwell.gateway.server import HttpServer
@@ -184,10 +189,10 @@ async def test_a_pool_that_does_not_answer_does_not_keep_a_gateway_from_stopping
     config = GatewayConfig(
         port=0,
         tokenizer_path=save_tokenizer(tmp_path),
-        pool_timeout_s=3.0,
         admin_keys=["an-admin-key-of-32-characters-00"],
     )
-    server = HttpServer(config, Wiring((world.engine.url,)), world.pool)
+    wiring = Wiring((world.engine.url,), tuning=Tuning(pool_timeout_s=3.0))
+    server = HttpServer(config, wiring, world.pool)
     origin = await asyncio.to_thread(server.start)
     headers = {"authorization": "Bearer an-admin-key-of-32-characters-00"}
     async with aiohttp.ClientSession() as http:
