@@ -412,3 +412,4 @@ def _forget(services: Services, uids: Collection[str]) -> None:
     services.responses.store.forget(uids)
     services.calls.prompts.cached.clear()
     services.known_bodies.forget()
+    services.engine.ids_json.clear()

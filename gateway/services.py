@@ -98,9 +98,9 @@ class Services:
         self.responses = OpenAIResponses(config.stored_response_chars, template)
         """One of `dialects`: its answers can be read again."""
         self.dialects = make_dialects(template, self.responses)
-        """By path below `/v1/`."""
+        """Dialects by path below `/v1/`."""
         self.gemini = make_gemini(template)
-        """By method, and the form of its stream."""
+        """Gemini's dialects by method, and the form of its stream."""
         self.rollout_buffer = RolloutBuffer(
             *(config, self.recording, self.outcomes, prompts, turn_messages),
             *(self.engine, wiring.engine_urls),
@@ -157,6 +157,6 @@ class Services:
 
 
 def services_of(request: Request) -> Services:
-    """Of the application that serves this request."""
+    """The services of the application that serves this request."""
     services: Services = request.app.state.services
     return services

@@ -1,4 +1,4 @@
-"""Which bytes a version's tensors are, so that a replica that loaded others is caught.
+"""Hashes of a version's tensors, so that a replica that loaded others is caught.
 
 SGLang's `/weights_checker` answers a hash per parameter: on a CPU the first 16 hex digits of the
 SHA-256 of its bytes, on a GPU another one, of its own kernel. The embedded engine answers the same
@@ -76,7 +76,7 @@ def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True, slots=True)
 class RankHashes:
-    """What one rank of an engine answered."""
+    """Hashes that one rank of an engine answered."""
 
     hashes: Mapping[str, str]
     layout: str

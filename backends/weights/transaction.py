@@ -69,7 +69,7 @@ Hook: TypeAlias = Callable[[Phase, When], Awaitable[None]]
 PHASES: tuple[Phase, ...] = ("remember", "pause", "transfer", "verify", "commit", "continue")
 CONTINUE_TIMEOUT_S = 60.0
 FENCE_TIMEOUT_S = 10.0
-"""How long a replica that failed may take to be shown gone or paused."""
+"""Seconds that a replica that failed may take to be shown gone or paused."""
 REFUSALS = 3
 """An engine that crashed and came back within a publication answers, and the next one succeeds."""
 RETRY_S = 0.5
@@ -77,7 +77,7 @@ _FENCE_RETRY_S = 0.05
 _PAUSE_TIMEOUT_S = 5.0
 _NOT_FLUSHED = "the cache was not flushed"
 _LOST = (EngineUnavailableError, EngineTimeoutError, EngineInternalError)
-"""What a replica answers, or does not, that may be gone."""
+"""Errors of a replica that may be gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Publication:
     """Replicas that do not serve yet, and why: their supervisors, or the next publication, bring
     them to the committed version."""
     verified: Mapping[str, str] = field(default_factory=dict)
-    """How each replica was verified: `checksum`, `agreement` (with the others) or `version`."""
+    """Verification of each replica: `checksum`, `agreement` (with the others) or `version`."""
 
 
 @dataclass(slots=True)
@@ -114,6 +114,7 @@ async def publish(
     transport: WeightTransport = "disk",
     canary: bool = False,
     seen: int | None = None,
+    locked: bool = False,
     patience_s: float = 0.0,
     continue_timeout_s: float = CONTINUE_TIMEOUT_S,
     hook: Hook | None = None,
@@ -127,6 +128,7 @@ async def publish(
     Args:
         canary: `engines` are not all there are, and nothing is committed.
         seen: committed version that the caller knows of, 0 for none; None: any may be replaced.
+        locked: the caller holds the store's lock.
         patience_s: seconds that the first engine may take to come back.
         hook: awaited before, during (all replicas were just asked) and after each phase.
 
@@ -147,6 +149,7 @@ async def publish(
             transport,
             canary,
             seen,
+            locked,
             continue_timeout_s,
             hook,
         )
@@ -171,6 +174,7 @@ class _Transaction:
         transport: WeightTransport,
         canary: bool,
         seen: int | None,
+        locked: bool,
         continue_timeout_s: float,
         hook: Hook | None,
     ) -> None:
@@ -180,10 +184,11 @@ class _Transaction:
         self.store = store
         self.transport = TRANSPORTS[transport](self.update)
         self.seen = seen
+        self.locked = locked
         self.continue_timeout_s = continue_timeout_s
         self.hook = hook
         self.committed: Published | None = None
-        """What was committed before."""
+        """Version that was committed before."""
         self.how: dict[str, str] = {}
 
     async def run(self) -> Publication:
@@ -226,7 +231,9 @@ class _Transaction:
         return [r for r in self.replicas if not r.fenced]
 
     def _locked(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext() if self.store is None else self.store.lock.held()
+        if self.store is None or self.locked:
+            return nullcontext()
+        return self.store.lock.held()
 
     # -- phases -------------------------------------------------------------------------------
 
@@ -240,10 +247,10 @@ class _Transaction:
     ) -> None:
         """`act` on every live replica at once; the first failure, in order of replicas, is raised
         when all have ended: a rollback must not race an update that is still running."""
-        await self._tell(phase, "before")
+        await self._notify(phase, "before")
         replicas = self._live
         tasks = [asyncio.ensure_future(self._attempt(what, r, act)) for r in replicas]
-        await self._tell(phase, "during")
+        await self._notify(phase, "during")
         results = await asyncio.gather(*tasks, return_exceptions=True)
         for replica, result in zip(replicas, results, strict=True):
             if isinstance(result, EngineError | ValueError):
@@ -256,7 +263,7 @@ class _Transaction:
                 f"could not {what} any replica: "
                 + "; ".join(f"{r.engine.url} {r.fenced}" for r in self.replicas)
             )
-        await self._tell(phase, "after")
+        await self._notify(phase, "after")
 
     async def _attempt(
         self, what: str, replica: _Replica, act: Callable[[_Replica], Awaitable[None]]
@@ -268,7 +275,7 @@ class _Transaction:
                 raise
             log.warning("publication goes on without %s: %s", replica.engine.url, replica.fenced)
 
-    async def _tell(self, phase: Phase, when: When) -> None:
+    async def _notify(self, phase: Phase, when: When) -> None:
         if self.hook is not None:
             await self.hook(phase, when)
 
@@ -318,7 +325,7 @@ class _Transaction:
             )
 
     def _check_files(self) -> None:
-        """What engines loaded from disk, and what they are held against, is what was written."""
+        """Hold the files that engines loaded, and are held against, against their checksums."""
         if self.store is not None:
             check_version(self.store.folder, self.update.path)
 
@@ -356,16 +363,16 @@ class _Transaction:
         return [_rank_hashes(rank, replica) for rank in ranks]
 
     async def _commit(self) -> None:
-        await self._tell("commit", "before")
+        await self._notify("commit", "before")
         if self.store is not None and not self.update.canary:
             new = self._published
             self.store.commit(new.version, new.path, adapter=new.adapter)
-        await self._tell("commit", "after")
+        await self._notify("commit", "after")
 
     # -- failure ------------------------------------------------------------------------------
 
     async def _fence(self, replica: _Replica, error: EngineError) -> bool:
-        """Whether `replica`, which failed with `error`, cannot serve before it is brought to the
+        """True if `replica`, which failed with `error`, cannot serve before it is brought to the
         committed version. Asks it to pause: a new process of it is paused already, an old one must
         be, and of one that is gone the machine says so."""
         replica.paused = True  # by what follows, whatever is answered: a rollback continues it
@@ -415,7 +422,7 @@ class _Transaction:
         return await replica.engine.weight_version() != self.committed.version
 
     def _before(self, replica: _Replica) -> Published:
-        """What a replica goes back to: what is committed, which need not be what it had."""
+        """Version a replica goes back to: the committed one, which need not be what it had."""
         if self.committed is not None:
             return self.committed
         return Published(version_number(replica.version), replica.path)
