@@ -25,14 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
-from stepwell.datapool.errors import (
-    DataPoolError,
-    JournalError,
-    JournalFullError,
-    NotOwnerError,
-    PoolFullError,
-)
-from stepwell.datapool.errors import PoolUnavailableError as PoolGoneError
+from stepwell.datapool.errors import DataPoolError
 from stepwell.datapool.ops import TrajectoryOutcome
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.config import TUNING, GatewayConfig, Tuning
@@ -40,8 +33,8 @@ from stepwell.gateway.errors import (
     ChannelFullError,
     GatewayError,
     PermissionDeniedError,
-    PoolStorageError,
     PoolUnavailableError,
+    from_pool,
 )
 
 log = logging.getLogger(__name__)
@@ -178,22 +171,6 @@ class Recording:
             return
 
 
-_FAILURES: Final = (
-    (PoolGoneError, PoolUnavailableError, "the DataPool cannot be reached; see the gateway's log"),
-    (
-        JournalFullError,
-        PoolStorageError,
-        "the DataPool's disk is full, so nothing can be stored; free space there and try again",
-    ),
-    (
-        JournalError,
-        PoolStorageError,
-        "the DataPool's journal cannot be used; see the gateway's log",
-    ),
-)
-"""Errors that say something of the pool and not of the request, without addresses and files."""
-
-
 async def ask(answer: Awaitable[T], timeout_s: float) -> T:
     """The pool's answer within `timeout_s`.
 
@@ -207,16 +184,13 @@ async def ask(answer: Awaitable[T], timeout_s: float) -> T:
     try:
         async with asyncio.timeout(timeout_s):
             return await answer
-    except PoolFullError as e:
-        raise ChannelFullError(f"the DataPool takes no new group now: {e}") from e
-    except NotOwnerError as e:
-        raise PermissionDeniedError(str(e)) from e
     except DataPoolError as e:
-        for kind, failure, words in _FAILURES:
-            if isinstance(e, kind):
-                log.warning("%s: %s", type(e).__name__, e)
-                raise failure(words) from e
-        raise
+        answered = from_pool(e)
+        if not isinstance(answered, PoolUnavailableError | PermissionDeniedError):
+            raise  # what it means depends on what was sent
+        if str(e) not in str(answered):
+            log.warning("%s: %s", type(e).__name__, e)  # the client is not told
+        raise answered from e
     except TimeoutError as e:
         raise PoolUnavailableError(
             f"the DataPool did not answer within {timeout_s:g} s (with "
