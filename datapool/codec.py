@@ -66,7 +66,7 @@ class Header(NamedTuple):
 
     step_index: int
     parent: int
-    """-1: none."""
+    """-1: none, or not known. In a pool it is the base, unless the parent has not come yet."""
     base_index: int
     """-1: none, the prompt is whole."""
     flags: int
@@ -89,6 +89,11 @@ class Header(NamedTuple):
     @property
     def is_last(self) -> bool:
         return bool(self.flags & _LAST)
+
+    @property
+    def has_more(self) -> bool:
+        """True if the step may hold pictures, so that equal ids need not be equal prompts."""
+        return bool(self.flags & _MORE)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -312,16 +317,18 @@ class Base(NamedTuple):
 
 
 def pack(step: Step, base: Base | None = None) -> PackedStep:
-    """`step` as bytes; relative to `base` if its prompt really begins with those tokens.
+    """`step` as bytes; relative to `base`, which is its parent then, if its prompt really begins
+    with those tokens.
 
     Raises:
         InvalidStepError: metadata, multi_modal_data or routed_experts hold what cannot be carried.
     """
     response = as_bytes(step.response_ids)
-    prompt, new, base_crc = None, b"", 0
+    prompt, new, base_crc, parent = None, b"", 0, step.parent_index
     if base is not None and base.begins(step.prompt_ids):
         new, base_crc = step.prompt_ids[base.n_bytes // 4 :].tobytes(), base.crc
         crc = crc32(response, crc32(new, base_crc))
+        parent = base.step_index
     else:
         base, prompt = None, as_bytes(step.prompt_ids)
         crc = crc32(response, crc32(prompt))
@@ -330,7 +337,7 @@ def pack(step: Step, base: Base | None = None) -> PackedStep:
     more = more or step.routed_experts is not None
     header = _HEADER.pack(
         step.step_index,
-        -1 if step.parent_index is None else step.parent_index,
+        -1 if parent is None else parent,
         -1 if base is None else base.step_index,
         (_LOG_PROBS if log_probs is not None else 0)
         | (_MORE if more else 0)
@@ -350,13 +357,21 @@ def pack(step: Step, base: Base | None = None) -> PackedStep:
 
 
 def relative(step: PackedStep, base: Header) -> PackedStep:
-    """A step with a whole prompt, relative to the step with this header, with whose tokens it
-    begins."""
-    new = (step.prompt or b"")[4 * base.n_tokens :]
+    """A step with a whole prompt, relative to its parent, the step with this header."""
+    new, index = (step.prompt or b"")[4 * base.n_tokens :], base.step_index
     header = step.header._replace(
-        base_index=base.step_index, n_new=len(new) // 4, base_crc=base.crc
+        parent=index, base_index=index, n_new=len(new) // 4, base_crc=base.crc
     )
     return PackedStep(None, b"".join((_HEADER.pack(*header), new, step.payload[_HEADER.size :])))
+
+
+def as_root(step: PackedStep) -> PackedStep:
+    """A step with a whole prompt that extends no other."""
+    header = step.header
+    if header.parent < 0:
+        return step
+    packed = _HEADER.pack(*header._replace(parent=-1))
+    return PackedStep(step.prompt, packed + step.payload[_HEADER.size :])
 
 
 def as_bytes(column: npt.NDArray[Any]) -> bytes:

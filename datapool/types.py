@@ -207,7 +207,9 @@ class Step:
     shape [R]. None if the producer does not know them; never filled with 0."""
     finish_reason: FinishReason | None = None
     parent_index: int | None = None
-    """Step whose prompt + response this prompt strictly extends; None for a root or a branch."""
+    """Step whose prompt + response this prompt begins with; None for a root. Where it is missing or
+    false, the pool finds it by the token ids: the longest such step that is stored. Not for steps
+    with `multi_modal_data`, which have to declare it."""
     version_spans: tuple[VersionSpan, ...] = ()
     """Set when a weight update fell inside the call; covers [0, R) without gaps."""
     multi_modal_data: dict[str, Any] | None = None

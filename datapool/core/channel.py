@@ -597,7 +597,7 @@ class Channel:
         if step.prompt is None:
             self._steps.check_base(record, header)
         else:
-            step = self._steps.relative(record, step, header)
+            step = self._steps.with_parent(record, step, header)
         self._store(self.records.groups[record.prompt_uid], record, step)
         self.counts.response_tokens += header.n_response
         if self.config.max_bytes is not None:

@@ -9,6 +9,7 @@ trajectory begins (`channel.py`).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from zlib import crc32
 
 from stepwell.datapool import errors
@@ -16,6 +17,7 @@ from stepwell.datapool.codec import (
     Header,
     PackedStep,
     PackedTrajectory,
+    as_root,
     chain_tokens,
     relative,
     unpack,
@@ -107,21 +109,33 @@ class StepStore:
         uids = record.trajectory_uid, record.prompt_uid
         stored_step, *_ = unpack(PackedTrajectory(*uids, ours))
         sent_step, *_ = unpack(PackedTrajectory(*uids, [step, *theirs]))
-        return stored_step == sent_step
+        # The stored one's parent follows from the tokens, which are compared.
+        return stored_step == replace(sent_step, parent_index=stored_step.parent_index)
 
-    def relative(self, record: TrajectoryRecord, step: PackedStep, header: Header) -> PackedStep:
-        """Return a step that came with a whole prompt relative to the stored step that it
-        extends."""
+    def with_parent(self, record: TrajectoryRecord, step: PackedStep, header: Header) -> PackedStep:
+        """Return a step that came with a whole prompt as it is stored: relative to its parent. That
+        is the one that it declares, if its prompt begins with that one's tokens; else the longest
+        stored step of which this is true. One that declares a parent that has not come yet is
+        stored as it is."""
         if step.prompt is None:
             return step
-        index = header.step_index - 1 if header.parent_index is None else header.parent_index
-        stored = record.step(index) if index >= 0 else None
-        if stored is None:
-            return step
-        base = stored.header
-        known = step.prompt[: 4 * base.n_tokens]
+        declared = header.parent_index
+        if declared is not None:
+            if (parent := record.step(declared)) is None:
+                return step
+            if self._begins_with(record, step, parent.header):
+                return relative(step, parent.header)
+        if not header.has_more:
+            shorter = [s.header for s in record.steps if s.step_index < header.step_index]
+            shorter.sort(key=lambda h: (-h.n_tokens, h.step_index))
+            for base in shorter:
+                if not base.has_more and self._begins_with(record, step, base):
+                    return relative(step, base)
+        return as_root(step)
+
+    def _begins_with(self, record: TrajectoryRecord, step: PackedStep, base: Header) -> bool:
+        known = (step.prompt or b"")[: 4 * base.n_tokens]
         # Most that extend nothing are told by the sum; what is as long and has it is looked at.
         if len(known) < 4 * base.n_tokens or crc32(known) != base.crc:
-            return step
-        chain = self._payloads.loaded(record.chain(index))
-        return relative(step, base) if known == chain_tokens(chain) else step
+            return False
+        return known == chain_tokens(self._payloads.loaded(record.chain(base.step_index)))

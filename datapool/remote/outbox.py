@@ -110,8 +110,7 @@ class Tips:
     def pack(self, step: Step, channel: str) -> PackedStep:
         key = step.trajectory_uid, channel
         known = self._steps.get(key, {})
-        base = step.step_index - 1 if step.parent_index is None else step.parent_index
-        packed = pack(step, known.get(base))
+        packed = pack(step, None if step.parent_index is None else known.get(step.parent_index))
         if step.is_last:
             self.end(*key)
             return packed

@@ -7,6 +7,7 @@ import asyncio
 import gc
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -579,17 +580,25 @@ def long_step(make_step):
     def build(uid, index, n_prompt=4):
         prompt = list(range(n_prompt + 2 * index))
         response = [n_prompt + 2 * index, n_prompt + 2 * index + 1]
-        return make_step(uid, index=index, prompt_ids=prompt, response_ids=response)
+        return make_step(
+            uid,
+            index=index,
+            prompt_ids=prompt,
+            response_ids=response,
+            parent_index=index - 1 if index else None,
+        )
 
     return build
 
 
-def test_a_step_is_sent_relative_to_the_one_before_it(long_step):
+def test_a_step_is_sent_relative_to_the_parent_that_it_names(long_step):
     tips = Tips()
     assert tips.pack(long_step("a", 0), "train").header.base is None
     assert tips.pack(long_step("a", 1), "train").header.base == 0
     assert tips.pack(long_step("b", 1), "train").header.base is None
     assert tips.pack(long_step("a", 2), "val").header.base is None
+    unnamed = replace(long_step("a", 2), parent_index=None)
+    assert tips.pack(unnamed, "train").header.base is None
 
 
 def test_nothing_is_kept_of_a_trajectory_that_ended(long_step):
@@ -627,8 +636,8 @@ def test_what_is_remembered_of_a_step_does_not_grow_with_its_tokens(long_step):
 def test_a_prompt_that_goes_on_otherwise_is_sent_whole(long_step, make_step):
     tips = Tips()
     tips.pack(make_step("a", prompt_ids=[1, 2], response_ids=[3, 4]), "train")
-    other = make_step("a", index=1, prompt_ids=[1, 2, 3, 5, 6], response_ids=[7, 8])
-    shorter = make_step("a", index=1, prompt_ids=[1, 2, 3], response_ids=[7, 8])
+    other = make_step("a", index=1, prompt_ids=[1, 2, 3, 5, 6], parent_index=0)
+    shorter = make_step("a", index=1, prompt_ids=[1, 2, 3], parent_index=0)
     assert tips.pack(other, "train").header.base is None
     assert tips.pack(shorter, "train").header.base is None
 

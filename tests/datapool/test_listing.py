@@ -369,7 +369,9 @@ def test_steps_on_disk_are_read_with_their_tokens_and_stay_there(tmp_path):
     pool, journal = recovered(tmp_path, max_bytes=100, overflow="spill")
     steps = [
         step_of("t", index=0, finish_reason="stop"),
-        step_of("t", index=1, prompt_ids=[1, 2, 3, 4, 5, 6], finish_reason="length"),
+        step_of(
+            "t", index=1, prompt_ids=[1, 2, 3, 4, 5, 6], finish_reason="length", parent_index=0
+        ),
     ]
     pool.submit_steps(steps, now=NOW)
     pool.write_counts()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import date, datetime
 from decimal import Decimal
 from typing import Any
@@ -29,7 +29,7 @@ from stepwell.datapool.codec import (
 )
 from stepwell.datapool.errors import InvalidStepError
 from stepwell.datapool.types import TokenIds
-from tests.datapool.conftest import SyncPool
+from tests.datapool.conftest import SyncPool, build_step
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6)
 FEW_TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=3)
@@ -105,12 +105,9 @@ def base_of(step: Step) -> Base:
 
 
 def pack_all(steps: Sequence[Step], whole: bool) -> list[PackedStep]:
-    """Each relative to its parent (or the step before it), as a client packs them, or whole."""
-    packed = []
-    for step in steps:
-        base = step.step_index - 1 if step.parent_index is None else step.parent_index
-        packed.append(pack(step) if whole or base < 0 else pack(step, base_of(steps[base])))
-    return packed
+    """Each relative to the parent that it names, as a client packs them, or whole."""
+    bases = [None if whole or (k := s.parent_index) is None else base_of(steps[k]) for s in steps]
+    return [pack(step, base) for step, base in zip(steps, bases, strict=True)]
 
 
 def sent(packed: Sequence[PackedStep]) -> list[tuple[str, str, PackedStep]]:
@@ -177,8 +174,28 @@ def test_the_pool_serves_what_was_submitted_however_it_was_packed(
     lease = arrived(pool.lease_packed(now=0.0))
     *rest, last = lease.steps
     assert last.is_last
-    assert_exact(steps[:-1], rest)
+    *expected, expected_last = with_parents(steps)
+    assert_exact(expected, rest)
+    assert last.parent_index == expected_last.parent_index
     assert last.response_ids.tolist() == steps[-1].response_ids.tolist()
+
+
+@given(trees())
+def test_a_parent_that_is_not_named_or_false_is_found_once(steps: list[Step]) -> None:
+    pool = SyncPool()
+    pool.apply_steps(steps, now=0.0)
+    pool.complete_trajectory("t", now=0.0)
+    served = arrived(pool.lease_packed(now=0.0)).steps
+    assert [s.parent_index for s in served] == [s.parent_index for s in with_parents(steps)]
+
+
+def test_a_step_that_comes_before_its_parent_keeps_the_parent_that_it_names() -> None:
+    pool = SyncPool()
+    first = build_step("t", "p", 0, prompt_ids=[1])
+    second = build_step("t", "p", 1, prompt_ids=[1, 4, 5, 3], parent_index=0)
+    assert pool.apply_steps([second, first], now=0.0) == ["accepted"] * 2
+    pool.complete_trajectory("t", now=0.0)
+    assert [s.parent_index for s in arrived(pool.lease_packed(now=0.0)).steps] == [None, 0]
 
 
 @given(trees())
@@ -198,6 +215,29 @@ def test_any_changed_column_is_a_conflict(steps: list[Step]) -> None:
         assert type(answer).__name__ == "StepConflictError", name
 
 
+def with_parents(steps: Sequence[Step]) -> list[Step]:
+    """As a pool stores them: of each the longest step before it that its prompt begins with, unless
+    it names another one of which this is true. Pictures may differ where ids do not."""
+
+    def begins(step: Step, parent: Step) -> bool:
+        return step.prompt_ids[: parent.n_tokens].tolist() == parent.token_ids.tolist()
+
+    def has_more(step: Step) -> bool:
+        more = step.multi_modal_data, step.routed_experts
+        return bool(step.version_spans) or any(value is not None for value in more)
+
+    stored: list[Step] = []
+    for step in steps:
+        parent = step.parent_index
+        if parent is None or not begins(step, steps[parent]):
+            found = [] if has_more(step) else [s for s in stored if begins(step, s)]
+            found = [s for s in found if not has_more(s)]
+            longest = min(found, key=lambda s: (-s.n_tokens, s.step_index), default=None)
+            parent = None if longest is None else longest.step_index
+        stored.append(replace(step, parent_index=parent))
+    return stored
+
+
 def chain(n_rollouts: int, n_steps: int, prompt: int, new: int, response: int) -> list[list[Step]]:
     """Rollouts of one group; each step extends the one before it."""
     rollouts = []
@@ -212,6 +252,7 @@ def chain(n_rollouts: int, n_steps: int, prompt: int, new: int, response: int) -
                 trajectory_uid=f"t{k}",
                 prompt_uid="p",
                 step_index=i,
+                parent_index=i - 1 if i else None,
             )
             steps.append(step)
             tokens = [*tokens, *reply, *range(new)]

@@ -209,6 +209,7 @@ def said(uid: str, index: int, prompt: str, text: str, **fields: Any) -> Step:
         prompt_uid="p",
         step_index=index,
         policy_version=index,
+        parent_index=index - 1 if index else None,
         metadata={"said": f"{text} {index}"},
         **fields,
     )

@@ -182,7 +182,9 @@ class Model:
 
     def watch(self) -> None:
         """After every change."""
-        for p in list(self.prompts):
+        for p, g in list(self.prompts.items()):
+            if not self.is_held(g):
+                g.heard = self.now
             self.judge(p)
 
     def held(self) -> list[str]:
@@ -293,7 +295,8 @@ class Model:
         if i in r.steps:
             if not knows_base:
                 return "UnknownBaseError"
-            return "duplicate" if r.steps[i] == step else "StepConflictError"
+            same = replace(step, parent_index=r.steps[i].parent_index)
+            return "duplicate" if r.steps[i] == same else "StepConflictError"
         if r.state != "open":
             return "late"
         if r.last is not None and (i > r.last or step.is_last):
@@ -302,7 +305,8 @@ class Model:
             return "StepIndexError"
         if not knows_base:
             return "UnknownBaseError"
-        r.steps[i] = step
+        parent = parent_of(step, r.steps) if base is None else base.step_index
+        r.steps[i] = replace(step, parent_index=parent)
         self.touch(self.prompts[r.prompt])
         if step.is_last:
             r.last = i
@@ -647,9 +651,10 @@ class Model:
         if g.due is None and not g.frozen:
             times += self.ends(g)
             times += g.waits[:1] if g.terms is None else []
-        if self.is_held(g) and (g.due is not None or g.reached):
+        is_held = self.config.hold_s is not None and not g.frozen and g.heard is None
+        if is_held and (g.due is not None or g.reached):
             times.append(g.completed_at + self.config.hold_s)
-        if self.is_unscored(g) and self.awaits(g):
+        if self.is_unscored(g) and self.awaits(g) and g.reward_due is not None:
             times.append(g.reward_due)
         return times
 
@@ -1141,8 +1146,7 @@ class DataPoolMachine(RuleBasedStateMachine):
         times += [t for m in self.models.values() if (t := m.next_deadline()) is not None]
         # A pool may look too early, never too late.
         due = self.pool.next_deadline()
-        assert (due is None) == (not times)
-        assert due is None or due <= min(times)
+        assert not times or (due is not None and due <= min(times))
 
     @invariant()
     def memory_is_counted_and_limited(self):
@@ -1169,6 +1173,17 @@ class DataPoolMachine(RuleBasedStateMachine):
         for channel in CHANNELS:
             rest = [drain(p, channel, self.now) for p in (self.pool, again)]
             assert rest[0] == rest[1]
+
+
+def parent_of(step: Step, stored: dict[int, Step]) -> int | None:
+    """The longest stored step that its prompt begins with."""
+    found = [
+        (len(tokens), -i)
+        for i, other in stored.items()
+        if i < step.step_index
+        and (tokens := other.token_ids.tolist()) == step.prompt_ids[: other.n_tokens].tolist()
+    ]
+    return -max(found)[1] if found else None
 
 
 def base_of(step: Step) -> Base:
@@ -1228,7 +1243,6 @@ def assert_same(a: DataPool, b: DataPool, now: float) -> None:
         assert infos[0] == infos[1]
         numbers = [list(pool.channels[name].records.by_number) for pool in (a, b)]
         assert numbers[0] == numbers[1]
-    assert (a.next_deadline() is None) == (b.next_deadline() is None)
     assert [dropping_row(r) for r in a.leases.active()] == [
         dropping_row(r) for r in b.leases.active()
     ]
