@@ -1,4 +1,4 @@
-"""What `processes.py` runs in other processes, by this file's path. Standard library only.
+"""Commands that `processes.py` runs in other processes, by this file's path. Standard library only.
 
     child.py guard                       stdin: "+GROUP", "-GROUP"; at its end all are killed
     child.py limited LIMITS COMMAND…     rlimits, then COMMAND in this process

@@ -116,7 +116,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def count_parameters(folder: Path) -> int:
-    """Of weights in safetensors, exactly; of others by their size, at two bytes each."""
+    """Count parameters: exactly in safetensors, else by size, at two bytes each."""
     total = 0
     for file in _weights(folder):
         if file.suffix == ".safetensors":
@@ -129,7 +129,7 @@ def count_parameters(folder: Path) -> int:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Of all files of weights: what an engine loads."""
+    """Bytes of all files of weights, which an engine loads."""
     return sum(file.stat().st_size for file in _weights(folder))
 
 

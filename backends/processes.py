@@ -98,7 +98,7 @@ def start(argv: Sequence[str], **options: Any) -> Child[subprocess.Popen[bytes]]
 
 
 async def spawn(argv: Sequence[str], **options: Any) -> Child[asyncio.subprocess.Process]:
-    """As `start`, for the running event loop; `options` are `create_subprocess_exec`'s."""
+    """Run `argv` for the running event loop; `options` are `create_subprocess_exec`'s."""
     return Child(await asyncio.create_subprocess_exec(*argv, start_new_session=True, **options))
 
 
@@ -139,13 +139,13 @@ class _Guard:
             if self._owner != os.getpid():  # a fork: it has no children yet
                 self._owner, self._process, self._groups = os.getpid(), None, set()
             self._groups.add(group)
-            if self._process is None or not self._tell(f"+{group}\n"):
+            if self._process is None or not self._write(f"+{group}\n"):
                 self._start()
 
     def forget(self, group: int) -> None:
         with self._lock:
             self._groups.discard(group)
-            self._tell(f"-{group}\n")
+            self._write(f"-{group}\n")
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
@@ -156,9 +156,9 @@ class _Guard:
             bufsize=0,
         )
         for group in self._groups:
-            self._tell(f"+{group}\n")
+            self._write(f"+{group}\n")
 
-    def _tell(self, line: str) -> bool:
+    def _write(self, line: str) -> bool:
         """False: somebody has killed it."""
         if self._process is None or self._process.stdin is None:
             return False
@@ -170,4 +170,4 @@ class _Guard:
 
 
 _guard = _Guard()
-"""Of the whole process: what is started has to end with it, whoever started it."""
+"""One for the whole process: what is started has to end with it, whoever started it."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepwell.backends.errors import BackendConfigError
+from stepwell.datapool.sealed import written_durably
 
 
 class RemoteFile(NamedTuple):
@@ -95,12 +95,8 @@ def _copy(fs: Any, name: str, folder: Path, below: str) -> Path:
     target = folder / below / Path(name).name
     if not target.is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
-        draft = target.with_name(f".{uuid.uuid4().hex}")
-        try:
-            fs.get_file(name, str(draft))
-            draft.replace(target)
-        finally:
-            draft.unlink(missing_ok=True)
+        with written_durably(target) as draft:
+            fs.get_file(name, draft.name)
     return target
 
 

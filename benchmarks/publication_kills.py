@@ -7,7 +7,9 @@ version v put all probability on one token, `TOKENS[v]`. Each round publishes v+
 after one replica has tried it out as a canary (or v+2, which takes the canary back), and hooks of
 the transaction `kill -9` replicas at random points of random phases; a phase that is killed
 "during" has just sent its requests, and the kill comes at a random moment of the next 20 ms.
-Supervisors restart what was killed.
+Every fourth round or so is a roll-back as `stepwell rollback` does it, with kills at random
+moments, while a trainer publishes: one of the two comes second. Supervisors restart what was
+killed.
 
 Checked, on every token of every Step and of every direct answer: the version that is said to have
 produced it is the one whose token it is. And a watcher per replica asks it directly, again and
@@ -46,12 +48,13 @@ from stepwell.backends.config import EngineConfig, PublishMode, WeightTransport
 from stepwell.backends.engines.api import version_number
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.supervisor import Supervisor
-from stepwell.backends.errors import EngineError, WeightUpdateError
+from stepwell.backends.errors import EngineError, SupersededError, WeightUpdateError
 from stepwell.backends.weights import WeightStore, publish
 from stepwell.backends.weights.transaction import PHASES, Phase, When
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step, VersionSpan
 from stepwell.trainer.errors import ConfigError
+from stepwell.trainer.publish.rollback import roll_back
 
 WHENS: tuple[When, ...] = ("before", "during", "after")
 MODES: tuple[PublishMode, ...] = ("retract", "retract", "abort", "in_place", "drain")
@@ -108,6 +111,8 @@ class Record:
     kills: Counter[str] = field(default_factory=Counter)
     """By point."""
     modes: Counter[str] = field(default_factory=Counter)
+    weights_of: dict[int, int] = field(default_factory=dict)
+    """Version of a roll-back -> the version whose weights it has."""
     figures: Counter[str] = field(default_factory=Counter)
     recovery_s: list[float] = field(default_factory=list)
     publication_s: list[float] = field(default_factory=list)
@@ -121,10 +126,10 @@ class Record:
         ):
             self.violations.append(f"{who}: spans {spans} do not cover {len(ids)} tokens")
         for span in spans:
-            if wrong := set(ids[span.start : span.end]) - {token_of(span.version)}:
+            says = token_of(self.weights_of.get(span.version, span.version))
+            if wrong := set(ids[span.start : span.end]) - {says}:
                 self.violations.append(
-                    f"{who}: tokens {wrong} as version {span.version}, which says "
-                    f"{token_of(span.version)}"
+                    f"{who}: tokens {wrong} as version {span.version}, which says {says}"
                 )
             if span.version < began:
                 self.violations.append(
@@ -248,6 +253,18 @@ def plan(replicas: Sequence[Replica], n: int, chance: random.Random) -> list[Kil
     ]
 
 
+class _Noted(WeightStore):
+    """Notes whose weights a version has before any replica can say a token of it."""
+
+    record: Record
+
+    def write_again(self, version: int, of: int) -> Path:
+        path = super().write_again(version, of)
+        number = self.number(path)
+        self.record.weights_of[number] = self.weights_of(number)
+        return path
+
+
 @dataclass
 class Publications:
     """Publishes versions, and carries out the kills that are planned for each."""
@@ -256,6 +273,60 @@ class Publications:
     store: WeightStore
     weights: Weights
     record: Record
+    pool: DataPoolClient
+
+    async def roll_back(self, kills: Sequence[Kill], transport: WeightTransport) -> int:
+        """Serve an earlier version again, while a trainer publishes the next one, and replicas are
+        killed; returns the version that is served then."""
+        record, engines = self.record, [r.client for r in self.replicas]
+
+        async def fire() -> None:
+            for kill in kills:
+                await asyncio.sleep(50 * kill.delay_s)
+                if kill.replica.kill():
+                    record.kills["roll-back"] += 1
+
+        async def command() -> int:
+            store = _Noted(self.store.folder, keep=self.store.keep)
+            store.record = record
+            while True:
+                try:
+                    return await roll_back(engines, store, self.pool, None, transport=transport)
+                except WeightUpdateError as e:
+                    print(f"  roll-back again: {e}", file=sys.stderr, flush=True)
+                    await until_up(self.replicas, 1)
+
+        async def trainer() -> int | None:
+            current = self.store.current()
+            seen = 0 if current is None else current.version
+            path = await asyncio.to_thread(self._write, seen + 1)
+            version = self.store.number(path)
+            if version != seen + 1:  # the command was first
+                record.weights_of[version] = seen + 1
+            while True:
+                try:
+                    await publish(
+                        engines, path, version, store=self.store, transport=transport, seen=seen
+                    )
+                    return version
+                except SupersededError:
+                    await asyncio.to_thread(self.store.discard, path)
+                    return None
+                except WeightUpdateError as e:
+                    print(f"  version {version} again: {e}", file=sys.stderr, flush=True)
+                    await until_up(self.replicas, 1)
+
+        version, given, _ = await asyncio.gather(command(), trainer(), fire())
+        record.figures["roll-backs"] += 1
+        record.figures["publications that a roll-back superseded"] += given is None
+        current = self.store.current()
+        if current is None or current.version != version:
+            record.violations.append(f"version {version} was served again, then {current}")
+        record.committed = version
+        return version
+
+    def _write(self, version: int) -> Path:
+        return self.store.write(version, lambda folder: self.weights.save(version, folder))
 
     async def under_fire(
         self,
@@ -278,9 +349,9 @@ class Publications:
                 if kill.replica.kill():
                     record.kills[f"{phase} {when}"] += 1
 
-        path = await asyncio.to_thread(
-            self.store.write, version, lambda folder: self.weights.save(version, folder)
-        )
+        path = self.store.path(version)
+        if not path.is_dir():  # else a canary had it
+            path = await asyncio.to_thread(self._write, version)
         for attempt in itertools.count(1):
             try:
                 done = await publish(
@@ -354,7 +425,7 @@ async def run(
             *(agent(i, origin, session, record, stop) for i in range(agents)),
         ]
         tasks = [asyncio.create_task(each) for each in work]
-        publications = Publications(served, store, weights, record)
+        publications = Publications(served, store, weights, record, pool)
         version = 0
         while record.kills.total() < kills:
             await until_up(served, min(2, replicas))
@@ -362,6 +433,9 @@ async def run(
             left = kills - record.kills.total()
             shots = plan(served, min(left, chance.randint(1, replicas - 1)), chance)
             how = (chance.choice(MODES), chance.choice(TRANSPORTS))
+            if len(store.kept()) > 1 and chance.random() < 0.25:
+                version = await publications.roll_back(shots, how[1])
+                continue
             if chance.random() < 0.5:
                 canary = chance.choice([r for r in served if r.up])
                 await publications.under_fire(version, shots[:1], how, canary)

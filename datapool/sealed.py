@@ -58,11 +58,9 @@ def written_durably(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     """A file to be written, which appears as `path` at the end of the block, durably; if the block
     raises, nothing does. Until then it is `PATH.….tmp`."""
     draft = path.with_name(f"{path.name}.{threading.get_native_id()}.tmp")
-    draft.unlink(missing_ok=True)  # of a writer that was killed
     mode = 0o600 if private else 0o666
     try:
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        with os.fdopen(fd, "wb") as file:
+        with open(draft, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -16,12 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
-
 from stepwell.cli.main import command_parser
 from stepwell.config.keys import Key, keys, told_default
 from stepwell.datapool.inspect.metrics import POOL
-from stepwell.gateway import lifecycle
+from stepwell.gateway.access import UNDER, is_gemini
 from stepwell.gateway.dialects.anthropic_messages import CountParams, MessagesParams
 from stepwell.gateway.dialects.gemini import CountParams as GeminiCountParams
 from stepwell.gateway.dialects.gemini import GenerateParams
@@ -29,11 +27,9 @@ from stepwell.gateway.dialects.openai_chat import ChatParams
 from stepwell.gateway.dialects.openai_completions import CompletionsParams
 from stepwell.gateway.dialects.openai_responses import ResponsesParams
 from stepwell.gateway.dialects.params import Params
+from stepwell.gateway.endpoints import ENDPOINTS, SDK_BODIES
 from stepwell.gateway.metrics import ENGINES, GATEWAY, POOL_UP
 from stepwell.gateway.openapi import described
-from stepwell.gateway.paths import UNDER, is_gemini
-from stepwell.gateway.routes import ROUTES
-from stepwell.gateway.slime_buffer.router import router as slime_router
 from stepwell.track.prometheus import TRAINER
 
 ROOT = Path(__file__).parents[1]
@@ -181,10 +177,7 @@ def prometheus() -> str:
 
 def http() -> str:
     """Every route of the gateway with the fields of its body."""
-    app = FastAPI(title="Stepwell gateway", routes=[*ROUTES])
-    app.include_router(lifecycle.router)
-    app.include_router(slime_router)
-    document = described(app)
+    document = described(ENDPOINTS, SDK_BODIES)
     schemas = document["components"]["schemas"]
     lines = [HTTP]
     paths = document["paths"]

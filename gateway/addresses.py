@@ -7,7 +7,7 @@ A replica that does not answer is left out. Conversations without an address of 
 the replica that they talk to. What one replica deletes the others forget (`have_forgotten`).
 
 Does not own: starting replicas (`replicas.py`); which names in a
-request are ours (`hosts.py`).
+request are ours (`access.py`).
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ class Addresses:
             url = self.urls[replica] + path
             try:
                 async with asyncio.timeout(FORGET_S):
-                    answer = await self._connections.request(
+                    status, _ = await self._connections.request(
                         "DELETE", url, headers=headers.encode()
                     )
-                if answer.status != 200:
+                if status != 200:
                     return False
             except ConnectionRefusedError:
                 return True
@@ -123,6 +123,7 @@ class Addresses:
     async def _answers(self, url: str) -> bool:
         try:
             async with asyncio.timeout(CHECK_S):
-                return (await self._connections.request("GET", f"{url}/health")).status == 200
+                status, _ = await self._connections.request("GET", f"{url}/health")
+            return status == 200
         except (ConnectionError, TimeoutError):
             return False

@@ -1,7 +1,7 @@
 """The gateway's HTTP application.
 
-    Protection ──► FastAPI's router ──► routes.py (plain: every call passes them)
-                                   └──► lifecycle.py, slime_buffer/ (bodies by FastAPI)
+    request ──► find (`endpoints.py`) ──► admit (`access.py`) ──► body ──► handler ──► answer
+                                              └── refused ──► the error, in the path's dialect
 
 Everything is owned by the lifespan and closed with it; there are no globals. Does not own: the
 parts (`services.py`), one wire format each (`dialects/`), the socket (`server.py`).
@@ -16,38 +16,24 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
-from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stepwell.datapool.errors import DataPoolError
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.gateway import lifecycle
+from stepwell.gateway.access import is_gemini, routing_path
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.dialects.params import refusal
 from stepwell.gateway.dialects.registry import PATHS, error_response
+from stepwell.gateway.endpoints import ENDPOINTS, SDK_BODIES, Finder
 from stepwell.gateway.errors import GatewayError, PathError, RequestError
 from stepwell.gateway.lifecycle import RECORDED_HEADER
 from stepwell.gateway.openapi import described
-from stepwell.gateway.paths import is_gemini
-from stepwell.gateway.protection import Protection
-from stepwell.gateway.routes import (
-    IGNORED_HEADER,
-    PROBES,
-    ROUTES,
-    TRAJECTORY_HEADER,
-    VERSION_HEADER,
-)
+from stepwell.gateway.routes import IGNORED_HEADER, TRAJECTORY_HEADER, VERSION_HEADER
 from stepwell.gateway.services import Services
-from stepwell.gateway.slime_buffer.router import router as rollout_router
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.ui.router import UI_ROUTES
 from stepwell.gateway.wiring import Wiring
 
 log = logging.getLogger(__name__)
@@ -56,26 +42,66 @@ CALLS = tuple(f"/{path}" for path in PATHS)
 
 
 class _App(FastAPI):
-    """FastAPI with the layers that it has for telemetry, uploads and debugging left out: they cost
-    a call as much as all else that is done before it."""
+    """One way for every request: find its endpoint, admit it, answer it. FastAPI describes the
+    endpoints, answers where there is none, and holds the lifespan."""
 
-    def build_middleware_stack(self) -> ASGIApp:
-        stack: ASGIApp = AsyncExitStackMiddleware(self.router)
-        stack = ExceptionMiddleware(stack, handlers=self.exception_handlers)
-        for layer in reversed(self.user_middleware):
-            stack = layer.cls(stack, *layer.args, **layer.kwargs)
-        return stack
+    def __init__(self, services: Services, **options: Any) -> None:
+        super().__init__(
+            routes=list(ENDPOINTS),
+            exception_handlers={HTTPException: _no_endpoint},
+            openapi_url=None,  # an endpoint as the others
+            docs_url=None,
+            redoc_url=None,
+            **options,
+        )
+        self.state.services = self._services = services
+        self._finder = Finder(ENDPOINTS)
+        self._entry: ASGIApp = self._answer
+        if services.config.allowed_origins:
+            # Browsers ask before they send JSON, and need leave to read the answer.
+            self._entry = CORSMiddleware(
+                self._answer,
+                allow_origins=services.config.allowed_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=[IGNORED_HEADER, RECORDED_HEADER, TRAJECTORY_HEADER, VERSION_HEADER],
+            )
 
     def openapi(self) -> dict[str, Any]:
-        self.openapi_schema = self.openapi_schema or described(self)
+        self.openapi_schema = self.openapi_schema or described(ENDPOINTS, SDK_BODIES)
         return self.openapi_schema
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.middleware_stack is None or scope["type"] == "lifespan":
+        if scope["type"] == "lifespan":
             await super().__call__(scope, receive, send)
-            return
+        else:
+            await self._entry(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "POST":
+            await self._services.engine.pace.enter()  # before any work is done for it
         scope["app"] = self
-        await self.middleware_stack(scope, receive, send)
+        scope["path"] = path = routing_path(scope)
+        endpoint, params, needed, url = self._finder.find(scope["method"], path)
+        try:
+            try:
+                await self._services.access.admit(scope, receive, needed, url)
+            except ConnectionResetError:  # nobody is left to answer
+                return
+            if endpoint is None:
+                await super().__call__(scope, receive, send)
+                return
+            scope["path_params"] = params
+            response = await endpoint.answer(Request(scope, receive, send))
+        except GatewayError as e:
+            response = error_response(path, e)
+        except DataPoolError as e:  # the pool refused what a client sent
+            response = error_response(path, RequestError(str(e), None))
+        except Exception as e:  # a bug of ours: logged, and the client is told in its own shape
+            log.exception("%s failed", path)
+            why = GatewayError(f"the gateway failed ({type(e).__name__}); see its log")
+            response = error_response(path, why)
+        await response(scope, receive, send)
 
 
 def create_app(
@@ -105,48 +131,10 @@ def create_app(
             finally:
                 await services.close()
 
-    handlers: dict[Any, Any] = {
-        **dict.fromkeys((GatewayError, DataPoolError, RequestValidationError), _refused),
-        HTTPException: _http_error,
-        Exception: _bug,
-    }
-    layers = [Middleware(Protection, services=services)]
-    if config.allowed_origins:
-        # Browsers ask before they send JSON, and need leave to read the answer.
-        cors = Middleware(
-            CORSMiddleware,
-            allow_origins=config.allowed_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=[IGNORED_HEADER, RECORDED_HEADER, TRAJECTORY_HEADER, VERSION_HEADER],
-        )
-        layers.insert(0, cors)
-    app = _App(
-        middleware=layers,
-        title="Stepwell gateway",
-        routes=[*ROUTES, *UI_ROUTES, *PROBES],
-        lifespan=lifespan,
-        exception_handlers=handlers,
-        docs_url=None,
-        redoc_url=None,
-    )
-    app.state.services = services
-    app.include_router(lifecycle.router)
-    app.include_router(rollout_router)
-    return app
+    return _App(services, lifespan=lifespan)
 
 
-def _refused(
-    request: Request, e: GatewayError | DataPoolError | RequestValidationError
-) -> Response:
-    if isinstance(e, RequestValidationError):
-        e = refusal(e.errors())
-    elif isinstance(e, DataPoolError):  # the pool refused what a client sent
-        e = RequestError(str(e), None)
-    return error_response(request.url.path, e)
-
-
-def _http_error(request: Request, e: HTTPException) -> Response:
+async def _no_endpoint(request: Request, e: Any) -> Response:
     path = request.url.path
     remedy = "see /openapi.json for what this gateway serves"
     if "/v1/v1/" in path:
@@ -160,12 +148,8 @@ def _http_error(request: Request, e: HTTPException) -> Response:
     refused = PathError(f"{request.method} {path}: {e.detail}; {remedy}")
     refused.status = e.status_code
     answer = error_response(request.url.path, refused)
-    answer.headers.update(e.headers or {})
+    headers = e.headers or {}
+    if headers.get("Allow") == "GET":
+        headers = {"Allow": "GET, HEAD"}
+    answer.headers.update(headers)
     return answer
-
-
-def _bug(request: Request, e: Exception) -> Response:
-    """A bug of ours: logged, and the client is told in its own shape."""
-    log.error("%s failed", request.url.path, exc_info=e)
-    why = GatewayError(f"the gateway failed ({type(e).__name__}); see its log")
-    return error_response(request.url.path, why)

@@ -4,7 +4,7 @@ the event loop for seconds: a list of a million empty objects has 3 MB and costs
     body ── more than SMALL bytes ──► Holdings(strings, containers, numbers) ──► 413 │ parsed
 
 Owns: the bounds and the one scan over the bytes. Does not own: sizes in bytes and the time that a
-body takes (`protection.py`), whether a body is JSON (`web.py`).
+body takes (`access.py`), whether a body is JSON (`web.py`).
 """
 
 from __future__ import annotations

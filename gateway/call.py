@@ -27,11 +27,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
-import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -41,6 +40,7 @@ import numpy as np
 from stepwell.backends.engines.api import Sampling
 from stepwell.datapool.errors import DataPoolError, InvalidStepError
 from stepwell.datapool.types import DUPLICATE_OF, SUPERSEDES, UNSEEN, Step, VersionSpan
+from stepwell.gateway.access import Principal
 from stepwell.gateway.config import Thinking
 from stepwell.gateway.engine import Generation, Sampler
 from stepwell.gateway.errors import (
@@ -53,7 +53,6 @@ from stepwell.gateway.errors import (
     TrajectoryConflictError,
     TrajectoryLimitError,
 )
-from stepwell.gateway.keys import Principal
 from stepwell.gateway.limits import CallLimits
 from stepwell.gateway.prompt import ChatRequest, Prompt, Prompts
 from stepwell.gateway.reply.calls import ToolCall
@@ -73,6 +72,7 @@ T = TypeVar("T")
 MAX_BEGINNINGS = 4
 """Trajectories that a conversation may find closed as it begins, one after the other."""
 REMEMBERED_TIMES = 4096
+_FREE = ChannelSampling()
 _NO_IDS = np.empty(0, np.int32)
 _NO_LOG_PROBS = np.empty(0, np.float32)
 
@@ -85,6 +85,7 @@ class Asked:
     request: ChatRequest
     retry: RetryKey
     n: int = 1
+    prompt: Prompt = field(init=False)
 
     @property
     def keys(self) -> list[RetryKey]:
@@ -107,13 +108,13 @@ class Calls:
     turn_messages: TurnMessages
     thinking: Thinking
     channel_sampling: Mapping[str, ChannelSampling]
-    """By channel."""
+    """Sampling by channel, over what agents ask for."""
     replicas: int
     """Gateways that may serve a trajectory."""
     counts: Counter[str] = field(default_factory=Counter)
     branches: Counter[str] = field(default_factory=Counter)
     added_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_TIMES))
-    """Of the last calls: from the request read to the Step stored, without the engine's time."""
+    """Seconds of the last calls from the request read to the Step stored, without the engine's."""
     failed_at: float = float("-inf")
     """When engine or pool last failed a call (`time.monotonic()`)."""
     is_closing: bool = False
@@ -138,49 +139,47 @@ class Calls:
             TrajectoryLimitError: a trajectory's turns or tokens are used up.
             TrajectoryClosedError, TrajectoryConflictError, PoolUnavailableError
         """
-        with ExitStack() as used:
-            prompts = []
+        used: list[LiveTrajectory] = []
+        try:
             for each in asked:
-                used.enter_context(each.trajectory.in_use())
-                prompts.append(await self._prepare(each))
+                used.append(each.trajectory.hold())
+                await self._prepare(each)
                 if len(asked) > 1:
                     await asyncio.sleep(0)  # others go on between two prompts
-            for i, each in enumerate(asked):
-                prompts[i] = await self._open(each, prompts[i], used, caller, begin_again)
+            for each in asked:
+                await self._open(each, used, caller, begin_again)
             context = await self.engine.context_length()
             # No turn of the loop from here on: of two tries at once the second finds the first.
             found = [[each.trajectory.calls.find(key) for key in each.keys] for each in asked]
             self._check_turns(asked, found)
-            rooms = [
-                self._room(each.trajectory, prompt, context)
-                for each, prompt in zip(asked, prompts, strict=True)
-            ]
+            samplings = [self._sampling(each, context) for each in asked]
             return [
                 Listener(self, each.trajectory, live)
-                for each, prompt, calls, room in zip(asked, prompts, found, rooms, strict=True)
-                for live in self._begun(each, prompt, calls, room, dialect)
+                for each, calls, sampling in zip(asked, found, samplings, strict=True)
+                for live in self._begun(each, calls, sampling, dialect)
             ]
+        finally:
+            for trajectory in used:
+                trajectory.release()
 
     def _begun(
-        self,
-        asked: Asked,
-        prompt: Prompt,
-        found: Sequence[Call | None],
-        room: int,
-        dialect: str,
+        self, asked: Asked, found: Sequence[Call | None], sampling: Sampling, dialect: str
     ) -> list[LiveCall]:
         """The calls of one prompt, new ones and those that it repeats."""
         trajectory = asked.trajectory
-        self._add_stops(asked)
-        sampling = self._sampling(trajectory, asked.request, room)
         begun = []
         for key, call in zip(asked.keys, found, strict=True):
             live = None if call is None else call.live
             if live is None or (live.state == "unstored" and live.call.turn is not None):
                 known = call
-                if call is None:
-                    call = self._new(key)
-                live = LiveCall(call, asked.request, prompt, sampling, dialect)
+                call = call or Call(
+                    uid=f"{random.getrandbits(128):032x}",
+                    created=int(time.time()),
+                    retry=key.digest,
+                    body=key.body_digest,
+                    is_retry=key.is_retry,
+                )
+                live = LiveCall(call, asked.request, asked.prompt, sampling, dialect)
                 if known is not None:
                     self._recall(live)
                 else:
@@ -195,17 +194,8 @@ class Calls:
             begun.append(live)
         return begun
 
-    def _new(self, key: RetryKey) -> Call:
-        return Call(
-            uid=uuid.uuid4().hex,
-            created=int(time.time()),
-            retry=key.digest,
-            body=key.body_digest,
-            is_retry=key.is_retry,
-        )
-
-    async def _prepare(self, asked: Asked) -> Prompt:
-        """A prompt that fits; the pool is not asked."""
+    async def _prepare(self, asked: Asked) -> None:
+        """Make a prompt that fits; the pool is not asked."""
         self._check(asked.request)
         if asked.trajectory.unrecorded == "asked":
             asked.request = replace(asked.request, is_kept=False)
@@ -216,24 +206,23 @@ class Calls:
         # Engines refuse a request whose prompt and response reach the context length.
         if context - len(prompt.ids) - 1 < 1:
             raise ContextLengthError.of(len(prompt.ids), context)
-        return prompt
+        asked.prompt = prompt
 
     async def _open(
         self,
         asked: Asked,
-        prompt: Prompt,
-        used: ExitStack,
+        used: list[LiveTrajectory],
         caller: Principal,
         begin_again: BeginAgain | None,
-    ) -> Prompt:
-        """Open the trajectory, or the one that a conversation begins in its place; the prompt as it
-        is then."""
+    ) -> None:
+        """Open the trajectory, or the one that a conversation begins in its place, and make the
+        prompt again if it has other turns than were known."""
         for attempt in range(1, MAX_BEGINNINGS + 1):
             trajectory, request = asked.trajectory, asked.request
             was_new, n_steps = trajectory.is_new, trajectory.steps
             try:
                 await trajectory.open(caller)
-                if not was_new and self._is_elsewhere(trajectory, request, prompt, asked.keys):
+                if not was_new and self._is_elsewhere(asked):
                     await trajectory.catch_up()
                 break
             except (TrajectoryClosedError, TrajectoryConflictError):
@@ -242,15 +231,14 @@ class Calls:
                 if begin_again is None or is_last or not trajectory.is_conversation:
                     raise
                 asked.trajectory = begin_again(asked)
-                used.enter_context(asked.trajectory.in_use())
-                prompt = await self._prepare(asked)
+                used.append(asked.trajectory.hold())
+                await self._prepare(asked)
         if trajectory.steps > n_steps:
             context = await self.engine.context_length()
-            prompt = await self.prompts.prepare(trajectory.graph, request, context)
+            asked.prompt = await self.prompts.prepare(trajectory.graph, request, context)
         trajectory.touch()
-        if trajectory.in_flight and prompt.parent is not None:
-            trajectory.calls.go_on(prompt.parent)
-        return prompt
+        if trajectory.in_flight and asked.prompt.parent is not None:
+            trajectory.calls.go_on(asked.prompt.parent)
 
     def _check_turns(self, asked: Sequence[Asked], found: Sequence[Sequence[Call | None]]) -> None:
         n_new: Counter[LiveTrajectory] = Counter()
@@ -260,21 +248,16 @@ class Calls:
         for trajectory, n in n_new.items():
             self.limits.check_turns(trajectory.steps + len(trajectory.in_flight), n)
 
-    def _is_elsewhere(
-        self,
-        trajectory: LiveTrajectory,
-        request: ChatRequest,
-        prompt: Prompt,
-        keys: Sequence[RetryKey],
-    ) -> bool:
-        """Whether another gateway may have stored what the request is about: the first try of a
+    def _is_elsewhere(self, asked: Asked) -> bool:
+        """True if another gateway may have stored what the request is about: the first try of a
         retry, whose answer may have been lost, or a reply in the conversation."""
-        is_one_of_many = self.replicas > 1
-        # Those who name all their requests retry few of them.
-        is_looked_for = keys[0].is_retry and (is_one_of_many or not keys[0].is_named)
-        if is_looked_for and not all(map(trajectory.calls.knows, keys)):
+        is_one_of_many, retry = self.replicas > 1, asked.retry
+        # Clients that always send Idempotency-Key rarely retry, so a pool read for each would be
+        # wasted.
+        is_looked_for = retry.is_retry and (is_one_of_many or not retry.is_named)
+        if is_looked_for and not all(map(asked.trajectory.calls.knows, asked.keys)):
             return True
-        new = request.messages[prompt.attachment.n_known :]
+        new = asked.request.messages[asked.prompt.attachment.n_known :]
         return is_one_of_many and any(m["role"] == "assistant" for m in new)
 
     def _check(self, request: ChatRequest) -> None:
@@ -304,40 +287,33 @@ class Calls:
                 "parallel_tool_calls",
             )
 
-    def _add_stops(self, asked: Asked) -> None:
-        """Let a request end, too, where the calls of its channel do."""
-        forced = self.channel_sampling.get(asked.trajectory.channel)
-        if forced is not None and (forced.stop or forced.stop_token_ids):
+    def _sampling(self, asked: Asked, context: int) -> Sampling:
+        """Parameters as they will be used: the channel's over the request's, and temperature 0 over
+        all in a greedy trajectory. The request ends, too, where the calls of its channel do.
+
+        Raises:
+            TrajectoryLimitError: its conversation has no tokens left.
+        """
+        trajectory, prompt = asked.trajectory, asked.prompt
+        forced = self.channel_sampling.get(trajectory.channel, _FREE)
+        if forced.stop or forced.stop_token_ids:
             asked.request = replace(
                 asked.request,
                 stop=asked.request.stop + (forced.stop or ()),
                 stop_token_ids=asked.request.stop_token_ids + (forced.stop_token_ids or ()),
             )
-
-    def _room(self, trajectory: LiveTrajectory, prompt: Prompt, context: int) -> int:
-        """Tokens that the reply may have: what fits, and what its conversation has left.
-
-        Raises:
-            TrajectoryLimitError: it has none left.
-        """
-        room = max(context - len(prompt.ids) - 1, 1)
-        forced = self.channel_sampling.get(trajectory.channel)
-        if forced is None or (most := forced.max_response_tokens) is None:
-            return room
-        used = len(prompt.ids) - prompt.n_first
-        if used >= most:
-            raise TrajectoryLimitError(
-                f"this conversation has {used} tokens behind its first prompt and may have {most} "
-                "(rollout.max_response_tokens); complete the trajectory",
-                None,
-            )
-        return min(room, most - used)
-
-    def _sampling(self, trajectory: LiveTrajectory, request: ChatRequest, room: int) -> Sampling:
-        """Parameters as they will be used: the channel's over the request's, and temperature 0 over
-        all in a greedy trajectory."""
-        forced = self.channel_sampling.get(trajectory.channel, ChannelSampling())
-        limit = min(forced.max_tokens or room, room)
+        request = asked.request
+        limit = max(context - len(prompt.ids) - 1, 1)
+        if (most := forced.max_response_tokens) is not None:
+            used = len(prompt.ids) - prompt.n_first
+            if used >= most:
+                raise TrajectoryLimitError(
+                    f"this conversation has {used} tokens behind its first prompt and may have "
+                    f"{most} (rollout.max_response_tokens); complete the trajectory",
+                    None,
+                )
+            limit = min(limit, most - used)
+        limit = min(forced.max_tokens or limit, limit)
         temperature = _first(forced.temperature, request.temperature, 1.0)
         stop = request.stop
         if request.tools and request.parse_tools and not request.parallel_tool_calls:
@@ -409,6 +385,7 @@ class Calls:
                 live.sampling,
                 affinity=trajectory.uid,
                 on_tokens=live.on_tokens if request.stream else None,
+                pieces=prompt.pieces if request.is_kept else (),
             )
         except RequestError as e:
             if request.constraint is None:
@@ -583,7 +560,7 @@ class Calls:
         )
 
     def added_latency(self) -> dict[str, float | int | None]:
-        """What the gateway itself added to the last calls, in milliseconds."""
+        """Milliseconds that the gateway itself added to the last calls."""
         ms = np.asarray(self.added_s) * 1000
         p50, p99 = np.percentile(ms, (50, 99)).round(3).tolist() if len(ms) else (None, None)
         return {"calls": len(ms), "p50_ms": p50, "p99_ms": p99}
@@ -621,7 +598,7 @@ class Listener:
     def __init__(self, calls: Calls, trajectory: LiveTrajectory, live: LiveCall) -> None:
         self.trajectory, self.call = trajectory, live
         self.told: Sequence[SampledToken] = ()
-        """Of the call's `tokens`, those that the last delta tells, or the reply: the rest."""
+        """Tokens of the call that the last delta tells; of the reply, the rest."""
         self._calls = calls
         self._n_told = self._read = 0
         self._has_ended = False

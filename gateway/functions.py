@@ -24,7 +24,7 @@ Function: TypeAlias = Callable[..., Any]
 
 
 def load_function(config: GatewayConfig, key: str) -> Function | None:
-    """What `gateway.KEY` names as `package.module:name` (or `package.module.name`).
+    """Load what `gateway.KEY` names as `package.module:name` (or `package.module.name`).
 
     Raises:
         GatewayConfigError

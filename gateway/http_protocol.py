@@ -8,10 +8,10 @@ holds up the others.
 
 uvicorn bounds none of that with httptools, whose parser joins the pieces of a header anew for each
 piece that arrives: one without an end costs its square. A connection counts for its peer until a
-request on it was authorised (`protection.py`).
+request on it was authorised (`access.py`).
 
 Owns: one connection, from its bytes to requests. Does not own: bodies that are read, and keys
-(`protection.py`); the listening socket (`server.py`).
+(`access.py`); the listening socket (`server.py`).
 """
 
 from __future__ import annotations
@@ -217,6 +217,11 @@ class HttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         if not self._is_refused:
             super().send_400_response(msg)
+
+    @property
+    def is_complete(self) -> bool:
+        """The request that is served has arrived whole."""
+        return not self.cycle.more_body
 
     @property
     def _is_served(self) -> bool:

@@ -34,15 +34,15 @@ import numpy as np
 from cachetools import LRUCache
 from xxhash import xxh3_128
 
+from stepwell.gateway.access import Named, Principal
 from stepwell.gateway.bodies import BIG
 from stepwell.gateway.dialects.base import Cut, Dialect, Known, Parsed
 from stepwell.gateway.errors import GatewayError
-from stepwell.gateway.keys import Named, Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import KnownMessages, Message, Prefix
 from stepwell.gateway.web import body_digest, parse_object
 
-LEAST_BYTES = 4096
+LEAST_BYTES = 8192
 """Shorter bodies are read as fast as they are compared."""
 MAX_PLACES, MAX_MARKS = 4096, 32
 """Trajectories (or callers and beginnings of a body), and marks of each: half a kilobyte a mark."""
@@ -210,7 +210,7 @@ class KnownBodies:
             def whole() -> Sequence[Message]:
                 return dialect.parse(parse_object(body), reader).call.messages
 
-            parsed.call.messages = KnownMessages(mark.prefix, begin, new, whole)
+            parsed.call.messages = KnownMessages(mark.prefix, begin, new, whole, len(body))
         return parsed, spans, tools_digest
 
     def _reading(

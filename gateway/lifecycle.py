@@ -1,7 +1,7 @@
 """This module opens, closes, scores and deletes trajectories and groups over HTTP.
 
-Bodies are pydantic models, which FastAPI reads and describes. Owns: these routes. Does not own: the
-hot ones, calls and completing a trajectory by its URL (`routes.py`).
+Owns: these handlers and the models of their bodies. Does not own: calls (`routes.py`), paths and
+who may use them (`endpoints.py`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Annotated, Any, TypeAlias
 from urllib.parse import unquote
 
-from fastapi import APIRouter, Depends
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,9 +27,10 @@ from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClos
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import MAX_REWARD, OWNER
+from stepwell.gateway.access import Named, Principal, caller_of, quoted, uid_of
 from stepwell.gateway.addresses import FORGET_HEADER
 from stepwell.gateway.config import MOST_OF_A_GROUP
-from stepwell.gateway.dialects.params import with_first_unknown
+from stepwell.gateway.dialects.params import Params
 from stepwell.gateway.errors import (
     PermissionDeniedError,
     RequestError,
@@ -38,27 +38,11 @@ from stepwell.gateway.errors import (
     TrajectoryConflictError,
     UnknownItemError,
 )
-from stepwell.gateway.keys import Principal
-from stepwell.gateway.paths import UNDER, Uid, quoted
 from stepwell.gateway.services import Services, services_of
 from stepwell.gateway.trajectory.store import NotKept
 from stepwell.gateway.trajectory.trajectory import more_rewards
 from stepwell.gateway.web import OrjsonResponse
 
-router = APIRouter()
-
-
-async def _principal(request: Request) -> Principal:
-    principal: Principal = request.state.principal
-    return principal
-
-
-async def _services(request: Request) -> Services:
-    return services_of(request)
-
-
-Parts: TypeAlias = Annotated[Services, Depends(_services)]
-Caller: TypeAlias = Annotated[Principal, Depends(_principal)]
 MAX_LABEL, MAX_CORRECTION = 256, 65_536
 """Characters of a feedback, which stays in memory with its trajectory."""
 RECORDED_HEADER = "x-stepwell-recorded"
@@ -71,13 +55,8 @@ StepReward: TypeAlias = Annotated[Number, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 StepIndex: TypeAlias = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
 
-class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _first_unknown(cls, sent: Any) -> Any:
-        return with_first_unknown(cls, sent)
+class Body(Params):
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
 
 def _no_owner(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -93,8 +72,10 @@ class Opening(Body):
     prompt_uid: Name | None = None
     """Of the group; null: made here. Given, a repeated request is of the same group."""
     channel: Name | None = None
-    metadata: Metadata = {}
-    tags: Annotated[list[Name], Field(fail_fast=True)] = Field(default=[], max_length=MAX_TAGS)
+    metadata: Metadata = Field(default_factory=dict)
+    tags: Annotated[list[Name], Field(fail_fast=True)] = Field(
+        default_factory=list, max_length=MAX_TAGS
+    )
     """By which it can be deleted (`DataPoolClient.delete`, `stepwell data delete`) and selected."""
 
 
@@ -113,7 +94,7 @@ class DeclareGroup(Opening):
 
 class RegisterTrajectory(Body):
     channel: Name | None = None
-    metadata: Metadata = {}
+    metadata: Metadata = Field(default_factory=dict)
 
 
 class CompleteTrajectory(Body):
@@ -122,7 +103,7 @@ class CompleteTrajectory(Body):
         default=[], max_length=MAX_STEP_REWARDS
     )
     """Of its steps, in order; null: none of its own. `reward` is added to the last step's."""
-    metadata: Metadata = {}
+    metadata: Metadata = Field(default_factory=dict)
 
 
 class CompleteByName(CompleteTrajectory):
@@ -158,31 +139,24 @@ class FeedbackByName(Feedback):
 
 class AbortTrajectory(Body):
     reason: Name
-    will_retry: bool = False
+    will_retry: bool = Field(default=False, strict=False)
 
 
-@router.post("/init_trajectory")
-async def init_trajectory(
-    request: Request, services: Parts, body: InitTrajectory | None = None
-) -> Response:
+async def init_trajectory(request: Request, body: InitTrajectory) -> Response:
     """Open a trajectory: its names, the base URL and the key for its agent."""
-    body = body or InitTrajectory()
+    services, caller = services_of(request), caller_of(request)
     uid = body.trajectory_uid or uuid.uuid4().hex
     prompt_uid = body.prompt_uid or f"prompt-{uid}"
     _check_names(trajectory_uid=uid, prompt_uid=prompt_uid)
     opening = {"channel": body.channel, "attempt": body.attempt, "metadata": body.metadata}
     replica = await services.addresses.place(body.trajectory_uid)
-    address = await _hand_out(
-        request, replica, uid, prompt_uid, body.tags, request.state.principal, **opening
-    )
+    address = await _hand_out(request, replica, uid, prompt_uid, body.tags, caller, **opening)
     return OrjsonResponse({**address, "prompt_uid": prompt_uid})
 
 
-@router.post("/v1/groups")
-async def declare_group(
-    request: Request, services: Parts, caller: Caller, body: DeclareGroup
-) -> Response:
+async def declare_group(request: Request, body: DeclareGroup) -> Response:
     """Declare a group and open its trajectories."""
+    services, caller = services_of(request), caller_of(request)
     if caller.is_bound:
         raise PermissionDeniedError(
             "this API key is for one trajectory; declare groups with an agent or admin key"
@@ -265,16 +239,10 @@ async def _hand_out(
     }
 
 
-@router.post(f"{UNDER}/register_trajectory")
-async def register_trajectory(
-    services: Parts,
-    caller: Caller,
-    trajectory_uid: Uid,
-    prompt_uid: Uid,
-    body: RegisterTrajectory | None = None,
-) -> Response:
+async def register_trajectory(request: Request, body: RegisterTrajectory) -> Response:
     """Open the trajectory of this URL before its first call, which would open it, too."""
-    body = body or RegisterTrajectory()
+    services, caller = services_of(request), caller_of(request)
+    trajectory_uid, prompt_uid = _by_url(request)
     caller.check_channel(body.channel)
     trajectory = services.trajectories.get(trajectory_uid, prompt_uid, caller)
     await trajectory.open(caller, channel=body.channel, metadata=body.metadata)
@@ -282,26 +250,32 @@ async def register_trajectory(
     return OrjsonResponse({**uids, "channel": trajectory.channel})
 
 
-@router.post(f"{UNDER}/abort_trajectory")
-async def abort_trajectory(
-    services: Parts,
-    caller: Caller,
-    trajectory_uid: Uid,
-    prompt_uid: Uid,
-    body: AbortTrajectory,
-) -> Response:
+async def abort_trajectory(request: Request, body: AbortTrajectory) -> Response:
     """The trajectory failed: it is never trained, and never has a reward of 0 for it."""
+    services, caller = services_of(request), caller_of(request)
+    trajectory_uid, prompt_uid = _by_url(request)
     trajectory = services.trajectories.find(trajectory_uid, prompt_uid, caller)
     outcome = await trajectory.abort(body.reason, will_retry=body.will_retry, caller=caller)
     return OrjsonResponse({"trajectory_uid": trajectory_uid, "outcome": outcome})
 
 
-@router.post("/v1/complete_trajectory")
-async def complete_by_name(
-    services: Parts, caller: Caller, body: CompleteByName | None = None
-) -> Response:
+async def complete_trajectory(request: Request, body: CompleteTrajectory) -> Response:
+    """The trajectory is over, with its reward; null leaves it to the trainer's reward function."""
+    services, caller = services_of(request), caller_of(request)
+    trajectory_uid, prompt_uid = _by_url(request)
+    trajectory = services.trajectories.find(trajectory_uid, prompt_uid, caller)
+    with services.outcomes.counts_refusal():
+        outcome = await trajectory.complete(body.reward, body.metadata, body.step_rewards, caller)
+    return await completed(services, caller, trajectory_uid, outcome)
+
+
+def _by_url(request: Request) -> Named:
+    return uid_of(request.path_params["trajectory_uid"]), uid_of(request.path_params["prompt_uid"])
+
+
+async def complete_by_name(request: Request, body: CompleteByName) -> Response:
     """For agents that know a trajectory by the header of a reply, or by its key."""
-    body = body or CompleteByName()
+    services, caller = services_of(request), caller_of(request)
     of_key = None if caller.trajectory is None else caller.trajectory[0]
     if (name := body.trajectory_uid or of_key) is None:
         raise RequestError(
@@ -332,25 +306,24 @@ async def completed(
     return OrjsonResponse(answer)
 
 
-@router.post("/v1/rewards")
-async def late_reward(services: Parts, caller: Caller, body: Reward) -> Response:
+async def late_reward(request: Request, body: Reward) -> Response:
     """The reward of a trajectory, open or complete, or of one step, until its group is leased; then
     the answer says `accepted: false`, and why."""
+    services, caller = services_of(request), caller_of(request)
     how = (body.reward, caller, body.step_index)
     return await _by_name(services, caller, body.trajectory_uid, services.outcomes.score, *how)
 
 
-@router.post("/v1/feedback")
-async def feedback_by_name(services: Parts, caller: Caller, body: FeedbackByName) -> Response:
+async def feedback_by_name(request: Request, body: FeedbackByName) -> Response:
     """What a person says of a trajectory or one of its replies, until its group is leased."""
+    services, caller = services_of(request), caller_of(request)
     return await _keep(services, caller, body.trajectory_uid, body)
 
 
-@router.post(f"{UNDER}/feedback")
-async def feedback(
-    services: Parts, caller: Caller, trajectory_uid: Uid, prompt_uid: Uid, body: Feedback
-) -> Response:
+async def feedback(request: Request, body: Feedback) -> Response:
     """What a person says of this trajectory or one of its replies, until its group is leased."""
+    services, caller = services_of(request), caller_of(request)
+    trajectory_uid, _ = _by_url(request)
     return await _keep(services, caller, trajectory_uid, body)
 
 
@@ -397,14 +370,13 @@ async def _by_name(
     )
 
 
-@router.delete("/v1/trajectories/{trajectory_uid}")
-async def delete_trajectory(
-    request: Request, services: Parts, caller: Caller, trajectory_uid: Uid
-) -> Response:
+async def delete_trajectory(request: Request) -> Response:
     """Delete it from the pool, and from the memory of all replicas. An admin key deletes it with
     its group; its own key deletes it alone, and its group goes on without it."""
-    named = caller.trajectory
-    if named[0] != trajectory_uid if named is not None else caller.access != "admin":
+    services, caller = services_of(request), caller_of(request)
+    trajectory_uid = uid_of(request.path_params["trajectory_uid"])
+    own = caller.trajectory
+    if own[0] != trajectory_uid if own is not None else caller.access != "admin":
         raise PermissionDeniedError(
             "this API key does not delete this trajectory; use an admin key "
             "(gateway.admin_keys), or the trajectory's own"
@@ -440,3 +412,4 @@ def _forget(services: Services, uids: Collection[str]) -> None:
     services.responses.store.forget(uids)
     services.calls.prompts.cached.clear()
     services.known_bodies.forget()
+    services.engine.ids_json.clear()

@@ -5,7 +5,7 @@ agents and no agent that runs wild takes all of an engine.
         └──► waiting, first come first served ──┘
                 └──► queue_timeout_s over (429) │ cancelled
 
-Does not own: sizes and times of bodies (`protection.py`); how an engine schedules what it was
+Does not own: sizes and times of bodies (`access.py`); how an engine schedules what it was
 given.
 """
 

@@ -51,7 +51,7 @@ from stepwell.gateway.tokens.render import ChatRenderer, CutError
 T = TypeVar("T")
 
 CACHED_TOKENS = 4_000_000
-"""Of whole prompts, so that the rollouts of one prompt tokenise it once."""
+"""Tokens of whole prompts that are kept, so that the rollouts of one prompt tokenise it once."""
 
 
 @dataclass(slots=True)  # not frozen: that doubles the time to make one, and every call does
@@ -115,7 +115,7 @@ class ChatRequest:
 
     @property
     def root(self) -> Key:
-        """What shapes the prompt besides the conversation."""
+        """Key of everything that shapes the prompt besides the conversation."""
         return self.keys.root
 
     @property
@@ -130,7 +130,7 @@ class ChatRequest:
 class Prompt:
     ids: TokenIds
     new_ids: TokenIds
-    """What `ids` adds to the parent's tokens; all of `ids` without a parent."""
+    """The ids behind the parent's tokens; all of `ids` without a parent."""
     parent: Turn | None
     attachment: Attachment
     cause: BranchCause | None
@@ -138,6 +138,11 @@ class Prompt:
     """The beginning of the reply, which the prompt ends with."""
     n_forced: int = 0
     """Its ids."""
+
+    @property
+    def pieces(self) -> list[TokenIds]:
+        """Arrays that `ids` is made of: those of the turns before, and what is new."""
+        return [self.new_ids] if self.parent is None else [*self.parent.arrays(), self.new_ids]
 
     @property
     def n_first(self) -> int:
@@ -160,7 +165,7 @@ class Prompts:
         self._config = config
         self._threads = threads
         self._rendering: dict[Key, asyncio.Future[TokenIds]] = {}
-        """Those under way."""
+        """Prompts that are being rendered."""
         self._normalize = Normalizer(config.normalize)
         self._template = renderer.tokenizer.template_text
 

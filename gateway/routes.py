@@ -1,14 +1,12 @@
-"""The gateway's hot routes: the dialects, white-box calls, completing a trajectory; and health.
+"""The gateway's handlers of calls: the dialects and white-box agents; and of health.
 
 A dialect's call, from bytes to answer (`serve`)::
 
     read ──► parse ──► identify ──► start the calls ──► JSON, or events as they come
                │ dialect   │ trajectory/identity.py   │ call.py      │ dialect
 
-Each route takes the bare request and answers bytes, without FastAPI's dependencies: those cost a
-call a tenth of its time in the gateway. What is spoken below a trajectory's URL is spoken without
-one, too. Does not own: the other routes (`lifecycle.py`), wire formats (`dialects/`), who may call
-(`keys.py`).
+What is spoken below a trajectory's URL is spoken without one, too. Does not own: trajectories and
+groups (`lifecycle.py`), wire formats (`dialects/`), paths and who may call (`endpoints.py`).
 """
 
 from __future__ import annotations
@@ -17,20 +15,19 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from typing import Any, TypeAlias
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
-from starlette.exceptions import HTTPException
+from pydantic import ConfigDict, Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
-from starlette.routing import Route
 
 from stepwell.datapool.errors import InvalidStepError, StepConflictError, StepIndexError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.types import Step
+from stepwell.gateway.access import Named, caller_of, named, quoted, take_body, uid_of
 from stepwell.gateway.bodies import BIG
 from stepwell.gateway.call import Asked
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages, CountParams
@@ -38,8 +35,7 @@ from stepwell.gateway.dialects.base import Dialect, Exchange, Parsed
 from stepwell.gateway.dialects.gemini import text_tokens
 from stepwell.gateway.dialects.openai_chat import OpenAIChat
 from stepwell.gateway.dialects.openai_completions import token_ids
-from stepwell.gateway.dialects.params import refusal, wrong
-from stepwell.gateway.dialects.registry import PATHS
+from stepwell.gateway.dialects.params import Params, kind, wrong
 from stepwell.gateway.errors import (
     PoolUnavailableError,
     RequestError,
@@ -47,10 +43,9 @@ from stepwell.gateway.errors import (
     UnknownItemError,
 )
 from stepwell.gateway.functions import compute_reward
-from stepwell.gateway.keys import Named, Principal
-from stepwell.gateway.lifecycle import RECORDED_HEADER, CompleteTrajectory, completed
+from stepwell.gateway.lifecycle import RECORDED_HEADER
 from stepwell.gateway.metrics import exposition
-from stepwell.gateway.paths import GEMINI_BASES, UNDER, quoted, uid_of
+from stepwell.gateway.openapi import STEP, TOKEN_IDS
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.services import Services, services_of
 from stepwell.gateway.tokens.graph import TurnGraph
@@ -64,14 +59,10 @@ from stepwell.gateway.web import (
     aborts_on_disconnect,
     body_digest,
     connection_of,
-    field,
     hand_over,
     parse_object,
-    read_body,
     retry_key,
 )
-
-Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 IGNORED_HEADER = "x-stepwell-ignored"
 TRAJECTORY_HEADER = "x-stepwell-trajectory"
@@ -80,26 +71,34 @@ MAX_TOLD = 32
 SCRAPE_S = 5.0
 """The pool's time to answer a scrape, which Prometheus gives ten seconds by default."""
 _STEP_FIELDS = frozenset(f.name for f in fields(Step))
-_COMPLETE: TypeAdapter[CompleteTrajectory | None] = TypeAdapter(CompleteTrajectory | None)
-
-
-def _named(request: Request) -> Named | None:
-    """The trajectory and its group in the request's URL, if that names them."""
-    params = request.path_params
-    if "prompt_uid" not in params:
-        return None
-    return uid_of(params["trajectory_uid"]), uid_of(params["prompt_uid"])
 
 
 # -- a dialect's calls -----------------------------------------------------------------------
 
 
-def _speak(path: str) -> Handler:
-    async def call(request: Request) -> Response:
-        services = services_of(request)
-        return await serve(services, services.dialects[path], request, _named(request))
+async def chat_completions(request: Request) -> Response:
+    """A call of OpenAI's Chat Completions API."""
+    return await _call(request, "chat/completions")
 
-    return call
+
+async def completions(request: Request) -> Response:
+    """A call of OpenAI's Completions API."""
+    return await _call(request, "completions")
+
+
+async def responses(request: Request) -> Response:
+    """A call of OpenAI's Responses API."""
+    return await _call(request, "responses")
+
+
+async def messages(request: Request) -> Response:
+    """A call of Anthropic's Messages API."""
+    return await _call(request, "messages")
+
+
+async def _call(request: Request, dialect: str) -> Response:
+    services = services_of(request)
+    return await serve(services, services.dialects[dialect], request, named(request))
 
 
 async def gemini(request: Request) -> Response:
@@ -109,7 +108,7 @@ async def gemini(request: Request) -> Response:
     if (alt := request.query_params.get("alt", "json")) not in ("json", "sse"):
         raise wrong("alt", alt, "send sse, or leave it out")
     form = "?alt=sse" if alt == "sse" and method == "streamGenerateContent" else ""
-    return await serve(services, services.gemini[method + form], request, _named(request))
+    return await serve(services, services.gemini[method + form], request, named(request))
 
 
 async def serve(
@@ -121,9 +120,9 @@ async def serve(
         GatewayError: answered by the application in the dialect's shape.
     """
     config = services.config
-    body = await read_body(request)
+    body = take_body(request)
     began_at = time.perf_counter()
-    principal: Principal = request.state.principal
+    principal = caller_of(request)
     digest: str | None = None
     if is_big := len(body) > BIG:
         loop = asyncio.get_running_loop()
@@ -225,61 +224,53 @@ def say_origin(
 # -- what belongs to them ---------------------------------------------------------------------
 
 
-async def complete_trajectory(request: Request) -> Response:
-    """The trajectory is over, with its reward; null leaves it to the trainer's reward function."""
-    raw = await read_body(request)
-    try:
-        body = _COMPLETE.validate_json(raw or b"{}") or CompleteTrajectory()
-    except ValidationError as e:
-        raise refusal(e.errors(include_url=False)) from e
-    named = _named(request) or ("", "")
-    caller: Principal = request.state.principal
-    services = services_of(request)
-    trajectory = services.trajectories.find(*named, caller)
-    with services.outcomes.counts_refusal():
-        outcome = await trajectory.complete(body.reward, body.metadata, body.step_rewards, caller)
-    return await completed(services, caller, named[0], outcome)
-
-
 async def count_tokens(request: Request) -> Response:
     """Tokens of the prompt that this request would have as a call; nothing is stored or opened."""
-    parsed = AnthropicMessages().parse(parse_object(await read_body(request)), kind=CountParams)
+    parsed = AnthropicMessages().parse(parse_object(take_body(request)), kind=CountParams)
     return OrjsonResponse({"input_tokens": await _n_prompt(request, parsed)})
 
 
 async def count_gemini_tokens(request: Request) -> Response:
     """Tokens of the prompt that this request would have as a call of Gemini's API."""
     dialect = services_of(request).gemini["generateContent"]
-    n = await _n_prompt(request, dialect.parse_count(parse_object(await read_body(request))))
+    n = await _n_prompt(request, dialect.parse_count(parse_object(take_body(request))))
     return OrjsonResponse({"totalTokens": n, "promptTokensDetails": text_tokens(n)})
 
 
 async def _n_prompt(request: Request, parsed: Parsed) -> int:
     services = services_of(request)
     call = services.calls.prompts.normalised(parsed.call)
-    caller: Principal = request.state.principal
-    if (named := _named(request)) is None:
+    caller = caller_of(request)
+    if (url := named(request)) is None:
         trajectory = services.identities.known(request.headers, call, caller)
-    elif (trajectory := services.trajectories.known(named[0])) is not None:
+    elif (trajectory := services.trajectories.known(url[0])) is not None:
         trajectory.check_owner(caller)
     graph = TurnGraph() if trajectory is None else trajectory.graph
     return len((await services.calls.prompts.prepare(graph, call)).ids)
 
 
 async def stored_response(request: Request) -> Response:
-    """A remembered answer, read or deleted; below a trajectory's URL, or with its key, one of its
-    own."""
+    """A remembered answer; below a trajectory's URL, or with its key, one of its own."""
     if request.query_params.get("stream") == "true":
         raise RequestError("stream is true; a stored response comes whole, leave it out", "stream")
-    responses, response_id = services_of(request).responses, request.path_params["response_id"]
-    reader: Principal = request.state.principal
-    if (named := _named(request)) is not None:
-        reader = reader._replace(trajectory=named)
-    stored = responses.stored(response_id, reader).response
-    if request.method == "DELETE":
-        responses.store.pop(response_id, None)
-        stored = {"id": response_id, "object": "response", "deleted": True}
-    return OrjsonResponse(stored)
+    return OrjsonResponse(_remembered(request))
+
+
+async def delete_response(request: Request) -> Response:
+    """Forget a remembered answer; below a trajectory's URL, or with its key, one of its own."""
+    _remembered(request)
+    response_id = request.path_params["response_id"]
+    services_of(request).responses.store.pop(response_id, None)
+    return OrjsonResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+def _remembered(request: Request) -> dict[str, Any]:
+    reader = caller_of(request)
+    if (url := named(request)) is not None:
+        reader = reader._replace(trajectory=url)
+    responses = services_of(request).responses
+    response: dict[str, Any] = responses.stored(request.path_params["response_id"], reader).response
+    return response
 
 
 async def models(request: Request) -> Response:
@@ -313,20 +304,47 @@ async def _served(request: Request) -> dict[str, Any]:
 # -- white-box -------------------------------------------------------------------------------
 
 
+def _as(schema: dict[str, Any]) -> WithJsonSchema:
+    """The description of a field that the dialect checks."""
+    return WithJsonSchema(schema)
+
+
+class Generate(Params):
+    """Fields of `/generate`: those of a chat completion, and `prompt_ids` instead of `messages`."""
+
+    model_config = ConfigDict(extra="allow")
+    trajectory_uid: Annotated[str | None, kind(str, "a string")] = None
+    prompt_uid: Annotated[str | None, kind(str, "a string")] = None
+    messages: Annotated[Any, _as({"type": "array", "items": {"type": "object"}})] = None
+    prompt_ids: Annotated[Any, _as(TOKEN_IDS)] = None
+    input_ids: Annotated[Any, _as(TOKEN_IDS)] = None
+    max_tokens: Annotated[Any, _as({"type": "integer", "minimum": 1})] = None
+    temperature: Annotated[Any, _as({"type": "number", "minimum": 0, "maximum": 2})] = None
+    stream: Annotated[Any, _as({"const": False})] = None
+
+
+class SubmitSteps(Params):
+    channel: Annotated[str | None, kind(str, "a channel's name")] = None
+    steps: Annotated[
+        list[Any], kind(list, "a list of steps"), WithJsonSchema({"type": "array", "items": STEP})
+    ] = Field(default_factory=list)
+
+
 async def generate(request: Request) -> Response:
     """Sample without storing a Step; the agent sends its own to `/submit_steps`."""
     services = services_of(request)
-    raw = await read_body(request)
-    body = parse_object(raw)
-    uid = field(body, "trajectory_uid", str, "a string") or uuid.uuid4().hex
-    prompt_uid = field(body, "prompt_uid", str, "a string") or f"prompt-{uid}"
+    raw = take_body(request)
+    body = Generate.read(parse_object(raw))
+    uid = body.trajectory_uid or uuid.uuid4().hex
+    prompt_uid = body.prompt_uid or f"prompt-{uid}"
     chat = _white_box(body)
-    trajectory = services.trajectories.get(uid, prompt_uid, request.state.principal)
+    caller = caller_of(request)
+    trajectory = services.trajectories.get(uid, prompt_uid, caller)
     retry = retry_key(request.headers, body_digest(raw), "generate")
     (listener,) = await services.calls.start(
         [Asked(trajectory, services.calls.prompts.normalised(chat), retry)],
         "generate",
-        caller=request.state.principal,
+        caller=caller,
     )
     try:
         with aborts_on_disconnect(request.scope, listener):
@@ -357,10 +375,10 @@ async def generate(request: Request) -> Response:
     return answer
 
 
-def _white_box(body: dict[str, Any]) -> ChatRequest:
+def _white_box(body: Generate) -> ChatRequest:
     own = ("prompt_ids", "input_ids", "trajectory_uid", "prompt_uid")
-    asked = {k: v for k, v in body.items() if k not in own}
-    ids = body.get("input_ids") if body.get("prompt_ids") is None else body["prompt_ids"]
+    asked = {name: value for name, value in body if name not in own and value is not None}
+    ids = body.input_ids if body.prompt_ids is None else body.prompt_ids
     if ids is not None:
         if "messages" in asked:
             raise RequestError("messages and prompt_ids exclude each other; send one", "messages")
@@ -379,15 +397,13 @@ def _white_box(body: dict[str, Any]) -> ChatRequest:
     return replace(parsed.call, messages=[], prompt_ids=prompt_ids, stores_step=False)
 
 
-async def submit_steps(request: Request) -> Response:
+async def submit_steps(request: Request, body: SubmitSteps) -> Response:
     """Store a white-box agent's Steps; counts what became of them."""
     services = services_of(request)
-    body = parse_object(await read_body(request))
-    raw = field(body, "steps", list, "a list of steps")
-    if not raw:
+    if not body.steps:
         raise RequestError("steps is empty; send at least one step", "steps")
-    channel = field(body, "channel", str, "a channel's name") or services.config.channel
-    steps = [_step(s, f"steps[{i}]") for i, s in enumerate(raw)]
+    channel = body.channel or services.config.channel
+    steps = [_step(s, f"steps[{i}]") for i, s in enumerate(body.steps)]
     recording = services.recording
     stored = services.pool.submit_steps(steps, channel=channel, timeout_s=recording.room_s)
     try:
@@ -412,10 +428,9 @@ def _step(raw: Any, where: str) -> Step:
         raise RequestError(f"{where}: {e}", where) from e
 
 
-async def reward(request: Request) -> Response:
+async def reward(request: Request, body: dict[str, Any]) -> Response:
     """What `gateway.reward_fn` answers; the fields of the body are its arguments."""
     services = services_of(request)
-    body = parse_object(await read_body(request))
     if services.reward is None:
         raise RequestError(
             "gateway.reward_fn is null; set it to the dotted path of a reward function", None
@@ -460,6 +475,11 @@ async def metrics(request: Request) -> Response:
     return Response(page, media_type=content_type)
 
 
+async def openapi(request: Request) -> Response:
+    """The description of all that is meant for agents."""
+    return OrjsonResponse(request.app.openapi())
+
+
 async def root(request: Request) -> Response:
     """A browser is led to the dashboard; anybody else is answered as by `/health`."""
     if "text/html" in request.headers.get("accept", ""):
@@ -469,44 +489,4 @@ async def root(request: Request) -> Response:
 
 async def base_url_probe(request: Request) -> Response:
     """Some agents look whether their base URL answers before they call it. Opens nothing."""
-    if request.path_params.get("trajectory_uid") in ("v1", "v1beta"):
-        raise HTTPException(404, "Not Found")
     return await health(request)
-
-
-# -- all of them -----------------------------------------------------------------------------
-
-
-def _both(path: str, handler: Handler, methods: Sequence[str] = ("POST",)) -> list[Route]:
-    """Below a trajectory's URL, and without one."""
-    return [Route(f"{before}/{path}", handler, methods=methods) for before in (UNDER, "/v1")]
-
-
-def _gemini(method: str, handler: Handler) -> list[Route]:
-    path = f"models/{{model:path}}:{method}"
-    return [Route(f"{at}/{path}", handler, methods=["POST"]) for at in GEMINI_BASES]
-
-
-# They are tried in this order.
-ROUTES = [
-    Route(f"{UNDER}/complete_trajectory", complete_trajectory, methods=["POST"]),
-    *(route for path in PATHS for route in _both(path, _speak(path))),
-    Route("/generate", generate, methods=["POST"]),
-    Route("/submit_steps", submit_steps, methods=["POST"]),
-    Route("/compute_reward", reward, methods=["POST"]),
-    *_both("messages/count_tokens", count_tokens),
-    *_both("responses/{response_id}", stored_response, ("GET", "DELETE")),
-    *_both("models", models, ("GET",)),
-    *_both("models/{model:path}", model, ("GET",)),
-    *_gemini("generateContent", gemini),
-    *_gemini("streamGenerateContent", gemini),
-    *_gemini("countTokens", count_gemini_tokens),
-    Route("/health", health),
-    Route("/ready", ready),
-    Route("/statistics", statistics),
-    Route("/metrics", metrics),
-]
-PROBES = [
-    Route("/", root, include_in_schema=False),
-    Route("/{trajectory_uid}/{prompt_uid}", base_url_probe, include_in_schema=False),
-]

@@ -4,7 +4,7 @@ how they were made.
     create_app ──► Services ──► routes.py, lifecycle.py, slime_buffer/
 
 One per running application, in `app.state.services`; there are no globals, and no part is told
-later of another one. Does not own: paths and bodies (the routes), layers before them (`app.py`).
+later of another one. Does not own: paths and bodies (`endpoints.py`), the way to them (`app.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from starlette.requests import Request
 
 from stepwell.datapool.remote.client import DataPoolClient
+from stepwell.gateway.access import AccessControl
 from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.call import Calls
 from stepwell.gateway.config import GatewayConfig
@@ -26,8 +27,6 @@ from stepwell.gateway.dialects.registry import make_dialects, make_gemini
 from stepwell.gateway.engine import Sampler
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.functions import load_function
-from stepwell.gateway.hosts import Hosts
-from stepwell.gateway.keys import KeyRing
 from stepwell.gateway.known_bodies import KnownBodies
 from stepwell.gateway.limits import CallLimits
 from stepwell.gateway.prompt import Prompts
@@ -59,9 +58,10 @@ class Services:
             GatewayConfigError: a function that the configuration names cannot be loaded.
         """
         self.config, self.pool, self.tokenizer = config, pool, tokenizer
-        self.keys, self.hosts = KeyRing(config), Hosts(config, wiring.replica_urls)
         self.reward = load_function(config, "reward_fn")
         self.threads = ThreadPoolExecutor(RENDER_THREADS, "gateway-render")
+        self.access = AccessControl(config, self.threads, wiring.replica_urls)
+        self.keys, self.hosts = self.access.keys, self.access.hosts
         self.addresses = Addresses(wiring, config.public_url)
         self.known_bodies = KnownBodies()
         self.engine = Sampler(config, wiring, tokenizer.vocabulary)
@@ -96,9 +96,9 @@ class Services:
         self.responses = OpenAIResponses(config.stored_response_chars, template)
         """One of `dialects`: its answers can be read again."""
         self.dialects = make_dialects(template, self.responses)
-        """By path below `/v1/`."""
+        """Dialects by path below `/v1/`."""
         self.gemini = make_gemini(template)
-        """By method, and the form of its stream."""
+        """Gemini's dialects by method, and the form of its stream."""
         self.rollout_buffer = RolloutBuffer(
             *(config, self.recording, self.outcomes, prompts, turn_messages),
             *(self.engine, wiring.engine_urls),
@@ -155,6 +155,6 @@ class Services:
 
 
 def services_of(request: Request) -> Services:
-    """Of the application that serves this request."""
+    """The services of the application that serves this request."""
     services: Services = request.app.state.services
     return services

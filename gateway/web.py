@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import orjson
 from starlette.datastructures import Headers
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -41,21 +40,16 @@ def error_body(e: GatewayError, param: str | None) -> dict[str, Any]:
     return {"error": {"message": str(e), "type": e.kind, "param": param, "code": e.code}}
 
 
-async def read_body(request: Request) -> bytes:
-    """The request's bytes, which `Protection` has read."""
-    message = await request.receive()
-    body: bytes = message.get("body", b"")
-    return body
-
-
 def parse_object(body: bytes) -> dict[str, Any]:
-    """A body as a JSON object; an empty body is an empty object."""
+    """A body as a JSON object; an empty body, and null, are an empty object."""
     if not body:
         return {}
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as e:
         raise RequestError(f"the request's body is no JSON: {e}", None) from e
+    if value is None:
+        return {}
     if not isinstance(value, dict):
         raise RequestError(
             f"the request's body is a JSON {type(value).__name__}; send an object", None
@@ -117,6 +111,9 @@ class Connection(Protocol):
     """A client's connection, as the server tells of it in the scope's extension `CONNECTION`."""
 
     is_lost: bool
+    is_complete: bool
+    """The request has arrived whole."""
+
     listeners: set[Closing]
     """Closed when the connection is lost."""
 
@@ -189,18 +186,3 @@ class EventStream(Response):
         finally:
             self._listener.close()
         hand_over(connection_of(scope), self._handed())
-
-
-def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], wanted: str) -> Any:
-    """`body[name]` checked for its type; null and missing are None.
-
-    Raises:
-        RequestError
-    """
-    value = body.get(name)
-    if value is None:
-        return None
-    # A JSON true is a Python int.
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise RequestError(f"{name} is {value!r:.80}; send {wanted}", name)
-    return value

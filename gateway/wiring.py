@@ -15,7 +15,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class ChannelSampling:
-    """How the calls of a channel's trajectories are sampled. None: as the agent asks."""
+    """Sampling parameters of all calls of a channel. None: as the agent asks."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -42,9 +42,10 @@ class Wiring:
     lora_path: str | None = None
     """Name of the LoRA adapter that generates; None: the engines' model itself."""
     sampling: Mapping[str, ChannelSampling] = field(default_factory=dict)
-    """By channel; in a channel that is not named, agents choose."""
+    """Sampling by channel; in a channel that is not named, agents choose."""
     canary_share: float = 0.0
-    """Of new trajectories, while one engine has a version that is not committed."""
+    """Share of new trajectories that go to an engine whose version is not committed, while there is
+    one."""
     replica: int = 0
     """Which of the gateways that share the work this one is."""
     replica_urls: tuple[str, ...] = ()

@@ -18,10 +18,7 @@ import pytest
 import stepwell
 from stepwell.config.keys import all_keys
 from stepwell.config.migration import rows, tables
-from stepwell.gateway import lifecycle
-from stepwell.gateway.routes import ROUTES
-from stepwell.gateway.slime_buffer.router import router as rollout_router
-from stepwell.gateway.ui.router import UI_ROUTES
+from stepwell.gateway.endpoints import ENDPOINTS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -170,11 +167,7 @@ def code() -> str:
 
 def endpoints() -> set[str]:
     """Paths that a gateway serves, without what stands for a trajectory's address."""
-    routes = [*ROUTES, *UI_ROUTES, *lifecycle.router.routes, *rollout_router.routes]
-    return {
-        getattr(route, "path", "").removeprefix("/{trajectory_uid}/{prompt_uid}")
-        for route in routes
-    }
+    return {each.path.removeprefix("/{trajectory_uid}/{prompt_uid}") for each in ENDPOINTS}
 
 
 def test_every_row_has_tests_that_exist_or_the_reason_why_there_is_none() -> None:

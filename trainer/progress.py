@@ -1,4 +1,4 @@
-"""How far a run has come: what a checkpoint and a recorded batch carry besides model and prompts.
+"""Progress of a run: what a checkpoint and a recorded batch carry besides model and prompts.
 
 Owns the numbers. Does not own when they change (`updater.py`, `publish/publisher.py`) or the files
 (`checkpoint.py`, `recording.py`).
@@ -15,7 +15,7 @@ from stepwell.trainer.validation import Evaluation
 
 @dataclass(slots=True)
 class Progress:
-    """What a checkpoint must carry besides the model and the prompt source."""
+    """Numbers that a checkpoint carries besides the model and the prompt source."""
 
     updates: int = 0
     """Optimizer steps so far."""
@@ -28,10 +28,10 @@ class Progress:
     kl_coef: float | None = None
     """Coefficient of the KL to the reference, once it has been adapted."""
     baselines: Baselines = field(default_factory=dict)
-    """What `algorithm.adv_estimator` remembers from batch to batch."""
+    """State of `algorithm.adv_estimator` from batch to batch."""
     evaluations: list[Evaluation] = field(default_factory=list)
     unapplied: list[int] = field(default_factory=list)
-    """Of `updates`, by number, those that left the policy as it was: a gradient that was not
+    """Numbers of the updates that left the policy as it was: a gradient that was not
     finite, the critic's warm-up."""
     rolled_back: dict[int, int] = field(default_factory=dict)
     """Version that a roll-back published -> the version whose weights it has."""
@@ -66,7 +66,7 @@ class Progress:
         self.version = version
 
     def is_good(self, version: int) -> bool:
-        """Whether no roll-back went back beyond `version`."""
+        """True if no roll-back went back beyond `version`."""
         return not any(to < version < new for new, to in self.rolled_back.items())
 
     def weights_of(self, version: int) -> int:
@@ -74,5 +74,5 @@ class Progress:
         return self.rolled_back.get(version, version)
 
     def applied(self, updates: int) -> int:
-        """Of so many updates, those that changed the policy: what lag is counted in."""
+        """Return how many of so many updates changed the policy: lag is counted in these."""
         return updates - bisect_right(self.unapplied, updates)

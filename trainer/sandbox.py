@@ -34,9 +34,9 @@ NAMESPACES = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-
 those that left the process group."""
 
 STARTED = b"\6"
-"""What PROGRAM writes first: without it the sandbox failed, not the program."""
+"""First byte of PROGRAM's output: without it the sandbox failed, not the program."""
 DRAIN_S = 1.0
-"""For what is left in the pipe of a program that has ended."""
+"""Seconds for what is left in the pipe of a program that has ended."""
 
 PROGRAM = """\
 import ast, os
@@ -84,17 +84,17 @@ class SandboxConfig(BaseModel):
     score is missing."""
 
     async def is_met(self) -> bool:
-        """Whether the system isolates as `require_isolation` asks."""
+        """True if the system isolates as `require_isolation` asks."""
         return not self.require_isolation or await asyncio.to_thread(namespaces_work)
 
 
 class Ended(NamedTuple):
-    """How a program ended."""
+    """The end of a program."""
 
     output: str
-    """What it wrote, stdout and stderr together."""
+    """Its stdout and stderr together."""
     failure: str
-    """Why it ended before its end; empty: it ended well."""
+    """Reason why it failed; empty: it ended well."""
 
 
 async def run(program: str, folder: Path, limits: SandboxConfig, stdin: str = "") -> Ended:
@@ -190,7 +190,7 @@ def _how(status: int, limits: SandboxConfig) -> str:
 
 @functools.cache
 def namespaces_work() -> bool:
-    """Whether this system lets us run a process without a network and with its own process ids."""
+    """True if a process may run without a network and with its own process ids here."""
     try:
         done = subprocess.run([*NAMESPACES, "true"], capture_output=True, timeout=20)
     except subprocess.TimeoutExpired as e:  # to be asked again: answers are kept

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from stepwell.backends.config import PauseMode
 from stepwell.datapool.types import CANARY, TokenIds, VersionSpan
@@ -54,14 +54,9 @@ class GenerateRequest(NamedTuple):
     stream: bool = False
     """Outputs come as tokens are sampled, otherwise one comes at the end."""
     adapter: str | None = None
-
-
-class Finish(NamedTuple):
-    """Why sampling ended. After "abort" it may go on from what was sampled, in another request."""
-
-    type: Literal["stop", "length", "abort"] | str
-    matched: int | str | None = None
-    """Token id or stop string that ended a `stop`."""
+    pieces: Sequence[TokenIds] = ()
+    """Arrays that `input_ids` is made of, if later requests have the same objects: what is made of
+    them for the wire may be kept."""
 
 
 class Output(NamedTuple):
@@ -76,8 +71,11 @@ class Output(NamedTuple):
     """Weight version that the engine has now; None: it does not say."""
     is_canary: bool = False
     """That version is not committed."""
-    finish: Finish | None = None
-    """Set in the last output."""
+    finish: str | None = None
+    """Set in the last output: "stop", "length", or "abort", after which it may go on from what was
+    sampled, in another request."""
+    matched: int | str | None = None
+    """Token id or stop string that ended a `stop`."""
     cached_tokens: int = 0
     """Prompt tokens that the engine had in its cache; in the last output."""
     spans: Sequence[VersionSpan] | None = None

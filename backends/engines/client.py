@@ -25,7 +25,6 @@ import orjson
 from stepwell.backends.config import PauseMode
 from stepwell.backends.engines.api import (
     EngineState,
-    Finish,
     GenerateRequest,
     OnOutput,
     Output,
@@ -36,6 +35,7 @@ from stepwell.backends.engines.api import (
     version_number,
 )
 from stepwell.backends.engines.connections import ConnectionPool
+from stepwell.backends.engines.ids_json import IdsJson
 from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,
@@ -85,10 +85,12 @@ class EngineClient:
         *,
         timeout_s: float = CONTROL_TIMEOUT_S,
         connections: ConnectionPool | None = None,
+        ids_json: IdsJson | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self.connections = ConnectionPool() if connections is None else connections
+        self._ids_json = IdsJson() if ids_json is None else ids_json
 
     def __repr__(self) -> str:
         return f"EngineClient({self.url!r})"
@@ -115,11 +117,14 @@ class EngineClient:
 
     async def sample(self, request: GenerateRequest, on_output: OnOutput) -> None:
         """As `api.Engine.sample`; `/generate`."""
-        url, body = f"{self.url}/generate", _body(request)
+        url = f"{self.url}/generate"
         reader = _StreamReader(url, on_output) if request.stream else None
         try:
             status, content = await self.connections.request(
-                "POST", url, body, on_data=None if reader is None else reader.feed
+                "POST",
+                url,
+                _body(request, self._ids_json),
+                on_data=None if reader is None else reader.feed,
             )
         except ConnectionError as e:
             raise _unavailable(url, e) from e
@@ -422,10 +427,9 @@ def _words(content: bytes) -> str:
 # -- /generate as SGLang words it --------------------------------------------------------------
 
 
-def _body(request: GenerateRequest) -> bytes:
+def _body(request: GenerateRequest, ids_json: IdsJson) -> bytes:
     fields: dict[str, Any] = {
         "rid": request.rid,
-        "input_ids": np.ascontiguousarray(request.input_ids),
         "sampling_params": _params(request.sampling, request.max_new_tokens),
         "return_logprob": True,
         "stream": request.stream,
@@ -434,7 +438,12 @@ def _body(request: GenerateRequest) -> bytes:
         fields["top_logprobs_num"] = request.sampling.n_top_logprobs
     if request.adapter is not None:
         fields["lora_path"] = request.adapter
-    return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
+    if request.pieces:
+        ids = ids_json.parts(request.pieces)
+    else:
+        array = np.ascontiguousarray(request.input_ids)
+        ids = [orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)]
+    return b"".join((orjson.dumps(fields)[:-1], b',"input_ids":', *ids, b"}"))
 
 
 def _params(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
@@ -658,7 +667,8 @@ def _output(url: str, ids: list[int], entries: list[_Entry], meta: _About, n: in
         tops,
         version,
         is_canary(meta.weight_version),
-        Finish(finish.type, finish.matched),
+        finish.type,
+        finish.matched,
         meta.cached_tokens or 0,
         _spans(url, meta.weight_versions) if meta.weight_versions else None,
     )

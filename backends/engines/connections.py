@@ -29,15 +29,16 @@ IDLE_S = 4.0
 REST_S = 1.0
 """How long the end of an answer may take that nobody reads."""
 
+LARGE_BODY = 32_768
+"""Bytes of a request that are not joined with its head."""
+
 OnData: TypeAlias = Callable[[bytes], bool]
 """Takes a piece of a body. True: the rest is of no interest. What it raises ends the request and
 comes out of it."""
 
 
-class Response(NamedTuple):
-    status: int
-    body: bytes
-    """Empty if it went to `on_data`."""
+Response: TypeAlias = tuple[int, bytes]
+"""Status and body; the body is empty if it went to `on_data`."""
 
 
 class _Place(NamedTuple):
@@ -79,9 +80,9 @@ class ConnectionPool:
         """
         place, head = _head(method, url)
         connection = self._idle_one(place) or await _connect(place, self._idle[place])
-        request = b"%b%bcontent-length: %d\r\n\r\n%b" % (head, headers, len(body), body)
-        answered = connection.send(request, on_data)
-        del body, request  # sent; the answer may take minutes
+        head = b"%b%bcontent-length: %d\r\n\r\n" % (head, headers, len(body))
+        answered = connection.send(head, body, on_data)
+        del body  # sent; the answer may take minutes
         try:
             response = await answered
         except BaseException:  # the rest would be read as the next answer
@@ -130,12 +131,15 @@ class _Connection(asyncio.Protocol):
     def is_fresh(self) -> bool:
         return self._loop.time() - self._idle_since < IDLE_S
 
-    def send(self, request: bytes, on_data: OnData | None) -> asyncio.Future[Response]:
-        """The answer to `request`, when it is complete or `on_data` has all that it needs."""
+    def send(self, head: bytes, body: bytes, on_data: OnData | None) -> asyncio.Future[Response]:
+        """The answer to a request, when it is complete or `on_data` has all that it needs."""
         self._on_data = on_data
         self._status, self._is_complete, self._ends_with_connection = 0, False, True
         self._answered = answered = self._loop.create_future()
-        self._transport.write(request)
+        if len(body) < LARGE_BODY:
+            self._transport.write(head + body)
+        else:  # uvloop sends both without a copy
+            self._transport.writelines((head, body))
         return answered
 
     def close(self) -> None:
@@ -187,7 +191,7 @@ class _Connection(asyncio.Protocol):
             self._idle.append(self)
         else:
             self.close()
-        self._answer(Response(self._status, self._taken()))
+        self._answer((self._status, self._taken()))
 
     def _pass_on(self) -> None:
         """Hand on what came of a body."""
@@ -200,7 +204,7 @@ class _Connection(asyncio.Protocol):
             return
         if has_all:
             self._on_data = _ignore
-            self._answer(Response(200, b""))
+            self._answer((200, b""))
             if not self._is_complete:
                 self._loop.call_later(REST_S, self._close_unless_complete)
 

@@ -230,7 +230,7 @@ class WeightStore:
             write_sealed(self.folder / REFUSED, {"why": why})
 
     def why_refused(self) -> str | None:
-        """What `refuse_roll_backs` noted.
+        """Reason that `refuse_roll_backs` noted; None: there is none.
 
         Raises:
             DamagedFileError: it is not what was noted.
@@ -259,7 +259,7 @@ class WeightStore:
 
 
 def _renamed(draft: Path, target: Path) -> bool:
-    """Whether `draft` is `target` now; False: a folder of that name is there."""
+    """Rename a folder; False: one of that name is there."""
     try:
         os.rename(draft, target)  # of a folder that has files none is replaced
     except OSError as e:
@@ -277,7 +277,7 @@ def _link(file: Path, target: Path) -> None:
 
 
 def check_version(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Whether the version in `path` is what was written, if the store in `folder` wrote it.
+    """Hold the version in `path` against its checksums, if the store in `folder` wrote it.
 
     Raises:
         DamagedFileError: a file is damaged or missing; the message names it.

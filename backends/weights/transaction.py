@@ -56,7 +56,7 @@ from stepwell.backends.errors import (
     SupersededError,
     WeightUpdateError,
 )
-from stepwell.backends.weights.digest import Expected, RankHashes, compare
+from stepwell.backends.weights.digest import EMBEDDED, RankHashes, checkpoint_hashes, compare
 from stepwell.backends.weights.store import Published, WeightStore, check_version
 from stepwell.backends.weights.transports import ADAPTER_NAME, TRANSPORTS, Target, Update
 
@@ -69,7 +69,7 @@ Hook: TypeAlias = Callable[[Phase, When], Awaitable[None]]
 PHASES: tuple[Phase, ...] = ("remember", "pause", "transfer", "verify", "commit", "continue")
 CONTINUE_TIMEOUT_S = 60.0
 FENCE_TIMEOUT_S = 10.0
-"""How long a replica that failed may take to be shown gone or paused."""
+"""Seconds that a replica that failed may take to be shown gone or paused."""
 REFUSALS = 3
 """An engine that crashed and came back within a publication answers, and the next one succeeds."""
 RETRY_S = 0.5
@@ -77,7 +77,7 @@ _FENCE_RETRY_S = 0.05
 _PAUSE_TIMEOUT_S = 5.0
 _NOT_FLUSHED = "the cache was not flushed"
 _LOST = (EngineUnavailableError, EngineTimeoutError, EngineInternalError)
-"""What a replica answers, or does not, that may be gone."""
+"""Errors of a replica that may be gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,12 @@ class Publication:
     """Replicas that do not serve yet, and why: their supervisors, or the next publication, bring
     them to the committed version."""
     verified: Mapping[str, str] = field(default_factory=dict)
-    """How each replica was verified: `checksum`, `agreement` (with the others) or `version`."""
+    """Verification of each replica: `checksum`, `agreement` (with the others) or `version`."""
 
 
 @dataclass(slots=True)
 class _Replica(Target):
+    embedded: bool = False
     paused: bool = False
     touched: bool = False
     """An update was sent, whatever came of it."""
@@ -114,6 +115,7 @@ async def publish(
     transport: WeightTransport = "disk",
     canary: bool = False,
     seen: int | None = None,
+    locked: bool = False,
     patience_s: float = 0.0,
     continue_timeout_s: float = CONTINUE_TIMEOUT_S,
     hook: Hook | None = None,
@@ -127,6 +129,7 @@ async def publish(
     Args:
         canary: `engines` are not all there are, and nothing is committed.
         seen: committed version that the caller knows of, 0 for none; None: any may be replaced.
+        locked: the caller holds the store's lock.
         patience_s: seconds that the first engine may take to come back.
         hook: awaited before, during (all replicas were just asked) and after each phase.
 
@@ -147,6 +150,7 @@ async def publish(
             transport,
             canary,
             seen,
+            locked,
             continue_timeout_s,
             hook,
         )
@@ -171,6 +175,7 @@ class _Transaction:
         transport: WeightTransport,
         canary: bool,
         seen: int | None,
+        locked: bool,
         continue_timeout_s: float,
         hook: Hook | None,
     ) -> None:
@@ -180,10 +185,11 @@ class _Transaction:
         self.store = store
         self.transport = TRANSPORTS[transport](self.update)
         self.seen = seen
+        self.locked = locked
         self.continue_timeout_s = continue_timeout_s
         self.hook = hook
         self.committed: Published | None = None
-        """What was committed before."""
+        """Version that was committed before."""
         self.how: dict[str, str] = {}
 
     async def run(self) -> Publication:
@@ -226,7 +232,9 @@ class _Transaction:
         return [r for r in self.replicas if not r.fenced]
 
     def _locked(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext() if self.store is None else self.store.lock.held()
+        if self.store is None or self.locked:
+            return nullcontext()
+        return self.store.lock.held()
 
     # -- phases -------------------------------------------------------------------------------
 
@@ -240,10 +248,10 @@ class _Transaction:
     ) -> None:
         """`act` on every live replica at once; the first failure, in order of replicas, is raised
         when all have ended: a rollback must not race an update that is still running."""
-        await self._tell(phase, "before")
+        await self._notify(phase, "before")
         replicas = self._live
         tasks = [asyncio.ensure_future(self._attempt(what, r, act)) for r in replicas]
-        await self._tell(phase, "during")
+        await self._notify(phase, "during")
         results = await asyncio.gather(*tasks, return_exceptions=True)
         for replica, result in zip(replicas, results, strict=True):
             if isinstance(result, EngineError | ValueError):
@@ -256,7 +264,7 @@ class _Transaction:
                 f"could not {what} any replica: "
                 + "; ".join(f"{r.engine.url} {r.fenced}" for r in self.replicas)
             )
-        await self._tell(phase, "after")
+        await self._notify(phase, "after")
 
     async def _attempt(
         self, what: str, replica: _Replica, act: Callable[[_Replica], Awaitable[None]]
@@ -268,7 +276,7 @@ class _Transaction:
                 raise
             log.warning("publication goes on without %s: %s", replica.engine.url, replica.fenced)
 
-    async def _tell(self, phase: Phase, when: When) -> None:
+    async def _notify(self, phase: Phase, when: When) -> None:
         if self.hook is not None:
             await self.hook(phase, when)
 
@@ -277,6 +285,7 @@ class _Transaction:
         server = await replica.engine.server_info()
         replica.path, replica.version = info["model_path"], info["weight_version"]
         replica.dtype = str(server.get("dtype") or "auto")
+        replica.embedded = server.get("version") == EMBEDDED
         replica.device = str(server.get("device") or "cuda").partition(":")[0]
         sizes = [int(server.get(f"{kind}_size") or 1) for kind in ("tp", "pp")]
         replica.ranks = sizes[0] * sizes[1]
@@ -301,8 +310,8 @@ class _Transaction:
 
     async def _verify(self) -> None:
         """Version and bytes of every live replica."""
-        foretold, _ = await asyncio.gather(
-            asyncio.to_thread(self._foretell), asyncio.to_thread(self._check_files)
+        expected, _ = await asyncio.gather(
+            asyncio.to_thread(self._expected), asyncio.to_thread(self._check_files)
         )
         answers: dict[str, Sequence[RankHashes] | None] = {}
 
@@ -311,35 +320,29 @@ class _Transaction:
             answers[replica.engine.url] = await self._hashes(replica)
 
         await self._all("verify", "verify the weights of", ask)
-        self.how, wrong = compare(self._in_order(answers), foretold)
+        self.how, wrong = compare(self._in_order(answers), expected)
         for url, what in wrong.items():
             raise WeightUpdateError(
                 f"{url} says that it loaded version {self.update.version}, but {what}", replica=url
             )
 
     def _check_files(self) -> None:
-        """What engines loaded from disk, and what they are held against, is what was written."""
+        """Hold the files that engines loaded, and are held against, against their checksums."""
         if self.store is not None:
             check_version(self.store.folder, self.update.path)
 
     def _in_order(self, answers: Mapping[str, Any]) -> dict[str, Any]:
         return {url: answers[url] for r in self._live if (url := r.engine.url) in answers}
 
-    def _foretell(self) -> dict[str, Expected]:
-        """The hashes that live replicas on a CPU must have, by replica. Reads the checkpoint."""
-        of_dtype: dict[str, Expected] = {}
-        found = {}
-        for replica in self._live:
-            if replica.device == "cpu":
-                if replica.dtype not in of_dtype:
-                    of_dtype[replica.dtype] = self._expected(replica.dtype)
-                found[replica.engine.url] = of_dtype[replica.dtype]
-        return found
-
-    def _expected(self, dtype: str) -> Expected:
+    def _expected(self) -> dict[str, dict[str, str]]:
+        """The hashes that live embedded engines must have, by replica. Reads the checkpoint."""
+        dtypes = {r.engine.url: r.dtype for r in self._live if r.embedded}
         if self.transport.adapter:
-            return Expected(self.update.path, "auto", prefix=f"{ADAPTER_NAME}:")
-        return Expected(self.update.path, dtype)
+            dtypes = dict.fromkeys(dtypes, "auto")
+        prefix = f"{ADAPTER_NAME}:" if self.transport.adapter else ""
+        path = self.update.path
+        of = {d: checkpoint_hashes(path, d, prefix=prefix) for d in set(dtypes.values())}
+        return {url: of[dtype] for url, dtype in dtypes.items()}
 
     async def _verify_version(self, replica: _Replica) -> None:
         found = (await replica.engine.model_info())["weight_version"]
@@ -356,16 +359,16 @@ class _Transaction:
         return [_rank_hashes(rank, replica) for rank in ranks]
 
     async def _commit(self) -> None:
-        await self._tell("commit", "before")
+        await self._notify("commit", "before")
         if self.store is not None and not self.update.canary:
             new = self._published
             self.store.commit(new.version, new.path, adapter=new.adapter)
-        await self._tell("commit", "after")
+        await self._notify("commit", "after")
 
     # -- failure ------------------------------------------------------------------------------
 
     async def _fence(self, replica: _Replica, error: EngineError) -> bool:
-        """Whether `replica`, which failed with `error`, cannot serve before it is brought to the
+        """True if `replica`, which failed with `error`, cannot serve before it is brought to the
         committed version. Asks it to pause: a new process of it is paused already, an old one must
         be, and of one that is gone the machine says so."""
         replica.paused = True  # by what follows, whatever is answered: a rollback continues it
@@ -415,7 +418,7 @@ class _Transaction:
         return await replica.engine.weight_version() != self.committed.version
 
     def _before(self, replica: _Replica) -> Published:
-        """What a replica goes back to: what is committed, which need not be what it had."""
+        """Version a replica goes back to: the committed one, which need not be what it had."""
         if self.committed is not None:
             return self.committed
         return Published(version_number(replica.version), replica.path)
@@ -477,5 +480,4 @@ def _rank_hashes(rank: Mapping[str, Any], replica: _Replica) -> RankHashes:
     return RankHashes(
         hashes=dict(rank["checksums"]),
         layout=repr((replica.device, replica.dtype, sorted(map(repr, places)))),
-        whole=replica.device == "cpu" and replica.ranks == 1,
     )

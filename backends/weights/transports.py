@@ -1,4 +1,4 @@
-"""How a version's weights get to an engine: one class per way, chosen by `engine.weight_transport`.
+"""Ways of a version's weights to an engine: one class each, chosen by `engine.weight_transport`.
 
     disk          the engine reads the version's directory
     distributed   a broadcast in a process group: NCCL to GPUs, gloo to CPUs; a group per replica,
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 ADAPTER_NAME = "policy"
 """The name of the adapter in the engines; requests carry it as `lora_path`."""
 JOIN_TIMEOUT_S = 60.0
-"""For a replica to join its process group, and for each broadcast."""
+"""Seconds for a replica to join its process group, and for each broadcast."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What is published."""
+    """A version on its way to engines."""
 
     path: str
     version: int
@@ -65,7 +65,7 @@ class Update:
     """Drop the prefix cache. Not with requests held in place: a real SGLang cannot and would report
     a failure."""
     canary: bool = False
-    """Only some engines get it, and it is not committed."""
+    """True: some engines get it, and it is not committed."""
 
     @property
     def name(self) -> str:
@@ -77,7 +77,7 @@ class Transport(ABC):
     """One publication's way to the engines; made anew for each."""
 
     adapter = False
-    """What is published is an adapter, not a model."""
+    """True: an adapter is published, not a model."""
 
     def __init__(self, update: Update) -> None:
         self.update = update

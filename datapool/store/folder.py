@@ -26,6 +26,7 @@ from xxhash import xxh3_64_intdigest as xxh3
 
 from stepwell.datapool.errors import JournalError, JournalLockedError, JournalVersionError
 from stepwell.datapool.process import boot_id
+from stepwell.datapool.sealed import write_durably
 
 logger = logging.getLogger(__name__)
 
@@ -101,12 +102,7 @@ def read_acked(folder: Path) -> Acked | None:
 
 def write_acked(folder: Path, acked: Acked) -> None:
     """Begins a journal in `folder`."""
-    draft = folder / f"{ACKED_NAME}.new"
-    with open(draft, "wb", opener=private) as file:
-        file.write(acked.pack())
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(folder / ACKED_NAME)
+    write_durably(folder / ACKED_NAME, acked.pack(), private=True)
 
 
 def _of_version(folder: Path, version: int) -> JournalVersionError:

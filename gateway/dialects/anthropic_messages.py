@@ -22,6 +22,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
+from stepwell.gateway.access import Principal
 from stepwell.gateway.dialects.anthropic_answer import (
     BlockWriter,
     Event,
@@ -54,7 +55,6 @@ from stepwell.gateway.dialects.params import (
     wrong,
 )
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
-from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import Delta
 from stepwell.gateway.tokens.messages import AssistantTurn, Message, Tool, Tools

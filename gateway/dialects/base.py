@@ -24,9 +24,9 @@ from typing import Any, ClassVar, Final, NamedTuple
 import numpy as np
 import orjson
 
+from stepwell.gateway.access import Principal
 from stepwell.gateway.call import Listener
 from stepwell.gateway.errors import GatewayError
-from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import THINK_CLOSE, Delta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer

@@ -23,6 +23,7 @@ import orjson
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
+from stepwell.gateway.access import Principal
 from stepwell.gateway.dialects.base import (
     NOTHING,
     PLACE,
@@ -58,7 +59,6 @@ from stepwell.gateway.dialects.params import (
     wrong,
 )
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
-from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import Delta, ReasoningDelta

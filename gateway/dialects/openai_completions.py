@@ -24,6 +24,7 @@ from typing import Any, Literal
 import numpy as np
 
 from stepwell.datapool.types import TokenIds
+from stepwell.gateway.access import Principal
 from stepwell.gateway.dialects.base import (
     NOTHING,
     Dialect,
@@ -41,7 +42,6 @@ from stepwell.gateway.dialects.openai_chat import (
 )
 from stepwell.gateway.dialects.params import TopLogprobs, wrong
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
-from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import ContentDelta, Delta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer

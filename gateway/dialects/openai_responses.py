@@ -22,6 +22,7 @@ import orjson
 from cachetools import LRUCache
 from pydantic import Field
 
+from stepwell.gateway.access import Principal, other_owner
 from stepwell.gateway.dialects.base import (
     NOTHING,
     PLACE,
@@ -59,10 +60,9 @@ from stepwell.gateway.errors import (
     RequestError,
     UnknownItemError,
 )
-from stepwell.gateway.keys import Principal, other_owner
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import Delta
-from stepwell.gateway.tokens.messages import Message
+from stepwell.gateway.tokens.messages import KnownMessages, Message, continued, dumps
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
 from stepwell.gateway.web import error_body
 
@@ -322,7 +322,7 @@ class OpenAIResponses(Dialect):
         if options.store and exchange.calls[0].request.is_kept:
             # Instructions are not carried over.
             parsed = exchange.parsed
-            messages = (*parsed.call.messages[parsed.n_outside :], reply.text.message())
+            messages = continued(parsed.call.messages, parsed.n_outside, reply.text.message())
             (trajectory,) = exchange.trajectories
             whose = trajectory.uid, trajectory.owner
             self.store.keep(StoredResponse(response, messages, *whose))
@@ -431,7 +431,7 @@ class StoredResponse:
 
     response: dict[str, Any]
     """As it was sent."""
-    messages: tuple[Message, ...]
+    messages: Sequence[Message]
     """The conversation up to and with the answer; instructions are not carried over."""
     trajectory_uid: str
     owner: str | None = None
@@ -439,7 +439,9 @@ class StoredResponse:
 
     def n_chars(self) -> int:
         # What an answer takes besides its texts; it repeats the tools.
-        n = 2_000 + len(str(self.response))
+        n = 2_000 + len(dumps(self.response))
+        if isinstance(self.messages, KnownMessages):
+            return n + self.messages.n_chars
         for message in self.messages:
             n += len(message["content"]) + len(message.get("reasoning_content") or "")
             n += len(str(message.get("tool_calls") or ""))

@@ -53,12 +53,25 @@ def with_first_unknown(kind: type[BaseModel], sent: Any) -> Any:
     """What was sent for a model, with only the first of the keys that are none of its fields: one
     is refused by name, and pydantic would make an error of each."""
     fields = kind.model_fields
-    if not isinstance(sent, dict) or len(sent) <= len(fields):
+    takes_all = kind.model_config.get("extra") == "allow"
+    if takes_all or not isinstance(sent, dict) or len(sent) <= len(fields):
         return sent
     names = {about.alias or name for name, about in fields.items()}
     known = {name: value for name, value in sent.items() if name in names}
     unknown = next(name for name in sent if name not in names)
     return {**known, unknown: sent[unknown]}
+
+
+def kind(of: type | tuple[type, ...], wanted: str) -> BeforeValidator:
+    """A field of this type, if it is there; else the remedy is to send what is `wanted`."""
+
+    def check(value: Any) -> Any:
+        # A JSON true is a Python int.
+        if not isinstance(value, of) or (isinstance(value, bool) and of is not bool):
+            raise ValueError(f"send {wanted}")
+        return value
+
+    return BeforeValidator(check)
 
 
 def _few(sent: Any) -> Any:
@@ -123,13 +136,9 @@ def refusal(
 ) -> RequestError:
     """What pydantic found wrong with a body, in one line."""
     first = errors[0]
-    if first["type"] == "json_invalid":  # FastAPI says where in the location, pydantic in the text
-        at = f" (at character {first['loc'][1]})" if len(first["loc"]) > 1 else ""
-        return RequestError(f"the request's body is no JSON: {first['ctx']['error']}{at}", None)
     name = ""
     for part in first["loc"]:
-        if part != "body":  # FastAPI's own
-            name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
+        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
     remedy = (remedies or {}).get(name)
     shown = brief(first.get("input"))
     if first["type"] == "extra_forbidden":

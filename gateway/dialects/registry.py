@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
+from stepwell.gateway.access import is_gemini
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages
 from stepwell.gateway.dialects.base import Dialect
 from stepwell.gateway.dialects.gemini import Gemini
@@ -11,7 +12,6 @@ from stepwell.gateway.dialects.openai_chat import OpenAIChat
 from stepwell.gateway.dialects.openai_completions import OpenAICompletions
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.errors import GatewayError
-from stepwell.gateway.paths import is_gemini
 from stepwell.gateway.web import OrjsonResponse
 
 

@@ -24,7 +24,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from stepwell.backends.engines.api import Finish, Output, TopLogProbs
+from stepwell.backends.engines.api import Output, TopLogProbs
 from stepwell.datapool.types import LogProbs, TokenIds, VersionSpan
 from stepwell.gateway.errors import EngineError
 
@@ -87,7 +87,9 @@ class Part:
     log_probs: list[float] = field(default_factory=list)
     tops: list[TopLogProbs] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
-    finish: Finish | None = None
+    finish: str | None = None
+    """Why it ended; None: it did not."""
+    matched: int | str | None = None
     cached_tokens: int = 0
     reported: int | None = None
     """What the engine said last that it has."""
@@ -112,13 +114,14 @@ class Part:
         self.ids += part.ids
         self.log_probs += part.log_probs
         self.tops += part.tops
+        self.matched = part.matched
         for s in part.spans:
             begin = start + s.start
             if self.spans and self.spans[-1].version == s.version:
                 begin = self.spans.pop().start
             self.spans.append(VersionSpan(s.version, begin, start + s.end))
 
-    def generation(self, finish: Finish | None) -> Generation:
+    def generation(self, finish: str | None) -> Generation:
         """The whole call, as it ended.
 
         Raises:
@@ -126,7 +129,7 @@ class Part:
         """
         if not self.ids:
             raise EngineError("the engine returned no token")
-        if finish is None or finish.type not in ("stop", "length"):
+        if finish not in ("stop", "length"):
             log.warning("an engine finished with %.200r", finish)
             raise EngineError("the engine's answer ended with neither stop nor length")
         ids, log_probs = np.asarray(self.ids, np.int32), np.asarray(self.log_probs, np.float32)
@@ -135,8 +138,8 @@ class Part:
             response_ids=ids,
             log_probs=log_probs,
             spans=tuple(self.spans),
-            finish_reason="stop" if finish.type == "stop" else "length",
-            matched=finish.matched,
+            finish_reason="stop" if finish == "stop" else "length",
+            matched=self.matched,
             cached_tokens=self.cached_tokens,
             top_log_probs=tuple(self.tops),
         )
@@ -159,7 +162,7 @@ class Part:
         self._note_version(output.version, before)
         self.canary = output.is_canary
         if output.finish is not None:
-            self.finish = output.finish
+            self.finish, self.matched = output.finish, output.matched
             self.cached_tokens = output.cached_tokens
             self.spans = self._whole_spans(output) if n else []
 

@@ -29,13 +29,15 @@ import logging
 import random
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from stepwell.backends.engines.api import Finish, GenerateRequest, Output, Sampling
+from stepwell.backends.engines.api import GenerateRequest, Output, Sampling
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.connections import ConnectionPool
+from stepwell.backends.engines.ids_json import IdsJson
 from stepwell.backends.errors import EngineError as AskingError
 from stepwell.backends.errors import (
     EngineInternalError,
@@ -88,9 +90,10 @@ class Sampler:
         self._vocabulary = vocabulary
         self._fleet = Fleet(wiring.engine_urls, config, canary_share=wiring.canary_share)
         self.pace = Pace()
+        self.ids_json = IdsJson()
         self._connections = ConnectionPool(self.pace.keep)
         self._clients = {
-            engine: EngineClient(engine.url, connections=self._connections)
+            engine: EngineClient(engine.url, connections=self._connections, ids_json=self.ids_json)
             for engine in self._fleet
         }
         self._checks = EngineChecks(config, self._fleet)
@@ -163,10 +166,12 @@ class Sampler:
         *,
         affinity: str,
         on_tokens: OnTokens | None = None,
+        pieces: Sequence[TokenIds] = (),
     ) -> Generation:
         """Sample a response to `prompt_ids`.
 
         Args:
+            pieces: arrays that make up the prompt, the same objects in each call that has them.
             affinity: calls with the same one go to the same engine (its cache holds their prefix).
             on_tokens: called with new ids as they arrive; None asks the engine for one answer.
 
@@ -187,7 +192,9 @@ class Sampler:
                 if engine is None:
                     raise LostError(self._fleet.why_none())
                 tried.add(engine)
-                await self._send(engine, prompt_ids, whole.ids, sampling, part, on_tokens, deadline)
+                await self._send(
+                    engine, prompt_ids, pieces, whole.ids, sampling, part, on_tokens, deadline
+                )
             except LostError as e:
                 if not isinstance(e, BusyError):
                     self.lost_at = time.monotonic()
@@ -195,7 +202,7 @@ class Sampler:
                 if part.ids:
                     self._keep(whole, part, e)
                     if len(whole.ids) >= sampling.max_new_tokens:
-                        return whole.generation(Finish("length"))
+                        return whole.generation("length")
                 if failures > self._config.engine_retries:
                     log.warning("no engine answered in %d tries; last: %s", failures, e)
                     raise EngineUnavailableError(
@@ -207,11 +214,11 @@ class Sampler:
                 continue
             tried.clear()
             whole.add(part)
-            if part.finish is None or part.finish.type != "abort":
+            if part.finish != "abort":
                 return whole.generation(part.finish)
             self.resumes += 1
             if len(whole.ids) >= sampling.max_new_tokens:
-                return whole.generation(Finish("length"))
+                return whole.generation("length")
             empty = 0 if part.ids else empty + 1
             if empty >= _EMPTY_ABORTS:
                 raise EngineError(
@@ -254,6 +261,7 @@ class Sampler:
         self,
         engine: Engine,
         prompt_ids: TokenIds,
+        pieces: Sequence[TokenIds],
         so_far: list[int],
         sampling: Sampling,
         part: Part,
@@ -269,7 +277,7 @@ class Sampler:
         rid = f"{random.getrandbits(128):032x}"
         ids = prompt_ids
         if so_far:
-            ids = np.concatenate((prompt_ids, np.asarray(so_far, np.int32)))
+            ids, pieces = np.concatenate((prompt_ids, np.asarray(so_far, np.int32))), ()
         request = GenerateRequest(
             rid,
             ids,
@@ -277,6 +285,7 @@ class Sampler:
             sampling.max_new_tokens - len(so_far),
             stream=on_tokens is not None,
             adapter=self._wiring.lora_path,
+            pieces=pieces,
         )
         del ids  # the answer may take minutes
 

@@ -18,6 +18,8 @@ from functools import partial
 from itertools import count
 from typing import TypeAlias
 
+import msgspec
+
 from stepwell.gateway.reply.calls import (
     CallStyle,
     ObjectScanner,
@@ -33,13 +35,11 @@ CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 
 
-@dataclass(frozen=True, slots=True)
-class ContentDelta:
+class ContentDelta(msgspec.Struct, frozen=True, gc=False):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
     text: str
 
 
@@ -74,11 +74,15 @@ class ReplyText:
 
 def held_back(text: str, markers: Sequence[str]) -> int:
     """Length of the longest end of `text` that may be the beginning of a marker."""
-    longest = min(len(text), max(map(len, markers), default=1) - 1)
-    for n in range(longest, 0, -1):
-        if any(m.startswith(text[-n:]) for m in markers if len(m) > n):
-            return n
-    return 0
+    longest = 0
+    for marker in markers:
+        at = text.find(marker[0], max(len(text) - len(marker) + 1, 0))
+        while at >= 0:
+            if marker.startswith(text[at:]):
+                longest = max(longest, len(text) - at)
+                break
+            at = text.find(marker[0], at + 1)
+    return longest
 
 
 class StopCutter:
@@ -148,7 +152,7 @@ class ReplyParser:
         bare = tools and style == "llama3_json"
         self._tools = tools and not bare
         self._visible: _State = ReplyParser._bare_call if bare else ReplyParser._content
-        self._scanner = ObjectScanner()
+        self._scanner: ObjectScanner | None = None
         self._read_call: Callable[[str], ToolCall | None] = partial(parse_call, bare=bare)
         if style == "qwen3_coder":
             self._read_call = partial(parse_xml_call, tools=offered)
@@ -168,6 +172,12 @@ class ReplyParser:
         return len(self._buffer) + (len(CALL_OPEN) if in_call else 0)
 
     def feed(self, text: str) -> list[Delta]:
+        if (
+            self._state is ReplyParser._content
+            and not (self._buffer or self._after_call)
+            and not (self._tools and CALL_OPEN[0] in text)
+        ):
+            return [ContentDelta(text)] if text else []  # as most of what models say
         self._buffer += text
         return self._run(final=False)
 
@@ -218,6 +228,7 @@ class ReplyParser:
         if not final and not body:
             return False
         if body.startswith("{"):
+            self._scanner = self._scanner or ObjectScanner()
             end = self._scanner.end(body)
             if end is None and not final:
                 return False

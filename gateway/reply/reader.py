@@ -30,7 +30,7 @@ from stepwell.gateway.reply.parser import (
 )
 from stepwell.gateway.tokens.messages import Tool
 from stepwell.gateway.tokens.render import CallExample, call_example
-from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer, TokenStream
 
 _STYLES: tuple[CallStyle, ...] = get_args(CallStyle)
 _MARKUP = {THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE, PYTHON_TAG}
@@ -130,8 +130,8 @@ class ReplyReader:
         self._hidden = hidden
         self._parser = parser
         self._stops = tuple(stop)
-        self._stop = StopCutter(stop)
-        self._stream = tokenizer.stream()
+        self._stop = StopCutter(stop) if stop else None
+        self._stream: TokenStream | None = None
         self._ids: list[int] = []
         self._decoded = ""
         self._counts = counts
@@ -147,7 +147,7 @@ class ReplyReader:
     @property
     def stop_sequence(self) -> str | None:
         """The stop string that ended the text."""
-        return self._stop.matched
+        return None if self._stop is None else self._stop.matched
 
     def feed(self, ids: Sequence[int]) -> list[Delta]:
         if self._counts:
@@ -161,7 +161,8 @@ class ReplyReader:
         n_open = self._n_fed - self._n_told - len(self._ends)
         if len(self._decoded) > before or (token_id in self._hidden and n_open == 1):
             self._ends += [len(self._decoded)] * n_open
-        told = len(self._decoded) - self._stop.n_held - self._parser.n_held
+        n_held = self._parser.n_held + (0 if self._stop is None else self._stop.n_held)
+        told = len(self._decoded) - n_held
         while self._ends and self._ends[0] <= told:
             self._ends.popleft()
             self._n_told += 1
@@ -170,8 +171,10 @@ class ReplyReader:
         return deltas
 
     def _feed(self, ids: Sequence[int]) -> list[Delta]:
-        shown = self._shown(ids)
+        shown = ids if self._hidden.isdisjoint(ids) else self._shown(ids)
         self._ids += shown
+        if self._stream is None:
+            self._stream = self._tokenizer.stream()
         return self._read(self._stream.feed(shown))
 
     def take(self, ids: Sequence[int]) -> None:
@@ -179,11 +182,14 @@ class ReplyReader:
         self._ids += self._shown(ids)
 
     def finish(self) -> list[Delta]:
-        # The stream keeps back bytes that are no character yet; at the end they show as U+FFFD.
-        whole = self._tokenizer.decode(self._ids)
-        rest = whole[len(self._decoded) :] if whole.startswith(self._decoded) else ""
-        deltas = self._read(rest)
-        deltas += self._note(self._parser.feed(self._stop.finish()))
+        deltas: list[Delta] = []
+        if self._stream is None or self._stream.is_within_character:
+            # The stream keeps back bytes that are no character yet; now they show as U+FFFD.
+            whole = self._tokenizer.decode(self._ids)
+            if whole.startswith(self._decoded):
+                deltas += self._read(whole[len(self._decoded) :])
+        if self._stop is not None:
+            deltas += self._note(self._parser.feed(self._stop.finish()))
         deltas += self._note(self._parser.finish())
         self.has_reasoning = bool(self.text.reasoning) or THINK_CLOSE in self._decoded
         if deltas:
@@ -195,7 +201,7 @@ class ReplyReader:
 
         The engine ends generation there itself, unless the string fell across a resumption.
         """
-        if self._stop.matched is None:
+        if self.stop_sequence is None:
             return None
         low, high = 0, len(ids)
         while low + 1 < high:
@@ -214,7 +220,7 @@ class ReplyReader:
         if not text:
             return []
         self._decoded += text
-        return self._note(self._parser.feed(self._stop.feed(text)))
+        return self._note(self._parser.feed(text if self._stop is None else self._stop.feed(text)))
 
     def _note(self, deltas: list[Delta]) -> list[Delta]:
         for delta in deltas:

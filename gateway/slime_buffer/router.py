@@ -24,7 +24,7 @@ lease that expires: the groups go back and nothing is lost. What remains is a cl
 in the round trip between ack and last bytes; HTTP cannot tell. A consumer that must not lose even
 that sends `{"hold": true}` and acks itself (`POST /ack_rollout_data`), after its checkpoint.
 
-Owns: these routes, and the order of lease, bytes and ack. Does not own: what is served
+Owns: these handlers, and the order of lease, bytes and ack. Does not own: what is served
 (`buffer.py`).
 """
 
@@ -32,67 +32,71 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter
+from pydantic import ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from stepwell.datapool.types import Lease
+from stepwell.gateway.access import presented
+from stepwell.gateway.dialects.params import Params, kind
 from stepwell.gateway.errors import RequestError
-from stepwell.gateway.keys import presented
 from stepwell.gateway.services import services_of
 from stepwell.gateway.slime_buffer.buffer import JSON_OPTIONS, RolloutBuffer, Served
-from stepwell.gateway.web import OrjsonResponse, field, parse_object, read_body
-
-router = APIRouter()
+from stepwell.gateway.web import OrjsonResponse
 
 
-async def _body(request: Request) -> dict[str, Any]:
-    return parse_object(await read_body(request))
+class GetRolloutData(Params):
+    """Other fields are ignored, as slime's buffer ignores the whole body."""
+
+    model_config = ConfigDict(extra="ignore")
+    hold: Annotated[bool | None, kind(bool, "true or false")] = None
+    num: Annotated[int | None, kind(int, "a number of items")] = None
+    """-1 is all."""
+    batch_size: Annotated[int | None, kind(int, "a number of items")] = None
+    """`num` as slime's client sends it."""
 
 
-@router.post("/start_rollout")
-async def start_rollout(request: Request) -> Response:
+class AckRolloutData(Params):
+    lease_id: Annotated[str | None, kind(str, "meta_info.lease_id of the answer")] = None
+
+
+async def start_rollout(request: Request, payload: dict[str, Any]) -> Response:
+    """Run a generator of rollouts."""
     services = services_of(request)
-    payload = await _body(request)
     origin, keys = services.hosts.origin(request.scope), presented(request.headers)
     said = await services.rollout_buffer.start(payload, origin, keys[0] if keys else "")
     return OrjsonResponse({"message": said})
 
 
-@router.post("/buffer/write")
-async def write(request: Request) -> Response:
-    item = await _body(request)
+async def write(request: Request, item: dict[str, Any]) -> Response:
+    """Store a rollout from outside."""
     await services_of(request).rollout_buffer.write(item)
     data = {"data": [item], "meta_info": "write to buffer"}
     return _answer("Data has been successfully written to buffer", data)
 
 
-@router.post("/get_rollout_data")
-async def get_rollout_data(request: Request) -> Response:
-    """Other fields than `hold` and `num` (slime's client sends it as `batch_size`; -1 is all) are
-    ignored, as slime's buffer ignores the whole body."""
-    buffer, body = services_of(request).rollout_buffer, await _body(request)
-    hold = field(body, "hold", bool, "true or false") or False
-    name = "num" if body.get("num") is not None else "batch_size"
-    num = field(body, name, int, "a number of items") or -1
+async def get_rollout_data(request: Request, body: GetRolloutData) -> Response:
+    """Whole groups of items, which are consumed when they are sent."""
+    buffer = services_of(request).rollout_buffer
+    num = (body.batch_size if body.num is None else body.num) or -1
     taken = await buffer.take(num if num > 0 else None)
     if taken is None:
         why, meta = buffer.nothing()
         return _answer(why, {"data": [], "meta_info": meta}, success=False)
-    return _Delivery(buffer, *taken, hold=hold)
+    delivery = _Delivery(buffer, *taken, hold=body.hold or False)
+    await delivery.begin()
+    return delivery
 
 
-@router.post("/ack_rollout_data")
-async def ack_rollout_data(request: Request) -> Response:
+async def ack_rollout_data(request: Request, body: AckRolloutData) -> Response:
     """For consumers that sent `hold`: the groups of `meta_info.lease_id` are consumed for good."""
-    lease_id = field(await _body(request), "lease_id", str, "meta_info.lease_id of the answer")
-    if not lease_id:
+    if not body.lease_id:
         raise RequestError("lease_id is missing; send meta_info.lease_id of the answer", "lease_id")
-    await services_of(request).rollout_buffer.ack_held(lease_id)
+    await services_of(request).rollout_buffer.ack_held(body.lease_id)
     return _answer("acked", None)
 
 
@@ -112,6 +116,15 @@ class _Delivery(Response):
         self._lease = lease
         self._groups = groups
         self._hold = hold
+        self._beginning = b""
+
+    async def begin(self) -> None:
+        """Make what stands before the first group: what fails here is answered as an error."""
+        try:
+            self._beginning = await self._head()
+        except BaseException:
+            self._buffer.give_back(self._lease)
+            raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(body: bytes, *, more: bool = True) -> None:
@@ -120,10 +133,9 @@ class _Delivery(Response):
         gone = asyncio.create_task(_gone(receive))
         settled = False
         try:
-            beginning = await self._head()
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
-            await write(beginning)
+            await write(self._beginning)
             separator = b""
             for served in self._groups:
                 encoded = asyncio.ensure_future(self._buffer.encode(served))

@@ -193,6 +193,7 @@ class KnownMessages(Sequence[Message]):
         begin: the first messages of the prefix.
         new: what follows the prefix; an assistant's message first.
         read: makes the whole conversation.
+        n_chars: of its text, about.
     """
 
     def __init__(
@@ -201,8 +202,9 @@ class KnownMessages(Sequence[Message]):
         begin: Sequence[Message],
         new: Sequence[Message],
         read: Callable[[], Sequence[Message]],
+        n_chars: int = 0,
     ) -> None:
-        self.prefix, self.begin, self.new = prefix, begin, new
+        self.prefix, self.begin, self.new, self.n_chars = prefix, begin, new, n_chars
         self._read: Callable[[], Sequence[Message]] | None = read
         self._all: Sequence[Message] = ()
 
@@ -233,7 +235,22 @@ class KnownMessages(Sequence[Message]):
     def changed(self, change: Callable[[Sequence[Message]], Sequence[Message]]) -> KnownMessages:
         """The same conversation with `change` applied to its messages, as it was to the prefix."""
         changed = change(self.begin), change(self.new)
-        return KnownMessages(self.prefix, *changed, lambda: change(self.whole()))
+        return KnownMessages(self.prefix, *changed, lambda: change(self.whole()), self.n_chars)
+
+
+def continued(messages: Sequence[Message], n_left_out: int, reply: Message) -> Sequence[Message]:
+    """The conversation with `reply` and without its first `n_left_out` messages, which are read
+    even if it begins with a known prefix."""
+    if not isinstance(messages, KnownMessages):
+        return (*messages[n_left_out:], reply)
+    prefix = messages.prefix._replace(n_messages=messages.prefix.n_messages - n_left_out)
+    return KnownMessages(
+        prefix,
+        messages.begin[n_left_out:],
+        [*messages.new, reply],
+        lambda: (*messages.whole()[n_left_out:], reply),
+        messages.n_chars,
+    )
 
 
 def system_of(messages: Sequence[Message]) -> Sequence[Message]:

@@ -227,7 +227,14 @@ class TokenStream:
         self._held: list[int] = []
         """Ids since text last came out."""
 
+    @property
+    def is_within_character(self) -> bool:
+        """The last ids have given no text yet."""
+        return bool(self._held)
+
     def feed(self, ids: Sequence[int]) -> str:
+        if len(ids) == 1:
+            return self._step(ids[0])
         return "".join(map(self._step, ids))
 
     def _step(self, token_id: int) -> str:

@@ -56,17 +56,17 @@ class RetryKey:
 
     @cached_property
     def digest(self) -> bytes:
-        """Of the key; 8 bytes, to be told from the few others of one trajectory."""
+        """Digest of the key; 8 bytes, to be told from the few others of one trajectory."""
         return _digest(self.key)
 
     @property
     def body_digest(self) -> bytes | None:
-        """Of the request's bytes, where the key does not hold that."""
+        """Digest of the request's bytes, where the key does not hold that."""
         return _digest(self.body) if self.is_named else None
 
     @property
     def first_digest(self) -> bytes:
-        """Of key and body: what a conversation is found by that began with this request."""
+        """Digest of key and body, by which a conversation is found that began with this request."""
         return hashlib.blake2b(
             f"{self.key}\0{self.body}".encode(errors="surrogatepass"), digest_size=16
         ).digest()
@@ -146,12 +146,12 @@ class LiveCall:
         self.dialect = dialect
         self.state: State = "generating"
         self.task: asyncio.Task[Any] | None = None
-        """What generates and commits it, or is about to; None while nothing does."""
+        """The task that generates and commits it, or is about to; None while nothing does."""
         self.is_running = False
         self.why_cancelled: GatewayError | None = None
         self.deltas: list[Delta] = []
         self.tokens: list[SampledToken] = []
-        """What was sampled so far, if the request asks for log-probs."""
+        """Sampled tokens so far, if the request asks for log-probs."""
         self.reply: Reply | None = None
         """Set once generated; final when the state is `done`."""
         self.note: TurnNote | None = None
@@ -167,7 +167,7 @@ class LiveCall:
         self.is_given_up = False
         """Its client waits no more, whoever takes the reply."""
         self.readers: set[object] = set()
-        """Those of its clients that are still there."""
+        """Clients that are still there."""
         self._waiting: list[asyncio.Future[bool]] = []
 
     @property
@@ -271,9 +271,11 @@ class CallMemory:
             calls = calls[:i] + calls[i + 1 :]
         if calls:
             _give_up(calls, call)
-        self._calls[call.retry] = (*calls, call)[-REMEMBERED:]
+        calls = (*calls, call)
+        self._calls[call.retry] = calls[-REMEMBERED:]
+        _drop(calls[:-REMEMBERED])
         while len(self._calls) > REMEMBERED:
-            del self._calls[next(iter(self._calls))]
+            _drop(self._calls.pop(next(iter(self._calls))))
 
     def discard(self, call: Call) -> None:
         """Forget a call that turned out to be another one."""
@@ -358,7 +360,16 @@ class CallMemory:
                     call.is_unseen = call.is_unseen if said is None else said is True
 
     def clear(self) -> None:
+        for calls in self._calls.values():
+            _drop(calls)
         self._calls.clear()
+
+
+def _drop(calls: tuple[Call, ...]) -> None:
+    """Forget calls. The garbage collector does not look at them, so a circle of a call and its
+    live part, which waits for a retry, would stay for good."""
+    for call in calls:
+        call.live = None
 
 
 def _index(call: Call) -> int | None:

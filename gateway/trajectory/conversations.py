@@ -22,12 +22,12 @@ Peer: TypeAlias = tuple[str, int] | None
 
 
 class Place(NamedTuple):
-    """Where a trajectory is found."""
+    """A key under which a trajectory is found."""
 
     key: bytes
     """Its caller, and the key of a conversation or first request."""
     length: int | None = None
-    """Of a conversation that is no messages."""
+    """Length of a conversation that is no messages."""
 
 
 class Conversations:
@@ -36,7 +36,7 @@ class Conversations:
     def __init__(self) -> None:
         self._uids: dict[bytes, str] = {}
         self._lengths: Counter[int] = Counter()
-        """Of the conversations that are no messages."""
+        """Counts, by length, the conversations that are no messages."""
 
     def __len__(self) -> int:
         return len(self._uids)

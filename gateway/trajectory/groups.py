@@ -26,8 +26,8 @@ from typing import NamedTuple, TypeAlias
 from cachetools import LRUCache
 
 from stepwell.datapool.types import VAL
+from stepwell.gateway.access import Principal
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
-from stepwell.gateway.keys import Principal
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import Key, extend_key, text_key
 
@@ -44,13 +44,13 @@ class Group:
     """Trajectories of it."""
     deadline_s: float
     place: _Place | None = None
-    """Where others find it; None: it takes nobody else."""
+    """Key under which others find it; None: it takes nobody else."""
     joined: int = 0
     began_at: float = field(default_factory=time.monotonic)
 
 
 class Identity(NamedTuple):
-    """Who a trajectory is."""
+    """Names, channel and owner of a trajectory that begins."""
 
     uid: str
     prompt_uid: str
@@ -58,9 +58,9 @@ class Identity(NamedTuple):
     is_conversation: bool = False
     """Found by what is said in it: no agent knows its address."""
     group: Group | None = None
-    """To be declared when the trajectory is opened."""
+    """Declared when the trajectory is opened."""
     owner: str | None = None
-    """Of the key that opens it (`keys.Principal.owner`)."""
+    """Owner that the key has which opens it (`keys.Principal.owner`)."""
 
 
 class Groups:
@@ -71,7 +71,7 @@ class Groups:
         self._forming: LRUCache[_Place, Group] = LRUCache(REMEMBERED)
 
     def channel(self, prompt_uid: str, of_key: str | None = None) -> str:
-        """Where a group is stored if nobody chose its channel.
+        """Return the channel of a group for which nobody chose one.
 
         Args:
             of_key: the channel of its caller's key; None: the gateway's own.
@@ -84,7 +84,7 @@ class Groups:
     def join(
         self, call: ChatRequest, uid: str, declared: str | None, caller: Principal
     ) -> Identity | None:
-        """Who a conversation is that begins with this call; None: it is not to be stored.
+        """The identity of a conversation that begins with this call; None: it is not to be stored.
 
         Args:
             uid: of the conversation's trajectory.
@@ -130,7 +130,7 @@ class Groups:
         return group
 
     def _first_prompt(self, call: ChatRequest) -> Key | None:
-        """What is the same for all conversations that begin alike; None: this one does not begin
+        """Key of what all conversations that begin alike share; None: this one does not begin
         here."""
         if (plain := call.plain) is not None:
             return text_key(plain)

@@ -1,4 +1,4 @@
-"""Whose call is it? Every LLM call belongs to a trajectory; agents say which in many ways.
+"""Every LLM call belongs to a trajectory; agents say which in many ways.
 
 The first that applies (`x-stepwell-record: false` before all of them: the call is not recorded)::
 
@@ -19,7 +19,7 @@ with, and a retry of its first call finds it only if it cannot be another agent'
 reply yet, or the retry comes over the same connection or with the same `Idempotency-Key`.
 
 Owns: this order, and the sweep of idle trajectories. Does not own: trajectories (`store.py`), the
-index of their conversations (`conversations.py`), whether the caller may (`keys.py`).
+index of their conversations (`conversations.py`), whether the caller may (`access.py`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from urllib.parse import unquote
 from starlette.datastructures import Headers
 
 from stepwell.datapool.errors import DataPoolError
+from stepwell.gateway.access import Named, Principal, presented
 from stepwell.gateway.errors import GatewayError, RequestError, TrajectoryClosedError
-from stepwell.gateway.keys import Named, Principal, presented
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.trajectory.calls import RetryKey
 from stepwell.gateway.trajectory.conversations import Caller, Peer
@@ -59,14 +59,15 @@ SESSION_HEADERS = (
     "x-claude-code-session-id",
     "x-conversation-id",
 )
-"""In this order: a sub-agent that names its parent's session belongs to the parent's trajectory."""
+"""Tried in this order: a sub-agent that names its parent's session is part of the parent's
+trajectory."""
 
 ReadKey: TypeAlias = Callable[[str], Named | None]
 """The trajectory of a trajectory's API key; None for any other text."""
 
 
 class Origin(NamedTuple):
-    """What a request says of whose it is, beside its body."""
+    """The parts of a request, beside its body, that tell whose it is."""
 
     headers: Headers
     url: Named | None
@@ -187,8 +188,8 @@ class Identities:
         return uid, _decoded(headers, PROMPT_HEADER) or f"prompt-{uid}"
 
     def _session_uid(self, headers: Headers, caller: Principal) -> str | None:
-        """Of the session that headers name. One that goes on after its trajectory was closed begins
-        another one."""
+        """The uid for the session that headers name. A session that goes on after its trajectory
+        was closed begins another one."""
         session = next((value for name in SESSION_HEADERS if (value := headers.get(name))), None)
         if session is None:
             return None

@@ -84,7 +84,8 @@ class Recording:
         }
 
     async def ask(self, answer: Awaitable[T], *, room: bool = False) -> T:
-        """As `ask` below. `room`: the pool was told to wait for room in its channel."""
+        """Call `ask` with the gateway's time-out. `room`: the pool was told to wait for room in its
+        channel."""
         return await ask(answer, self.timeout_s + self.room_s * room)
 
     async def complete(

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from stepwell.backends.engines.api import Sampling, TopLogProbs
-from stepwell.datapool.types import Step
+from stepwell.datapool.types import Step, trusted_step
 from stepwell.gateway.engine import Generation
 from stepwell.gateway.prompt import ChatRequest, Prompt
 from stepwell.gateway.reply.parser import ReplyText
@@ -32,7 +32,7 @@ NOTE: Final = "turn"
 
 
 class TurnNote(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
-    """What ids do not say of a call. Bytes are base64 in JSON."""
+    """The facts about a call that its ids do not tell. Bytes are base64 in JSON."""
 
     keys: TurnKeys
     retry: bytes
@@ -47,7 +47,7 @@ class TurnNote(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc
     """Ids at the end of the prompt that begin the reply itself (a forced tool call)."""
     calls: Calls = ()
     has_reasoning: bool = False
-    """As `Turn.has_reasoning`."""
+    """Same as `Turn.has_reasoning`."""
 
     def as_json(self) -> dict[str, Any]:
         value: dict[str, Any] = msgspec.to_builtins(self)
@@ -75,7 +75,7 @@ class SampledToken(NamedTuple):
 
 @dataclass(slots=True)
 class Reply:
-    """What was generated for a call."""
+    """The result of a call: what was asked, what was sampled, and its text."""
 
     request: ChatRequest
     prompt: Prompt
@@ -121,18 +121,24 @@ class Reply:
             "prefilled": True if request.prefill else None,
             "branch": prompt.cause,
         }
-        return Step(
-            prompt_ids=prompt.ids,
-            response_ids=generation.response_ids,
-            trajectory_uid=trajectory_uid,
-            prompt_uid=prompt_uid,
-            step_index=index,
-            policy_version=generation.policy_version,
-            metadata={name: value for name, value in said.items() if value is not None},
-            rollout_log_probs=generation.log_probs,
-            finish_reason=generation.finish_reason,
-            parent_index=prompt.parent.nearest_step() if prompt.parent is not None else None,
-            version_spans=generation.spans if len(generation.spans) > 1 else (),
+        # Not checked again: ids are the tokenizer's or the request's, which were read as int32, and
+        # what was sampled is checked as it is read (`engine/answers.py`).
+        return trusted_step(
+            prompt.ids,
+            generation.response_ids,
+            None,  # reward
+            trajectory_uid,
+            prompt_uid,
+            index,
+            generation.policy_version,
+            False,  # is_last
+            {name: value for name, value in said.items() if value is not None},
+            generation.log_probs,
+            generation.finish_reason,
+            None if prompt.parent is None else prompt.parent.nearest_step(),
+            generation.spans if len(generation.spans) > 1 else (),
+            None,  # multi_modal_data
+            None,  # routed_experts
         )
 
     def note(

@@ -22,6 +22,7 @@ from stepwell.datapool.errors import StepIndexError, UnknownTrajectoryError
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import OWNER, VAL
+from stepwell.gateway.access import OPERATOR, Principal
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.errors import (
     PermissionDeniedError,
@@ -30,7 +31,6 @@ from stepwell.gateway.errors import (
     TrajectoryClosedError,
     TrajectoryConflictError,
 )
-from stepwell.gateway.keys import OPERATOR, Principal
 from stepwell.gateway.trajectory.conversations import Conversations
 from stepwell.gateway.trajectory.groups import Groups, Identity
 from stepwell.gateway.trajectory.recording import Recording, Unrecorded
@@ -78,7 +78,7 @@ class TrajectoryStore:
         return trajectory
 
     def find(self, uid: str, prompt_uid: str, caller: Principal = OPERATOR) -> LiveTrajectory:
-        """As `get`, but closed ones are returned too: closing them again is the pool's to judge."""
+        """Do as `get`, but return closed ones too: closing them again is the pool's to judge."""
         trajectory = self._open.get(uid)
         if trajectory is None and uid in self._closed:
             identity, how = self._closed[uid]
@@ -126,7 +126,7 @@ class TrajectoryStore:
         return uid in self._closed
 
     def channel(self, uid: str) -> str | None:
-        """Of a trajectory that is open here, or was closed here not long ago."""
+        """The channel of a trajectory that is open here, or was closed here not long ago."""
         if (trajectory := self._open.get(uid)) is not None:
             return trajectory.channel
         return self._closed[uid][0].channel if uid in self._closed else None
@@ -142,7 +142,7 @@ class TrajectoryStore:
         return LiveTrajectory(self._recording, identity, self.conversations, on_left, **how)
 
     def _leaves(self, trajectory: LiveTrajectory) -> None:
-        """Of a closed one keep what answers 410; of one that the pool never heard of, nothing."""
+        """Keep what answers 410 if it was closed; nothing if the pool never heard of it."""
         self._open.pop(trajectory.uid, None)
         if trajectory.closed is not None:
             uids = trajectory.uid, trajectory.prompt_uid
@@ -280,7 +280,7 @@ class Outcomes:
         ) from late
 
     async def _first(self, uid: str, caller: Principal, do: Callable[[str], Awaitable[T]]) -> T:
-        """What the first channel answers that knows a trajectory of this uid that the caller may
+        """The answer of the first channel that knows a trajectory of this uid that the caller may
         use.
 
         Raises:
@@ -301,8 +301,8 @@ class Outcomes:
         raise refused or UnknownTrajectoryError(f"trajectory {uid!r} is unknown in every channel")
 
     async def _may_look(self, uid: str, channel: str, caller: Principal) -> bool:
-        """In other channels than its own, and `val`, an agent key finds no trajectory of the
-        operator's."""
+        """True unless the channel is neither the caller's own nor `val` and the trajectory is the
+        operator's: an agent key does not find those."""
         if caller.opens_as(uid) is None or channel == VAL or caller.channel in (None, channel):
             return True
         listed = self._recording.pool.list_trajectories(channel, trajectory_uid=uid)
@@ -310,7 +310,7 @@ class Outcomes:
         return any(OWNER in row.metadata for row in rows)
 
     async def _channels(self, uid: str, caller: Principal) -> AsyncIterator[str]:
-        """Where it may be, the likely ones first."""
+        """The channels that it may be in, the likely ones first."""
         known = self._trajectories.channel(uid)
         first = [known] if known is not None else [*self._config.channels]
         if caller.channel is not None:

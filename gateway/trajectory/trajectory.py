@@ -32,8 +32,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from stepwell.datapool.codec import Base
@@ -48,13 +47,13 @@ from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClos
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.ops import Resumed, TrajectoryOutcome
 from stepwell.datapool.types import GREEDY, OWNER, Step, unseen_key
+from stepwell.gateway.access import OPERATOR, Principal
 from stepwell.gateway.errors import (
     PoolUnavailableError,
     RequestError,
     TrajectoryClosedError,
     TrajectoryConflictError,
 )
-from stepwell.gateway.keys import OPERATOR, Principal
 from stepwell.gateway.tokens.graph import Turn, TurnGraph
 from stepwell.gateway.tokens.messages import Key, text_key
 from stepwell.gateway.trajectory.calls import Call, CallMemory, LiveCall, restore
@@ -89,14 +88,15 @@ class LiveTrajectory:
         self.uid, self.prompt_uid, self.channel = identity[:3]
         self.is_conversation, self.group = identity.is_conversation, identity.group
         self.owner = identity.owner
-        """Who opened it (`keys.Principal.owner`); None: the operator. Provisional while new."""
+        """The owner that opened it (`keys.Principal.owner`); None: the operator. Provisional while
+        new."""
         self.unrecorded = unrecorded
         """Why its calls are not stored; None: they are."""
         self.graph = TurnGraph()
         self.in_flight: set[LiveCall] = set()
         self.calls = CallMemory()
         self.closed = closed
-        """How the trajectory was closed, in words; None while open."""
+        """The way in which it was closed, in words; None while open."""
         self.last_used = time.monotonic()
         self.greedy = False
         """Sampled at temperature 0, whatever the agent asks for."""
@@ -106,7 +106,7 @@ class LiveTrajectory:
         """Its last caller, if it was made for an agent that names none: it is found by what is said
         in it, and closed when it has had no call for long."""
         self.peer: Peer = None
-        """Where its last first request came from."""
+        """The connection that its last first request came over."""
         self.places: list[Place] = []
         """Its own in `Conversations`."""
         self._conversations = conversations
@@ -132,17 +132,17 @@ class LiveTrajectory:
     def touch(self) -> None:
         self.last_used = time.monotonic()
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
+    def hold(self) -> LiveTrajectory:
+        """Keep it, though the pool may not have heard of it, until `release`."""
         self._users += 1
-        try:
-            yield
-        finally:
-            self._users -= 1
-            self.forget_if_unused()
+        return self
+
+    def release(self) -> None:
+        self._users -= 1
+        self.forget_if_unused()
 
     def forget_if_unused(self) -> None:
-        """What was refused before the pool heard of it leaves nothing here."""
+        """Drop it if it was refused before the pool heard of it."""
         if not (self._opened or self._users or self.in_flight or self.closed is not None):
             if self.group is not None:
                 self.group.joined -= 1
@@ -389,7 +389,8 @@ class LiveTrajectory:
     async def _open(self, *registration: Any, again: bool = False) -> None:
         """Open it, if that was not done before, or read the Steps that other gateways stored
         meanwhile."""
-        with self.in_use():
+        self.hold()
+        try:
             async with self._lock:
                 self._check_open()
                 if self._opened and not again:
@@ -397,6 +398,8 @@ class LiveTrajectory:
                 if not await self._resume(*registration):
                     self._close("completed before")
                     self._check_open()
+        finally:
+            self.release()
 
     async def _resume(
         self,
@@ -508,7 +511,8 @@ class LiveTrajectory:
         self, how: str, end: Callable[[], Awaitable[TrajectoryOutcome]], caller: Principal
     ) -> TrajectoryOutcome:
         self.check_owner(caller)
-        with self.in_use():
+        self.hold()
+        try:
             async with self._lock:
                 if self.unrecorded is not None:
                     self._close(how)
@@ -526,7 +530,9 @@ class LiveTrajectory:
                 except StepIndexError as e:
                     raise more_rewards(e) from e
                 self._close("closed by the DataPool" if outcome == "late" else how)
-        return outcome
+                return outcome
+        finally:
+            self.release()
 
     def _close(self, how: str) -> None:
         if self.closed is not None:
@@ -541,6 +547,7 @@ class LiveTrajectory:
     def _leave(self) -> None:
         self._conversations.remove(self.places, self.uid)
         self.places.clear()
+        self.caller = None  # what is answered from now on leads nobody here
         self._on_left(self)
 
     def _check_open(self) -> None:

@@ -6,5 +6,5 @@ and why the system waits.
                   │                └─────────► live.py: one tick a second, while somebody looks
                   └ the pages: ES modules without a build step
 
-The pages show what an agent wrote as text, never as markup. Does not own who may look (`keys.py`).
+The pages show what an agent wrote as text, never as markup. Does not own access (`access.py`).
 """

@@ -8,7 +8,7 @@ question of a page.
     POST /ui/api/…               marks, rewards, dry runs, deletion
 
 A strict Content-Security-Policy lets no script run but these files. Does not own what is answered
-(`dashboard.py`), keys (`keys.py`), hosts and origins (`protection.py`).
+(`dashboard.py`), paths (`endpoints.py`), keys, hosts and origins (`access.py`).
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
-from starlette.routing import Route
 
 from stepwell.datapool.types import MAX_INT, TRAIN
+from stepwell.gateway.access import SESSION_S
+from stepwell.gateway.dialects.params import Params, kind
 from stepwell.gateway.errors import AuthenticationError, RequestError, UnknownItemError
-from stepwell.gateway.keys import SESSION_S
 from stepwell.gateway.lifecycle import forget_trajectory
 from stepwell.gateway.services import services_of
 from stepwell.gateway.ui.dashboard import Dashboard, as_json
-from stepwell.gateway.web import EventStream, field, parse_object, read_body
+from stepwell.gateway.web import EventStream
 
 STATIC: Final = Path(__file__).parent / "static"
 MEDIA: Final = {
@@ -53,11 +53,11 @@ HEADERS: Final = {
 _NUMBERS: Final = ("min_reward", "max_reward", "min_age_s")
 _INTEGERS: Final = ("min_version", "max_version")
 _TEXTS: Final = ("prompt_uid", "trajectory_uid", "tag", "reason")
-STRING, OBJECT = (str, "a string"), (dict, "an object")
-NUMBER, INTEGER = ((int, float), "a number"), (int, "an integer")
+Text: TypeAlias = Annotated[str | None, kind(str, "a string")]
+Object: TypeAlias = Annotated[dict[str, Any] | None, kind(dict, "an object")]
 Question: TypeAlias = Callable[..., Awaitable[Any]]
+Handler: TypeAlias = Callable[..., Awaitable[Response]]
 Reader: TypeAlias = Callable[[Request, str], Any]
-Kind: TypeAlias = tuple[type | tuple[type, ...], str]
 
 
 def cookie_name(request: Request) -> str:
@@ -82,7 +82,7 @@ def _files() -> dict[str, tuple[bytes, str, str]]:
 
 async def page(request: Request) -> Response:
     name = request.path_params.get("file", "index.html")
-    if name not in _files():
+    if name not in _files():  # a question that there is none of has no file
         raise UnknownItemError(f"/ui/{name:.80} is no file of the dashboard; begin at /ui", None)
     content, media, tag = _files()[name]
     headers = {**HEADERS, "etag": tag, "cache-control": "no-cache"}
@@ -94,11 +94,14 @@ async def page(request: Request) -> Response:
 # -- who may look --------------------------------------------------------------------------------
 
 
-async def login(request: Request) -> Response:
+class Login(Params):
+    key: Annotated[str | None, kind(str, "an admin key")] = None
+
+
+async def login(request: Request, body: Login) -> Response:
     """Exchange an admin key for a cookie."""
     keys = services_of(request).keys
-    key = field(parse_object(await read_body(request)), "key", str, "an admin key")
-    session = keys.session(key or "")
+    session = keys.session(body.key or "")
     if keys.required and session is None:
         raise AuthenticationError(
             "this is no admin key of this gateway (gateway.admin_keys); of a run that made its "
@@ -203,42 +206,64 @@ def _filters(request: Request, _: str = "filters") -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _asked(name: str, question: Question, **readers: Reader) -> Route:
-    """A route of a question, with its arguments from the query."""
+def _question(question: Question, **readers: Reader) -> Handler:
+    """A handler of a question, with its arguments from the query."""
 
     async def handle(request: Request) -> Response:
         given = {argument: read(request, argument) for argument, read in readers.items()}
         return _json(await question(services_of(request).dashboard, **given))
 
-    return Route(f"/ui/api/{name}", handle, include_in_schema=False)
+    return handle
 
 
 # -- changes -------------------------------------------------------------------------------------
 
 
-def _told(name: str, act: Question, *, changes: bool = True, **kinds: Kind) -> Route:
-    """A route of an action, with its arguments from the body, by their kinds."""
+class Named(Params):
+    channel: Text = None
+    trajectory_uid: Text = None
 
-    async def handle(request: Request) -> Response:
+
+class Mark(Named):
+    prompt_uid: Text = None
+    marks: Object = None
+
+
+class Reward(Named):
+    reward: Annotated[float | None, kind((int, float), "a number")] = None
+
+
+class DryRun(Params):
+    channel: Text = None
+    batch_size: Annotated[int | None, kind(int, "an integer")] = None
+    selection: Object = None
+
+
+class Delete(Params):
+    trajectory_uid: Text = None
+
+
+def _action(act: Question, *, changes: bool = True) -> Handler:
+    """A handler of an action, with its arguments from the body."""
+
+    async def handle(request: Request, body: Params) -> Response:
         board = services_of(request).dashboard
         if changes and board.read_only:
             raise RequestError(
                 "this run is over, and its journal is only read; resume the run to mark its data",
                 None,
             )
-        body = parse_object(await read_body(request))
-        given = {argument: field(body, argument, *kind) for argument, kind in kinds.items()}
-        return _json(await act(board, **given | {"channel": given.get("channel") or TRAIN}))
+        given = {name: getattr(body, name) for name in type(body).model_fields}
+        return _json(await act(board, **given | {"channel": given["channel"] or TRAIN}))
 
-    return Route(f"/ui/api/{name}", handle, methods=["POST"], include_in_schema=False)
+    return handle
 
 
-async def delete(request: Request) -> Response:
+async def delete(request: Request, body: Delete) -> Response:
     services = services_of(request)
     if services.dashboard.read_only:
         raise RequestError("this run is over; `stepwell data delete` erases its data", None)
-    uid = field(parse_object(await read_body(request)), "trajectory_uid", *STRING)
-    return _json(await forget_trajectory(services, uid or "", with_group=True))
+    return _json(await forget_trajectory(services, body.trajectory_uid or "", with_group=True))
 
 
 # -- all of them ---------------------------------------------------------------------------------
@@ -249,50 +274,35 @@ def _json(value: Any) -> Response:
     return Response(as_json(value), headers=headers, media_type="application/json")
 
 
-UI_ROUTES: Final = [
-    Route("/ui", page, include_in_schema=False),
-    Route("/ui/", page, include_in_schema=False),
-    Route("/ui/api/login", login, methods=["POST"], include_in_schema=False),
-    Route("/ui/api/logout", logout, methods=["POST"], include_in_schema=False),
-    Route("/ui/api/live", live, include_in_schema=False),
-    Route("/ui/api/export", export, include_in_schema=False),
-    Route("/ui/api/delete", delete, methods=["POST"], include_in_schema=False),
-    _asked("about", Dashboard.about),
-    _asked(
-        "metrics", Dashboard.metrics, key=lambda request, name: request.query_params.getlist(name)
+QUESTIONS: Final[Mapping[str, Handler]] = {
+    "about": _question(Dashboard.about),
+    "metrics": _question(
+        Dashboard.metrics, key=lambda request, name: request.query_params.getlist(name)
     ),
-    _asked("batches", Dashboard.batches, cursor=_number),
-    _asked("batch", Dashboard.batch, step=_number),
-    _asked("groups", Dashboard.groups, channel=_channel, cursor=_text, filters=_filters),
-    _asked(
-        "trajectories", Dashboard.trajectories, channel=_channel, cursor=_text, filters=_filters
+    "batches": _question(Dashboard.batches, cursor=_number),
+    "batch": _question(Dashboard.batch, step=_number),
+    "groups": _question(Dashboard.groups, channel=_channel, cursor=_text, filters=_filters),
+    "trajectories": _question(
+        Dashboard.trajectories, channel=_channel, cursor=_text, filters=_filters
     ),
-    _asked("events", Dashboard.events, channel=_text, kinds=_words, reason=_text),
-    _asked("group", Dashboard.group, channel=_channel, prompt_uid=_needed, step=_number),
-    _asked("trajectory", Dashboard.trajectory, channel=_text, trajectory_uid=_needed, step=_number),
-    _asked(
-        *("tokens", Dashboard.tokens),
+    "events": _question(Dashboard.events, channel=_text, kinds=_words, reason=_text),
+    "group": _question(Dashboard.group, channel=_channel, prompt_uid=_needed, step=_number),
+    "trajectory": _question(
+        Dashboard.trajectory, channel=_text, trajectory_uid=_needed, step=_number
+    ),
+    "tokens": _question(
+        Dashboard.tokens,
         channel=_text,
         trajectory_uid=_needed,
         step=_number,
         index=_number,
         start=_number,
     ),
-    _told(
-        *("mark", Dashboard.mark),
-        channel=STRING,
-        prompt_uid=STRING,
-        trajectory_uid=STRING,
-        marks=OBJECT,
-    ),
-    _told("reward", Dashboard.reward, channel=STRING, trajectory_uid=STRING, reward=NUMBER),
-    _told(
-        *("dry_run", Dashboard.dry_run),
-        changes=False,
-        channel=STRING,
-        batch_size=INTEGER,
-        selection=OBJECT,
-    ),
-    Route("/ui/{file:path}", page, include_in_schema=False),
-]
-"""In this order. `/ui/{file:path}` answers GET alone, so a trajectory may be called `ui`."""
+}
+"""By what stands behind `/ui/api/`."""
+ACTIONS: Final[Mapping[str, tuple[Handler, type[Params]]]] = {
+    "mark": (_action(Dashboard.mark), Mark),
+    "reward": (_action(Dashboard.reward), Reward),
+    "dry_run": (_action(Dashboard.dry_run, changes=False), DryRun),
+}
+"""By what stands behind `/ui/api/`, with the model of the body."""

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -21,7 +21,6 @@ from typing import Any
 
 import ray
 from pydantic import SecretStr
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.client import EngineClient
@@ -31,11 +30,13 @@ from stepwell.backends.engines.server import start_engine, started
 from stepwell.backends.weights.transports import ADAPTER_NAME
 from stepwell.cluster.address import RayPart
 from stepwell.cluster.engine_flags import flags_of_run
+from stepwell.cluster.nodes import check_nodes, lacks_project, project_env
 from stepwell.cluster.placement import (
     Node,
     Placement,
     Plan,
     cluster_nodes,
+    on_this_node,
     place,
 )
 from stepwell.cluster.ray import connected, ray_here, while_head_lives, while_raylet_lives
@@ -93,11 +94,20 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
     """
     async with AsyncExitStack() as stack:
         namespace = f"stepwell-{config.run.name}"
-        stack.enter_context(
-            connected(config.cluster.address, namespace, config.cluster.object_store_mb)
-        )
         own = config.cluster.address is None
+        runs_agents = trains and config.rollout.agent is not None
+
+        def project() -> Mapping[str, Any] | None:
+            return project_env(Path.cwd()) if runs_agents and lacks_project(config) else None
+
+        store_mb = config.cluster.object_store_mb
+        stack.enter_context(connected(config.cluster.address, namespace, store_mb, project))
         await stack.enter_async_context(while_raylet_lives() if own else while_head_lives())
+        placement = await asyncio.to_thread(place, config, trains=trains, serves=config.serves)
+        stack.callback(placement.release)
+        if not own:
+            used = [bundle.node_id for bundle in placement.bundles]
+            await asyncio.to_thread(check_nodes, config, used)
         # Absolute: an actor's working directory need not be ours.
         folder = config.run.dir.absolute()
         pool = client_of(
@@ -112,8 +122,6 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
             engine_config = engine_config.model_copy(
                 update={"model_path": engine_config.model_path.absolute()}
             )
-        placement = await asyncio.to_thread(place, config, trains=trains, serves=config.serves)
-        stack.callback(placement.release)
         flags = flags_of_run(config, placement.plan.mode == "colocated")
         engine_config = engine_config.model_copy(
             update={"extra_args": (*flags, *engine_config.extra_args)}
@@ -124,7 +132,7 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
             return
         network = Network(await asyncio.to_thread(cluster_nodes))
         gateway_config = network.gateway(config.gateway)
-        here = _on_this_node()
+        here = {"scheduling_strategy": on_this_node()}
         configs = [
             network.engine(engine_config, gateway_config, placement.engine_ip(i))
             for i in range(1 if engine_config.kind == "attach" else config.cluster.engines)
@@ -228,13 +236,6 @@ def generate_needs(config: RunConfig) -> dict[str, Any]:
     """Arguments of rollout workers for generate functions of slime's form."""
     path = Path(config.gateway.tokenizer_path or config.model.path).absolute()
     return {"tokenizer_path": path, "validation": config.validation}
-
-
-def _on_this_node() -> dict[str, Any]:
-    """Ray's options of an actor that runs on the driver's node, after a restart too: its address
-    stays."""
-    node = ray.get_runtime_context().get_node_id()
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
 async def _stop(actor: Any) -> None:

@@ -281,6 +281,16 @@ def cluster_nodes() -> list[Node]:
     ]
 
 
+def on_this_node() -> Any:
+    """Ray's scheduling strategy of an actor that runs on the driver's node, after a restart too:
+    its address stays."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    node = ray.get_runtime_context().get_node_id()
+    return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
 def place(config: RunConfig, *, trains: bool = True, serves: bool = True) -> Placement:
     """Reserve what `plan` says on the cluster that Ray is connected to. A single rank's GPU becomes
     the only one that this process sees.

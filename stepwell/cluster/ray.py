@@ -56,15 +56,30 @@ _CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 @contextmanager
-def connected(address: str | None, namespace: str, object_store_mb: int) -> Iterator[None]:
+def connected(
+    address: str | None,
+    namespace: str,
+    object_store_mb: int,
+    more_env: Callable[[], Mapping[str, Any] | None] = lambda: None,
+) -> Iterator[None]:
     """Connected to Ray inside the block; one of our own has ended after it, with all it started.
 
+    Args:
+        more_env: asked once a Ray is joined; returns the `runtime_env` that the run needs on it.
+
     Raises:
-        ConfigError: there is no Ray at `address`, or it wants another token.
+        ConfigError: there is no Ray at `address`, it wants another token, or the environment
+            cannot be made.
     """
     with ExitStack() as stack:
         if address is not None:
-            stack.enter_context(joined(address, namespace=namespace))
+            with ExitStack() as first:
+                first.enter_context(joined(address, namespace=namespace))
+                if (env := more_env()) is None:
+                    stack.push(first.pop_all())
+            if env is not None:
+                again = joined(address, namespace=namespace, runtime_env=dict(env))
+                stack.enter_context(again)
         else:
             guard = ProcessGuard()
             stack.callback(guard.close)

@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 
+from stepwell.cluster.placement import on_this_node
 from stepwell.run.folder import RunFile
 
 NAME = "run_record"
@@ -32,7 +33,12 @@ class RunRecord:
 async def record_run(run: RunFile, namespace: str) -> Any:
     """The handle of the record, which is there now and ends with the handle, or this process."""
     actor: Any = ray.remote(RunRecord).options(
-        name=NAME, namespace=namespace, num_cpus=0, max_restarts=-1, max_task_retries=-1
+        name=NAME,
+        namespace=namespace,
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=-1,
+        scheduling_strategy=on_this_node(),
     )
     record = actor.remote(run.model_dump_json())
     await record.read.remote()

@@ -18,7 +18,7 @@ from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.weights import WeightStore
 from stepwell.run.connection import connect
 from stepwell.run.folder import TRAINER_LOCK, holder, is_starting, live_run
-from stepwell.trainer.publish.rollback import serve_earlier
+from stepwell.trainer.publish.rollback import roll_back as publish_earlier
 
 
 async def roll_back(run_dir: Path, to: int | None) -> str:
@@ -42,7 +42,9 @@ async def roll_back(run_dir: Path, to: int | None) -> str:
     async with AsyncExitStack() as stack:
         pool = await stack.enter_async_context(connect(run_dir))
         engines = [await stack.enter_async_context(EngineClient(url)) for url in run.engines.urls]
-        version = await serve_earlier(engines, store, pool, to, transport=transport, trains=trains)
+        version = await publish_earlier(
+            engines, store, pool, to, transport=transport, trains=trains
+        )
     return (
         f"version {version} is served, with the weights of {store.weights_of(version)}; "
         f"{'the' if trains else 'the next'} trainer goes on from them"

@@ -39,25 +39,6 @@ def save_model(config: PretrainedConfig, path: Path, seed: int = 0) -> Path:
     return path
 
 
-def step(
-    prompt: Sequence[int],
-    response: Sequence[int],
-    uid: str = "t",
-    index: int = 0,
-    temperature: float = 1.0,
-    **fields: Any,
-) -> Step:
-    return Step(
-        prompt_ids=list(prompt),
-        response_ids=list(response),
-        trajectory_uid=uid,
-        prompt_uid="p",
-        step_index=index,
-        metadata={"sampling_params": {"temperature": temperature}},
-        **fields,
-    )
-
-
 def plain_forward(model: Any, steps: Sequence[Step]) -> tuple[Tensor, Tensor]:
     """log π and entropy of each response token, one step at a time, all logits."""
     log_probs, entropies = [], []

@@ -23,7 +23,8 @@ from stepwell.backends.torch import backend, fsdp, model, ranks
 from stepwell.backends.torch.fsdp import Ranks
 from stepwell.backends.torch.ranks import RayRanks
 from stepwell.datapool.types import Step
-from tests.backends.models import VOCAB, qwen3, save_model, step
+from tests.backends.models import VOCAB, qwen3, save_model
+from tests.builders import step
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,12 +18,14 @@ from stepwell.backends.rows import (
     select,
 )
 from stepwell.datapool.types import Step
-from tests.backends.models import step
+from tests.builders import step
 
 FORMS: tuple[RowForm, ...] = ("step", "merged", "tree")
 
 
-def group(rollouts: int = 4, turns: int = 3, prompt: int = 20, seed: int = 0) -> list[Step]:
+def steps_of_group(
+    rollouts: int = 4, turns: int = 3, prompt: int = 20, seed: int = 0
+) -> list[Step]:
     """Trajectories of one prompt; each turn adds 4 response tokens and 3 of an environment."""
     draw = np.random.default_rng(seed)
     first = draw.integers(0, 50, prompt).tolist()
@@ -51,7 +53,7 @@ def trained(rows: list[Row]) -> dict[int, tuple[list[int], list[int]]]:
 def test_every_step_is_trained_once_on_its_own_history_whatever_the_budget(
     form: RowForm, seed: int, budget: int
 ) -> None:
-    steps = group(seed=seed) + group(rollouts=2, seed=seed + 1)
+    steps = steps_of_group(seed=seed) + steps_of_group(rollouts=2, seed=seed + 1)
     steps = [step(s.prompt_ids.tolist(), s.response_ids.tolist(), f"{i // 3}", i % 3)
              for i, s in enumerate(steps)]  # fmt: skip
     batches = list(micro_batches(build_rows(steps, form), budget, form))
@@ -65,14 +67,14 @@ def test_every_step_is_trained_once_on_its_own_history_whatever_the_budget(
 
 
 def test_the_forms_compute_fewer_and_fewer_tokens() -> None:
-    steps = group()
+    steps = steps_of_group()
     computed = {form: computed_tokens(build_rows(steps, form), form) for form in FORMS}
     # 3 steps of 24, 31 and 38 tokens, 4 rollouts; the last token of a row is not fed.
     assert computed == {"step": 12 * 37, "merged": 4 * 37, "tree": 20 + 4 * 17}
 
 
 def test_a_group_that_fits_is_one_micro_batch_with_its_prompt_once() -> None:
-    rows = build_rows(group(), "tree")
+    rows = build_rows(steps_of_group(), "tree")
     (batch,) = micro_batches(rows, 20 + 4 * 17, "tree")
     assert len(batch) == 4
     two = list(micro_batches(rows, 20 + 4 * 17 - 1, "tree"))
@@ -83,7 +85,7 @@ def test_a_full_micro_batch_is_cut_between_groups_rather_than_within_one() -> No
     steps = [
         step(s.prompt_ids.tolist(), s.response_ids.tolist(), f"{g}-{s.trajectory_uid}")
         for g in range(3)
-        for s in group(turns=1, seed=g)
+        for s in steps_of_group(turns=1, seed=g)
     ]
     rows = build_rows(steps, "tree")
     whole = 20 + 4 * 3
@@ -106,7 +108,7 @@ def test_a_rewritten_history_falls_back_to_a_row_of_its_own() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_selected_steps_bring_their_rows_and_nothing_behind_them(form: RowForm) -> None:
-    steps = group()
+    steps = steps_of_group()
     rows = select(build_rows(steps, form), {0, 4})
     assert set(trained(rows)) == {0, 4}
     assert sorted(row.segments[-1].end for row in rows) == [24, 31]

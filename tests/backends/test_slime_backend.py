@@ -27,8 +27,9 @@ from stepwell.backends.slime.samples import (
     settle_log_probs,
     to_samples,
 )
-from stepwell.datapool.types import GREEDY, SUPERSEDES, Group, Step, Trajectory, VersionSpan
+from stepwell.datapool.types import GREEDY, SUPERSEDES, Group, Step, VersionSpan
 from tests.backends.random_groups import properties, random_groups, steps_of
+from tests.builders import group, step_of
 
 SLIMES_FIELDS: dict[str, Any] = {
     "group_index": None,
@@ -71,31 +72,15 @@ SLIMES_FIELDS: dict[str, Any] = {
 `test_slime_itself.py` compares it with slime's source."""
 
 
-def step(uid: str = "t", index: int = 0, **fields: Any) -> Step:
-    response = fields.pop("response_ids", [4, 5])
-    return Step(
-        prompt_ids=fields.pop("prompt_ids", [1, 2, 3]),
-        response_ids=response,
-        trajectory_uid=uid,
-        prompt_uid=fields.pop("prompt_uid", "p"),
-        step_index=index,
-        rollout_log_probs=fields.pop("rollout_log_probs", [-0.5] * len(response)),
-        **fields,
-    )
-
-
-def group(*trajectories: list[Step], uid: str = "p", **fields: Any) -> Group:
-    made = tuple(Trajectory(t[0].trajectory_uid, uid, tuple(t)) for t in trajectories)
-    return Group(uid, made, **fields)
-
-
 def branching(uid: str = "t", reward: float = 1.0, **fields: Any) -> list[Step]:
     """P R0 tool R1, a branch P R0 R2, and a side call Q R3."""
     return [
-        step(uid, 0, prompt_ids=[1, 2], response_ids=[3], rollout_log_probs=[-0.1], **fields),
-        step(
+        step_of(
+            uid, index=0, prompt_ids=[1, 2], response_ids=[3], rollout_log_probs=[-0.1], **fields
+        ),
+        step_of(
             uid,
-            1,
+            index=1,
             prompt_ids=[1, 2, 3, 9],
             response_ids=[4, 5],
             rollout_log_probs=[-0.2, -0.3],
@@ -103,10 +88,12 @@ def branching(uid: str = "t", reward: float = 1.0, **fields: Any) -> list[Step]:
             version_spans=(VersionSpan(2, 0, 1), VersionSpan(3, 1, 2)),
             **fields,
         ),
-        step(uid, 2, prompt_ids=[1, 2, 3], response_ids=[6], rollout_log_probs=[-0.4], **fields),
-        step(
+        step_of(
+            uid, index=2, prompt_ids=[1, 2, 3], response_ids=[6], rollout_log_probs=[-0.4], **fields
+        ),
+        step_of(
             uid,
-            3,
+            index=3,
             prompt_ids=[7],
             response_ids=[8, 8],
             rollout_log_probs=[-0.6, -0.7],
@@ -168,7 +155,7 @@ def test_every_sampled_token_of_random_groups_is_trained_exactly_once() -> None:
 
 
 def test_ids_go_on_over_groups_and_start_where_they_are_told_to() -> None:
-    one = group([step("a", reward=1.0)], [step("b", reward=0.0)])
+    one = group([step_of("a", reward=1.0)], [step_of("b", reward=0.0)])
     two = group(branching("c"), uid="q")
     samples = flat(one, two, first_group=10, first_rollout=20)
     assert [s.group_index for s in samples] == [10, 10, 11, 11, 11]
@@ -178,8 +165,8 @@ def test_ids_go_on_over_groups_and_start_where_they_are_told_to() -> None:
 
 def test_tokens_without_behaviour_log_probs_are_masked_and_counted_never_given_zero() -> None:
     trajectory = [
-        step(index=0, rollout_log_probs=None),
-        step(index=1, prompt_ids=[1, 2, 3, 4, 5, 9], response_ids=[6], reward=1.0),
+        step_of(index=0, rollout_log_probs=None),
+        step_of(index=1, prompt_ids=[1, 2, 3, 4, 5, 9], response_ids=[6], reward=1.0),
     ]
     converted = to_samples([group(trajectory)])
     assert [s.loss_mask for s in converted.flat] == [[0, 0, 0, 1]]
@@ -188,7 +175,7 @@ def test_tokens_without_behaviour_log_probs_are_masked_and_counted_never_given_z
 
 def test_text_only_rollouts_are_trained_without_a_correction_and_have_no_log_probs() -> None:
     """Items of messages alone in slime's Rollout Buffer: slime recomputes."""
-    text = [step(rollout_log_probs=None, reward=1.0)]
+    text = [step_of(rollout_log_probs=None, reward=1.0)]
     converted = to_samples([group(text)], group_size=2)
     assert [s.loss_mask for s in converted.flat] == [[1, 1], [0, 0]]
     assert [s.rollout_log_probs for s in converted.flat] == [None, None]
@@ -197,7 +184,7 @@ def test_text_only_rollouts_are_trained_without_a_correction_and_have_no_log_pro
     assert settle_log_probs(Namespace(use_tis=False), converted.flat) == 0
     with pytest.raises(BatchError, match="use_tis is set, and no sample has rollout_log_probs"):
         settle_log_probs(Namespace(use_tis=True), converted.flat)
-    mixed = [*converted.flat, *flat(group([step(reward=1.0)]))]
+    mixed = [*converted.flat, *flat(group([step_of(reward=1.0)]))]
     assert settle_log_probs(Namespace(), mixed) == 2
     assert [s.remove_sample for s in mixed] == [True, True, False]
 
@@ -205,8 +192,8 @@ def test_text_only_rollouts_are_trained_without_a_correction_and_have_no_log_pro
 def test_steps_of_another_temperature_are_masked_since_slime_scores_all_at_one() -> None:
     cold = {"sampling_params": {"temperature": 0.5}}
     trajectory = [
-        step(index=0, metadata=cold),
-        step(index=1, prompt_ids=[1, 2, 3, 4, 5, 9], response_ids=[6], reward=1.0),
+        step_of(index=0, metadata=cold),
+        step_of(index=1, prompt_ids=[1, 2, 3, 4, 5, 9], response_ids=[6], reward=1.0),
     ]
     converted = to_samples([group(trajectory)], temperature=1.0)
     assert [s.loss_mask for s in converted.flat] == [[0, 0, 0, 1]]
@@ -216,17 +203,17 @@ def test_steps_of_another_temperature_are_masked_since_slime_scores_all_at_one()
 
 def test_a_sample_with_nothing_to_train_goes_unless_it_is_its_rollouts_only_one() -> None:
     side_call = [
-        step(index=0),
-        step(index=1, prompt_ids=[7], response_ids=[8], rollout_log_probs=None, reward=1.0),
+        step_of(index=0),
+        step_of(index=1, prompt_ids=[7], response_ids=[8], rollout_log_probs=None, reward=1.0),
     ]
-    lost = [step("lost", rollout_log_probs=None, reward=0.0)]
+    lost = [step_of("lost", rollout_log_probs=None, reward=0.0)]
     kept, removed = flat(group(side_call, lost))
     assert (kept.loss_mask, kept.remove_sample) == ([1, 1], False)
     assert (removed.loss_mask, removed.remove_sample, removed.rollout_id) == ([0, 0], True, 1)
 
 
 def test_a_short_group_is_filled_with_rollouts_that_train_nothing() -> None:
-    short = group([step("a", reward=1.0)], branching("b", reward=0.0))
+    short = group([step_of("a", reward=1.0)], branching("b", reward=0.0))
     converted = to_samples([short], group_size=4)
     assert converted.padded == 2
     assert [len(rollouts) for rollouts in converted.samples[0]] == [1, 3, 1, 1]
@@ -242,13 +229,13 @@ def test_a_short_group_is_filled_with_rollouts_that_train_nothing() -> None:
 
 
 def test_a_group_larger_than_slime_counts_on_is_refused_and_not_cut() -> None:
-    large = group([step("a", reward=1.0)], [step("b", reward=0.0)])
+    large = group([step_of("a", reward=1.0)], [step_of("b", reward=0.0)])
     with pytest.raises(BatchError, match="'p' has 2 rollouts, slime trains 1"):
         to_samples([large], group_size=1)
 
 
 def test_a_greedy_baseline_rollout_is_not_trained() -> None:
-    whole = group([step("a", reward=1.0)], [step("b", reward=0.0)])
+    whole = group([step_of("a", reward=1.0)], [step_of("b", reward=0.0)])
     greedy = replace(whole.trajectories[1], metadata={GREEDY: True})
     samples = flat(replace(whole, trajectories=(whole.trajectories[0], greedy)))
     assert [s.metadata["trajectory_uid"] for s in samples] == ["a"]
@@ -259,9 +246,9 @@ def test_a_reply_that_nobody_saw_trains_nothing_and_its_trajectory_keeps_its_rew
     unseen: int,
 ) -> None:
     """Tries of one request say 4 5 and 6. The agent went on from 4 5."""
-    lost = step(index=unseen, response_ids=[6], reward=0.5)
-    read = step(index=1 if unseen == 0 else 0)
-    on = step(
+    lost = step_of(index=unseen, response_ids=[6], reward=0.5)
+    read = step_of(index=1 if unseen == 0 else 0)
+    on = step_of(
         index=2 if unseen == 0 else 1,
         prompt_ids=[1, 2, 3, 4, 5, 9],
         response_ids=[8],
@@ -279,8 +266,8 @@ def test_a_reply_that_nobody_saw_trains_nothing_and_its_trajectory_keeps_its_rew
 
 
 def test_a_reply_that_nobody_saw_and_that_was_gone_on_from_is_trained() -> None:
-    read = step(index=0)
-    on = step(
+    read = step_of(index=0)
+    on = step_of(
         index=1,
         prompt_ids=[1, 2, 3, 4, 5, 9],
         response_ids=[8],
@@ -295,13 +282,13 @@ def test_a_reply_that_nobody_saw_and_that_was_gone_on_from_is_trained() -> None:
 
 def test_a_trajectory_without_a_reward_is_refused() -> None:
     with pytest.raises(BatchError, match="'t' has no reward"):
-        to_samples([group([step()])])
+        to_samples([group([step_of()])])
 
 
 def test_the_data_set_is_found_where_its_producer_wrote_it() -> None:
     sources = [
-        group([step(reward=1.0)], metadata={"data_source": "gsm8k"}),
-        group([step(reward=1.0)], metadata={"task": {"data_source": "aime"}}),
+        group([step_of(reward=1.0)], metadata={"data_source": "gsm8k"}),
+        group([step_of(reward=1.0)], metadata={"task": {"data_source": "aime"}}),
     ]
     assert [s.metadata["source_name"] for s in flat(*sources)] == ["gsm8k", "aime"]
 
@@ -311,8 +298,8 @@ def test_routing_is_that_of_the_call_that_sampled_the_token() -> None:
         return np.full((n, 2, 1), expert)
 
     trajectory = [
-        step(index=0, routed_experts=routed(4, 1)),
-        step(
+        step_of(index=0, routed_experts=routed(4, 1)),
+        step_of(
             index=1,
             prompt_ids=[1, 2, 3, 4, 5, 9],
             response_ids=[6],
@@ -325,14 +312,16 @@ def test_routing_is_that_of_the_call_that_sampled_the_token() -> None:
     assert sample.rollout_routed_experts is not None
     assert sample.rollout_routed_experts[:, 0, 0].tolist() == [2, 2, 1, 1, 2, 2]
     with pytest.raises(BatchError, match="routed_experts has 5 rows for 5 tokens"):
-        to_samples([group([step(routed_experts=routed(5, 1), reward=1.0)])])
-    mixed = group([step("a", routed_experts=routed(4, 1), reward=1.0)], [step("b", reward=1.0)])
+        to_samples([group([step_of(routed_experts=routed(5, 1), reward=1.0)])])
+    mixed = group(
+        [step_of("a", routed_experts=routed(4, 1), reward=1.0)], [step_of("b", reward=1.0)]
+    )
     with pytest.raises(BatchError, match="for all or none"):
         to_samples([mixed])
 
 
 def test_media_are_refused_by_name() -> None:
-    media = [step(multi_modal_data={"pixel_values": np.ones(3)}, reward=1.0)]
+    media = [step_of(multi_modal_data={"pixel_values": np.ones(3)}, reward=1.0)]
     with pytest.raises(BatchError, match="multi_modal_data; slime is given text only"):
         to_samples([group(media)])
 
@@ -378,7 +367,7 @@ def test_an_engines_counts_have_slimes_rates() -> None:
 
 
 def test_the_train_data_of_two_rollouts_is_what_slime_splits_over_its_ranks() -> None:
-    steps = [*branching("a", reward=1.0), step("b", response_ids=[6], reward=0.0)]
+    steps = [*branching("a", reward=1.0), step_of("b", response_ids=[6], reward=0.0)]
     data = SlimeBackend().convert(steps)
     a = 0.5 / (math.sqrt(0.5) + 1e-6)
     assert data["rewards"] == pytest.approx([a, a, a, -a], abs=1e-12)
@@ -430,8 +419,12 @@ def rewards_of(groups: list[Group], **args: Any) -> dict[str, float]:
 
 
 def test_a_trajectory_counts_once_in_its_group_however_many_samples_it_has() -> None:
-    bushy = group(branching("a", reward=1.0), [step("b", reward=0.0)], [step("c", reward=0.0)])
-    plain = group([step("a", reward=1.0)], [step("b", reward=0.0)], [step("c", reward=0.0)])
+    bushy = group(
+        branching("a", reward=1.0), [step_of("b", reward=0.0)], [step_of("c", reward=0.0)]
+    )
+    plain = group(
+        [step_of("a", reward=1.0)], [step_of("b", reward=0.0)], [step_of("c", reward=0.0)]
+    )
     assert len(flat(bushy)) == 5
     assert rewards_of([bushy]) == rewards_of([plain])
     # By samples the mean would be 3/5.
@@ -439,17 +432,17 @@ def test_a_trajectory_counts_once_in_its_group_however_many_samples_it_has() -> 
 
 
 def test_groups_of_different_sizes_are_each_normalised_within_themselves() -> None:
-    two = group([step("a", reward=10.0)], [step("b", reward=12.0)])
+    two = group([step_of("a", reward=10.0)], [step_of("b", reward=12.0)])
     three = group(
-        [step("c", reward=0.0)], [step("d", reward=0.0)], [step("e", reward=3.0)], uid="q"
+        [step_of("c", reward=0.0)], [step_of("d", reward=0.0)], [step_of("e", reward=3.0)], uid="q"
     )
     found = rewards_of([two, three], grpo_std_normalization=False)
     assert found == pytest.approx({"a": -1, "b": 1, "c": -1, "d": -1, "e": 2})
 
 
 def test_equal_rewards_give_exactly_zero_and_a_group_of_one_keeps_its_own() -> None:
-    same = group(*([step(str(i), reward=0.1)] for i in range(3)))
-    alone = group([step("alone", reward=0.7)], uid="q")
+    same = group(*([step_of(str(i), reward=0.1)] for i in range(3)))
+    alone = group([step_of("alone", reward=0.7)], uid="q")
     assert rewards_of([same, alone]) == {"0": 0, "1": 0, "2": 0, "alone": 0.7}
 
 
@@ -466,7 +459,7 @@ def test_equal_rewards_give_exactly_zero_and_a_group_of_one_keeps_its_own() -> N
 def test_what_is_normalised_depends_on_slimes_arguments(
     args: dict[str, Any], expected: float
 ) -> None:
-    both = group([step("a", reward=1.0)], [step("b", reward=0.0)])
+    both = group([step_of("a", reward=1.0)], [step_of("b", reward=0.0)])
     assert rewards_of([both], **args)["a"] == pytest.approx(expected, abs=1e-6)
 
 

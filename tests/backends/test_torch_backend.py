@@ -6,6 +6,7 @@ import functools
 import pickle
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,15 +38,8 @@ from stepwell.backends.torch.backend import TorchBackend, TorchBatch
 from stepwell.datapool.types import Step
 from stepwell.trainer.algorithms.losses import coefficients, make_loss_fn
 from stepwell.trainer.config import LossConfig
-from tests.backends.models import (
-    SMALL,
-    SMALL_GPT2,
-    VOCAB,
-    plain_forward,
-    qwen3,
-    save_model,
-    step,
-)
+from tests.backends.models import SMALL, SMALL_GPT2, VOCAB, plain_forward, qwen3, save_model
+from tests.builders import step
 
 QWEN3 = qwen3(max_position_embeddings=256, pad_token_id=0, bos_token_id=None)
 
@@ -85,7 +79,8 @@ def random_steps(seed: int, n_trajectories: int = 4) -> list[Step]:
             if rng.random() < 0.2:
                 context = [(context[0] + 1) % VOCAB, *context[1:]]
             response = tokens(1, 9)
-            steps.append(step(context, response, f"t{t}", i, float(rng.choice([0.7, 1.0]))))
+            sampled = {"sampling_params": {"temperature": float(rng.choice([0.7, 1.0]))}}
+            steps.append(step(context, response, f"t{t}", i, metadata=sampled))
             contexts.append(context + response + tokens(0, 4))
     return steps
 
@@ -137,7 +132,10 @@ def test_a_plug_in_needs_convert_and_nothing_else() -> None:
 
 def test_columns_follow_step_order_and_unknown_log_probs_are_nan() -> None:
     batch = TokenBatch.of(
-        [step([1], [2, 3], rollout_log_probs=[-0.5, -1.0]), step([1, 2], [4], index=1)]
+        [
+            step([1], [2, 3], rollout_log_probs=[-0.5, -1.0]),
+            step([1, 2], [4], index=1, rollout_log_probs=None),
+        ]
     )
     assert batch.offsets.tolist() == [0, 2, 3]
     assert batch.lengths.tolist() == [2, 1]
@@ -405,7 +403,8 @@ def test_a_non_finite_update_is_skipped_and_counted_and_leaves_the_weights_alone
 def test_a_log_prob_that_the_engine_did_not_send_spoils_the_loss_loudly(model_path: Path) -> None:
     """`rollout_log_probs` taken for `prox_log_probs` by mistake: NaN, not 0.0."""
     trained = backend(model_path, max_skipped_updates=0)
-    batch = with_columns(trained.convert(random_steps(1)))
+    steps = [replace(s, rollout_log_probs=None) for s in random_steps(1)]
+    batch = with_columns(trained.convert(steps))
     batch.columns["prox_log_probs"] = batch.columns["rollout_log_probs"]
     with pytest.raises(NonFiniteUpdateError, match="loss is nan"):
         trained.train_step(batch, make_loss_fn(LossConfig()))

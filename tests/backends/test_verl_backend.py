@@ -32,33 +32,28 @@ from stepwell.datapool.types import (
     VersionSpan,
 )
 from tests.backends.random_groups import random_groups, steps_of
+from tests.builders import step
 
 HAS_VERL = importlib.util.find_spec("verl") is not None
 
 
-def step(
+def scored(
     prompt: list[int], response: list[int], uid: str = "t", index: int = 0, **fields: Any
 ) -> Step:
-    values: dict[str, Any] = {
+    """A Step whose log-probs show which token they are of; the first of a trajectory is scored."""
+    values = {
         "rollout_log_probs": [-float(t) for t in response],
-        "prompt_uid": "p",
         "reward": 1.0 if index == 0 else None,
     }
-    return Step(
-        prompt_ids=prompt,
-        response_ids=response,
-        trajectory_uid=uid,
-        step_index=index,
-        **values | fields,
-    )
+    return step(prompt, response, uid, index, **values | fields)
 
 
 def branched() -> list[Step]:
     """P0 = 1 2, R0 = 3 4; a tool says 5, then R1 = 6; and a branch: tool 7 8, R2 = 9."""
     return [
-        step([1, 2], [3, 4]),
-        step([1, 2, 3, 4, 5], [6], index=1, parent_index=0),
-        step([1, 2, 3, 4, 7, 8], [9], index=2, parent_index=0),
+        scored([1, 2], [3, 4]),
+        scored([1, 2, 3, 4, 5], [6], index=1, parent_index=0),
+        scored([1, 2, 3, 4, 7, 8], [9], index=2, parent_index=0),
     ]
 
 
@@ -87,7 +82,7 @@ def test_a_row_per_step_when_asked_for() -> None:
 
 
 def test_every_row_has_its_trajectorys_reward_at_its_last_token() -> None:
-    steps = [*branched(), step([1, 2], [5], uid="other", reward=-0.5)]
+    steps = [*branched(), scored([1, 2], [5], uid="other", reward=-0.5)]
     x = laid_out(steps)
     assert x.tensors["rm_scores"].tolist() == [[0, 0, 0, 1], [1, 0, 0, 0], [-0.5, 0, 0, 0]]
     assert x.non_tensors["uid"].tolist() == ["p"] * 3
@@ -97,19 +92,19 @@ def test_every_row_has_its_trajectorys_reward_at_its_last_token() -> None:
 
 
 def test_not_scored_is_no_column_and_never_zero() -> None:
-    assert "rm_scores" not in laid_out([step([1], [2], reward=None)]).tensors
+    assert "rm_scores" not in laid_out([scored([1], [2], reward=None)]).tensors
     with pytest.raises(BatchError, match="'b' has no reward"):
-        laid_out([step([1], [2]), step([1], [2], uid="b", reward=None)])
+        laid_out([scored([1], [2]), scored([1], [2], uid="b", reward=None)])
 
 
 def test_unknown_log_probs_are_masked_and_counted_and_never_a_trained_zero(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    unknown = step([1, 2, 5], [3], index=1, rollout_log_probs=None)
+    unknown = scored([1, 2, 5], [3], index=1, rollout_log_probs=None)
     alone = laid_out([unknown]).tensors
     assert "rollout_log_probs" not in alone
     assert alone["response_mask"].tolist() == [[1]]
-    x = laid_out([step([1], [2]), unknown]).tensors
+    x = laid_out([scored([1], [2]), unknown]).tensors
     assert x["rollout_log_probs"].tolist() == [[-2, 0, 0]]
     assert x["response_mask"].tolist() == [[1, 0, 0]]
     assert "masked 1 of 2 steps" in caplog.text
@@ -117,8 +112,8 @@ def test_unknown_log_probs_are_masked_and_counted_and_never_a_trained_zero(
 
 def test_versions_come_from_the_spans_of_the_rows_own_steps() -> None:
     spans = (VersionSpan(3, 0, 1), VersionSpan(5, 1, 2))
-    steps = [step([1], [2, 3], policy_version=3, version_spans=spans)]
-    steps += [step([1, 2, 3], [4], index=1, policy_version=6)]
+    steps = [scored([1], [2, 3], policy_version=3, version_spans=spans)]
+    steps += [scored([1, 2, 3], [4], index=1, policy_version=6)]
     x = laid_out(steps).non_tensors
     assert (x["min_global_steps"].tolist(), x["max_global_steps"].tolist()) == ([3], [6])
 
@@ -127,7 +122,7 @@ def test_the_tasks_fields_are_where_verls_rewards_look() -> None:
     task = {"data_source": "gsm8k", "answer": "7", "extra_info": {"split": "train"}}
     of_data = {"data_source": "gsm8k", "answer": "7", "metadata": {"split": "train"}}
     for metadata in (task, {"task": task}, {"task": of_data}):
-        x = laid_out([step([1], [2])], tasks={"p": metadata}).non_tensors
+        x = laid_out([scored([1], [2])], tasks={"p": metadata}).non_tensors
         assert x["data_source"].tolist() == ["gsm8k"]
         assert x["reward_model"][0] == {"style": "rule", "ground_truth": "7"}
         assert x["extra_info"][0]["split"] == "train"
@@ -135,16 +130,16 @@ def test_the_tasks_fields_are_where_verls_rewards_look() -> None:
 
 
 def test_one_temperature_is_meta_and_several_are_a_column() -> None:
-    hot = step([1], [2], uid="b", metadata={"sampling_params": {"temperature": 0.5}})
-    assert laid_out([step([1], [2])]).meta_info == {"temperature": 1.0, "global_token_num": [2]}
-    x = laid_out([step([1], [2]), hot])
+    hot = scored([1], [2], uid="b", metadata={"sampling_params": {"temperature": 0.5}})
+    assert laid_out([scored([1], [2])]).meta_info == {"temperature": 1.0, "global_token_num": [2]}
+    x = laid_out([scored([1], [2]), hot])
     assert x.tensors["temperature"].tolist() == [1.0, 0.5]
     assert "temperature" not in x.meta_info
 
 
 def test_steps_of_two_temperatures_share_no_row() -> None:
     hot = {"sampling_params": {"temperature": 0.5}}
-    x = laid_out([step([1], [2]), step([1, 2], [3], index=1, metadata=hot)]).tensors
+    x = laid_out([scored([1], [2]), scored([1, 2], [3], index=1, metadata=hot)]).tensors
     assert x["responses"].tolist() == [[2], [3]]
     assert x["temperature"].tolist() == [1.0, 0.5]
 
@@ -215,8 +210,8 @@ def test_a_token_is_routed_as_when_it_was_first_computed() -> None:
     first = np.full((3, 2, 1), 1)
     later = np.full((5, 2, 1), 2)
     steps = [
-        step([1, 2], [3, 4], routed_experts=first),
-        step([1, 2, 3, 4, 5], [6], index=1, routed_experts=later),
+        scored([1, 2], [3, 4], routed_experts=first),
+        scored([1, 2, 3, 4, 5], [6], index=1, routed_experts=later),
     ]
     (row,) = VerlBackend().rows(steps)
     assert row.routed_experts is not None
@@ -227,20 +222,20 @@ def test_a_token_is_routed_as_when_it_was_first_computed() -> None:
 
 
 def test_routing_is_replayed_for_all_or_none() -> None:
-    routed = step([1], [2], routed_experts=np.zeros((1, 2, 1)))
+    routed = scored([1], [2], routed_experts=np.zeros((1, 2, 1)))
     with pytest.raises(BatchError, match=r"'b'\[0\] has no routed_experts"):
-        laid_out([routed, step([1], [2], uid="b")])
+        laid_out([routed, scored([1], [2], uid="b")])
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 1), (5, 2, 1), (3, 2)])
 def test_a_record_that_leaves_tokens_unrouted_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(BatchError, match="routed_experts has shape"):
-        laid_out([step([1, 2], [3, 4], routed_experts=np.zeros(shape))])
+        laid_out([scored([1, 2], [3, 4], routed_experts=np.zeros(shape))])
 
 
 def test_images_are_refused_by_name() -> None:
     with pytest.raises(BatchError, match="has multi_modal_data; verl is given text only"):
-        laid_out([step([7], [2], multi_modal_data={"images": [[0.5]]})])
+        laid_out([scored([7], [2], multi_modal_data={"images": [[0.5]]})])
 
 
 # --- TransferQueue rows ---------------------------------------------------------------------------
@@ -249,11 +244,11 @@ def test_images_are_refused_by_name() -> None:
 def test_queue_rows_are_named_tagged_and_unpadded() -> None:
     steps = [
         *(
-            step(s.prompt_ids.tolist(), s.response_ids.tolist(), "t", s.step_index,
+            scored(s.prompt_ids.tolist(), s.response_ids.tolist(), "t", s.step_index,
                  prompt_uid="a_b", policy_version=4)
             for s in branched()
         ),
-        step([1, 2], [5], uid="u", prompt_uid="a_b", policy_version=6),
+        scored([1, 2], [5], uid="u", prompt_uid="a_b", policy_version=6),
     ]  # fmt: skip
     rows = queue_rows(VerlBackend().rows(steps))
     assert rows.keys == ["a%5Fb_0_0", "a%5Fb_0_1", "a%5Fb_1_0"]
@@ -280,14 +275,14 @@ def test_queue_rows_are_named_tagged_and_unpadded() -> None:
 
 def test_different_uids_never_share_a_key() -> None:
     uids = ["a_b", "a%5Fb", "a%b", "ab"]
-    steps = [step([1], [2], uid=f"t{u}", prompt_uid=u) for u in uids]
+    steps = [scored([1], [2], uid=f"t{u}", prompt_uid=u) for u in uids]
     assert len(set(queue_rows(VerlBackend().rows(steps)).prompts)) == len(uids)
 
 
 def test_rows_of_two_temperatures_cannot_be_queued() -> None:
-    hot = step([1], [2], uid="b", metadata={"sampling_params": {"temperature": 0.5}})
+    hot = scored([1], [2], uid="b", metadata={"sampling_params": {"temperature": 0.5}})
     with pytest.raises(BatchError, match=r"temperatures \[0.5, 1.0\]"):
-        queue_rows(VerlBackend().rows([step([1], [2]), hot]))
+        queue_rows(VerlBackend().rows([scored([1], [2]), hot]))
 
 
 # --- the backend ----------------------------------------------------------------------------------
@@ -310,13 +305,13 @@ def test_impossible_batches_and_options_are_refused() -> None:
     with pytest.raises(BatchError, match="no steps"):
         VerlBackend().rows([])
     with pytest.raises(BatchError, match="'t' is in group 'p' and in 'q'"):
-        VerlBackend().rows([step([1], [2]), step([1, 2], [3], index=1, prompt_uid="q")])
+        VerlBackend().rows([scored([1], [2]), scored([1, 2], [3], index=1, prompt_uid="q")])
     with pytest.raises(ValidationError, match="tree"):
         VerlConfig.model_validate({"rows": "tree"})
 
 
 def test_a_greedy_baseline_rollout_is_not_trained() -> None:
-    sampled, greedy = step([1], [2]), step([1], [3], uid="greedy")
+    sampled, greedy = scored([1], [2]), scored([1], [3], uid="greedy")
     group = Group(
         "p",
         (
@@ -330,9 +325,9 @@ def test_a_greedy_baseline_rollout_is_not_trained() -> None:
 @pytest.mark.parametrize("unseen", [0, 2], ids=["first", "last"])
 def test_a_reply_that_nobody_saw_is_no_row_and_its_trajectory_keeps_its_reward(unseen: int) -> None:
     """Tries of one request say 3 and 4. The agent went on from 3."""
-    lost = step([1, 2], [4], index=unseen, reward=0.5)
-    read = step([1, 2], [3], index=1 if unseen == 0 else 0, reward=None)
-    on = step(
+    lost = scored([1, 2], [4], index=unseen, reward=0.5)
+    read = scored([1, 2], [3], index=1 if unseen == 0 else 0, reward=None)
+    on = scored(
         [1, 2, 3, 5],
         [6],
         index=2 if unseen == 0 else 1,

@@ -146,7 +146,7 @@ def _of_checkpoints(folder: Path, seed: int) -> dict[str, Artefact]:
 
 
 def _trajectories(chance: random.Random) -> list[Trajectory]:
-    def step(uid: str) -> Step:
+    def random_step(uid: str) -> Step:
         n = chance.randrange(8, 40)
         return Step(
             prompt_ids=[chance.randrange(1000) for _ in range(20)],
@@ -161,7 +161,7 @@ def _trajectories(chance: random.Random) -> list[Trajectory]:
             metadata={"finish": "stop"},
         )
 
-    return [Trajectory(uid, uid[0], (step(uid),)) for uid in ("a0", "a1", "b0", "b1")]
+    return [Trajectory(uid, uid[0], (random_step(uid),)) for uid in ("a0", "a1", "b0", "b1")]
 
 
 def _of_exports(folder: Path, chance: random.Random) -> dict[str, Artefact]:

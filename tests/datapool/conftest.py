@@ -17,6 +17,7 @@ from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
 from stepwell.datapool.store.segments import segment_path, segments_in
+from tests.builders import step_of
 
 DAY = 86_400.0
 
@@ -182,29 +183,17 @@ class ClockedPool:
         self.pool.tick(self.now)
 
     def step(self, trajectory_uid: str, prompt_uid: str, index: int = 0, **fields: Any) -> Step:
-        return build_step(trajectory_uid, prompt_uid, index, **fields)
+        return step_of(trajectory_uid, prompt_uid, index, **fields)
 
     def finish(self, prompt_uid: str, *trajectory_uids: str, **kwargs: Any) -> None:
         """One step and a completion for each trajectory."""
         for uid in trajectory_uids:
-            self.submit_step(build_step(uid, prompt_uid), **kwargs)
+            self.submit_step(step_of(uid, prompt_uid), **kwargs)
             self.complete_trajectory(uid, **kwargs)
 
     def stats(self, channel: str = "train") -> dict[str, Any]:
         stats: dict[str, Any] = self.get_statistics(channel)
         return stats
-
-
-def build_step(trajectory_uid: str, prompt_uid: str = "p", index: int = 0, **fields: Any) -> Step:
-    return Step(
-        prompt_ids=fields.pop("prompt_ids", [1, 2, 3]),
-        response_ids=fields.pop("response_ids", [4, 5]),
-        rollout_log_probs=fields.pop("rollout_log_probs", [-0.5, -0.25]),
-        trajectory_uid=trajectory_uid,
-        prompt_uid=prompt_uid,
-        step_index=index,
-        **fields,
-    )
 
 
 class JournaledPool:
@@ -266,7 +255,7 @@ class JournaledPool:
 
 @pytest.fixture
 def make_step() -> Callable[..., Step]:
-    return build_step
+    return step_of
 
 
 @pytest.fixture

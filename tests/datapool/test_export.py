@@ -26,15 +26,9 @@ from stepwell.datapool.files.rows import SCHEMA_VERSION, schema
 from stepwell.datapool.inspect.rows import ExportedTrajectory
 from stepwell.datapool.sealed import sidecar_of
 from stepwell.datapool.types import Step, Trajectory, VersionSpan
+from tests.builders import step
 
 BOTH = pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-
-
-def build_step(index: int, prompt: list[int], response: list[int], **fields: Any) -> Step:
-    fields.setdefault("trajectory_uid", "t")
-    return Step(
-        prompt_ids=prompt, response_ids=response, step_index=index, prompt_uid="p", **fields
-    )
 
 
 def exported(*steps: Step, **fields: Any) -> ExportedTrajectory:
@@ -49,11 +43,11 @@ def build_chain(uid: str = "t", n: int = 3, **fields: Any) -> ExportedTrajectory
     for i in range(n):
         response = [10 + i, 20 + i]
         steps.append(
-            build_step(
-                i,
+            step(
                 tokens,
                 response,
-                trajectory_uid=uid,
+                index=i,
+                uid=uid,
                 parent_index=i - 1 if i else None,
                 rollout_log_probs=[-0.1, -0.2 - i],
                 policy_version=i,
@@ -107,9 +101,9 @@ def test_a_step_on_two_branches_is_trained_in_the_first_and_shown_in_both(tmp_pa
         path,
         [
             exported(
-                build_step(0, [1], [2], rollout_log_probs=[-0.5]),
-                build_step(1, [1, 2, 3], [4], parent_index=0, rollout_log_probs=[-0.25]),
-                build_step(2, [1, 2, 5], [6], parent_index=0, rollout_log_probs=[-2.0]),
+                step([1], [2], rollout_log_probs=[-0.5]),
+                step([1, 2, 3], [4], index=1, parent_index=0, rollout_log_probs=[-0.25]),
+                step([1, 2, 5], [6], index=2, parent_index=0, rollout_log_probs=[-2.0]),
             )
         ],
     )
@@ -124,9 +118,9 @@ def test_a_step_on_two_branches_is_trained_in_the_first_and_shown_in_both(tmp_pa
 
 def test_a_false_parent_index_starts_a_branch_and_is_kept_as_it_was(tmp_path):
     trajectory = exported(
-        build_step(0, [1], [2]),
-        build_step(2, [9, 9, 9], [4], parent_index=0),
-        build_step(3, [1, 2, 3], [5], parent_index=1),
+        step([1], [2]),
+        step([9, 9, 9], [4], index=2, parent_index=0),
+        step([1, 2, 3], [5], index=3, parent_index=1),
     )
     write(tmp_path / "x.jsonl", [trajectory])
     rows = rows_of(tmp_path / "x.jsonl")
@@ -136,7 +130,7 @@ def test_a_false_parent_index_starts_a_branch_and_is_kept_as_it_was(tmp_path):
 
 
 def test_steps_that_extend_each_other_are_one_branch_without_a_parent_index(tmp_path):
-    trajectory = exported(build_step(0, [1], [2]), build_step(1, [1, 2], [3]))
+    trajectory = exported(step([1], [2]), step([1, 2], [3], index=1))
     write(tmp_path / "x.jsonl", [trajectory])
     (row,) = rows_of(tmp_path / "x.jsonl")
     assert row["loss_mask"] == [0, 1, 1]
@@ -146,9 +140,9 @@ def test_steps_that_extend_each_other_are_one_branch_without_a_parent_index(tmp_
 def test_steps_with_images_are_joined_only_where_parent_index_says_so(tmp_path):
     one, other = ({"image": np.full((2, 2), value, np.uint8)} for value in (1, 2))
     steps = (
-        build_step(0, [1], [2], multi_modal_data=one),
-        build_step(1, [1, 2, 3], [4], multi_modal_data=other),
-        build_step(2, [1, 2, 3], [5], multi_modal_data=one, parent_index=0),
+        step([1], [2], multi_modal_data=one),
+        step([1, 2, 3], [4], index=1, multi_modal_data=other),
+        step([1, 2, 3], [5], index=2, multi_modal_data=one, parent_index=0),
     )
     write(tmp_path / "x.jsonl", [exported(*steps)])
     rows = rows_of(tmp_path / "x.jsonl")
@@ -158,15 +152,15 @@ def test_steps_with_images_are_joined_only_where_parent_index_says_so(tmp_path):
 
 def test_versions_follow_the_spans_of_a_call_that_saw_a_weight_update(tmp_path):
     spans = (VersionSpan(3, 0, 1), VersionSpan(5, 1, 3))
-    step = build_step(0, [1, 1], [2, 3, 4], policy_version=3, version_spans=spans)
-    write(tmp_path / "x.jsonl", [exported(step)])
+    spanning = step([1, 1], [2, 3, 4], policy_version=3, version_spans=spans)
+    write(tmp_path / "x.jsonl", [exported(spanning)])
     assert rows_of(tmp_path / "x.jsonl")[0]["versions"] == [-1, -1, 3, 5, 5]
 
 
 @BOTH
 def test_unknown_log_probs_and_rewards_are_null_and_never_zero(tmp_path, suffix):
     path = tmp_path / f"x.{suffix}"
-    write(path, [exported(build_step(0, [1], [2, 3]))])
+    write(path, [exported(step([1], [2, 3], rollout_log_probs=None))])
     (row,) = rows_of(path)
     assert (row["log_probs"], row["reward"]) == (None, None)
     assert (row["steps"][0]["log_probs"], row["steps"][0]["reward"]) == (None, None)
@@ -175,8 +169,8 @@ def test_unknown_log_probs_and_rewards_are_null_and_never_zero(tmp_path, suffix)
 @BOTH
 def test_log_probs_of_a_row_that_lacks_some_stand_with_their_steps(tmp_path, suffix):
     path = tmp_path / f"x.{suffix}"
-    known = build_step(1, [1, 2, 3], [4, 5], rollout_log_probs=[-0.5, -0.25])
-    write(path, [exported(build_step(0, [1], [2]), known)])
+    known = step([1, 2, 3], [4, 5], index=1, rollout_log_probs=[-0.5, -0.25])
+    write(path, [exported(step([1], [2], rollout_log_probs=None), known)])
     (row,) = rows_of(path)
     assert row["log_probs"] is None
     assert [s["log_probs"] for s in row["steps"]] == [None, [-0.5, -0.25]]
@@ -233,11 +227,11 @@ def step_trees(draw: Any, uid: str) -> tuple[Step, ...]:
             st.floats(-(2.0**99), 0, width=32) | st.floats(-20, 0, width=32), min_size=n, max_size=n
         )
         steps.append(
-            build_step(
-                index,
+            step(
                 prompt,
                 response,
-                trajectory_uid=uid,
+                index=index,
+                uid=uid,
                 reward=draw(st.none() | st.floats(-1e9, 1e9)),
                 policy_version=oldest,
                 version_spans=spans,
@@ -331,7 +325,7 @@ def test_parquet_is_written_and_read_in_row_groups_of_bounded_size(tmp_path):
     groups = pq.ParquetFile(tmp_path / "x.parquet").metadata
     assert taken == 2500
     assert [groups.row_group(i).num_rows for i in range(groups.num_row_groups)] == [2048, 452]
-    big = [exported(build_step(0, list(range(400_000)), [1], trajectory_uid=u)) for u in "abcd"]
+    big = [exported(step(list(range(400_000)), [1], uid=u)) for u in "abcd"]
     write(tmp_path / "y.parquet", big)
     assert pq.ParquetFile(tmp_path / "y.parquet").metadata.num_row_groups == 2
 
@@ -360,13 +354,15 @@ def varied() -> list[ExportedTrajectory]:
     """Nulls and values in every column that may be null."""
     spans = (VersionSpan(1, 0, 1), VersionSpan(2, 1, 2))
     return [
-        exported(build_step(0, [1], [2], trajectory_uid="bare")),
+        exported(step([1], [2], uid="bare")),
         build_chain("chain", metadata={"tool": "python"}, n_rollouts=4, marks={"quality": 0.5}),
         exported(
-            build_step(0, [1], [2], finish_reason="stop", trajectory_uid="tree"),
-            build_step(
-                *(1, [1, 2, 3], [4, 5]),
-                trajectory_uid="tree",
+            step([1], [2], finish_reason="stop", uid="tree"),
+            step(
+                [1, 2, 3],
+                [4, 5],
+                index=1,
+                uid="tree",
                 policy_version=1,
                 version_spans=spans,
                 rollout_log_probs=[-0.3, -1.7],
@@ -375,7 +371,7 @@ def varied() -> list[ExportedTrajectory]:
                 multi_modal_data={"image": b"\x89PNG"},
                 routed_experts=np.arange(4, dtype=np.int16).reshape(2, 2),
             ),
-            build_step(2, [1, 2, 6], [7], trajectory_uid="tree", parent_index=0),
+            step([1, 2, 6], [7], index=2, uid="tree", parent_index=0),
             state="open",
             reason="agent_died",
             group_state="open",
@@ -487,7 +483,7 @@ def test_a_selection_of_trajectories_saved_by_datasets_reads_back(tmp_path, load
 def test_what_no_row_can_carry_is_an_error_that_names_the_step(tmp_path, suffix, fields, named):
     with pytest.raises(ExportError) as caught:
         write(
-            tmp_path / f"x.{suffix}", [build_chain(), exported(build_step(4, [1], [2], **fields))]
+            tmp_path / f"x.{suffix}", [build_chain(), exported(step([1], [2], index=4, **fields))]
         )
     assert named in str(caught.value)
     assert list(tmp_path.iterdir()) == []
@@ -497,17 +493,17 @@ def test_a_value_that_contains_itself_is_an_error(tmp_path):
     loop: dict[str, Any] = {}
     loop["self"] = loop
     with pytest.raises(ExportError, match=r"step 't'\[0\]: metadata"):
-        write(tmp_path / "x.jsonl", [exported(build_step(0, [1], [2], metadata=loop))])
+        write(tmp_path / "x.jsonl", [exported(step([1], [2], metadata=loop))])
 
 
 def test_log_probs_of_single_steps_may_be_rounded_as_a_float32_is(tmp_path):
     path = tmp_path / "x.jsonl"
-    known = build_step(1, [1, 2, 3], [4, 5], rollout_log_probs=[-0.1, -0.7])
-    write(path, [exported(build_step(0, [1], [2]), known)])
+    known = step([1, 2, 3], [4, 5], index=1, rollout_log_probs=[-0.1, -0.7])
+    write(path, [exported(step([1], [2], rollout_log_probs=None), known)])
     (row,) = rows_of(path)
     row["steps"][1]["log_probs"] = [-0.1, -0.7]
     rewrite(path, [row])
-    assert list(read(path)) == [exported(build_step(0, [1], [2]), known)]
+    assert list(read(path)) == [exported(step([1], [2], rollout_log_probs=None), known)]
 
 
 # ---------------------------------------------------------------------------- files
@@ -656,8 +652,8 @@ def test_a_file_cut_off_anywhere_is_an_error_or_a_whole_beginning(tmp_path, suff
 def test_a_flipped_byte_in_a_parquet_page_is_an_error(tmp_path):
     path = tmp_path / "x.parquet"
     rng = np.random.default_rng(0)
-    step = build_step(0, rng.integers(0, 9999, 5000).tolist(), [1])
-    write(path, [exported(step)])
+    long = step(rng.integers(0, 9999, 5000).tolist(), [1])
+    write(path, [exported(long)])
     content = bytearray(path.read_bytes())
     column = pq.ParquetFile(path).metadata.row_group(0)
     ids = next(

@@ -292,7 +292,7 @@ def test_the_record_of_another_journal_is_refused(left: Path, tmp_path: Path) ->
 
 
 def test_a_creation_that_was_killed_is_begun_again(tmp_path: Path) -> None:
-    (tmp_path / f"{ACKED_NAME}.new").write_bytes(b"half of it")
+    (tmp_path / f"{ACKED_NAME}.1.tmp").write_bytes(b"half of it")
     assert open_and_read(tmp_path) == []
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 import stepwell.datapool.remote.lease_keeper
-from stepwell.datapool import DataPoolClient, Lease, Step
+from stepwell.datapool import DataPoolClient, Lease
 from stepwell.datapool.remote.lease_keeper import USED, LeaseKeeper, by_lease
 from stepwell.datapool.remote.link import LocalPort
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.types import Group
+from tests.builders import step_of
 
 
 class Pool(DataPoolClient):
@@ -26,8 +27,7 @@ class Pool(DataPoolClient):
     async def put(self, *uids: str) -> None:
         for uid in uids:
             await self.open_group(uid, 1)
-            step = Step(prompt_ids=[1], response_ids=[2], trajectory_uid=uid, prompt_uid=uid)
-            await self.submit_step(step)
+            await self.submit_step(step_of(uid, uid))
             await self.complete_trajectory(uid, 1.0)
 
     async def run_out(self) -> None:

@@ -41,7 +41,7 @@ def lease(pool: Pool, size: int = 1, n: int | None = None) -> list[str] | None:
     return None if got is None else [g.prompt_uid for g in got.groups]
 
 
-def group(
+def complete_group(
     pool: Pool, make_step: MakeStep, uid: str, *rewards: float | None, version: int = 0
 ) -> None:
     """A declared group with one complete trajectory per reward."""
@@ -67,11 +67,11 @@ def test_beyond_its_bytes_a_channel_drops_the_oldest_ready_groups(
     make_pool: Callable[..., Pool], make_step: MakeStep
 ) -> None:
     unlimited = make_pool()
-    group(unlimited, make_step, "a", 1.0)
+    complete_group(unlimited, make_step, "a", 1.0)
     pool = make_pool(max_bytes=3 * unlimited.stats()["memory_bytes"])
     pool.submit_step(make_step("x", "open"))
     for uid in "abcd":
-        group(pool, make_step, uid, 1.0)
+        complete_group(pool, make_step, uid, 1.0)
     assert reasons(pool) == {"max_bytes": 2}
     assert pool.stats()["memory_bytes"] <= pool.pool.config.default.max_bytes
     assert lease(pool, 2) == ["c", "d"]
@@ -161,7 +161,7 @@ def test_stale_groups_are_dropped_at_the_lease_and_their_source_is_told(
 ) -> None:
     pool = make_pool(max_staleness=1, on_stale=on_stale)
     for uid, version in {"old": 0, "mixed": 1, "new": 3}.items():
-        group(pool, make_step, uid, 1.0, 0.0, version=version)
+        complete_group(pool, make_step, uid, 1.0, 0.0, version=version)
     pool.submit_step(make_step("late", "mixed", policy_version=9))
     pool.pool.advance_version(3, **now_of(pool))
     assert pool.stats()["groups"]["ready"] == 3, "nothing happens before somebody wants them"
@@ -198,7 +198,7 @@ def test_the_freshest_group_is_served_first(
 ) -> None:
     pool = selecting(make_pool, order="freshest")
     for uid, version in {"a": 1, "b": 3, "c": 1, "d": 2}.items():
-        group(pool, make_step, uid, 1.0, version=version)
+        complete_group(pool, make_step, uid, 1.0, version=version)
     assert lease(pool, 4) == ["b", "d", "a", "c"]
 
 
@@ -209,7 +209,7 @@ def test_an_order_named_by_a_path_decides_and_a_failing_one_holds(
     monkeypatch.setitem(sys.modules, "my_orders", module)
     pool = selecting(make_pool, order="my_orders:shortest")
     for uid in "abcd":
-        group(pool, make_step, uid, 1.0)
+        complete_group(pool, make_step, uid, 1.0)
     assert lease(pool, 3) == ["b", "c", "a"]
     assert pool.stats()["groups"]["held"] == 1
     described = pool.pool.channels["train"]
@@ -254,8 +254,10 @@ def test_a_group_without_variance_is_dropped_and_its_credit_is_free(
         selection=SelectionConfig(filters=("zero_variance",)),
     )
     for attempt in range(3):
-        group(pool, make_step, f"easy{attempt}", 1.0, 1.0)  # each needs the credit of the last
-    group(pool, make_step, "good", 1.0, 0.0)
+        complete_group(
+            pool, make_step, f"easy{attempt}", 1.0, 1.0
+        )  # each needs the credit of the last
+    complete_group(pool, make_step, "good", 1.0, 0.0)
     with pytest.raises(PoolFullError):
         pool.open_group("next", 2)
     assert reasons(pool) == {"zero_variance": 3}
@@ -266,8 +268,8 @@ def test_what_is_not_scored_waits_for_its_rewards(
     make_pool: Callable[..., Pool], make_step: MakeStep
 ) -> None:
     pool = selecting(make_pool, filters=("scored", "all_wrong"))
-    group(pool, make_step, "a", None, 1.0)
-    group(pool, make_step, "b", None, 0.0)
+    complete_group(pool, make_step, "a", None, 1.0)
+    complete_group(pool, make_step, "b", None, 0.0)
     assert lease(pool) is None
     assert pool.stats()["ready"] == 0
     pool.pool.set_reward("b0", 0.0, **now_of(pool))
@@ -284,12 +286,12 @@ def test_marks_of_people_gate_what_is_served(
 ) -> None:
     pool = make_pool(max_outstanding_groups=2)
     mark = pool.pool.mark
-    group(pool, make_step, "a", 1.0, 0.0)
-    group(pool, make_step, "b", 1.0, 0.0)
+    complete_group(pool, make_step, "a", 1.0, 0.0)
+    complete_group(pool, make_step, "b", 1.0, 0.0)
     mark("a", **now_of(pool), trainable=False, note="the tool was down")
     mark(trajectory_uid="b1", **now_of(pool), trainable=False)
     assert (pool.stats()["ready"], pool.stats()["groups"]["held"]) == (1, 1)
-    group(pool, make_step, "c", 1.0, 0.0)  # a held group keeps no credit
+    complete_group(pool, make_step, "c", 1.0, 0.0)  # a held group keeps no credit
     mark("c", **now_of(pool), trainable=False)
     got = pool.lease_batch()
     assert [t.trajectory_uid for t in got.groups[0].trajectories] == ["b0"]
@@ -344,7 +346,7 @@ def test_a_dry_run_says_what_the_lease_then_does(
     pool = make_pool(**limits)
     for i in range(9):
         reward = None if i == 4 else float(i % 4)
-        group(pool, make_step, f"p{i}", reward, float(i % 3), version=i % 4)
+        complete_group(pool, make_step, f"p{i}", reward, float(i % 3), version=i % 4)
     pool.nack(pool.lease_batch().lease_id)
     pool.pool.advance_version(3, **now_of(pool))
     for uid in ("p5", "p7"):
@@ -366,9 +368,9 @@ def test_a_dry_run_and_the_lease_serve_what_was_handed_back_before_all_else(
     make_pool: Callable[..., Pool], make_step: MakeStep
 ) -> None:
     pool = selecting(make_pool, order="freshest")
-    group(pool, make_step, "old", 1.0, version=0)
+    complete_group(pool, make_step, "old", 1.0, version=0)
     pool.nack(pool.lease_batch().lease_id)
-    group(pool, make_step, "new", 1.0, version=9)
+    complete_group(pool, make_step, "new", 1.0, version=9)
     foretold = pool.pool.dry_run(**now_of(pool), batch_size=2)
     assert [(d.prompt_uid, d.rank) for d in foretold.decisions] == [("old", 1), ("new", 2)]
     assert lease(pool, 2) == ["old", "new"]
@@ -379,7 +381,7 @@ def test_a_dry_run_holds_what_a_failing_function_would_hold(
 ) -> None:
     monkeypatch.setitem(sys.modules, "my_orders", SimpleNamespace(fails=lambda info: 1 / 0))
     pool = make_pool()
-    group(pool, make_step, "a", 1.0)
+    complete_group(pool, make_step, "a", 1.0)
     (decision,) = pool.pool.dry_run(
         SelectionConfig(order="my_orders:fails"), **now_of(pool)
     ).decisions

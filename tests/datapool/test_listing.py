@@ -12,29 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepwell.datapool import ChannelConfig, DataPool, DataPoolError, PoolConfig, Step
+from stepwell.datapool import ChannelConfig, DataPool, DataPoolError, PoolConfig
 from stepwell.datapool.errors import InvalidRequestError
 from stepwell.datapool.inspect import listing as listing_module
 from stepwell.datapool.inspect.listing import MAX_LIMIT, MIN_LOOKS, PAGE_BYTES
 from stepwell.datapool.ops import NATURAL
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
+from tests.builders import step_of
 from tests.datapool.conftest import SyncPool
 
 NOW = 1000.0
 LISTINGS = ("list_groups", "list_trajectories")
-
-
-def build_step(trajectory_uid: str, prompt_uid: str = "p", index: int = 0, **fields: Any) -> Step:
-    return Step(
-        prompt_ids=fields.pop("prompt_ids", [1, 2, 3]),
-        response_ids=fields.pop("response_ids", [4, 5]),
-        rollout_log_probs=fields.pop("rollout_log_probs", [-0.5, -0.25]),
-        trajectory_uid=trajectory_uid,
-        prompt_uid=prompt_uid,
-        step_index=index,
-        **fields,
-    )
 
 
 def build_pool(**limits: Any) -> SyncPool:
@@ -43,7 +32,7 @@ def build_pool(**limits: Any) -> SyncPool:
 
 def finish(pool: DataPool, prompt_uid: str, *uids: str, reward: float | None = None) -> None:
     for uid in uids:
-        pool.submit_step(build_step(uid, prompt_uid), now=NOW)
+        pool.submit_step(step_of(uid, prompt_uid), now=NOW)
         pool.complete_trajectory(uid, reward, now=NOW)
 
 
@@ -80,12 +69,12 @@ def varied() -> SyncPool:
     pool.mark("held", trainable=False, tags=["odd"], now=NOW)
     pool.open_group("open", 4, deadline_s=60, now=NOW)
     pool.open_trajectory("o0", "open", attempt=2, metadata={"m": 1}, now=NOW)
-    pool.submit_step(build_step("o0", "open", 2, policy_version=7), now=NOW)
-    pool.submit_step(build_step("o0", "open", 0, policy_version=3, reward=0.5), now=NOW)
-    pool.submit_step(build_step("o1", "open"), now=NOW)
+    pool.submit_step(step_of("o0", "open", 2, policy_version=7), now=NOW)
+    pool.submit_step(step_of("o0", "open", 0, policy_version=3, reward=0.5), now=NOW)
+    pool.submit_step(step_of("o1", "open"), now=NOW)
     pool.abort_trajectory("o1", "crash", now=NOW)
     pool.mark(trajectory_uid="o0", tags=["odd", "long"], quality=0.5, now=NOW)
-    pool.submit_step(build_step("u0", "undeclared"), now=NOW)
+    pool.submit_step(step_of("u0", "undeclared"), now=NOW)
     return pool
 
 
@@ -262,7 +251,7 @@ def act(pool: DataPool, kind: str, group: int, trajectory: int, leases: list[str
             known = records[uid].steps if uid in records else {}
             # Gaps are left and filled, so that steps come in before others that were listed.
             index = next(i for i in (2, 0, 1, *range(3, 99)) if i not in known)
-            pool.submit_step(build_step(uid, prompt, index), now=NOW)
+            pool.submit_step(step_of(uid, prompt, index), now=NOW)
         elif kind == "complete":
             pool.complete_trajectory(uid, now=NOW)
         elif kind == "abort":
@@ -307,7 +296,7 @@ def test_what_stays_is_seen_exactly_once_whatever_happens_between_the_pages(
 def test_a_page_looks_at_a_bounded_number_of_things_and_goes_on_from_there(listing):
     pool = build_pool()
     for i in range(3 * MIN_LOOKS):
-        pool.submit_step(build_step(f"t{i}", f"p{i}"), now=NOW)
+        pool.submit_step(step_of(f"t{i}", f"p{i}"), now=NOW)
     cursor, groups = None, [0]
     while True:
         page = getattr(pool, listing)(cursor=cursor, limit=1, now=NOW, max_reward=1.0)
@@ -324,7 +313,7 @@ def test_a_page_looks_at_a_bounded_number_of_things_and_goes_on_from_there(listi
 def test_groups_with_many_steps_make_a_page_look_at_fewer_of_them():
     pool = build_pool()
     for i in range(200):
-        pool.submit_steps([build_step(f"t{i}", f"p{i}", k) for k in range(160)], now=NOW)
+        pool.submit_steps([step_of(f"t{i}", f"p{i}", k) for k in range(160)], now=NOW)
     page = pool.list_groups(limit=100, now=NOW)
     assert 50 < len(page.items) < 100
     assert len(listed(pool, "list_groups")) == 200
@@ -334,7 +323,7 @@ def test_groups_with_many_steps_make_a_page_look_at_fewer_of_them():
 def test_a_uid_is_found_on_the_first_page_wherever_it_is(listing):
     pool = build_pool()
     for i in range(2 * MIN_LOOKS):
-        pool.submit_step(build_step(f"t{i}", f"p{i}"), now=NOW)
+        pool.submit_step(step_of(f"t{i}", f"p{i}"), now=NOW)
     last = 2 * MIN_LOOKS - 1
     page = getattr(pool, listing)(limit=1, now=NOW, prompt_uid=f"p{last}")
     assert (page.items[0].prompt_uid, page.cursor) == (f"p{last}", None)
@@ -361,7 +350,7 @@ def test_a_listing_goes_on_across_a_restart(tmp_path, listing):
     for i in range(12):
         finish(pool, f"p{i}", f"a{i}")
         pool.open_trajectory(f"b{i}", f"p{i}", now=NOW)
-        pool.submit_steps([build_step(f"b{i}", f"p{i}", k) for k in (0, 1)], now=NOW)
+        pool.submit_steps([step_of(f"b{i}", f"p{i}", k) for k in (0, 1)], now=NOW)
     everything = uids(listed(pool, listing))
     first = getattr(pool, listing)(limit=len(everything) // 2, now=NOW)
     # Groups before and behind the cursor go, and the one that it stands in.
@@ -381,8 +370,8 @@ def test_a_listing_goes_on_across_a_restart(tmp_path, listing):
 def test_steps_on_disk_are_read_with_their_tokens_and_stay_there(tmp_path):
     pool, journal = recovered(tmp_path, max_bytes=100, overflow="spill")
     steps = [
-        build_step("t", index=0, finish_reason="stop"),
-        build_step(
+        step_of("t", index=0, finish_reason="stop"),
+        step_of(
             "t", index=1, prompt_ids=[1, 2, 3, 4, 5, 6], finish_reason="length", parent_index=0
         ),
     ]
@@ -441,7 +430,7 @@ def test_a_complete_trajectory_is_read_as_it_would_be_served(varied):
 
 def test_of_an_open_trajectory_the_steps_so_far_are_read_and_its_outcome_apart():
     pool = build_pool()
-    steps = [build_step("t", index=i, reward=0.5) for i in range(2)]
+    steps = [step_of("t", index=i, reward=0.5) for i in range(2)]
     pool.open_trajectory("t", "p", 3, {"m": 1}, now=NOW)
     pool.submit_steps(steps, now=NOW)
     pool.set_reward("t", 2.0, now=NOW)
@@ -470,7 +459,7 @@ def test_a_page_to_export_ends_after_so_many_bytes():
     pool = build_pool()
     tokens = list(range(PAGE_BYTES // 4 // 3 + 1))
     for i in range(5):
-        pool.submit_step(build_step(f"t{i}", f"p{i}", prompt_ids=tokens), now=NOW)
+        pool.submit_step(step_of(f"t{i}", f"p{i}", prompt_ids=tokens), now=NOW)
     sizes, cursor = [], None
     while True:
         page = pool.read_trajectories(cursor=cursor, now=NOW)

@@ -27,6 +27,7 @@ from stepwell.datapool.store.replay import restore
 from stepwell.datapool.store.salvage import salvage, settle_doubtful
 from stepwell.datapool.store.segments import segment_path, segments_in
 from stepwell.datapool.types import Step
+from tests.builders import step
 from tests.datapool.conftest import SyncPool, newest_segment
 
 N_GROUPS = 12
@@ -60,7 +61,7 @@ def fill(folder: Path, closed: bool) -> dict[str, str]:
     for k in range(N_GROUPS):
         now = time.time()
         pool.pool.open_group(f"p{k}", 1, now=now)
-        pool.pool.submit_steps([step(k)], now=now)
+        pool.pool.submit_steps([numbered(k)], now=now)
         pool.flush()
         pool.pool.complete_trajectory(f"t{k}", reward=float(k), now=now)
         pool.flush()
@@ -84,18 +85,8 @@ def leave_open(pool: Pool, folder: Path) -> None:
     copy.rename(folder)
 
 
-def step(k: int) -> Step:
-    return Step(
-        prompt_ids=np.arange(50, dtype=np.int32),
-        response_ids=np.full(200, 1000 + k, dtype=np.int32),
-        rollout_log_probs=np.full(200, -0.5, dtype=np.float32),
-        reward=None,
-        trajectory_uid=f"t{k}",
-        prompt_uid=f"p{k}",
-        step_index=0,
-        policy_version=0,
-        is_last=False,
-    )
+def numbered(k: int) -> Step:
+    return step(range(50), [1000 + k] * 200, f"t{k}", prompt_uid=f"p{k}")
 
 
 def held(folder: Path) -> set[str]:
@@ -220,7 +211,7 @@ def test_a_damaged_payload_costs_its_own_group_which_is_named_and_stays_closed(
     assert "1 groups: p7" in report.text()
     assert held(folder) == groups.keys() - {"p7"}
     pool = Pool(folder)
-    assert pool.pool.submit_steps([step(7)], now=time.time()) == ["late"]
+    assert pool.pool.submit_steps([numbered(7)], now=time.time()) == ["late"]
     assert pool.statistics()["drop_reasons"] == {"damaged": 1}
     pool.journal.close()
 
@@ -360,7 +351,7 @@ def test_what_was_deleted_of_a_group_does_not_come_back_with_a_damaged_journal(
     pool, now = Pool(tmp_path / "whole"), time.time()
     pool.pool.open_group("p", 3, now=now)
     turns = [
-        replace(step(k), trajectory_uid=uid, prompt_uid="p")
+        replace(numbered(k), trajectory_uid=uid, prompt_uid="p")
         for k, uid in ((1, "mine"), (2, "mate"))
     ]
     pool.pool.submit_steps(turns, now=now)

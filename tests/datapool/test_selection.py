@@ -33,7 +33,7 @@ def trajectory(uid="t", reward=None, version=0, **fields):
     return TrajectoryInfo(uid, reward, oldest_version=version, **fields)
 
 
-def group(uid, rewards=(), sequence=0, versions=None, marks=UNMARKED, trajectories=None):
+def group_info(uid, rewards=(), sequence=0, versions=None, marks=UNMARKED, trajectories=None):
     """A group with one trajectory for each reward."""
     versions = versions or [0] * len(rewards)
     if trajectories is None:
@@ -108,7 +108,7 @@ def test_a_malformed_mark_names_field_value_and_remedy(update, message):
 
 
 def test_a_group_sums_up_its_trajectories():
-    info = group("p", [1.0, None, 0.0, 0.5], versions=[4, 2, 3, 9])
+    info = group_info("p", [1.0, None, 0.0, 0.5], versions=[4, 2, 3, 9])
     assert info.rewards == (1.0, 0.0, 0.5)
     assert info.reward_mean == 0.5
     assert info.reward_std == pytest.approx(math.sqrt(1 / 6))
@@ -118,7 +118,11 @@ def test_a_group_sums_up_its_trajectories():
 
 
 def test_what_is_not_known_is_none_and_never_zero():
-    empty, unscored, one = group("p"), group("p", [None, None]), group("p", [0.5, None])
+    empty, unscored, one = (
+        group_info("p"),
+        group_info("p", [None, None]),
+        group_info("p", [0.5, None]),
+    )
     assert empty.oldest_version is empty.newest_version is empty.reward_mean is None
     assert unscored.reward_mean is unscored.reward_std is None
     assert one.reward_mean == 0.5
@@ -128,21 +132,21 @@ def test_what_is_not_known_is_none_and_never_zero():
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=9))
 def test_the_reward_std_is_the_population_standard_deviation(rewards):
-    info = group("p", rewards)
+    info = group_info("p", rewards)
     assert info.reward_std == pytest.approx(statistics.pstdev(rewards), rel=1e-6, abs=1e-9)
     assert info.reward_mean == pytest.approx(statistics.fmean(rewards), rel=1e-6, abs=1e-9)
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False), st.integers(2, 16))
 def test_equal_rewards_have_a_std_of_exactly_zero(reward, n):
-    assert group("p", [reward] * n).reward_std == 0.0
+    assert group_info("p", [reward] * n).reward_std == 0.0
 
 
 # -- gates -------------------------------------------------------------------------------------
 
 
 def test_an_unmarked_group_passes_the_default_gates_as_it_is():
-    info = group("p", [1.0, 0.0])
+    info = group_info("p", [1.0, 0.0])
     gated, verdict = select().gate(info)
     assert gated is info
     assert verdict is None
@@ -159,13 +163,13 @@ def test_an_unmarked_group_passes_the_default_gates_as_it_is():
 )
 def test_a_mark_on_a_group_or_on_all_its_trajectories_holds_it(marks, reason):
     expected = None if reason is None else Hold(reason)
-    assert select().gate(group("p", [1.0, 0.0], marks=marks))[1] == expected
+    assert select().gate(group_info("p", [1.0, 0.0], marks=marks))[1] == expected
     each = tuple(trajectory(uid, 1.0, marks=marks) for uid in "ab")
-    assert select().gate(group("p", trajectories=each))[1] == expected
+    assert select().gate(group_info("p", trajectories=each))[1] == expected
 
 
 def test_only_the_trajectories_that_pass_are_served_and_judged():
-    info = group(
+    info = group_info(
         "p",
         trajectories=(trajectory("a", 1.0), trajectory("b", 0.0, marks=UNTRAINABLE, version=-3)),
     )
@@ -179,9 +183,9 @@ def test_only_the_trajectories_that_pass_are_served_and_judged():
 
 
 def test_a_group_with_nothing_left_is_held():
-    assert select().gate(group("p"))[1] == Hold("no_trajectories")
+    assert select().gate(group_info("p"))[1] == Hold("no_trajectories")
     untrainable = tuple(trajectory(uid, marks=UNTRAINABLE) for uid in "ab")
-    gated, verdict = select().gate(group("p", trajectories=untrainable))
+    gated, verdict = select().gate(group_info("p", trajectories=untrainable))
     assert verdict == Hold("not_trainable")
     assert gated.trajectories == ()
 
@@ -189,7 +193,7 @@ def test_a_group_with_nothing_left_is_held():
 @given(MARKS, st.lists(MARKS, max_size=4))
 def test_gating_twice_is_gating_once(marks, each):
     rules = select()
-    info = group(
+    info = group_info(
         "p",
         marks=marks,
         trajectories=tuple(trajectory(str(i), marks=m) for i, m in enumerate(each)),
@@ -220,7 +224,7 @@ def test_gating_twice_is_gating_once(marks, each):
     ],
 )
 def test_zero_variance_drops_groups_whose_rewards_are_all_known_and_equal(rewards, verdict):
-    assert select(filters=["zero_variance"]).judge(group("p", rewards)) == verdict
+    assert select(filters=["zero_variance"]).judge(group_info("p", rewards)) == verdict
 
 
 @pytest.mark.parametrize(
@@ -240,14 +244,14 @@ def test_zero_variance_drops_groups_whose_rewards_are_all_known_and_equal(reward
     ],
 )
 def test_the_other_built_in_filters(name, rewards, verdict):
-    assert select(filters=[name]).judge(group("p", rewards)) == verdict
+    assert select(filters=[name]).judge(group_info("p", rewards)) == verdict
 
 
 def test_the_first_objection_decides():
-    equal = group("p", [1.0, 1.0])
+    equal = group_info("p", [1.0, 1.0])
     assert select(filters=["all_correct", "zero_variance"]).judge(equal) == Drop("all_correct")
     assert select(filters=["zero_variance", "all_correct"]).judge(equal) == Drop("zero_variance")
-    marked = group("p", [1.0, 1.0], marks=Marks(trainable=False))
+    marked = group_info("p", [1.0, 1.0], marks=Marks(trainable=False))
     assert select(filters=["zero_variance"]).judge(marked) == Hold("not_trainable")
 
 
@@ -285,8 +289,8 @@ def by_tokens(info):
 
 def test_a_dotted_path_is_a_filter_or_an_order():
     rules = select(filters=[here(holds_short)], order=here(by_tokens).replace(":", "."))
-    assert rules.judge(group("p", [1.0])) == Hold("too_short")
-    assert rules.key(group("p", [1.0, 2.0])) == 20.0
+    assert rules.judge(group_info("p", [1.0])) == Hold("too_short")
+    assert rules.key(group_info("p", [1.0, 2.0])) == 20.0
 
 
 @pytest.mark.parametrize(
@@ -300,7 +304,7 @@ def test_a_dotted_path_is_a_filter_or_an_order():
 def test_a_bad_filter_is_named_with_the_group(function, message):
     rules = select(filters=["zero_variance", here(function)])
     with pytest.raises(SelectionError, match=rf"selection.filters\[1\].*{message}"):
-        rules.judge(group("p7", [0.0, None]))
+        rules.judge(group_info("p7", [0.0, None]))
 
 
 @pytest.mark.parametrize(
@@ -314,7 +318,7 @@ def test_a_bad_filter_is_named_with_the_group(function, message):
 )
 def test_a_bad_order_is_named_with_the_group(function, message):
     with pytest.raises(SelectionError, match=f"selection.order.*{function.__name__}.*{message}"):
-        select(order=here(function)).key(group("p7", [0.0]))
+        select(order=here(function)).key(group_info("p7", [0.0]))
 
 
 # -- names -------------------------------------------------------------------------------------
@@ -372,10 +376,10 @@ def test_a_selection_error_survives_pickling():
 )
 def test_the_built_in_orders(order, expected):
     infos = [
-        group("a", [0.0, 1.0], 1, versions=[1, 9]),
-        group("b", [1.0, 1.0], 2, versions=[4, 4]),
-        group("c", [0.4, 0.6], -2, versions=[1, 1]),
-        group("d", [1.0, None], -1, versions=[-5, 0]),
+        group_info("a", [0.0, 1.0], 1, versions=[1, 9]),
+        group_info("b", [1.0, 1.0], 2, versions=[4, 4]),
+        group_info("c", [0.4, 0.6], -2, versions=[1, 1]),
+        group_info("d", [1.0, None], -1, versions=[-5, 0]),
     ]
     rules = select(order=order)
     ordered = sorted(infos, key=lambda i: (rules.key(i), i.sequence))
@@ -392,7 +396,7 @@ INFOS = st.lists(
     max_size=12,
 ).map(
     lambda rows: [
-        group(
+        group_info(
             f"p{i}",
             sequence=i - 3,
             marks=group_marks,
@@ -460,11 +464,11 @@ def test_a_dry_run_agrees_with_the_rules_applied_one_after_the_other(infos, conf
 
 def test_a_dry_run_says_in_order_what_is_served_waits_is_held_and_is_dropped():
     infos = [
-        group("a", [1.0, 1.0], 1),
-        group("b", [0.0, 1.0], 2, versions=[3, 4]),
-        group("c", [0.0, 0.2], 3),
-        group("d", [0.0, 1.0], 4, marks=Marks(trainable=False)),
-        group("e", [0.0, 0.5], 5, versions=[1, 1]),
+        group_info("a", [1.0, 1.0], 1),
+        group_info("b", [0.0, 1.0], 2, versions=[3, 4]),
+        group_info("c", [0.0, 0.2], 3),
+        group_info("d", [0.0, 1.0], 4, marks=Marks(trainable=False)),
+        group_info("e", [0.0, 0.5], 5, versions=[1, 1]),
     ]
     config = SelectionConfig(order="freshest", filters=["zero_variance"])
     run = dry(Selection(config), infos, 2)
@@ -496,5 +500,5 @@ def test_a_dry_run_says_in_order_what_is_served_waits_is_held_and_is_dropped():
 
 
 def test_a_group_that_waits_for_others_says_so():
-    infos = [group(uid, [0.0, 1.0], i) for i, uid in enumerate("abc")]
+    infos = [group_info(uid, [0.0, 1.0], i) for i, uid in enumerate("abc")]
     assert [d.reason for d in dry(select(), infos, 4).decisions] == ["not_enough_groups"] * 3

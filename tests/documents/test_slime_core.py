@@ -18,7 +18,7 @@ from stepwell.backends.engines.ports import Host, node_launches
 from stepwell.backends.engines.server import EngineServer
 from stepwell.backends.errors import EngineStartError
 from stepwell.backends.slime.sample import SlimeSample
-from stepwell.datapool.types import Group, Step, Trajectory
+from stepwell.datapool.types import Group, Step
 from stepwell.gateway.wiring import ChannelSampling
 from stepwell.trainer.config import RewardConfig, RolloutConfig, ValidationConfig
 from stepwell.trainer.errors import RolloutError
@@ -27,6 +27,7 @@ from stepwell.trainer.rollout.worker import RolloutWorker
 from stepwell.trainer.scoring import Scorer
 from stepwell.trainer.slime.generate import GenerateState, Sample, get, post
 from stepwell.trainer.validation import figures
+from tests.builders import group, step_of
 from tests.gateway.conftest import World, log_prob, save_tokenizer, worlds
 
 __all__ = ["worlds"]  # a fixture
@@ -645,23 +646,10 @@ def test_the_parts_of_a_server_over_two_nodes_are_launched_as_one(
 def rolled_out(source: str, *rollouts: tuple[float, str]) -> Group:
     """A prompt of a data source, with the reward and the finish reason of each rollout."""
     trajectories = [
-        Trajectory(
-            f"{source}{i}",
-            source,
-            (
-                Step(
-                    prompt_ids=[1],
-                    response_ids=[2],
-                    reward=reward,
-                    finish_reason=finish_reason,  # type: ignore[arg-type]
-                    trajectory_uid=f"{source}{i}",
-                    prompt_uid=source,
-                ),
-            ),
-        )
+        [step_of(f"{source}{i}", source, reward=reward, finish_reason=finish_reason)]
         for i, (reward, finish_reason) in enumerate(rollouts)
     ]
-    return Group(source, tuple(trajectories), metadata={"task": {"data_source": source}})
+    return group(*trajectories, uid=source, metadata={"task": {"data_source": source}})
 
 
 def test_each_evaluation_set_has_its_mean_reward_and_the_share_that_was_cut_off() -> None:

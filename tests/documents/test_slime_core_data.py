@@ -21,7 +21,7 @@ from stepwell.backends.slime.backend import SlimeBackend, train_data
 from stepwell.backends.slime.sample import SlimeSample, as_slime, sample_class
 from stepwell.backends.slime.samples import to_samples
 from stepwell.datapool.errors import DamagedFileError
-from stepwell.datapool.types import Group, Step, Trajectory
+from stepwell.datapool.types import Group, Trajectory
 from stepwell.run.replay import replay as train_on_recording
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
 from stepwell.trainer.errors import CheckpointError
@@ -33,6 +33,7 @@ from stepwell.trainer.slime.rm_hub import async_rm, batched_async_rm
 from stepwell.trainer.slime.rollout import REWARD_HOOK
 from stepwell.trainer.updater import Updater
 from tests.backends.slime_itself import HAS_SLIME, rollout_manager, slime
+from tests.builders import group, step
 from tests.stepwell.configuring import fails
 from tests.trainer.small_run import RecordingBackend, small_config, small_run
 
@@ -434,26 +435,25 @@ def test_slime_reads_our_files_and_we_read_slimes(tmp_path: Path) -> None:
     theirs = str(tmp_path / "theirs_{rollout_id}.pt")
     utils.save_debug_rollout_data(theirs, samples, rollout_id=0, evaluation=False)
     (ours,), (again,) = trained_on(where).steps, trained_on(theirs).steps
-    for step, other in zip(ours, again, strict=True):
-        assert step.token_ids.tolist() == other.token_ids.tolist()
-        assert (step.reward, step.policy_version) == (other.reward, other.policy_version)
+    for one, other in zip(ours, again, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert (one.reward, one.policy_version) == (other.reward, other.policy_version)
 
 
 def _group(**metadata: Any) -> Group:
     trajectories = []
     for i, reward in enumerate((1.0, 0.0)):
-        step = Step(
-            prompt_ids=[65, 66],  # type: ignore[arg-type]  # lists are normalised
-            response_ids=[67, 68],  # type: ignore[arg-type]
-            rollout_log_probs=[-0.5, -0.25],  # type: ignore[arg-type]
-            trajectory_uid=f"t{i}",
-            prompt_uid="p",
+        only = step(
+            [65, 66],
+            [67, 68],
+            f"t{i}",
+            rollout_log_probs=[-0.5, -0.25],
             reward=reward,
             is_last=True,
         )
         own = {name: values[i] for name, values in metadata.items()}
-        trajectories.append(Trajectory(f"t{i}", "p", (step,), own))
-    return Group("p", tuple(trajectories), 2)
+        trajectories.append(Trajectory(f"t{i}", "p", (only,), own))
+    return group(*trajectories, n_rollouts=2)
 
 
 def _record(where: str, groups: list[Group]) -> None:

@@ -215,6 +215,51 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> No
     assert found.doubled == ()
 
 
+@pytest.mark.long
+def test_a_version_that_is_rolled_back_beside_a_trainer_is_trained_on(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command(
+            tmp_path,
+            "trainer.total_steps=1000",
+            "trainer.keep_weights=3",
+            "validation.before_train=false",
+            "validation.every=0",
+            "async_training.trigger_parameter_sync_step=1",
+        ),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+
+    def read_until(said: str) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if said in line:
+                return
+        pytest.fail(f"it never said {said!r}")
+
+    try:
+        read_until("step    3")
+        done = run([sys.executable, "-m", "stepwell", "rollback", str(tmp_path), "--to", "0"])
+        assert done.returncode == 0, done.stderr
+        assert "is served, with the weights of 0; the trainer goes on from them" in done.stdout
+        refused = run([sys.executable, "-m", "stepwell", "rollback", str(tmp_path), "--to", "999"])
+        assert refused.returncode == 2
+        assert "version 999 is not kept; kept are 0, " in refused.stderr
+        read_until("was served by a roll-back; training goes on from it, with the weights of 0")
+        read_until("step ")
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    assert process.returncode == 130
+    assert records_of(tmp_path)[-1]["publish/rolled_back"] == 1
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
 )

@@ -22,13 +22,14 @@ from stepwell.cli.main import main
 from stepwell.config.keys import show_keys
 from stepwell.config.load import load_config
 from stepwell.config.run import RunConfig
-from stepwell.datapool import DataPoolClient, Step
+from stepwell.datapool import DataPoolClient
 from stepwell.datapool.types import Group, Trajectory
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.algorithms.losses import make_loss_fn
 from stepwell.trainer.algorithms.off_policy.correction import correct
 from stepwell.trainer.config import AlgorithmConfig
 from stepwell.trainer.errors import ConfigError
+from tests.builders import step
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PIP = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
@@ -48,11 +49,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(site))
-
-
-def step(trajectory: str, prompt: list[int], response: list[int], **fields: object) -> Step:
-    known = {"prompt_uid": "p", "rollout_log_probs": [-0.5] * len(response)} | fields
-    return Step(trajectory_uid=trajectory, prompt_ids=prompt, response_ids=response, **known)
 
 
 def files(folder: Path) -> list[Path]:
@@ -75,8 +71,8 @@ def test_the_command_lists_both_with_their_package(capsys: pytest.CaptureFixture
 
 def test_a_conversation_is_one_line_and_its_reward_counts_once(tmp_path: Path) -> None:
     steps = [
-        step("t", [7, 8], [9], reward=0.25, policy_version=5),
-        step("t", [7, 8, 9, 3], [5, 6], reward=1.0, step_index=1, policy_version=4),
+        step([7, 8], [9], "t", reward=0.25, policy_version=5),
+        step([7, 8, 9, 3], [5, 6], "t", reward=1.0, index=1, policy_version=4),
     ]
     (line,) = read(build_backend("jsonl", tmp_path).convert(steps))  # type: ignore[attr-defined]
     assert line == {
@@ -92,9 +88,9 @@ def test_a_conversation_is_one_line_and_its_reward_counts_once(tmp_path: Path) -
 
 def test_branches_share_a_reward_and_train_each_token_once(tmp_path: Path) -> None:
     steps = [
-        step("t", [1], [2]),
-        step("t", [1, 2, 3], [4], step_index=1),
-        step("t", [1, 2, 5], [6], step_index=2, reward=1.0),
+        step([1], [2], "t"),
+        step([1, 2, 3], [4], "t", index=1),
+        step([1, 2, 5], [6], "t", index=2, reward=1.0),
     ]
     lines = read(build_backend("jsonl", tmp_path).convert(steps))  # type: ignore[attr-defined]
     assert [line["loss_mask"] for line in lines] == [[0, 1, 0, 1], [0, 0, 0, 1]]
@@ -104,7 +100,7 @@ def test_branches_share_a_reward_and_train_each_token_once(tmp_path: Path) -> No
 def test_what_is_not_known_is_null_and_never_zero(tmp_path: Path) -> None:
     (line,) = read(
         build_backend("jsonl", tmp_path).convert(  # type: ignore[attr-defined]
-            [step("t", [1], [2], rollout_log_probs=None)]
+            [step([1], [2], "t", rollout_log_probs=None)]
         )
     )
     assert (line["reward"], line["rollout_log_probs"]) == (None, [None, None])
@@ -118,7 +114,7 @@ async def test_a_group_that_the_pool_delivers_again_replaces_its_file(tmp_path: 
             await pool.open_group(prompt, 2)
             for i in range(2):
                 uid = f"{prompt}-{i}"
-                await pool.submit_step(step(uid, [1], [2], prompt_uid=prompt, reward=float(i)))
+                await pool.submit_step(step([1], [2], uid, prompt_uid=prompt, reward=float(i)))
                 await pool.complete_trajectory(uid)
         first = await pool.lease_batch(batch_size=1)
         assert first is not None
@@ -194,7 +190,7 @@ def test_a_package_adds_a_policy_loss_with_a_hyper_parameter(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["quantile", "stepwell_quantile:QUANTILE"])
 def test_a_package_adds_an_advantage_with_a_hyper_parameter(name: str) -> None:
-    steps = [step(f"t{i}", [1], [2], reward=float(r)) for i, r in enumerate((0, 1, 2, 9))]
+    steps = [step([1], [2], f"t{i}", reward=float(r)) for i, r in enumerate((0, 1, 2, 9))]
     group = Group("p", tuple(Trajectory(s.trajectory_uid, "p", (s,)) for s in steps))
     for options, baseline in (([], 1.5), (["adv_options.at=1"], 9.0)):
         config = algorithm(f"adv_estimator={name}", *options)

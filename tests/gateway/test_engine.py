@@ -660,9 +660,9 @@ class Says(ConnectionPool):
         on_data: OnData | None = None,
     ) -> Response:
         if on_data is None:
-            return Response(200, self._answer)
+            return 200, self._answer
         on_data(b"data: %b\n\ndata: [DONE]\n\n" % self._answer)
-        return Response(200, b"")
+        return 200, b""
 
 
 async def part_of(answer: Any, *, stream: bool, most: int = 2) -> Part:

@@ -12,6 +12,10 @@ import openai
 import pytest
 from starlette.datastructures import Headers
 
+from stepwell.gateway.call import Asked
+from stepwell.gateway.keys import OPERATOR
+from stepwell.gateway.prompt import ChatRequest
+from stepwell.gateway.trajectory.calls import RetryKey
 from stepwell.gateway.web import retry_key
 from tests.builders import until
 from tests.gateway.conftest import Sampled, log_prob
@@ -599,6 +603,58 @@ async def test_a_version_that_is_no_number_is_an_error_that_says_so(world: Any) 
     with pytest.raises(openai.InternalServerError, match="publish decimal integers"):
         await client.chat.completions.create(model="m", messages=MESSAGES)
     assert world.stored() == []
+
+
+async def test_a_version_that_no_step_can_hold_is_the_engines_error(world: Any) -> None:
+    client = await world.client()
+    world.say("x", version=str(2**63))
+    with pytest.raises(openai.InternalServerError, match="publish decimal integers") as failure:
+        await client.chat.completions.create(model="m", messages=MESSAGES)
+    assert failure.value.status_code == 502
+    assert world.stored() == []
+
+
+async def test_a_request_that_the_server_gives_up_while_its_step_is_stored_loses_nothing(
+    world: Any,
+) -> None:
+    client = await world.client()
+    world.port.door.clear()
+    call = asyncio.create_task(client.chat.completions.create(model="m", messages=MESSAGES))
+    await world.port.waiting.wait()
+    (trajectory,) = world.gateway.trajectories
+    (live,) = trajectory.in_flight
+    live.task.cancel()  # as uvicorn does with what outlasts its grace
+    with pytest.raises(openai.APIError):
+        await call
+    world.port.door.set()
+    await until(lambda: not trajectory.in_flight)
+    assert [s.step_index for s in world.stored()] == [0]
+    again = await client.chat.completions.create(
+        model="m", messages=MESSAGES, extra_headers={"x-stainless-retry-count": "1"}
+    )
+    assert again.choices[0].message.content == "fine"
+    assert len(world.engine.requests) == len(world.stored()) == 1
+
+
+async def test_a_call_that_is_cut_off_before_it_began_is_made_again(world: Any) -> None:
+    """A stream's client leaves in the moment in which the call's own task would begin."""
+    client = await world.client()
+    await client.chat.completions.create(model="m", messages=MESSAGES)
+    trajectory = world.gateway.trajectories.known("t1")
+    request = ChatRequest([{"role": "user", "content": "go"}], stream=True)
+    for begins in (False, True):
+        asked = [Asked(trajectory, request, RetryKey("test/k", "k", False))]
+        (listener,) = await world.gateway.calls.start(asked, "test", caller=OPERATOR)
+        if begins:
+            listener.begin()
+        listener.close()
+        await listener.call.wait()
+        assert listener.call.state == "failed"
+        assert not trajectory.in_flight
+    (listener,) = await world.gateway.calls.start(asked, "test", caller=OPERATOR)
+    assert (await listener.result()).text.content == "fine"
+    listener.close()
+    assert len(world.stored()) == 2
 
 
 async def test_an_idle_stream_is_kept_alive(worlds: Any) -> None:

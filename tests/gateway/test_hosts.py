@@ -11,8 +11,8 @@ import orjson
 import pytest
 from pydantic import ValidationError
 
+from stepwell.gateway.access import Hosts
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.hosts import Hosts
 
 BODIES: dict[str, Any] = {
     "/init_trajectory": {"prompt_uid": "p"},

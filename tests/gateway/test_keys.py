@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from pydantic import SecretStr, ValidationError
 from starlette.datastructures import Headers
 
+from stepwell.gateway.access import Access, KeyRing, Named, presented
 from stepwell.gateway.config import AgentKey, GatewayConfig
-from stepwell.gateway.keys import KeyRing, Named, needed_by, presented
+from stepwell.gateway.endpoints import ENDPOINTS, Finder
 from stepwell.gateway.server import HttpServer
 from stepwell.gateway.services import Services
 from stepwell.gateway.wiring import Wiring
@@ -104,6 +105,18 @@ async def http(locked: Any) -> AsyncIterator[Http]:
         ("GET", "/ui/api/groups", ("dashboard", None)),
         ("POST", "/ui/api/mark", ("dashboard", None)),
         ("GET", "/ui/api/", ("dashboard", None)),
+        ("GET", "/ui/api/no/such", ("dashboard", None)),
+        ("GET", "/v1/nothing", ("agent", None)),
+        ("HEAD", "/v1/models", ("agent", None)),
+        ("GET", "/v1/chat/completions", ("agent", None)),
+        ("GET", "/t/p/v1/nothing", ("agent", ("t", "p"))),
+        ("GET", "/t/p/v1beta/nothing", ("agent", ("t", "p"))),
+        ("GET", "/a%2Fb/p/v1/models/m", ("agent", ("a/b", "p"))),
+        ("POST", "/v1beta/models/m:generateContent", ("agent", None)),
+        ("POST", "/t/p/v1beta/models/a/b:countTokens", ("agent", ("t", "p"))),
+        ("DELETE", "/v1/trajectories/t", ("agent", None)),
+        ("GET", "/t/p", ("admin", None)),
+        ("GET", "/health\n", ("admin", None)),
         ("GET", "/uix", ("admin", None)),
         ("POST", "/ui/api/v1/responses", ("agent", ("ui", "api"))),
         ("GET", "/", ("open", None)),
@@ -115,7 +128,54 @@ async def http(locked: Any) -> AsyncIterator[Http]:
     ],
 )
 def test_a_path_decides_what_is_needed(method: str, path: str, needed: Any) -> None:
-    assert needed_by(method, path) == needed
+    found = Finder(ENDPOINTS).find(method, path)
+    assert (found.access, found.url) == needed
+
+
+ADMINS = frozenset(
+    (
+        *("/init_trajectory", "/generate", "/submit_steps", "/compute_reward", "/openapi.json"),
+        *("/start_rollout", "/buffer/write", "/get_rollout_data", "/ack_rollout_data"),
+        *("/statistics", "/metrics"),
+    )
+)
+PAGES = frozenset(("/ui", "/ui/", "/ui/{file:path}", "/ui/api/login", "/ui/api/logout"))
+
+
+def due(method: str, path: str) -> Access:
+    """The access that the documentation promises of an endpoint."""
+    if path in ("/", "/health") or path in PAGES:
+        return "open"
+    if path == "/{trajectory_uid}/{prompt_uid}":
+        return "open" if method == "HEAD" else "admin"
+    if path.startswith("/ui/"):
+        return "dashboard"
+    return "admin" if path in ADMINS else "agent"
+
+
+async def test_every_endpoint_of_the_router_needs_what_is_promised_and_no_less(
+    locked: Any, http: Http
+) -> None:
+    """As the table has it, and as requests without a key and with an agent's are answered."""
+    routes = locked.app.router.routes
+    assert len(routes) > 60
+    assert {type(each).__name__ for each in routes} == {"Endpoint"}
+    assert {each.path for each in routes} > ADMINS | PAGES
+    for each in routes:
+        assert each.access == due(each.method, each.path), (each.method, each.path)
+        path = re.sub(r"\{\w+(:path)?\}", "x", each.path)
+        for headers, may in ((None, ("open",)), (bearer(AGENT), ("open", "agent"))):
+            async with http.session.request(
+                each.method, http.url + path, headers=headers, allow_redirects=False
+            ) as response:
+                status = response.status
+            refused = 403 if headers else 401
+            # A login has its key in the body; whose trajectory is deleted the handler asks.
+            is_judged = each.path == "/ui/api/login" and headers is None
+            is_judged |= each.path.startswith("/v1/trajectories/") and headers is not None
+            is_refused = each.access not in may or is_judged
+            assert (status == refused) == is_refused, (each.method, path, status)
+    assert not locked.stored()
 
 
 async def test_no_route_answers_without_a_key_but_health_and_probes(

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from stepwell.gateway import known_bodies
+from stepwell.gateway.access import OPERATOR
 from stepwell.gateway.config import NormalizeRule
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages
 from stepwell.gateway.dialects.base import Dialect, Parsed
@@ -24,7 +25,6 @@ from stepwell.gateway.dialects.gemini import Gemini
 from stepwell.gateway.dialects.openai_chat import ChatParams, OpenAIChat
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.errors import GatewayError
-from stepwell.gateway.keys import OPERATOR
 from stepwell.gateway.known_bodies import KnownBodies
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.graph import TurnGraph, TurnKeys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import weakref
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -238,6 +239,22 @@ async def test_a_gateway_that_takes_a_trajectory_over_holds_no_more(worlds: Any)
         await Http(session).post(f"{url}/t1/p1/v1/chat/completions", last)
         gc.collect()
         assert trajectory_size(other.state.services, "t1") <= bound(n_tokens, n_text)
+
+
+async def test_a_call_that_waits_for_a_retry_goes_with_its_trajectory(world: World) -> None:
+    client = await world.client()
+    world.port.failures = ["before"]
+    messages: Any = [{"role": "user", "content": "hi"}]
+    with pytest.raises(openai.InternalServerError):
+        await client.chat.completions.create(model="m", messages=messages)
+    trajectory = world.gateway.trajectories.known("t1")
+    (live,) = (c.live for calls in trajectory.calls._calls.values() for c in calls)
+    assert live.state == "unstored"
+    gone = weakref.ref(live)
+    await trajectory.complete(1.0, None)
+    del live, trajectory
+    gc.collect()
+    assert gone() is None
 
 
 async def test_a_call_that_failed_keeps_nothing_of_its_request(world: World) -> None:

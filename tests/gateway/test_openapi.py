@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from stepwell.gateway.access import GEMINI_BASES
 from stepwell.gateway.dialects.registry import PATHS
-from stepwell.gateway.paths import GEMINI_BASES
 
 
 @pytest.mark.parametrize("path", [*PATHS, "messages/count_tokens"])
@@ -21,7 +21,7 @@ async def test_a_dialect_is_described_with_and_without_a_trajectorys_url(
         operation = document["paths"][f"{before}/{path}"]["post"]
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
         assert {"messages", "prompt", "input", "contents"} & schema["properties"].keys()
-        named = [p["name"] for p in operation["parameters"]]
+        named = [p["name"] for p in operation.get("parameters", ())]
         assert named == ([] if before == "/v1" else ["trajectory_uid", "prompt_uid"])
 
 
@@ -42,6 +42,5 @@ async def test_all_that_takes_a_body_says_which(world: Any) -> None:
     async with httpx.AsyncClient(base_url=world.url) as http:
         document = (await http.get("/openapi.json")).json()
     posts = {path: ops["post"] for path, ops in document["paths"].items() if "post" in ops}
-    bare = {path for path, operation in posts.items() if "requestBody" not in operation}
-    # slime's own say nothing of theirs
-    assert bare == {"/start_rollout", "/buffer/write", "/get_rollout_data", "/ack_rollout_data"}
+    assert len(posts) > 30
+    assert not [path for path, operation in posts.items() if "requestBody" not in operation]

@@ -25,11 +25,11 @@ from stepwell.datapool.files.export import read, write
 from stepwell.datapool.ops import AppendStep, ResumeTrajectory
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import DUPLICATE_OF, Step, superseded
+from stepwell.gateway.access import OPERATOR
 from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.app import create_app
 from stepwell.gateway.call import Asked
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.keys import OPERATOR
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.graph import Turn, TurnGraph, TurnKeys
 from stepwell.gateway.trajectory.calls import RetryKey, restore
@@ -253,6 +253,29 @@ async def test_steps_of_two_gateways_at_once_get_their_own_indices_and_both_know
     assert graph.steps.keys() == {0, 1, 2, 3}
     await ask(await a.client(), at_b)
     assert fleet.world.stored("t1")[4].parent_index == 2
+    fleet.world.check_exact()
+
+
+async def test_what_another_gateway_stored_comes_with_the_answer_to_a_commit(fleet: Fleet) -> None:
+    a, b = await fleet.another(), await fleet.another()
+    messages: list[Any] = [user("hi")]
+    await ask(await a.client(), messages)
+    messages.append(user("more"))
+    at_a, at_b = list(messages), list(messages)
+    await ask(await b.client(), at_b)
+    at_b.append(user("again"))
+    await ask(await b.client(), at_b)
+    fleet.world.port.asked.clear()
+    await ask(await a.client(), at_a)
+    # Index 1 is taken: the answer brings Steps 1 and 2, and 3 is offered.
+    assert [type(op) for op in fleet.world.port.asked] == [AppendStep, AppendStep]
+    assert [s.parent_index for s in fleet.world.stored("t1")] == [None, 0, 1, 0]
+    at_a.append(user("and"))
+    await ask(await a.client(), at_a)
+    assert fleet.world.stored("t1")[-1].parent_index == 3
+    # What was read is the base of what extends it: it travels no second time.
+    await ask(await a.client(), at_b)
+    assert fleet.world.port.asked[-1].step.header.base == 2
     fleet.world.check_exact()
 
 

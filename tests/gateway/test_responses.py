@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from stepwell.gateway.access import Principal
 from stepwell.gateway.dialects.openai_responses import (
     OpenAIResponses,
     ResponseStore,
@@ -21,7 +22,6 @@ from stepwell.gateway.dialects.openai_responses import (
 )
 from stepwell.gateway.dialects.response_items import seal, unseal
 from stepwell.gateway.errors import GatewayError, PermissionDeniedError, RequestError
-from stepwell.gateway.keys import Principal
 from tests.gateway.conftest import Sampled
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

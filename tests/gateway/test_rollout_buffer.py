@@ -125,7 +125,7 @@ async def finish(world: Any, prompt_uid: str, uid: str, reward: float | None) ->
     assert status == 200, answer
 
 
-async def group(world: Any, prompt_uid: str, n: int = 2, **how: Any) -> None:
+async def rollouts(world: Any, prompt_uid: str, n: int = 2, **how: Any) -> None:
     for i in range(n):
         await rollout(world, prompt_uid, f"{prompt_uid}-{i}", **how)
 
@@ -155,7 +155,7 @@ async def test_a_slime_consumer_gets_its_groups_in_its_shapes(world: Any, consum
     assert await consumer.start() == {"message": said}
     await rollout(world, "p7", "a", 1.0, metadata={"instance_id": 7, "label": "42"})
     await rollout(world, "p7", "b", 0.0, metadata={"instance_id": 7})
-    await group(world, "p8", reward=0.5)
+    await rollouts(world, "p8", reward=0.5)
 
     answer = await consumer.poll()
 
@@ -210,7 +210,7 @@ async def test_nothing_to_read_is_said_as_slime_says_it(world: Any, consumer: Co
 
 async def test_a_group_is_served_only_when_it_is_whole(world: Any, consumer: Consumer):
     await consumer.start()
-    await group(world, "p", n=1)
+    await rollouts(world, "p", n=1)
     assert await consumer.items() == []
     await rollout(world, "p", "p-1")
     assert [i["uid"] for i in await consumer.items()] == ["p-0", "p-1"]
@@ -218,7 +218,7 @@ async def test_a_group_is_served_only_when_it_is_whole(world: Any, consumer: Con
 
 
 async def test_a_group_with_more_trajectories_is_served_at_its_size(world: Any, consumer: Consumer):
-    await group(world, "p", n=3)
+    await rollouts(world, "p", n=3)
     await consumer.start()
     consumer.groups(await consumer.items())
 
@@ -226,10 +226,10 @@ async def test_a_group_with_more_trajectories_is_served_at_its_size(world: Any, 
 async def test_a_declared_group_that_ended_smaller_is_dropped(world: Any, consumer: Consumer):
     await consumer.start()
     await world.pool.open_group("p", 2, min_rollouts=1)
-    await group(world, "p", n=1)
+    await rollouts(world, "p", n=1)
     await world.pool.open_trajectory("gone", "p")
     await world.pool.abort_trajectory("gone", "crashed")
-    await group(world, "q")
+    await rollouts(world, "q")
     assert list(consumer.groups(await consumer.items())) == ["q"]
     assert (await pool_groups(world))["drop_reasons"] == {"group_size": 1}
     assert consumer.meta[0]["dropped_groups"] == {"group_size": 1}
@@ -237,7 +237,7 @@ async def test_a_declared_group_that_ended_smaller_is_dropped(world: Any, consum
 
 async def test_before_start_rollout_the_pools_own_group_size_counts(world: Any, consumer: Consumer):
     await world.pool.open_group("p", 2)
-    await group(world, "p")
+    await rollouts(world, "p")
     assert [i["uid"] for i in await consumer.items()] == ["p-0", "p-1"]
 
 
@@ -257,11 +257,11 @@ async def test_answers_of_exactly_one_batch_leave_nothing_to_throw_away(
     world = await worlds(rollout_batch_groups=2)
     consumer = Consumer(world.url)
     await consumer.start()
-    await group(world, "p0")
+    await rollouts(world, "p0")
     assert await consumer.items() == []
     assert (await pool_groups(world))["leased"] == 0
-    await group(world, "p1")
-    await group(world, "p2")
+    await rollouts(world, "p1")
+    await rollouts(world, "p2")
     assert list(consumer.groups(await consumer.items())) == ["p0", "p1"]
     assert await consumer.items() == []
 
@@ -445,8 +445,8 @@ async def test_listed_instances_are_skipped_once_per_entry(world: Any, consumer:
     for n, prompt_uid in enumerate(("e0", "e1", "e2")):
         for i in range(2):
             await rollout(world, prompt_uid, f"{n}-{i}", metadata={"instance_id": 1})
-    await group(world, "p2")
-    await group(world, "p3")
+    await rollouts(world, "p2")
+    await rollouts(world, "p3")
     served = list(consumer.groups(await consumer.items()))
     assert served == [1, "p3"]
     assert (await pool_groups(world))["drop_reasons"] == {"skip_instance_ids": 3}
@@ -456,7 +456,7 @@ async def test_several_consumers_never_get_the_same_group(world: Any):
     consumers = [Consumer(world.url) for _ in range(4)]
     await consumers[0].start()
     for k in range(8):
-        await group(world, f"p{k}")
+        await rollouts(world, f"p{k}")
     got = await asyncio.gather(*(c.items() for c in consumers for _ in range(2)))
     uids = [i["uid"] for items in got for i in items]
     assert sorted(uids) == sorted(f"p{k}-{i}" for k in range(8) for i in range(2))
@@ -477,8 +477,8 @@ async def test_a_consumer_that_leaves_before_the_end_loses_nothing(
     world: Any, consumer: Consumer, monkeypatch: pytest.MonkeyPatch
 ):
     await consumer.start()
-    await group(world, "p0")
-    await group(world, "p1")
+    await rollouts(world, "p0")
+    await rollouts(world, "p1")
     buffer = world.gateway.rollout_buffer
     encode, reached, go = buffer.encode, asyncio.Event(), asyncio.Event()
 
@@ -511,7 +511,7 @@ async def test_an_ack_whose_answer_is_lost_is_asked_for_again(
 ):
     monkeypatch.setattr("stepwell.gateway.slime_buffer.buffer.ACK_RETRY_S", 0.01)
     await consumer.start()
-    await group(world, "p")
+    await rollouts(world, "p")
     ack, calls = world.pool.ack, []
 
     async def failing(lease_id: str) -> None:
@@ -532,7 +532,7 @@ async def test_an_answer_whose_lease_ran_out_is_cut_and_its_groups_are_served_ag
     world: Any, consumer: Consumer, monkeypatch: pytest.MonkeyPatch
 ):
     await consumer.start()
-    await group(world, "p")
+    await rollouts(world, "p")
     buffer = world.gateway.rollout_buffer
     encode = buffer.encode
 
@@ -549,7 +549,7 @@ async def test_an_answer_whose_lease_ran_out_is_cut_and_its_groups_are_served_ag
 
 async def test_a_consumer_that_holds_acks_itself(world: Any, consumer: Consumer):
     await consumer.start()
-    await group(world, "p")
+    await rollouts(world, "p")
     meta = (await consumer.poll(hold=True))["data"]["meta_info"]
     assert (await pool_groups(world))["leased"] == 1
     assert await consumer.items() == []
@@ -563,7 +563,7 @@ async def test_a_consumer_that_holds_acks_itself(world: Any, consumer: Consumer)
 
 async def test_held_groups_come_again_when_nobody_acks(world: Any, consumer: Consumer):
     await consumer.start()
-    await group(world, "p")
+    await rollouts(world, "p")
     meta = (await consumer.poll(hold=True))["data"]["meta_info"]
     world.port.pass_time(PoolConfig().default.lease_s)
     assert len(await consumer.items()) == 2
@@ -605,7 +605,7 @@ async def test_an_unscored_group_is_never_served_as_zero(world: Any, consumer: C
     await consumer.start()
     await rollout(world, "p", "a", 1.0)
     await rollout(world, "p", "b", None)
-    await group(world, "q", reward=0.0)
+    await rollouts(world, "q", reward=0.0)
     assert list(consumer.groups(await consumer.items())) == ["q"]
     assert (await pool_groups(world))["drop_reasons"] == {"unscored": 1}
     assert consumer.meta[0]["avg_reward"] == 0.0
@@ -618,7 +618,7 @@ async def test_a_pool_that_filters_holds_an_unscored_group_until_it_is_scored(
     world = await worlds(pool_config=FILTERED)
     consumer = Consumer(world.url)
     await consumer.start()
-    await group(world, "p", reward=None)
+    await rollouts(world, "p", reward=None)
     assert await consumer.items() == []
     for i in range(2):
         item = {"trajectory_uid": f"p-{i}", "instance_id": "p", "reward": i}
@@ -747,7 +747,7 @@ async def test_written_items_fill_one_group_after_the_other(world: Any, consumer
 
 
 async def test_an_item_for_a_group_that_was_served_begins_the_next(world: Any, consumer: Consumer):
-    await group(world, "17")
+    await rollouts(world, "17")
     await consumer.start()
     assert len(await consumer.items()) == 2
     for i in range(2):

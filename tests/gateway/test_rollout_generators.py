@@ -20,7 +20,7 @@ from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import GatewayConfigError
 from stepwell.gateway.wiring import Wiring
 from tests.builders import until
-from tests.gateway.test_rollout_buffer import Consumer, group, pool_groups, rollout, statistics
+from tests.gateway.test_rollout_buffer import Consumer, pool_groups, rollout, rollouts, statistics
 
 ECHO = '''
 import json, urllib.request
@@ -332,7 +332,7 @@ async def test_a_group_that_a_generator_calls_finished_and_not_valid_is_dropped(
     world = await worlds("chatml", rollout_generators=(str(path),))
     consumer = Consumer(world.url)
     await consumer.start(task_type="finished")
-    await group(world, "same")
+    await rollouts(world, "same")
     await rollout(world, "differ", "d0", 0.0)
     await rollout(world, "differ", "d1", 1.0)
     assert [i["instance_id"] for i in await consumer.items()] == ["differ", "differ"]
@@ -351,7 +351,7 @@ async def test_a_function_of_a_generator_that_fails_is_told_and_no_group_is_lost
     consumer = Consumer(world.url)
     await consumer.start(task_type="broken")
     assert await ended(world) == "failed (KeyError: 'no dataset')"
-    await group(world, "p")
+    await rollouts(world, "p")
     status, answer = await consumer.post("/get_rollout_data", {})
     assert status == 500
     assert "is_valid_group of the rollout generator" in answer["error"]["message"]

@@ -117,7 +117,7 @@ def groups(world: Any) -> list[str]:
     return [step.prompt_uid for step in world.stored()]
 
 
-async def group(world: Any, prompt_uid: str, channel: str = "train") -> Any:
+async def listed_group(world: Any, prompt_uid: str, channel: str = "train") -> Any:
     page = await world.pool.list_groups(channel, prompt_uid=prompt_uid)
     return page.items[0]
 
@@ -131,7 +131,7 @@ async def test_conversations_with_one_first_prompt_form_groups_of_n(
     first, _, second, _, third = groups(world)
     assert groups(world) == [first, first, second, second, third]
     assert len({first, second, third}) == 3
-    row = await group(world, first)
+    row = await listed_group(world, first)
     assert row.n_rollouts == 2
     assert row.deadline - row.opened_at == pytest.approx(60.0)
 
@@ -193,7 +193,7 @@ async def test_a_conversation_that_began_elsewhere_is_a_group_of_its_own(
     for _ in range(2):
         await agents(world).say(*history)
     assert len(set(groups(world))) == 2
-    assert (await group(world, groups(world)[0])).n_rollouts == 1
+    assert (await listed_group(world, groups(world)[0])).n_rollouts == 1
 
 
 async def test_a_call_that_is_refused_takes_no_place_in_a_group(worlds: Any, agents: Any) -> None:
@@ -216,7 +216,7 @@ async def test_conversations_that_name_one_group_are_one_whatever_they_say(
         await agents(world).say(user(text), **{"x-prompt-uid": "task%2F1"})
     assert groups(world) == ["task/1"] * 3
     assert len({s.trajectory_uid for s in world.stored()}) == 3
-    assert (await group(world, "task/1")).n_rollouts == 2
+    assert (await listed_group(world, "task/1")).n_rollouts == 2
 
 
 async def test_a_name_whose_group_was_served_names_another_one(worlds: Any, agents: Any) -> None:

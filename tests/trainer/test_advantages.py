@@ -29,6 +29,7 @@ from stepwell.trainer.algorithms.registry import ESTIMATORS as REGISTRY
 from stepwell.trainer.config import AdvantageConfig
 from stepwell.trainer.errors import ColumnError, RewardError
 from stepwell.trainer.scoring import EXTRA
+from tests.builders import step
 from tests.trainer.golden.advantages import (
     GAMMA,
     KINDS,
@@ -70,13 +71,8 @@ def trajectory(
     **metadata: Any,
 ) -> Trajectory:
     steps = tuple(
-        Step(
-            prompt_ids=[1],
-            response_ids=[2] * (1 if tokens is None else tokens[i]),
-            reward=r,
-            trajectory_uid=uid,
-            prompt_uid=prompt_uid,
-            step_index=i,
+        step(
+            [1], [2] * (1 if tokens is None else tokens[i]), uid, i, prompt_uid=prompt_uid, reward=r
         )
         for i, r in enumerate(step_rewards)
     )

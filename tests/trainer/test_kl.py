@@ -9,7 +9,6 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.algorithms.kl import (
     KlConfig,
@@ -20,6 +19,7 @@ from stepwell.trainer.algorithms.kl import (
 )
 from stepwell.trainer.config import AdvantageConfig
 from stepwell.trainer.errors import ColumnError, RewardError
+from tests.builders import group
 
 LOGITS = torch.tensor([0.5, -1.0, 0.2, 1.0])
 REF = torch.tensor([0.1, 0.3, -0.2, 0.4]).log_softmax(0)
@@ -62,31 +62,6 @@ def test_k3_is_never_negative_and_cut_off_at_ten() -> None:
     ref = torch.tensor([0.0, 0.0, -1.5, -400.0])
     got = kl_estimate(log_probs, ref, "k3")
     assert got.tolist() == pytest.approx([0.0, 10.0, math.exp(-0.5) - 0.5, 10.0])
-
-
-def group(*rewards: list[float | None]) -> Group:
-    """One trajectory per list, one step of two tokens per reward."""
-    return Group(
-        "p",
-        tuple(
-            Trajectory(
-                f"t{t}",
-                "p",
-                tuple(
-                    Step(
-                        prompt_ids=[1],
-                        response_ids=[2, 3],
-                        trajectory_uid=f"t{t}",
-                        prompt_uid="p",
-                        step_index=i,
-                        reward=reward,
-                    )
-                    for i, reward in enumerate(steps)
-                ),
-            )
-            for t, steps in enumerate(rewards)
-        ),
-    )
 
 
 def test_the_penalty_is_earned_token_by_token_and_measured_per_trajectory() -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from stepwell.config.run import RunConfig
-from stepwell.datapool import DataPoolClient, PoolConfig, Step, VersionSpan
+from stepwell.datapool import DataPoolClient, PoolConfig, VersionSpan
 from stepwell.datapool.errors import JournalCorruptError
 from stepwell.datapool.store.salvage import salvage, settle_doubtful
 from stepwell.datapool.types import TRAIN, VAL
 from stepwell.trainer import batches
 from stepwell.trainer.ledger import audit
+from tests.builders import step_of
 from tests.datapool.conftest import newest_segment
 from tests.trainer.small_run import RecordingBackend, SmallRun, small_config, small_run
 
@@ -44,17 +45,9 @@ async def brings(
     spans = () if newer is None else (VersionSpan(version, 0, 1), VersionSpan(newer, 1, 2))
     await pool.open_group(uid, len(rewards), channel=channel, metadata={"task": {"theirs": True}})
     for i, reward in enumerate(rewards):
-        step = Step(
-            prompt_ids=[1, 2],  # type: ignore[arg-type]  # lists are normalised
-            response_ids=[3, 4],  # type: ignore[arg-type]
-            rollout_log_probs=[-0.5, -0.5],  # type: ignore[arg-type]
-            trajectory_uid=f"{uid}-{i}",
-            prompt_uid=uid,
-            policy_version=version,
-            version_spans=spans,
-        )
-        await pool.submit_step(step, channel)
-        await pool.complete_trajectory(step.trajectory_uid, reward, channel)
+        only = step_of(f"{uid}-{i}", uid, policy_version=version, version_spans=spans)
+        await pool.submit_step(only, channel)
+        await pool.complete_trajectory(f"{uid}-{i}", reward, channel)
     return uid
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from stepwell.backends.torch.backend import TorchBackend, TorchBatch
 from stepwell.config.load import load_config
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper
-from stepwell.datapool.types import DUPLICATE_OF, TRAIN, Group, Lease, Step, Trajectory
+from stepwell.datapool.types import DUPLICATE_OF, TRAIN, Group, Lease, Trajectory
 from stepwell.run.trainer import build_updater
 from stepwell.trainer.batches import Batches, TrainedChannel
 from stepwell.trainer.errors import ConfigError
@@ -25,6 +25,7 @@ from stepwell.trainer.metrics import Phases
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.sampling import GroupFilter
 from stepwell.trainer.updater import Updater
+from tests.builders import step
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,12 +64,12 @@ def groups(log_probs: bool = True) -> list[Group]:
         for i in range(1 + t % 2):
             response = [10 + (3 * p + 2 * t + 5 * i + j) % 20 for j in range(3 + t)]
             steps.append(
-                Step(
-                    prompt_ids=context,
-                    response_ids=response,
-                    trajectory_uid=uid,
+                step(
+                    context,
+                    response,
+                    uid,
+                    i,
                     prompt_uid=f"p{p}",
-                    step_index=i,
                     reward=float(t == p) if i == t % 2 else None,
                     rollout_log_probs=[-1.5] * len(response) if log_probs else None,
                 )

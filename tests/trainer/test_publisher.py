@@ -24,7 +24,7 @@ from stepwell.run.trainer import build_updater
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.publish.guard import Sample, falls_below
 from stepwell.trainer.publish.publisher import Publisher
-from stepwell.trainer.publish.rollback import serve_earlier
+from stepwell.trainer.publish.rollback import roll_back
 from stepwell.trainer.threads import ComputeThread
 from tests.trainer.small_run import (
     FakeEngine,
@@ -112,7 +112,7 @@ async def command(run: SmallRun, to: int | None) -> int:
         config.run.dir / "weights", keep=config.trainer.keep_weights, base=config.model.path
     )
     engines = cast("list[EngineClient]", [run.engine])
-    return await serve_earlier(engines, store, run.pool, to, transport="disk", trains=True)
+    return await roll_back(engines, store, run.pool, to, transport="disk", trains=True)
 
 
 @asynccontextmanager
@@ -382,7 +382,7 @@ class Served:
     async def command(self, to: int | None) -> int:
         engines = cast("list[EngineClient]", self.engines)
         store = self.open_store()
-        return await serve_earlier(engines, store, self.pool, to, transport="disk", trains=True)
+        return await roll_back(engines, store, self.pool, to, transport="disk", trains=True)
 
     async def earn(self, version: int, *rewards: float) -> None:
         for reward in rewards:

@@ -18,6 +18,7 @@ from stepwell.trainer.live import Traffic
 from stepwell.trainer.reclaim import reclaim
 from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.rollout.worker import WorkerHandle
+from tests.builders import step_of
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def task(uid: str) -> dict[str, str]:
     return {"instance_id": uid}
 
 
-async def group(
+async def submitted(
     pool: DataPoolClient,
     uid: str,
     *,
@@ -42,15 +43,8 @@ async def group(
 ) -> None:
     metadata = {"task": task(uid)} if ours else {}
     await pool.open_group(uid, 1, metadata=metadata, channel=channel)
-    step = Step(
-        prompt_ids=[1],
-        response_ids=[2],
-        trajectory_uid=f"t-{uid}",
-        prompt_uid=uid,
-        policy_version=version,
-        is_last=done,
-    )
-    await pool.submit_step(step, channel)
+    only = step_of(f"t-{uid}", uid, policy_version=version, is_last=done)
+    await pool.submit_step(only, channel)
 
 
 async def live(pool: DataPoolClient, channel: str = "train") -> set[str]:
@@ -60,11 +54,11 @@ async def live(pool: DataPoolClient, channel: str = "train") -> set[str]:
 async def test_ready_groups_of_the_checkpoint_are_kept_and_all_others_issued_again(
     pool: DataPoolClient,
 ) -> None:
-    await group(pool, "ready")
-    await group(pool, "open", done=False)
-    await group(pool, "fresh", version=7)
-    await group(pool, "later")
-    await group(pool, "agent", ours=False)
+    await submitted(pool, "ready")
+    await submitted(pool, "open", done=False)
+    await submitted(pool, "fresh", version=7)
+    await submitted(pool, "later")
+    await submitted(pool, "agent", ours=False)
     pending = {uid: task(uid) for uid in ("ready", "open", "fresh", "gone")}
 
     result = await reclaim(pool, trained={}, pending=pending, version=3)
@@ -81,7 +75,7 @@ async def test_ready_groups_of_the_checkpoint_are_kept_and_all_others_issued_aga
 
 async def test_what_the_checkpoint_contains_is_never_served_again(pool: DataPoolClient) -> None:
     for uid in "abc":
-        await group(pool, uid)
+        await submitted(pool, uid)
     trained = await pool.lease_batch()
     untrained = await pool.lease_batch()
     assert trained is not None
@@ -97,7 +91,7 @@ async def test_what_the_checkpoint_contains_is_never_served_again(pool: DataPool
 
 
 async def test_a_trained_group_whose_lease_ran_out_is_dropped(pool: DataPoolClient) -> None:
-    await group(pool, "a")
+    await submitted(pool, "a")
     lease = await pool.lease_batch(lease_s=0.01)
     assert lease is not None
     assert await pool.lease_batch(timeout_s=5) is not None  # given to another consumer
@@ -107,7 +101,7 @@ async def test_a_trained_group_whose_lease_ran_out_is_dropped(pool: DataPoolClie
 
 
 async def test_nothing_is_left_of_an_evaluation(pool: DataPoolClient) -> None:
-    await group(pool, "v", channel="val")
+    await submitted(pool, "v", channel="val")
     await reclaim(pool, trained={}, pending={}, version=0)
     assert await live(pool, "val") == set()
 
@@ -116,7 +110,7 @@ async def test_groups_that_share_a_lease_with_untrained_ones_are_dropped_alone(
     pool: DataPoolClient,
 ) -> None:
     for uid in "ab":
-        await group(pool, uid)
+        await submitted(pool, uid)
     await pool.lease_batch(batch_size=2)
     await reclaim(pool, trained={"": ["a"]}, pending={"b": task("b")}, version=0)
     assert await live(pool) == {"b"}
@@ -176,8 +170,8 @@ async def test_what_the_pool_dropped_before_it_forgot_its_events_is_issued_again
     for uid in ("dropped", "there", "trained"):
         ledger.issued(uid, uid)
         producer.in_flight[uid] = task(uid)
-    await group(pool, "there")
-    await group(pool, "dropped")
+    await submitted(pool, "there")
+    await submitted(pool, "dropped")
     await pool.drop_group("dropped", "evicted")
     ledger.trained(1, ["trained"])  # acked, and not settled yet
 
@@ -207,7 +201,7 @@ async def test_traffic_that_the_surviving_ledger_trained_is_not_leased_again(
 ) -> None:
     """A salvaged pool has groups again whose acks were lost."""
     for uid in ("trained", "void", "new"):
-        await group(pool, uid, ours=False)
+        await submitted(pool, uid, ours=False)
     former = Ledger(tmp_path / "ledger.jsonl")
     former.issued("trained", "trained")
     former.trained(1, ["trained"])

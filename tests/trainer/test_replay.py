@@ -15,7 +15,7 @@ import torch
 
 from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.sealed import sealed
-from stepwell.datapool.types import Group, Step, Trajectory
+from stepwell.datapool.types import Group
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
 from stepwell.trainer.errors import CheckpointError
 from stepwell.trainer.progress import Progress
@@ -27,20 +27,13 @@ from stepwell.trainer.recording import (
     replay,
 )
 from stepwell.trainer.updater import Updater
+from tests.builders import group
 from tests.trainer.small_run import RecordingBackend
 
 
-def group(uid: str) -> Group:
-    step = Step(
-        prompt_ids=[1, 2],  # type: ignore[arg-type]  # lists are normalised
-        response_ids=[3],  # type: ignore[arg-type]
-        rollout_log_probs=[-0.1],  # type: ignore[arg-type]
-        trajectory_uid=f"{uid}-t",
-        prompt_uid=uid,
-        reward=0.1 + 0.2,
-        is_last=True,
-    )
-    return Group(uid, (Trajectory(f"{uid}-t", uid, (step,)),), 1, {"task": {"question": "1 + 1"}})
+def asked(uid: str) -> Group:
+    metadata = {"task": {"question": "1 + 1"}}
+    return group(0.1 + 0.2, uid=uid, n_rollouts=1, metadata=metadata, is_last=True)
 
 
 @pytest.mark.parametrize("where", ["batches", "batches/rollout_{rollout_id}.pt"])
@@ -49,25 +42,25 @@ def test_batches_are_read_as_they_were_written_in_the_order_of_training(
 ) -> None:
     where = str(tmp_path / where)
     for updates in (0, 2, 10):
-        groups = [group(f"b{updates}"), group(f"a{updates}")]
+        groups = [asked(f"b{updates}"), asked(f"a{updates}")]
         record_batch(where, groups, Progress(updates=updates, version=1, published={0: 0, 1: 1}))
     found = recordings(where)
     assert found == [(n, recording_path(where, n)) for n in (0, 2, 10)]
     recording = load_recording(found[1][1])
     assert [g.prompt_uid for g in recording.groups] == ["b2", "a2"]
-    assert recording.groups == (group("b2"), group("a2"))
+    assert recording.groups == (asked("b2"), asked("a2"))
     assert recording.progress == Progress(updates=2, version=1, published={0: 0, 1: 1})
 
 
 def test_a_batch_that_a_resumed_run_does_again_replaces_the_lost_one(tmp_path: Path) -> None:
     for uid in ("lost", "again"):
-        record_batch(str(tmp_path), [group(uid)], Progress(updates=4))
+        record_batch(str(tmp_path), [asked(uid)], Progress(updates=4))
     ((_, path),) = recordings(str(tmp_path))
     assert load_recording(path).groups[0].prompt_uid == "again"
 
 
 def test_nothing_is_recorded_without_a_place() -> None:
-    record_batch(None, [group("a")], Progress())
+    record_batch(None, [asked("a")], Progress())
 
 
 def save(content: object, path: Path) -> None:
@@ -109,7 +102,7 @@ def test_a_recording_of_classes_that_are_gone_is_refused_by_name(tmp_path: Path)
 
 
 def test_a_gap_in_the_recording_names_the_checkpoint_to_begin_from(tmp_path: Path) -> None:
-    record_batch(str(tmp_path), [group("a")], Progress(updates=6))
+    record_batch(str(tmp_path), [asked("a")], Progress(updates=6))
     updater = Updater(AlgorithmConfig(), AsyncTrainingConfig(), RecordingBackend())
     with pytest.raises(CheckpointError, match=r"set run\.resume to the checkpoint step_6"):
         next(replay(updater, recordings(str(tmp_path)), 1))
@@ -119,7 +112,7 @@ def test_a_replay_has_the_counters_and_versions_of_the_recorded_run(tmp_path: Pa
     for updates in (2, 3):
         published = {0: 0, **{v: v for v in range(1, updates + 1)}}
         progress = Progress(updates=updates, version=updates, published=published)
-        record_batch(str(tmp_path), [group(f"g{updates}")], progress)
+        record_batch(str(tmp_path), [asked(f"g{updates}")], progress)
     backend = RecordingBackend()
     updater = Updater(
         AlgorithmConfig(), AsyncTrainingConfig(trigger_parameter_sync_step=1), backend

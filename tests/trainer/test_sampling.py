@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from stepwell.config.load import load_config
 from stepwell.datapool.config import ChannelConfig
 from stepwell.datapool.selection import GroupInfo
-from stepwell.datapool.types import TRAIN, Group, Step, Trajectory
+from stepwell.datapool.types import TRAIN
 from stepwell.trainer.config import SamplingConfig
 from stepwell.trainer.errors import ConfigError, StarvedError
 from stepwell.trainer.ledger import audit
@@ -27,7 +27,7 @@ from stepwell.trainer.sampling import (
     credit_limit,
     drops_surplus,
 )
-from tests.builders import until
+from tests.builders import group, until
 from tests.trainer.small_run import pool_config, small_config, small_run
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
@@ -35,27 +35,6 @@ MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 SYNC = "async_training.mode=sync"
 ONE_STEP_OFF = "async_training.mode=one_step_off"
 ASYNC = "async_training.mode=async"
-
-
-def group(*rewards: float | None, uid: str = "p", version: int = 0) -> Group:
-    trajectories = tuple(
-        Trajectory(
-            f"{uid}{i}",
-            uid,
-            (
-                Step(
-                    prompt_ids=[1],
-                    response_ids=[2],
-                    reward=reward,
-                    trajectory_uid=f"{uid}{i}",
-                    prompt_uid=uid,
-                    policy_version=version,
-                ),
-            ),
-        )
-        for i, reward in enumerate(rewards)
-    )
-    return Group(uid, trajectories, len(rewards))
 
 
 async def begun(pace: Pace, *uids: str) -> list[str]:
@@ -291,7 +270,7 @@ def looks(info: GroupInfo) -> None:
 
 def test_a_filter_sees_of_a_leased_group_what_the_pool_would_show_it() -> None:
     judge = GroupFilter(SamplingConfig(filters=[f"{__name__}:looks"]))
-    assert judge.keep([group(0.0, 2.0, version=3)])
+    assert judge.keep([group(0.0, 2.0, n_rollouts=2, policy_version=3)])
     info = shown.pop()
     assert (info.reward_mean, info.reward_std) == (1.0, 1.0)
     assert (info.oldest_version, info.newest_version, info.n_steps) == (3, 3, 2)

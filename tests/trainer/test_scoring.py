@@ -13,12 +13,13 @@ import pytest
 from pydantic import ValidationError
 from transformers import AutoTokenizer
 
-from stepwell.datapool.types import Group, Step, Trajectory
+from stepwell.datapool.types import Group, Trajectory
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.config import AdvantageConfig, DataConfig, OverlongBufferConfig, RolloutConfig
 from stepwell.trainer.errors import RewardError
 from stepwell.trainer.rewards import RewardConfig
 from stepwell.trainer.scoring import EXTRA, GROUP_TOO_SMALL, NOT_CONFIGURED, Scorer
+from tests.builders import step
 from tests.trainer.small_run import RecordingBackend, small_config, small_run
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
@@ -50,15 +51,7 @@ def make(encode: Callable[[str], list[int]]) -> Callable[..., Group]:
             text, reward = answer if isinstance(answer, tuple) else (answer, None)
             name = f"{uid}-t{i}"
             steps = tuple(
-                Step(
-                    prompt_ids=[1],
-                    response_ids=encode(said),
-                    reward=r,
-                    trajectory_uid=name,
-                    prompt_uid=uid,
-                    step_index=k,
-                    finish_reason="stop",
-                )
+                step([1], encode(said), name, k, prompt_uid=uid, reward=r, finish_reason="stop")
                 for k, (said, r) in enumerate([("call", None), (text, reward)])
             )
             trajectories.append(Trajectory(name, uid, steps))

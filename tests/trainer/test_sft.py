@@ -38,13 +38,13 @@ def conversations(n: int = 1) -> list[Group]:
     """Groups as the trainer leases them from channel `sft`."""
     rows = Conversations(JsonlSource(kind="jsonl", path=Path("x.jsonl")), SftConfig(), MODEL)
 
-    def group(i: int) -> Group:
+    def leased(i: int) -> Group:
         task = conversation(i)
         uid = str(task["instance_id"])
         steps = tuple(rows.steps(task, uid))
         return Group(uid, (Trajectory(uid, uid, steps),), metadata={CHANNEL: SFT})
 
-    return [group(i) for i in range(n)]
+    return [leased(i) for i in range(n)]
 
 
 # ── the loss ─────────────────────────────────────────────────────────────────────────────────────

@@ -26,7 +26,7 @@ from stepwell.trainer.slime.data_source import RolloutDataSourceWithBuffer
 from tests.backends.slime_itself import HAS_SLIME
 from tests.builders import until
 from tests.gateway.conftest import serving, worlds  # noqa: F401 - a fixture
-from tests.gateway.test_rollout_buffer import Consumer, group, statistics
+from tests.gateway.test_rollout_buffer import Consumer, rollouts, statistics
 from tests.trainer.test_slime_rollout import slime_args
 
 REWARD = "tests.gateway.scripted_reward:exact"
@@ -122,7 +122,7 @@ async def test_text_only_rollouts_have_no_log_probs_and_raw_rewards_come_along(
 
     # Beside groups with log-probs slime cannot leave out the correction for some.
     await write(2)
-    await group(world, "p")
+    await rollouts(world, "p")
     samples = await generate_agent_rollout(args, 1, source)
     assert [s.remove_sample for s in samples] == [True, True, False, False]
     assert samples.metrics["stepwell/untrained_tokens/no_log_probs"] == 2 * len(
@@ -163,7 +163,7 @@ async def test_what_came_before_a_failure_is_kept_and_only_the_rest_is_asked_for
 ):
     world = await worlds("chatml")
     args, source = run_of(world.url)
-    await group(world, "p")
+    await rollouts(world, "p")
     # slime calls it without an event loop of its own.
     failing = asyncio.create_task(asyncio.to_thread(generate_rollout, args, 0, source))
     await until(lambda: statistics(world).get("delivered_groups"), 60)
@@ -177,7 +177,7 @@ async def test_what_came_before_a_failure_is_kept_and_only_the_rest_is_asked_for
             await failing
 
     assert source.get_buffer_length() == 0
-    await group(world, "q")
+    await rollouts(world, "q")
     samples = await generate_agent_rollout(args, 0, source)
     assert [s.metadata["prompt_uid"] for s in samples] == ["p", "p", "q", "q"]
     assert source.get_metadata() == {"0": ["p", "q"]}
@@ -223,7 +223,7 @@ async def test_the_function_that_slime_names_returns_what_its_controllers_take(
 ):
     world = await worlds("chatml")
     args, source = run_of(world.url, rollout_batch_size=1)
-    await group(world, "p")
+    await rollouts(world, "p")
     made = await asyncio.to_thread(generate_rollout, args, 0, source)
     if HAS_SLIME:  # today's has an output class, with metrics
         assert made.metrics["stepwell/samples_without_log_probs"] == 0

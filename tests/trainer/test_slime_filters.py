@@ -9,11 +9,12 @@ import pytest
 
 from stepwell.backends.slime.sample import sample_class
 from stepwell.datapool.errors import SelectionError
-from stepwell.datapool.types import TRAIN, Group, Step, Trajectory
+from stepwell.datapool.types import TRAIN, Group, Trajectory
 from stepwell.trainer.config import SamplingConfig
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.sampling import GroupFilter
 from stepwell.trainer.slime.filters import DynamicFilterOutput
+from tests.builders import group, step
 from tests.trainer.small_run import small_config, small_run
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
@@ -48,29 +49,27 @@ def takes_one(samples: list[Any]) -> bool:
     return True
 
 
-def group(*rewards: float, finish: str = "stop") -> Group:
+def with_tools(*rewards: float, finish: str = "stop") -> Group:
     """Each trajectory has two turns, with a tool's answer between them."""
     trajectories = []
     for i, reward in enumerate(rewards):
-        who: dict[str, Any] = {"trajectory_uid": f"t{i}", "prompt_uid": "p"}
+        last: dict[str, Any] = {"policy_version": 3, "finish_reason": finish, "is_last": True}
         steps = (
-            Step(prompt_ids=[65, 66], response_ids=[67], rollout_log_probs=[-0.5], **who),
-            Step(
-                prompt_ids=[65, 66, 67, 68],
-                response_ids=[69, 70],
+            step([65, 66], [67], f"t{i}"),
+            step(
+                [65, 66, 67, 68],
+                [69, 70],
+                f"t{i}",
+                1,
                 rollout_log_probs=[-0.25, -0.125],
-                step_index=1,
                 parent_index=0,
-                policy_version=3,
                 reward=reward,
-                finish_reason=finish,  # type: ignore[arg-type]
-                is_last=True,
-                **who,
+                **last,
             ),
         )
         trajectories.append(Trajectory(f"t{i}", "p", steps, {"tool_calls": i}))
     task = {"question": "A?", "answer": "7", "metadata": {"level": 2}, "data_source": "gsm8k"}
-    return Group("p", tuple(trajectories), len(rewards), {"task": task})
+    return group(*trajectories, n_rollouts=len(rewards), metadata={"task": task})
 
 
 def rules(function: Any, **given: Any) -> GroupFilter:
@@ -106,7 +105,7 @@ def _decoded(ids: list[int]) -> str:
 
 def test_a_dynamic_filter_sees_whole_samples_and_the_runs_arguments() -> None:
     seen.clear()
-    whole = group(1.0, 0.5)
+    whole = with_tools(1.0, 0.5)
     assert rules(record, n_samples_per_prompt=2).keep([whole]) == [whole]
     ((args, samples),) = seen
     for index, reward in enumerate((1.0, 0.5)):
@@ -119,7 +118,7 @@ def test_an_over_sampling_filter_sees_whole_samples_of_every_group() -> None:
     seen.clear()
     path = f"{__name__}:record_all"
     config = SamplingConfig(over_sampling_batch_size=2, over_sampling_filter=path)
-    groups = [group(1.0, 0.5), group(0.0, 0.25)]
+    groups = [with_tools(1.0, 0.5), with_tools(0.0, 0.25)]
     assert GroupFilter(config, MODEL).best(groups, 1) == [groups[1]]
     ((_, samples),) = seen
     for number, rewards in enumerate(((1.0, 0.5), (0.0, 0.25))):
@@ -130,20 +129,20 @@ def test_an_over_sampling_filter_sees_whole_samples_of_every_group() -> None:
 
 def test_a_filter_of_what_samples_are_drops_by_its_reason() -> None:
     judge = rules(not_truncated)
-    whole = group(1.0, 0.0)
-    assert judge.keep([group(1.0, 0.0, finish="length"), whole]) == [whole]
+    whole = with_tools(1.0, 0.0)
+    assert judge.keep([with_tools(1.0, 0.0, finish="length"), whole]) == [whole]
     assert judge.dropped == {"2_truncated": 1}
 
 
 def test_a_rejected_group_that_another_round_would_replace_is_kept() -> None:
-    whole = group(1.0, 0.0)
+    whole = with_tools(1.0, 0.0)
     assert rules(rejected_if_others_come).keep([whole]) == [whole]
 
 
 def test_an_argument_that_a_run_does_not_have_is_named() -> None:
     said = r"reads_an_unknown_argument.* failed .*args\.rollout_num_gpus is not known here"
     with pytest.raises(SelectionError, match=said):
-        rules(reads_an_unknown_argument).keep([group(1.0, 0.0)])
+        rules(reads_an_unknown_argument).keep([with_tools(1.0, 0.0)])
 
 
 @pytest.mark.parametrize("name", ["takes_one", "nowhere"])

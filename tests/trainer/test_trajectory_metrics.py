@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from stepwell.datapool.types import Group, Step, Trajectory
+from stepwell.datapool.types import Group, Step
 from stepwell.trainer.trajectory_metrics import tool_use, trajectory_metrics
+from tests.builders import group, step
 
 
-def step(
+def turn(
     prompt: int,
     response: int,
     index: int = 0,
@@ -18,23 +19,15 @@ def step(
     messages: list[dict[str, Any]] | None = None,
     **fields: Any,
 ) -> Step:
+    """A Step of so many tokens."""
     said = {"tool_calls": tool_calls, "messages": messages}
-    return Step(
-        metadata={k: v for k, v in said.items() if v is not None},
-        prompt_ids=range(prompt),
-        response_ids=range(response),
-        trajectory_uid="t",
-        prompt_uid="p",
-        step_index=index,
-        **fields,
-    )
+    metadata = {k: v for k, v in said.items() if v is not None}
+    return step(range(prompt), range(response), index=index, metadata=metadata, **fields)
 
 
-def group(*trajectories: tuple[Step, ...], source: str | None = None) -> Group:
+def sourced(*trajectories: tuple[Step, ...], source: str | None = None) -> Group:
     task = {} if source is None else {"data_source": source}
-    return Group(
-        "p", tuple(Trajectory("t", "p", steps) for steps in trajectories), metadata={"task": task}
-    )
+    return group(*trajectories, metadata={"task": task})
 
 
 def result(text: str) -> dict[str, Any]:
@@ -42,9 +35,9 @@ def result(text: str) -> dict[str, Any]:
 
 
 def test_lengths_and_turns_are_of_whole_trajectories() -> None:
-    two_calls = (step(10, 3), step(20, 5, 1, reward=1.0, finish_reason="length"))
-    one_call = (step(4, 2, reward=0.0, finish_reason="stop"),)
-    metrics = trajectory_metrics([group(two_calls), group(one_call)])
+    two_calls = (turn(10, 3), turn(20, 5, 1, reward=1.0, finish_reason="length"))
+    one_call = (turn(4, 2, reward=0.0, finish_reason="stop"),)
+    metrics = trajectory_metrics([sourced(two_calls), sourced(one_call)])
     assert {k: v for k, v in metrics.items() if "reward" not in k} == {
         "prompt_length/mean": 7.0,
         "prompt_length/min": 4.0,
@@ -61,9 +54,9 @@ def test_lengths_and_turns_are_of_whole_trajectories() -> None:
 
 def test_rewards_have_a_spread_and_a_mean_for_each_data_source() -> None:
     groups = [
-        group((step(1, 1, reward=1.0),), (step(1, 1, reward=0.0),), source="gsm8k"),
-        group((step(1, 1, reward=-1.0),), (step(1, 1),), source="math"),
-        group((step(1, 1, reward=4.0),)),
+        sourced((turn(1, 1, reward=1.0),), (turn(1, 1, reward=0.0),), source="gsm8k"),
+        sourced((turn(1, 1, reward=-1.0),), (turn(1, 1),), source="math"),
+        sourced((turn(1, 1, reward=4.0),)),
     ]
     metrics = trajectory_metrics(groups)
     assert {k: v for k, v in metrics.items() if "reward" in k} == {
@@ -78,17 +71,17 @@ def test_rewards_have_a_spread_and_a_mean_for_each_data_source() -> None:
 
 
 def test_what_nothing_was_scored_of_has_no_reward() -> None:
-    assert not [k for k in trajectory_metrics([group((step(1, 1),))]) if "reward" in k]
+    assert not [k for k in trajectory_metrics([sourced((turn(1, 1),))]) if "reward" in k]
     assert trajectory_metrics([]) == {}
 
 
 def test_tools_are_told_of_where_the_model_was_offered_some() -> None:
     offered = (
-        step(1, 1, tool_calls=2),
-        step(1, 1, 1, tool_calls=1, messages=[result("7"), result("error: no tool 'x'")]),
-        step(1, 1, 2, tool_calls=0, messages=[result("Error: timeout"), {"role": "assistant"}]),
+        turn(1, 1, tool_calls=2),
+        turn(1, 1, 1, tool_calls=1, messages=[result("7"), result("error: no tool 'x'")]),
+        turn(1, 1, 2, tool_calls=0, messages=[result("Error: timeout"), {"role": "assistant"}]),
     )
-    groups = [group(offered), group((step(1, 1, tool_calls=0),)), group((step(1, 1),))]
+    groups = [sourced(offered), sourced((turn(1, 1, tool_calls=0),)), sourced((turn(1, 1),))]
     metrics = trajectory_metrics(groups)
     assert metrics["tool_calls/mean"] == 1.5  # 3 and 0
     assert metrics["tool_errors"] == pytest.approx(2 / 3)

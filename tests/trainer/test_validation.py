@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepwell.datapool.types import VAL, Group, Step, Trajectory
+from stepwell.datapool.types import VAL, Group
 from stepwell.trainer.errors import StarvedError
 from stepwell.trainer.validation import (
     COLUMNS,
@@ -30,7 +30,7 @@ from stepwell.trainer.validation import (
     samples_path,
     write_samples,
 )
-from tests.builders import until
+from tests.builders import group, step, until
 from tests.trainer.small_run import RecordingBackend, small_config, small_run
 
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────
@@ -67,32 +67,21 @@ def test_k_are_the_powers_of_two_and_n(n: int, ks: list[int]) -> None:
     assert powers_of_two(n) == ks
 
 
-def group(uid: str, source: str | None, *rewards: float | None, **task: Any) -> Group:
-    trajectories = tuple(
-        Trajectory(
-            f"{uid}.{i}",
-            uid,
-            (
-                Step(
-                    prompt_ids=[1],
-                    response_ids=[2, i + 3],
-                    reward=reward,
-                    trajectory_uid=f"{uid}.{i}",
-                    prompt_uid=uid,
-                ),
-            ),
-        )
-        for i, reward in enumerate(rewards)
-    )
+def evaluated(uid: str, source: str | None, *rewards: float | None, **task: Any) -> Group:
+    """A task of a data source whose rollouts were given these rewards."""
     metadata = {"task": {"instance_id": uid, "data_source": source, **task}}
-    return Group(uid, trajectories, len(rewards), metadata)
+    rollouts = [
+        [step([1], [2, i + 3], f"{uid}.{i}", prompt_uid=uid, reward=reward)]
+        for i, reward in enumerate(rewards)
+    ]
+    return group(*rollouts, uid=uid, n_rollouts=len(rewards), metadata=metadata)
 
 
 def test_figures_are_means_over_prompts_of_each_data_source() -> None:
     groups = [
-        group("a", "math", 1.0, 0.0, 0.0, 0.0),
-        group("b", "math", 1.0, 1.0, 1.0, 1.0),
-        group("c", "code", 0.5, 0.5, 0.5, 0.5),
+        evaluated("a", "math", 1.0, 0.0, 0.0, 0.0),
+        evaluated("b", "math", 1.0, 1.0, 1.0, 1.0),
+        evaluated("c", "code", 0.5, 0.5, 0.5, 0.5),
     ]
     assert figures(groups, 4, pass_reward=1.0) == {
         "val/code/mean@4": 0.5,
@@ -110,7 +99,11 @@ def test_figures_are_means_over_prompts_of_each_data_source() -> None:
 
 
 def test_a_rollout_that_failed_is_missing_and_not_zero() -> None:
-    groups = [group("a", "math", 1.0), group("b", "math", 0.0, 1.0), group("c", "math", None)]
+    groups = [
+        evaluated("a", "math", 1.0),
+        evaluated("b", "math", 0.0, 1.0),
+        evaluated("c", "math", None),
+    ]
     result = figures(groups, 2, pass_reward=1.0)
     assert result["val/math/mean@2"] == 0.75
     assert result["val/math/pass@1"] == 0.75
@@ -123,7 +116,7 @@ def test_a_rollout_that_failed_is_missing_and_not_zero() -> None:
 
 def test_a_sample_has_the_question_the_answer_the_reply_and_the_reward(tmp_path: Path) -> None:
     rows = samples(
-        [group("a", "math", 1.0, 0.25, question="1+1?", answer="2")],
+        [evaluated("a", "math", 1.0, 0.25, question="1+1?", answer="2")],
         lambda ids, skip_special_tokens: f"said {ids.tolist()}",
         Policy(step=20, version=10, published={10: 20}),
     )
@@ -142,7 +135,7 @@ def test_a_sample_has_the_question_the_answer_the_reply_and_the_reward(tmp_path:
 def test_a_sample_has_what_the_reward_function_said_beside_the_score() -> None:
     """verl's `reward_extra_infos`."""
     extra = {"accuracy": 1.0, "feedback": "well done"}
-    one = group("a", "math", 1.0)
+    one = evaluated("a", "math", 1.0)
     told = replace(one.trajectories[0], metadata={"reward_extra_info": extra})
     [row] = samples(
         [replace(one, trajectories=(told,))],

@@ -19,9 +19,10 @@ from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.files.export import read
 from stepwell.datapool.sealed import sealed
 from stepwell.datapool.types import Step, Trajectory
+from stepwell.gateway.endpoints import ENDPOINTS
 from stepwell.gateway.ui.alerts import alerts
 from stepwell.gateway.ui.dashboard import as_json
-from stepwell.gateway.ui.router import STATIC, UI_ROUTES
+from stepwell.gateway.ui.router import STATIC
 from stepwell.gateway.ui.run_folder import RunFolder
 from stepwell.gateway.ui.trajectories import prefixes
 from tests.ui.demo import HOSTILE, Demo, demo, fill, train, write_run
@@ -103,7 +104,7 @@ async def test_data_needs_an_admin_key_or_the_cookie_that_one_was_exchanged_for(
 
 
 async def test_a_session_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.gateway.keys.SESSION_S", -1)
+    monkeypatch.setattr("stepwell.gateway.access.SESSION_S", -1)
     async with (
         demo(tmp_path, admin_keys=ADMIN) as served,
         httpx.AsyncClient(base_url=served.url) as http,
@@ -416,7 +417,7 @@ async def test_no_route_loads_code_that_a_request_names(
     ran = plant(tmp_path, monkeypatch)
     described = shown.app[0].openapi()["paths"]
     routes = {(m.upper(), path) for path, ways in described.items() for m in ways}
-    routes |= {(m, r.path) for r in UI_ROUTES for m in r.methods or () if m != "HEAD"}
+    routes |= {(each.method, each.path) for each in ENDPOINTS if each.method != "HEAD"}
     assert {
         ("POST", "/ui/api/dry_run"),
         ("POST", "/start_rollout"),

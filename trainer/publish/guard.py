@@ -54,11 +54,11 @@ class Sample:
     n: int
     mean: float = math.nan
     error: float = math.inf
-    """Of the mean; infinite with fewer than two prompts."""
+    """Standard error of the mean; infinite with fewer than two prompts."""
 
     @classmethod
     def of(cls, by_prompt: Sequence[Sequence[float]]) -> Sample:
-        """Of rewards, prompt by prompt."""
+        """Sum up rewards that are given prompt by prompt."""
         n, g = sum(map(len, by_prompt)), len(by_prompt)
         if n == 0:
             return cls(0)
@@ -73,13 +73,13 @@ class Sample:
 
 
 def falls_below(new: Sample, old: Sample, z: float) -> bool:
-    """Whether the mean of `new` is lower than that of `old` by more than its error."""
+    """True if the mean of `new` is lower than that of `old` by more than its error."""
     return old.mean - new.mean > z * math.hypot(old.error, new.error)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a version on trial."""
+    """Outcome of a version's trial."""
 
     outcome: Literal["stays", "falls_below", "unjudged"]
     why: str
@@ -116,7 +116,7 @@ class Guard:
                     rewards = self._rewards[event.data["oldest"]]
                     reward = event.prompt_uid, event.data["reward"], time.monotonic()
                     rewards[event.trajectory_uid] = reward
-            self._tell()
+            self._notify()
 
     def scored(self, groups: Sequence[Group]) -> None:
         """Rewards that the trainer gave itself (`rollout.reward`), which the pool does not know."""
@@ -128,9 +128,9 @@ class Guard:
                 if len(versions) == 1 and t.reward is not None:
                     reward = group.prompt_uid, t.reward, time.monotonic()
                     self._rewards[versions.pop()][t.trajectory_uid] = reward
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for old in sorted(self._rewards)[:-REMEMBERED]:
             del self._rewards[old]
         news, self._news = self._news, asyncio.Event()
@@ -162,7 +162,7 @@ class Guard:
     async def verdict(
         self, version: int, progress: Progress, *, wait: bool = True, beside: bool = False
     ) -> Verdict:
-        """What the rewards of `version` say once there are enough; `wait` False: at once.
+        """Judge `version` by its rewards once there are enough; `wait` False: at once.
 
         Args:
             beside: the version before goes on earning: what it earns meanwhile is compared.
@@ -188,5 +188,5 @@ class Guard:
         old = self.sample(before, progress, since=begun if beside else -math.inf)
         if old.n < self.config.n:
             old = self.sample(before, progress)
-        said = f"version {version} earns {new}, version {before} {old}"
-        return Verdict("falls_below" if falls_below(new, old, self.config.z) else "stays", said)
+        why = f"version {version} earns {new}, version {before} {old}"
+        return Verdict("falls_below" if falls_below(new, old, self.config.z) else "stays", why)

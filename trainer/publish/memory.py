@@ -35,7 +35,7 @@ from stepwell.backends.weights import StoreLock
 log = logging.getLogger(__name__)
 
 GAP_S = 0.1
-"""Between two lends: whoever waits for the store's lock gets it in that time."""
+"""Seconds between two lends, in which whoever waits for the store's lock gets it."""
 _GONE = (EngineUnavailableError, EngineTimeoutError, EngineInternalError)
 
 
@@ -52,7 +52,7 @@ class EngineMemory:
         self._lock = lock
         self._lent: list[EngineClient] | None = None
         self._held = AsyncExitStack()
-        """The lock, while memory is lent."""
+        """Holds the lock while memory is lent."""
         self._returned = -GAP_S
         """Monotonic time at which memory came back last."""
 

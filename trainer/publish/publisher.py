@@ -57,14 +57,14 @@ from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.publish.guard import Guard
 from stepwell.trainer.publish.memory import EngineMemory
-from stepwell.trainer.publish.rollback import serve_again
+from stepwell.trainer.publish.rollback import roll_back
 from stepwell.trainer.threads import ComputeThread
 from stepwell.trainer.updater import Updater
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
-"""Between two questions to an engine that is down."""
+"""Seconds between two questions to an engine that is down."""
 NO_LOADING = (
     "the training backend does not implement load_weights(): engines would serve the earlier "
     "version and training go on from the later one; implement it"
@@ -126,9 +126,9 @@ class Publisher:
         self._lock = asyncio.Lock()
         """Held while a version is written, rolled back or adopted."""
         self._publication: asyncio.Task[Publication | None] | None = None
-        """The last one; None: it was superseded."""
+        """The last publication; its result is None if it was superseded."""
         self._failure: Exception | None = None
-        """Of a trial: raised to whoever publishes or waits next."""
+        """Error of a trial, raised to whoever publishes or waits next."""
         self._overdue = False
         self._pins = 0
         self._unpinned = asyncio.Event()
@@ -194,7 +194,7 @@ class Publisher:
             return False
         async with self._lock:
             self._end_trial()
-            await self._ended()
+            await self._wait_ended()
             current = self._store.current()
             if current is None:
                 return False
@@ -246,7 +246,7 @@ class Publisher:
             self._overdue = True
         else:
             async with self._lock:
-                await self._ended()
+                await self._wait_ended()
                 self._overdue = self._on_trial is not None
                 if not self._overdue and not self.is_superseded:
                     await self._publish_next()
@@ -255,17 +255,17 @@ class Publisher:
             self._producer.open_window()
 
     async def wait_published(self) -> None:
-        """Returns once every engine serves the version that was published last.
+        """Return once every engine serves the version that was published last.
 
         Raises:
             WeightUpdateError: an engine does not.
         """
         if self._canary is not None:
             await self.wait_judged()
-        await self._ended()
+        await self._wait_ended()
 
     async def finish(self) -> None:
-        """Training has ended: returns once the engines serve all of it."""
+        """End: returns once the engines serve all that was trained."""
         await self.judge()
         await self._publish_overdue()
         await self.wait_published()
@@ -339,7 +339,7 @@ class Publisher:
         return self._store.write(max(progress.published) + 1, save), progress.updates
 
     def _begin(self, path: Path, version: int, *, canary: bool = False) -> None:
-        """Publish beside training; `_ended` waits for it."""
+        """Publish beside training; `_wait_ended` waits for it."""
         self._canary = path if canary else None
         self._publication = asyncio.create_task(self._publish(path, version))
 
@@ -404,8 +404,8 @@ class Publisher:
             raise SupersededError(current.version)
         return 0 if current is None else current.version
 
-    async def _ended(self) -> None:
-        """The last publication has ended.
+    async def _wait_ended(self) -> None:
+        """Return once the last publication has ended.
 
         Raises:
             WeightUpdateError: an engine does not have it.
@@ -446,7 +446,7 @@ class Publisher:
             await self._try_out(version, wait=False)
 
     async def wait_judged(self) -> None:
-        """Returns once no version is on trial."""
+        """Return once no version is on trial."""
         while self._trial is not None and not self._trial.done():
             await asyncio.wait({self._trial})
 
@@ -457,16 +457,16 @@ class Publisher:
             self._trial = asyncio.create_task(self._trial_of(version))
 
     def _end_trial(self) -> None:
-        """Only while it waits for rewards: what follows from them is done to its end."""
+        """End a trial that waits for rewards; what follows from a verdict is done to its end."""
         if self._undecided and self._trial is not None:
             self._trial.cancel()
             self._on_trial, self._undecided = None, False
 
     async def _try_out(self, version: int, *, wait: bool = True) -> None:
-        """Until the rewards of `version` say whether it stays."""
+        """Wait for the verdict on `version`, and do what follows from it."""
         if self._guard is None:
             return
-        await self._ended()
+        await self._wait_ended()
         beside = self._canary is not None
         verdict = await self._guard.verdict(version, self._progress, wait=wait, beside=beside)
         log.info("%s: %s", verdict.outcome, verdict.why)
@@ -477,7 +477,7 @@ class Publisher:
                 await self._roll_back(version, verdict.why)
             elif self._canary is not None:
                 self._begin(self._canary, version)
-                await self._ended()
+                await self._wait_ended()
         except VersionNotKeptError as e:
             self._tell(f"{verdict.why}, but {e}")
         finally:
@@ -490,17 +490,17 @@ class Publisher:
         if self._updater.backend.lacks("load_weights"):
             raise UnsupportedByBackendError(NO_LOADING)
         async with self._lock:
-            await self._ended()
+            await self._wait_ended()
             if self._progress.version != bad:  # another roll-back was adopted meanwhile
                 return
             try:
-                seen = self._seen()
-                version = await serve_again(
+                version = await roll_back(
                     self._engines,
                     self._store,
                     self._pool,
-                    self._store.find(None, bad),
-                    seen=seen,
+                    None,
+                    before=bad,
+                    seen=self._seen(),
                     transport=self._transport,
                     patience_s=self._patience_s,
                 )
@@ -514,7 +514,7 @@ class Publisher:
         )
 
     async def _trial_of(self, version: int) -> None:
-        """`_try_out`; what makes it fail is raised by `wait_published`."""
+        """Run `_try_out`; what makes it fail is raised by `wait_published`."""
         try:
             await self._try_out(version)
         except Exception as e:  # raised to whoever publishes next

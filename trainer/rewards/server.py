@@ -26,7 +26,7 @@ MAX_BACKOFF_S = 10.0
 
 
 class RewardServer:
-    """What answers at `url`.
+    """A server that scores, at `url`.
 
     Args:
         name: in errors, e.g. "the reward server http://rm".

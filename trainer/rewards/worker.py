@@ -30,7 +30,7 @@ from stepwell.trainer.rewards.base import RewardFn, crashed, timed_out
 from stepwell.trainer.rewards.loading import load_reward
 
 START_S = 120.0
-"""For the imports of the function's module; not counted as the function's own time."""
+"""Seconds for the imports of the function's module; not counted as the function's own time."""
 
 
 class RewardProcess:
@@ -49,11 +49,11 @@ class RewardProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs at the moment."""
+        """Id of the process that runs at the moment."""
         return self._child.pid if self._child is not None else None
 
     def call(self, timeout_s: float, call: str, *args: Any) -> Any:
-        """What the function returns for `args`; blocks.
+        """Return what the function returns for `args`; blocks.
 
         Raises:
             RewardLoadError, RewardCrashError, RewardTimeoutError

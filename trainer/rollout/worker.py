@@ -326,6 +326,9 @@ class _RemoteWorker:
                 await self._actor.ready.remote()
                 return
             except ray.exceptions.RayActorError as e:  # Ray is starting it again
+                if e.actor_init_failed:
+                    why = str(e).strip().splitlines()[-1]
+                    raise RolloutError(f"a rollout worker cannot start: {why}") from e
                 if time.monotonic() >= give_up:
                     raise RolloutError(
                         f"a rollout worker died and did not come back for {RECOVERY_S:g} s ({e})"
@@ -348,7 +351,11 @@ def start_workers(
         generate: `tokenizer_path` and `validation`, for functions of slime's form.
     """
     actor = ray.remote(RolloutWorker).options(
-        num_cpus=0, max_restarts=-1, max_concurrency=1000, name=None
+        num_cpus=0,
+        max_restarts=-1,
+        max_concurrency=1000,
+        name=None,
+        scheduling_strategy="SPREAD",  # over the nodes, where there are several
     )
     if config.agent is not None:
         config = config.model_copy(update={"agent": absolute(config.agent)})

@@ -36,6 +36,6 @@ async def streamed(
             for event in events:
                 if (payload := event.removeprefix(b"data: ")) != b"[DONE]":
                     yield orjson.loads(payload)
-        assert (await asking).status == 200
+        assert (await asking)[0] == 200
     finally:
         asking.cancel()

@@ -88,7 +88,7 @@ async def test_requests_after_one_another_share_a_connection(connections: Connec
 
 async def test_requests_at_once_have_a_connection_each(connections: ConnectionPool) -> None:
     async def ask() -> bytes:
-        return (await connections.request("POST", server.url, b"{}")).body
+        return (await connections.request("POST", server.url, b"{}"))[1]
 
     async with serving(writes(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n", b"a")) as server:
         assert await asyncio.gather(*(ask() for _ in range(5))) == [b"a"] * 5
@@ -133,8 +133,8 @@ async def test_a_body_without_a_length_ends_with_its_connection(
     connections: ConnectionPool,
 ) -> None:
     async with serving(writes(b"HTTP/1.1 200 OK\r\n\r\nall", b" of it", close=True)) as server:
-        assert (await connections.request("POST", server.url, b"{}")).body == b"all of it"
-        assert (await connections.request("POST", server.url, b"{}")).body == b"all of it"
+        assert (await connections.request("POST", server.url, b"{}"))[1] == b"all of it"
+        assert (await connections.request("POST", server.url, b"{}"))[1] == b"all of it"
     assert server.connections == 2
 
 
@@ -186,7 +186,7 @@ async def test_tls_is_spoken_with_servers_whose_certificate_is_trusted(
                     await connections.request("POST", server.url, b"{}")
                 continue
             for _ in range(2):
-                assert (await connections.request("POST", server.url, b"{}")).body == b"hi"
+                assert (await connections.request("POST", server.url, b"{}"))[1] == b"hi"
             assert server.connections == 1
         connections.close()
 
@@ -220,7 +220,7 @@ async def test_a_reader_that_fails_closes_its_connection(connections: Connection
     async with serving(writes(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")) as server:
         with pytest.raises(KeyError, match="hi"):
             await connections.request("POST", server.url, b"{}", on_data=on_data)
-        assert (await connections.request("POST", server.url, b"{}")).body == b"hi"
+        assert (await connections.request("POST", server.url, b"{}"))[1] == b"hi"
     assert server.connections == 2
 
 
@@ -277,7 +277,7 @@ async def test_the_rest_of_an_answer_that_nobody_reads_is_waited_for_a_moment(
             rest.set()
         await asyncio.sleep(0.05)
         rest.set()
-        assert (await connections.request("POST", server.url, b"{}")).body == b"first."
+        assert (await connections.request("POST", server.url, b"{}"))[1] == b"first."
     assert server.connections == (1 if ends else 2)
 
 

@@ -45,7 +45,7 @@ def config(tmp_path: Path) -> EngineConfig:
 
 
 @asynccontextmanager
-async def group(
+async def engine_group(
     config: EngineConfig, folder: Path, n: int = 2, weights: Path | None = None
 ) -> AsyncIterator[EngineGroup]:
     nodes = [EngineNode(config, folder / f"node_{i}", weights, "127.0.0.1") for i in range(n)]
@@ -67,7 +67,7 @@ async def pids(of: EngineGroup) -> list[Any]:
 async def test_a_part_that_ends_ends_all_and_all_come_back_at_the_same_url(
     config: EngineConfig, tmp_path: Path
 ) -> None:
-    async with group(config, tmp_path) as server:
+    async with engine_group(config, tmp_path) as server:
         (url,) = await server.start()
         first = await pids(server)
         async with EngineClient(url) as client:
@@ -94,7 +94,7 @@ async def test_all_parts_load_what_was_committed_when_the_first_looked(
     for version in (1, 2):
         store.write(version, lambda folder: (folder.mkdir(), (folder / "w").touch()))
     store.commit(1)
-    async with group(config, tmp_path, weights=store.folder) as server:
+    async with engine_group(config, tmp_path, weights=store.folder) as server:
         with store.lock.tried() as mine:  # a publication is under way
             assert mine
             starting = asyncio.create_task(server.start())
@@ -111,7 +111,7 @@ async def test_all_parts_load_what_was_committed_when_the_first_looked(
 async def test_a_part_that_cannot_start_stops_the_others(
     config: EngineConfig, tmp_path: Path
 ) -> None:
-    async with group(config, tmp_path) as server:
+    async with engine_group(config, tmp_path) as server:
         broken = config.model_copy(update={"model_path": tmp_path / "nowhere"})
         server._nodes[1] = EngineNode(broken, tmp_path / "broken", None, "127.0.0.1")
         with pytest.raises(EngineStartError, match=r"model_path is '.*nowhere'"):

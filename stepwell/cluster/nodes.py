@@ -1,0 +1,232 @@
+"""Looks at every other node of a joined Ray before a run starts there, so that what a node lacks is
+one line that names the node and the remedy, and not a part that never comes up.
+
+    driver ── Look(agent, paths, nonce) ──► a task on each other node ──► Seen
+       └── compares it with this machine ──► ConfigError, a line for each thing that is missing
+
+The project, which is the folder that the command runs in, travels to nodes that do not have it, as
+Ray's `working_dir` (`lacks_project`, `project_env`). Does not own placement (`placement.py`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from stepwell.config.run import RunConfig
+from stepwell.trainer.errors import ConfigError, RolloutError
+from stepwell.trainer.rollout.agents import absolute, load_agent
+
+ANSWER_S = 120.0
+"""A node's first worker imports Ray and Stepwell, and the agent what it needs."""
+SAME = ("stepwell", "ray", "torch")
+"""Packages that have to be of one version on all nodes; Ray itself asks for one Python."""
+NONCE = ".stepwell-node-check"
+"""Beginning of the files in `run.dir` by which nodes see whether they share it."""
+NOT_SENT = ("runs", "wandb", "tensorboard", ".venv*", "venv", "env", ".git", "node_modules")
+"""Folders of a project that no agent imports, beside what `.gitignore` names."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """Questions to a node."""
+
+    agent: str | None
+    """`rollout.agent`; None: no agent is run there."""
+    paths: tuple[Path, ...] = ()
+    """Folders that it has to have."""
+    shared: Path | None = None
+    """`run.dir`, if the node has to see the driver's."""
+    nonce: str = ""
+    """File in `shared` that the driver has written."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Answers of a node."""
+
+    host: str
+    versions: Mapping[str, str]
+    agent_error: str = ""
+    """Empty: it can be imported."""
+    missing: tuple[Path, ...] = ()
+    is_shared: bool = True
+    """It sees the driver's file, and has left one of its own."""
+    python: str = field(default_factory=lambda: sys.executable)
+
+
+def look(wanted: Look) -> Seen:
+    """Answer for this machine; runs as a task on a node."""
+    error = ""
+    if wanted.agent is not None:
+        sys.path.insert(0, os.getcwd())
+        try:
+            load_agent(wanted.agent)
+        except RolloutError as e:
+            error = str(e)
+    is_shared = True
+    if wanted.shared is not None:
+        is_shared = (wanted.shared / wanted.nonce).is_file()
+        if is_shared:
+            (wanted.shared / f"{wanted.nonce}-{platform.node()}-{os.getpid()}").touch()
+    missing = tuple(path for path in wanted.paths if not path.is_dir())
+    return Seen(platform.node(), _versions(), error, missing, is_shared)
+
+
+def lacks_project(config: RunConfig) -> bool:
+    """Whether an agent is to be run on a node of this Ray that cannot import it as it is."""
+    agent = _agent(config)
+    if agent is None or not (others := _others()):
+        return False
+    return any(seen.agent_error for seen in _ask(others, Look(agent)).values())
+
+
+def project_env(folder: Path) -> dict[str, Any]:
+    """Ray's `runtime_env` that takes the project in `folder` along."""
+    return {"working_dir": str(folder), "excludes": list(NOT_SENT)}
+
+
+def check_nodes(config: RunConfig, used: Sequence[str]) -> None:
+    """Ask every other node of this Ray for what the run needs there.
+
+    Args:
+        used: ids of the nodes that ranks and engines are placed on.
+
+    Raises:
+        ConfigError: something is missing; a line for each thing and node.
+    """
+    if not (others := _others()):
+        return
+    folder = config.run.dir.absolute()
+    nonce = f"{NONCE}-{secrets.token_hex(8)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / nonce).touch()
+    lines = []
+    try:
+        for node, ip in others.items():
+            wanted = needs_of(config, node, used, nonce)
+            seen = _ask({node: ip}, wanted)[node]
+            if wanted.shared is not None and not any(folder.glob(f"{nonce}-*")):
+                seen = replace(seen, is_shared=False)
+            lines += differences(ip, wanted, seen, _versions())
+    finally:
+        for path in folder.glob(f"{nonce}*"):
+            path.unlink(missing_ok=True)
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def needs_of(config: RunConfig, node: str, used: Sequence[str], nonce: str = "") -> Look:
+    """Return what the run needs on a node.
+
+    Args:
+        used: ids of the nodes that ranks and engines are placed on.
+        nonce: file that the driver has written in `run.dir`.
+    """
+    agent = _agent(config)
+    if node not in used:
+        return Look(agent)
+    is_shared = config.engine.weight_transport != "distributed"
+    folder = config.run.dir.absolute() if is_shared else None
+    return Look(agent, (config.model.path.absolute(),), folder, nonce)
+
+
+def differences(ip: str, wanted: Look, seen: Seen, here: Mapping[str, str]) -> list[str]:
+    """A line for each thing that the node at `ip` lacks.
+
+    Args:
+        here: versions on this machine.
+    """
+    node = f"node {ip} ({seen.host})"
+    lines = [
+        f"{node} has {name} {seen.versions.get(name, 'not at all')} in {seen.python}, and this "
+        f"machine {version}; install the same there"
+        for name, version in here.items()
+        if seen.versions.get(name) != version
+    ]
+    if seen.agent_error:
+        lines.append(
+            f"{node}: {seen.agent_error.splitlines()[0]}; install what the agent imports in "
+            f"{seen.python} there, or start the run in the folder that has it"
+        )
+    lines += [
+        f"model.path is {str(path)!r}, which {node} does not have; copy it there, or name a folder "
+        "that all nodes see, or an address such as s3://bucket/model"
+        for path in seen.missing
+    ]
+    if not seen.is_shared:
+        lines.append(
+            f"run.dir is {str(wanted.shared)!r}, which {node} does not share with this machine, "
+            "and weights go to its engines through it; name a folder that all nodes see, or set "
+            "engine.weight_transport=distributed"
+        )
+    return lines
+
+
+def _agent(config: RunConfig) -> str | None:
+    """The agent as `RolloutWorker` is told it."""
+    agent = config.rollout.agent
+    return None if agent is None else absolute(agent)
+
+
+def _versions() -> dict[str, str]:
+    found = {"Python": platform.python_version()}
+    for name in SAME:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _others() -> dict[str, str]:
+    """Addresses of the other live nodes, by id."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    return {
+        node["NodeID"]: node["NodeManagerAddress"]
+        for node in ray.nodes()  # type: ignore[no-untyped-call]  # theirs
+        if node["Alive"] and node["NodeID"] != here
+    }
+
+
+def _ask(nodes: Mapping[str, str], wanted: Look) -> dict[str, Seen]:
+    """Answers by node id.
+
+    Raises:
+        ConfigError: a node does not answer, or has no Stepwell.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    task = ray.remote(num_cpus=0, max_retries=0)(look)
+    asked = {
+        node: task.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        ).remote(wanted)
+        for node in nodes
+    }
+    answers = {}
+    for node, answer in asked.items():
+        try:
+            answers[node] = ray.get(answer, timeout=ANSWER_S)
+        except ray.exceptions.GetTimeoutError as e:
+            raise ConfigError(
+                f"node {nodes[node]} did not answer within {ANSWER_S:g} s; see its Ray's logs, or "
+                "stop Ray there (`ray stop`) to go on without it"
+            ) from e
+        except ray.exceptions.RayError as e:
+            why = str(e).strip().splitlines()[-1][:200]
+            raise ConfigError(
+                f"node {nodes[node]} cannot run Stepwell ({why}); install it there as here "
+                f"({sys.executable}), and start Ray from that environment"
+            ) from e
+    return answers

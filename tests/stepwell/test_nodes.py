@@ -1,0 +1,75 @@
+"""What a node of a cluster lacks is told in a line that names the node and the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stepwell.cluster.nodes import Look, Seen, look, needs_of, project_env
+from stepwell.cluster.nodes import differences as told
+from stepwell.config.load import load_config
+
+HERE = {"Python": "3.11.7", "stepwell": "0.1.0", "torch": "2.13.0"}
+ALL = Look("agent:agent", (Path("/models/base"),), Path("/runs/mine"), "nonce")
+
+
+def seen(**what: object) -> Seen:
+    return Seen(**{"host": "b", "versions": HERE, "python": "/env/bin/python", **what})  # type: ignore[arg-type]
+
+
+def test_a_node_that_has_everything_is_not_spoken_of() -> None:
+    assert told("10.0.0.2", ALL, seen(), HERE) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"versions": {**HERE, "torch": "2.9.0"}}, ("torch 2.9.0", "2.13.0", "/env/bin/python")),
+        ({"versions": {"Python": "3.11.7", "torch": "2.13.0"}}, ("stepwell not at all", "0.1.0")),
+        ({"agent_error": "there is no module 'x'\nlonger"}, ("no module 'x'; install", "/env/bin")),
+        ({"missing": (Path("/models/base"),)}, ("model.path", "/models/base", "s3://")),
+        ({"is_shared": False}, ("run.dir", "/runs/mine", "engine.weight_transport=distributed")),
+    ],
+)
+def test_what_a_node_lacks_is_one_line_with_node_and_remedy(
+    found: dict[str, object], words: tuple[str, ...]
+) -> None:
+    (line,) = told("10.0.0.2", ALL, seen(**found), HERE)
+    assert "node 10.0.0.2 (b)" in line
+    assert [word for word in words if word not in line] == []
+    assert "longer" not in line
+
+
+def test_a_node_looks_for_the_agent_the_folders_and_the_drivers_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nonce").touch()
+    (tmp_path / "own.py").write_text("async def agent(task, base_url, api_key): ...\n")
+    wanted = Look("own:agent", (tmp_path, tmp_path / "gone"), tmp_path, "nonce")
+    found = look(wanted)
+    assert (found.agent_error, found.missing, found.is_shared) == ("", (tmp_path / "gone",), True)
+    assert found.versions["stepwell"]
+    assert len(list(tmp_path.glob("nonce-*"))) == 1, "the driver sees that the node wrote there"
+    found = look(Look("nowhere:agent", (), tmp_path / "other", "nonce"))
+    assert "'nowhere'" in found.agent_error
+    assert not found.is_shared
+
+
+def test_a_node_needs_what_runs_on_it() -> None:
+    config = load_config("quickstart", ["run.dir=/shared/runs/a"])
+    assert needs_of(config, "b", used=[]) == Look(config.rollout.agent)
+    full = needs_of(config, "b", used=["a", "b"], nonce="x")
+    assert full.paths == (config.model.path.absolute(),)
+    assert (full.shared, full.nonce) == (Path("/shared/runs/a"), "x")
+    over_nccl = load_config("quickstart", ["engine.weight_transport=distributed"])
+    assert needs_of(over_nccl, "b", used=["b"]).shared is None
+    by_themselves = load_config("live", [])
+    assert needs_of(by_themselves, "b", used=[]) == Look(None)
+
+
+def test_a_project_travels_without_what_no_agent_imports(tmp_path: Path) -> None:
+    env = project_env(tmp_path)
+    assert env["working_dir"] == str(tmp_path)
+    assert {"runs", ".venv*", ".git"} <= set(env["excludes"])
