@@ -28,9 +28,10 @@ class TrainerConfig(Section):
     keep_weights: int = Field(default=2, ge=1)
     """Published weight versions kept on disk for the engines."""
     rollout_samples: int | None = Field(default=8, ge=0)
-    """Trajectories of every batch that are written, as text, to `rollouts.jsonl` in the run's
-    folder, at most 20,000 characters of a text and 128 MiB; null = all, whole and without an end
-    (verl's `rollout_data_dir`), 0 = none."""
+    """Trajectories of every optimizer step that are written, as text, to `rollouts.jsonl` in the
+    run's folder (and, unless all are, with their tokens to `trained`), at most 20,000 characters of
+    a text and 128 MiB; null = all, whole and without an end (verl's `rollout_data_dir`), 0 =
+    none."""
     profile_steps: tuple[int, ...] = ()
     """Optimizer steps of which PyTorch's profiler writes a trace to the run's folder, below
     `profile`: of the step, and of what is computed before its batch. For one rank."""
