@@ -132,6 +132,12 @@ class HttpProtocol(HttpToolsProtocol):
         for listener in tuple(self.listeners):
             listener.close()
 
+    async def write_piece(self, data: bytes) -> None:
+        if self.flow.write_paused and not self.is_lost:
+            await self.flow.drain()
+        if not self.is_lost and data:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
     def authenticated(self) -> None:
         if self._peer is not None:
             self._limits.leave(self._peer, self)
