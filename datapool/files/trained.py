@@ -9,7 +9,7 @@ while the run goes on and after it.
 A prompt is stored without the tokens of the step that it extends. Columns have one number for each
 response token, with six decimals: `advantages`, `weights`, `mask`, `prox_log_probs`, …; their names
 are the trainer's. Owns the format and the folder's bound. Does not own which trajectories are in it
-(`trainer/trained_sample.py`).
+(`trainer/trained.py`).
 """
 
 from __future__ import annotations
@@ -41,6 +41,13 @@ class TrainedTrajectory:
     trajectory: Trajectory
     columns: tuple[Columns, ...]
     """Of each of its steps: name to one number per response token; NaN where there is none."""
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a column over the tokens that have a number; None if none has."""
+        values = [np.asarray(c[name], np.float64) for c in self.columns if name in c]
+        joined = np.concatenate(values) if values else np.empty(0)
+        finite = joined[np.isfinite(joined)]
+        return float(finite.mean()) if len(finite) else None
 
 
 def trained_path(folder: Path, step: int) -> Path:
@@ -133,16 +140,9 @@ def _head(trained: TrainedTrajectory) -> dict[str, Any]:
         "n_tokens": sum(len(step.response_ids) for step in trajectory.steps),
         "oldest_version": min((step.policy_version for step in trajectory.steps), default=None),
         "newest_version": max((step.policy_version for step in trajectory.steps), default=None),
-        "advantage": _mean(trained, "advantages"),
-        "weight": _mean(trained, "weights"),
+        "advantage": trained.mean("advantages"),
+        "weight": trained.mean("weights"),
     }
-
-
-def _mean(trained: TrainedTrajectory, name: str) -> float | None:
-    values = [np.asarray(c[name], np.float64) for c in trained.columns if name in c]
-    joined = np.concatenate(values) if values else np.empty(0)
-    finite = joined[np.isfinite(joined)]
-    return float(finite.mean()) if len(finite) else None
 
 
 def _line(trained: TrainedTrajectory) -> dict[str, Any]:

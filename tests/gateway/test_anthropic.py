@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepwell.gateway.config import Tuning
 from stepwell.gateway.dialects.anthropic_answer import BlockWriter, whole
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages
 from stepwell.gateway.errors import RequestError
@@ -694,7 +695,7 @@ async def test_a_failure_inside_a_stream_is_an_error_event(wires: Any) -> None:
 
 
 async def test_idle_streams_are_kept_alive_with_pings(wires: Any) -> None:
-    wire = await wires(keepalive_s=0.01)
+    wire = await wires(tuning=Tuning(keepalive_s=0.01))
     gate = asyncio.Event()
     wire.world.say("slow", gate=gate)
     asking = asyncio.create_task(wire.events())

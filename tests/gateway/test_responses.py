@@ -15,6 +15,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from stepwell.gateway.access import Principal
+from stepwell.gateway.config import Tuning
 from stepwell.gateway.dialects.openai_responses import (
     OpenAIResponses,
     ResponseStore,
@@ -859,7 +860,7 @@ async def test_a_failure_before_the_first_token_is_a_status(worlds: Any) -> None
 
 
 async def test_an_idle_stream_is_kept_alive(worlds: Any) -> None:
-    world = await worlds(keepalive_s=0.02)
+    world = await worlds(tuning=Tuning(keepalive_s=0.02))
     http = await connect(world)
     gate = asyncio.Event()
     world.say("slow", gate=gate)

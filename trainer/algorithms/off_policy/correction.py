@@ -7,7 +7,7 @@
     ρ_t      = π_prox(t) / μ(t)        fp32; π_prox before the batch, μ as sampled
     weight   off-policy: min(cap, ρ) · decay^(d - staleness_threshold), and 0 where masked:
                          by default where A > 0 and ρ > 1.28, or A < 0 and ρ < 0.8 (`clip`)
-             on-policy:  1, or min(on_policy_cap, ρ)
+             on-policy:  1, or the same (`weigh_on_policy`)
 
 With the default cap of 1 the weight is a down-weight whose mean tells how far the policies are
 apart: E_μ[min(1, ρ)] = Σ min(μ, π) = 1 - TV(π, μ). It is a constant to autograd; PPO's own ratio
@@ -36,6 +36,9 @@ from stepwell.trainer.algorithms.off_policy.metrics import metrics_of
 from stepwell.trainer.algorithms.off_policy.ratios import MAX_LOG_RATIO, Ratios, Steps
 from stepwell.trainer.config import OffPolicyConfig
 from stepwell.trainer.errors import ColumnError
+
+MISSING_DECAY = 0.5
+"""Base of the weight of `missing: decay`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +107,6 @@ def correct(
         advantages=advantages,
     )
     weights, masked = _weights(x, config)
-    if config.normalize:
-        weights = _normalized(weights, steps, config)
     return Correction(weights, metrics_of(x, weights, masked, prox, mu))
 
 
@@ -161,12 +162,8 @@ def _weigh(x: Ratios, config: OffPolicyConfig) -> Tensor:
     if config.granularity == "none":
         stale = fresh = one
     else:
-        stale = ratio.clamp(min=config.floor, max=config.cap)
-        fresh = one
-        if config.on_policy_cap is not None:
-            fresh = ratio.clamp(max=config.on_policy_cap)
-        elif config.weigh_on_policy:
-            fresh = stale
+        stale = ratio if config.cap is None else ratio.clamp(max=config.cap)
+        fresh = stale if config.weigh_on_policy else one
     decay = x.steps.spread(torch.pow(config.decay, x.beyond))
     return torch.where(x.steps.spread(x.off_policy), stale * decay, fresh)
 
@@ -175,7 +172,7 @@ def _unknown(x: Ratios, config: OffPolicyConfig) -> Tensor:
     """w of a step without behaviour log-probs, [S]."""
     stale = {
         "drop": torch.zeros_like(x.beyond),
-        "decay": torch.pow(config.missing_decay, x.beyond),
+        "decay": torch.pow(MISSING_DECAY, x.beyond),
         "keep": torch.ones_like(x.beyond),
     }[config.missing]
     return torch.where(x.off_policy, stale, 1.0)
@@ -188,12 +185,6 @@ def _masks(x: Ratios, config: OffPolicyConfig) -> dict[str, Tensor]:
         low, high = config.band
         ratio = steps.shared(log_ratio, config.band_granularity or config.granularity).exp()
         masks["band"] = (ratio < low) | (ratio > high)
-    if config.max_divergence is not None:
-        k = 0.5 * log_ratio**2 if config.divergence == "k2" else log_ratio.exp() - 1 - log_ratio
-        if config.divergence_over != "token":
-            over = {"mean": steps.mean, "sum": steps.sum, "max": steps.max}
-            k = steps.spread(over[config.divergence_over](k))
-        masks["divergence"] = k > config.max_divergence
     if config.veto is not None:
         masks["veto"] = steps.spread(steps.any(log_ratio < math.log(config.veto)))
     if config.clip is not None and advantages is not None:
@@ -205,12 +196,3 @@ def _masks(x: Ratios, config: OffPolicyConfig) -> dict[str, Tensor]:
         drift = steps.spread(steps.mean(-log_ratio))
         masks["opsm"] = (advantages < 0) & (drift > config.opsm)
     return masks
-
-
-def _normalized(weights: Tensor, steps: Steps, config: OffPolicyConfig) -> Tensor:
-    """`weights` divided by their mean, over tokens or, where a step shares one, over steps."""
-    if config.granularity in ("step", "sequence"):
-        mean = steps.mean(weights)[steps.count > 0].mean()
-    else:
-        mean = weights[steps.trained].double().mean()
-    return weights if not mean > 1e-8 else (weights / mean).float()

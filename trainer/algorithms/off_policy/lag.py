@@ -1,4 +1,4 @@
-"""How far behind the policy of now a step is."""
+"""Lag: publications between the policy that sampled a step and the policy of now."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What the weights of a batch say about it.
+"""Metrics of a batch that follow from its weights.
 
 A key is left out where it would be a mean over nothing:
 `staleness/mean|max`, `off_policy_share` (of steps), `off_policy/advantage_share` (of Σ|A|),
 `off_policy/weight_mean`, `off_policy/missing_steps`, `off_policy/dropped_steps`,
 `off_policy/masked_share` (of tokens; weight 0 for any reason) and for each mask in use
-`off_policy/band_share|divergence_share|veto_share|clip_share|opsm_share`,
+`off_policy/band_share|veto_share|clip_share|opsm_share`,
 `rollout_probs_diff/mean|max|std` (|π - μ|), `off_policy/chi2_step` (χ² of whole replies: ρ
 multiplied over a step), and, over all tokens as `off_policy/…` and for every lag bucket in use as
 `off_policy/lag_{bucket}/…`: `ess` (of the weights, as a share of n), `kl_k1`, `kl_k3` (KL(μ‖π)),
