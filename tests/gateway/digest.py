@@ -296,7 +296,7 @@ async def digest(n_calls: int, seed: int, path: str | None = None) -> tuple[str,
     engine.default = say
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        engine_url = await enter(serving(engine.app(), graceful=False))
+        engine_url = await enter(engine.running())
         pool = await enter(local_pool())
         config = GatewayConfig(port=0, replicas=2, retry_backoff_s=0.001)
         apps = [create_app(config, Wiring((engine_url,)), pool, tokenizer) for _ in range(2)]

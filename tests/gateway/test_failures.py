@@ -12,8 +12,8 @@ import openai
 import pytest
 from starlette.datastructures import Headers
 
+from stepwell.gateway.access import OPERATOR
 from stepwell.gateway.call import Asked
-from stepwell.gateway.keys import OPERATOR
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.trajectory.calls import RetryKey
 from stepwell.gateway.web import retry_key
