@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import aiohttp
 import pytest
 
+from stepwell.gateway.config import Tuning
 from tests.gateway.conftest import Sampled, World, eos_id
 
 Body = dict[str, Any]
@@ -461,7 +462,7 @@ async def test_a_failure_inside_a_stream_is_its_last_event(worlds: Any, dialect:
 
 @EACH
 async def test_an_idle_stream_is_kept_alive(worlds: Any, dialect: Dialect) -> None:
-    world = await worlds(keepalive_s=0.02)
+    world = await worlds(tuning=Tuning(keepalive_s=0.02))
     gate = asyncio.Event()
     world.say("slow", gate=gate)
     agent, seen = await agent_of(world, dialect), b""
