@@ -189,7 +189,7 @@ def test_whatever_agents_do_every_sampled_token_is_stored_and_trained_once(
 
         async def start() -> tuple[str, aiohttp.ClientSession, WatchedPort]:
             pool = await stack.enter_async_context(local_pool())
-            engine_url = await stack.enter_async_context(serve_app(engine.app(), graceful=False))
+            engine_url = await stack.enter_async_context(engine.running())
             config = GatewayConfig(port=0, thinking=thinking)
             app = create_app(config, Wiring((engine_url,)), pool, model.tokenizer)
             url = await stack.enter_async_context(serve_app(app))

@@ -63,7 +63,7 @@ async def demo(
     zero_variance = ChannelConfig(selection=SelectionConfig(filters=("zero_variance",)))
     pool_config = PoolConfig(channels={"train": zero_variance})
     async with (
-        serving(engine.app(), graceful=False) as engine_url,
+        engine.running() as engine_url,
         DataPoolClient.local(pool_config, run_dir / "pool") as own,
     ):
         config = GatewayConfig(port=port, **options)
