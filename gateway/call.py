@@ -664,5 +664,6 @@ class Listener:
         self.told, self._n_told = self.call.tokens[self._n_told : n], max(self._n_told, n)
 
 
-def _first(*choices: T | None) -> T:
-    return next(c for c in choices if c is not None)
+def _first(first: T | None, second: T | None, default: T) -> T:
+    """The first of these that is given."""
+    return first if first is not None else second if second is not None else default

@@ -17,14 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stepwell.datapool.errors import (
-    ChannelShutDownError,
-    GroupClosedError,
-    GroupConflictError,
     StepIndexError,
     UnknownTrajectoryError,
 )
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
-from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import MAX_REWARD, OWNER
 from stepwell.gateway.access import Named, Principal, caller_of, quoted, uid_of
@@ -34,7 +30,6 @@ from stepwell.gateway.dialects.params import Params
 from stepwell.gateway.errors import (
     PermissionDeniedError,
     RequestError,
-    TrajectoryClosedError,
     TrajectoryConflictError,
     UnknownItemError,
 )
@@ -168,21 +163,16 @@ async def declare_group(request: Request, body: DeclareGroup) -> Response:
     channel = body.channel or services.groups.channel(prompt_uid, caller.channel)
     pool, ask = services.pool, services.recording.ask
     owned = body.metadata if caller.owner is None else {**body.metadata, OWNER: caller.owner}
-    try:
-        opened = pool.open_group(
-            *(prompt_uid, body.n, body.deadline_s),
-            metadata=owned,
-            channel=channel,
-            timeout_s=services.recording.room_s,
-            everywhere=True,  # the keys of its trajectories are handed out
-        )
-        await ask(opened, room=True)
-        if body.tags:
-            await ask(pool.mark(prompt_uid, channel=channel, tags=body.tags))
-    except GroupClosedError as e:
-        raise TrajectoryClosedError(str(e)) from e
-    except (GroupConflictError, ChannelShutDownError) as e:
-        raise TrajectoryConflictError(str(e)) from e
+    opened = pool.open_group(
+        *(prompt_uid, body.n, body.deadline_s),
+        metadata=owned,
+        channel=channel,
+        timeout_s=services.recording.room_s,
+        everywhere=True,  # the keys of its trajectories are handed out
+    )
+    await ask(opened, room=True)
+    if body.tags:
+        await ask(pool.mark(prompt_uid, channel=channel, tags=body.tags))
     uids = [services.keys.member(prompt_uid, i) for i in range(body.n)]
     replicas = [await services.addresses.place(uid) for uid in uids]
     addresses = await asyncio.gather(
@@ -358,7 +348,7 @@ async def _by_name(
                 outcome = await do(uid, *how)
         except UnknownTrajectoryError:
             continue
-        except (PoolTrajectoryClosedError, PoolTrajectoryConflictError) as e:
+        except PoolTrajectoryClosedError as e:  # it has another outcome already
             raise TrajectoryConflictError(str(e)) from e
         except StepIndexError as e:
             raise more_rewards(e) from e

@@ -26,14 +26,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stepwell.datapool.process import (
-    log_to_file,
-    numbered_log,
-    return_free_pages,
-    return_large_blocks,
-    settle_heap,
-    use_one_heap,
-)
+from stepwell.datapool.heap import return_free_pages, return_large_blocks, use_one_heap
+from stepwell.datapool.process import log_to_file, numbered_log, settle_heap
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import PortInUseError
 from stepwell.gateway.listening import bind

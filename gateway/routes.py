@@ -24,8 +24,7 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from stepwell.datapool.errors import InvalidStepError, StepConflictError, StepIndexError
-from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
+from stepwell.datapool.errors import InvalidStepError
 from stepwell.datapool.types import Step
 from stepwell.gateway.access import Named, caller_of, named, quoted, take_body, uid_of
 from stepwell.gateway.bodies import BIG
@@ -39,7 +38,6 @@ from stepwell.gateway.dialects.params import Params, kind, wrong
 from stepwell.gateway.errors import (
     PoolUnavailableError,
     RequestError,
-    TrajectoryConflictError,
     UnknownItemError,
 )
 from stepwell.gateway.functions import compute_reward
@@ -166,7 +164,7 @@ async def serve(
         listeners,
         model=config.served_model_name,
         tokenizer=services.tokenizer,
-        keepalive_s=config.keepalive_s,
+        keepalive_s=services.tuning.keepalive_s,
     )
     if parsed.call.stream:
         try:
@@ -406,10 +404,7 @@ async def submit_steps(request: Request, body: SubmitSteps) -> Response:
     steps = [_step(s, f"steps[{i}]") for i, s in enumerate(body.steps)]
     recording = services.recording
     stored = services.pool.submit_steps(steps, channel=channel, timeout_s=recording.room_s)
-    try:
-        outcomes = await recording.ask(stored, room=True)
-    except (StepConflictError, StepIndexError, PoolTrajectoryConflictError) as e:
-        raise TrajectoryConflictError(str(e)) from e
+    outcomes = await recording.ask(stored, room=True)
     for step in steps:
         services.trajectories.note_step(step.trajectory_uid, step.step_index)
     counts = Counter(outcomes)

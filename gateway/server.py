@@ -20,7 +20,7 @@ import uvicorn
 import uvloop
 
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import TUNING, GatewayConfig, Tuning
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.http_protocol import ConnectionLimits, HttpProtocol
 from stepwell.gateway.listening import bind
@@ -35,9 +35,9 @@ START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 
 
-def http_protocol(config: GatewayConfig) -> Any:
+def http_protocol(config: GatewayConfig, tuning: Tuning = TUNING) -> Any:
     """What uvicorn is to make of each connection: `Config(http=…)`."""
-    return partial(HttpProtocol, limits=ConnectionLimits(config))
+    return partial(HttpProtocol, limits=ConnectionLimits(config, tuning))
 
 
 class _Server(uvicorn.Server):
@@ -87,10 +87,10 @@ class HttpServer:
         self._server = server = _Server(
             uvicorn.Config(
                 self._app,
-                log_level=config.log_level,
+                log_level=self._wiring.tuning.log_level,
                 log_config=None,  # as the rest of the process
                 access_log=False,
-                http=http_protocol(config),
+                http=http_protocol(config, self._wiring.tuning),
                 ws="none",
                 lifespan="on",
                 timeout_keep_alive=75,

@@ -58,14 +58,15 @@ class Services:
             GatewayConfigError: a function that the configuration names cannot be loaded.
         """
         self.config, self.pool, self.tokenizer = config, pool, tokenizer
+        self.tuning = tuning = wiring.tuning
         self.reward = load_function(config, "reward_fn")
         self.threads = ThreadPoolExecutor(RENDER_THREADS, "gateway-render")
-        self.access = AccessControl(config, self.threads, wiring.replica_urls)
+        self.access = AccessControl(config, self.threads, wiring.replica_urls, tuning)
         self.keys, self.hosts = self.access.keys, self.access.hosts
         self.addresses = Addresses(wiring, config.public_url)
         self.known_bodies = KnownBodies()
         self.engine = Sampler(config, wiring, tokenizer.vocabulary)
-        self.recording = Recording(pool, config)
+        self.recording = Recording(pool, config, tuning)
         self.groups = Groups(config)
         self.trajectories = TrajectoryStore(self.recording, self.groups)
         renderer = ChatRenderer(tokenizer, thinking=config.thinking)
@@ -74,7 +75,8 @@ class Services:
                 "the chat template ends assistant turns with no special token: every later turn "
                 "of a conversation becomes a branch"
             )
-        prompts, turn_messages = Prompts(config, renderer, self.threads), TurnMessages(config)
+        prompts = Prompts(config, renderer, self.threads, tuning)
+        turn_messages = TurnMessages(config, tuning)
         self.calls = Calls(
             engine=self.engine,
             prompts=prompts,

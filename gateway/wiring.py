@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from stepwell.gateway.config import TUNING, Tuning
+
 
 @dataclass(frozen=True, slots=True)
 class ChannelSampling:
@@ -52,6 +54,7 @@ class Wiring:
     """Origins of all of them."""
     run_dir: Path | None = None
     """Folder of the run, whose files the dashboard shows; None: there is none."""
+    tuning: Tuning = TUNING
     read_only: bool = False
     """The run is over: the pool is only read."""
 

@@ -34,7 +34,8 @@ from sortedcontainers import SortedList
 from stepwell.datapool import errors, ops, questions
 from stepwell.datapool.codec import PackedGroup, PackedStep, PackedTrajectory
 from stepwell.datapool.config import ChannelConfig, SelectionConfig
-from stepwell.datapool.core import limits, rows
+from stepwell.datapool.core import limits
+from stepwell.datapool.core import log_rows as rows
 from stepwell.datapool.core.accounting import Counts, count_reason
 from stepwell.datapool.core.erasure import only_owner
 from stepwell.datapool.core.group_log import GroupLog

@@ -86,9 +86,10 @@ class Sampler:
     ) -> None:
         """`vocabulary`: of the served model; the engines' token ids lie in [0, this)."""
         self._config = config
+        self._backoff_s = wiring.tuning.retry_backoff_s
         self._wiring = wiring
         self._vocabulary = vocabulary
-        self._fleet = Fleet(wiring.engine_urls, config, canary_share=wiring.canary_share)
+        self._fleet = Fleet(wiring.engine_urls, wiring.tuning, canary_share=wiring.canary_share)
         self.pace = Pace()
         self.ids_json = IdsJson()
         self._connections = ConnectionPool(self.pace.keep)
@@ -96,7 +97,7 @@ class Sampler:
             engine: EngineClient(engine.url, connections=self._connections, ids_json=self.ids_json)
             for engine in self._fleet
         }
-        self._checks = EngineChecks(config, self._fleet)
+        self._checks = EngineChecks(wiring.tuning, self._fleet)
         self._context_length = config.context_length
         self._aborts: set[asyncio.Task[None]] = set()
         self.resumes = 0
@@ -251,7 +252,7 @@ class Sampler:
         if self._fleet.has_candidate(_now(), tried):
             return  # another engine has not failed this call
         tried.clear()
-        delay = backoff_s(failures, self._config.retry_backoff_s)
+        delay = backoff_s(failures, self._backoff_s)
         if self._fleet.has_candidate(_now()):
             await asyncio.sleep(delay)
         else:

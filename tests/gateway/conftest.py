@@ -32,7 +32,7 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.link import LocalPort, Port
 from stepwell.datapool.types import Step
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Tuning
 from stepwell.gateway.listening import bind
 from stepwell.gateway.server import http_protocol
 from stepwell.gateway.tokens.graph import Attachment, Turn, TurnGraph, TurnKeys
@@ -667,6 +667,9 @@ class World:
                 assert len(step.prompt_ids) > len(before)
 
 
+FAST = Tuning(retry_backoff_s=0.01)
+
+
 @pytest.fixture
 async def worlds() -> AsyncIterator[Callable[..., Any]]:
     """Makes worlds: `await worlds(family="chatml", engines=1, **gateway_options)`. `pool`: that of
@@ -682,6 +685,7 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
             pool_folder: Path | None = None,
             engine_urls: tuple[str, ...] | None = None,
             sampling: dict[str, ChannelSampling] | None = None,
+            tuning: Tuning = FAST,
             **options: Any,
         ) -> World:
             tokenizer = make_tokenizer(family)
@@ -695,10 +699,11 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
                 made.append(engine)
             if pool is None:
                 pool = await stack.enter_async_context(local_pool(pool_config, pool_folder))
-            config = GatewayConfig(port=0, **{"retry_backoff_s": 0.01, **options})
+            config = GatewayConfig(port=0, **options)
             urls = tuple(e.url for e in made) if engine_urls is None else engine_urls
-            app = create_app(config, Wiring(urls, sampling=sampling or {}), pool, tokenizer)
-            url = await stack.enter_async_context(serving(app, http=http_protocol(config)))
+            wiring = Wiring(urls, sampling=sampling or {}, tuning=tuning)
+            app = create_app(config, wiring, pool, tokenizer)
+            url = await stack.enter_async_context(serving(app, http=http_protocol(config, tuning)))
             clients = await stack.enter_async_context(AsyncExitStack())
             world = World(url, made[0], pool, tokenizer, app, clients)
             world.engines = made  # type: ignore[attr-defined]  # only the failover tests look

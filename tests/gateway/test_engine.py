@@ -8,7 +8,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from stepwell.backends.engines.api import GenerateRequest, Sampling, TopLogProbs
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.connections import ConnectionPool, OnData, Response
 from stepwell.backends.errors import EngineError as AskingError
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Tuning
 from stepwell.gateway.engine import Generation, Sampler
 from stepwell.gateway.engine.fleet import Fleet, _rendezvous
 from stepwell.gateway.engine.generation import Part
@@ -32,13 +32,12 @@ from tests.gateway.conftest import Sampled, log_prob
 from tests.helpers import reserved_port
 
 PROMPT = np.arange(10, 15, dtype=np.int32)
-FAST: dict[str, Any] = {
-    "retry_backoff_s": 0.02,
-    "engine_health_interval_s": 0.05,
-    "engine_health_timeout_s": 5.0,
-    "engine_circuit_open_s": 0.05,
-    "engine_version_grace_s": 60.0,
-}
+FAST = Tuning(
+    retry_backoff_s=0.02,
+    engine_health_interval_s=0.05,
+    engine_circuit_open_s=0.05,
+    engine_version_grace_s=60.0,
+)
 
 
 @dataclass
@@ -201,7 +200,7 @@ class Rig:
 
     def name_for(self, machine: Machine) -> str:
         """A trajectory that begins, and is placed on this engine, whatever ports they have."""
-        engines = [*Fleet((m.url for m in self.machines), GatewayConfig())]
+        engines = [*Fleet(m.url for m in self.machines)]
         return next(n for n in self.names if _rendezvous(n, engines).url == machine.url)
 
     def state(self, machine: Machine) -> str:
@@ -219,13 +218,15 @@ async def rigs() -> AsyncIterator[Callable[..., Any]]:
     """Makes rigs: `await rigs(2, versions of the engines…, **gateway options)`."""
     async with AsyncExitStack() as stack:
 
-        async def make(n: int = 1, lora_path: str | None = None, **options: Any) -> Rig:
+        async def make(
+            n: int = 1, lora_path: str | None = None, tuning: Tuning = FAST, **options: Any
+        ) -> Rig:
             machines = [Machine() for _ in range(n)]
             for machine in machines:
                 await stack.enter_async_context(running(machine))
-            wiring = Wiring(tuple(m.url for m in machines), lora_path=lora_path)
-            config = GatewayConfig(**{**FAST, **options})
-            client = Sampler(config, wiring)
+            urls = tuple(m.url for m in machines)
+            wiring = Wiring(urls, lora_path=lora_path, tuning=tuning)
+            client = Sampler(GatewayConfig(**options), wiring)
             await client.start()
             stack.push_async_callback(client.close)
             return Rig(client, machines)
@@ -345,7 +346,7 @@ async def test_a_stream_whose_version_changed_before_the_loss_is_not_guessed_at(
 
 
 async def test_a_stream_of_an_engine_that_was_updated_unseen_is_not_guessed_at(rigs: Any) -> None:
-    rig = await rigs(engine_health_interval_s=60.0)
+    rig = await rigs(tuning=replace(FAST, engine_health_interval_s=60.0))
     await until(lambda: rig.machines[0].checks == 1)
     # Its first token may be from before the update to 2 that the first event reports.
     rig.machines[0].script = [Sampled([7, 8, 9], drop_after=2, version="2")]
@@ -358,7 +359,7 @@ async def test_a_stream_of_an_engine_that_was_updated_unseen_is_not_guessed_at(r
 async def test_without_spans_tokens_are_of_the_version_that_events_name_around_them(
     rigs: Any, together: int, incremental: bool
 ) -> None:
-    rig = await rigs(engine_health_interval_s=60.0)
+    rig = await rigs(tuning=replace(FAST, engine_health_interval_s=60.0))
     machine = rig.machines[0]
     await until(lambda: machine.checks == 1)
     machine.drops_spans, machine.incremental = True, incremental
@@ -373,7 +374,7 @@ async def test_without_spans_tokens_are_of_the_version_that_events_name_around_t
 
 
 async def test_a_change_back_and_forth_between_two_reads_is_not_missed(rigs: Any) -> None:
-    rig = await rigs(engine_health_interval_s=60.0)
+    rig = await rigs(tuning=replace(FAST, engine_health_interval_s=60.0))
     machine = rig.machines[0]
     await until(lambda: machine.checks == 1)
     machine.drops_spans, machine.events_per_write = True, 4
@@ -388,7 +389,7 @@ async def test_a_change_back_and_forth_between_two_reads_is_not_missed(rigs: Any
 async def test_without_a_stream_a_change_gives_all_tokens_the_older_version(
     rigs: Any, answered: str
 ) -> None:
-    rig = await rigs(engine_health_interval_s=60.0)
+    rig = await rigs(tuning=replace(FAST, engine_health_interval_s=60.0))
     machine = rig.machines[0]
     await until(lambda: machine.checks == 1)
     machine.version, machine.drops_spans = "2", True
@@ -414,7 +415,7 @@ async def test_a_request_that_got_no_token_is_made_again_elsewhere(rigs: Any, st
 
 
 async def test_tries_are_bounded_over_the_whole_call(rigs: Any) -> None:
-    rig = await rigs(2, engine_retries=3, engine_circuit_failures=100)
+    rig = await rigs(2, engine_retries=3, tuning=replace(FAST, engine_circuit_failures=100))
     for machine in rig.machines:
         machine.cut = True
     with pytest.raises(EngineUnavailableError, match="no engine answered in 4 tries"):
@@ -436,7 +437,7 @@ async def test_calls_wait_for_an_engine_that_is_restarted(rigs: Any) -> None:
 async def test_a_call_on_an_engine_that_went_silent_is_given_up_and_made_elsewhere(
     rigs: Any,
 ) -> None:
-    rig = await rigs(2, engine_health_timeout_s=0.2)
+    rig = await rigs(2, tuning=replace(FAST, engine_health_timeout_s=0.2))
     home, other = await rig.home()
     gate = asyncio.Event()
     home.script = [Sampled([7, 8], gate=gate)]
@@ -470,7 +471,7 @@ async def test_a_cancelled_call_is_aborted_on_the_engine_that_has_it(rigs: Any) 
 
 
 async def test_an_engine_that_fails_calls_several_times_in_a_row_gets_no_more(rigs: Any) -> None:
-    rig = await rigs(2, engine_circuit_open_s=60.0)
+    rig = await rigs(2, tuning=replace(FAST, engine_circuit_open_s=60.0))
     home, other = await rig.home()
     home.script = [Sampled([], status=500) for _ in range(3)]
     for _ in range(3):
@@ -483,7 +484,7 @@ async def test_an_engine_that_fails_calls_several_times_in_a_row_gets_no_more(ri
 
 
 async def test_calls_wait_for_the_probe_of_the_only_engine(rigs: Any) -> None:
-    rig = await rigs(engine_health_interval_s=60.0, engine_circuit_failures=1)
+    rig = await rigs(tuning=replace(FAST, engine_health_interval_s=60.0, engine_circuit_failures=1))
     [machine] = rig.machines
     machine.script = [Sampled([], status=500), Sampled([], status=503)]
     with pytest.raises(EngineError, match="answered 500"):
@@ -493,7 +494,7 @@ async def test_calls_wait_for_the_probe_of_the_only_engine(rigs: Any) -> None:
 
 
 async def test_a_refused_request_is_not_the_engines_failure(rigs: Any) -> None:
-    rig = await rigs(engine_circuit_failures=1)
+    rig = await rigs(tuning=replace(FAST, engine_circuit_failures=1))
     [machine] = rig.machines
     machine.script = [Sampled([], status=400) for _ in range(3)]
     for _ in range(3):
@@ -552,7 +553,7 @@ async def test_an_engine_that_comes_back_with_old_weights_gets_traffic_when_it_h
 
 
 async def test_a_restart_between_two_checks_is_found_by_its_first_reply(rigs: Any) -> None:
-    rig = await rigs(engine_health_interval_s=60.0)
+    rig = await rigs(tuning=replace(FAST, engine_health_interval_s=60.0))
     [machine] = rig.machines
     machine.script = [Sampled([7], version="5"), Sampled([7], version="4")]
     await rig.generate()
@@ -563,7 +564,7 @@ async def test_a_restart_between_two_checks_is_found_by_its_first_reply(rigs: An
 
 
 async def test_when_the_only_engine_lost_its_weights_calls_wait_and_then_use_it(rigs: Any) -> None:
-    rig = await rigs(engine_version_grace_s=0.3, engine_retries=50)
+    rig = await rigs(engine_retries=50, tuning=replace(FAST, engine_version_grace_s=0.3))
     [machine] = rig.machines
     machine.version = "5"
     await rig.checked()

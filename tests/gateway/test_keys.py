@@ -20,7 +20,7 @@ from pydantic import SecretStr, ValidationError
 from starlette.datastructures import Headers
 
 from stepwell.gateway.access import Access, KeyRing, Named, presented
-from stepwell.gateway.config import AgentKey, GatewayConfig
+from stepwell.gateway.config import AgentKey, GatewayConfig, Tuning
 from stepwell.gateway.endpoints import ENDPOINTS, Finder
 from stepwell.gateway.server import HttpServer
 from stepwell.gateway.services import Services
@@ -506,10 +506,11 @@ async def test_no_key_is_in_a_log_or_an_error(
         port=0,
         tokenizer_path=str(tmp_path),
         engine_retries=0,
-        log_level="debug",
         **KEYS,
     )
-    server = HttpServer(config, Wiring((world.engine.url,)), world.pool)
+    server = HttpServer(
+        config, Wiring((world.engine.url,), tuning=Tuning(log_level="debug")), world.pool
+    )
     url = await asyncio.to_thread(server.start)
     forged = ring("another-admin's-key").issue("t", "p")
     world.say("x", status=400)

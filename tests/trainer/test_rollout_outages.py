@@ -24,7 +24,7 @@ from stepwell.datapool import DataPoolClient, PoolConfig, client_of, start_data_
 from stepwell.datapool.config import ChannelConfig
 from stepwell.datapool.types import TRAIN
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Tuning
 from stepwell.gateway.listening import bind
 from stepwell.gateway.server import http_protocol
 from stepwell.gateway.wiring import Wiring
@@ -41,13 +41,7 @@ from tests.helpers import actor_processes, reserved_port
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
-FAST = {
-    "engine_retries": 1,
-    "retry_backoff_s": 0.05,
-    "engine_health_interval_s": 0.1,
-    "engine_circuit_open_s": 0.05,
-    "context_length": 4096,
-}
+FAST = Tuning(retry_backoff_s=0.05, engine_health_interval_s=0.1, engine_circuit_open_s=0.05)
 
 
 async def asks_once(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
@@ -90,8 +84,9 @@ class Gateway:
         return f"http://127.0.0.1:{self.held.getsockname()[1]}"
 
     async def start(self, **options: Any) -> None:
-        config = GatewayConfig(**{**FAST, **options})
-        app = create_app(config, Wiring((self.engine.url,)), self.pool, make_tokenizer("chatml"))
+        config = GatewayConfig(**{"engine_retries": 1, "context_length": 4096, **options})
+        wiring = Wiring((self.engine.url,), tuning=FAST)
+        app = create_app(config, wiring, self.pool, make_tokenizer("chatml"))
         listening = bind(*self.held.getsockname())
         settings = uvicorn.Config(
             app, http=http_protocol(config), log_level="critical", timeout_graceful_shutdown=0
