@@ -94,7 +94,7 @@ class Mean:
 
 
 class LossOutput(NamedTuple):
-    """What a loss function says of one micro-batch."""
+    """Result of a loss function for one micro-batch."""
 
     loss: Tensor
     """Scalar with gradient; the losses of all micro-batches add up to the loss of the update."""
@@ -146,7 +146,7 @@ class TrainingBackend(ABC):
 
     @classmethod
     def build(cls, *args: Any, **kwargs: Any) -> TrainingBackend:
-        """What `build_backend` returns: an instance, or what stands for many of them.
+        """Build what `build_backend` returns: an instance, or what stands for many of them.
 
         `stepwell train` calls `build(config, model_path, **placement)`: the section `backend`, the
         model's folder, and `options`, the Ray actor options of each rank, if there are ranks beside
@@ -156,12 +156,12 @@ class TrainingBackend(ABC):
 
     @classmethod
     def missing(cls) -> str | None:
-        """What this machine lacks for it (an optional package), with the remedy; None: nothing."""
+        """Return what this machine lacks for it (an optional package), with the remedy, or None."""
         return None
 
     @classmethod
     def lacks(cls, method: str) -> bool:
-        """Whether this class does not implement `method`."""
+        """Return whether this class does not implement `method`."""
         return bool(getattr(cls, method) == getattr(TrainingBackend, method))
 
     @classmethod

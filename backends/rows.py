@@ -53,7 +53,7 @@ class Row:
 
     ids: TokenIds
     segments: tuple[Segment, ...]
-    """By position; never empty, and every step is in exactly one row of the batch."""
+    """Segments by position; never empty, and every step is in exactly one row of the batch."""
 
     @property
     def n_inputs(self) -> int:
@@ -170,7 +170,7 @@ def _by_prefix(rows: Sequence[Row], budget: int) -> Iterator[list[Row]]:
 
 
 def _cheapest_cut(batch: Sequence[tuple[Row, int, int]], budget: int) -> int:
-    """Where to cut a micro-batch whose last row is too much: rows before the cut fit."""
+    """Return where to cut a micro-batch whose last row is too much: rows before the cut fit."""
     size, best = 0, len(batch) - 1
     for i, (_, shared, own) in enumerate(batch):
         if size > budget:
@@ -199,7 +199,7 @@ def in_tree_order(sequences: Sequence[TokenIds]) -> list[int]:
 
 
 def common_prefix(a: TokenIds, b: TokenIds) -> int:
-    """How many tokens both begin with."""
+    """Return the number of tokens that both begin with."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if len(different) else n

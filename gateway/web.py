@@ -124,6 +124,10 @@ class Connection(Protocol):
     def authenticated(self) -> None:
         """A request on it was authorised."""
 
+    async def write_piece(self, data: bytes) -> None:
+        """Send a piece of a body without a length, behind its head. Waits while the client reads
+        too slowly."""
+
 
 CONNECTION = "stepwell.run.connection"
 
@@ -155,8 +159,8 @@ def aborts_on_disconnect(scope: Scope, listener: Closing) -> Iterator[None]:
 
 
 class EventStream(Response):
-    """The stream of one call, mostly server-sent events. Frames are written as they come, and are
-    not buffered."""
+    """The stream of one call, mostly server-sent events. Frames are written as they come, past the
+    layers that an answer passes, and are not buffered."""
 
     def __init__(
         self,
@@ -180,8 +184,9 @@ class EventStream(Response):
             with aborts_on_disconnect(scope, self._listener):
                 head = {"status": self.status_code, "headers": self.raw_headers}
                 await send({"type": "http.response.start", **head})
-                async for frame in self._frames:
-                    await send({"type": "http.response.body", "body": frame, "more_body": True})
+                connection = connection_of(scope)
+                async for piece in self._frames:
+                    await connection.write_piece(piece)
                 await send({"type": "http.response.body", "body": b""})
         finally:
             self._listener.close()

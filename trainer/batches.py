@@ -91,11 +91,11 @@ class Batches:
     """The batches of a run; see the module's docstring.
 
     Args:
-        estimator: of advantages: says which rollouts are baselines and not trained.
+        estimator: of advantages; knows which rollouts are baselines and not trained.
         channels: those that are trained, rollouts first.
         sft_share: of the groups of a batch, those that are conversations.
-        scored: hears of every group that was scored here.
-        phases: told how long it took to wait and to score.
+        scored: called with every group that was scored here.
+        phases: measures waiting and scoring.
         folder: of the run.
         tell: shows the user a line.
     """
@@ -217,7 +217,7 @@ class Batches:
         }
 
     def _generation(self, n: int) -> dict[str, float]:
-        """How fast responses come into the pool, since the last record; `n` came so far."""
+        """Response tokens per second into the pool since the last record; `n` came so far."""
         now = time.monotonic()
         (then, before), self._responses = self._responses or (now, n), (now, n)
         return {"tokens_per_s/generate": (n - before) / (now - then)} if now > then else {}
@@ -226,7 +226,7 @@ class Batches:
         """Begin to lease and score the next batch."""
         leased = asyncio.create_task(self.lease())
         scored = asyncio.create_task(self._first_scores(leased))
-        scored.add_done_callback(lambda task: task.cancelled() or task.exception())  # was told
+        scored.add_done_callback(lambda task: task.cancelled() or task.exception())  # was raised
         return _Coming(leased, scored)
 
     async def _first_scores(self, leased: asyncio.Task[Sequence[Group] | None]) -> list[Group]:
@@ -281,7 +281,7 @@ class Batches:
     async def _arrived(
         self, coming: asyncio.Task[Sequence[Group] | None]
     ) -> Sequence[Group] | None:
-        """What `lease` brings. Of traffic that stays away it is said what is waited for."""
+        """Return what `lease` brings; while traffic stays away, tell the user what is missing."""
         try:
             while self.producer.endless and not (await asyncio.wait({coming}, timeout=TOLD_S))[0]:
                 self._tell(await self._why_waiting())
@@ -381,7 +381,7 @@ class Batches:
         return self._filter.taken or self._batch_size
 
     async def _why_waiting(self) -> str:
-        """What a trainer that traffic keeps waiting waits for, and what the pool holds."""
+        """One line on what a trainer of traffic waits for, and what the pool holds."""
         stats = await self._pool.get_statistics(TRAIN)
         groups, trajectories = stats["groups"], stats["trajectories"]
         still_open = trajectories["open"]

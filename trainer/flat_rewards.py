@@ -26,7 +26,7 @@ from stepwell.datapool.types import Group
 STEPS = 10
 """Optimizer steps that are looked at together: the first may be flat for a good reason."""
 NEARLY_ALL = 0.95
-"""Share of groups without a signal from which it is said."""
+"""Share of groups without a signal from which the user is warned."""
 MOSTLY_WRONG = 0.85
 """The same where they fail: what a few lucky guesses earn teaches next to nothing."""
 MOST = 0.9
@@ -34,8 +34,8 @@ MOST = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """What of a scored group may be the cause; shares are of its rollouts."""
+class _GroupSummary:
+    """Figures of a scored group that may be the cause; shares are of its rollouts."""
 
     rollouts: int
     lowest: float
@@ -63,8 +63,8 @@ class FlatRewards:
     def __init__(self, samples: Path, *, within_group: bool) -> None:
         self._samples = samples
         self._within_group = within_group
-        self._batch: list[_Seen] = []
-        self._steps: deque[list[_Seen]] = deque(maxlen=STEPS)
+        self._batch: list[_GroupSummary] = []
+        self._steps: deque[list[_GroupSummary]] = deque(maxlen=STEPS)
         self._warned = False
 
     def see(self, groups: Sequence[Group]) -> None:
@@ -72,8 +72,8 @@ class FlatRewards:
         self._batch += map(_seen, groups)
 
     def metrics(self) -> dict[str, float | str]:
-        """Of an optimizer step: `groups/no_signal`, the share of its groups whose rewards are all
-        equal; and once in a run `warning`, when that was nearly all for `STEPS` steps."""
+        """Figures of an optimizer step: `groups/no_signal`, the share of its groups whose rewards
+        are all equal; and once in a run `warning`, when that was nearly all for `STEPS` steps."""
         if self._batch:
             self._steps.append(self._judged(self._batch))
             self._batch = []
@@ -88,8 +88,8 @@ class FlatRewards:
             metrics["warning"] = f"{found} (replies and rewards: {self._samples})"
         return metrics
 
-    def _judged(self, batch: Sequence[_Seen]) -> list[_Seen]:
-        """With `flat`."""
+    def _judged(self, batch: Sequence[_GroupSummary]) -> list[_GroupSummary]:
+        """Copies of the batch with `flat` filled in."""
         others = list(batch)
         if sum(s.rollouts for s in batch) == 1:
             others += [s for step in self._steps for s in step]
@@ -103,24 +103,24 @@ class FlatRewards:
         ]
 
 
-def _seen(group: Group) -> _Seen:
+def _seen(group: Group) -> _GroupSummary:
     rollouts = group.trajectories
     rewards = [t.reward or 0.0 for t in rollouts]
-    said = {tuple(s.response_ids.tobytes() for s in t.steps) for t in rollouts}
-    return _Seen(
+    replies = {tuple(s.response_ids.tobytes() for s in t.steps) for t in rollouts}
+    return _GroupSummary(
         rollouts=len(rollouts),
         lowest=min(rewards),
         highest=max(rewards),
         reward=float(np.mean(rewards)),
-        same=len(rollouts) > 1 and len(said) == 1,
+        same=len(rollouts) > 1 and len(replies) == 1,
         cut=_share(t.steps[-1].finish_reason == "length" for t in rollouts),
         has_tools=any("tool_calls" in s.metadata for t in rollouts for s in t.steps),
         calls_tools=_share(any(s.metadata.get("tool_calls") for s in t.steps) for t in rollouts),
     )
 
 
-def _warning(seen: Sequence[_Seen]) -> str | None:
-    """What is to be said of the groups; None: there is enough to learn from."""
+def _warning(seen: Sequence[_GroupSummary]) -> str | None:
+    """Warning about the groups; None: there is enough to learn from."""
     flat = [s for s in seen if s.flat]
     if len(flat) < MOSTLY_WRONG * len(seen):
         return None
@@ -135,8 +135,8 @@ def _warning(seen: Sequence[_Seen]) -> str | None:
     )
 
 
-def _cause(flat: Sequence[_Seen], reward: float | None) -> str:
-    """What groups without a signal have in common, and what to do about it.
+def _cause(flat: Sequence[_GroupSummary], reward: float | None) -> str:
+    """Cause that groups without a signal have in common, and what to do about it.
 
     Args:
         reward: of nearly all of them; None: they differ.

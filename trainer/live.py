@@ -54,7 +54,7 @@ class Traffic(GroupProducer):
                 self.ledger.issued(uid, uid)
 
     async def resume(self, state: Mapping[str, Any] | None, version: int) -> None:
-        """What the checkpoint, or the ledger before it, contains is taken out of the pool; all else
+        """Take out of the pool what the checkpoint, or the ledger before it, contains; all else
         that the former trainer had leased is ready again."""
         trained = state["trained"] if state is not None else {}
         dropped = await settle_former(self._pool, trained, TRAIN)

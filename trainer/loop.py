@@ -39,9 +39,8 @@ from stepwell.trainer.metrics import Phases
 from stepwell.trainer.profiling import traced
 from stepwell.trainer.publish.publisher import Publisher
 from stepwell.trainer.recording import Recorder
-from stepwell.trainer.rollout_samples import RolloutSamples
 from stepwell.trainer.threads import ComputeThread
-from stepwell.trainer.trained_sample import TrainedSample
+from stepwell.trainer.trained import Trained
 from stepwell.trainer.updater import Updater, record_of
 from stepwell.trainer.validation import Evaluation, Policy, Validator
 
@@ -55,8 +54,7 @@ class Trainer:
 
     Args:
         phases: shared with the parts: how long each of them took.
-        sample: what people can look at of each optimizer step.
-        samples: of what is trained, for people to read.
+        trained: keeps what each optimizer step was on, for people.
         recorder: of the batches.
         folder: of the run.
         tell: shows the user a line.
@@ -72,8 +70,7 @@ class Trainer:
         checkpoints: CheckpointStore,
         compute: ComputeThread,
         phases: Phases,
-        sample: TrainedSample,
-        samples: RolloutSamples,
+        trained: Trained,
         recorder: Recorder,
         *,
         folder: Path,
@@ -84,13 +81,12 @@ class Trainer:
         self.publisher = publisher
         self.validator = validator
         self.checkpoints = checkpoints
-        self.samples = samples
+        self.trained = trained
         self.progress = updater.progress
         self._ledger = batches.producer.ledger
         self._config = config
         self._compute = compute
         self._phases = phases
-        self._sample = sample
         self._recorder = recorder
         self._folder = folder
         self._tell = tell
@@ -139,8 +135,6 @@ class Trainer:
         with self._phases("prepare"):
             prepared = await self._traced("prepare", partial(self.updater.prepare, groups))
         before = self.progress.updates
-        advantages = prepared.batch.columns.get("advantages")
-        await self._compute(self.samples.write, before + 1, groups, advantages)
         for number, (steps, trained_on, epoch) in enumerate(prepared.mini_batches, 1):
             self._untrained = len(prepared.mini_batches) - number
             await self.publisher.borrow_memory()
@@ -149,9 +143,8 @@ class Trainer:
                 update = await self._traced("step", step)
             await self.publisher.stepped()
             with self._phases("sample"):
-                about = {"policy_version": self.progress.version, "groups": len(trained_on)}
-                of = (self.progress.updates, prepared.batch, trained_on, about)
-                await self._compute(self._sample.write, *of)
+                write = partial(self.trained.write, version=self.progress.version, again=epoch > 0)
+                await self._compute(write, self.progress.updates, trained_on, prepared.batch)
             times = self._phases.take(time.monotonic() - self._mark)
             self.progress.train_s += times["time/step_s"]
             if epoch == 0:  # a group is trained once, however often it is gone over
@@ -175,7 +168,7 @@ class Trainer:
 
     async def _leave_out(self, groups: Sequence[Group]) -> dict[str, Any]:
         """The record of a batch that is recorded, acked and not trained."""
-        await self._compute(self.samples.write, self.progress.updates + 1, groups)
+        await self._compute(self.trained.write, self.progress.updates + 1, groups)
         self.updater.leave_out()
         consumed = self.batches.consumed
         self._ledger.leased(consumed)

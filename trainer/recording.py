@@ -189,8 +189,8 @@ def replay(
                 progress.published[progress.version] = progress.updates
             times = phases.take(time.monotonic() - mark)
             progress.train_s += times["time/step_s"]
-            told = record_of(progress, trained_on, times, groups)
-            yield {**told, **prepared.metrics, **update, **times}
+            record = record_of(progress, trained_on, times, groups)
+            yield {**record, **prepared.metrics, **update, **times}
             mark = time.monotonic()
 
 

@@ -14,11 +14,8 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-from transformers import AutoTokenizer
 
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Group, Trajectory
@@ -32,6 +29,7 @@ from stepwell.trainer.rewards import (
 )
 from stepwell.trainer.rewards.data_sources import has_usual_reward
 from stepwell.trainer.rewards.overlong import punished
+from stepwell.trainer.tokenizers import tokenizer_at
 from stepwell.trainer.trajectory_metrics import task_of
 
 log = logging.getLogger(__name__)
@@ -42,9 +40,9 @@ GROUP_TOO_SMALL = "too few of the group were scored"
 EXTRA = "reward_extra_info"
 """Key of a trajectory's metadata: what the reward function said beside the score."""
 TOOLS: Mapping[str, Any] = {"tool_rewards": [], "turn_scores": [], "rollout_reward_scores": {}}
-"""What verl puts into `extra_info`, of rollouts that have nothing to say of it."""
+"""Keys that verl puts into `extra_info`, for rollouts that lack them."""
 MEANINGS = {"no_steps": "no_steps (the agent never called the model at its base_url)"}
-"""Of reasons that the pool gives."""
+"""Explanations of reasons that the pool gives."""
 
 
 class Scorer:
@@ -169,12 +167,12 @@ class Scorer:
         return [self._sample(group, trajectory) for group, trajectory in asked]
 
     def _sample(self, group: Group, trajectory: Trajectory) -> RewardSample:
-        """What the function gets. `extra_info` is the task, beneath it the trajectory's metadata
-        (what agent and tools said) and the task's (where verl's functions look), and what only the
-        rollout knows."""
-        task = task_of(group)
+        """Arguments of the reward function. `extra_info` is the task, beneath it the trajectory's
+        metadata (what agent and tools said) and the task's (where verl's functions look), and what
+        only the rollout knows."""
+        task, tokenizer = task_of(group), tokenizer_at(self._tokenizer_path)
         responses = [
-            str(self._tokenizer.decode(s.response_ids, skip_special_tokens=self._skips))
+            str(tokenizer.decode(s.response_ids, skip_special_tokens=self._skips))
             for s in trajectory.steps
         ]
         length = sum(len(s.response_ids) for s in trajectory.steps)
@@ -198,10 +196,6 @@ class Scorer:
             group=group.prompt_uid,
             trajectory=trajectory,
         )
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        return AutoTokenizer.from_pretrained(self._tokenizer_path)
 
     def _watch(self, groups: Sequence[Group], scored: Sequence[Group]) -> None:
         if not groups:

@@ -21,7 +21,7 @@ from stepwell.datapool.types import Group, Trajectory
 
 
 def trajectory_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Of scored groups; a figure that has nothing to be taken from is left out.
+    """Return the figures of scored groups; one without any value is left out.
 
     - `reward/mean`, `/min`, `/max`, `/std`: of trajectories' rewards; std of the population;
     - `reward/{data_source}/mean`: of the trajectories of one data source;
@@ -84,7 +84,7 @@ def data_source(group: Group) -> str:
 
 
 def is_clipped(trajectory: Trajectory) -> bool:
-    """Whether its last call ended at its limit of tokens."""
+    """Return whether its last call ended at its limit of tokens."""
     return trajectory.steps[-1].finish_reason == "length"
 
 
@@ -97,12 +97,12 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def _tool_calls(trajectory: Trajectory) -> list[int]:
-    """Of each LLM call that offered tools."""
+    """Calls of tools, for each LLM call that offered tools."""
     return [s.metadata["tool_calls"] for s in trajectory.steps if "tool_calls" in s.metadata]
 
 
 def _tool_results(trajectory: Trajectory) -> Iterable[bool]:
-    """Whether it is an error, of each tool's result in the messages that the gateway keeps. Tools
+    """Yield whether each tool's result, in the messages that the gateway keeps, is an error. Tools
     say it in the text, as `trainer/tools` does: no dialect has a field for it but Anthropic's,
     whose gateway writes it there."""
     for step in trajectory.steps:

@@ -41,8 +41,7 @@ from stepwell.trainer.algorithms.losses import (
     seen,
     untruncated,
 )
-from stepwell.trainer.algorithms.off_policy.correction import TokenWeights, correct
-from stepwell.trainer.algorithms.off_policy.lag import lags
+from stepwell.trainer.algorithms.off_policy.correction import TokenWeights, correct, lags
 from stepwell.trainer.algorithms.off_policy.proximal import is_first_forward, proximal_log_probs
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
 from stepwell.trainer.progress import Progress
@@ -280,7 +279,7 @@ class Updater:
         self.progress.updates += self._async.updates_per_batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the models, for a checkpoint."""
+        """State of the models, for a checkpoint."""
         critic = self.critic.state_dict() if self.critic is not None else None
         return {"backend": self.backend.state_dict(), "critic": critic}
 
@@ -348,7 +347,7 @@ class Updater:
             self.progress.kl_coef = next_coef(self._kl_coef, measured, trajectories, kl)
 
     def _sampled_now(self, batch: TokenBatch) -> Tensor:
-        """Whether the very weights that are trained sampled a token, [T] bool."""
+        """Tokens that the very weights being trained sampled, [T] bool."""
         progress = self.progress
         published = progress.published[progress.version]
         current = progress.applied(published) == progress.applied(progress.updates)
@@ -370,17 +369,17 @@ def record_of(
     times: Mapping[str, float],
     prepared: Sequence[Group],
 ) -> dict[str, Any]:
-    """What is told of an optimizer step on `groups`, whatever the mathematics.
+    """Return the record of an optimizer step on `groups`, without the figures of its mathematics.
 
     Args:
         times: of `Phases`.
         prepared: the groups of its batch, of all its optimizer steps.
     """
     sft, rl = [g for g in groups if is_sft(g)], [g for g in groups if not is_sft(g)]
-    told: dict[str, Any] = trajectory_metrics(rl) if rl else {}
+    record: dict[str, Any] = trajectory_metrics(rl) if rl else {}
     if sft:
-        told["sft/share"] = len(sft) / len(groups)
-        told["sft/tokens"] = sum(len(s.response_ids) for g in sft for s in g.steps)
+        record["sft/share"] = len(sft) / len(groups)
+        record["sft/tokens"] = sum(len(s.response_ids) for g in sft for s in g.steps)
     trained = n_tokens(groups)
     rates = {
         "tokens_per_s": (trained, "step"),
@@ -391,7 +390,7 @@ def record_of(
         "step": progress.updates,
         "time_s": progress.train_s,
         "policy_version": progress.version,
-        **told,
+        **record,
         "tool_use": tool_use(rl),
         "groups": len(groups),
         "trajectories": sum(len(g.trajectories) for g in groups),

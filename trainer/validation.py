@@ -34,7 +34,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import orjson
-from transformers import AutoTokenizer
 
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.sealed import damaged, read_lines, sealed, write_durably
@@ -44,6 +43,7 @@ from stepwell.trainer.data import Task
 from stepwell.trainer.errors import StarvedError
 from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.scoring import EXTRA, Scorer, why_lost
+from stepwell.trainer.tokenizers import tokenizer_at
 from stepwell.trainer.trajectory_metrics import (
     data_source,
     task_of,
@@ -60,7 +60,7 @@ VALIDATION = "validation"
 
 
 class Policy(NamedTuple):
-    """What an evaluation is of."""
+    """The policy being evaluated."""
 
     step: int
     """Optimizer steps done."""
@@ -141,7 +141,6 @@ class Validator(ABC):
         self._tokenizer_path = tokenizer_path
         self._pool = pool
         self._scorer = scorer
-        self._tokenizer: Any = None
         self._task: asyncio.Task[None] | None = None
         self._done: list[Evaluation] = []
 
@@ -206,7 +205,7 @@ class Validator(ABC):
     def _evaluation(
         self, groups: Sequence[Group], policy: Policy, n: int | None = None, **counts: Any
     ) -> Evaluation:
-        """What `groups`, all of the policy's version, tell of it.
+        """Return the figures of `groups`, all of the policy's version.
 
         Args:
             n: rollouts of each prompt; None: as many as came.
@@ -229,9 +228,7 @@ class Validator(ABC):
         )
 
     def _rows(self, groups: Sequence[Group], policy: Policy) -> list[dict[str, Any]]:
-        if self._tokenizer is None:
-            self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_path)
-        return samples(groups, self._tokenizer.decode, policy)
+        return samples(groups, tokenizer_at(self._tokenizer_path).decode, policy)
 
 
 class TaskValidator(Validator):
@@ -409,7 +406,7 @@ def samples(
 
 
 def question(task: Mapping[str, Any]) -> str:
-    """What the task asks: its `question`, or the text of the last user message."""
+    """Return the question of a task: its `question`, or the text of the last user message."""
     if "question" in task:
         return str(task["question"])
     for message in reversed(task.get("messages") or []):

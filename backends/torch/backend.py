@@ -347,8 +347,8 @@ class TorchBackend(TrainingBackend):
         return self._whole(lora.adapter_weights(self._masters.named()))
 
     def _weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What engines load, in `dtype`; on the first rank. Tied weights stay one tensor, or they
-        would be saved twice."""
+        """Weights that engines load, in `dtype`; on the first rank. Tied weights stay one tensor,
+        or they would be saved twice."""
         weights: dict[str, Tensor] = {}
         if self._config.lora is None:
             own = self._model.state_dict()

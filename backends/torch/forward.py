@@ -49,7 +49,7 @@ class Inputs:
     tree: Tree | None = None
 
     def model_kwargs(self) -> dict[str, Any]:
-        """What the model's forward takes."""
+        """Arguments of the model's forward."""
         kwargs = {"input_ids": self.ids, "use_cache": False}
         if self.tree is None:
             return kwargs

@@ -87,7 +87,7 @@ def adapters_off(model: Any) -> Iterator[None]:
 
 
 def adapter_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of a model's weights, by name, that are the adapters'."""
+    """Return the adapters' weights among a model's, by name."""
     return {name: tensor for name, tensor in weights.items() if _is_adapter(name)}
 
 

@@ -35,7 +35,7 @@ class MasterWeights:
         trained = [p for p in model.parameters() if p.requires_grad]
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
         self.parameters = trained
-        """What the optimizer updates."""
+        """Tensors that the optimizer updates."""
         if dtype == torch.float32:
             return
         for weight in trained:

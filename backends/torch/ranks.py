@@ -113,7 +113,7 @@ class RankedBackend(TrainingBackend):
         self._ranks.call("save_weights", Path(path).absolute())
 
     def free_cache(self) -> None:
-        """As `TorchBackend.free_cache`, on every rank."""
+        """Free the cache of every rank (`TorchBackend.free_cache`)."""
         self._ranks.call("free_cache")
 
     def save_adapters(self, path: str | Path) -> None:
@@ -121,7 +121,7 @@ class RankedBackend(TrainingBackend):
         self._ranks.call("save_adapters", Path(path).absolute())
 
     def load_weights(self, path: str | Path) -> None:
-        """As `TorchBackend.load_weights`, on every rank, which must see `path`."""
+        """Train on from the weights in `path`, which every rank must see."""
         self._ranks.call("load_weights", Path(path).absolute())
 
     def state_dict(self) -> dict[str, Any]:
@@ -259,11 +259,11 @@ class RayRanks:
                 self.stop()
             raise cause
         size = len(self._actors)
-        said = str(cause or error).strip() or repr(cause or error)
+        text = str(cause or error).strip() or repr(cause or error)
         self.stop()
         raise RankError(
             f"rank {rank} of {size} failed in {method}: "
-            f"{said.splitlines()[-1]}; all ranks were stopped. Look into "
+            f"{text.splitlines()[-1]}; all ranks were stopped. Look into "
             "Ray's logs of that rank, then resume the run"
         ) from error
 

@@ -367,7 +367,7 @@ def enable(model: Any, dtype: torch.dtype = torch.float32) -> None:
 
 
 def is_enabled(model: Any) -> bool:
-    """Whether `enable` was called on the model."""
+    """Return whether `enable` was called on the model."""
     return bool(model.config._attn_implementation == TREE_ATTENTION)
 
 

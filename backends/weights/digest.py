@@ -1,17 +1,9 @@
-"""Hashes of a version's tensors, so that a replica that loaded others is caught.
+"""Hashes of a version's tensors, so that a replica that loaded other bytes is caught.
 
-SGLang's `/weights_checker` answers a hash per parameter: on a CPU the first 16 hex digits of the
-SHA-256 of its bytes, on a GPU another one, of its own kernel. The embedded engine answers the same
-way, always with the former. What a checkpoint should hash to is computed here:
-
-    engine's parameter                     from the checkpoint
-    model.norm.weight                      the tensor, in the engine's dtype
-    …self_attn.qkv_proj.weight             q_proj, k_proj, v_proj one after another (SGLang fuses)
-    …mlp.gate_up_proj.weight               gate_proj, up_proj
-    model.embed_tokens.weight, lm_head     also with rows of zeros up to a multiple of 64 (SGLang)
-
-A parameter of another layout (sharded over ranks, quantised, hashed on a GPU, fused otherwise) is
-not foretold: replicas of one layout must then agree with each other. `compare` says which was done.
+SGLang's `/weights_checker` answers a hash per parameter, of its own layout and, on a GPU, of its
+own kernel: replicas of one layout must agree with each other. The embedded engine answers the same
+way with the SHA-256 of the tensors as the checkpoint names them, so its answer is held against the
+checkpoint (`checkpoint_hashes`). `compare` says which was done.
 
 Owns hashes. Does not own the requests (`backends/engines/client.py`).
 """
@@ -22,31 +14,23 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FUSED: Mapping[str, tuple[str, ...]] = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
-PADDED = ("embed_tokens.", "lm_head.")
-VOCAB_MULTIPLE = 64
+EMBEDDED: Final = "stepwell-embedded"
+"""`version` in `/server_info` of the engine whose hashes follow from the checkpoint."""
 _COMPUTED = ("cos_sin_cache", "cos_cache", "sin_cache", "inv_freq", "freqs_cis")
 """Buffers that an engine computes: not weights (SGLang leaves them out, too)."""
 
 
-def tensor_hash(*parts: Tensor, zeros: int = 0) -> str:
-    """16 hex digits of the SHA-256 of the parts' bytes one after another, and `zeros` bytes 0."""
+def tensor_hash(tensor: Tensor) -> str:
+    """16 hex digits of the SHA-256 of the tensor's bytes."""
     import torch
 
-    digest = hashlib.sha256()
-    for part in parts:
-        flat = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(flat.numpy().data)
-    digest.update(bytes(zeros))
-    return digest.hexdigest()[:16]
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().data).hexdigest()[:16]
 
 
 def model_hashes(model: Any) -> dict[str, str]:
@@ -76,99 +60,60 @@ def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True, slots=True)
 class RankHashes:
-    """Hashes that one rank of an engine answered."""
+    """Answer of one rank of an engine."""
 
     hashes: Mapping[str, str]
     layout: str
     """Ranks of one layout hold the same tensors."""
-    whole: bool
-    """It holds whole tensors, hashed on a CPU: they can be foretold."""
 
 
-class Expected:
-    """The hashes that a checkpoint's tensors must have in an engine of one dtype."""
+def checkpoint_hashes(folder: str | Path, dtype: str, *, prefix: str = "") -> dict[str, str]:
+    """Name -> hash of every tensor of a checkpoint, as the embedded engine holds it.
 
-    def __init__(self, folder: str | Path, dtype: str, *, prefix: str = "") -> None:
-        """`dtype`: of the engine, as torch names it; "auto" is the checkpoint's own. `prefix`: what
-        the engine puts before the names."""
-        self._tensors = {prefix + name: tensor for name, tensor in read_tensors(folder)}
-        self._dtype = dtype
-        self._known: dict[str, frozenset[str] | None] = {}
+    Args:
+        dtype: of the engine, as torch names it; "auto" is the checkpoint's own.
+        prefix: what the engine puts before the names.
+    """
+    import torch
 
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def hashes(self, name: str) -> frozenset[str] | None:
-        """The hashes that parameter `name` may have; None if it cannot be foretold."""
-        if name not in self._known:
-            self._known[name] = self._compute(name)
-        return self._known[name]
-
-    def _compute(self, name: str) -> frozenset[str] | None:
-        if name in self._tensors:
-            tensor = self._cast(self._tensors[name])
-            hashes = {tensor_hash(tensor)}
-            if any(p in name for p in PADDED) and tensor.dim() == 2:
-                rows = -len(tensor) % VOCAB_MULTIPLE
-                zeros = rows * tensor.shape[1] * tensor.element_size()
-                hashes.add(tensor_hash(tensor, zeros=zeros))
-            return frozenset(hashes)
-        for fused, parts in FUSED.items():
-            names = [name.replace(fused, part) for part in parts]
-            if fused in name and all(n in self._tensors for n in names):
-                return frozenset({tensor_hash(*(self._cast(self._tensors[n]) for n in names))})
-        return None
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        import torch
-
-        if self._dtype == "auto" or not tensor.is_floating_point():
+    def cast(tensor: Tensor) -> Tensor:
+        if dtype == "auto" or not tensor.is_floating_point():
             return tensor
-        return tensor.to(getattr(torch, self._dtype))
+        return tensor.to(getattr(torch, dtype))
+
+    return {prefix + name: tensor_hash(cast(tensor)) for name, tensor in read_tensors(folder)}
 
 
 def compare(
-    answers: Mapping[str, Sequence[RankHashes] | None], expected: Mapping[str, Expected]
+    answers: Mapping[str, Sequence[RankHashes] | None], expected: Mapping[str, Mapping[str, str]]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Hold the replicas' hashes against what was meant.
+    """Compare the replicas' hashes with the checkpoint's, or with each other.
 
     Args:
         answers: by replica; None: it has no checksum endpoint.
-        expected: by replica, for those whose engine holds whole tensors.
+        expected: the checkpoint's, by replica, for embedded engines.
 
-    Returns (replica -> how it was verified: `checksum`, `agreement` or `version`, replica -> what
-    is wrong with it). By `agreement` is told only that replicas of a layout differ, not which is
-    wrong: all but the first are named.
+    Returns:
+        (replica -> how it was verified: `checksum`, `agreement` or `version`, replica -> what is
+        wrong with it). By `agreement` is told only that replicas of a layout differ, not which is
+        wrong: all but the first are named.
     """
     how: dict[str, str] = {}
     wrong: dict[str, str] = {}
-    seen: dict[tuple[str, str], tuple[str, str]] = {}
+    first: dict[tuple[str, str], tuple[str, str]] = {}
     for replica, ranks in answers.items():
         if ranks is None:
             how[replica] = "version"
             continue
-        how[replica] = "checksum"
+        known = expected.get(replica, {})
+        unknown = any(rank.hashes.keys() - known.keys() for rank in ranks)
+        how[replica] = "agreement" if unknown else "checksum"
         for rank in ranks:
-            foretold = expected.get(replica) if rank.whole else None
-            bad, open_ = _hold(rank.hashes, foretold)
+            bad = [n for n, found in rank.hashes.items() if known.get(n, found) != found]
             if bad:
                 wrong[replica] = f"{len(bad)} of {len(rank.hashes)} tensors differ, as {bad[0]}"
-            if open_ and how[replica] == "checksum":
-                how[replica] = "agreement"
-            for name in open_:
-                first = seen.setdefault((rank.layout, name), (replica, rank.hashes[name]))
-                if first[1] != rank.hashes[name]:
-                    wrong[replica] = f"tensor {name} differs from that of {first[0]}"
+            for name in sorted(rank.hashes.keys() - known.keys()):
+                other, hash_ = first.setdefault((rank.layout, name), (replica, rank.hashes[name]))
+                if hash_ != rank.hashes[name]:
+                    wrong[replica] = f"tensor {name} differs from that of {other}"
     return how, wrong
-
-
-def _hold(hashes: Mapping[str, str], foretold: Expected | None) -> tuple[list[str], list[str]]:
-    """(names whose hash is wrong, names that cannot be foretold)."""
-    bad, unknown = [], []
-    for name, found in hashes.items():
-        accepted = foretold.hashes(name) if foretold is not None else None
-        if accepted is None:
-            unknown.append(name)
-        elif found not in accepted:
-            bad.append(name)
-    return bad, unknown

@@ -25,11 +25,13 @@ import fcntl
 import os
 import re
 import shutil
+import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import psutil
 from safetensors import SafetensorError
@@ -50,6 +52,12 @@ LOCK = ".lock"
 ORIGIN = "origin.json"
 REFUSED = "refused.json"
 LOCK_RETRY_S = 0.005
+LATEST = 10
+"""Newest versions that `history` keeps whatever their age."""
+HISTORY = ((3600, 86_400), (86_400, 7 * 86_400))
+"""Beyond those: the last one of each of so many seconds, for versions younger than so many: one an
+hour for a day, one a day for a week."""
+Keep: TypeAlias = int | Literal["history"]
 _VERSION_DIR = re.compile(r"^v(\d+)$")
 _DRAFT = re.compile(r"^\.tmp-(\d+)-")
 
@@ -100,12 +108,12 @@ class WeightStore:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        keep: int = 2,
+        keep: Keep = 2,
         base: str | os.PathLike[str] | None = None,
     ) -> None:
         """`keep`: versions left on disk, the committed one always among them. `base`: the weights
         of version 0, which engines start with and nobody writes."""
-        if keep < 1:
+        if keep != "history" and keep < 1:
             raise ValueError(f"keep is {keep}; keep at least the committed version (1)")
         self.folder = Path(folder).absolute()
         self.keep = keep
@@ -250,12 +258,31 @@ class WeightStore:
         """Make `version` what a (re)started engine serves, and prune old versions."""
         entry = {"version": version, "path": str(path or self.path(version)), "adapter": adapter}
         write_sealed(self.folder / CURRENT, entry)
-        for old in self.versions()[: -self.keep]:
-            if old != version:
-                shutil.rmtree(self.path(old), ignore_errors=True)
+        written = {old: self.path(old).stat().st_mtime for old in self.versions()}
+        for old in written.keys() - kept_versions(written, self.keep, time.time()) - {version}:
+            shutil.rmtree(self.path(old), ignore_errors=True)
 
     def current(self) -> Published | None:
         return read_current(self.folder)
+
+
+def kept_versions(written: Mapping[int, float], keep: Keep, now: float) -> set[int]:
+    """Versions that stay on disk.
+
+    Args:
+        written: when each was written, in Unix seconds.
+        keep: how many of the newest; or `history`.
+    """
+    if keep != "history":
+        return set(sorted(written)[-keep:])
+    kept = set(sorted(written)[-LATEST:])
+    for every_s, for_s in HISTORY:
+        newest: dict[float, int] = {}
+        for version in sorted(written):
+            if now - written[version] < for_s:
+                newest[written[version] // every_s] = version
+        kept.update(newest.values())
+    return kept
 
 
 def _renamed(draft: Path, target: Path) -> bool:

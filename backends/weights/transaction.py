@@ -56,7 +56,7 @@ from stepwell.backends.errors import (
     SupersededError,
     WeightUpdateError,
 )
-from stepwell.backends.weights.digest import Expected, RankHashes, compare
+from stepwell.backends.weights.digest import EMBEDDED, RankHashes, checkpoint_hashes, compare
 from stepwell.backends.weights.store import Published, WeightStore, check_version
 from stepwell.backends.weights.transports import ADAPTER_NAME, TRANSPORTS, Target, Update
 
@@ -96,6 +96,7 @@ class Publication:
 
 @dataclass(slots=True)
 class _Replica(Target):
+    embedded: bool = False
     paused: bool = False
     touched: bool = False
     """An update was sent, whatever came of it."""
@@ -284,6 +285,7 @@ class _Transaction:
         server = await replica.engine.server_info()
         replica.path, replica.version = info["model_path"], info["weight_version"]
         replica.dtype = str(server.get("dtype") or "auto")
+        replica.embedded = server.get("version") == EMBEDDED
         replica.device = str(server.get("device") or "cuda").partition(":")[0]
         sizes = [int(server.get(f"{kind}_size") or 1) for kind in ("tp", "pp")]
         replica.ranks = sizes[0] * sizes[1]
@@ -308,8 +310,8 @@ class _Transaction:
 
     async def _verify(self) -> None:
         """Version and bytes of every live replica."""
-        foretold, _ = await asyncio.gather(
-            asyncio.to_thread(self._foretell), asyncio.to_thread(self._check_files)
+        expected, _ = await asyncio.gather(
+            asyncio.to_thread(self._expected), asyncio.to_thread(self._check_files)
         )
         answers: dict[str, Sequence[RankHashes] | None] = {}
 
@@ -318,7 +320,7 @@ class _Transaction:
             answers[replica.engine.url] = await self._hashes(replica)
 
         await self._all("verify", "verify the weights of", ask)
-        self.how, wrong = compare(self._in_order(answers), foretold)
+        self.how, wrong = compare(self._in_order(answers), expected)
         for url, what in wrong.items():
             raise WeightUpdateError(
                 f"{url} says that it loaded version {self.update.version}, but {what}", replica=url
@@ -332,21 +334,15 @@ class _Transaction:
     def _in_order(self, answers: Mapping[str, Any]) -> dict[str, Any]:
         return {url: answers[url] for r in self._live if (url := r.engine.url) in answers}
 
-    def _foretell(self) -> dict[str, Expected]:
-        """The hashes that live replicas on a CPU must have, by replica. Reads the checkpoint."""
-        of_dtype: dict[str, Expected] = {}
-        found = {}
-        for replica in self._live:
-            if replica.device == "cpu":
-                if replica.dtype not in of_dtype:
-                    of_dtype[replica.dtype] = self._expected(replica.dtype)
-                found[replica.engine.url] = of_dtype[replica.dtype]
-        return found
-
-    def _expected(self, dtype: str) -> Expected:
+    def _expected(self) -> dict[str, dict[str, str]]:
+        """The hashes that live embedded engines must have, by replica. Reads the checkpoint."""
+        dtypes = {r.engine.url: r.dtype for r in self._live if r.embedded}
         if self.transport.adapter:
-            return Expected(self.update.path, "auto", prefix=f"{ADAPTER_NAME}:")
-        return Expected(self.update.path, dtype)
+            dtypes = dict.fromkeys(dtypes, "auto")
+        prefix = f"{ADAPTER_NAME}:" if self.transport.adapter else ""
+        path = self.update.path
+        of = {d: checkpoint_hashes(path, d, prefix=prefix) for d in set(dtypes.values())}
+        return {url: of[dtype] for url, dtype in dtypes.items()}
 
     async def _verify_version(self, replica: _Replica) -> None:
         found = (await replica.engine.model_info())["weight_version"]
@@ -484,5 +480,4 @@ def _rank_hashes(rank: Mapping[str, Any], replica: _Replica) -> RankHashes:
     return RankHashes(
         hashes=dict(rank["checksums"]),
         layout=repr((replica.device, replica.dtype, sorted(map(repr, places)))),
-        whole=replica.device == "cpu" and replica.ranks == 1,
     )

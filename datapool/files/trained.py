@@ -2,23 +2,23 @@
 while the run goes on and after it.
 
     trainer ──write──► RUN/trained/000000000012.jsonl ──read──► dashboard, `stepwell view`
-                       {"step": 12, "groups": 8, …}                          the step
+                       {"step": 12, "groups": 8, "rewards": {…}, …}          the step
                        {"trajectory_uid": …, "steps": [{…, "columns": {…}}]}  a trajectory each
                        each line with its `digest` (`datapool/sealed.py`)
 
 A prompt is stored without the tokens of the step that it extends. Columns have one number for each
 response token, with six decimals: `advantages`, `weights`, `mask`, `prox_log_probs`, …; their names
 are the trainer's. Owns the format and the folder's bound. Does not own which trajectories are in it
-(`trainer/trained_sample.py`).
+(`trainer/trained.py`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import orjson
@@ -28,9 +28,14 @@ from stepwell.datapool.errors import ExportError
 from stepwell.datapool.sealed import damaged, read_lines, sealed, write_durably
 from stepwell.datapool.types import Step, Trajectory
 
+if TYPE_CHECKING:
+    from stepwell.datapool.inspect.rows import GroupRow
+
 TRAINED: Final = "trained"
 """The folder's name in a run's folder."""
 DECIMALS: Final = 6
+LOOKED_BACK: Final = 64
+"""Optimizer steps whose files are asked for the rewards of leased groups."""
 Columns: TypeAlias = Mapping[str, Any]
 
 
@@ -41,6 +46,13 @@ class TrainedTrajectory:
     trajectory: Trajectory
     columns: tuple[Columns, ...]
     """Of each of its steps: name to one number per response token; NaN where there is none."""
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a column over the tokens that have a number; None if none has."""
+        values = [np.asarray(c[name], np.float64) for c in self.columns if name in c]
+        joined = np.concatenate(values) if values else np.empty(0)
+        finite = joined[np.isfinite(joined)]
+        return float(finite.mean()) if len(finite) else None
 
 
 def trained_path(folder: Path, step: int) -> Path:
@@ -99,6 +111,37 @@ def read_trained(folder: Path, step: int) -> tuple[TrainedTrajectory, ...]:
     return tuple(map(_trajectory, lines))
 
 
+def with_rewards(folder: Path, rows: Sequence[GroupRow]) -> list[GroupRow]:
+    """Return `rows` with the rewards that the trainer gave itself: the pool hears of none of a
+    leased group. Looks into the files of the last `LOOKED_BACK` optimizer steps.
+
+    Raises:
+        DamagedFileError: one is damaged.
+    """
+    wanted = {row.prompt_uid for row in rows if row.state == "leased" and row.reward_mean is None}
+    found: dict[str, list[float]] = {}
+    for step in reversed(trained_steps(folder)[-LOOKED_BACK:] if wanted else []):
+        try:
+            rewards = read_about(folder, step).get("rewards", {})
+        except ExportError:  # removed meanwhile
+            continue
+        found |= {uid: rewards[uid] for uid in wanted & rewards.keys() if rewards[uid]}
+        wanted -= found.keys()
+        if not wanted:
+            break
+    return [
+        replace(row, reward_mean=float(np.mean(own)), reward_std=_spread(own))
+        if (own := found.get(row.prompt_uid))
+        else row
+        for row in rows
+    ]
+
+
+def _spread(rewards: Sequence[float]) -> float | None:
+    """Population standard deviation, as the pool takes it; None of fewer than two."""
+    return float(np.std(rewards)) if len(rewards) > 1 else None
+
+
 _REMEDY = "delete it: it is for people alone"
 
 
@@ -133,16 +176,9 @@ def _head(trained: TrainedTrajectory) -> dict[str, Any]:
         "n_tokens": sum(len(step.response_ids) for step in trajectory.steps),
         "oldest_version": min((step.policy_version for step in trajectory.steps), default=None),
         "newest_version": max((step.policy_version for step in trajectory.steps), default=None),
-        "advantage": _mean(trained, "advantages"),
-        "weight": _mean(trained, "weights"),
+        "advantage": trained.mean("advantages"),
+        "weight": trained.mean("weights"),
     }
-
-
-def _mean(trained: TrainedTrajectory, name: str) -> float | None:
-    values = [np.asarray(c[name], np.float64) for c in trained.columns if name in c]
-    joined = np.concatenate(values) if values else np.empty(0)
-    finite = joined[np.isfinite(joined)]
-    return float(finite.mean()) if len(finite) else None
 
 
 def _line(trained: TrainedTrajectory) -> dict[str, Any]:

@@ -364,7 +364,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _guard_has_what_it_goes_back_to(self) -> RunConfig:
-        if self.publish.guard is not None and self.trainer.keep_weights < 2:
+        if self.publish.guard is not None and self.trainer.keep_weights == 1:
             raise ValueError(
                 f"publish.guard is set, but trainer.keep_weights is {self.trainer.keep_weights}: a "
                 "version that is rolled back needs the one before; set trainer.keep_weights=2"

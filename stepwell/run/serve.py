@@ -215,7 +215,7 @@ def start_over(folder: Path) -> None:
         ConfigError: a live process uses the run's pool, or trains in it.
     """
     from stepwell.trainer.profiling import PROFILE  # torch comes with these
-    from stepwell.trainer.rollout_samples import OLD, ROLLOUTS
+    from stepwell.trainer.trained import OLD, ROLLOUTS
     from stepwell.trainer.validation import VALIDATION
 
     refuse_second_trainer(folder)

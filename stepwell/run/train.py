@@ -55,8 +55,8 @@ from stepwell.trainer.live import LOST
 from stepwell.trainer.loop import Trainer
 from stepwell.trainer.metrics import MemoryMeter, MetricsWriter
 from stepwell.trainer.rollout.worker import WorkerHandle, start_workers
-from stepwell.trainer.rollout_samples import COLUMNS as TRAINED_COLUMNS
-from stepwell.trainer.rollout_samples import TABLE
+from stepwell.trainer.trained import COLUMNS as TRAINED_COLUMNS
+from stepwell.trainer.trained import TABLE
 from stepwell.trainer.validation import COLUMNS, read_samples, samples_path
 
 log = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ async def _train(
         async with aclosing(trainer.train(total)) as steps:
             async for record in steps:
                 metrics.write(record)
-                metrics.table(record["step"], TABLE, TRAINED_COLUMNS, trainer.samples.take())
+                metrics.table(record["step"], TABLE, TRAINED_COLUMNS, trainer.trained.take())
                 display.step(record)
                 report()
                 if trainer.evaluation_due():

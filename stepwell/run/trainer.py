@@ -31,12 +31,11 @@ from stepwell.trainer.metrics import Phases
 from stepwell.trainer.publish.publisher import Publisher
 from stepwell.trainer.recording import Recorder
 from stepwell.trainer.rollout.producer import Producer
-from stepwell.trainer.rollout_samples import RolloutSamples
 from stepwell.trainer.sampling import GroupFilter, Pace, credit_limit, drops_surplus
 from stepwell.trainer.scoring import Scorer
 from stepwell.trainer.sft import sft_producer
 from stepwell.trainer.threads import ComputeThread
-from stepwell.trainer.trained_sample import TrainedSample
+from stepwell.trainer.trained import Trained
 from stepwell.trainer.updater import Updater
 from stepwell.trainer.validation import TaskValidator, Validator
 
@@ -158,8 +157,13 @@ def build_trainer(
         checkpoints,
         compute,
         phases,
-        TrainedSample(config.run.dir, config.trainer.sample_groups, config.trainer.sample_mb),
-        RolloutSamples(config.run.dir, config.model.path, config.trainer.rollout_samples),
+        Trained(
+            config.run.dir,
+            config.model.path,
+            sample_groups=config.trainer.sample_groups,
+            sample_mb=config.trainer.sample_mb,
+            rollout_samples=config.trainer.rollout_samples,
+        ),
         Recorder(
             config.trainer.save_debug_rollout_data,
             config.model.path,

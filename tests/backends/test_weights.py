@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from safetensors.numpy import save_file
 
 from stepwell.backends.errors import WeightsNotWrittenError
 from stepwell.backends.weights import Published, WeightStore, check_version, read_current
+from stepwell.backends.weights.store import kept_versions
 from stepwell.datapool.errors import DamagedFileError
 
 
@@ -89,6 +92,39 @@ def test_commit_names_the_version_and_prunes_the_oldest(tmp_path: Path) -> None:
         store.commit(version)
     assert store.versions() == [3, 4]
     assert read_current(tmp_path) == Published(4, str(tmp_path / "v4"))
+
+
+def test_a_history_reaches_back_a_week_with_fewer_versions_the_older_they_are() -> None:
+    hour, day = 3600, 86_400
+    now = 11_000.0 * day + 12 * hour
+    count = 9 * 24 * 6  # one every ten minutes, for nine days
+    written = {count - n: now - n * 600 for n in range(count)}
+    kept = kept_versions(written, "history", now)
+    assert set(range(count - 9, count + 1)) <= kept
+    hours = {(now - age) // hour for age in range(0, day, 600)}
+    days = {(now - age) // day for age in range(0, 7 * day, 600)}
+    times = [written[version] for version in kept]
+    assert {t // hour for t in times} >= hours
+    assert {t // day for t in times} == days
+    assert len(kept) <= 10 + len(hours) + len(days)
+    # Pruning goes on from what is left, commit after commit.
+    for later in range(1, 40):
+        written = {version: written[version] for version in kept} | {count + later: now}
+        now += 600
+        kept = kept_versions(written, "history", now)
+    assert {written[version] // day for version in kept} >= {now // day - n for n in range(6)}
+
+
+def test_a_history_prunes_by_when_versions_were_written(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path, keep="history")
+    long_ago = time.time() - 3 * 86_400
+    for version in range(1, 15):
+        path = store.write(version, save(str(version)))
+        if version <= 3:
+            os.utime(path, (long_ago, long_ago))
+        store.commit(version)
+    assert store.versions()[0] == 3
+    assert store.versions()[-10:] == [*range(5, 15)]
 
 
 def test_the_committed_version_is_never_pruned(tmp_path: Path) -> None:

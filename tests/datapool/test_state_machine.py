@@ -651,9 +651,9 @@ class Model:
         if g.due is None and not g.frozen:
             times += self.ends(g)
             times += g.waits[:1] if g.terms is None else []
-        if self.config.hold_s is not None and not g.frozen and g.heard is None:
-            if g.due is not None or g.reached:
-                times.append(g.completed_at + self.config.hold_s)
+        is_held = self.config.hold_s is not None and not g.frozen and g.heard is None
+        if is_held and (g.due is not None or g.reached):
+            times.append(g.completed_at + self.config.hold_s)
         if self.is_unscored(g) and self.awaits(g) and g.reward_due is not None:
             times.append(g.reward_due)
         return times

@@ -39,8 +39,14 @@ class Raw:
 
     @classmethod
     async def send(
-        cls, world: World, path: str = "chat/completions", stream: bool = False, **body: Any
+        cls,
+        world: World,
+        path: str = "chat/completions",
+        stream: bool = False,
+        receive_bytes: int | None = None,
+        **body: Any,
     ) -> Raw:
+        """`receive_bytes`: the system keeps about so many that are not read."""
         streamed = {"stream": True} if stream else {}
         at = path
         if stream and path.endswith(":generateContent"):
@@ -55,6 +61,8 @@ class Raw:
         ]
         loop, connection = asyncio.get_running_loop(), socket.socket()
         connection.setblocking(False)
+        if receive_bytes is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         await loop.sock_connect(connection, (url.hostname, url.port))
         await loop.sock_sendall(connection, "\r\n".join([*head, "", ""]).encode() + data)
         return cls(path, connection)

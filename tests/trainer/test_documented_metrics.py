@@ -23,7 +23,6 @@ CRITIC = (
     "algorithm.loss.report_entropy=true",
     "algorithm.loss.mask_truncated=true",
     "algorithm.off_policy.band=[0.5,2.0]",
-    "algorithm.off_policy.max_divergence=1.0",
     "algorithm.off_policy.veto=0.1",
     "algorithm.off_policy.opsm=0.1",
 )

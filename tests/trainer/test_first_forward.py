@@ -148,7 +148,6 @@ def test_a_critic_that_is_warm_leaves_the_pass_to_the_policys_step(tmp_path: Pat
         ("algorithm.kl.place=reward",),
         ("algorithm.loss.policy=clip_cov",),
         ("algorithm.loss.policy=kl_cov",),
-        ("algorithm.off_policy.normalize=true",),
         ("algorithm.off_policy.opsm=0.1",),
         ("algorithm.off_policy.veto=0.001",),
         ("algorithm.off_policy.method=geometric_tis",),

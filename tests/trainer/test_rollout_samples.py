@@ -15,11 +15,12 @@ import torch
 from stepwell.datapool.types import TRAIN, VAL, Group, Step, Trajectory
 from stepwell.run.train import _train
 from stepwell.track.console import Display
-from stepwell.trainer import rollout_samples
+from stepwell.trainer import trained
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.metrics import MemoryMeter, MetricsWriter, Tracker
 from stepwell.trainer.recording import recordings, replay
+from stepwell.trainer.tokenizers import tokenizer_at
 from stepwell.trainer.updater import Updater
 from tests.trainer.small_run import RecordingBackend, SmallRun, small_config, small_run
 
@@ -58,7 +59,7 @@ async def test_what_is_trained_can_be_read(tmp_path: Path) -> None:
     config = small_config(tmp_path, "trainer.rollout_samples=3", "trainer.total_steps=2")
     async with small_run(config, step=lambda task, index: ids) as run:
         await run.train()
-        decode = run.trainer.samples._tokenizer.decode
+        decode = tokenizer_at(config.model.path).decode
     found = rows(tmp_path)
     assert [r["step"] for r in found] == [1, 1, 1, 2, 2, 2]
     first = found[0]
@@ -69,6 +70,12 @@ async def test_what_is_trained_can_be_read(tmp_path: Path) -> None:
     assert {r["prompt_uid"] for r in found[:3]} == {s.prompt_uid for s in run.backend.steps[0]}, (
         "spread over the groups"
     )
+
+
+def lines_alone(folder: Path, rollout_samples: int | None) -> trained.Trained:
+    model = small_config(folder).model.path
+    bounds: dict[str, Any] = {"sample_groups": 0, "sample_mb": 1}
+    return trained.Trained(folder, model, rollout_samples=rollout_samples, **bounds)
 
 
 def graded(
@@ -128,8 +135,8 @@ async def test_none_or_all_of_a_batch_are_written(
 async def test_the_file_is_bounded_in_its_texts_and_in_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_samples, "MAX_CHARS", 20)
-    monkeypatch.setattr(rollout_samples, "MAX_BYTES", 500)
+    monkeypatch.setattr(trained, "MAX_CHARS", 20)
+    monkeypatch.setattr(trained, "MAX_BYTES", 500)
     n = 40
     ids = {"response_ids": [7, 8] * (n // 2), "rollout_log_probs": [-0.5] * n}
     async with small_run(
@@ -145,9 +152,9 @@ async def test_all_is_whole_and_for_ever_with_what_the_reward_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """verl's `rollout_data_dir`."""
-    monkeypatch.setattr(rollout_samples, "MAX_CHARS", 20)
-    monkeypatch.setattr(rollout_samples, "MAX_BYTES", 500)
-    written = rollout_samples.RolloutSamples(tmp_path, small_config(tmp_path).model.path, None)
+    monkeypatch.setattr(trained, "MAX_CHARS", 20)
+    monkeypatch.setattr(trained, "MAX_BYTES", 500)
+    written = lines_alone(tmp_path, None)
     ids = np.array([5] * 40, np.int32)
     extra = {"accuracy": 1.0, "detailed_feedback": "y" * 60}
     step = Step(prompt_ids=ids, response_ids=ids, trajectory_uid="t", prompt_uid="p", reward=1.0)
@@ -167,8 +174,8 @@ async def test_all_is_whole_and_for_ever_with_what_the_reward_said(
 def test_an_answer_of_many_tests_is_cut_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any
 ) -> None:
-    monkeypatch.setattr(rollout_samples, "MAX_CHARS", 20)
-    written = rollout_samples.RolloutSamples(tmp_path, small_config(tmp_path).model.path, 1)
+    monkeypatch.setattr(trained, "MAX_CHARS", 20)
+    written = lines_alone(tmp_path, 1)
     ids = np.array([5], np.int32)
     step = Step(prompt_ids=ids, response_ids=ids, trajectory_uid="t", prompt_uid="p", reward=1.0)
     group = Group("p", (Trajectory("t", "p", (step,)),), metadata={"task": {"answer": answer}})

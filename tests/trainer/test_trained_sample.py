@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from stepwell.datapool.files.trained import read_about, read_trained, trained_steps
-from stepwell.trainer import trained_sample
+from stepwell.datapool.files.trained import (
+    read_about,
+    read_trained,
+    trained_steps,
+    with_rewards,
+)
+from stepwell.datapool.types import TRAIN
+from stepwell.trainer import trained
 from tests.trainer.small_run import small_config, small_run
 
 
@@ -20,8 +28,8 @@ async def test_a_run_keeps_what_each_step_was_trained_on_with_the_columns_of_its
         records = await run.train()
     folder = run.config.run.dir
     assert trained_steps(folder) == [r["step"] for r in records] == [1, 2, 3, 4]
-    trained = zip(trained_steps(folder), run.backend.steps, run.backend.columns, strict=True)
-    for step, steps, columns_of in trained:
+    each = zip(trained_steps(folder), run.backend.steps, run.backend.columns, strict=True)
+    for step, steps, columns_of in each:
         found = read_trained(folder, step)
         assert read_about(folder, step)["groups"] == 2
         kept = [s for t in found for s in t.trajectory.steps]
@@ -29,6 +37,48 @@ async def test_a_run_keeps_what_each_step_was_trained_on_with_the_columns_of_its
         for name in ("advantages", "weights", "prox_log_probs"):
             columns = np.concatenate([c[name] for t in found for c in t.columns])
             np.testing.assert_allclose(columns, columns_of[name].numpy(), atol=1e-6)
+
+
+async def test_what_stands_in_rollouts_is_among_the_tokens_of_its_step(tmp_path: Path) -> None:
+    """One sample: whole groups, and the trajectories that are lines of `rollouts.jsonl`."""
+    keys = ("trainer.sample_groups=1", "trainer.rollout_samples=2", "async_training.ppo_epochs=2")
+    async with small_run(small_config(tmp_path, *keys, "trainer.train_batch_size=4")) as run:
+        await run.train()
+    lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 1, 3, 3]  # of the first epoch alone
+    for step in trained_steps(tmp_path):
+        kept = {t.trajectory.trajectory_uid: t for t in read_trained(tmp_path, step)}
+        assert 2 <= len(kept) <= 4, "a group of two, and two lines"
+        for line in (line for line in lines if line["step"] == step):
+            own = kept[line["trajectory_uid"]]
+            assert line["advantage"] == pytest.approx(own.mean("advantages"), abs=1e-5)
+
+
+async def test_groups_that_the_trainer_scored_are_listed_with_their_rewards(tmp_path: Path) -> None:
+    """The pool lists a leased group without: nobody tells it what the trainer gave."""
+    mine = f"rollout.reward={__name__}:by_length"
+    keys = (mine, "trainer.total_steps=1", "trainer.checkpoint_every=100")
+    config = small_config(tmp_path, *keys)
+    async with (
+        small_run(config, reward=lambda task, index: None) as run,
+        aclosing(run.trainer.train(1)) as records,
+    ):
+        await anext(records)
+        listed = (await run.pool.list_groups(TRAIN)).items
+        leased = [row for row in listed if row.state == "leased"]
+        assert leased
+        assert {row.reward_mean for row in leased} == {None}
+        shown = with_rewards(tmp_path, listed)
+    assert {(row.reward_mean, row.reward_std) for row in shown if row.state == "leased"} >= {
+        (2.0, 0.0)
+    }
+    assert [row for row in shown if row.state != "leased"] == [
+        row for row in listed if row.state != "leased"
+    ]
+
+
+def by_length(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+    return float(extra_info["response_length"])
 
 
 async def test_none_is_kept_where_none_is_wanted_and_a_full_disk_ends_no_run(
@@ -41,7 +91,7 @@ async def test_none_is_kept_where_none_is_wanted_and_a_full_disk_ends_no_run(
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(trained_sample, "write_trained", full)
+    monkeypatch.setattr(trained, "write_trained", full)
     async with small_run(small_config(tmp_path)) as run:
         assert len(await run.train(2)) == 2
     assert "no space left on device" in caplog.text

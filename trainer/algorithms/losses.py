@@ -177,7 +177,7 @@ class BatchLoss:
 
     @property
     def entropy(self) -> Literal["none", "value", "gradient"]:
-        """What the backend has to compute of the policy's entropy."""
+        """Form in which the backend computes the policy's entropy."""
         if self.config.entropy_coeff > 0:
             return "gradient"
         return "value" if self.config.report_entropy else "none"
@@ -244,7 +244,7 @@ class JointLoss:
 
     @property
     def entropy(self) -> Literal["none", "value", "gradient"]:
-        """What the backend has to compute of the policy's entropy."""
+        """Form in which the backend computes the policy's entropy."""
         return "none" if self.rl is None else self.rl.entropy
 
     def __call__(

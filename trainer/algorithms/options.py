@@ -1,5 +1,5 @@
 """This module reads the hyper-parameters that a loss, an estimator or a method has alone, so that
-a plug-in brings its own with type, bound and meaning, and a wrong one is told by key and value.
+a plug-in brings its own with type, bound and meaning, and an error names a wrong key and its value.
 
     algorithm.loss: {policy: sapo, options: {tau_positive: 2.0}}
                        └─ its entry names the model ──► SapoOptions(tau_positive=2.0)

@@ -9,7 +9,7 @@ A package adds its own by entry points, each to an object of one file::
     [project.entry-points."stepwell.off_policy"]
     tempered = "my_weights:TEMPERED"      # an OffPolicyMethod
 
-Does not own how names are found and what is told of wrong ones (`backends/registry.py`). Importing
+Does not own how names are found, and errors about wrong ones (`backends/registry.py`). Importing
 this loads no torch.
 """
 

@@ -224,23 +224,13 @@ class OffPolicyConfig(Section):
     every weight is 1, only masks act."""
     cap: float | None = Field(default=1.0, gt=0)
     """Off-policy weight min(cap, ρ); 1 only ever weighs down, null leaves ρ unbounded."""
-    floor: float = Field(default=0.0, ge=0)
-    """… and at least this."""
     weigh_on_policy: bool = False
     """On-policy steps are weighed likewise, for engines that differ from the trainer
     numerically; otherwise their weight is 1."""
-    on_policy_cap: float | None = Field(default=None, gt=0)
-    """A cap of their own for on-policy steps; implies `weigh_on_policy`."""
     band: tuple[float, float] | None = None
     """Weight 0 where ρ lies outside [low, high]; null = no mask."""
     band_granularity: Literal["token", "step", "sequence"] | None = None
     """The ρ that `band` looks at; null = that of the weight, token if there is none."""
-    max_divergence: float | None = Field(default=None, gt=0)
-    """Weight 0 where the divergence from the behaviour policy is larger; null = no mask."""
-    divergence: Literal["k2", "k3"] = "k3"
-    """Its estimator: ½ log²ρ, or ρ - 1 - log ρ."""
-    divergence_over: Literal["token", "mean", "sum", "max"] = "mean"
-    """Each token by itself, or the mean, sum or maximum over the step."""
     veto: float | None = Field(default=None, gt=0, lt=1)
     """Weight 0 for a whole step when any of its tokens has ρ below this; null = no veto."""
     clip: tuple[float, float] | None = None
@@ -249,17 +239,12 @@ class OffPolicyConfig(Section):
     opsm: float | None = Field(default=None, ge=0)
     """Weight 0 where A < 0 and the step's mean of log μ/π_prox is above this; null = no mask."""
     mask_on_policy: bool = False
-    """`band`, `max_divergence`, `veto`, `clip` and `opsm` hold for on-policy steps too."""
+    """`band`, `veto`, `clip` and `opsm` hold for on-policy steps too."""
     decay: float = Field(default=1.0, gt=0, le=1)
     """Off-policy weights are multiplied by decay^(lag - staleness_threshold); 1 = no decay."""
-    normalize: bool = False
-    """Divide all weights by their mean over the batch: stale steps then count less only beside
-    fresher ones."""
     missing: Literal["drop", "decay", "keep"] = "drop"
-    """An off-policy step without behaviour log-probs: weight 0,
-    missing_decay^(lag - staleness_threshold), or 1. In any case it is counted."""
-    missing_decay: float = Field(default=0.5, gt=0, lt=1)
-    """Base of that power."""
+    """An off-policy step without behaviour log-probs: weight 0, ½^(lag - staleness_threshold), or
+    1. In any case it is counted."""
 
     @model_validator(mode="before")
     @classmethod
@@ -280,13 +265,6 @@ class OffPolicyConfig(Section):
             raise ValueError(
                 f"clip is {list(self.clip)}; give [low, high] with 0 <= low <= 1 and high >= 0"
             )
-        if self.cap is not None and self.floor > self.cap:
-            raise ValueError(f"floor ({self.floor:g}) is larger than cap ({self.cap:g})")
-        if self.granularity == "none" and self.on_policy_cap is not None:
-            raise ValueError(
-                f"on_policy_cap is {self.on_policy_cap:g} with granularity 'none', where every "
-                "weight is 1; choose token, step or sequence"
-            )
         return self
 
     @property
@@ -296,10 +274,8 @@ class OffPolicyConfig(Section):
         return (
             self.granularity in alone
             and (self.band is None or self.band_granularity in alone)
-            and (self.max_divergence is None or self.divergence_over == "token")
             and self.veto is None
             and self.opsm is None
-            and not self.normalize
             and self.chosen.weigh is None
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 from pydantic import Field
 
 from stepwell.datapool.config import Section
@@ -25,12 +27,14 @@ class TrainerConfig(Section):
     """Newest checkpoints kept on disk."""
     keep_best: int = Field(default=0, ge=0)
     """Checkpoints with the highest evaluation score kept besides; each evaluated step has one."""
-    keep_weights: int = Field(default=2, ge=1)
-    """Published weight versions kept on disk for the engines."""
+    keep_weights: Annotated[int, Field(ge=1)] | Literal["history"] = 2
+    """Published weight versions kept on disk for the engines and `stepwell rollback`. `history`:
+    the last 10, one an hour for a day and one a day for a week, some 40 in all."""
     rollout_samples: int | None = Field(default=8, ge=0)
-    """Trajectories of every batch that are written, as text, to `rollouts.jsonl` in the run's
-    folder, at most 20,000 characters of a text and 128 MiB; null = all, whole and without an end
-    (verl's `rollout_data_dir`), 0 = none."""
+    """Trajectories of every optimizer step that are written, as text, to `rollouts.jsonl` in the
+    run's folder (and, unless all are, with their tokens to `trained`), at most 20,000 characters of
+    a text and 128 MiB; null = all, whole and without an end (verl's `rollout_data_dir`), 0 =
+    none."""
     profile_steps: tuple[int, ...] = ()
     """Optimizer steps of which PyTorch's profiler writes a trace to the run's folder, below
     `profile`: of the step, and of what is computed before its batch. For one rank."""

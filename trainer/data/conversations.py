@@ -17,6 +17,7 @@ from stepwell.trainer.config import SftConfig, TableConfig
 from stepwell.trainer.data.source import PromptSource
 from stepwell.trainer.data.tasks import Task
 from stepwell.trainer.errors import DataError
+from stepwell.trainer.tokenizers import tokenizer_at
 
 
 def open_conversations(data: TableConfig, config: SftConfig, tokenizer_path: Path) -> PromptSource:
@@ -40,9 +41,7 @@ class Conversations:
     """
 
     def __init__(self, data: TableConfig, config: SftConfig, tokenizer_path: Path) -> None:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+        tokenizer = tokenizer_at(tokenizer_path)
         kwargs = data.apply_chat_template_kwargs
         try:
             self._masks = mask_generator(config.loss_mask_type, tokenizer, kwargs)

@@ -108,7 +108,7 @@ class RewardManager:
             kwargs = {**kwargs, "sandbox_fusion": self._sandbox}
         # Loaded here too where it runs elsewhere: what is wrong with it is known before the run.
         reward = load_reward(function.function, kwargs)
-        if processes == 0 or hasattr(reward, "start_serving"):  # each process would serve its own
+        if processes == 0 or hasattr(reward, "wait_loaded"):  # each process would load its own
             return _InThread(reward)
         return _InProcesses(function, processes, reward)
 
@@ -208,10 +208,10 @@ class _InThread(_Caller):
     """A coroutine function on the event loop, another one in a thread."""
 
     async def call(self, timeout_s: float, call: str, args: tuple[Any, ...]) -> Any:
-        if (serve := getattr(self._reward, "start_serving", None)) is not None:
+        if (loaded := getattr(self._reward, "wait_loaded", None)) is not None:
             try:
-                await serve()  # of a model that is served here: not the call's time
-            except Exception as e:  # whatever a server fails to start with: its score is missing
+                await loaded()  # of a model that is computed here: not the call's time
+            except Exception as e:  # whatever a model fails to load with: its score is missing
                 raise crashed(call, e) from e
         return await call_within(timeout_s, call, self._reward, *args)
 

@@ -1,30 +1,26 @@
 """A trained reward model: a sequence-classification head that reads the conversation and gives its
 score.
 
-    task's messages + answer ──chat template of the reward model──► token ids
-                                                                      │ POST /classify
-    score ◄── a server at `url`, or one that is started for `path` ◄──┘
+    task's messages + answer ──chat template──► token ids ─┬─ `url`: POST /classify ─┬─► score
+                                                           └─ `path`: a thread here ─┘
 
-The endpoint is SGLang's `/classify` (a server launched with `--is-embedding`); the embedded engine
-has it, too. Owns what the model reads. Does not own the engine's process
-(`backends/engines/supervisor.py`), or how often it is asked (`server.py`).
+A server has SGLang's `/classify` (launched with `--is-embedding`); a model of a `path` is computed
+by transformers on the CPU, one sequence at a time, so that no score depends on what else is asked.
+Owns what the model reads. Does not own how often a server is asked (`server.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.trainer.errors import RewardCrashError
 from stepwell.trainer.rewards.base import question_of
 from stepwell.trainer.rewards.server import RewardServer
+from stepwell.trainer.tokenizers import tokenizer_at
 
 
 class RewardModel:
@@ -32,23 +28,19 @@ class RewardModel:
 
     Args:
         url: of a server, e.g. http://127.0.0.1:30000.
-        path: in place of it, the model's directory: an engine is started with it, restarted when
-            it fails, and ended with the run.
-        engine: how, as the section `engine`; e.g. {kind: sglang, extra_args: [--is-embedding]}.
-            By default the embedded one.
+        path: in place of it, the model's directory: it is computed in a thread, on the CPU.
         tokenizer: of the reward model, whose chat template renders the task's messages and the
             answer; `path` by default.
         prompt: in place of the chat template, formatted with {question}, {solution_str},
-            {ground_truth} and {data_source}; the server tokenises it.
+            {ground_truth} and {data_source}; a server tokenises it.
         backoff_s, timeout_s, headers: as `RewardServer`; all tries together have
-            `rollout.reward.timeout_s`, the engine's start has its own `startup_timeout_s`.
+            `rollout.reward.timeout_s`. Loading the model of `path` is not counted.
     """
 
     def __init__(
         self,
         url: str | None = None,
         path: str | None = None,
-        engine: Mapping[str, Any] | None = None,
         tokenizer: str | None = None,
         prompt: str | None = None,
         backoff_s: float = 1.0,
@@ -63,9 +55,7 @@ class RewardModel:
         self._prompt = prompt
         self._asking = (backoff_s, timeout_s, headers)
         self._server = None if url is None else self._at(url)
-        self._config = None if path is None else _engine(path, engine or {})
-        self._starting: asyncio.Task[None] | None = None
-        self._supervisor: Supervisor | None = None
+        self._head = None if path is None else _Head(path)
         if prompt is not None:
             self._fill("", "", None, {})  # an unknown name in braces is found now
         elif (tokenizer := tokenizer or path) is None:
@@ -74,7 +64,7 @@ class RewardModel:
                 "template renders the conversation, or a prompt"
             )
         else:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer)
+            self._tokenizer: Any = tokenizer_at(Path(tokenizer))
             if not self._tokenizer.chat_template:
                 raise ValueError(
                     f"tokenizer is {tokenizer!r}, which has no chat template; set prompt to what "
@@ -91,17 +81,19 @@ class RewardModel:
     ) -> float:
         """
         Raises:
-            RewardCrashError: the server refuses the request, or answers no score.
-            EngineStartError: the engine cannot be started.
+            RewardCrashError: the server refuses the request, or answers no score; or the model has
+                no room for the conversation.
         """
-        await self.start_serving()
+        text = None
         if self._prompt is not None:
             text = self._fill(data_source, solution_str, ground_truth, extra_info)
-            body: dict[str, Any] = {"text": text}
-        else:
+        if self._head is not None:
+            ids = None if text else await asyncio.to_thread(self._ids, solution_str, extra_info)
+            return await self._head.score(text, ids)
+        assert self._server is not None  # one of the two is there
+        body: dict[str, Any] = {"text": text}
+        if text is None:
             body = {"input_ids": await asyncio.to_thread(self._ids, solution_str, extra_info)}
-        if self._server is None:
-            raise RewardCrashError("the reward model was closed")
         answer = await self._server.post(body)
         try:
             return float(answer["embedding"][-1])
@@ -111,31 +103,16 @@ class RewardModel:
                 '{"embedding": [score]}, as a server with a classification head answers'
             ) from e
 
-    async def start_serving(self) -> None:
-        """Returns once the model is served; starts it at the first call.
-
-        Raises:
-            EngineStartError: it cannot be.
-        """
-        if self._config is None:
-            return
-        if self._starting is None:
-            self._starting = asyncio.create_task(self._start(self._config))
-        await asyncio.shield(self._starting)
+    async def wait_loaded(self) -> None:
+        """Return once the model of `path` is loaded."""
+        if self._head is not None:
+            await self._head.wait_loaded()
 
     async def aclose(self) -> None:
-        if self._supervisor is not None:
-            await asyncio.to_thread(self._supervisor.stop)
-        if self._starting is not None:
-            await asyncio.gather(self._starting, return_exceptions=True)
-            self._logs.cleanup()
+        if self._head is not None:
+            self._head.close()
         if self._server is not None:
             await self._server.aclose()
-
-    async def _start(self, config: EngineConfig) -> None:
-        self._logs = tempfile.TemporaryDirectory(prefix="stepwell-reward-model-")
-        self._supervisor = Supervisor(config, self._logs.name)
-        self._server = self._at(await asyncio.to_thread(self._supervisor.start))
 
     def _at(self, url: str) -> RewardServer:
         return RewardServer(f"the reward model {url}", f"{url.rstrip('/')}/classify", *self._asking)
@@ -158,8 +135,59 @@ class RewardModel:
         )
 
 
-def _engine(path: str, section: Mapping[str, Any]) -> EngineConfig:
-    folder = Path(path).expanduser().resolve()
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"path is {path!r}, which has no config.json; give a model's directory")
-    return EngineConfig.model_validate({"model_path": folder, **section})
+class _Head:
+    """A model in this process and the one thread that computes with it."""
+
+    def __init__(self, path: str) -> None:
+        self._folder = Path(path).expanduser().resolve()
+        if not (self._folder / "config.json").is_file():
+            raise ValueError(
+                f"path is {path!r}, which has no config.json; give a model's directory"
+            )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward model")
+        self._model: Any = None
+
+    async def wait_loaded(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
+
+    async def score(self, text: str | None, ids: list[int] | None) -> float:
+        """The last logit for a text, or for token ids.
+
+        Raises:
+            RewardCrashError: more tokens than the model has positions, or ids that it has not.
+        """
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._compute, text, ids
+        )
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _load(self) -> None:
+        if self._model is None:
+            from transformers import AutoModelForSequenceClassification
+
+            found = AutoModelForSequenceClassification.from_pretrained(self._folder, dtype="auto")
+            self._model = found.eval().requires_grad_(False)
+
+    def _compute(self, text: str | None, ids: list[int] | None) -> float:
+        import torch
+
+        self._load()
+        if ids is None:
+            ids = list(tokenizer_at(self._folder)(text)["input_ids"])
+        most = getattr(self._model.config, "max_position_embeddings", None)
+        if not ids or (most and len(ids) > most):
+            raise RewardCrashError(
+                f"the conversation has {len(ids)} tokens for the reward model in {self._folder}; "
+                f"it reads 1 to {most or 'any number'}"
+            )
+        vocabulary = self._model.get_input_embeddings().num_embeddings
+        if max(ids) >= vocabulary:
+            raise RewardCrashError(
+                f"the conversation has token id {max(ids)}, and the reward model in {self._folder} "
+                f"knows {vocabulary}; set tokenizer to its own"
+            )
+        input_ids = torch.tensor([ids])
+        out = self._model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids))
+        return float(out.logits[0, -1])

@@ -10,13 +10,13 @@ own which token is trained in which sample (`backends/slime/`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from stepwell.backends.slime.sample import SAMPLE, as_slime, put_back
 from stepwell.backends.slime.samples import Samples, rollouts_of, to_samples
 from stepwell.datapool.types import Group
+from stepwell.trainer.tokenizers import tokenizer_at
 from stepwell.trainer.trajectory_metrics import task_of
 
 
@@ -56,13 +56,7 @@ class WholeSamples:
 
     def _text(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included, as slime does by default."""
-        return str(self._tokenizer.decode(ids))
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        from transformers import AutoTokenizer  # seconds to import: only for those who use it
-
-        return AutoTokenizer.from_pretrained(self._tokenizer_path)
+        return str(tokenizer_at(self._tokenizer_path).decode(ids))
 
 
 def _prompt(task: Mapping[str, Any]) -> Any:

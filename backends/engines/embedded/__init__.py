@@ -10,7 +10,6 @@ One request through it::
     sampling.py    logits -> token and log-prob
     reply.py       the response, or one cumulative SSE chunk per news; text, stop strings
 
-A model with a sequence-classification head generates nothing: `classifier.py` serves `/classify`.
 `__main__.py` is the command line. Importing this package loads nothing; only the engine's process
 imports its modules.
 """

@@ -77,7 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     import uvicorn
     from transformers import AutoTokenizer
 
-    from stepwell.backends.engines.embedded import classifier
     from stepwell.backends.engines.embedded.loop import GenerationLoop
     from stepwell.backends.engines.embedded.model import ModelRunner
     from stepwell.backends.engines.embedded.reply import StopStrings
@@ -87,12 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     tokenizer_path = args.tokenizer_path or args.model_path
     info = ServerInfo(args.model_path, tokenizer_path, args.stream_interval)
-    loop: GenerationLoop | None = None
 
     def stop_serving() -> None:
         server.should_exit = True
 
-    def generating() -> GenerationLoop:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
         runner = ModelRunner(
             args.model_path,
             dtype=args.dtype,
@@ -114,16 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             seed=args.seed,
             paused=args.start_paused,
         )
-        return GenerationLoop(scheduler, threads=args.threads)
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-        if classifier.is_classifier(args.model_path):
-            model = classifier.Classifier(args.model_path, tokenizer, args.dtype, args.device)
-            app = classifier.create_app(model, info, args.weight_version)
-        else:
-            loop = generating()
-            app = create_app(loop, tokenizer, info, on_failure=stop_serving)
+        loop = GenerationLoop(scheduler, threads=args.threads)
+        app = create_app(loop, tokenizer, info, on_failure=stop_serving)
     except (OSError, ValueError) as e:
         print(f"cannot load {args.model_path!r}: {e}", file=sys.stderr)
         return 2
@@ -141,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     host, port = sock.getsockname()[:2]
     print(f"embedded engine listens on http://{host}:{port}", flush=True)
     server.run(sockets=[sock])
-    return 1 if loop is not None and loop.failure is not None else 0
+    return 1 if loop.failure is not None else 0
 
 
 if __name__ == "__main__":

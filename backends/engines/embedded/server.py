@@ -35,8 +35,9 @@ from stepwell.backends.engines.embedded.request import (
 )
 from stepwell.backends.engines.embedded.scheduler import Scheduler
 from stepwell.backends.engines.embedded.updates import add_update_routes
+from stepwell.backends.weights.digest import EMBEDDED
 
-VERSION = "stepwell-embedded"
+VERSION = EMBEDDED
 HEALTH_TIMEOUT_S = 20.0
 HEALTH_LOOK_S = 0.05
 

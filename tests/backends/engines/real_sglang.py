@@ -65,7 +65,9 @@ async def test_weights_that_do_not_fit_end_the_server_and_it_comes_back_with_the
         supervisor.stop()
 
 
-async def test_a_reward_model_scores_as_transformers_does(model_dirs: Any, tmp_path: Path) -> None:
+async def test_a_reward_model_scores_as_transformers_does(
+    make_engine_config: Config, model_dirs: Any, tmp_path: Path
+) -> None:
     """SGLang 0.5.23 with `--is-embedding`, through the reward's own door."""
     folder = tmp_path / "reward_model"
     tokenizer = AutoTokenizer.from_pretrained(model_dirs.base)
@@ -75,9 +77,12 @@ async def test_a_reward_model_scores_as_transformers_does(model_dirs: Any, tmp_p
     config = LlamaConfig(**form, num_labels=1, pad_token_id=tokenizer.pad_token_id)
     head: Any = AutoModelForSequenceClassification.from_config(config).eval()
     head.save_pretrained(folder)
-    engine = {"kind": "sglang", "extra_args": ["--is-embedding"], "context_length": 256}
+    engine = make_engine_config("sglang", folder).model_copy(
+        update={"extra_args": ("--is-embedding",), "context_length": 256}
+    )
+    supervisor = Supervisor(engine, tmp_path / "logs")
     prompt = "{question}\n{solution_str}"
-    reward = RewardModel(path=str(folder), engine=engine, prompt=prompt)
+    reward = RewardModel(url=supervisor.start(), prompt=prompt)
     try:
         for answer in ("4", "It is five."):
             said = await reward("sums", answer, None, {"question": "2 + 2?"})
@@ -86,3 +91,4 @@ async def test_a_reward_model_scores_as_transformers_does(model_dirs: Any, tmp_p
                 assert said == pytest.approx(float(head(**ids).logits[0, 0]), abs=1e-4)
     finally:
         await reward.aclose()
+        supervisor.stop()

@@ -1,23 +1,18 @@
-"""Trained reward models: the built-in's score is that of transformers on the same conversation,
-over the embedded engine's `/classify` and SGLang's form of it (SGLang 0.5, `/classify` of a server
-with `--is-embedding`: {"text" | "input_ids"} -> {"embedding": […], "meta_info": …})."""
+"""Trained reward models: the built-in's score is that of transformers on the same conversation, in
+a thread of this process and over SGLang's `/classify` (SGLang 0.5, a server with `--is-embedding`:
+{"text" | "input_ids"} -> {"embedding": […], "meta_info": …})."""
 
-import socket
-import threading
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
-import psutil
 import pytest
 import torch
-import uvicorn
 from aiohttp import web
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config
 
-from stepwell.backends.engines.embedded import classifier
-from stepwell.backends.engines.embedded.server import ServerInfo
 from stepwell.trainer.rewards import (
     RewardConfig,
     RewardCrashError,
@@ -27,9 +22,11 @@ from stepwell.trainer.rewards import (
     RewardSample,
     RewardTimeoutError,
     load_reward,
+    reward_model,
 )
+from stepwell.trainer.rewards.reward_model import RewardModel
 from tests.backends.models import SMALL
-from tests.helpers import gone, serving_posts
+from tests.helpers import serving_posts
 
 TOKENIZER = Path(__file__).parents[3] / "examples" / "quickstart" / "model"
 ASKED = [{"role": "user", "content": "2 + 2?"}]
@@ -64,19 +61,23 @@ def by_transformers(model: Path) -> Any:
     return score
 
 
-@pytest.fixture(scope="module")
-def url(model: Path) -> Iterator[str]:
-    """The embedded engine's routes, in a thread of this process."""
+@asynccontextmanager
+async def classifying(model: Path) -> AsyncIterator[str]:
+    """The address of a server that answers as SGLang's `/classify` does."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    served = classifier.Classifier(str(model), tokenizer, "auto", "cpu")
-    app = classifier.create_app(served, ServerInfo(str(model), str(model)), "0")
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-    thread = threading.Thread(target=server.run, args=([listening],))
-    thread.start()
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
+    head = AutoModelForSequenceClassification.from_pretrained(model).eval()
+
+    async def answer(request: web.Request) -> web.Response:
+        body = await request.json()
+        assert request.path == "/classify"
+        assert ("text" in body) != ("input_ids" in body)
+        ids = body.get("input_ids") or tokenizer(body["text"])["input_ids"]
+        with torch.no_grad():
+            logits = head(torch.tensor([ids])).logits[0].tolist()
+        return web.json_response({"embedding": logits, "meta_info": {"prompt_tokens": len(ids)}})
+
+    async with serving_posts("/{path:.*}", answer) as address:
+        yield address
 
 
 async def scores(*answers: str, task: dict[str, Any] | None = None, **kwargs: Any) -> list[Any]:
@@ -95,84 +96,60 @@ async def scores(*answers: str, task: dict[str, Any] | None = None, **kwargs: An
 ANSWERS = ("4", "It is five, I am quite sure of that.", "")
 
 
+@pytest.mark.parametrize("served", [True, False])
 async def test_the_score_is_that_of_transformers(
-    model: Path, url: str, by_transformers: Any
+    model: Path, by_transformers: Any, served: bool
 ) -> None:
     wanted = [by_transformers([*ASKED, {"role": "assistant", "content": a}]) for a in ANSWERS]
     assert len({round(w, 4) for w in wanted}) == 3
-    assert await scores(*ANSWERS, url=url, tokenizer=str(model)) == pytest.approx(wanted, abs=1e-5)
     question = {"question": "2 + 2?"}  # a task without messages is a user's question
-    assert await scores(*ANSWERS, task=question, url=url, tokenizer=str(model)) == pytest.approx(
-        wanted, abs=1e-5
-    )
+    async with classifying(model) as url:
+        where = {"url": url, "tokenizer": str(model)} if served else {"path": str(model)}
+        for task in (None, question):
+            assert await scores(*ANSWERS, task=task, **where) == pytest.approx(wanted, abs=1e-5)
 
 
+@pytest.mark.parametrize("served", [True, False])
 async def test_a_prompt_of_ones_own_takes_the_place_of_the_chat_template(
-    url: str, by_transformers: Any
+    model: Path, by_transformers: Any, served: bool
 ) -> None:
     prompt = "Q: {question}\nA: {solution_str} ({ground_truth})"
     wanted = [by_transformers(f"Q: 2 + 2?\nA: {a} (4)") for a in ANSWERS]
     task = {"question": "2 + 2?"}
-    found = await scores(*ANSWERS, task=task, url=url, prompt=prompt)
+    async with classifying(model) as url:
+        where = {"url": url} if served else {"path": str(model)}
+        found = await scores(*ANSWERS, task=task, prompt=prompt, **where)
     assert found == pytest.approx(wanted, abs=1e-5)
 
 
-@pytest.mark.long
-async def test_a_model_is_served_for_its_path_and_its_engine_ends_with_the_manager(
-    model: Path, by_transformers: Any
-) -> None:
-    """In a process of its own, which has its own time to start."""
-    config = RewardConfig(
-        function="reward_model", kwargs={"path": str(model)}, timeout_s=0.9, max_attempts=3
-    )
-    manager = RewardManager(config)
+async def test_loading_the_model_is_not_the_calls_time(model: Path, by_transformers: Any) -> None:
+    class Slow(RewardModel):
+        async def wait_loaded(self) -> None:
+            await asyncio.sleep(0.4)
+            await super().wait_loaded()
+
+    kwargs = {"path": str(model)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reward_model, "RewardModel", Slow)
+        config = RewardConfig(
+            function=f"{reward_model.__name__}:RewardModel",
+            kwargs=kwargs,
+            timeout_s=0.3,
+            max_attempts=1,
+        )
+        manager = RewardManager(config)
     sample = RewardSample("sums", "4", "4", {"messages": ASKED})
     (result,) = await manager.score([sample])
-    wanted = by_transformers([*ASKED, {"role": "assistant", "content": "4"}])
-    assert isinstance(result, RewardResult), result
-    assert result.score == pytest.approx(wanted, abs=1e-5)
-    engines = [
-        p.pid
-        for p in psutil.Process().children(recursive=True)
-        if "stepwell.backends.engines.embedded" in " ".join(p.cmdline())
-    ]
-    assert engines
     await manager.aclose()
-    assert all([await gone(pid) for pid in engines])
+    assert isinstance(result, RewardResult), result
+    wanted = by_transformers([*ASKED, {"role": "assistant", "content": "4"}])
+    assert result.score == pytest.approx(wanted, abs=1e-5)
 
 
-def test_many_are_classified_in_one_request(url: str, by_transformers: Any) -> None:
-    """As SGLang's documentation asks for the scores of several conversations."""
-    texts = ["one", "another one"]
-    answers = httpx.post(f"{url}/classify", json={"model": "m", "text": texts}).json()
-    found = [answer["embedding"][0] for answer in answers]
-    assert found == pytest.approx([by_transformers(t) for t in texts], abs=1e-5)
-    assert answers[0]["meta_info"]["prompt_tokens"] > 0
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "message"),
-    [
-        ("classify", {}, "either text or input_ids"),
-        ("classify", {"input_ids": []}, "0 tokens"),
-        ("classify", {"input_ids": [10**6]}, "should be within"),
-        ("classify", {"input_ids": [1] * 40_000}, "40000 tokens"),
-        ("generate", {"text": "a"}, "reward model, which generates nothing"),
-    ],
-)
-def test_a_request_that_cannot_be_scored_is_refused(
-    url: str, path: str, body: dict[str, Any], message: str
-) -> None:
-    answer = httpx.post(f"{url}/{path}", json=body)
-    assert answer.status_code == 400
-    assert message in answer.json()["error"]["message"]
-
-
-def test_a_supervisor_finds_what_it_asks_an_engine_for(url: str) -> None:
-    for path in ("health", "health_generate", "model_info"):
-        assert httpx.get(f"{url}/{path}").status_code == 200
-    said = httpx.get(f"{url}/model_info").json()
-    assert (said["weight_version"], said["is_generation"]) == ("0", False)
+async def test_a_conversation_that_the_model_has_no_room_for_is_missing(model: Path) -> None:
+    (missing,) = await scores("4 " * 40_000, path=str(model))
+    assert isinstance(missing, RewardCrashError)
+    assert "tokens for the reward model" in str(missing)
 
 
 async def test_a_server_that_fails_is_asked_again_until_the_rewards_limit(model: Path) -> None:
@@ -219,7 +196,6 @@ async def test_an_answer_without_a_score_is_missing() -> None:
         ({"url": "http://rm"}, "tokenizer and prompt are missing"),
         ({"url": "http://rm", "prompt": "{answer}"}, "answer"),
         ({"path": "no/such"}, "has no config.json"),
-        ({"path": str(TOKENIZER), "engine": {"sort": 1}}, "sort"),
     ],
 )
 def test_wrong_settings_are_refused_at_the_start(kwargs: dict[str, Any], message: str) -> None:

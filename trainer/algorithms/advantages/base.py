@@ -1,4 +1,4 @@
-"""What an advantage estimator is: from the rewards of a batch to one number per unit of credit.
+"""Interface of advantage estimators: from the rewards of a batch to a number per unit of credit.
 
     step rewards ──► returns G, one per unit of credit ──► minus a baseline ──► over the batch ──► A
                      trajectory: Σ r, all its tokens        of the group,        whitening,
@@ -37,7 +37,7 @@ Array: TypeAlias = npt.NDArray[np.float64]
 Index: TypeAlias = npt.NDArray[np.int64]
 Credit: TypeAlias = Literal["trajectory", "step", "token"]
 Baselines: TypeAlias = Mapping[str, Any]
-"""What an estimator remembers from batch to batch; in checkpoints."""
+"""Memory of an estimator from batch to batch; in checkpoints."""
 
 WHITEN_EPSILON = 1e-8
 """Added to the variance that whitening divides by, as verl does."""
@@ -64,7 +64,7 @@ class Returns:
         trajectory: Sequence[int] | None = None,
         greedy: float | None = None,
     ) -> Returns:
-        """From plain numbers; by default each value is a trajectory of one token."""
+        """Make a batch of plain numbers; by default each value is a trajectory of one token."""
         n = len(values)
         return cls(
             np.asarray(values, np.float64),
@@ -97,25 +97,25 @@ class Batch:
     """U units of credit in N trajectories in G groups, each contiguous."""
 
     rewards: Array
-    """What is earned within each unit, [U]."""
+    """Reward earned within each unit, [U]."""
     returns: Array
     """G: rewards to go, discounted, [U]."""
     tokens: Array
     """Response tokens of each unit, [U]."""
     trajectory: Index
-    """Of each unit, 0..N-1, [U]."""
+    """Trajectory of each unit, 0..N-1, [U]."""
     group: Index
-    """Of each trajectory, 0..G-1, [N]."""
+    """Group of each trajectory, 0..G-1, [N]."""
     greedy: Sequence[float | None] = ()
     """Reward of each group's greedy rollout, [G]."""
     sources: Sequence[str] = ()
     """The data source of each trajectory's task, "" where it names none, as traffic; [N]."""
     parts: Sequence[Mapping[str, Any]] = ()
-    """What the reward function said beside each trajectory's score, by key, [N]."""
+    """Further values of the reward function for each trajectory, by key, [N]."""
     values: Array | None = None
     """The critic's value of the state before each unit, [U]; None without a critic."""
     baselines: Baselines = field(default_factory=dict)
-    """As the estimate of the batch before left them."""
+    """Memory that the estimate of the batch before left."""
     gamma: float = 1.0
     """`algorithm.gamma`, which is in `returns` already."""
     lam: float = 1.0
@@ -154,7 +154,7 @@ class Estimate:
     advantages: Array
     """[U]"""
     targets: Array | None = None
-    """What the critic is to predict before each unit, [U]."""
+    """Targets of the critic before each unit, [U]."""
     baselines: Baselines = field(default_factory=dict)
     """For the next batch."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -171,7 +171,7 @@ class Estimator:
     options: type[Options] = Options
     """Its own hyper-parameters, the section `algorithm.adv_options`."""
     credit: Credit = "trajectory"
-    """What gets one advantage where `algorithm.credit` is null."""
+    """Unit that gets one advantage where `algorithm.credit` is null."""
     group_baseline: bool = False
     """A group whose rewards are all equal teaches it nothing."""
     greedy: bool = False

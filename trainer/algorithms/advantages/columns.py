@@ -123,7 +123,7 @@ def _source(group: Group) -> str:
 
 
 def _step_rewards(groups: Sequence[Group]) -> list[float]:
-    """Of each step, [S]; one without a reward earns nothing."""
+    """Reward of each step, [S]; one without a reward earns nothing."""
     rewards: list[float] = []
     for trajectory in (t for g in groups for t in g.trajectories):
         total = trajectory.reward

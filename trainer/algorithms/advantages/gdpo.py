@@ -54,7 +54,7 @@ def gdpo(b: Batch, options: GdpoOptions) -> Estimate:
 
 def _part(b: Batch, key: str) -> Array:
     """The part of each trajectory's reward that is called `key`, [N]."""
-    missing = [said for said in b.parts if not isinstance(said.get(key), int | float)]
+    missing = [part for part in b.parts if not isinstance(part.get(key), int | float)]
     if missing or not b.parts:
         raise RewardError(
             f"algorithm.adv_options.reward_keys names {key!r}, which is no number in the reward of "
@@ -62,7 +62,7 @@ def _part(b: Batch, key: str) -> Array:
             f"{', '.join(map(repr, missing[0])) if missing and missing[0] else 'none'}); return it "
             "beside the score, in a dict, for all of them"
         )
-    return np.array([float(said[key]) for said in b.parts])
+    return np.array([float(part[key]) for part in b.parts])
 
 
 GDPO = Estimator(gdpo, options=GdpoOptions)

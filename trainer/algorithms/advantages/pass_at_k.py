@@ -20,7 +20,7 @@ from stepwell.trainer.algorithms.options import Options
 
 
 class PassAtKOptions(Options):
-    """How the lead of the best is scaled."""
+    """Scale of the lead of the best."""
 
     norm_adv_by_std: bool = Field(default=True)
     """Divide by the std of the group's returns (verl's `norm_adv_by_std_in_grpo`)."""

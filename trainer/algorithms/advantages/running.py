@@ -42,7 +42,7 @@ class RunningBaseline(NamedTuple):
     variance: float = 0.0
 
     def followed_by(self, rewards: Array) -> RunningBaseline:
-        """With these too, in order: m' = m + (R - m)/n, v' = v + ((R - m)(R - m') - v)/n."""
+        """Baseline after these rewards: m' = m + (R - m)/n, v' = v + ((R - m)(R - m') - v)/n."""
         n, mean, variance = self
         for reward in map(float, rewards):
             n = min(n + 1, WINDOW)

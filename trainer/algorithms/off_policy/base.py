@@ -1,4 +1,4 @@
-"""What an off-policy method is: preset options, or a weight of its own."""
+"""An off-policy method: preset options, or a weight of its own."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class OffPolicyMethod:
     """
 
     about: str
-    """In a line."""
+    """One-line description."""
     preset: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `algorithm.off_policy` that it sets; what is given beside it wins."""
     weigh: Callable[[Ratios, Any], Tensor] | None = None
-    """(ratios, options): the weight of every token, [T], in place of `granularity`, `cap`, `floor`
-    and `decay`. Masks that are set hold beside it, and a step without behaviour log-probs is
+    """(ratios, options): the weight of every token, [T], in place of `granularity`, `cap` and
+    `decay`. Masks that are set hold beside it, and a step without behaviour log-probs is
     weighed by `missing`."""
     options: type[Options] = Options
     """Hyper-parameters of `weigh`, the section `algorithm.off_policy.options`."""

@@ -37,13 +37,6 @@ class Steps:
     def mean(self, values: Tensor) -> Tensor:
         return self.sum(values) / self.count.clamp(min=1)
 
-    def max(self, values: Tensor) -> Tensor:
-        """Of values >= 0; 0 for a step without a trained token."""
-        largest = torch.zeros(len(self.lengths))
-        return largest.scatter_reduce_(
-            0, self.index, torch.where(self.trained, values, 0.0), reduce="amax"
-        )
-
     def any(self, flags: Tensor) -> Tensor:
         return self.sum(flags.float()) > 0
 
@@ -57,13 +50,13 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """What a method weighs the tokens of a batch by."""
+    """Ratios and lags that a method weighs the tokens of a batch by."""
 
     log_ratio: Tensor
     """log ρ = log π_prox - log μ, [T] fp32; 0 where μ is unknown or the token is not trained."""
     steps: Steps
     lag: Tensor
-    """In publications, [S]."""
+    """Lag in publications, [S]."""
     beyond: Tensor
     """Lag beyond the threshold, at least 0, [S]."""
     off_policy: Tensor

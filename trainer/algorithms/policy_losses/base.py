@@ -1,4 +1,4 @@
-"""What a policy loss is: the cost of each token as a pure function of flat tensors.
+"""The interface of policy losses: the cost of each token as a pure function of flat tensors.
 
     log π, columns of the live tokens ──► compute ──► loss [n], ratio, flags
                                                        └─► Σ coef · w · loss (`../losses.py`)
@@ -29,7 +29,7 @@ O_co = TypeVar("O_co", bound=Options, covariant=True)
 
 
 class LossKeys(Protocol[O_co]):
-    """What a formula reads of `algorithm.loss` (`LossConfig`)."""
+    """Keys of `algorithm.loss` that formulas read (`LossConfig`)."""
 
     @property
     def clip_ratio_low(self) -> float: ...
@@ -82,7 +82,7 @@ class PolicyLoss:
     compute: Callable[[Tensor, Columns, LossKeys[Any]], PolicyTerms]
     """(log π, columns, keys)"""
     columns: tuple[str, ...] = ("prox_log_probs", "advantages")
-    """Those that it reads."""
+    """Names of the columns that it reads."""
     options: type[Options] = Options
     """Its own hyper-parameters, the section `algorithm.loss.options`."""
     clip: tuple[float, float] = (0.2, 0.28)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class DroOptions(Options):
-    """How strongly the policy is held."""
+    """Strength of the hold on the policy."""
 
     beta: float = Field(default=1.0, gt=0)
     """Weight of ½ (log π - log π_prox)²."""

@@ -28,9 +28,9 @@ class SapoOptions(Options):
     """Temperatures of the gate; the higher, the narrower the trust region."""
 
     tau_positive: float = Field(default=1.0, gt=0)
-    """Where A > 0."""
+    """τ where A > 0."""
     tau_negative: float = Field(default=1.05, gt=0)
-    """Where A <= 0; above tau_positive, since pushing tokens down is what destabilises."""
+    """τ where A <= 0; above tau_positive, since pushing tokens down is what destabilises."""
 
 
 def sapo(log_probs: Tensor, x: Columns, keys: LossKeys[SapoOptions]) -> PolicyTerms:
