@@ -298,7 +298,7 @@ class Proxy:
         self.world, self.ends = world, ends
         self.url = ""
         self.n_requests = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self, stack: AsyncExitStack) -> Proxy:
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -311,6 +311,8 @@ class Proxy:
         url = urlsplit(self.world.url)
         gateway, to_gateway = await asyncio.open_connection(url.hostname, url.port)
         self.n_requests += 1
+        if (own := asyncio.current_task()) is not None:
+            self._tasks.add(own)  # asyncio does not keep it: a collection would end it
         sent = asyncio.create_task(_pump(client, to_gateway))
         self._tasks.add(sent)
         if self.n_requests > 1:
