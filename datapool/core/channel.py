@@ -807,8 +807,14 @@ class Channel:
             group.leaving = (*group.leaving, record.trajectory_uid)
             return
         counts = record.closing is None or record.is_complete
+        was_due = group.readiness.is_due
         self._take_out(group, record)
-        if counts:
+        if not counts:
+            return
+        is_over = group.is_frozen or (was_due and _is_past(group.deadline, self.now))
+        if is_over and len(group.complete) < group.least and not self.replaying:
+            self._drop(group, TOO_FEW_ROLLOUTS)
+        else:
             group.touched_at = self.now
             self._decide(group)
 
@@ -825,7 +831,7 @@ class Channel:
                 self.counts.trajectories.complete -= 1
                 group.oldest_version = min((t.versions()[0] for t in group.complete), default=None)
                 if not group.is_leased:
-                    self._become(group, without(group.readiness, at))
+                    self._become(group, without(group, at))
             else:
                 group.n_open -= 1
                 self.counts.trajectories.open -= 1
@@ -1280,6 +1286,10 @@ class Channel:
         self.counts.trajectories.late += 1
         self.log.is_changed = True
         return "late"
+
+
+def _is_past(time: float | None, now: float) -> bool:
+    return time is not None and time <= now
 
 
 METHODS: Final[Mapping[type, Callable[[Channel, Any], Any]]] = {

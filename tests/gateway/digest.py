@@ -26,10 +26,9 @@ import aiohttp
 
 from stepwell.datapool.types import Step
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig, Tuning
+from stepwell.gateway.config import GatewayConfig, Tuning, Wiring
 from stepwell.gateway.reply import calls
 from stepwell.gateway.server import http_protocol
-from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import (
     Sampled,
     ScriptedEngine,
@@ -296,7 +295,7 @@ async def digest(n_calls: int, seed: int, path: str | None = None) -> tuple[str,
     engine.default = say
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        engine_url = await enter(serving(engine.app(), graceful=False))
+        engine_url = await enter(engine.running())
         pool = await enter(local_pool())
         config = GatewayConfig(port=0, replicas=2)
         wiring = Wiring((engine_url,), tuning=Tuning(retry_backoff_s=0.001))

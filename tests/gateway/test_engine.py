@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
-from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,15 +19,13 @@ from stepwell.backends.engines.api import GenerateRequest, Sampling, TopLogProbs
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.connections import ConnectionPool, OnData, Response
 from stepwell.backends.errors import EngineError as AskingError
-from stepwell.gateway.config import GatewayConfig, Tuning
+from stepwell.gateway.config import GatewayConfig, Tuning, Wiring
 from stepwell.gateway.engine import Generation, Sampler
 from stepwell.gateway.engine.fleet import Fleet, _rendezvous
 from stepwell.gateway.engine.generation import Part
 from stepwell.gateway.errors import EngineError, EngineUnavailableError, RequestError
-from stepwell.gateway.wiring import Wiring
 from tests.builders import until
-from tests.gateway.conftest import Sampled, log_prob
-from tests.helpers import reserved_port
+from tests.gateway.conftest import Sampled, ScriptedEngine, log_prob, tops
 
 PROMPT = np.arange(10, 15, dtype=np.int32)
 FAST = Tuning(
@@ -41,129 +37,9 @@ FAST = Tuning(
 
 
 @dataclass
-class Machine:
-    """An engine that can be told what to say, be cut off, stopped and started again."""
-
-    version: str | None = "1"
-    """What `/model_info` says; None: it has no such endpoint."""
-    script: list[Sampled] = field(default_factory=list)
-    requests: list[dict[str, Any]] = field(default_factory=list)
-    aborts: list[str] = field(default_factory=list)
-    healthy: bool = True
-    mute: asyncio.Event | None = None
-    """Nothing but what is under way is answered until it is set."""
-    cut: bool = False
-    """Every `/generate` breaks off without an answer."""
-    tops: int = 0
-    incremental: bool = False
-    events_per_write: int = 1
-    """Events of a stream that are sent, and read, together."""
-    drops_spans: bool = False
-    """An answer names the version of now, and not which tokens are whose."""
-    checks: int = 0
-    held: socket.socket = field(default_factory=reserved_port)
-    """Its port, also while it is stopped."""
-    _runner: web.AppRunner | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.held.getsockname()[1]}"
-
-    def default(self) -> Sampled:
-        return Sampled([7, 8, 9], version=self.version or "0")
-
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        body = json.loads(await request.read())
-        self.requests.append(body)
-        assert request.transport is not None
-        if self.cut:
-            request.transport.abort()
-            raise ConnectionResetError("scripted")
-        said = self.script.pop(0) if self.script else self.default()
-        if said.status != 200:
-            return web.json_response({"error": {"message": "scripted"}}, status=said.status)
-        if said.gate is not None and not body["stream"]:
-            await said.gate.wait()
-        if not body["stream"]:
-            if said.drop_after is not None:
-                request.transport.abort()
-                raise ConnectionResetError("scripted")
-            return web.json_response(self._chunk(said, len(said.ids), 0))
-        out = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await out.prepare(request)
-        held = b""
-        for n in range(1, len(said.ids) + 1):
-            if said.drop_after is not None and n > said.drop_after:
-                await asyncio.sleep(0.02)  # so that what was sent is read before the reset
-                request.transport.abort()
-                raise ConnectionResetError("scripted")
-            if said.gate is not None and n == len(said.ids):
-                await said.gate.wait()
-            chunk = self._chunk(said, n, n - 1 if self.incremental else 0)
-            held += b"data: " + json.dumps(chunk).encode() + b"\n\n"
-            if n % self.events_per_write == 0:
-                await out.write(held)
-                held = b""
-        await out.write(held + b"data: [DONE]\n\n")
-        return out
-
-    def _chunk(self, said: Sampled, n: int, start: int) -> dict[str, Any]:
-        chunk = said.chunk(n, final=n == len(said.ids), n_prompt=5)
-        meta = chunk["meta_info"]
-        if said.versions is not None:  # as of the moment, as SGLang reports it in a stream
-            meta["weight_version"] = next(v for v, _, end in said.versions if n <= end)
-        if self.tops:
-            meta["output_top_logprobs"] = [tops(i, self.tops) for i in chunk["output_ids"]]
-            meta["output_top_logprobs"] = meta["output_top_logprobs"][start:]
-        if self.drops_spans:
-            meta.pop("weight_versions", None)
-        chunk["output_ids"] = chunk["output_ids"][start:]
-        meta["output_token_logprobs"] = meta["output_token_logprobs"][start:]
-        return chunk
-
-    async def abort(self, request: web.Request) -> web.Response:
-        self.aborts.append((await request.json())["rid"])
-        return web.Response()
-
-    async def other(self, request: web.Request) -> web.Response:
-        if self.mute is not None:
-            await self.mute.wait()
-        if request.path == "/health":
-            return web.Response(status=200 if self.healthy else 503)
-        if request.path == "/v1/models":
-            return web.json_response({"data": [{"max_model_len": 4096}]})
-        if request.path == "/model_info" and self.version is not None:
-            self.checks += 1
-            return web.json_response({"weight_version": self.version})
-        if request.path == "/workers" and self.urls is not None:
-            workers = [{"id": u, "url": u, "worker_type": "regular"} for u in self.urls]
-            return web.json_response({"workers": workers, "total": len(workers)})
-        return web.Response(status=404)
-
-    async def start(self) -> None:
-        app = web.Application(client_max_size=1 << 26)
-        app.router.add_post("/generate", self.generate)
-        app.router.add_post("/abort_request", self.abort)
-        app.router.add_get("/{path:.*}", self.other)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
-        await self._runner.setup()
-        host, port = self.held.getsockname()
-        await web.TCPSite(self._runner, host, port, reuse_address=True).start()
-
-    async def stop(self) -> None:
-        if self._runner is not None:
-            runner, self._runner = self._runner, None
-            await runner.cleanup()
-
-
-def tops(token_id: int, n: int) -> list[list[Any]]:
-    return [[-0.1 * k, token_id + k, None] for k in range(n)]
-
-
-@dataclass
 class Rig:
     client: Sampler
-    machines: list[Machine]
+    machines: list[ScriptedEngine]
     names: Iterator[str] = field(default_factory=lambda: map("new {}".format, itertools.count()))
     """Trajectories that have made no call yet."""
 
@@ -191,19 +67,19 @@ class Rig:
             on_tokens=on_tokens if stream else None,
         )
 
-    async def home(self, affinity: str = "t") -> tuple[Machine, Machine]:
+    async def home(self, affinity: str = "t") -> tuple[ScriptedEngine, ScriptedEngine]:
         """The trajectory's engine, and another one."""
         await self.generate(affinity=affinity)
         home = next(m for m in self.machines if m.requests)
         home.requests.clear()
         return home, next(m for m in self.machines if m is not home)
 
-    def name_for(self, machine: Machine) -> str:
+    def name_for(self, machine: ScriptedEngine) -> str:
         """A trajectory that begins, and is placed on this engine, whatever ports they have."""
         engines = [*Fleet(m.url for m in self.machines)]
         return next(n for n in self.names if _rendezvous(n, engines).url == machine.url)
 
-    def state(self, machine: Machine) -> str:
+    def state(self, machine: ScriptedEngine) -> str:
         engines = {e["url"]: e for e in self.client.statistics()["engines"]}
         return str(engines[machine.url]["state"])
 
@@ -221,9 +97,9 @@ async def rigs() -> AsyncIterator[Callable[..., Any]]:
         async def make(
             n: int = 1, lora_path: str | None = None, tuning: Tuning = FAST, **options: Any
         ) -> Rig:
-            machines = [Machine() for _ in range(n)]
+            machines = [ScriptedEngine(version="1") for _ in range(n)]
             for machine in machines:
-                await stack.enter_async_context(running(machine))
+                await stack.enter_async_context(machine.running())
             urls = tuple(m.url for m in machines)
             wiring = Wiring(urls, lora_path=lora_path, tuning=tuning)
             client = Sampler(GatewayConfig(**options), wiring)
@@ -232,16 +108,6 @@ async def rigs() -> AsyncIterator[Callable[..., Any]]:
             return Rig(client, machines)
 
         yield make
-
-
-@asynccontextmanager
-async def running(machine: Machine) -> AsyncIterator[Machine]:
-    await machine.start()
-    try:
-        yield machine
-    finally:
-        await machine.stop()
-        machine.held.close()
 
 
 def check_whole(got: Generation, ids: list[int]) -> None:

@@ -24,10 +24,8 @@ from stepwell.datapool import DataPoolClient, PoolConfig, client_of, start_data_
 from stepwell.datapool.config import ChannelConfig
 from stepwell.datapool.types import TRAIN
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig, Tuning
-from stepwell.gateway.listening import bind
-from stepwell.gateway.server import http_protocol
-from stepwell.gateway.wiring import Wiring
+from stepwell.gateway.config import GatewayConfig, Tuning, Wiring
+from stepwell.gateway.server import bind, http_protocol
 from stepwell.trainer.config import JsonlSource, RolloutConfig
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import RolloutError
@@ -35,8 +33,7 @@ from stepwell.trainer.ledger import Ledger, audit
 from stepwell.trainer.rollout.producer import LOSSES, LOST_IN_A_ROW, Producer
 from stepwell.trainer.rollout.worker import INFRASTRUCTURE, RolloutWorker, start_workers
 from tests.builders import until
-from tests.gateway.conftest import make_tokenizer
-from tests.gateway.test_engine import Machine
+from tests.gateway.conftest import ScriptedEngine, make_tokenizer
 from tests.helpers import actor_processes, reserved_port
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -74,7 +71,7 @@ class Gateway:
     """A gateway that can be killed and started again at its address."""
 
     pool: DataPoolClient
-    engine: Machine
+    engine: ScriptedEngine
     held: socket.socket = field(default_factory=reserved_port)
     """Its port, also while it is stopped."""
     stack: AsyncExitStack = field(default_factory=AsyncExitStack)
@@ -110,7 +107,7 @@ class Gateway:
 @dataclass
 class Rig:
     pool: DataPoolClient
-    engine: Machine
+    engine: ScriptedEngine
     gateway: Gateway
     folder: Path
 
@@ -156,7 +153,7 @@ class Rig:
 async def rig_in(folder: Path, outstanding: int = 16) -> AsyncIterator[Rig]:
     channel = ChannelConfig(max_outstanding_groups=outstanding)
     handle = start_data_pool(PoolConfig(channels={TRAIN: channel}), name=uuid.uuid4().hex)
-    pool, engine = client_of([handle]), Machine()
+    pool, engine = client_of([handle]), ScriptedEngine(version="1")
     await engine.start()
     gateway = Gateway(pool, engine)
     await gateway.start()
