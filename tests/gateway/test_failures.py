@@ -13,7 +13,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from stepwell.gateway.call import Asked
-from stepwell.gateway.keys import OPERATOR
+from stepwell.gateway.access import OPERATOR
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.trajectory.calls import RetryKey
 from stepwell.gateway.web import retry_key
