@@ -28,9 +28,8 @@ from stepwell.backends.config import PauseMode
 from stepwell.backends.engines.client import EngineClient
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step, VersionSpan
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import TUNING, GatewayConfig, Tuning, Wiring
 from stepwell.gateway.server import HttpServer
-from stepwell.gateway.wiring import Wiring
 
 MODEL = Path(__file__).parents[1] / "examples" / "quickstart" / "model"
 MODES: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
@@ -90,7 +89,7 @@ async def engine(model: Path, log: Path) -> AsyncIterator[RunningEngine]:
 
 @asynccontextmanager
 async def gateway(
-    pool: DataPoolClient, engine_urls: Sequence[str], **options: Any
+    pool: DataPoolClient, engine_urls: Sequence[str], tuning: Tuning = TUNING, **options: Any
 ) -> AsyncIterator[str]:
     """The gateway on an event loop of its own; yields its origin."""
     config = GatewayConfig(
@@ -99,7 +98,7 @@ async def gateway(
         tool_parser="none",
         **options,
     )
-    server = HttpServer(config, Wiring(tuple(engine_urls)), pool)
+    server = HttpServer(config, Wiring(tuple(engine_urls), tuning=tuning), pool)
     try:
         yield await asyncio.to_thread(server.start)
     finally:

@@ -16,7 +16,7 @@ walked several times and what all walks share is counted, so timers do not chang
     files       files that define these functions
     types       own classes that the path makes instances of
 
-`--functions` lists the functions, too.
+`--functions` lists the functions, too; `--write` writes the types to `docs/design/one-step.md`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import sys
 import tempfile
 import threading
@@ -55,10 +56,9 @@ from stepwell.datapool.remote.link import Link
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.types import TRAIN
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.server import http_protocol
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.wiring import Wiring
 from stepwell.run.trainer import build_trainer
 from stepwell.trainer.config import DataConfig
 from stepwell.trainer.data import PromptSource
@@ -73,6 +73,10 @@ WALKS = 5
 CALM_S = 0.04
 """Time given to a path after its answer: what it leaves to the event loop belongs to it."""
 GROUPS, ROLLOUTS = 2, 2
+
+PAGE = ROOT / "docs/design/one-step.md"
+HEADINGS = {"turn": "Types of one turn", "train": "Shapes of two optimizer steps"}
+"""Sections of the page that list the types of a path, in a code block."""
 
 PathName: TypeAlias = Literal["turn", "lease", "settle", "train"]
 
@@ -98,7 +102,9 @@ class Walk:
         return sorted(name for name in self.types if name.startswith(known))
 
 
-async def run(*, only: Sequence[PathName] = (), functions: bool = False) -> BenchResult:
+async def run(
+    *, only: Sequence[PathName] = (), functions: bool = False, write: bool = False
+) -> BenchResult:
     result = BenchResult()
     with tempfile.TemporaryDirectory(prefix="stepwell-bench-") as folder:
         walks = await walk_all(Path(folder), only)
@@ -108,6 +114,8 @@ async def run(*, only: Sequence[PathName] = (), functions: bool = False) -> Benc
         result.figures[f"types of {name}"] = by_file(types)
         if functions:
             result.figures[f"functions of {name}"] = by_file(walk.functions)
+        if write and name in HEADINGS:
+            write_list(HEADINGS[name], types)
     if "turn" in walks:
         turn = walks["turn"]
         result.at_most("functions_of_a_turn", len(turn.functions), 240)
@@ -149,8 +157,22 @@ def by_file(names: Collection[str]) -> list[dict[str, str]]:
 
 
 def listed(names: Collection[str]) -> str:
-    """The lines of `docs/design/one-step.md` that list these types."""
+    """The lines of the page that list these types."""
     return "\n".join(f"{row['file']:<45} {row['names']}" for row in by_file(names))
+
+
+def list_on_page(heading: str) -> re.Match[str]:
+    """The code block below a heading of the page, its lines as group 1."""
+    found = re.search(rf"^## {heading}\n.*?^```\n(.*?)\n```$", PAGE.read_text(), re.M | re.S)
+    if found is None:
+        raise ValueError(f"{PAGE} has no list below {heading!r}")
+    return found
+
+
+def write_list(heading: str, names: Collection[str]) -> None:
+    start, end = list_on_page(heading).span(1)
+    text = PAGE.read_text()
+    PAGE.write_text(text[:start] + listed(names) + text[end:])
 
 
 def _row(name: str, walk: Walk) -> dict[str, Any]:

@@ -53,6 +53,7 @@ from stepwell.backends.weights import WeightStore, publish
 from stepwell.backends.weights.transaction import PHASES, Phase, When
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step, VersionSpan
+from stepwell.gateway.config import Tuning
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.publish.rollback import roll_back
 
@@ -417,7 +418,7 @@ async def run(
             for s, url in zip(supervisors, urls, strict=True)
         ]
         origin = await stack.enter_async_context(
-            gateway(pool, urls, engine_retries=1000, engine_health_interval_s=0.5)
+            gateway(pool, urls, Tuning(engine_health_interval_s=0.5), engine_retries=1000)
         )
         session = await stack.enter_async_context(aiohttp.ClientSession())
         work = [

@@ -68,7 +68,7 @@ from starlette.requests import Request, cookie_parser
 from starlette.types import Receive, Scope
 
 from stepwell.gateway.bodies import check_holdings
-from stepwell.gateway.config import OPERATORS, GatewayConfig, is_loopback
+from stepwell.gateway.config import OPERATORS, TUNING, GatewayConfig, Tuning, is_loopback
 from stepwell.gateway.errors import (
     AuthenticationError,
     BodyTooLargeError,
@@ -464,7 +464,11 @@ class AccessControl:
     """The rules of one gateway: who may send it what."""
 
     def __init__(
-        self, config: GatewayConfig, threads: Executor, replica_urls: Iterable[str] = ()
+        self,
+        config: GatewayConfig,
+        threads: Executor,
+        replica_urls: Iterable[str] = (),
+        tuning: Tuning = TUNING,
     ) -> None:
         """
         Args:
@@ -473,7 +477,7 @@ class AccessControl:
         """
         self.keys = KeyRing(config)
         self.hosts = Hosts(config, replica_urls)
-        self._config = config
+        self._config, self._tuning = config, tuning
         self._threads = threads
 
     async def admit(
@@ -515,14 +519,13 @@ class AccessControl:
         if connection_of(scope).is_complete:  # the rule, which needs no clock
             body = await self._read(receive, kind, most)
         else:
-            timeout_s = self._config.body_timeout_s
+            timeout_s = self._tuning.body_timeout_s
             try:
                 async with asyncio.timeout(timeout_s):
                     body = await self._read(receive, kind, most)
             except TimeoutError as e:
                 raise ClientTimeoutError(
-                    f"the request's body did not arrive within {timeout_s:g} s "
-                    "(gateway.body_timeout_s)"
+                    f"the request's body did not arrive within {timeout_s:g} s; send it at once"
                 ) from e
         await check_holdings(scope["path"], body, self._threads)
         return body

@@ -25,16 +25,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stepwell.datapool.errors import DataPoolError
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.access import is_gemini, routing_path
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.dialects.registry import PATHS, error_response
 from stepwell.gateway.endpoints import ENDPOINTS, SDK_BODIES, Finder
-from stepwell.gateway.errors import GatewayError, PathError, RequestError
+from stepwell.gateway.errors import GatewayError, PathError, from_pool
 from stepwell.gateway.lifecycle import RECORDED_HEADER
 from stepwell.gateway.openapi import described
 from stepwell.gateway.routes import IGNORED_HEADER, TRAJECTORY_HEADER, VERSION_HEADER
 from stepwell.gateway.services import Services
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.wiring import Wiring
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +95,7 @@ class _App(FastAPI):
         except GatewayError as e:
             response = error_response(path, e)
         except DataPoolError as e:  # the pool refused what a client sent
-            response = error_response(path, RequestError(str(e), None))
+            response = error_response(path, from_pool(e))
         except Exception as e:  # a bug of ours: logged, and the client is told in its own shape
             log.exception("%s failed", path)
             why = GatewayError(f"the gateway failed ({type(e).__name__}); see its log")

@@ -10,6 +10,7 @@ body takes (`access.py`), whether a body is JSON (`web.py`).
 from __future__ import annotations
 
 import asyncio
+import threading
 from concurrent.futures import Executor
 from typing import NamedTuple
 
@@ -33,6 +34,9 @@ MAX_NUMBERS = 1_000_000
 _WITH_IDS = ("/completions", "/generate", "/submit_steps", "/buffer/write", "/compute_reward")
 
 _QUOTE, _BACKSLASH, _COMMA, _LIST, _OBJECT = b'"\\,[{'
+
+
+_thread = threading.local()
 
 
 class Holdings(NamedTuple):
@@ -94,7 +98,9 @@ def _has_wide(body: bytes) -> bool:
 
 def _totals(codes: np.ndarray) -> Holdings:
     n = dict.fromkeys((_QUOTE, _LIST, _OBJECT, _COMMA), 0)
-    is_code = np.empty(min(len(codes), BIG), bool)  # one block: its pages cost as much as a pass
+    is_code: np.ndarray | None = getattr(_thread, "is_code", None)
+    if is_code is None:  # one block for all bodies: its pages cost as much as the passes
+        is_code = _thread.is_code = np.empty(BIG, bool)
     for start in range(0, len(codes), BIG):
         piece = codes[start : start + BIG]
         for code in n:

@@ -41,7 +41,7 @@ from stepwell.backends.engines.api import Sampling
 from stepwell.datapool.errors import DataPoolError, InvalidStepError
 from stepwell.datapool.types import DUPLICATE_OF, SUPERSEDES, UNSEEN, Step, VersionSpan
 from stepwell.gateway.access import Principal
-from stepwell.gateway.config import Thinking
+from stepwell.gateway.config import ChannelSampling, Thinking
 from stepwell.gateway.engine import Generation, Sampler
 from stepwell.gateway.errors import (
     ContextLengthError,
@@ -63,7 +63,6 @@ from stepwell.gateway.tokens.turn_messages import MESSAGES, TurnMessages
 from stepwell.gateway.trajectory.calls import Call, LiveCall, RetryKey
 from stepwell.gateway.trajectory.reply import NOTE, Reply, SampledToken
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
-from stepwell.gateway.wiring import ChannelSampling
 
 log = logging.getLogger(__name__)
 
@@ -667,5 +666,6 @@ class Listener:
         self.told, self._n_told = self.call.tokens[self._n_told : n], max(self._n_told, n)
 
 
-def _first(*choices: T | None) -> T:
-    return next(c for c in choices if c is not None)
+def _first(first: T | None, second: T | None, default: T) -> T:
+    """The first of these that is given."""
+    return first if first is not None else second if second is not None else default

@@ -1,4 +1,5 @@
-"""The gateway's configuration section.
+"""The gateway's configuration section, and what it is told at its start beside it (`Wiring`): the
+engines, its number among replicas, so that no option holds what only the start can know.
 
 Owns: names, bounds and meaning of every gateway option. Does not own: reading YAML
 (`stepwell/config/load.py`). Imports neither torch nor transformers.
@@ -8,7 +9,9 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import (
@@ -22,6 +25,8 @@ from pydantic import (
 
 from stepwell.backends.masks import check_mask_name
 from stepwell.datapool.config import Section
+from stepwell.datapool.dotted import resolve
+from stepwell.gateway.errors import GatewayConfigError
 
 Thinking = Literal["preserve", "template"]
 ToolParser = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "none"]
@@ -177,30 +182,11 @@ class GatewayConfig(Section):
     request_timeout_s: float = Field(default=600.0, gt=0)
     """One call may take this long in the engine, resumptions included; then 504."""
     engine_retries: int = Field(default=8, ge=0)
-    """Further tries (over all engines) of a call whose engine failed, was lost or is busy."""
-    retry_backoff_s: float = Field(default=0.2, ge=0)
-    """Longest pause before the first such retry; doubles with each, up to 5 s. With the defaults a
-    call waits for an engine for 11 to 21 s."""
-    engine_health_interval_s: float = Field(default=5.0, gt=0)
-    """Between two checks of an engine; one that is not well is checked every second."""
-    engine_health_timeout_s: float = Field(default=5.0, gt=0)
-    """A check must be answered within this."""
-    engine_circuit_failures: int = Field(default=3, ge=1)
-    """Bad answers in a row (5xx, 429, nonsense) after which an engine gets no calls."""
-    engine_circuit_open_s: float = Field(default=1.0, gt=0)
-    """For so long at least, until a check succeeds."""
-    engine_version_grace_s: float = Field(default=10.0, ge=0)
-    """When all engines that answer came back with weights older than those seen before, calls wait
-    so long for the newer ones, then the newest there are serve them."""
-    pool_timeout_s: float = Field(default=60.0, gt=0)
-    """The DataPool must answer within this; then 503 and nothing is acknowledged."""
+    """Further tries (over all engines) of a call whose engine failed, was lost or is busy, with
+    pauses that double from at most 0.2 s to 5 s: 8 tries wait for an engine for 11 to 21 s."""
     on_pool_failure: Literal["refuse", "serve_unrecorded"] = "refuse"
     """`refuse`: without the pool a call answers 503. `serve_unrecorded`: it is answered, its
     trajectory is not stored any more, and recording goes on with new ones."""
-    pool_patience_s: float = Field(default=2.0, gt=0)
-    """With `serve_unrecorded` an LLM call waits so long for the pool, or for room in it."""
-    keepalive_s: float = Field(default=15.0, gt=0)
-    """A stream without a token for this long carries an SSE comment, so that no proxy cuts it."""
 
     allowed_hosts: tuple[HostName, ...] = ()
     """Further names that requests may have in their Host header, beside IP addresses, localhost,
@@ -208,17 +194,8 @@ class GatewayConfig(Section):
     rebinding)."""
     allowed_origins: tuple[Origin, ...] = ()
     """Web pages that may send requests from a browser, as `https://name:port`; others may not."""
-    max_header_bytes: int = Field(default=64 * 1024, ge=1024)
-    """Larger request headers are refused with 431."""
-    header_timeout_s: float = Field(default=10.0, gt=0)
-    """A request's headers must arrive within this; then 408."""
-    max_unauthenticated_connections: int = Field(default=1024, ge=1)
-    """Connections of one address on which no request was authorised yet; of more, the oldest are
-    closed. Without keys there is no bound."""
     max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
     """Larger request bodies are refused with 413."""
-    body_timeout_s: float = Field(default=60.0, gt=0)
-    """A request's body must arrive within this; then 408."""
     max_concurrent_calls: int | None = Field(default=None, ge=1)
     """Calls being generated at once; more wait their turn. null: the engines queue them."""
     queue_timeout_s: float = Field(default=60.0, gt=0)
@@ -226,8 +203,6 @@ class GatewayConfig(Section):
     blocks, then 503. Both with Retry-After."""
     max_turns: int | None = Field(default=None, ge=1)
     """Calls of one trajectory; the next one gets a 400."""
-    offload_chars: int = Field(default=8192, ge=0)
-    """Prompts with more new text than this are rendered and tokenised in a thread."""
     stored_response_chars: int = Field(default=2**28, ge=0)
     """Text of all Responses API answers kept for `previous_response_id`; the least recently used go
     first. 0 keeps none."""
@@ -236,8 +211,6 @@ class GatewayConfig(Section):
     """The messages that each turn adds are kept with its Step (`metadata["messages"]`), for people
     who read trajectories and for exports of text. Training reads ids only. Calls of tools are in
     `metadata["turn"]` in any case: by that note another gateway goes on."""
-    max_message_bytes: int = Field(default=256 * 1024, ge=1)
-    """JSON of one turn's messages; a Step whose turn has more keeps none."""
     redact_messages: str | None = None
     """Dotted path of a function that is given a turn's messages, a list that it may change, and
     returns those to keep; calls of tools in `metadata["turn"]` and the ids stay. It runs on the
@@ -258,8 +231,6 @@ class GatewayConfig(Section):
     """Groups in one answer of `/get_rollout_data`: so many or none. Set it to slime's
     `--rollout-batch-size`, whose consumer throws away what it gets beyond a batch; null: all that
     are ready."""
-    log_level: Literal["critical", "error", "warning", "info", "debug"] = "warning"
-    """What the HTTP server (uvicorn) logs, from this level on."""
 
     @field_validator("loss_mask_type")
     @classmethod
@@ -324,6 +295,27 @@ class GatewayConfig(Section):
             )
         return self
 
+    def function(self, key: str) -> Callable[..., Any] | None:
+        """The function that `gateway.KEY` names as `package.module:name`; None: it names none.
+
+        Raises:
+            GatewayConfigError: it cannot be loaded, which is told before anything is served.
+        """
+        path = getattr(self, key)
+        if path is None:
+            return None
+        try:
+            found = resolve(path)
+        except ImportError as e:
+            raise GatewayConfigError(
+                f"gateway.{key} is {path!r}, which cannot be imported ({e}); "
+                "name a function as package.module:function"
+            ) from e
+        if not callable(found):
+            raise GatewayConfigError(f"gateway.{key} is {path!r}, which cannot be called")
+        function: Callable[..., Any] = found
+        return function
+
     @property
     def channels(self) -> tuple[str, ...]:
         """Those of agents that come by themselves, without what is held out."""
@@ -331,5 +323,106 @@ class GatewayConfig(Section):
         return tuple(dict.fromkeys((self.channel, *filter(None, chosen))))
 
 
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Times and sizes that nobody needs to choose, each with the reason for its value. Tests and
+    benches choose others."""
+
+    retry_backoff_s: float = 0.2
+    """Longest pause before the first retry of a call at an engine; doubles with each, up to 5 s. An
+    engine that is only busy is free again within it."""
+    engine_health_interval_s: float = 5.0
+    """Between two checks of an engine. A broken call has its engine checked at once, so this only
+    bounds how long new weights of an idle engine go unnoticed."""
+    engine_health_timeout_s: float = 5.0
+    """For a check. An engine whose loop prefills a long prompt answers late, and is well."""
+    engine_circuit_failures: int = 3
+    """Bad answers in a row (5xx, 429, nonsense) after which an engine gets no calls. One may be the
+    call's own fault."""
+    engine_circuit_open_s: float = 1.0
+    """Minimum seconds the circuit stays open; then a successful check closes it."""
+    engine_version_grace_s: float = 10.0
+    """When all engines that answer came back with weights older than those seen before, calls wait
+    so long for the newer ones: a publication to a restarted engine takes seconds. Then the newest
+    there are serve them."""
+    pool_timeout_s: float = 60.0
+    """For an answer of the pool; then 503 and nothing is acknowledged. A pool that is started again
+    replays its journal within it."""
+    pool_patience_s: float = 2.0
+    """For the pool, or for room in it, in an LLM call with `on_pool_failure: serve_unrecorded`: an
+    agent with users notices more."""
+    keepalive_s: float = 15.0
+    """Without a token; then a stream carries an SSE comment. Proxies cut silent ones after 30 s or
+    more."""
+    max_header_bytes: int = 64 * 1024
+    """Larger request headers are refused with 431. The longest that agents send have 8 KB."""
+    header_timeout_s: float = 10.0
+    """For a request's headers; then 408."""
+    max_unauthenticated_connections: int = 1024
+    """Connections of one address on which no request was authorised yet; of more, the oldest are
+    closed. A fleet of agents behind one address opens as many at once. Without keys there is no
+    bound."""
+    body_timeout_s: float = 60.0
+    """For a request's body; then 408. The largest takes 5 s at 50 Mbit/s."""
+    offload_chars: int = 8192
+    """Prompts with more new text than this are rendered and tokenised in a thread: a millisecond of
+    work is worth two switches."""
+    max_message_bytes: int = 256 * 1024
+    """JSON of one turn's messages; a Step whose turn has more keeps none."""
+    log_level: str = "warning"
+    """What the HTTP server (uvicorn) logs, from this level on: below it there is nothing of use."""
+
+
+TUNING: Final = Tuning()
+
+
 def is_loopback(host: str) -> bool:
     return host == "localhost" or ipaddress.ip_address(host).is_loopback
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSampling:
+    """Sampling parameters of all calls of a channel. None: as the agent asks."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """-1 is no limit."""
+    max_tokens: int | None = None
+    """Longest response of one call; one that asks for less gets less."""
+    stop: tuple[str, ...] | None = None
+    """Texts that end a response, beside those that the agent asks for; cut off alike."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Token ids that do."""
+    max_response_tokens: int | None = None
+    """Tokens of a conversation behind its first prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """Which engines a gateway generates with and how it samples, and which of several gateways it
+    is.
+    """
+
+    engine_urls: tuple[str, ...] = ()
+    """SGLang servers (or embedded engines); a trajectory stays on one."""
+    lora_path: str | None = None
+    """Name of the LoRA adapter that generates; None: the engines' model itself."""
+    sampling: Mapping[str, ChannelSampling] = field(default_factory=dict)
+    """Sampling by channel; in a channel that is not named, agents choose."""
+    canary_share: float = 0.0
+    """Share of new trajectories that go to an engine whose version is not committed, while there is
+    one."""
+    replica: int = 0
+    """Which of the gateways that share the work this one is."""
+    replica_urls: tuple[str, ...] = ()
+    """Origins of all of them."""
+    run_dir: Path | None = None
+    """Folder of the run, whose files the dashboard shows; None: there is none."""
+    tuning: Tuning = TUNING
+    read_only: bool = False
+    """The run is over: the pool is only read."""
+
+    def __post_init__(self) -> None:
+        urls = tuple(dict.fromkeys(url.rstrip("/") for url in self.engine_urls))
+        object.__setattr__(self, "engine_urls", urls)

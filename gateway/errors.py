@@ -36,7 +36,9 @@ pickling (they cross Ray) and subclass the matching built-in::
 from __future__ import annotations
 
 from math import ceil
-from typing import ClassVar
+from typing import ClassVar, Final
+
+from stepwell.datapool import errors as pool
 
 
 class GatewayError(Exception):
@@ -128,7 +130,7 @@ class MediaTypeError(RequestError, status=415):
 
 
 class HeaderTooLargeError(RequestError, status=431):
-    """The request's headers exceed `gateway.max_header_bytes`."""
+    """The request's headers exceed `Tuning.max_header_bytes`."""
 
 
 class PreviousResponseError(RequestError, code="previous_response_not_found"):
@@ -182,7 +184,7 @@ class ClientTimeoutError(
 class TooManyConnectionsError(
     GatewayError, RuntimeError, status=503, code="too_many_connections", retry_after_s=1
 ):
-    """A peer has `gateway.max_unauthenticated_connections`."""
+    """A peer has `Tuning.max_unauthenticated_connections` without a key."""
 
 
 class ReplicaUnavailableError(
@@ -261,3 +263,45 @@ class ChannelFullError(PoolUnavailableError, code="channel_full", retry_after_s=
 
 class PoolStorageError(PoolUnavailableError, code="pool_storage_error", retry_after_s=10):
     """The DataPool's journal cannot be written or read; mostly, its disk is full."""
+
+
+# -- what the pool answers -------------------------------------------------------------------
+
+_ANSWERED: Final[tuple[tuple[type[pool.DataPoolError], type[GatewayError], str], ...]] = (
+    (pool.PoolFullError, ChannelFullError, "the DataPool takes no new group now: {}"),
+    (
+        pool.PoolUnavailableError,
+        PoolUnavailableError,
+        "the DataPool cannot be reached; see the gateway's log",
+    ),
+    (
+        pool.JournalFullError,
+        PoolStorageError,
+        "the DataPool's disk is full, so nothing can be stored; free space there and try again",
+    ),
+    (
+        pool.JournalError,
+        PoolStorageError,
+        "the DataPool's journal cannot be used; see the gateway's log",
+    ),
+    (pool.NotOwnerError, PermissionDeniedError, "{}"),
+    (pool.StepConflictError, TrajectoryConflictError, "{}"),
+    (pool.StepIndexError, TrajectoryConflictError, "{}"),
+    (pool.TrajectoryConflictError, TrajectoryConflictError, "{}"),
+    (pool.GroupConflictError, TrajectoryConflictError, "{}"),
+    (pool.ChannelShutDownError, TrajectoryConflictError, "{}"),
+    (pool.LeaseExpiredError, TrajectoryConflictError, "{}"),
+    (pool.LeaseClosedError, TrajectoryConflictError, "{}"),
+    (pool.TrajectoryClosedError, TrajectoryClosedError, "{}"),
+    (pool.GroupClosedError, TrajectoryClosedError, "{}"),
+)
+"""The answer to each error of the pool, and its words, `{}` being the pool's own: failures of the
+pool are told without addresses and files. Any other is the fault of what was sent (400)."""
+
+
+def from_pool(e: pool.DataPoolError) -> GatewayError:
+    """The error that a client is told when the pool raises `e`."""
+    for kind, answered, words in _ANSWERED:
+        if isinstance(e, kind):
+            return answered(words.format(e))
+    return RequestError(str(e), None)

@@ -27,7 +27,7 @@ import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Tuning
 from stepwell.gateway.errors import (
     ClientTimeoutError,
     GatewayError,
@@ -45,11 +45,11 @@ LINGER_S = 1.0
 class ConnectionLimits:
     """What the connections of one server have in common."""
 
-    def __init__(self, config: GatewayConfig) -> None:
-        self.max_header_bytes = config.max_header_bytes
-        self.header_timeout_s = config.header_timeout_s
+    def __init__(self, config: GatewayConfig, tuning: Tuning) -> None:
+        self.max_header_bytes = tuning.max_header_bytes
+        self.header_timeout_s = tuning.header_timeout_s
         has_keys = bool(config.admin_keys or config.agent_keys)
-        self._most: float = config.max_unauthenticated_connections if has_keys else math.inf
+        self._most: float = tuning.max_unauthenticated_connections if has_keys else math.inf
         """Without keys nobody is a stranger, and a thousand agents may connect at once."""
         self._strangers: dict[str, dict[HttpProtocol, None]] = {}
         """By peer, the oldest first: its connections of which no request was authorised yet."""
@@ -114,8 +114,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._raw.write(
                 _answer(
                     TooManyConnectionsError(
-                        "this address has too many connections without a valid key "
-                        "(gateway.max_unauthenticated_connections)"
+                        "this address has too many connections without a valid key; send one"
                     )
                 )
             )
@@ -255,14 +254,13 @@ class HttpProtocol(HttpToolsProtocol):
         self._refuse(
             ClientTimeoutError(
                 "the request's headers did not arrive within "
-                f"{self._limits.header_timeout_s:g} s (gateway.header_timeout_s)"
+                f"{self._limits.header_timeout_s:g} s; send them at once"
             )
         )
 
     def _too_large(self) -> HeaderTooLargeError:
         return HeaderTooLargeError(
-            f"the request's headers exceed {self._limits.max_header_bytes} bytes "
-            "(gateway.max_header_bytes)",
+            f"the request's headers exceed {self._limits.max_header_bytes} bytes; send fewer",
             None,
         )
 

@@ -23,7 +23,7 @@ import numpy as np
 from cachetools import LRUCache
 
 from stepwell.datapool.types import TokenIds
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import TUNING, GatewayConfig, Tuning
 from stepwell.gateway.errors import ContextLengthError, RequestError
 from stepwell.gateway.reply.parser import THINK_CLOSE, THINK_OPEN
 from stepwell.gateway.tokens.graph import (
@@ -157,12 +157,17 @@ class Prompts:
     """Makes prompts. Owned by the app's lifespan."""
 
     def __init__(
-        self, config: GatewayConfig, renderer: ChatRenderer, threads: ThreadPoolExecutor
+        self,
+        config: GatewayConfig,
+        renderer: ChatRenderer,
+        threads: ThreadPoolExecutor,
+        tuning: Tuning = TUNING,
     ) -> None:
         self.renderer = renderer
         self.cached: LRUCache[Key, TokenIds] = LRUCache(CACHED_TOKENS, len)
         """Whole prompts by their `exact_key`: somebody's text."""
         self._config = config
+        self._offload_chars = tuning.offload_chars
         self._threads = threads
         self._rendering: dict[Key, asyncio.Future[TokenIds]] = {}
         """Prompts that are being rendered."""
@@ -289,7 +294,7 @@ class Prompts:
 
     async def _offload(self, n_chars: int, work: Callable[[], T]) -> T:
         """Render and tokenise, in a thread if it is long enough to hold the event loop up."""
-        if n_chars <= self._config.offload_chars:
+        if n_chars <= self._offload_chars:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 

@@ -25,8 +25,7 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from stepwell.datapool.errors import InvalidStepError, StepConflictError, StepIndexError
-from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
+from stepwell.datapool.errors import InvalidStepError
 from stepwell.datapool.types import Step
 from stepwell.gateway.access import Named, caller_of, named, quoted, take_body, uid_of
 from stepwell.gateway.bodies import BIG
@@ -40,14 +39,13 @@ from stepwell.gateway.dialects.params import Params, kind, wrong
 from stepwell.gateway.errors import (
     PoolUnavailableError,
     RequestError,
-    TrajectoryConflictError,
     UnknownItemError,
 )
-from stepwell.gateway.functions import compute_reward
 from stepwell.gateway.lifecycle import RECORDED_HEADER
 from stepwell.gateway.metrics import exposition
 from stepwell.gateway.openapi import STEP, TOKEN_IDS
 from stepwell.gateway.prompt import ChatRequest
+from stepwell.gateway.reward import compute_reward
 from stepwell.gateway.services import Services, services_of
 from stepwell.gateway.tokens.graph import TurnGraph
 from stepwell.gateway.trajectory.calls import RetryKey
@@ -167,7 +165,7 @@ async def serve(
         listeners,
         model=config.served_model_name,
         tokenizer=services.tokenizer,
-        keepalive_s=config.keepalive_s,
+        keepalive_s=services.tuning.keepalive_s,
     )
     if parsed.call.stream:
         try:
@@ -407,10 +405,7 @@ async def submit_steps(request: Request, body: SubmitSteps) -> Response:
     steps = [_step(s, f"steps[{i}]") for i, s in enumerate(body.steps)]
     recording = services.recording
     stored = services.pool.submit_steps(steps, channel=channel, timeout_s=recording.room_s)
-    try:
-        outcomes = await recording.ask(stored, room=True)
-    except (StepConflictError, StepIndexError, PoolTrajectoryConflictError) as e:
-        raise TrajectoryConflictError(str(e)) from e
+    outcomes = await recording.ask(stored, room=True)
     for step in steps:
         services.trajectories.note_step(step.trajectory_uid, step.step_index)
     counts = Counter(outcomes)
@@ -455,8 +450,8 @@ async def ready(request: Request) -> Response:
     await services.engine.ready()
     context = await services.engine.context_length()
     state: dict[str, Any] = {"status": "ready", "context_length": context}
-    if len(services.addresses.urls) > 1:
-        state["replica"] = services.addresses.index
+    if len(services.replicas.urls) > 1:
+        state["replica"] = services.replicas.index
     return OrjsonResponse(state)
 
 

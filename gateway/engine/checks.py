@@ -1,7 +1,7 @@
 """This module asks each engine how it is, in the background, so that calls go to those that can
 serve them.
 
-Every `engine_health_interval_s`, and at once when a call broke on it:
+Every `Tuning.engine_health_interval_s`, and at once when a call broke on it:
 
     state   it answers, and has this weight version
     check   it can generate
@@ -23,7 +23,7 @@ from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.connections import ConnectionPool
 from stepwell.backends.errors import EngineError as AskingError
 from stepwell.backends.errors import EngineUnavailableError as NotThereError
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import Tuning
 from stepwell.gateway.engine.fleet import Engine, Fleet
 
 log = logging.getLogger(__name__)
@@ -36,9 +36,9 @@ _AT_ONCE_S = 0.01
 class EngineChecks:
     """The checks of one fleet, over connections of their own. Owned by the client."""
 
-    def __init__(self, config: GatewayConfig, fleet: Fleet) -> None:
+    def __init__(self, tuning: Tuning, fleet: Fleet) -> None:
         self._connections = ConnectionPool()
-        self._config = config
+        self._tuning = tuning
         self._fleet = fleet
         self._watchers: dict[Engine, asyncio.Task[None]] = {}
         self._wake: dict[Engine, asyncio.Event] = {}
@@ -76,7 +76,7 @@ class EngineChecks:
                     await self._news.wait()
 
     def asking(self, url: str, timeout_s: float | None = None) -> EngineClient:
-        timeout_s = timeout_s or self._config.engine_health_timeout_s
+        timeout_s = timeout_s or self._tuning.engine_health_timeout_s
         return EngineClient(url, timeout_s=timeout_s, connections=self._connections)
 
     async def context_length(self) -> int:
@@ -98,7 +98,7 @@ class EngineChecks:
     async def _watch(self, engine: Engine) -> None:
         wake = self._wake[engine]
         while True:
-            interval = self._config.engine_health_interval_s
+            interval = self._tuning.engine_health_interval_s
             if self._fleet.state(engine) != "up":
                 probe_in = max(self._fleet.probe_in(engine, _now()), _AT_ONCE_S)
                 interval = min(interval, _RECHECK_S, probe_in)

@@ -39,7 +39,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from cachetools import LRUCache
 
-from stepwell.gateway.config import REMEMBERED, GatewayConfig
+from stepwell.gateway.config import REMEMBERED, TUNING, Tuning
 
 State: TypeAlias = Literal["up", "ailing", "open", "behind", "down"]
 
@@ -108,7 +108,7 @@ class Fleet:
     def __init__(
         self,
         urls: Iterable[str],
-        config: GatewayConfig,
+        tuning: Tuning = TUNING,
         *,
         canary_share: float = 0.0,
         remembered: int = REMEMBERED,
@@ -120,7 +120,7 @@ class Fleet:
         self._engines = [*map(Engine, urls)]
         self._homes: LRUCache[str, _Home] = LRUCache(remembered)
         self._canary_share = canary_share
-        self._config = config
+        self._tuning = tuning
         self._all_behind_since: float | None = None
 
     def __iter__(self) -> Iterator[Engine]:
@@ -169,7 +169,7 @@ class Fleet:
             return []
         if self._all_behind_since is None:
             self._all_behind_since = now
-        if now - self._all_behind_since < self._config.engine_version_grace_s:
+        if now - self._all_behind_since < self._tuning.engine_version_grace_s:
             return []
         newest = max(e.version or 0 for e in answering)
         return [e for e in answering if e.version == newest]
@@ -185,7 +185,7 @@ class Fleet:
 
     def is_open(self, engine: Engine) -> bool:
         """It answered badly so often that it gets no calls."""
-        return engine.failures >= self._config.engine_circuit_failures
+        return engine.failures >= self._tuning.engine_circuit_failures
 
     def probe_in(self, engine: Engine, now: float) -> float:
         """Seconds until a check may find an open engine well; infinite while it is not open."""
@@ -211,7 +211,7 @@ class Fleet:
         """A 5xx, a 429, or nonsense."""
         engine.why = why
         engine.failures += 1
-        engine.open_until = now + self._config.engine_circuit_open_s
+        engine.open_until = now + self._tuning.engine_circuit_open_s
 
     def broke(self, engine: Engine, now: float, why: str) -> None:
         """A connection could not be made or broke: no traffic until a check succeeds."""
@@ -262,14 +262,14 @@ class Fleet:
             for deadline in engine.in_flight:
                 deadline.reschedule(now)
             engine.in_flight.clear()
-        engine.open_until = now + self._config.engine_circuit_open_s
+        engine.open_until = now + self._tuning.engine_circuit_open_s
 
     def health(self, engine: Engine, now: float, *, well: bool, why: str = "") -> None:
         """What a check of its health said after a passed check; the probe of an open circuit."""
         engine.well = well
         engine.why = why or engine.why
         if not well:
-            engine.open_until = now + self._config.engine_circuit_open_s
+            engine.open_until = now + self._tuning.engine_circuit_open_s
         elif self.is_open(engine) and now >= engine.open_until:
             engine.failures = 0
 

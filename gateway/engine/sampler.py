@@ -45,7 +45,7 @@ from stepwell.backends.errors import (
 )
 from stepwell.backends.errors import EngineUnavailableError as NotThereError
 from stepwell.datapool.types import TokenIds
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.engine.checks import EngineChecks
 from stepwell.gateway.engine.fleet import Engine, Fleet, backoff_s
 from stepwell.gateway.engine.generation import MOST_TOKENS, Generation, OnTokens, Part
@@ -55,8 +55,7 @@ from stepwell.gateway.errors import (
     EngineUnavailableError,
     RequestError,
 )
-from stepwell.gateway.pace import Pace
-from stepwell.gateway.wiring import Wiring
+from stepwell.gateway.limits import Pace
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +85,10 @@ class Sampler:
     ) -> None:
         """`vocabulary`: of the served model; the engines' token ids lie in [0, this)."""
         self._config = config
+        self._backoff_s = wiring.tuning.retry_backoff_s
         self._wiring = wiring
         self._vocabulary = vocabulary
-        self._fleet = Fleet(wiring.engine_urls, config, canary_share=wiring.canary_share)
+        self._fleet = Fleet(wiring.engine_urls, wiring.tuning, canary_share=wiring.canary_share)
         self.pace = Pace()
         self.ids_json = IdsJson()
         self._connections = ConnectionPool(self.pace.keep)
@@ -96,7 +96,7 @@ class Sampler:
             engine: EngineClient(engine.url, connections=self._connections, ids_json=self.ids_json)
             for engine in self._fleet
         }
-        self._checks = EngineChecks(config, self._fleet)
+        self._checks = EngineChecks(wiring.tuning, self._fleet)
         self._context_length = config.context_length
         self._aborts: set[asyncio.Task[None]] = set()
         self.resumes = 0
@@ -251,7 +251,7 @@ class Sampler:
         if self._fleet.has_candidate(_now(), tried):
             return  # another engine has not failed this call
         tried.clear()
-        delay = backoff_s(failures, self._config.retry_backoff_s)
+        delay = backoff_s(failures, self._backoff_s)
         if self._fleet.has_candidate(_now()):
             await asyncio.sleep(delay)
         else:

@@ -36,7 +36,7 @@ from stepwell.datapool.types import Group, Lease, Trajectory
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.dialects.params import wrong
 from stepwell.gateway.engine import Sampler
-from stepwell.gateway.errors import PoolUnavailableError, RequestError, TrajectoryConflictError
+from stepwell.gateway.errors import PoolUnavailableError, RequestError
 from stepwell.gateway.prompt import Prompts
 from stepwell.gateway.slime_buffer.generators import (
     EXTERNAL,
@@ -361,8 +361,6 @@ class RolloutBuffer:
             await self._ask(self._pool.ack(lease_id))
         except UnknownLeaseError as e:
             raise RequestError(str(e), "lease_id") from e
-        except DataPoolError as e:
-            raise TrajectoryConflictError(str(e)) from e
 
     def count_delivered(self, groups: Sequence[Served]) -> None:
         self._counts["delivered_groups"] += len(groups)

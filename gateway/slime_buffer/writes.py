@@ -274,10 +274,10 @@ class RolloutWriter:
             raise RequestError(
                 f"trajectory_uid is {uid!r}, which no call was recorded for", "trajectory_uid"
             ) from e
-        except (TrajectoryClosedError, PoolTrajectoryClosedError) as e:
+        except (TrajectoryClosedError, PoolTrajectoryClosedError):
             # Completed already, perhaps by its agent: it has the reward that it is written with.
             if item.reward is None:
-                raise TrajectoryClosedError(str(e)) from e
+                raise
             _check_in_time(uid, await self._outcomes.score(uid, item.reward) == "late")
             return
         if outcome == "aborted":
@@ -308,8 +308,6 @@ class RolloutWriter:
             raise TrajectoryConflictError(
                 f"uid {uid!r} was written before with other content ({e})"
             ) from e
-        except PoolTrajectoryClosedError as e:
-            raise TrajectoryClosedError(str(e)) from e
         _check_in_time(uid, outcome == "late" or ("late" in submitted and outcome != "complete"))
 
     async def _home(self, uid: str, instance: str, repeats: int | None) -> _Home:

@@ -32,13 +32,23 @@ from stepwell.gateway.errors import RequestError
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import THINK_CLOSE, THINK_OPEN
 from stepwell.gateway.tokens.graph import BranchCause, Turn
-from stepwell.gateway.tokens.messages import Message, Tool, parse_arguments
+from stepwell.gateway.tokens.messages import (
+    Key,
+    Message,
+    Tool,
+    extend_key,
+    parse_arguments,
+    root_key,
+)
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError)
 """What a chat template raises on a conversation that it cannot show."""
 _REASONING_FIELD = re.compile(r"\b(reasoning_content|reasoning|thinking)\b")
 _USER: Message = {"role": "user", "content": "."}
+MAX_AROUND = 1024
+_PROBES = (" a ", "\n\nb: 1\n- c\t\n", "{'d': [2, \"é\"]} <e>f</e> # 😀", "g " * 2000)
+"""Messages that templates change, if they change any in which they look for nothing."""
 
 
 class CutError(Exception):
@@ -114,6 +124,11 @@ class ChatRenderer:
         self._nonce, self._thought = f"nonce{secret}", f"thought{secret}"
         # Templates take past thinking from a field of its own, or out of the content.
         self._reads_reasoning = bool(_REASONING_FIELD.search(tokenizer.template_text))
+        # What templates do to a message depends on what they find in it.
+        looked_for = sorted((*tokenizer.template.looks_for(), *tokenizer.special), key=len)
+        self._looked_for = re.compile("|".join(map(re.escape, looked_for)) or "(?!)")
+        self._around: dict[Key, tuple[str, ...] | None] = {}
+        """By root and system message; None: not found yet."""
         self._system_anywhere = True
         self._close = self._find_close()
         self._tool_close = self._find_tool_close(self._close)
@@ -170,16 +185,17 @@ class ChatRenderer:
         if close is None:
             raise CutError("no_turn_close")
         before = [*(m for m in known[:1] if m["role"] == "system"), _USER]
-        text = self.text([*before, self._stub(calls), *new], tools, template_args)
-        start = text.rfind(self._nonce) + len(self._nonce)
-        if self._nonce not in text or not text.startswith(close.middle + close.text, start):
+        text = None if calls else self._plain(before, new, tools, template_args)
+        if text is None:
+            text = self._behind_nonce([*before, self._stub(calls), *new], tools, template_args)
+        if not text.startswith(close.middle + close.text):
             raise CutError("cut_failed")
         if self._thinking == "template" and turn.has_reasoning:
             stub = self._stub(calls, thought=True)
             if self._thought not in self.text([*before, stub, *new], tools, template_args):
                 raise CutError("thinking_stripped")
         # Encoded together with the close token, so that what follows it is split as it always is.
-        ids = self.tokenizer.encode(text[start + len(close.middle) :], context)
+        ids = self.tokenizer.encode(text[len(close.middle) :], context)
         if len(ids) < 2 or ids[0] != close.token_id:
             raise CutError("cut_failed")
         return ids[1:] if turn.response_ids[-1] == close.token_id else ids
@@ -202,6 +218,55 @@ class ChatRenderer:
             if tail.rstrip().endswith(THINK_OPEN):
                 return f"{THINK_CLOSE}\n\n{opening}"
         return opening
+
+    # -- a plain message ---------------------------------------------------------------------
+
+    def _plain(
+        self,
+        before: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        template_args: Mapping[str, Any],
+    ) -> str | None:
+        """`_behind_nonce` of a turn without calls that one user's message follows, in which the
+        template looks for nothing: what stands around it is known from other messages. None: it is
+        to be rendered."""
+        if len(new) != 1 or new[0].keys() != _USER.keys() or new[0]["role"] != "user":
+            return None
+        content: str = new[0]["content"]
+        if not content or content.isspace() or self._looked_for.search(content) is not None:
+            return None
+        key = root_key(tools, template_args)
+        for message in before[:-1]:
+            key = extend_key(key, message)
+        if key not in self._around:  # to find it costs some renderings: the first one tells nothing
+            if len(self._around) >= MAX_AROUND:
+                self._around.clear()
+            self._around[key] = None
+            return None
+        around = self._around[key]
+        if around is None:
+            around = self._around[key] = self._find_around(before, tools, template_args)
+        return content.join(around) if around else None
+
+    def _find_around(
+        self,
+        before: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        template_args: Mapping[str, Any],
+    ) -> tuple[str, ...]:
+        """What stands before and behind a user's message; empty: that depends on the message."""
+
+        def rendered(content: str) -> str:
+            messages = [*before, self._stub(), {**_USER, "content": content}]
+            return self._behind_nonce(messages, tools, template_args)
+
+        try:
+            around = tuple(rendered(self._thought).split(self._thought))
+            is_same = all(rendered(probe) == probe.join(around) for probe in _PROBES)
+        except (CutError, RequestError):
+            return ()
+        return around if is_same and len(around) == 2 else ()
 
     # -- the template ------------------------------------------------------------------------
 
@@ -229,6 +294,23 @@ class ChatRenderer:
             raise RequestError(
                 f"the model's chat template refuses these messages: {e!s:.300}", "messages"
             ) from e
+
+    def _behind_nonce(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        template_args: Mapping[str, Any],
+    ) -> str:
+        """The template's text behind the last nonce.
+
+        Raises:
+            CutError: it shows none.
+            RequestError: as of `text`.
+        """
+        _, found, behind = self.text(messages, tools, template_args).rpartition(self._nonce)
+        if not found:
+            raise CutError("cut_failed")
+        return behind
 
     def _stub(self, calls: Sequence[Mapping[str, Any]] = (), *, thought: bool = False) -> Message:
         """An assistant message whose last rendered word before the turn close is the nonce."""

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
+from jinja2.nodes import Call, CallBlock, Compare, Const, Filter, Node, Test
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -27,6 +27,7 @@ from stepwell.gateway.tokens.messages import Message, Tool, ToolPart, Tools
 
 MAX_TEXTS = 4
 """Ways of writing the JSON of a tool that are kept."""
+_NAMES = frozenset(("system", "developer", "user", "assistant", "tool", "role", "content", "type"))
 
 
 class ChatTemplate:
@@ -46,6 +47,7 @@ class ChatTemplate:
                 "them default"
             )
         self.text = "\n".join(named.values())
+        self._sources = tuple(named.values())
         self.special_tokens = dict(special_tokens)
         try:
             self._default = _ENVIRONMENT.from_string(named["default"])
@@ -54,6 +56,17 @@ class ChatTemplate:
             raise GatewayConfigError(
                 f"gateway.tokenizer_path holds a chat template that is none ({e}, line {e.lineno})"
             ) from e
+
+    def looks_for(self) -> frozenset[str]:
+        """Texts that the template may look for in a message: what it compares and gives to methods,
+        but for white space and names of roles and fields."""
+        found: set[str] = set()
+        for source in self._sources:
+            for node in _ENVIRONMENT.parse(source).find_all((Compare, Call, Filter, Test)):
+                found.update(
+                    const.value for const in node.find_all(Const) if isinstance(const.value, str)
+                )
+        return frozenset(text for text in found - _NAMES if text.strip())
 
     def render(
         self,

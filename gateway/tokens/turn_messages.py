@@ -15,8 +15,7 @@ from typing import Final
 
 import orjson
 
-from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.functions import load_function
+from stepwell.gateway.config import TUNING, GatewayConfig, Tuning
 from stepwell.gateway.tokens.messages import Message
 
 log = logging.getLogger(__name__)
@@ -28,13 +27,13 @@ MESSAGES: Final = "messages"
 class TurnMessages:
     """What `gateway.keep_messages` and the keys below it say."""
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, tuning: Tuning = TUNING) -> None:
         """
         Raises:
             GatewayConfigError: `gateway.redact_messages` names no function.
         """
-        self._limit = config.max_message_bytes if config.keep_messages else 0
-        self._redact = load_function(config, "redact_messages")
+        self._limit = tuning.max_message_bytes if config.keep_messages else 0
+        self._redact = config.function("redact_messages")
 
     def of(self, new: Sequence[Message], reply: Message) -> list[Message] | None:
         """The turn's messages as its Step keeps them; None: it keeps none."""

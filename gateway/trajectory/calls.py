@@ -270,8 +270,9 @@ class CallMemory:
         if calls:
             _give_up(calls, call)
         calls = (*calls, call)
+        if len(calls) > REMEMBERED:
+            _drop(calls[:-REMEMBERED])
         self._calls[call.retry] = calls[-REMEMBERED:]
-        _drop(calls[:-REMEMBERED])
         while len(self._calls) > REMEMBERED:
             _drop(self._calls.pop(next(iter(self._calls))))
 

@@ -25,23 +25,16 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
-from stepwell.datapool.errors import (
-    DataPoolError,
-    JournalError,
-    JournalFullError,
-    NotOwnerError,
-    PoolFullError,
-)
-from stepwell.datapool.errors import PoolUnavailableError as PoolGoneError
+from stepwell.datapool.errors import DataPoolError
 from stepwell.datapool.ops import TrajectoryOutcome
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import TUNING, GatewayConfig, Tuning
 from stepwell.gateway.errors import (
     ChannelFullError,
     GatewayError,
     PermissionDeniedError,
-    PoolStorageError,
     PoolUnavailableError,
+    from_pool,
 )
 
 log = logging.getLogger(__name__)
@@ -60,14 +53,16 @@ RETRY_S = 1.0
 class Recording:
     """Owned by the app's lifespan."""
 
-    def __init__(self, pool: DataPoolClient, config: GatewayConfig) -> None:
+    def __init__(
+        self, pool: DataPoolClient, config: GatewayConfig, tuning: Tuning = TUNING
+    ) -> None:
         self.pool = pool
         self.serves_unrecorded = config.on_pool_failure == "serve_unrecorded"
-        self.timeout_s = config.pool_timeout_s
+        self.timeout_s = tuning.pool_timeout_s
         self.room_s = config.queue_timeout_s
         self.unrecorded: Counter[Unrecorded] = Counter()
         """Calls that were answered, by why they are not stored."""
-        self._patience_s = config.pool_patience_s
+        self._patience_s = tuning.pool_patience_s
         self.is_away = False
         """The pool failed a call and has not answered since."""
         self._owed: set[asyncio.Task[None]] = set()
@@ -124,8 +119,7 @@ class Recording:
                 yield
         except TimeoutError as e:
             raise PoolUnavailableError(
-                f"the DataPool did not answer within {self._patience_s:g} s "
-                "(gateway.pool_patience_s)"
+                f"the DataPool did not answer within {self._patience_s:g} s"
             ) from e
 
     def give_up(self, channel: str, uid: str, why: PoolUnavailableError) -> None:
@@ -177,22 +171,6 @@ class Recording:
             return
 
 
-_FAILURES: Final = (
-    (PoolGoneError, PoolUnavailableError, "the DataPool cannot be reached; see the gateway's log"),
-    (
-        JournalFullError,
-        PoolStorageError,
-        "the DataPool's disk is full, so nothing can be stored; free space there and try again",
-    ),
-    (
-        JournalError,
-        PoolStorageError,
-        "the DataPool's journal cannot be used; see the gateway's log",
-    ),
-)
-"""Errors that say something of the pool and not of the request, without addresses and files."""
-
-
 async def ask(answer: Awaitable[T], timeout_s: float) -> T:
     """The pool's answer within `timeout_s`.
 
@@ -206,19 +184,16 @@ async def ask(answer: Awaitable[T], timeout_s: float) -> T:
     try:
         async with asyncio.timeout(timeout_s):
             return await answer
-    except PoolFullError as e:
-        raise ChannelFullError(f"the DataPool takes no new group now: {e}") from e
-    except NotOwnerError as e:
-        raise PermissionDeniedError(str(e)) from e
     except DataPoolError as e:
-        for kind, failure, words in _FAILURES:
-            if isinstance(e, kind):
-                log.warning("%s: %s", type(e).__name__, e)
-                raise failure(words) from e
-        raise
+        answered = from_pool(e)
+        if not isinstance(answered, PoolUnavailableError | PermissionDeniedError):
+            raise  # what it means depends on what was sent
+        if str(e) not in str(answered):
+            log.warning("%s: %s", type(e).__name__, e)  # the client is not told
+        raise answered from e
     except TimeoutError as e:
         raise PoolUnavailableError(
-            f"the DataPool did not answer within {timeout_s:g} s (gateway.pool_timeout_s, with "
+            f"the DataPool did not answer within {timeout_s:g} s (with "
             "gateway.queue_timeout_s where a call may wait for room)"
         ) from e
     except Exception as e:  # whatever it is: to a client it means "not stored, try again"

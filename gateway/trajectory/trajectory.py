@@ -53,6 +53,7 @@ from stepwell.gateway.errors import (
     RequestError,
     TrajectoryClosedError,
     TrajectoryConflictError,
+    from_pool,
 )
 from stepwell.gateway.tokens.graph import Turn, TurnGraph
 from stepwell.gateway.tokens.messages import Key, text_key
@@ -364,7 +365,7 @@ class LiveTrajectory:
                 try:
                     answer = await recording.ask(stored, room=True)
                 except PoolTrajectoryConflictError as e:
-                    raise TrajectoryConflictError(str(e)) from e
+                    raise from_pool(e) from e
                 if isinstance(answer, Base):
                     self.note_steps(index)
                     return self.add_turn(live, index, answer.crc)
@@ -439,7 +440,7 @@ class LiveTrajectory:
                 room=True,
             )
         except PoolTrajectoryConflictError as e:
-            raise TrajectoryConflictError(str(e)) from e
+            raise from_pool(e) from e
         self.channel = resumed.channel
         if resumed.outcome == "late":
             self._close("closed or deleted before in the DataPool, or its group was")
@@ -524,7 +525,7 @@ class LiveTrajectory:
                     outcome = await self._recording.ask(end())
                 except PoolTrajectoryClosedError as e:
                     self._close("closed before")
-                    raise TrajectoryClosedError(str(e)) from e
+                    raise from_pool(e) from e
                 except UnknownTrajectoryError as e:
                     raise TrajectoryConflictError(str(e)) from e
                 except StepIndexError as e:

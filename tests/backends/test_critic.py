@@ -156,7 +156,7 @@ def test_a_value_beyond_the_clip_gets_no_gradient_towards_the_return() -> None:
         "returns": torch.tensor([2.0, -1.0, 2.0]),
         "value_coef": torch.full((3,), 1 / 3),
     }
-    loss, metrics = ValueLoss(0.5)(values, None, columns)
+    loss, metrics, _ = ValueLoss(0.5)(values, None, columns)
     loss.backward()  # type: ignore[no-untyped-call]
     # Moved far enough towards 2: clipped. Moved the wrong way: all of the gradient.
     assert values.grad is not None

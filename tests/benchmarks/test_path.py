@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -11,19 +10,11 @@ import pytest
 
 from benchmarks import path
 
-PAGE = Path(__file__).parents[2] / "docs/design/one-step.md"
 
-
-def list_on_page(heading: str) -> str:
-    """The code block below a heading of the page."""
-    found = re.search(rf"^## {heading}\n.*?^```\n(.*?)\n```$", PAGE.read_text(), re.M | re.S)
-    assert found, heading
-    return found[1]
-
-
-def check_list(heading: str, types: Collection[str]) -> None:
-    wanted = path.listed(types)
-    assert list_on_page(heading) == wanted, f"write this below {heading!r} in {PAGE}:\n{wanted}"
+def check_list(name: str, types: Collection[str]) -> None:
+    written = path.list_on_page(path.HEADINGS[name])[1]
+    remedy = f"python -m benchmarks path --only {name} --write"
+    assert written == path.listed(types), f"{path.PAGE} differs; {remedy}"
 
 
 def test_a_turn_is_walked_from_the_socket_to_the_journal_and_the_page_lists_its_types(
@@ -34,7 +25,7 @@ def test_a_turn_is_walked_from_the_socket_to_the_journal_and_the_page_lists_its_
     assert {"gateway/http_protocol.py", "datapool/store/journal.py"} <= {*turn.files()}
     assert "datapool/types.py:Step" in turn.types
     assert not any("<" in name for name in turn.functions), "nested ones do not count"
-    check_list("Types of one turn", turn.types)
+    check_list("turn", turn.types)
 
 
 def test_lease_and_settle_are_the_pools_alone(tmp_path: Path) -> None:
@@ -49,7 +40,7 @@ def test_lease_and_settle_are_the_pools_alone(tmp_path: Path) -> None:
 def test_two_optimizer_steps_publish_and_the_page_lists_their_shapes(tmp_path: Path) -> None:
     train = asyncio.run(path.walk_all(tmp_path, ["train"]))["train"]
     assert {"trainer/loop.py", "backends/weights/transaction.py"} <= {*train.files()}
-    check_list("Shapes of two optimizer steps", train.shapes())
+    check_list("train", train.shapes())
 
 
 def test_what_only_some_walks_saw_is_left_out() -> None:

@@ -29,7 +29,8 @@ from stepwell.datapool.codec import (
 )
 from stepwell.datapool.errors import InvalidStepError
 from stepwell.datapool.types import TokenIds
-from tests.datapool.conftest import SyncPool, build_step
+from tests.builders import step_of
+from tests.datapool.conftest import SyncPool
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6)
 FEW_TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=3)
@@ -191,8 +192,8 @@ def test_a_parent_that_is_not_named_or_false_is_found_once(steps: list[Step]) ->
 
 def test_a_step_that_comes_before_its_parent_keeps_the_parent_that_it_names() -> None:
     pool = SyncPool()
-    first = build_step("t", "p", 0, prompt_ids=[1])
-    second = build_step("t", "p", 1, prompt_ids=[1, 4, 5, 3], parent_index=0)
+    first = step_of("t", "p", 0, prompt_ids=[1])
+    second = step_of("t", "p", 1, prompt_ids=[1, 4, 5, 3], parent_index=0)
     assert pool.apply_steps([second, first], now=0.0) == ["accepted"] * 2
     pool.complete_trajectory("t", now=0.0)
     assert [s.parent_index for s in arrived(pool.lease_packed(now=0.0)).steps] == [None, 0]

@@ -21,6 +21,9 @@ from stepwell.datapool.errors import (
     UnknownBaseError,
 )
 from stepwell.datapool.remote.client import DataPoolClient
+from stepwell.datapool.remote.link import LocalPort
+from stepwell.datapool.remote.service import PoolService
+from stepwell.datapool.remote.shards import shard_of
 
 
 def test_a_step_comes_back_as_it_was_submitted(pool, make_step):
@@ -294,3 +297,20 @@ async def test_a_next_step_that_would_begin_a_group_waits_for_room(make_step):
         waiting = asyncio.create_task(client.append_step(make_step("u", prompt_uid="q")))
         assert len((await client.lease_batch(1)).groups) == 1
         assert isinstance(await waiting, Base)
+
+
+async def test_a_next_step_goes_to_the_shard_of_its_group(make_step):
+    services = [PoolService(PoolConfig(shards=2), shard=k) for k in range(2)]
+    client = DataPoolClient([LocalPort(service) for service in services])
+    uids = [f"p{i}" for i in range(8)]
+    for uid in uids:
+        assert isinstance(await client.append_step(make_step(f"t-{uid}", uid)), Base)
+    stored = [(await DataPoolClient([p]).get_statistics("train"))["steps"] for p in client.ports]
+    assert [each["stored"] for each in stored] == [
+        sum(shard_of(uid, 2) == k for uid in uids) for k in range(2)
+    ]
+    other = next(uid for uid in uids if shard_of(uid, 2) != shard_of("p0", 2))
+    with pytest.raises(TrajectoryConflictError):
+        await client.append_step(make_step("t-p0", other, 1))
+    for service in services:
+        service.close()

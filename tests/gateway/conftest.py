@@ -6,22 +6,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import pytest
 import uvicorn
+from aiohttp import web
 from openai import AsyncOpenAI
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from stepwell.datapool.codec import PackedTrajectory, unpack
@@ -32,14 +30,13 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.link import LocalPort, Port
 from stepwell.datapool.types import Step
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.listening import bind
-from stepwell.gateway.server import http_protocol
+from stepwell.gateway.config import ChannelSampling, GatewayConfig, Tuning, Wiring
+from stepwell.gateway.server import bind, http_protocol
 from stepwell.gateway.tokens.graph import Attachment, Turn, TurnGraph, TurnKeys
 from stepwell.gateway.tokens.messages import extend_key
 from stepwell.gateway.tokens.template import ChatTemplate
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.wiring import ChannelSampling, Wiring
+from tests.helpers import reserved_port
 
 # -- templates -------------------------------------------------------------------------------
 
@@ -389,76 +386,172 @@ def log_prob(token_id: int) -> float:
 
 @dataclass
 class ScriptedEngine:
-    """Answers from `script`, then with `default`; keeps what it was sent."""
+    """Engine that answers from `script`, then with `default`, and keeps what it was sent. It can be
+    told to break off, to be silent, and be stopped and started again at its address."""
 
-    default: Callable[[dict[str, Any]], Sampled]
+    default: Callable[[dict[str, Any]], Sampled] | None = None
+    """None: three tokens, of `version`."""
+    version: str | None = None
+    """What `/model_info` says; None: it has no such endpoint."""
     script: list[Sampled] = field(default_factory=list)
     requests: list[dict[str, Any]] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
     context_length: int = 4096
     incremental: bool = False
+    """Events of a stream bring what is new, not all since its beginning."""
     burst: int = 1
     """Tokens that a stream's events bring at once."""
+    events_per_write: int = 1
+    """Events of a stream that are sent, and read, together."""
     line_end: bytes = b"\n"
     """Of its server-sent events."""
-    url: str = ""
-    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    tops: int = 0
+    """Most likely tokens that are sent with each."""
+    drops_spans: bool = False
+    """An answer names the version of now, and not which tokens are whose."""
+    healthy: bool = True
+    mute: asyncio.Event | None = None
+    """Nothing but what is under way is answered until it is set."""
+    cut: bool = False
+    """Every `/generate` breaks off without an answer."""
+    urls: list[str] | None = None
+    """Workers of a router; None: it is none."""
+    checks: int = 0
+    """Questions for its version."""
+    held: socket.socket = field(default_factory=reserved_port)
+    """Its port, also while it is stopped."""
+    _runner: web.AppRunner | None = None
 
-    async def generate(self, request: Request) -> Response:
-        body = json.loads(await request.body())
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.held.getsockname()[1]}"
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[str]:
+        """Serve inside the block; yields the URL."""
+        await self.start()
+        try:
+            yield self.url
+        finally:
+            await self.stop()
+            self.held.close()
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_post("/generate", self.generate)
+        app.router.add_post("/abort_request", self.abort)
+        app.router.add_get("/{path:.*}", self.other)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
+        await self._runner.setup()
+        host, port = self.held.getsockname()
+        await web.TCPSite(self._runner, host, port, reuse_address=True).start()
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read())
         self.requests.append(body)
         self.arrived.set()
-        said = self.script.pop(0) if self.script else self.default(body)
+        if self.cut:
+            self._break(request)
+        said = self._said(body)
         if said.status != 200:
-            return JSONResponse({"error": {"message": said.words}}, status_code=said.status)
-        limit = body["sampling_params"]["max_new_tokens"]
-        if len(said.ids) > limit:
-            said = Sampled(said.ids[:limit], "length", version=said.version, gate=said.gate)
+            error = {"error": {"message": said.words}}
+            return web.json_response(error, status=said.status, dumps=_compact)
         n_prompt = len(body["input_ids"])
-        if not body.get("stream"):
-            if said.gate is not None:
-                await said.gate.wait()
-            return JSONResponse(said.chunk(len(said.ids), final=True, n_prompt=n_prompt))
-        return StreamingResponse(self._stream(said, n_prompt), media_type="text/event-stream")
+        if body.get("stream"):
+            return await self._stream(request, said, n_prompt)
+        if said.gate is not None:
+            await said.gate.wait()
+        if said.drop_after is not None:
+            self._break(request)
+        return web.json_response(self._chunk(said, len(said.ids), 0, n_prompt))
 
-    async def _stream(self, said: Sampled, n_prompt: int) -> AsyncIterator[bytes]:
-        total = len(said.ids)
-        before = 0
-        for n in [*range(self.burst, total, self.burst), max(total, 1)]:
+    def _said(self, body: dict[str, Any]) -> Sampled:
+        if self.script:
+            said = self.script.pop(0)
+        elif self.default is not None:
+            said = self.default(body)
+        else:
+            said = Sampled([7, 8, 9], version=self.version or "0")
+        limit = body["sampling_params"]["max_new_tokens"]
+        if len(said.ids) <= limit:
+            return said
+        return replace(said, ids=said.ids[:limit], finish="length", matched=None)
+
+    async def _stream(
+        self, request: web.Request, said: Sampled, n_prompt: int
+    ) -> web.StreamResponse:
+        out = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await out.prepare(request)
+        total, before, held = len(said.ids), 0, b""
+        events = [*range(self.burst, total, self.burst), max(total, 1)]
+        for k, n in enumerate(events, 1):
             if said.drop_after is not None and n > said.drop_after:
-                raise ConnectionResetError("scripted")
+                await asyncio.sleep(0.02)  # so that what was sent is read before the reset
+                self._break(request)
             if n >= total and said.gate is not None:
                 await said.gate.wait()
-            chunk = said.chunk(min(n, total), final=n >= total, n_prompt=n_prompt)
-            if self.incremental:
-                chunk["output_ids"] = chunk["output_ids"][before:]
-                logs = chunk["meta_info"]["output_token_logprobs"]
-                chunk["meta_info"]["output_token_logprobs"] = logs[before:]
-                before = n
-            yield b"data: " + json.dumps(chunk).encode() + self.line_end * 2
-            await asyncio.sleep(0)
-        yield b"data: [DONE]" + self.line_end * 2
+            chunk = self._chunk(said, min(n, total), before if self.incremental else 0, n_prompt)
+            before = n
+            held += b"data: " + json.dumps(chunk).encode() + self.line_end * 2
+            if k % self.events_per_write == 0:
+                await out.write(held)
+                held = b""
+                await asyncio.sleep(0)
+        await out.write(held + b"data: [DONE]" + self.line_end * 2)
+        return out
 
-    async def abort(self, request: Request) -> Response:
+    def _chunk(self, said: Sampled, n: int, start: int, n_prompt: int) -> dict[str, Any]:
+        chunk = said.chunk(n, final=n == len(said.ids), n_prompt=n_prompt)
+        meta = chunk["meta_info"]
+        if said.versions is not None and n:  # as of the moment, as SGLang reports it in a stream
+            meta["weight_version"] = next(v for v, _, end in said.versions if n <= end)
+        if self.tops:
+            meta["output_top_logprobs"] = [tops(i, self.tops) for i in chunk["output_ids"]]
+            meta["output_top_logprobs"] = meta["output_top_logprobs"][start:]
+        if self.drops_spans:
+            meta.pop("weight_versions", None)
+        chunk["output_ids"] = chunk["output_ids"][start:]
+        meta["output_token_logprobs"] = meta["output_token_logprobs"][start:]
+        return chunk
+
+    @staticmethod
+    def _break(request: web.Request) -> NoReturn:
+        assert request.transport is not None
+        request.transport.abort()
+        raise ConnectionResetError("scripted")
+
+    async def abort(self, request: web.Request) -> web.Response:
         self.aborts.append((await request.json())["rid"])
-        return Response()
+        return web.Response()
 
-    async def models(self, request: Request) -> Response:
-        model = {"id": "m", "object": "model", "max_model_len": self.context_length}
-        return JSONResponse({"object": "list", "data": [model]})
+    async def other(self, request: web.Request) -> web.Response:
+        if self.mute is not None:
+            await self.mute.wait()
+        if request.path == "/health":
+            return web.Response(status=200 if self.healthy else 503)
+        if request.path == "/v1/models":
+            model = {"id": "m", "object": "model", "max_model_len": self.context_length}
+            return web.json_response({"object": "list", "data": [model]})
+        if request.path == "/model_info" and self.version is not None:
+            self.checks += 1
+            return web.json_response({"weight_version": self.version})
+        if request.path == "/workers" and self.urls is not None:
+            workers = [{"id": u, "url": u, "worker_type": "regular"} for u in self.urls]
+            return web.json_response({"workers": workers, "total": len(workers)})
+        return web.Response(status=404)
 
-    async def health(self, request: Request) -> Response:
-        return Response()
 
-    def app(self) -> Starlette:
-        return Starlette(
-            routes=[
-                Route("/generate", self.generate, methods=["POST"]),
-                Route("/abort_request", self.abort, methods=["POST"]),
-                Route("/v1/models", self.models),
-                Route("/health", self.health),
-            ]
-        )
+_compact = partial(json.dumps, separators=(",", ":"))
+
+
+def tops(token_id: int, n: int) -> list[list[Any]]:
+    return [[-0.1 * k, token_id + k, None] for k in range(n)]
 
 
 OURS = http_protocol(GatewayConfig())
@@ -667,6 +760,9 @@ class World:
                 assert len(step.prompt_ids) > len(before)
 
 
+FAST = Tuning(retry_backoff_s=0.01)
+
+
 @pytest.fixture
 async def worlds() -> AsyncIterator[Callable[..., Any]]:
     """Makes worlds: `await worlds(family="chatml", engines=1, **gateway_options)`. `pool`: that of
@@ -682,6 +778,7 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
             pool_folder: Path | None = None,
             engine_urls: tuple[str, ...] | None = None,
             sampling: dict[str, ChannelSampling] | None = None,
+            tuning: Tuning = FAST,
             **options: Any,
         ) -> World:
             tokenizer = make_tokenizer(family)
@@ -691,14 +788,15 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
                 engine = ScriptedEngine(
                     default=lambda _: Sampled([*tokenizer.encode("fine").tolist(), eos])
                 )
-                engine.url = await stack.enter_async_context(serving(engine.app(), graceful=False))
+                await stack.enter_async_context(engine.running())
                 made.append(engine)
             if pool is None:
                 pool = await stack.enter_async_context(local_pool(pool_config, pool_folder))
-            config = GatewayConfig(port=0, **{"retry_backoff_s": 0.01, **options})
+            config = GatewayConfig(port=0, **options)
             urls = tuple(e.url for e in made) if engine_urls is None else engine_urls
-            app = create_app(config, Wiring(urls, sampling=sampling or {}), pool, tokenizer)
-            url = await stack.enter_async_context(serving(app, http=http_protocol(config)))
+            wiring = Wiring(urls, sampling=sampling or {}, tuning=tuning)
+            app = create_app(config, wiring, pool, tokenizer)
+            url = await stack.enter_async_context(serving(app, http=http_protocol(config, tuning)))
             clients = await stack.enter_async_context(AsyncExitStack())
             world = World(url, made[0], pool, tokenizer, app, clients)
             world.engines = made  # type: ignore[attr-defined]  # only the failover tests look

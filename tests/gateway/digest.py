@@ -26,10 +26,9 @@ import aiohttp
 
 from stepwell.datapool.types import Step
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Tuning, Wiring
 from stepwell.gateway.reply import calls
 from stepwell.gateway.server import http_protocol
-from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import (
     Sampled,
     ScriptedEngine,
@@ -296,10 +295,11 @@ async def digest(n_calls: int, seed: int, path: str | None = None) -> tuple[str,
     engine.default = say
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        engine_url = await enter(serving(engine.app(), graceful=False))
+        engine_url = await enter(engine.running())
         pool = await enter(local_pool())
-        config = GatewayConfig(port=0, replicas=2, retry_backoff_s=0.001)
-        apps = [create_app(config, Wiring((engine_url,)), pool, tokenizer) for _ in range(2)]
+        config = GatewayConfig(port=0, replicas=2)
+        wiring = Wiring((engine_url,), tuning=Tuning(retry_backoff_s=0.001))
+        apps = [create_app(config, wiring, pool, tokenizer) for _ in range(2)]
         urls = [await enter(serving(app, http=http_protocol(config))) for app in apps]
         session = Session(seed, urls, engine, port_of(pool))
         session.counted = lambda: apps[0].state.services.calls.counts["retries"]  # type: ignore[attr-defined]

@@ -17,9 +17,8 @@ import tempfile
 import aiohttp
 
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import (
     Sampled,
     ScriptedEngine,
@@ -56,7 +55,7 @@ async def _fuzz_operations(
     said = Sampled([*tokenizer.encode("fine").tolist(), eos_id(tokenizer)])
     engine = ScriptedEngine(default=lambda _: said)
     with tempfile.TemporaryDirectory() as folder:
-        async with serving(engine.app(), graceful=False) as engine_url:
+        async with engine.running() as engine_url:
             config = GatewayConfig(port=0)
             async with (
                 local_pool() as pool,
@@ -92,7 +91,7 @@ async def _fuzz_white_box(tokenizer: ChatTokenizer, n: int, draw: random.Random)
     end: int = eos_id(tokenizer)
     engine = ScriptedEngine(default=lambda _: Sampled([*ids(0), end]), context_length=100_000)
     failures = []
-    async with serving(engine.app(), graceful=False) as engine_url:
+    async with engine.running() as engine_url:
         config = GatewayConfig(port=0)
         async with (
             local_pool() as pool,

@@ -22,10 +22,9 @@ import aiohttp
 from yarl import URL
 
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Tuning, Wiring
 from stepwell.gateway.server import http_protocol
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import (
     Sampled,
     ScriptedEngine,
@@ -88,11 +87,14 @@ async def play(session: dict[str, Any]) -> list[dict[str, Any]]:
     )
     engine.incremental = True  # its events then come one by one, however they travel
     engine.context_length = session.get("context_length", 4096)
-    async with serving(engine.app(), graceful=False) as engine_url, local_pool() as pool:
-        options = {"retry_backoff_s": 0.001, "engine_retries": 1, **session.get("gateway", {})}
-        config = GatewayConfig(port=0, **options)
-        app = create_app(config, Wiring((engine_url,)), pool, tokenizer)
-        async with serving(app, http=http_protocol(config)) as url, aiohttp.ClientSession() as http:
+    async with engine.running() as engine_url, local_pool() as pool:
+        config = GatewayConfig(port=0, **{"engine_retries": 1, **session.get("gateway", {})})
+        tuning = Tuning(**{"retry_backoff_s": 0.001, **session.get("tuning", {})})
+        app = create_app(config, Wiring((engine_url,), tuning=tuning), pool, tokenizer)
+        async with (
+            serving(app, http=http_protocol(config, tuning)) as url,
+            aiohttp.ClientSession() as http,
+        ):
             names = Names(url)
             answers = []
             for exchange in session["exchanges"]:

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from stepwell.gateway.config import ChannelSampling
 from stepwell.gateway.dialects.openai_chat import ChatParams, OpenAIChat
 from stepwell.gateway.errors import RequestError
-from stepwell.gateway.wiring import ChannelSampling
 from tests.builders import until
 from tests.gateway.conftest import FAMILIES, QWEN3, Family, Sampled, World, eos_id, log_prob
 
@@ -245,41 +245,6 @@ async def test_a_turn_that_may_call_no_tool_extends_one_that_may(world: Any) -> 
         )
         messages += [reply.choices[0].message.model_dump(exclude_none=True), user("go on")]
     assert [s.parent_index for s in world.stored()] == [None, 0]
-
-
-async def test_a_truncated_turn_is_closed_and_extended(world: Any) -> None:
-    client = await world.client()
-    world.say("a long answer that is cut", close=False)
-    reply = await client.chat.completions.create(
-        model="m", messages=[user("hi")], max_completion_tokens=3
-    )
-    assert reply.choices[0].finish_reason == "length"
-    content = reply.choices[0].message.content
-    messages = [user("hi"), {"role": "assistant", "content": content}, user("go on")]
-    await client.chat.completions.create(model="m", messages=messages)
-    first, second = world.stored()
-    assert first.finish_reason == "length"
-    assert len(first.response_ids) == 3
-    assert second.parent_index == 0
-    added = second.prompt_ids.tolist()[first.n_tokens :]
-    assert added[0] == eos_id(world.tokenizer)
-    world.check_exact()
-
-
-async def test_a_stop_string_is_cut_from_the_text_but_not_from_the_tokens(world: Any) -> None:
-    client = await world.client()
-    for stream in (False, True):
-        said = world.say("think\nObservation:", close=False, matched="\nObservation:")
-        answer = await client.chat.completions.create(
-            model="m", messages=[user(f"hi {stream}")], stop=["\nObservation:"], stream=stream
-        )
-        if stream:
-            text = "".join([c.choices[0].delta.content or "" async for c in answer])
-        else:
-            text = answer.choices[0].message.content
-        assert text == "think"
-        assert world.engine.requests[-1]["sampling_params"]["stop"] == ["\nObservation:"]
-        assert world.stored()[-1].response_ids.tolist() == said.ids
 
 
 async def test_thinking_is_returned_apart_and_kept_in_the_prompt(worlds: Any) -> None:
@@ -543,28 +508,6 @@ async def test_a_conversation_has_a_limit_of_tokens_that_what_tools_say_counts_f
     assert world.engine.requests[-1]["sampling_params"]["max_new_tokens"] == 60, (
         "a conversation that begins anew counts from its own first prompt"
     )
-
-
-async def test_max_tokens_is_clamped_to_what_fits(worlds: Any) -> None:
-    world = await worlds(context_length=100)
-    client = await world.client()
-    await client.chat.completions.create(model="m", messages=[user("hi")], max_tokens=32000)
-    request = world.engine.requests[0]
-    assert len(request["input_ids"]) + request["sampling_params"]["max_new_tokens"] == 99
-
-
-async def test_a_prompt_that_does_not_fit_is_refused_in_openai_words(worlds: Any) -> None:
-    world = await worlds(context_length=50)
-    client = await world.client()
-    for stream in (False, True):
-        with pytest.raises(openai.BadRequestError) as refusal:
-            await client.chat.completions.create(
-                model="m", messages=[user("long " * 100)], stream=stream
-            )
-        assert refusal.value.code == "context_length_exceeded"
-        assert "maximum context length is 50 tokens" in refusal.value.message
-    assert world.engine.requests == []
-    assert world.stored() == []
 
 
 @pytest.mark.parametrize(

@@ -459,14 +459,6 @@ async def test_what_is_not_supported_is_refused_by_name(world: Any, field: str, 
     assert world.stored() == []
 
 
-async def test_a_prompt_that_does_not_fit_is_refused_as_the_prompt(worlds: Any) -> None:
-    world = await worlds(context_length=50)
-    client = await world.client()
-    with pytest.raises(openai.BadRequestError) as refusal:
-        await client.completions.create(model="m", prompt="long " * 100)
-    assert (refusal.value.code, refusal.value.param) == ("context_length_exceeded", "prompt")
-
-
 async def test_neutral_values_and_notes_are_accepted(world: Any) -> None:
     client = await world.client()
     await client.completions.create(

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from stepwell.backends.rows import build_rows
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.wiring import Wiring
+from stepwell.gateway.config import GatewayConfig, Wiring
 from tests.gateway.conftest import (
     Sampled,
     ScriptedEngine,
@@ -190,7 +189,7 @@ def test_whatever_agents_do_every_sampled_token_is_stored_and_trained_once(
 
         async def start() -> tuple[str, aiohttp.ClientSession, WatchedPort]:
             pool = await stack.enter_async_context(local_pool())
-            engine_url = await stack.enter_async_context(serve_app(engine.app(), graceful=False))
+            engine_url = await stack.enter_async_context(engine.running())
             config = GatewayConfig(port=0, thinking=thinking)
             app = create_app(config, Wiring((engine_url,)), pool, model.tokenizer)
             url = await stack.enter_async_context(serve_app(app))

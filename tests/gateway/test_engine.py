@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
-from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,150 +19,27 @@ from stepwell.backends.engines.api import GenerateRequest, Sampling, TopLogProbs
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.connections import ConnectionPool, OnData, Response
 from stepwell.backends.errors import EngineError as AskingError
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Tuning, Wiring
 from stepwell.gateway.engine import Generation, Sampler
 from stepwell.gateway.engine.fleet import Fleet, _rendezvous
 from stepwell.gateway.engine.generation import Part
 from stepwell.gateway.errors import EngineError, EngineUnavailableError, RequestError
-from stepwell.gateway.wiring import Wiring
 from tests.builders import until
-from tests.gateway.conftest import Sampled, log_prob
-from tests.helpers import reserved_port
+from tests.gateway.conftest import Sampled, ScriptedEngine, log_prob, tops
 
 PROMPT = np.arange(10, 15, dtype=np.int32)
-FAST: dict[str, Any] = {
-    "retry_backoff_s": 0.02,
-    "engine_health_interval_s": 0.05,
-    "engine_health_timeout_s": 5.0,
-    "engine_circuit_open_s": 0.05,
-    "engine_version_grace_s": 60.0,
-}
-
-
-@dataclass
-class Machine:
-    """An engine that can be told what to say, be cut off, stopped and started again."""
-
-    version: str | None = "1"
-    """What `/model_info` says; None: it has no such endpoint."""
-    script: list[Sampled] = field(default_factory=list)
-    requests: list[dict[str, Any]] = field(default_factory=list)
-    aborts: list[str] = field(default_factory=list)
-    healthy: bool = True
-    mute: asyncio.Event | None = None
-    """Nothing but what is under way is answered until it is set."""
-    cut: bool = False
-    """Every `/generate` breaks off without an answer."""
-    tops: int = 0
-    incremental: bool = False
-    events_per_write: int = 1
-    """Events of a stream that are sent, and read, together."""
-    drops_spans: bool = False
-    """An answer names the version of now, and not which tokens are whose."""
-    checks: int = 0
-    held: socket.socket = field(default_factory=reserved_port)
-    """Its port, also while it is stopped."""
-    _runner: web.AppRunner | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.held.getsockname()[1]}"
-
-    def default(self) -> Sampled:
-        return Sampled([7, 8, 9], version=self.version or "0")
-
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        body = json.loads(await request.read())
-        self.requests.append(body)
-        assert request.transport is not None
-        if self.cut:
-            request.transport.abort()
-            raise ConnectionResetError("scripted")
-        said = self.script.pop(0) if self.script else self.default()
-        if said.status != 200:
-            return web.json_response({"error": {"message": "scripted"}}, status=said.status)
-        if said.gate is not None and not body["stream"]:
-            await said.gate.wait()
-        if not body["stream"]:
-            if said.drop_after is not None:
-                request.transport.abort()
-                raise ConnectionResetError("scripted")
-            return web.json_response(self._chunk(said, len(said.ids), 0))
-        out = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await out.prepare(request)
-        held = b""
-        for n in range(1, len(said.ids) + 1):
-            if said.drop_after is not None and n > said.drop_after:
-                await asyncio.sleep(0.02)  # so that what was sent is read before the reset
-                request.transport.abort()
-                raise ConnectionResetError("scripted")
-            if said.gate is not None and n == len(said.ids):
-                await said.gate.wait()
-            chunk = self._chunk(said, n, n - 1 if self.incremental else 0)
-            held += b"data: " + json.dumps(chunk).encode() + b"\n\n"
-            if n % self.events_per_write == 0:
-                await out.write(held)
-                held = b""
-        await out.write(held + b"data: [DONE]\n\n")
-        return out
-
-    def _chunk(self, said: Sampled, n: int, start: int) -> dict[str, Any]:
-        chunk = said.chunk(n, final=n == len(said.ids), n_prompt=5)
-        meta = chunk["meta_info"]
-        if said.versions is not None:  # as of the moment, as SGLang reports it in a stream
-            meta["weight_version"] = next(v for v, _, end in said.versions if n <= end)
-        if self.tops:
-            meta["output_top_logprobs"] = [tops(i, self.tops) for i in chunk["output_ids"]]
-            meta["output_top_logprobs"] = meta["output_top_logprobs"][start:]
-        if self.drops_spans:
-            meta.pop("weight_versions", None)
-        chunk["output_ids"] = chunk["output_ids"][start:]
-        meta["output_token_logprobs"] = meta["output_token_logprobs"][start:]
-        return chunk
-
-    async def abort(self, request: web.Request) -> web.Response:
-        self.aborts.append((await request.json())["rid"])
-        return web.Response()
-
-    async def other(self, request: web.Request) -> web.Response:
-        if self.mute is not None:
-            await self.mute.wait()
-        if request.path == "/health":
-            return web.Response(status=200 if self.healthy else 503)
-        if request.path == "/v1/models":
-            return web.json_response({"data": [{"max_model_len": 4096}]})
-        if request.path == "/model_info" and self.version is not None:
-            self.checks += 1
-            return web.json_response({"weight_version": self.version})
-        if request.path == "/workers" and self.urls is not None:
-            workers = [{"id": u, "url": u, "worker_type": "regular"} for u in self.urls]
-            return web.json_response({"workers": workers, "total": len(workers)})
-        return web.Response(status=404)
-
-    async def start(self) -> None:
-        app = web.Application(client_max_size=1 << 26)
-        app.router.add_post("/generate", self.generate)
-        app.router.add_post("/abort_request", self.abort)
-        app.router.add_get("/{path:.*}", self.other)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
-        await self._runner.setup()
-        host, port = self.held.getsockname()
-        await web.TCPSite(self._runner, host, port, reuse_address=True).start()
-
-    async def stop(self) -> None:
-        if self._runner is not None:
-            runner, self._runner = self._runner, None
-            await runner.cleanup()
-
-
-def tops(token_id: int, n: int) -> list[list[Any]]:
-    return [[-0.1 * k, token_id + k, None] for k in range(n)]
+FAST = Tuning(
+    retry_backoff_s=0.02,
+    engine_health_interval_s=0.05,
+    engine_circuit_open_s=0.05,
+    engine_version_grace_s=60.0,
+)
 
 
 @dataclass
 class Rig:
     client: Sampler
-    machines: list[Machine]
+    machines: list[ScriptedEngine]
     names: Iterator[str] = field(default_factory=lambda: map("new {}".format, itertools.count()))
     """Trajectories that have made no call yet."""
 
@@ -192,19 +67,19 @@ class Rig:
             on_tokens=on_tokens if stream else None,
         )
 
-    async def home(self, affinity: str = "t") -> tuple[Machine, Machine]:
+    async def home(self, affinity: str = "t") -> tuple[ScriptedEngine, ScriptedEngine]:
         """The trajectory's engine, and another one."""
         await self.generate(affinity=affinity)
         home = next(m for m in self.machines if m.requests)
         home.requests.clear()
         return home, next(m for m in self.machines if m is not home)
 
-    def name_for(self, machine: Machine) -> str:
+    def name_for(self, machine: ScriptedEngine) -> str:
         """A trajectory that begins, and is placed on this engine, whatever ports they have."""
-        engines = [*Fleet((m.url for m in self.machines), GatewayConfig())]
+        engines = [*Fleet(m.url for m in self.machines)]
         return next(n for n in self.names if _rendezvous(n, engines).url == machine.url)
 
-    def state(self, machine: Machine) -> str:
+    def state(self, machine: ScriptedEngine) -> str:
         engines = {e["url"]: e for e in self.client.statistics()["engines"]}
         return str(engines[machine.url]["state"])
 
@@ -219,28 +94,20 @@ async def rigs() -> AsyncIterator[Callable[..., Any]]:
     """Makes rigs: `await rigs(2, versions of the engines…, **gateway options)`."""
     async with AsyncExitStack() as stack:
 
-        async def make(n: int = 1, lora_path: str | None = None, **options: Any) -> Rig:
-            machines = [Machine() for _ in range(n)]
+        async def make(
+            n: int = 1, lora_path: str | None = None, tuning: Tuning = FAST, **options: Any
+        ) -> Rig:
+            machines = [ScriptedEngine(version="1") for _ in range(n)]
             for machine in machines:
-                await stack.enter_async_context(running(machine))
-            wiring = Wiring(tuple(m.url for m in machines), lora_path=lora_path)
-            config = GatewayConfig(**{**FAST, **options})
-            client = Sampler(config, wiring)
+                await stack.enter_async_context(machine.running())
+            urls = tuple(m.url for m in machines)
+            wiring = Wiring(urls, lora_path=lora_path, tuning=tuning)
+            client = Sampler(GatewayConfig(**options), wiring)
             await client.start()
             stack.push_async_callback(client.close)
             return Rig(client, machines)
 
         yield make
-
-
-@asynccontextmanager
-async def running(machine: Machine) -> AsyncIterator[Machine]:
-    await machine.start()
-    try:
-        yield machine
-    finally:
-        await machine.stop()
-        machine.held.close()
 
 
 def check_whole(got: Generation, ids: list[int]) -> None:
@@ -345,7 +212,7 @@ async def test_a_stream_whose_version_changed_before_the_loss_is_not_guessed_at(
 
 
 async def test_a_stream_of_an_engine_that_was_updated_unseen_is_not_guessed_at(rigs: Any) -> None:
-    rig = await rigs(engine_health_interval_s=60.0)
+    rig = await rigs(tuning=replace(FAST, engine_health_interval_s=60.0))
     await until(lambda: rig.machines[0].checks == 1)
     # Its first token may be from before the update to 2 that the first event reports.
     rig.machines[0].script = [Sampled([7, 8, 9], drop_after=2, version="2")]
@@ -358,7 +225,7 @@ async def test_a_stream_of_an_engine_that_was_updated_unseen_is_not_guessed_at(r
 async def test_without_spans_tokens_are_of_the_version_that_events_name_around_them(
     rigs: Any, together: int, incremental: bool
 ) -> None:
-    rig = await rigs(engine_health_interval_s=60.0)
+    rig = await rigs(tuning=replace(FAST, engine_health_interval_s=60.0))
     machine = rig.machines[0]
     await until(lambda: machine.checks == 1)
     machine.drops_spans, machine.incremental = True, incremental
@@ -373,7 +240,7 @@ async def test_without_spans_tokens_are_of_the_version_that_events_name_around_t
 
 
 async def test_a_change_back_and_forth_between_two_reads_is_not_missed(rigs: Any) -> None:
-    rig = await rigs(engine_health_interval_s=60.0)
+    rig = await rigs(tuning=replace(FAST, engine_health_interval_s=60.0))
     machine = rig.machines[0]
     await until(lambda: machine.checks == 1)
     machine.drops_spans, machine.events_per_write = True, 4
@@ -388,7 +255,7 @@ async def test_a_change_back_and_forth_between_two_reads_is_not_missed(rigs: Any
 async def test_without_a_stream_a_change_gives_all_tokens_the_older_version(
     rigs: Any, answered: str
 ) -> None:
-    rig = await rigs(engine_health_interval_s=60.0)
+    rig = await rigs(tuning=replace(FAST, engine_health_interval_s=60.0))
     machine = rig.machines[0]
     await until(lambda: machine.checks == 1)
     machine.version, machine.drops_spans = "2", True
@@ -414,7 +281,7 @@ async def test_a_request_that_got_no_token_is_made_again_elsewhere(rigs: Any, st
 
 
 async def test_tries_are_bounded_over_the_whole_call(rigs: Any) -> None:
-    rig = await rigs(2, engine_retries=3, engine_circuit_failures=100)
+    rig = await rigs(2, engine_retries=3, tuning=replace(FAST, engine_circuit_failures=100))
     for machine in rig.machines:
         machine.cut = True
     with pytest.raises(EngineUnavailableError, match="no engine answered in 4 tries"):
@@ -436,7 +303,7 @@ async def test_calls_wait_for_an_engine_that_is_restarted(rigs: Any) -> None:
 async def test_a_call_on_an_engine_that_went_silent_is_given_up_and_made_elsewhere(
     rigs: Any,
 ) -> None:
-    rig = await rigs(2, engine_health_timeout_s=0.2)
+    rig = await rigs(2, tuning=replace(FAST, engine_health_timeout_s=0.2))
     home, other = await rig.home()
     gate = asyncio.Event()
     home.script = [Sampled([7, 8], gate=gate)]
@@ -470,7 +337,7 @@ async def test_a_cancelled_call_is_aborted_on_the_engine_that_has_it(rigs: Any) 
 
 
 async def test_an_engine_that_fails_calls_several_times_in_a_row_gets_no_more(rigs: Any) -> None:
-    rig = await rigs(2, engine_circuit_open_s=60.0)
+    rig = await rigs(2, tuning=replace(FAST, engine_circuit_open_s=60.0))
     home, other = await rig.home()
     home.script = [Sampled([], status=500) for _ in range(3)]
     for _ in range(3):
@@ -483,7 +350,7 @@ async def test_an_engine_that_fails_calls_several_times_in_a_row_gets_no_more(ri
 
 
 async def test_calls_wait_for_the_probe_of_the_only_engine(rigs: Any) -> None:
-    rig = await rigs(engine_health_interval_s=60.0, engine_circuit_failures=1)
+    rig = await rigs(tuning=replace(FAST, engine_health_interval_s=60.0, engine_circuit_failures=1))
     [machine] = rig.machines
     machine.script = [Sampled([], status=500), Sampled([], status=503)]
     with pytest.raises(EngineError, match="answered 500"):
@@ -493,7 +360,7 @@ async def test_calls_wait_for_the_probe_of_the_only_engine(rigs: Any) -> None:
 
 
 async def test_a_refused_request_is_not_the_engines_failure(rigs: Any) -> None:
-    rig = await rigs(engine_circuit_failures=1)
+    rig = await rigs(tuning=replace(FAST, engine_circuit_failures=1))
     [machine] = rig.machines
     machine.script = [Sampled([], status=400) for _ in range(3)]
     for _ in range(3):
@@ -552,7 +419,7 @@ async def test_an_engine_that_comes_back_with_old_weights_gets_traffic_when_it_h
 
 
 async def test_a_restart_between_two_checks_is_found_by_its_first_reply(rigs: Any) -> None:
-    rig = await rigs(engine_health_interval_s=60.0)
+    rig = await rigs(tuning=replace(FAST, engine_health_interval_s=60.0))
     [machine] = rig.machines
     machine.script = [Sampled([7], version="5"), Sampled([7], version="4")]
     await rig.generate()
@@ -563,7 +430,7 @@ async def test_a_restart_between_two_checks_is_found_by_its_first_reply(rigs: An
 
 
 async def test_when_the_only_engine_lost_its_weights_calls_wait_and_then_use_it(rigs: Any) -> None:
-    rig = await rigs(engine_version_grace_s=0.3, engine_retries=50)
+    rig = await rigs(engine_retries=50, tuning=replace(FAST, engine_version_grace_s=0.3))
     [machine] = rig.machines
     machine.version = "5"
     await rig.checked()

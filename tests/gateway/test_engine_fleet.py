@@ -10,17 +10,17 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import Tuning
 from stepwell.gateway.engine.fleet import MAX_BACKOFF_S, Engine, Fleet, backoff_s
 
 
 def fleet(n: int = 3, version_grace_s: float = 10.0, **options: Any) -> Fleet:
-    config = GatewayConfig(
+    tuning = Tuning(
         engine_circuit_failures=3,
         engine_circuit_open_s=1.0,
         engine_version_grace_s=version_grace_s,
     )
-    return Fleet([f"http://e{i}" for i in range(n)], config, **{"remembered": 10_000, **options})
+    return Fleet([f"http://e{i}" for i in range(n)], tuning, **{"remembered": 10_000, **options})
 
 
 def check(

@@ -12,8 +12,9 @@ import openai
 import pytest
 from starlette.datastructures import Headers
 
-from stepwell.gateway.call import Asked
 from stepwell.gateway.access import OPERATOR
+from stepwell.gateway.call import Asked
+from stepwell.gateway.config import Tuning
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.trajectory.calls import RetryKey
 from stepwell.gateway.web import retry_key
@@ -658,7 +659,7 @@ async def test_a_call_that_is_cut_off_before_it_began_is_made_again(world: Any) 
 
 
 async def test_an_idle_stream_is_kept_alive(worlds: Any) -> None:
-    world = await worlds(keepalive_s=0.05)
+    world = await worlds(tuning=Tuning(keepalive_s=0.05))
     gate = asyncio.Event()
     world.say("x", close=False, gate=gate, finish="length")
     body = {"model": "m", "messages": MESSAGES, "stream": True}

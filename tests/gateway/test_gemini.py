@@ -186,15 +186,6 @@ async def test_tokens_are_counted_as_the_call_would_have_them(wire: Wire) -> Non
     assert "send at least one content" in await wire.refused(method="countTokens", contents=[])
 
 
-async def test_what_is_above_the_limit_is_told_in_googles_words(
-    worlds: Callable[..., Any], session: Any
-) -> None:
-    wire = Wire(session, await worlds(context_length=50))
-    said = await wire.refused(contents=[user(text("long " * 100))])
-    assert said.startswith("The input token count (")
-    assert said.endswith("exceeds the maximum number of tokens allowed (50).")
-
-
 async def test_a_failure_says_when_to_try_again(wire: Wire) -> None:
     wire.world.port.is_away = True
     status, got, _ = await wire.post()

@@ -20,11 +20,10 @@ from pydantic import SecretStr, ValidationError
 from starlette.datastructures import Headers
 
 from stepwell.gateway.access import Access, KeyRing, Named, presented
-from stepwell.gateway.config import AgentKey, GatewayConfig
+from stepwell.gateway.config import AgentKey, GatewayConfig, Tuning, Wiring
 from stepwell.gateway.endpoints import ENDPOINTS, Finder
 from stepwell.gateway.server import HttpServer
 from stepwell.gateway.services import Services
-from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import save_tokenizer
 
 ADMIN = "the-admin's-key-of-this-test"
@@ -506,10 +505,11 @@ async def test_no_key_is_in_a_log_or_an_error(
         port=0,
         tokenizer_path=str(tmp_path),
         engine_retries=0,
-        log_level="debug",
         **KEYS,
     )
-    server = HttpServer(config, Wiring((world.engine.url,)), world.pool)
+    server = HttpServer(
+        config, Wiring((world.engine.url,), tuning=Tuning(log_level="debug")), world.pool
+    )
     url = await asyncio.to_thread(server.start)
     forged = ring("another-admin's-key").issue("t", "p")
     world.say("x", status=400)

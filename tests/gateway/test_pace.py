@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from stepwell.gateway.pace import FIRST, MOST, Pace
+from stepwell.gateway.config import Tuning
+from stepwell.gateway.limits import FIRST, MOST, Pace
 
 # -- pace ------------------------------------------------------------------------------------
 
@@ -88,7 +89,7 @@ async def test_other_paths_begin_no_call(world: Any, path: str) -> None:
 async def test_rollouts_that_begin_together_render_their_prompt_once(
     worlds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = await worlds(offload_chars=10)
+    world = await worlds(tuning=Tuning(offload_chars=10))
     renderer = world.gateway.calls.prompts.renderer
     rendered: list[Any] = []
     whole = renderer.whole

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Tuning
 from stepwell.gateway.errors import RateLimitedError, TrajectoryLimitError
 from stepwell.gateway.limits import CallLimits
 from tests.builders import until
@@ -259,19 +259,19 @@ async def raw(url: str, head: str, body: bytes) -> tuple[int, dict[str, Any]]:
 async def test_a_body_that_does_not_arrive_is_answered_408_and_the_connection_closed(
     worlds: Any, path: str
 ) -> None:
-    world = await worlds(body_timeout_s=0.05)
+    world = await worlds(tuning=Tuning(body_timeout_s=0.05))
     head = (
         f"POST {path} HTTP/1.1\r\nhost: localhost\r\n"
         "content-type: application/json\r\ncontent-length: 1000"
     )
     status, got = await raw(world.url, head, b'{"model": ')
     assert status == 408
-    assert "gateway.body_timeout_s" in got["error"]["message"]
+    assert "did not arrive within 0.05 s" in got["error"]["message"]
     assert not world.engine.requests
 
 
 async def test_bodies_in_pieces_and_requests_behind_one_another_are_read_whole(worlds: Any) -> None:
-    world = await worlds(body_timeout_s=10)
+    world = await worlds(tuning=Tuning(body_timeout_s=10))
     said = ["one", "two", "three"]
     bodies = [
         orjson.dumps({"model": "m", "messages": [{"role": "user", "content": text}]})
@@ -306,7 +306,7 @@ async def test_bodies_in_pieces_and_requests_behind_one_another_are_read_whole(w
 async def test_a_client_that_leaves_in_the_middle_of_its_body_begins_no_call(
     worlds: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = await worlds(body_timeout_s=10)
+    world = await worlds(tuning=Tuning(body_timeout_s=10))
     _, writer = await asyncio.open_connection(*world.url.removeprefix("http://").split(":"))
     writer.write(
         b"POST /t/p/v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
@@ -322,7 +322,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_begins_no_call(
 
 
 async def test_the_time_for_the_body_does_not_bound_the_call(worlds: Any) -> None:
-    world = await worlds(body_timeout_s=1)
+    world = await worlds(tuning=Tuning(body_timeout_s=1))
     gate = asyncio.Event()
     world.say("at last", gate=gate)
     client = await world.client()
@@ -426,7 +426,7 @@ async def test_a_client_that_leaves_the_queue_takes_no_place(worlds: Any) -> Non
 
 
 async def test_a_stream_that_waits_its_turn_is_kept_alive(worlds: Any) -> None:
-    world = await worlds(max_concurrent_calls=1, keepalive_s=0.02)
+    world = await worlds(max_concurrent_calls=1, tuning=Tuning(keepalive_s=0.02))
     gate = asyncio.Event()
     world.say("busy", gate=gate)
     busy = asyncio.create_task(chat(await world.client("busy")))

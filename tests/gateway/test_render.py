@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -224,3 +225,31 @@ def _first_turn(renderer: ChatRenderer) -> Any:
         response_ids=[2],
         step_index=0,
     )
+
+
+@pytest.mark.parametrize("family", ["chatml", "qwen3", "llama3", "no_tools", "deepseek"])
+def test_a_plain_message_is_put_where_the_template_puts_it(
+    family: str, tokenizer_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tokenizer_of(family)
+    renderer, rendered = ChatRenderer(tokenizer), ChatRenderer(tokenizer)
+    monkeypatch.setattr(rendered, "_plain", lambda *given: None)
+    turn, rng = _first_turn(renderer), random.Random(0)
+    pieces = ["a", " ", "\n", "\t", "\r", "é😀", "{}", "[", "0", ".", "\\", "user", "system"]
+    pieces += ["<think>", "</think>", "<tool_response>", "</tool_response>", "<|im_", "end|>"]
+    pieces += tokenizer.special
+    systems = [[], *([{"role": "system", "content": text}] for text in ("be kind", "be brief"))]
+    for _ in range(1500):
+        content = "".join(rng.choices(pieces, k=rng.randint(0, 8)))
+        known, tools = rng.choice(systems), rng.choice([None, TOOLS])
+        tools = None if family == "no_tools" else tools
+        asked = turn, known, [{"role": "user", "content": content}], tools, {}
+        assert _suffix(renderer, *asked) == _suffix(rendered, *asked), content
+    assert any(renderer._around.values()) is (family != "llama3")  # Llama's strips messages
+
+
+def _suffix(renderer: ChatRenderer, *given: Any) -> list[int] | str:
+    try:
+        return renderer.suffix(*given).tolist()
+    except (CutError, RequestError) as e:
+        return str(e)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from typing import Any
@@ -830,23 +829,6 @@ def test_any_body_is_understood_or_refused_in_words(body: Any) -> None:
 # -- streams that fail or pause --------------------------------------------------------------
 
 
-async def test_a_failure_in_the_middle_is_an_error_event_and_a_failed_response(
-    worlds: Any,
-) -> None:
-    world = await worlds(engine_retries=0)
-    http = await connect(world)
-    world.say("one two three four", drop_after=3)
-    events = await http.stream("hi")
-    error, failed = events[-2:]
-    assert error["type"] == "error"
-    assert error["message"] == error["error"]["message"]
-    assert failed["type"] == "response.failed"
-    assert failed["response"]["status"] == "failed"
-    assert failed["response"]["error"]["code"] == "server_error"
-    assert failed["response"]["id"] == events[0]["response"]["id"]
-    assert not world.stored()
-
-
 async def test_a_failure_before_the_first_token_is_a_status(worlds: Any) -> None:
     world = await worlds(engine_retries=0)
     http = await connect(world)
@@ -856,36 +838,6 @@ async def test_a_failure_before_the_first_token_is_a_status(worlds: Any) -> None
     error = await http.refused(input="x " * 9000)
     assert error["code"] == "context_length_exceeded"
     assert error["param"] == "input"
-
-
-async def test_an_idle_stream_is_kept_alive(worlds: Any) -> None:
-    world = await worlds(keepalive_s=0.02)
-    http = await connect(world)
-    gate = asyncio.Event()
-    world.say("slow", gate=gate)
-    url = f"{http.base}/v1/responses"
-    async with http.session.post(url, json={"input": "hi", "stream": True}) as answer:
-        seen = b""
-        async for chunk in answer.content.iter_any():
-            seen += chunk
-            if seen.count(b": keep-alive\n\n") == 2:
-                gate.set()
-    assert gate.is_set()
-    assert read_events(seen.decode())[-1]["type"] == "response.completed"
-
-
-async def test_deltas_arrive_while_the_engine_still_samples(http: Http) -> None:
-    gate = asyncio.Event()
-    http.world.say("one two three", gate=gate)
-    url = f"{http.base}/v1/responses"
-    async with http.session.post(url, json={"input": "hi", "stream": True}) as answer:
-        seen = b""
-        async for chunk in answer.content.iter_any():
-            seen += chunk
-            if not gate.is_set() and b"response.output_text.delta" in seen:
-                assert not http.world.port.steps
-                gate.set()
-    assert rebuilt(read_events(seen.decode()))[0]["content"][0]["text"] == "one two three"
 
 
 # -- the memory ------------------------------------------------------------------------------

@@ -17,16 +17,19 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import ValidationError
 
+from stepwell.datapool import errors as pool_errors
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.remote.start import client_of, start_data_pool
 from stepwell.gateway import errors
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.errors import GatewayConfigError, GatewayError, PortInUseError, RequestError
-from stepwell.gateway.listening import bind
-from stepwell.gateway.replicas import start_replicas
-from stepwell.gateway.server import HttpServer
-from stepwell.gateway.wiring import Wiring
+from stepwell.gateway.config import GatewayConfig, Tuning, Wiring
+from stepwell.gateway.errors import (
+    GatewayConfigError,
+    GatewayError,
+    PortInUseError,
+    RequestError,
+)
+from stepwell.gateway.server import HttpServer, bind, start_replicas
 from tests.builders import until
 from tests.gateway.conftest import save_tokenizer
 
@@ -96,6 +99,25 @@ def test_errors_survive_pickling_with_their_fields() -> None:
         assert type(again) is kind
         assert str(again) == "what is wrong"
         assert again.param == (args[1] if len(args) > 1 else None)
+
+
+def test_every_error_of_the_pool_has_one_answer() -> None:
+    kinds = {
+        name: kind
+        for name, kind in vars(pool_errors).items()
+        if isinstance(kind, type) and issubclass(kind, pool_errors.DataPoolError)
+    }
+    told = {name: errors.from_pool(kind("{why} /a/file")) for name, kind in kinds.items()}
+    statuses: dict[int, set[str]] = {}
+    for name, answer in told.items():
+        statuses.setdefault(answer.status, set()).add(name)
+        assert ("/a/file" in str(answer)) == (answer.status != 503 or name == "PoolFullError"), name
+    assert statuses[403] == {"NotOwnerError"}
+    assert statuses[410] == {"TrajectoryClosedError", "GroupClosedError"}
+    assert {"StepConflictError", "StepIndexError", "TrajectoryConflictError"} < statuses[409]
+    journal = {n for n, kind in kinds.items() if issubclass(kind, pool_errors.JournalError)}
+    assert statuses[503] == {"PoolFullError", "PoolUnavailableError", *journal}
+    assert {"InvalidStepError", "UnknownTrajectoryError", "SelectionError"} < statuses[400]
 
 
 async def test_a_server_thread_serves_and_leaves_nothing_behind(
@@ -184,10 +206,10 @@ async def test_a_pool_that_does_not_answer_does_not_keep_a_gateway_from_stopping
     config = GatewayConfig(
         port=0,
         tokenizer_path=save_tokenizer(tmp_path),
-        pool_timeout_s=3.0,
         admin_keys=["an-admin-key-of-32-characters-00"],
     )
-    server = HttpServer(config, Wiring((world.engine.url,)), world.pool)
+    wiring = Wiring((world.engine.url,), tuning=Tuning(pool_timeout_s=3.0))
+    server = HttpServer(config, wiring, world.pool)
     origin = await asyncio.to_thread(server.start)
     headers = {"authorization": "Bearer an-admin-key-of-32-characters-00"}
     async with aiohttp.ClientSession() as http:

@@ -12,6 +12,7 @@ import pytest
 
 from stepwell.datapool.config import ChannelConfig, PoolConfig
 from stepwell.datapool.ops import AbortTrajectory
+from stepwell.gateway.config import Tuning
 from tests.builders import until
 
 VERSION, TRAJECTORY = "x-stepwell-version", "x-stepwell-trajectory"
@@ -585,7 +586,7 @@ async def test_what_is_tagged_as_it_is_opened_is_deleted_by_its_tag(
 
 # -- calls that are not recorded -------------------------------------------------------------
 
-SERVES: Any = {"on_pool_failure": "serve_unrecorded", "pool_patience_s": 0.2}
+SERVES: Any = {"on_pool_failure": "serve_unrecorded", "tuning": Tuning(pool_patience_s=0.2)}
 
 
 async def recording(agent: Agent) -> Any:
@@ -665,7 +666,7 @@ async def test_a_trajectory_with_a_hole_is_aborted_and_its_agent_hears_nothing_o
 async def test_what_waited_behind_a_lost_commit_is_not_stored_either(
     worlds: Any, agents: Any
 ) -> None:
-    world = await worlds(on_pool_failure="serve_unrecorded", pool_patience_s=0.5)
+    world = await worlds(on_pool_failure="serve_unrecorded", tuning=Tuning(pool_patience_s=0.5))
     agent = agents(world)
     await agent.say(user("hi"), under="/t1/p1")
     world.port.door.clear()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Tuning
 from stepwell.gateway.errors import GatewayConfigError
 from stepwell.gateway.tokens.turn_messages import TurnMessages
 
@@ -55,7 +55,7 @@ async def test_keep_messages_false_keeps_none(worlds: Any) -> None:
 
 
 async def test_a_turn_over_the_bound_keeps_none_and_others_keep_theirs(worlds: Any) -> None:
-    first, title, last = await converse(await worlds(max_message_bytes=200))
+    first, title, last = await converse(await worlds(tuning=Tuning(max_message_bytes=200)))
     assert first is None
     assert (title, last) != (None, None)
 

@@ -24,10 +24,8 @@ from stepwell.datapool import DataPoolClient, PoolConfig, client_of, start_data_
 from stepwell.datapool.config import ChannelConfig
 from stepwell.datapool.types import TRAIN
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.listening import bind
-from stepwell.gateway.server import http_protocol
-from stepwell.gateway.wiring import Wiring
+from stepwell.gateway.config import GatewayConfig, Tuning, Wiring
+from stepwell.gateway.server import bind, http_protocol
 from stepwell.trainer.config import JsonlSource, RolloutConfig
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import RolloutError
@@ -35,19 +33,12 @@ from stepwell.trainer.ledger import Ledger, audit
 from stepwell.trainer.rollout.producer import LOSSES, LOST_IN_A_ROW, Producer
 from stepwell.trainer.rollout.worker import INFRASTRUCTURE, RolloutWorker, start_workers
 from tests.builders import until
-from tests.gateway.conftest import make_tokenizer
-from tests.gateway.test_engine import Machine
+from tests.gateway.conftest import ScriptedEngine, make_tokenizer
 from tests.helpers import actor_processes, reserved_port
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
-FAST = {
-    "engine_retries": 1,
-    "retry_backoff_s": 0.05,
-    "engine_health_interval_s": 0.1,
-    "engine_circuit_open_s": 0.05,
-    "context_length": 4096,
-}
+FAST = Tuning(retry_backoff_s=0.05, engine_health_interval_s=0.1, engine_circuit_open_s=0.05)
 
 
 async def asks_once(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
@@ -80,7 +71,7 @@ class Gateway:
     """A gateway that can be killed and started again at its address."""
 
     pool: DataPoolClient
-    engine: Machine
+    engine: ScriptedEngine
     held: socket.socket = field(default_factory=reserved_port)
     """Its port, also while it is stopped."""
     stack: AsyncExitStack = field(default_factory=AsyncExitStack)
@@ -90,8 +81,9 @@ class Gateway:
         return f"http://127.0.0.1:{self.held.getsockname()[1]}"
 
     async def start(self, **options: Any) -> None:
-        config = GatewayConfig(**{**FAST, **options})
-        app = create_app(config, Wiring((self.engine.url,)), self.pool, make_tokenizer("chatml"))
+        config = GatewayConfig(**{"engine_retries": 1, "context_length": 4096, **options})
+        wiring = Wiring((self.engine.url,), tuning=FAST)
+        app = create_app(config, wiring, self.pool, make_tokenizer("chatml"))
         listening = bind(*self.held.getsockname())
         settings = uvicorn.Config(
             app, http=http_protocol(config), log_level="critical", timeout_graceful_shutdown=0
@@ -115,7 +107,7 @@ class Gateway:
 @dataclass
 class Rig:
     pool: DataPoolClient
-    engine: Machine
+    engine: ScriptedEngine
     gateway: Gateway
     folder: Path
 
@@ -161,7 +153,7 @@ class Rig:
 async def rig_in(folder: Path, outstanding: int = 16) -> AsyncIterator[Rig]:
     channel = ChannelConfig(max_outstanding_groups=outstanding)
     handle = start_data_pool(PoolConfig(channels={TRAIN: channel}), name=uuid.uuid4().hex)
-    pool, engine = client_of([handle]), Machine()
+    pool, engine = client_of([handle]), ScriptedEngine(version="1")
     await engine.start()
     gateway = Gateway(pool, engine)
     await gateway.start()

@@ -28,9 +28,8 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.sealed import sealed, write_sealed
 from stepwell.datapool.types import Group
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.server import http_protocol
-from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import Sampled, ScriptedEngine, eos_id, make_tokenizer, serving
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -64,7 +63,7 @@ async def demo(
     zero_variance = ChannelConfig(selection=SelectionConfig(filters=("zero_variance",)))
     pool_config = PoolConfig(channels={"train": zero_variance})
     async with (
-        serving(engine.app(), graceful=False) as engine_url,
+        engine.running() as engine_url,
         DataPoolClient.local(pool_config, run_dir / "pool") as own,
     ):
         config = GatewayConfig(port=port, **options)

@@ -14,6 +14,7 @@ from anthropic import AsyncAnthropic, beta_async_tool
 from anthropic.types import ToolParam
 from pydantic import BaseModel
 
+from stepwell.gateway.config import Tuning
 from tests.gateway.conftest import World
 
 CALC: ToolParam = {
@@ -330,7 +331,7 @@ async def test_an_engine_that_fails_before_the_stream_begins_is_tried_again(
 async def test_a_stream_that_nothing_comes_on_survives_its_pings(
     worlds: Callable[..., Any],
 ) -> None:
-    world: World = await worlds(keepalive_s=0.01)
+    world: World = await worlds(tuning=Tuning(keepalive_s=0.01))
     client = await connect(world)
     gate = asyncio.Event()
     world.say("slow", gate=gate)

@@ -14,6 +14,7 @@ from google import genai
 from google.genai import errors, types
 from pydantic import BaseModel
 
+from stepwell.gateway.config import Tuning
 from tests.gateway.conftest import World
 
 HI = "What is 1 + 2 + 4?"
@@ -352,7 +353,7 @@ async def test_a_retry_of_the_sdk_after_503_is_one_step(
 async def test_a_stream_that_nothing_comes_on_survives_what_keeps_it_alive(
     worlds: Callable[..., Any], way: str
 ) -> None:
-    world: World = await worlds(keepalive_s=0.01)
+    world: World = await worlds(tuning=Tuning(keepalive_s=0.01))
     gate = asyncio.Event()
     world.say("slow", gate=gate)
     asking = asyncio.create_task(generate(connect(world), way, HI))
