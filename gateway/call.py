@@ -638,9 +638,12 @@ class Listener:
         if not self.call.deltas:
             self.call.end()
 
-    def notify(self, waiter: asyncio.Future[bool]) -> None:
-        """Set `waiter` to true when `next` may have something more."""
-        self.call.notify(waiter)
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Have `watcher` called when `next` may have something more, until `unwatch`."""
+        self.call.watchers.append(watcher)
+
+    def unwatch(self, watcher: Callable[[], None]) -> None:
+        self.call.watchers.remove(watcher)
 
     async def result(self) -> Reply:
         """The reply, deltas skipped. A call that nothing generates yet is generated here.

@@ -132,9 +132,16 @@ class HttpProtocol(HttpToolsProtocol):
         for listener in tuple(self.listeners):
             listener.close()
 
-    async def write_piece(self, data: bytes) -> None:
+    @property
+    def is_full(self) -> bool:
+        full: bool = self.flow.write_paused
+        return full
+
+    async def drain(self) -> None:
         if self.flow.write_paused and not self.is_lost:
             await self.flow.drain()
+
+    def write_piece(self, data: bytes) -> None:
         if not self.is_lost and data:
             self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 

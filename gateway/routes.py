@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, WithJsonSchema
@@ -173,8 +174,8 @@ async def serve(
         except BaseException:  # nobody reads what the other samples say
             exchange.close()
             raise
-        frames = exchange.frames(dialect.writer(exchange))
-        stream = EventStream(frames, exchange, exchange.handed, dialect.stream_type)
+        write = partial(exchange.write, dialect.writer(exchange))
+        stream = EventStream(write, exchange, exchange.handed, dialect.stream_type)
         return _told(stream, services, exchange)
     try:
         with aborts_on_disconnect(request.scope, exchange):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -124,12 +124,18 @@ class Connection(Protocol):
     def authenticated(self) -> None:
         """A request on it was authorised."""
 
-    async def write_piece(self, data: bytes) -> None:
-        """Send a piece of a body without a length, behind its head. Waits while the client reads
-        too slowly."""
+    @property
+    def is_full(self) -> bool:
+        """The client reads too slowly: what is written has to wait here."""
+
+    def write_piece(self, data: bytes) -> None:
+        """Write a piece of a body without a length, behind its head."""
+
+    async def drain(self) -> None:
+        """Return when it is not full."""
 
 
-CONNECTION = "stepwell.run.connection"
+CONNECTION = "stepwell.connection"
 
 
 def connection_of(scope: Scope) -> Connection:
@@ -158,24 +164,35 @@ def aborts_on_disconnect(scope: Scope, listener: Closing) -> Iterator[None]:
         connection.listeners.discard(listener)
 
 
+async def write_pieces(pieces: AsyncIterator[bytes], connection: Connection) -> None:
+    """Write them as they come."""
+    async for piece in pieces:
+        await connection.drain()
+        connection.write_piece(piece)
+
+
 class EventStream(Response):
-    """The stream of one call, mostly server-sent events. Frames are written as they come, past the
-    layers that an answer passes, and are not buffered."""
+    """The stream of one call, mostly server-sent events. It is written as it comes, past the layers
+    that an answer passes, and not buffered."""
 
     def __init__(
         self,
-        frames: AsyncIterator[bytes],
+        write: Callable[[Connection], Awaitable[None]],
         listener: Closing,
         handed: Callable[[], Sequence[Losing]] = tuple,
         media_type: str = "text/event-stream",
     ) -> None:
-        """`handed`: the replies, once all frames are sent."""
+        """
+        Args:
+            write: writes the pieces of the body.
+            handed: the replies, once all is written.
+        """
         super().__init__(
             headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
             media_type=media_type,
         )
         del self.headers["content-length"]
-        self._frames = frames
+        self._write = write
         self._listener = listener
         self._handed = handed
 
@@ -184,9 +201,7 @@ class EventStream(Response):
             with aborts_on_disconnect(scope, self._listener):
                 head = {"status": self.status_code, "headers": self.raw_headers}
                 await send({"type": "http.response.start", **head})
-                connection = connection_of(scope)
-                async for piece in self._frames:
-                    await connection.write_piece(piece)
+                await self._write(connection_of(scope))
                 await send({"type": "http.response.body", "body": b""})
         finally:
             self._listener.close()

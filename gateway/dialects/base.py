@@ -17,7 +17,7 @@ import hashlib
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -33,7 +33,7 @@ from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.calls import Call, LiveCall
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
-from stepwell.gateway.web import error_body
+from stepwell.gateway.web import Connection, error_body
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients ignore it, proxies see traffic."""
@@ -155,7 +155,11 @@ class Exchange:
         self._listeners = tuple(listeners)
         self._keepalive_s = keepalive_s
         self._closed = False
+        self._left = len(self._listeners)
+        """Samples whose reply is not written yet."""
+        self._writing: tuple[StreamWriter, Connection] | None = None
         self._news: asyncio.Future[bool] | None = None
+        """Set while `_wait` waits."""
         self._timer: asyncio.TimerHandle | None = None
         self._silent_since = 0.0
 
@@ -211,40 +215,78 @@ class Exchange:
         """
         for listener in self._listeners:
             listener.begin()
+            listener.watch(self._on_change)
         if not any(listener.has_news for listener in self._listeners):
             await self._wait()
         for listener in self._listeners:
             listener.check()
 
-    async def frames(self, writer: StreamWriter) -> AsyncIterator[bytes]:
-        """The stream from its first delta to its end, terminal event included: what `writer` makes
-        of the deltas and replies. What is there at once comes in one piece, of about `PIECE_BYTES`
-        at most: a client that reads slowly leaves the rest in the calls."""
-        pieces, left = [writer.begin()], len(self._listeners)
+    async def write(self, writer: StreamWriter, connection: Connection) -> None:
+        """Write the stream from its first delta to its end, terminal event included: what `writer`
+        makes of the deltas and replies. What is there at once goes out in one piece, of about
+        `PIECE_BYTES` at most: what a client that reads slowly does not take stays in the calls.
+
+        While the calls are generated, `_on_change` writes what comes and this is not woken."""
+        self._writing = writer, connection
+        piece = writer.begin()
         try:
-            while True:
-                size = 0
-                for sample, listener in enumerate(self._listeners):
-                    while size < PIECE_BYTES and (item := listener.next()) is not None:
-                        if isinstance(item, Reply):
-                            left -= 1
-                            piece = writer.reply(sample, item, listener.told)
-                        else:
-                            piece = writer.delta(sample, item, listener.told)
-                        pieces.append(piece)
-                        size += len(piece)
-                if left == 0:
-                    break
-                if data := b"".join(pieces):
-                    yield data
-                    pieces.clear()
+            while self._left:
+                await connection.drain()
+                piece += self._piece(writer)
+                if piece:
+                    connection.write_piece(piece)
+                    piece = b""
                 elif not await self._wait():
-                    yield writer.idle
+                    piece = writer.idle
+            self.delivered()
         except GatewayError as e:
-            yield b"".join((*pieces, writer.failed(e)))
+            connection.write_piece(piece + writer.failed(e))
+        finally:
+            for listener in self._listeners:
+                listener.unwatch(self._on_change)
+
+    def _piece(self, writer: StreamWriter) -> bytes:
+        """What is there and not written yet, as much as goes out in one piece.
+
+        Raises:
+            GatewayError: a call failed, and nothing is to be written before that is told.
+        """
+        pieces, size = list[bytes](), 0
+        try:
+            for sample, listener in enumerate(self._listeners):
+                while size < PIECE_BYTES and (item := listener.next()) is not None:
+                    if isinstance(item, Reply):
+                        self._left -= 1
+                        pieces.append(writer.reply(sample, item, listener.told))
+                    else:
+                        pieces.append(writer.delta(sample, item, listener.told))
+                    size += len(pieces[-1])
+        except GatewayError:
+            if not pieces:
+                raise
+        else:
+            if not self._left:
+                pieces.append(writer.end())
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _on_change(self) -> None:
+        """Write what is new, or wake who waits for it."""
+        news, writing = self._news, self._writing
+        if news is None or news.done():
             return
-        yield b"".join((*pieces, writer.end()))
-        self.delivered()
+        if (
+            writing is None
+            or writing[1].is_full
+            or any(listener.call.state != "generating" for listener in self._listeners)
+        ):
+            news.set_result(True)
+            return
+        writer, connection = writing
+        try:
+            connection.write_piece(self._piece(writer))
+        except Exception as e:  # noqa: BLE001 - raised where the stream is written
+            news.set_exception(e)
+        self._silent_since = news.get_loop().time()
 
     def delivered(self) -> None:
         """The terminal event was handed to the client's connection, if that still stands."""
@@ -272,8 +314,6 @@ class Exchange:
         """Return true when a call has something new, false after `keepalive_s` without it."""
         loop = asyncio.get_running_loop()
         self._news = loop.create_future()
-        for listener in self._listeners:
-            listener.notify(self._news)
         self._silent_since = loop.time()
         if self._timer is None:  # it runs on: one for each event would cost as much as the event
             self._timer = loop.call_later(self._keepalive_s, self._look_at_the_clock, loop)

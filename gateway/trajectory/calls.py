@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -168,7 +168,8 @@ class LiveCall:
         """Its client waits no more, whoever takes the reply."""
         self.readers: set[object] = set()
         """Clients that are still there."""
-        self._waiting: list[asyncio.Future[bool]] = []
+        self.watchers: list[Callable[[], None]] = []
+        """Called when there is a delta more, or the end."""
 
     @property
     def n_prompt(self) -> int:
@@ -224,21 +225,18 @@ class LiveCall:
             self.announce()
 
     def announce(self) -> None:
-        """Wake those who wait for a change."""
-        for waiter in self._waiting:
-            if not waiter.done():  # its client left
-                waiter.set_result(True)
-        self._waiting.clear()
-
-    def notify(self, waiter: asyncio.Future[bool]) -> None:
-        """Set `waiter` to true when there is a delta more, or the end."""
-        self._waiting.append(waiter)
+        """Tell those who wait for a change."""
+        for watcher in tuple(self.watchers):
+            watcher()
 
     async def changed(self) -> None:
         """Return when there is a delta more, or the end."""
-        waiter = asyncio.get_running_loop().create_future()
-        self.notify(waiter)
-        await waiter
+        change = asyncio.Event()
+        self.watchers.append(change.set)
+        try:
+            await change.wait()
+        finally:
+            self.watchers.remove(change.set)
 
     async def wait(self) -> None:
         """Return when nothing generates or commits it any more."""
