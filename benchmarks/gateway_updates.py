@@ -28,9 +28,8 @@ from stepwell.backends.config import PauseMode
 from stepwell.backends.engines.client import EngineClient
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step, VersionSpan
-from stepwell.gateway.config import TUNING, GatewayConfig, Tuning
+from stepwell.gateway.config import TUNING, GatewayConfig, Tuning, Wiring
 from stepwell.gateway.server import HttpServer
-from stepwell.gateway.wiring import Wiring
 
 MODEL = Path(__file__).parents[1] / "examples" / "quickstart" / "model"
 MODES: tuple[PauseMode, ...] = ("abort", "retract", "in_place")

@@ -56,10 +56,9 @@ from stepwell.datapool.remote.link import Link
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.types import TRAIN
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.server import http_protocol
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.wiring import Wiring
 from stepwell.run.trainer import build_trainer
 from stepwell.trainer.config import DataConfig
 from stepwell.trainer.data import PromptSource

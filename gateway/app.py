@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stepwell.datapool.errors import DataPoolError
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.access import is_gemini, routing_path
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.dialects.registry import PATHS, error_response
 from stepwell.gateway.endpoints import ENDPOINTS, SDK_BODIES, Finder
 from stepwell.gateway.errors import GatewayError, PathError, from_pool
@@ -34,7 +34,6 @@ from stepwell.gateway.openapi import described
 from stepwell.gateway.routes import IGNORED_HEADER, TRAJECTORY_HEADER, VERSION_HEADER
 from stepwell.gateway.services import Services
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.wiring import Wiring
 
 log = logging.getLogger(__name__)
 

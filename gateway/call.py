@@ -41,7 +41,7 @@ from stepwell.backends.engines.api import Sampling
 from stepwell.datapool.errors import DataPoolError, InvalidStepError
 from stepwell.datapool.types import DUPLICATE_OF, SUPERSEDES, UNSEEN, Step, VersionSpan
 from stepwell.gateway.access import Principal
-from stepwell.gateway.config import Thinking
+from stepwell.gateway.config import ChannelSampling, Thinking
 from stepwell.gateway.engine import Generation, Sampler
 from stepwell.gateway.errors import (
     ContextLengthError,
@@ -63,7 +63,6 @@ from stepwell.gateway.tokens.turn_messages import MESSAGES, TurnMessages
 from stepwell.gateway.trajectory.calls import Call, LiveCall, RetryKey
 from stepwell.gateway.trajectory.reply import NOTE, Reply, SampledToken
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
-from stepwell.gateway.wiring import ChannelSampling
 
 log = logging.getLogger(__name__)
 

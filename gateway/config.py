@@ -1,4 +1,5 @@
-"""The gateway's configuration section.
+"""The gateway's configuration section, and what it is told at its start beside it (`Wiring`): the
+engines, its number among replicas, so that no option holds what only the start can know.
 
 Owns: names, bounds and meaning of every gateway option. Does not own: reading YAML
 (`stepwell/config/load.py`). Imports neither torch nor transformers.
@@ -8,8 +9,9 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import (
@@ -23,6 +25,8 @@ from pydantic import (
 
 from stepwell.backends.masks import check_mask_name
 from stepwell.datapool.config import Section
+from stepwell.datapool.dotted import resolve
+from stepwell.gateway.errors import GatewayConfigError
 
 Thinking = Literal["preserve", "template"]
 ToolParser = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "none"]
@@ -291,6 +295,27 @@ class GatewayConfig(Section):
             )
         return self
 
+    def function(self, key: str) -> Callable[..., Any] | None:
+        """The function that `gateway.KEY` names as `package.module:name`; None: it names none.
+
+        Raises:
+            GatewayConfigError: it cannot be loaded, which is told before anything is served.
+        """
+        path = getattr(self, key)
+        if path is None:
+            return None
+        try:
+            found = resolve(path)
+        except ImportError as e:
+            raise GatewayConfigError(
+                f"gateway.{key} is {path!r}, which cannot be imported ({e}); "
+                "name a function as package.module:function"
+            ) from e
+        if not callable(found):
+            raise GatewayConfigError(f"gateway.{key} is {path!r}, which cannot be called")
+        function: Callable[..., Any] = found
+        return function
+
     @property
     def channels(self) -> tuple[str, ...]:
         """Those of agents that come by themselves, without what is held out."""
@@ -353,3 +378,51 @@ TUNING: Final = Tuning()
 
 def is_loopback(host: str) -> bool:
     return host == "localhost" or ipaddress.ip_address(host).is_loopback
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSampling:
+    """Sampling parameters of all calls of a channel. None: as the agent asks."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """-1 is no limit."""
+    max_tokens: int | None = None
+    """Longest response of one call; one that asks for less gets less."""
+    stop: tuple[str, ...] | None = None
+    """Texts that end a response, beside those that the agent asks for; cut off alike."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Token ids that do."""
+    max_response_tokens: int | None = None
+    """Tokens of a conversation behind its first prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """Which engines a gateway generates with and how it samples, and which of several gateways it
+    is.
+    """
+
+    engine_urls: tuple[str, ...] = ()
+    """SGLang servers (or embedded engines); a trajectory stays on one."""
+    lora_path: str | None = None
+    """Name of the LoRA adapter that generates; None: the engines' model itself."""
+    sampling: Mapping[str, ChannelSampling] = field(default_factory=dict)
+    """Sampling by channel; in a channel that is not named, agents choose."""
+    canary_share: float = 0.0
+    """Share of new trajectories that go to an engine whose version is not committed, while there is
+    one."""
+    replica: int = 0
+    """Which of the gateways that share the work this one is."""
+    replica_urls: tuple[str, ...] = ()
+    """Origins of all of them."""
+    run_dir: Path | None = None
+    """Folder of the run, whose files the dashboard shows; None: there is none."""
+    tuning: Tuning = TUNING
+    read_only: bool = False
+    """The run is over: the pool is only read."""
+
+    def __post_init__(self) -> None:
+        urls = tuple(dict.fromkeys(url.rstrip("/") for url in self.engine_urls))
+        object.__setattr__(self, "engine_urls", urls)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from xxhash import xxh3_128
 
 from stepwell.gateway.access import Named, Principal
 from stepwell.gateway.bodies import BIG
-from stepwell.gateway.dialects.base import Cut, Dialect, Known, Parsed
+from stepwell.gateway.dialects.base import KEPT_CUTS, Cut, Dialect, Known, Parsed
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import KnownMessages, Message, Prefix
@@ -89,6 +90,16 @@ class _KnownTools(NamedTuple):
 class _Spans(NamedTuple):
     items: list[msgspec.Raw]
     tools: msgspec.Raw | msgspec.UnsetType
+
+
+class _Read(NamedTuple):
+    """What a text says, and where."""
+
+    parsed: Parsed
+    cuts: tuple[Cut, ...]
+    spans: _Spans
+    tools: bytes
+    """Digest of its tools."""
 
 
 @dataclass(slots=True)
@@ -169,9 +180,7 @@ class KnownBodies:
         parsed = dialect.parse(parse_object(body), reader)
         return Reading(parsed, digest or body_digest(body), lambda _: None)
 
-    def _read(
-        self, dialect: Dialect, body: bytes, text: _Text, reader: Principal
-    ) -> tuple[Parsed, _Spans, bytes] | None:
+    def _read(self, dialect: Dialect, body: bytes, text: _Text, reader: Principal) -> _Read | None:
         """What `text` says, and where; None: the whole body is to be read."""
         mark = text.mark
         name = dialect.list_name or ""
@@ -193,7 +202,8 @@ class KnownBodies:
                 if name in said:  # a second list, which would be the one that counts
                     return None
                 said[name] = said.pop(_NEW)
-            parsed = dialect.parse(said, reader, Known(text.start, text.n_kept, tools))
+            known = Known(text.start, text.n_kept, tools, deque(maxlen=KEPT_CUTS))
+            parsed = dialect.parse(said, reader, known)
         except GatewayError:
             return None
         if mark is not None:
@@ -211,20 +221,20 @@ class KnownBodies:
                 return dialect.parse(parse_object(body), reader).call.messages
 
             parsed.call.messages = KnownMessages(mark.prefix, begin, new, whole, len(body))
-        return parsed, spans, tools_digest
+        return _Read(parsed, tuple(known.cuts or ()), spans, tools_digest)
 
     def _reading(
         self,
         dialect: Dialect,
         body: bytes,
         text: _Text,
-        read: tuple[Parsed, _Spans, bytes],
+        read: _Read,
         place: Hashable,
         older: Sequence[_Mark],
     ) -> Reading:
-        parsed, spans, tools_digest = read
+        parsed, cuts, spans, tools_digest = read
         mark, state = text.mark, text.state
-        ends = [*_ends(text, spans, parsed.cuts)]
+        ends = [*_ends(text, spans, cuts)]
         at, view = 0 if mark is None else mark.n_bytes, memoryview(body)
         whole = hashlib.blake2b(digest_size=16) if mark is None else mark.body.copy()
         digests = []
@@ -252,10 +262,10 @@ class KnownBodies:
             new = [
                 _Mark(
                     *(end, digest, *shape, cut, n_begin),
-                    *(Prefix(cut.n_messages, begin, key), tools_digest, state),
+                    *(Prefix(n, begin, key), tools_digest, state),
                 )
                 for end, digest, cut, state in digests
-                if (key := keys.after(cut.n_messages)) is not None
+                if (key := keys.after(n := parsed.n_outside + cut.n_messages)) is not None
             ]
             gone = {each.digest for each in (*older, *new)}
             others = [each for each in self._marks.get(place, ()) if each.digest not in gone]

@@ -24,7 +24,6 @@ from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClos
 from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import MAX_REWARD, OWNER
 from stepwell.gateway.access import Named, Principal, caller_of, quoted, uid_of
-from stepwell.gateway.addresses import FORGET_HEADER
 from stepwell.gateway.config import MOST_OF_A_GROUP
 from stepwell.gateway.dialects.params import Params
 from stepwell.gateway.errors import (
@@ -33,6 +32,7 @@ from stepwell.gateway.errors import (
     TrajectoryConflictError,
     UnknownItemError,
 )
+from stepwell.gateway.replicas import FORGET_HEADER
 from stepwell.gateway.services import Services, services_of
 from stepwell.gateway.trajectory.store import NotKept
 from stepwell.gateway.trajectory.trajectory import more_rewards
@@ -144,7 +144,7 @@ async def init_trajectory(request: Request, body: InitTrajectory) -> Response:
     prompt_uid = body.prompt_uid or f"prompt-{uid}"
     _check_names(trajectory_uid=uid, prompt_uid=prompt_uid)
     opening = {"channel": body.channel, "attempt": body.attempt, "metadata": body.metadata}
-    replica = await services.addresses.place(body.trajectory_uid)
+    replica = await services.replicas.place(body.trajectory_uid)
     address = await _hand_out(request, replica, uid, prompt_uid, body.tags, caller, **opening)
     return OrjsonResponse({**address, "prompt_uid": prompt_uid})
 
@@ -174,7 +174,7 @@ async def declare_group(request: Request, body: DeclareGroup) -> Response:
     if body.tags:
         await ask(pool.mark(prompt_uid, channel=channel, tags=body.tags))
     uids = [services.keys.member(prompt_uid, i) for i in range(body.n)]
-    replicas = [await services.addresses.place(uid) for uid in uids]
+    replicas = [await services.replicas.place(uid) for uid in uids]
     addresses = await asyncio.gather(
         *(
             _hand_out(request, replica, uid, prompt_uid, (), caller, channel=channel, metadata={})
@@ -207,7 +207,7 @@ async def _hand_out(
         replica: that is to serve it; None: there is only this one.
     """
     services = services_of(request)
-    addresses, trajectories = services.addresses, services.trajectories
+    addresses, trajectories = services.replicas, services.trajectories
     if replica is not None and trajectories.known(uid) is not None:
         replica = addresses.index
     if replica in (None, addresses.index):
@@ -391,7 +391,7 @@ async def forget_trajectory(services: Services, uid: str, *, with_group: bool) -
     uids = dict.fromkeys((uid, *deleted.trajectories, *deleted.leased))
     _forget(services, uids)
     told = {f"/v1/trajectories/{quoted(each)}": services.keys.issue(each, "-") for each in uids}
-    await services.addresses.have_forgotten(told)
+    await services.replicas.have_forgotten(told)
     return {"deleted": deleted.trajectories, "leased": deleted.leased}
 
 

@@ -1,17 +1,30 @@
-"""This module bounds how many calls run at once and how long a trajectory gets, so that no crowd of
-agents and no agent that runs wild takes all of an engine.
+"""Limits of calls: how many run at once, how long a trajectory gets, and how many go on in one turn
+of the event loop. No crowd of agents and no agent that runs wild takes all of an engine.
 
     call ──► room ──────────────────────────────► running ──► done
         └──► waiting, first come first served ──┘
                 └──► queue_timeout_s over (429) │ cancelled
 
-Does not own: sizes and times of bodies (`access.py`); how an engine schedules what it was
-given.
+**Pace.** The loop runs everything that is ready before it looks at sockets and timers again. When
+512 agents call at once, or the pool answers for a batch of them, that is half a second in which no
+keep-alive is sent and nobody is accepted. `Pace` lets some of them go on in each turn, in their
+order::
+
+    turn 1    a b c d e f g h │ i j k …      turn 2    i j k l m n o p │ q …
+
+Calls that the engine or the pool has answered go before new ones: they have waited longest, and
+what they hold is free when they are done. How many go on is found out: twice as many after a turn
+that was short, half as many after one that took too long. So a few dozen go on together, as the
+pool's batches like it, and hundreds one after the other.
+
+Does not own: sizes and times of bodies (`access.py`); how an engine schedules what it was given.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import RateLimitedError, TrajectoryLimitError
@@ -75,3 +88,68 @@ class CallLimits:
             ) from e
         finally:
             self._waiting -= 1
+
+
+# -- pace ------------------------------------------------------------------------------------
+
+FIRST, MOST = 8, 32
+
+
+class Pace:
+    """One place that many tasks pass; of one event loop.
+
+    Args:
+        turn_s: what passes in one turn should take no longer together.
+    """
+
+    def __init__(self, turn_s: float = 0.008) -> None:
+        self._turn_s = turn_s
+        self._limit = FIRST
+        self._passed = 0
+        """In this turn."""
+        self._began = 0.0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._new: deque[asyncio.Future[None]] = deque()
+
+    async def keep(self) -> None:
+        """Go on, now or in a later turn."""
+        if not self._passes(self._waiting):
+            await self._turn(self._waiting)
+
+    async def enter(self) -> None:
+        """Begin, now or in a later turn in which nobody waits in `keep`."""
+        if not self._passes(self._new):
+            await self._turn(self._new)
+
+    def _passes(self, line: deque[asyncio.Future[None]]) -> bool:
+        if self._passed >= self._limit or self._waiting or line:
+            return False
+        if self._passed == 0:
+            self._begin(asyncio.get_running_loop())
+        self._passed += 1
+        return True
+
+    @staticmethod
+    def _turn(line: deque[asyncio.Future[None]]) -> asyncio.Future[None]:
+        turn = asyncio.get_running_loop().create_future()
+        line.append(turn)
+        return turn
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._began = time.perf_counter()
+        loop.call_soon(self._next, loop)  # behind all that passes in this turn
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        took = time.perf_counter() - self._began
+        if took > self._turn_s:
+            self._limit = max(self._limit // 2, 1)
+        elif took < self._turn_s / 2 and (self._waiting or self._new):
+            self._limit = min(self._limit * 2, MOST)
+        self._passed = 0
+        while self._passed < self._limit and (line := self._waiting or self._new):
+            turn = line.popleft()
+            if not turn.done():  # cancelled
+                turn.set_result(None)
+                self._passed += 1
+        if self._passed:
+            self._begin(loop)

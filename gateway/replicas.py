@@ -1,180 +1,129 @@
-"""Several gateways that share the work: Ray actors, each on a port of its own.
+"""This module chooses which gateway replica serves a new trajectory, so that the address that is
+handed out is the routing.
 
-    POST /init_trajectory  at any of them ──► base_url of one of them: every call goes there
+    POST /init_trajectory at any replica ──► place ──► origin ──► base_url: every call goes there
 
-    replica dies ──► its trajectories go on at the others (same path, another origin)
-        └──► Ray starts it again on the same machine and port ──► or there, as before
+A replica that does not answer is left out. Conversations without an address of their own stay with
+the replica that they talk to. What one replica deletes the others forget (`have_forgotten`).
 
-The address is the routing, so there is no front door. What a replica acknowledged is in the pool,
-and one that takes over rebuilds the turn graph from there (`trajectory/calls.py`): replicas share
-nothing else, and need not find each other for that.
-
-Owns: starting replicas, and their ports. Does not own: serving (`server.py`), which address is
-handed out (`addresses.py`).
+Does not own: starting replicas (`server.py`); which names in a
+request are ours (`access.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import os
-import random
+import itertools
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
+from zlib import crc32
 
-from stepwell.datapool.process import (
-    log_to_file,
-    numbered_log,
-    return_free_pages,
-    return_large_blocks,
-    settle_heap,
-    use_one_heap,
-)
-from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.errors import PortInUseError
-from stepwell.gateway.listening import bind
-from stepwell.gateway.server import HttpServer
-from stepwell.gateway.wiring import Wiring
+from stepwell.backends.engines.connections import ConnectionPool
+from stepwell.gateway.config import Wiring
+from stepwell.gateway.errors import ReplicaUnavailableError
 
-RESTART_BIND_S = 30.0
-LARGE_BODY_BYTES = 1 << 16
-"""Request bodies from this size on go back to the system when they are answered: the heap of a
-gateway with 512 agents of long conversations grew by 45 MB a minute, more than half of it holes."""
-PORTS = range(20000, 32768)
-"""Where free ports are taken: below those that outgoing connections get, one of which could
-otherwise have a replica's port when it starts again."""
+CHECK_S = 1.0
+"""How old the last look at another replica may be, and how long it is waited for."""
+FORGET_S = 10.0
+"""Seconds that another replica has to forget a trajectory."""
+FORGET_HEADER = "x-stepwell-replica"
+"""On a DELETE that another replica sends, which has deleted it from the pool."""
 
 
-class GatewayReplica:
-    """A gateway as a Ray actor, which serves again by itself when Ray has restarted it. Methods are
-    async so that Ray's own loop stays free while the server's thread starts and stops."""
+class Replicas:
+    """The replicas as one of them sees them: whose address to hand out. Owned by the app."""
 
-    def __init__(
-        self,
-        config: GatewayConfig,
-        wiring: Wiring,
-        pool: str,
-        log_file: Path | None = None,
-    ) -> None:
-        import ray
+    def __init__(self, wiring: Wiring, public_url: str | None) -> None:
+        self.index = wiring.replica
+        self.urls = wiring.replica_urls
+        self._public_url = public_url
+        self._connections = ConnectionPool()
+        self._turns = itertools.count(self.index)
+        self._looks = [(float("-inf"), True)] * len(self.urls)
+        """When each was last looked at, and whether it answered."""
 
-        from stepwell.datapool.remote.start import connect
+    async def place(self, trajectory_uid: str | None = None) -> int | None:
+        """The replica that is to serve a new trajectory; None: there is only this one.
 
-        log_to_file(log_file)
-        self._http = HttpServer(config, wiring, connect(pool))
-        self._wiring = wiring
-        self._origin: str | None = None
-        if ray.get_runtime_context().was_current_actor_reconstructed:
-            self._serve_again()
+        Args:
+            trajectory_uid: if the client chose it. The same one gets the same replica, whoever
+                is asked, while that answers.
+        """
+        n = len(self.urls)
+        if n <= 1:
+            return None
+        first = next(self._turns) if trajectory_uid is None else crc32(trajectory_uid.encode())
+        for k in range(n):
+            if await self._is_up((first + k) % n):
+                return (first + k) % n
+        return self.index
 
-    async def start(self) -> str:
-        """Serve; returns the origin. Repeating it is harmless."""
-        if self._origin is None:
-            return await asyncio.to_thread(self._begin)
-        return self._origin
+    def origin(self, replica: int) -> str:
+        """As handed out."""
+        if self._public_url is None:
+            return self.urls[replica]
+        return self._public_url.replace("{replica}", str(replica))
 
-    async def stop(self) -> None:
-        await asyncio.to_thread(self._http.stop)
+    async def have_forgotten(self, keys: Mapping[str, str]) -> None:
+        """Have the other replicas forget trajectories. One that is gone has nothing to forget.
 
-    def _begin(self) -> str:
-        origin = self._http.start()
-        if self._wiring.replica_urls:  # the host may be an address to listen on only
-            origin = self._wiring.replica_urls[self._wiring.replica]
-        settle_heap()
-        use_one_heap()
-        return_large_blocks(LARGE_BODY_BYTES)
-        return_free_pages()
-        self._origin = origin
-        return origin
+        Args:
+            keys: by the path of each trajectory, one that may delete it.
 
-    def _serve_again(self) -> None:
-        end = time.monotonic() + RESTART_BIND_S
-        while True:
+        Raises:
+            ReplicaUnavailableError: one runs, and did not do it.
+        """
+        others = [i for i in range(len(self.urls)) if i != self.index]
+        done = await asyncio.gather(*(self._has_forgotten(i, keys) for i in others))
+        if left := [str(i) for i, is_done in zip(others, done, strict=True) if not is_done]:
+            raise ReplicaUnavailableError(
+                f"deleted from the DataPool, but replica {', '.join(left)} did not answer and may "
+                f"still know it; repeat DELETE {' and DELETE '.join(keys)}"
+            )
+
+    async def _has_forgotten(self, replica: int, keys: Mapping[str, str]) -> bool:
+        for path, key in keys.items():
+            headers = f"authorization: Bearer {key}\r\n{FORGET_HEADER}: {self.index}\r\n"
+            url = self.urls[replica] + path
             try:
-                self._begin()
-                return
-            except PortInUseError:  # the process before this one may not be quite gone
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.2)
+                async with asyncio.timeout(FORGET_S):
+                    status, _ = await self._connections.request(
+                        "DELETE", url, headers=headers.encode()
+                    )
+                if status != 200:
+                    return False
+            except ConnectionRefusedError:
+                return True
+            except (ConnectionError, TimeoutError):
+                return False
+        return True
 
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "replica": self.index,
+            "replicas": [
+                {"url": url, "up": is_up}
+                for url, (_, is_up) in zip(self.urls, self._looks, strict=True)
+            ],
+        }
 
-def start_replicas(
-    config: GatewayConfig,
-    wiring: Wiring,
-    pool: str,
-    log_dir: Path | None = None,
-    **ray_options: Any,
-) -> list[Any]:
-    """Handles of `config.replicas` new actors; each serves after `await handle.start.remote()`,
-    which returns its origin, and is restarted by Ray until it is killed by its handle.
+    def close(self) -> None:
+        self._connections.close()
 
-    On a loopback address all are on this machine, otherwise spread over those that Ray has. One
-    that is restarted comes back where it was. Needs an initialised Ray.
+    async def _is_up(self, replica: int) -> bool:
+        looked_at, is_up = self._looks[replica]
+        now = time.monotonic()
+        if replica != self.index and now - looked_at > CHECK_S:
+            self._looks[replica] = now, is_up  # others take that meanwhile
+            is_up = await self._answers(self.urls[replica])
+            self._looks[replica] = now, is_up
+        return is_up
 
-    Args:
-        pool: the name of the pool's actor in the current namespace.
-        log_dir: what they log goes to `gateway.log`, or `gateway_0.log`, …, there, too.
-        ray_options: over the default `num_cpus=0`, `max_restarts=-1`.
-    """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    config = _absolute_paths(config)
-    nodes = _nodes(config.host)
-    ports = _ports(config)
-    homes = [nodes[i % len(nodes)] for i in range(config.replicas)]
-    urls = tuple(f"http://{host}:{port}" for (_, host), port in zip(homes, ports, strict=True))
-    options = {"num_cpus": 0, "max_restarts": -1, **ray_options}
-    actor = ray.remote(GatewayReplica)
-    return [
-        actor.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False), **options
-        ).remote(
-            config.model_copy(update={"port": port}),
-            replace(wiring, replica=i, replica_urls=urls),
-            pool,
-            numbered_log(log_dir, "gateway", i, config.replicas),
-        )
-        for i, ((node, _), port) in enumerate(zip(homes, ports, strict=True))
-    ]
-
-
-def _nodes(host: str) -> list[tuple[str, str]]:
-    """(Ray's node id, the host of its URLs) of every machine that can listen on `host`."""
-    import ray
-
-    here: str = ray.get_runtime_context().get_node_id()
-    if host == "localhost" or not ipaddress.ip_address(host).is_unspecified:
-        return [(here, f"[{host}]" if ":" in host else host)]
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    alive = [(n["NodeID"], n["NodeManagerAddress"]) for n in nodes if n["Alive"]]
-    return sorted(alive, key=lambda node: node[0] != here)
-
-
-def _ports(config: GatewayConfig) -> Sequence[int]:
-    """A port for each replica, known before it starts, so that it can have it again."""
-    if config.port:
-        return range(config.port, config.port + config.replicas)
-    found: list[int] = []
-    with ExitStack() as taken:
-        for port in random.SystemRandom().sample(PORTS, len(PORTS)):
-            try:
-                taken.enter_context(bind(config.host, port))
-            except PortInUseError:
-                continue
-            found.append(port)
-            if len(found) == config.replicas:
-                return found
-    raise PortInUseError(f"no port of {PORTS} is free on {config.host}; set gateway.port")
-
-
-def _absolute_paths(config: GatewayConfig) -> GatewayConfig:
-    """`config` for an actor, which may run with another working directory."""
-    if config.tokenizer_path is None or not os.path.isdir(config.tokenizer_path):
-        return config
-    return config.model_copy(update={"tokenizer_path": os.path.abspath(config.tokenizer_path)})
+    async def _answers(self, url: str) -> bool:
+        try:
+            async with asyncio.timeout(CHECK_S):
+                status, _ = await self._connections.request("GET", f"{url}/health")
+            return status == 200
+        except (ConnectionError, TimeoutError):
+            return False

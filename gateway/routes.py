@@ -40,11 +40,11 @@ from stepwell.gateway.errors import (
     RequestError,
     UnknownItemError,
 )
-from stepwell.gateway.functions import compute_reward
 from stepwell.gateway.lifecycle import RECORDED_HEADER
 from stepwell.gateway.metrics import exposition
 from stepwell.gateway.openapi import STEP, TOKEN_IDS
 from stepwell.gateway.prompt import ChatRequest
+from stepwell.gateway.reward import compute_reward
 from stepwell.gateway.services import Services, services_of
 from stepwell.gateway.tokens.graph import TurnGraph
 from stepwell.gateway.trajectory.calls import RetryKey
@@ -449,8 +449,8 @@ async def ready(request: Request) -> Response:
     await services.engine.ready()
     context = await services.engine.context_length()
     state: dict[str, Any] = {"status": "ready", "context_length": context}
-    if len(services.addresses.urls) > 1:
-        state["replica"] = services.addresses.index
+    if len(services.replicas.urls) > 1:
+        state["replica"] = services.replicas.index
     return OrjsonResponse(state)
 
 

@@ -19,17 +19,16 @@ from starlette.requests import Request
 
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.access import AccessControl
-from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.call import Calls
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.dialects.registry import make_dialects, make_gemini
 from stepwell.gateway.engine import Sampler
 from stepwell.gateway.errors import GatewayError
-from stepwell.gateway.functions import load_function
 from stepwell.gateway.known_bodies import KnownBodies
 from stepwell.gateway.limits import CallLimits
 from stepwell.gateway.prompt import Prompts
+from stepwell.gateway.replicas import Replicas
 from stepwell.gateway.reply.reader import ReplyFormat
 from stepwell.gateway.slime_buffer.buffer import RolloutBuffer
 from stepwell.gateway.tokens.render import ChatRenderer
@@ -40,7 +39,6 @@ from stepwell.gateway.trajectory.identity import Identities
 from stepwell.gateway.trajectory.recording import Recording
 from stepwell.gateway.trajectory.store import Outcomes, TrajectoryStore
 from stepwell.gateway.ui.dashboard import Dashboard
-from stepwell.gateway.wiring import Wiring
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +57,11 @@ class Services:
         """
         self.config, self.pool, self.tokenizer = config, pool, tokenizer
         self.tuning = tuning = wiring.tuning
-        self.reward = load_function(config, "reward_fn")
+        self.reward = config.function("reward_fn")
         self.threads = ThreadPoolExecutor(RENDER_THREADS, "gateway-render")
         self.access = AccessControl(config, self.threads, wiring.replica_urls, tuning)
         self.keys, self.hosts = self.access.keys, self.access.hosts
-        self.addresses = Addresses(wiring, config.public_url)
+        self.replicas = Replicas(wiring, config.public_url)
         self.known_bodies = KnownBodies()
         self.engine = Sampler(config, wiring, tokenizer.vocabulary)
         self.recording = Recording(pool, config, tuning)
@@ -138,7 +136,7 @@ class Services:
             "tokenizer": {"fast": self.tokenizer.is_fast},
             "engine": self.engine.statistics(),
             "rollout_buffer": self.rollout_buffer.statistics(),
-            **self.addresses.statistics(),
+            **self.replicas.statistics(),
         }
 
     async def close(self) -> None:
@@ -153,7 +151,7 @@ class Services:
         await asyncio.gather(*(c.wait() for c in calls))
         await self.recording.close()
         await self.engine.close()
-        self.addresses.close()
+        self.replicas.close()
 
 
 def services_of(request: Request) -> Services:

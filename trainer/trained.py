@@ -120,7 +120,10 @@ class Trained:
         whole = {groups[i].prompt_uid for i in drawn}
         chosen = [i for i, (g, _) in enumerate(all_of) if g.prompt_uid in whole]
         others = [] if self._lines is None else [i for i in spread if i not in set(chosen)]
-        about = {"policy_version": version, "groups": len(groups)}
+        rewards = {
+            g.prompt_uid: [t.reward for t in g.trajectories if t.reward is not None] for g in groups
+        }
+        about = {"policy_version": version, "groups": len(groups), "rewards": rewards}
         within = _bounded(map(trained, [*chosen, *others]))
         try:
             write_trained(self._folder, step, about, within, self._most)

@@ -41,8 +41,7 @@ from stepwell.trainer.algorithms.losses import (
     seen,
     untruncated,
 )
-from stepwell.trainer.algorithms.off_policy.correction import TokenWeights, correct
-from stepwell.trainer.algorithms.off_policy.lag import lags
+from stepwell.trainer.algorithms.off_policy.correction import TokenWeights, correct, lags
 from stepwell.trainer.algorithms.off_policy.proximal import is_first_forward, proximal_log_probs
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
 from stepwell.trainer.progress import Progress

@@ -27,10 +27,9 @@ from benchmarks.gateway.workload import Workload
 from benchmarks.pool.cluster import pid_of, running_pool
 from benchmarks.processes import free_port, python
 from stepwell.datapool.types import Step
-from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.replicas import GatewayReplica, start_replicas
+from stepwell.gateway.config import GatewayConfig, Wiring
+from stepwell.gateway.server import GatewayReplica, start_replicas
 from stepwell.gateway.tokens.graph import join
-from stepwell.gateway.wiring import Wiring
 
 T = TypeVar("T")
 START_S = 60.0

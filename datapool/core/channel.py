@@ -34,7 +34,8 @@ from sortedcontainers import SortedList
 from stepwell.datapool import errors, ops, questions
 from stepwell.datapool.codec import PackedGroup, PackedStep, PackedTrajectory
 from stepwell.datapool.config import ChannelConfig, SelectionConfig
-from stepwell.datapool.core import limits, rows
+from stepwell.datapool.core import limits
+from stepwell.datapool.core import log_rows as rows
 from stepwell.datapool.core.accounting import Counts, count_reason
 from stepwell.datapool.core.erasure import only_owner
 from stepwell.datapool.core.group_log import GroupLog
@@ -806,8 +807,14 @@ class Channel:
             group.leaving = (*group.leaving, record.trajectory_uid)
             return
         counts = record.closing is None or record.is_complete
+        was_due = group.readiness.is_due
         self._take_out(group, record)
-        if counts:
+        if not counts:
+            return
+        is_over = group.is_frozen or (was_due and _is_past(group.deadline, self.now))
+        if is_over and len(group.complete) < group.least and not self.replaying:
+            self._drop(group, TOO_FEW_ROLLOUTS)
+        else:
             group.touched_at = self.now
             self._decide(group)
 
@@ -824,7 +831,7 @@ class Channel:
                 self.counts.trajectories.complete -= 1
                 group.oldest_version = min((t.versions()[0] for t in group.complete), default=None)
                 if not group.is_leased:
-                    self._become(group, without(group.readiness, at))
+                    self._become(group, without(group, at))
             else:
                 group.n_open -= 1
                 self.counts.trajectories.open -= 1
@@ -1279,6 +1286,10 @@ class Channel:
         self.counts.trajectories.late += 1
         self.log.is_changed = True
         return "late"
+
+
+def _is_past(time: float | None, now: float) -> bool:
+    return time is not None and time <= now
 
 
 METHODS: Final[Mapping[type, Callable[[Channel, Any], Any]]] = {

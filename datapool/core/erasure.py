@@ -21,8 +21,8 @@ from msgspec.structs import replace
 
 from stepwell.datapool import ops
 from stepwell.datapool.codec import HOLLOW_BYTES, encoder, hollow
+from stepwell.datapool.core.log_rows import Log, PromptStored, StepsStored, read
 from stepwell.datapool.core.records import DELETED, GroupRecord
-from stepwell.datapool.core.rows import Log, PromptStored, StepsStored, read
 from stepwell.datapool.types import OWNER
 
 

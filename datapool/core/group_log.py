@@ -7,7 +7,7 @@ in one; and what it takes out of there.
     trajectory deleted ──erase──► the group's rows written anew without it
 
 Before there is a log nothing is written. Owns the rows' numbers and the order in which they are
-written. Does not own their form (`rows.py`) nor where bytes are kept (`payloads.py`).
+written. Does not own their form (`log_rows.py`) nor where bytes are kept (`payloads.py`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import msgspec
 
 from stepwell.datapool.codec import PackedStep
 from stepwell.datapool.core.erasure import Erasure
+from stepwell.datapool.core.log_rows import GroupClosed, PromptStored, StepsStored, Writer
 from stepwell.datapool.core.payloads import Payloads
 from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
-from stepwell.datapool.core.rows import GroupClosed, PromptStored, StepsStored, Writer
 
 ROW_BYTES = 64 << 10
 """Bytes of steps after which their row is written: it is read as a whole, also for one of them."""

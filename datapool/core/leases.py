@@ -18,7 +18,7 @@ from msgspec.structs import asdict, replace
 
 from stepwell.datapool import errors
 from stepwell.datapool.codec import decoder, encoder
-from stepwell.datapool.core import rows
+from stepwell.datapool.core import log_rows as rows
 from stepwell.datapool.core.accounting import count_reason
 from stepwell.datapool.core.orders import KeyedOrder
 from stepwell.datapool.core.records import Remembered

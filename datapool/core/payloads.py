@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from stepwell.datapool.codec import PackedStep
-from stepwell.datapool.core.rows import Writer
+from stepwell.datapool.core.log_rows import Writer
 from stepwell.datapool.errors import JournalError
 
 

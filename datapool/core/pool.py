@@ -30,7 +30,7 @@ from stepwell.datapool.core.accounting import Counts
 from stepwell.datapool.core.channel import METHODS, Channel
 from stepwell.datapool.core.leases import STATE as LEASES
 from stepwell.datapool.core.leases import LeaseBook
-from stepwell.datapool.core.rows import GroupReturned, LeaseRecord, Log, Writer
+from stepwell.datapool.core.log_rows import GroupReturned, LeaseRecord, Log, Writer
 from stepwell.datapool.inspect.events import EventLog, Events
 from stepwell.datapool.inspect.listing import listed
 from stepwell.datapool.types import OWNER, TRAIN, VAL

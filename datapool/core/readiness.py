@@ -128,19 +128,11 @@ def decide(group: GroupRecord, rules: Rules, now: float) -> Decision:
         if until <= now:
             return Decision(readiness, Drop(RETENTION))
         times.append(until)
-    if group.is_frozen:
-        if len(group.complete) < group.least:
-            return Decision(readiness, Drop(TOO_FEW_ROLLOUTS))
-    else:
-        if readiness.is_due and len(group.complete) < group.least:  # one of them was deleted
-            if group.deadline is not None and group.deadline <= now:
-                return Decision(readiness, Drop(TOO_FEW_ROLLOUTS))
-            readiness = replace(readiness, is_due=False, ready_for=0)
-        if not readiness.is_due:
-            gathered = _gather(group, config, readiness, now, times)
-            if isinstance(gathered, Drop):
-                return Decision(readiness, gathered)
-            readiness, why = gathered
+    if not readiness.is_due:
+        gathered = _gather(group, config, readiness, now, times)
+        if isinstance(gathered, Drop):
+            return Decision(readiness, gathered)
+        readiness, why = gathered
     verdict, key = None, 0.0
     is_ready = readiness.is_due or readiness.ready_for >= config.n_rollouts
     if is_ready and (group.is_marked or rules.examines_all):
@@ -243,8 +235,13 @@ def retained_until(group: GroupRecord, rules: Rules) -> float | None:
     return None if rules.retention_s is None else group.opened_at + rules.retention_s
 
 
-def without(readiness: Readiness, position: int) -> Readiness:
-    """Return the decision on a group whose complete trajectory at `position` was taken out."""
+def without(group: GroupRecord, position: int) -> Readiness:
+    """Return the decision on a group whose complete trajectory at `position` was taken out: one
+    that made it due may be missing now."""
+    readiness = group.readiness
+    if readiness.is_due:
+        is_open = not group.is_frozen and len(group.complete) < group.least
+        return replace(readiness, is_due=False, ready_for=0) if is_open else readiness
     if position >= readiness.ready_for:
         return readiness
     return replace(readiness, ready_for=readiness.ready_for - 1)

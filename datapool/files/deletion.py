@@ -14,8 +14,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from stepwell.datapool.core.pool import DataPool
+from stepwell.datapool.files.columns import Row, loads
 from stepwell.datapool.files.export import read_rows, write_rows
-from stepwell.datapool.files.rows import Row, loads
 from stepwell.datapool.ops import Delete, Deleted, Nack
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import UNKNOWN, restore

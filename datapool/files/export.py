@@ -28,7 +28,7 @@ import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
 import pyarrow.parquet as pq  # type: ignore[import-untyped,unused-ignore]
 
 from stepwell.datapool.errors import ExportError
-from stepwell.datapool.files.rows import (
+from stepwell.datapool.files.columns import (
     COLUMNS,
     TOKEN_COLUMNS,
     PlacedRow,

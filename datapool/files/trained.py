@@ -2,7 +2,7 @@
 while the run goes on and after it.
 
     trainer ──write──► RUN/trained/000000000012.jsonl ──read──► dashboard, `stepwell view`
-                       {"step": 12, "groups": 8, …}                          the step
+                       {"step": 12, "groups": 8, "rewards": {…}, …}          the step
                        {"trajectory_uid": …, "steps": [{…, "columns": {…}}]}  a trajectory each
                        each line with its `digest` (`datapool/sealed.py`)
 
@@ -15,10 +15,10 @@ are the trainer's. Owns the format and the folder's bound. Does not own which tr
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import orjson
@@ -28,9 +28,14 @@ from stepwell.datapool.errors import ExportError
 from stepwell.datapool.sealed import damaged, read_lines, sealed, write_durably
 from stepwell.datapool.types import Step, Trajectory
 
+if TYPE_CHECKING:
+    from stepwell.datapool.inspect.rows import GroupRow
+
 TRAINED: Final = "trained"
 """The folder's name in a run's folder."""
 DECIMALS: Final = 6
+LOOKED_BACK: Final = 64
+"""Optimizer steps whose files are asked for the rewards of leased groups."""
 Columns: TypeAlias = Mapping[str, Any]
 
 
@@ -104,6 +109,37 @@ def read_trained(folder: Path, step: int) -> tuple[TrainedTrajectory, ...]:
     if len(lines) != len(about["trajectories"]):
         raise damaged(path, "lines are missing", _REMEDY)
     return tuple(map(_trajectory, lines))
+
+
+def with_rewards(folder: Path, rows: Sequence[GroupRow]) -> list[GroupRow]:
+    """Return `rows` with the rewards that the trainer gave itself: the pool hears of none of a
+    leased group. Looks into the files of the last `LOOKED_BACK` optimizer steps.
+
+    Raises:
+        DamagedFileError: one is damaged.
+    """
+    wanted = {row.prompt_uid for row in rows if row.state == "leased" and row.reward_mean is None}
+    found: dict[str, list[float]] = {}
+    for step in reversed(trained_steps(folder)[-LOOKED_BACK:] if wanted else []):
+        try:
+            rewards = read_about(folder, step).get("rewards", {})
+        except ExportError:  # removed meanwhile
+            continue
+        found |= {uid: rewards[uid] for uid in wanted & rewards.keys() if rewards[uid]}
+        wanted -= found.keys()
+        if not wanted:
+            break
+    return [
+        replace(row, reward_mean=float(np.mean(own)), reward_std=_spread(own))
+        if (own := found.get(row.prompt_uid))
+        else row
+        for row in rows
+    ]
+
+
+def _spread(rewards: Sequence[float]) -> float | None:
+    """Population standard deviation, as the pool takes it; None of fewer than two."""
+    return float(np.std(rewards)) if len(rewards) > 1 else None
 
 
 _REMEDY = "delete it: it is for people alone"

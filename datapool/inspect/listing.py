@@ -63,7 +63,8 @@ def listed(channel: Channel, epoch: str, asked: questions.Listing[Any]) -> Any:
 
 Filters: TypeAlias = Mapping[str, Check]
 """The filters of a listing. `min_x` and `max_x` bound the x of an item, and what has no x is in no
-range; any other filter is what the item's own value of that name must be."""
+range; any other filter is what the item's own value of that name must be. A filter that the walk
+does not look at is one on a field of the row (a trajectory: of its record)."""
 
 
 def some_of(literal: object) -> Check:
@@ -142,6 +143,8 @@ class Pager:
             )
         self.wanted = _parsed(asked.filters, known)
         self._checks = [_check(name, wanted) for name, wanted in self.wanted.items()]
+        self._asked = {"prompt_uid", "trajectory_uid"}
+        """What filters have looked at; what these two name is where the walk goes."""
         self._name = f"{kind}:{epoch}"
         self.start = Place(0) if asked.cursor is None else self._parse(asked.cursor)
         self._next: Place | None = None
@@ -180,7 +183,14 @@ class Pager:
 
     def admits(self, **found: Any) -> bool:
         """Whether the filters let an item pass that has these values."""
+        self._asked.update(found)
         return all(passes(found[name]) for name, passes in self._checks if name in found)
+
+    def admits_rest(self, item: object) -> bool:
+        """Whether an item passes the filters that `admits` was not asked for: each is a field of
+        the item."""
+        rest = [check for check in self._checks if check[0] not in self._asked]
+        return all(passes(getattr(item, name)) for name, passes in rest)
 
     def admits_sums(self, reward: float | None, oldest: int | None, newest: int | None) -> bool:
         """Both versions must lie in the range."""
@@ -241,7 +251,7 @@ def _trajectories(channel: Channel, pager: Pager) -> Iterator[_Found]:
                 continue
             pager.spend(steps=len(record.steps))
             versions = record.versions() if record.steps else (None, None)
-            if pager.admits_sums(record.reward(), *versions):
+            if pager.admits_sums(record.reward(), *versions) and pager.admits_rest(record):
                 yield _Found(group, group_state, record, state, versions)
 
 
@@ -262,7 +272,7 @@ def _group_rows(channel: Channel, pager: Pager) -> Iterator[rows.GroupRow]:
         pager.spend(items=len(group.trajectories), steps=len(steps))
         if not pager.admits_sums(info.reward_mean, info.oldest_version, info.newest_version):
             continue
-        yield rows.GroupRow(
+        row = rows.GroupRow(
             prompt_uid=group.prompt_uid,
             state=state,
             reason=channel.describe(group)["why"] if state == "open" else channel.state(group)[1],
@@ -282,6 +292,8 @@ def _group_rows(channel: Channel, pager: Pager) -> Iterator[rows.GroupRow]:
             metadata=dict(group.metadata),
             marks=group.marks,
         )
+        if pager.admits_rest(row):
+            yield row
 
 
 def _trajectory_rows(channel: Channel, pager: Pager) -> Iterator[rows.TrajectoryRow]:

@@ -28,6 +28,7 @@ import ray
 from stepwell.datapool.codec import PackedLease, decoder, encoder, in_trajectories, pack
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.errors import InvalidStepError, PoolReplacedError
+from stepwell.datapool.heap import return_large_blocks, use_one_heap
 from stepwell.datapool.ops import (
     Ack,
     CompleteTrajectory,
@@ -39,14 +40,9 @@ from stepwell.datapool.ops import (
     metadata_of,
     outcomes_or_raise,
 )
-from stepwell.datapool.process import (
-    log_to_file,
-    return_large_blocks,
-    settle_heap,
-    use_one_heap,
-)
+from stepwell.datapool.process import log_to_file, settle_heap
 from stepwell.datapool.questions import GetStatistics
-from stepwell.datapool.remote.incarnation import former_of, record
+from stepwell.datapool.remote.incarnation import previous_of, record
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.remote.wire import Door, Server
 from stepwell.datapool.store.folder import journal_exists
@@ -87,7 +83,7 @@ class DataPoolActor:
         log_to_file(log_file)
         use_one_heap()
         restarted = _was_restarted()
-        former = None if folder is None else former_of(folder, journal_exists(folder))
+        previous = None if folder is None else previous_of(folder, journal_exists(folder))
         if folder is not None and has_journal and not journal_exists(folder):
             raise PoolReplacedError(
                 f"shard {shard} had its journal in {folder}, and on {socket.gethostname()} "
@@ -99,7 +95,7 @@ class DataPoolActor:
 
         async def start() -> tuple[PoolService, Server]:
             service = PoolService(
-                config, folder, shard, restarted=restarted, former=former, fenced=_end
+                config, folder, shard, restarted=restarted, previous=previous, fenced=_end
             )
             return service, Server(service, ray.get_runtime_context().get_node_id())
 

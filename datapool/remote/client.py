@@ -47,7 +47,7 @@ from stepwell.datapool.inspect.rows import (
     TrajectoryRow,
 )
 from stepwell.datapool.ops import Op, R, SubmitOutcome, TrajectoryOutcome
-from stepwell.datapool.remote.link import LocalPort, Port
+from stepwell.datapool.remote.link import Caller, LocalPort, Port
 from stepwell.datapool.remote.outbox import Outbox
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.remote.shards import Shards
@@ -83,8 +83,8 @@ class DataPoolClient:
 
     def __init__(self, ports: Sequence[Port]) -> None:
         self.ports = tuple(ports)
-        self._shards = Shards(self.ports)
-        self._outbox = Outbox(self._shards)
+        self._pool: Caller = self.ports[0] if len(self.ports) == 1 else Shards(self.ports)
+        self._outbox = Outbox(self._pool)
         self._acking: set[asyncio.Future[Any]] = set()
 
     def __reduce__(self) -> tuple[type[DataPoolClient], tuple[Sequence[Port]]]:
@@ -125,7 +125,7 @@ class DataPoolClient:
         """
         if isinstance(op, ops.CompleteTrajectory | ops.AbortTrajectory):
             self._outbox.tips.end(op.trajectory_uid, op.channel)
-        return await self._shards.call(op, timeout_s)
+        return await self._pool.call(op, timeout_s)
 
     # -- producers ---------------------------------------------------------------------------
 

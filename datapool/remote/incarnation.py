@@ -53,14 +53,14 @@ class Incarnation(NamedTuple):
         )
 
 
-class Former(NamedTuple):
+class Previous(NamedTuple):
     """What this actor was before Ray started it again."""
 
     incarnation: Incarnation
     pid: int
 
 
-def former_of(folder: Path, has_journal: bool) -> Former | None:
+def previous_of(folder: Path, has_journal: bool) -> Previous | None:
     """What this actor was before it was restarted; None in its first start.
 
     Raises:
@@ -79,7 +79,7 @@ def former_of(folder: Path, has_journal: bool) -> Former | None:
             f"{socket.gethostname()} there is none: what it acknowledged would be missing. Put the "
             "folder back, or make it reachable from this node, and start the run again"
         )
-    return Former(before, pid)
+    return Previous(before, pid)
 
 
 def record(incarnation: Incarnation) -> None:

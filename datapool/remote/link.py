@@ -39,10 +39,8 @@ RETRY_S = 0.05
 """Between two tries to connect."""
 
 
-class Port(Protocol):
-    """A way to one shard."""
-
-    met: Known
+class Caller(Protocol):
+    """A way to a pool, or to one shard of it."""
 
     def call(self, op: Op[R], timeout_s: float | None = 0.0) -> Awaitable[R]:
         """The answer to `op`, waited for up to `timeout_s` (None: for ever) if there is none yet.
@@ -52,6 +50,12 @@ class Port(Protocol):
             DataPoolError: its refusal.
             PoolUnavailableError: the pool is gone, or does not come back in time.
         """
+
+
+class Port(Caller, Protocol):
+    """A way to one shard."""
+
+    met: Known
 
     def close(self) -> None:
         """Hang up. A later call connects again."""

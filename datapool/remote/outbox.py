@@ -18,9 +18,9 @@ from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
 from stepwell.datapool.codec import Base, PackedStep, in_trajectories, pack
-from stepwell.datapool.errors import DataPoolError, InvalidStepError, TrajectoryConflictError
+from stepwell.datapool.errors import DataPoolError, InvalidStepError
 from stepwell.datapool.ops import OpenTrajectory, Refusal, SubmitOutcome, SubmitSteps
-from stepwell.datapool.remote.shards import Shards
+from stepwell.datapool.remote.link import Caller
 from stepwell.datapool.types import Step
 
 MAX_TIPS = 200_000
@@ -30,10 +30,14 @@ Results: TypeAlias = list[SubmitOutcome | Refusal]
 
 
 class Outbox:
-    """What producers send through one client."""
+    """What producers send through one client.
 
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
+    Args:
+        pool: the way there, to all of its shards.
+    """
+
+    def __init__(self, pool: Caller) -> None:
+        self._pool = pool
         self.tips = Tips()
 
     async def submit(self, steps: Sequence[Step], channel: str, timeout_s: float | None) -> Results:
@@ -45,7 +49,7 @@ class Outbox:
             # The channel blocks: steps of new groups wait here, in their producer.
             new = {steps[i].trajectory_uid: steps[i].prompt_uid for i in blocked}
             opening = (OpenTrajectory(t, p, channel=channel) for t, p in new.items())
-            calls = (self._shards.call(op, timeout_s) for op in opening)
+            calls = (self._pool.call(op, timeout_s) for op in opening)
             await asyncio.gather(*calls, return_exceptions=True)
             await self._send(steps, channel, blocked, results)
         return results
@@ -61,38 +65,26 @@ class Outbox:
     async def _send_once(
         self, steps: Sequence[Step], channel: str, which: Collection[int], results: list[Any]
     ) -> None:
-        """Each step relative to those sent before it, in one write to each shard."""
-        parts: dict[int, list[tuple[int, Step, PackedStep]]] = {}
+        """Each step relative to the parent that it names, if that was sent before; in one call."""
+        sent: list[int] = []
+        packed: list[tuple[str, str, PackedStep]] = []
         for i in which:
             step = steps[i]
             try:
-                packed = i, step, self.tips.pack(step, channel)
-                home = self._shards.home(step.trajectory_uid, step.prompt_uid, channel)
-            except (InvalidStepError, TrajectoryConflictError) as e:
+                packed.append((step.trajectory_uid, step.prompt_uid, self.tips.pack(step, channel)))
+            except InvalidStepError as e:
                 results[i] = Refusal.of(e)
             else:
-                parts.setdefault(home, []).append(packed)
-        # All are begun now: what is called next, of whatever group, comes after them.
-        began = [
-            self._shards.ports[home].call(
-                SubmitSteps(
-                    in_trajectories((s.trajectory_uid, s.prompt_uid, p) for _, s, p in part),
-                    channel,
-                )
-            )
-            for home, part in parts.items()
-        ]
-        if len(began) == 1:
-            answers: list[Any] = [await began[0]]
-        else:
-            answers = await asyncio.gather(*began, return_exceptions=True)
-        for part, answer in zip(parts.values(), answers, strict=True):
-            if isinstance(answer, DataPoolError):  # of the call: none of these was acknowledged
-                answer = [Refusal.of(answer)] * len(part)
-            elif isinstance(answer, BaseException):
-                raise answer
-            for (i, *_), outcome in zip(part, answer, strict=True):
-                results[i] = outcome
+                sent.append(i)
+        if not sent:
+            return
+        answers: Results
+        try:
+            answers = await self._pool.call(SubmitSteps(in_trajectories(packed), channel))
+        except DataPoolError as e:  # of the call: nothing was acknowledged
+            answers = [Refusal.of(e)] * len(sent)
+        for i, answer in zip(sent, answers, strict=True):
+            results[i] = answer
 
 
 class Tips:

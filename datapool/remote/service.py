@@ -56,7 +56,7 @@ from stepwell.datapool.questions import (
     WaitAvailable,
     WaitCredit,
 )
-from stepwell.datapool.remote.incarnation import Former, Incarnation, Known
+from stepwell.datapool.remote.incarnation import Incarnation, Known, Previous
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
 
@@ -110,13 +110,13 @@ class PoolService:
 
     Args:
         folder: of its journal; None: nothing survives the process.
-        former: what this pool was before its process was started again.
+        previous: what this pool was before its process was started again.
         fenced: is called when another process has taken the journal over.
 
     Raises:
         JournalError: the journal cannot be opened; the message says why.
         ReplayError: its rows contradict each other.
-        PoolReplacedError: it is not the journal of `former`.
+        PoolReplacedError: it is not the journal of `previous`.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class PoolService:
         shard: int = 0,
         *,
         restarted: bool = False,
-        former: Former | None = None,
+        previous: Previous | None = None,
         fenced: Callable[[], None] = lambda: None,
     ) -> None:
         config = config or PoolConfig()
@@ -141,7 +141,7 @@ class PoolService:
         self.incarnation: Known = None
         self._journal: Journal | None = None
         if folder is not None:
-            self._journal = self._recover(folder, restarted, former)
+            self._journal = self._recover(folder, restarted, previous)
             if not restarted:
                 self._pool.reopen()
         elif restarted:
@@ -156,7 +156,7 @@ class PoolService:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due: float | None = None
 
-    def _recover(self, folder: Path, restarted: bool, former: Former | None) -> Journal:
+    def _recover(self, folder: Path, restarted: bool, previous: Previous | None) -> Journal:
         """Open the journal and make the pool what it says."""
         began = time.monotonic()
         journal = Journal(
@@ -165,13 +165,13 @@ class PoolService:
             # Ray declared the former process dead. If only its node was cut off, that one ends as
             # soon as it learns so, or cannot reach the cluster for a minute.
             lock_timeout_s=CUT_OFF_S if restarted else LOCK_S,
-            take_over=None if former is None else former.pid,
+            take_over=None if previous is None else previous.pid,
         )
         with contextlib.ExitStack() as undo:
             undo.callback(journal.close)
             self.incarnation = here = Incarnation(journal.identity, journal.opening)
-            if former is not None:
-                here._replace(generation=here.generation - 1).check_follows(former.incarnation)
+            if previous is not None:
+                here._replace(generation=here.generation - 1).check_follows(previous.incarnation)
             with growing_heap():
                 n_rows = restore(self._pool, journal)
             last = max(channel.now for channel in self._pool.channels.values())

@@ -8,8 +8,8 @@ shard that its `prompt_uid` names.
               │  └──too little──► wait for a shard to have more ──────┤
               └───────────────────────────────────────────────────────┘
 
-With one shard nothing of this is used. A pool is away while one of its shards is: what is asked of
-all waits for that one, what is about one group asks its shard alone.
+A client of one shard has nothing of this. A pool is away while one of its shards is: what is asked
+of all waits for that one, what is about one group asks its shard alone.
 
 A consumer never holds groups while it waits for others: two consumers could wait for each other. So
 consumers are not served first come first. Credit for new groups is of the whole pool: a share per
@@ -98,14 +98,14 @@ class Shards:
 
     async def call(self, op: Op[R], timeout_s: float | None = 0.0) -> R:
         """As `DataPoolClient.call`."""
-        if self.n == 1:
-            return await self.ports[0].call(op, timeout_s)
         return cast(R, await self._call(op, timeout_s))
 
     async def _call(self, op: Op[Any], timeout_s: float | None) -> Any:
         if (merge := _MERGE.get(type(op))) is not None:
             return merge(op, await self._all(op))
         match op:
+            case ops.SubmitSteps():
+                return await self._submit(op)
             case ops.OpenGroup():
                 return await self._open_group(op, timeout_s)
             case ops.LeaseBatch():
@@ -137,8 +137,6 @@ class Shards:
         Raises:
             TrajectoryConflictError: it is in the shard of another prompt.
         """
-        if self.n == 1:
-            return 0
         home = shard_of(prompt_uid, self.n)
         if self._homes.setdefault((channel, trajectory_uid), home) != home:
             raise TrajectoryConflictError(
@@ -148,6 +146,35 @@ class Shards:
         if len(self._homes) > MAX_HOMES:
             del self._homes[next(iter(self._homes))]
         return home
+
+    async def _submit(self, op: ops.SubmitSteps) -> list[Any]:
+        """Steps of several shards, in one call of each."""
+        outcomes: list[list[Any]] = [[] for _ in op.trajectories]
+        parts: dict[int, list[int]] = {}
+        for i, packed in enumerate(op.trajectories):
+            try:
+                home = self.home(packed.trajectory_uid, packed.prompt_uid, op.channel)
+            except TrajectoryConflictError as e:
+                outcomes[i] = [ops.Refusal.of(e)] * len(packed.steps)
+            else:
+                parts.setdefault(home, []).append(i)
+        # All are begun now: what is called next, of whatever group, comes after them.
+        began = [
+            self.ports[home].call(replace(op, trajectories=[op.trajectories[i] for i in part]))
+            for home, part in parts.items()
+        ]
+        answers = await self._gather(began)
+        for part, answer in zip(parts.values(), answers, strict=True):
+            if isinstance(answer, BaseException) and not isinstance(answer, DataPoolError):
+                raise answer
+            each = iter([] if isinstance(answer, DataPoolError) else answer)
+            for i in part:
+                steps = op.trajectories[i].steps
+                if isinstance(answer, DataPoolError):  # of the call: none was acknowledged
+                    outcomes[i] = [ops.Refusal.of(answer)] * len(steps)
+                else:
+                    outcomes[i] = list(islice(each, len(steps)))
+        return [outcome for of_one in outcomes for outcome in of_one]
 
     async def _at_home(self, op: Op[R], trajectory_uid: str, channel: str) -> R:
         """Ask the trajectory's shard. If it is not known here, all: those that do not have it

@@ -3,7 +3,7 @@ so that a loss is noticed and no former process writes beside its successor.
 
     lock on the folder       one process at a time; the kernel lets go of it when that one dies
     lock on `pool.acked`     one transaction at a time: whoever holds it looks whether the record is
-                             still its own (`Acked.opening`), writes, records, lets go
+                             still its own (`LastCommit.opening`), writes, records, lets go
 
 A successor that takes the folder from a process that was declared dead, and may only stand still,
 writes its own `opening` into the record while it holds the second lock. From then on the former one
@@ -45,7 +45,7 @@ _BEFORE = "pool.sqlite3"
 SYNCED = bytes(16)
 
 
-class Acked(NamedTuple):
+class LastCommit(NamedTuple):
     """What `pool.acked` says of the last transaction that was acknowledged, or found."""
 
     journal: bytes
@@ -79,7 +79,7 @@ class Acked(NamedTuple):
         return self.boot in (SYNCED, boot_id())
 
 
-def read_acked(folder: Path) -> Acked | None:
+def read_last_commit(folder: Path) -> LastCommit | None:
     """What `pool.acked` in `folder` says; None if there is none.
 
     Raises:
@@ -97,10 +97,10 @@ def read_acked(folder: Path) -> Acked | None:
         raise ValueError(f"{folder / ACKED_NAME} is damaged")
     if body[7:8] != _MAGIC[7:8]:
         raise _of_version(folder, int(body[7:8], 36))
-    return Acked._make(_FORMAT.unpack(body)[1:])
+    return LastCommit._make(_FORMAT.unpack(body)[1:])
 
 
-def write_acked(folder: Path, acked: Acked) -> None:
+def write_last_commit(folder: Path, acked: LastCommit) -> None:
     """Begins a journal in `folder`."""
     write_durably(folder / ACKED_NAME, acked.pack(), private=True)
 
@@ -113,7 +113,7 @@ def _of_version(folder: Path, version: int) -> JournalVersionError:
     )
 
 
-def lost_between(sequence: int, next_row: int, n_rows: int, acked: Acked) -> str:
+def lost_between(sequence: int, next_row: int, n_rows: int, acked: LastCommit) -> str:
     """What was acknowledged and is not there: all after this transaction."""
     rows = f"rows {next_row} to {acked.next_row - 1}"
     if next_row == acked.next_row:
@@ -225,7 +225,7 @@ def lock(file: int) -> bool:
 def pid_of_holder(folder: Path) -> str:
     """For a message."""
     with contextlib.suppress(OSError, ValueError):
-        acked = read_acked(folder)
+        acked = read_last_commit(folder)
         if acked is not None:
             return str(acked.pid)
     return "unknown"

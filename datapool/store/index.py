@@ -4,9 +4,9 @@ segment whose rows are dead can go.
     read_log(folder) ──► Found: the index, the states, the last transaction
     Index.apply      ──► what each transaction changes
 
-A row is dead once it was deleted, or a newer copy of it was written elsewhere. What says so must be
-on disk as long as the dead row is: `Segment.graves` has the segment that says it for each dead row,
-and if that one goes first, it is said anew (`deletions_in`).
+A row is dead once it was deleted, or a newer copy of it was written elsewhere. A tombstone must
+outlive the row it deletes: `Segment.tombstones` has, by the segment that holds them, the tombstones
+of its dead rows; before that segment goes they are written anew (`deletions_in`).
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Segment:
     """Of its records, dead ones included."""
     live_rows: int = 0
     live_bytes: int = 0
-    graves: dict[int, array[int]] = field(default_factory=dict)
+    tombstones: dict[int, array[int]] = field(default_factory=dict)
     """Its dead rows, by the segment that says so."""
 
-    def bury(self, row: int, said_in: int) -> None:
-        if said_in not in self.graves:
-            self.graves[said_in] = array("q")
-        self.graves[said_in].append(row)
+    def add_tombstone(self, row: int, said_in: int) -> None:
+        if said_in not in self.tombstones:
+            self.tombstones[said_in] = array("q")
+        self.tombstones[said_in].append(row)
 
 
 class _Chunk(NamedTuple):
@@ -94,7 +94,7 @@ class Index:
     def deletions_in(self, gone: Collection[int]) -> dict[int, list[int]]:
         """Dead rows of other segments of which only these segments say that they are."""
         others = [s for s in self.segments.values() if s.number not in gone]
-        found = {s.number: sorted(r for n in gone for r in s.graves.get(n, ())) for s in others}
+        found = {s.number: sorted(r for n in gone for r in s.tombstones.get(n, ())) for s in others}
         return {number: rows for number, rows in found.items() if rows}
 
     # --- changes ---
@@ -117,7 +117,7 @@ class Index:
             for gone in [n for n in self.segments if n < number and n not in block.segments]:
                 self.n_bytes -= self.segments.pop(gone).end
                 for other_segment in self.segments.values():
-                    other_segment.graves.pop(gone, None)
+                    other_segment.tombstones.pop(gone, None)
 
     def put(self, segment: Segment, row: int, offset: int, size: int) -> None:
         """A copy of the row was written into this segment, which counts from now on."""
@@ -142,7 +142,7 @@ class Index:
         chunk = self._chunks.get(row >> _CHUNK_BITS)
         i = None if chunk is None else chunk.find(row)
         if chunk is None or i is None or chunk.places[i] >> OFFSET_BITS != number:
-            segment.bury(row, said_in)  # an older copy; the live one is elsewhere
+            segment.add_tombstone(row, said_in)  # an older copy; the live one is elsewhere
             return
         self._leave(row, chunk, i, said_in)
         if not chunk.rows:
@@ -150,7 +150,7 @@ class Index:
 
     def _leave(self, row: int, chunk: _Chunk, i: int, said_in: int) -> None:
         segment, size = self.segments[chunk.places[i] >> OFFSET_BITS], chunk.sizes[i]
-        segment.bury(row, said_in)
+        segment.add_tombstone(row, said_in)
         segment.live_rows -= 1
         segment.live_bytes -= size
         self.n_rows -= 1

@@ -25,15 +25,15 @@ from stepwell.datapool.store.cleaning import Cleaner
 from stepwell.datapool.store.folder import (
     ACKED_NAME,
     SYNCED,
-    Acked,
+    LastCommit,
     fsync,
     lock,
     make_folder,
     private,
-    read_acked,
+    read_last_commit,
     take_acked,
     take_folder,
-    write_acked,
+    write_last_commit,
 )
 from stepwell.datapool.store.reading import LogReader
 from stepwell.datapool.store.segments import (
@@ -105,7 +105,7 @@ class Log(LogReader):
             known = self._acknowledged()
             found = self._load(known)
             self.index, self.states, self._newest = found.index, found.states, found.newest
-            self.last = Acked(
+            self.last = LastCommit(
                 journal=known.journal,
                 opening=known.opening + 1,
                 pid=os.getpid(),
@@ -199,7 +199,7 @@ class Log(LogReader):
             self._is_alone = lock(self._lock)
         return n_deleted
 
-    def _write(self, number: int, at: int, data: bytes, acked: Acked) -> None:
+    def _write(self, number: int, at: int, data: bytes, acked: LastCommit) -> None:
         path = segment_path(self.folder, number)
         with self._owning():
             file = self._file if at else private(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -292,19 +292,19 @@ class Log(LogReader):
         finally:
             fcntl.flock(self._acked, fcntl.LOCK_UN)
 
-    def _acknowledged(self) -> Acked:
+    def _acknowledged(self) -> LastCommit:
         """What `pool.acked` says; made if there is no journal yet."""
         what = "what was acknowledged, so that lost transactions could not be told"
         try:
-            acked = read_acked(self.folder)
+            acked = read_last_commit(self.folder)
         except ValueError as e:
             raise ValueError(f"{e}: it says {what}") from e
         if acked is not None:
             return acked
         if segments_in(self.folder):
             raise ValueError(f"{ACKED_NAME} is missing, which says {what}")
-        acked = Acked(uuid.uuid4().bytes, opening=0)
-        write_acked(self.folder, acked)
+        acked = LastCommit(uuid.uuid4().bytes, opening=0)
+        write_last_commit(self.folder, acked)
         return acked
 
     def _remove(self, doomed: Iterable[int], unsynced: Iterable[int]) -> None:

@@ -24,11 +24,11 @@ from stepwell.datapool.errors import (
 )
 from stepwell.datapool.store.folder import (
     NO_SPACE,
-    Acked,
+    LastCommit,
     holder,
     lost_between,
     private,
-    read_acked,
+    read_last_commit,
 )
 from stepwell.datapool.store.index import Found, Index, read_log
 from stepwell.datapool.store.segments import (
@@ -92,7 +92,7 @@ class LogReader:
                 n_bytes = size if most is None else min(size, most)
                 yield row, os.pread(files[number], n_bytes, offset)
 
-    def _load(self, acked: Acked) -> Found:
+    def _load(self, acked: LastCommit) -> Found:
         """What the log holds, if everything that was acknowledged, and promised, is there. Changes
         nothing."""
         found = read_log(self.folder, acked.journal)
@@ -163,7 +163,7 @@ class StoppedJournal(LogReader):
                 f"{self.folder} is in use by process {pid}; ask that run, or stop it"
             )
         with self._telling():
-            if (acked := read_acked(self.folder)) is None:
+            if (acked := read_last_commit(self.folder)) is None:
                 raise JournalError(f"{self.folder} holds no journal")
             found = self._load(acked)
         self.index, self._states = found.index, found.states

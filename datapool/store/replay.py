@@ -17,7 +17,7 @@ from typing import Final, Protocol
 import msgspec
 
 from stepwell.datapool.config import ChannelConfig, PoolConfig
-from stepwell.datapool.core import rows as kinds
+from stepwell.datapool.core import log_rows as kinds
 from stepwell.datapool.core.channel import METHODS
 from stepwell.datapool.core.pool import COUNTS, DataPool
 from stepwell.datapool.errors import DataPoolError, ReplayError

@@ -14,7 +14,7 @@ gap, a group is
 
 A group of which no row is left cannot be named; its number is. The damaged folder stays beside the
 new one, as `NAME.damaged`. Owns none of the formats: blocks are `segments.py`'s, heads are
-`core/rows.py`'s.
+`core/log_rows.py`'s.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ import msgspec
 
 from stepwell.datapool import ops
 from stepwell.datapool.core.accounting import Counts, count_reason
-from stepwell.datapool.core.pool import COUNTS, DataPool
-from stepwell.datapool.core.rows import (
+from stepwell.datapool.core.log_rows import (
     KIND_NAMES,
     GroupClosed,
     GroupReturned,
@@ -42,6 +41,7 @@ from stepwell.datapool.core.rows import (
     Writer,
     read,
 )
+from stepwell.datapool.core.pool import COUNTS, DataPool
 from stepwell.datapool.errors import (
     InvalidRequestError,
     JournalCorruptError,
@@ -52,12 +52,12 @@ from stepwell.datapool.errors import (
 from stepwell.datapool.selection import DOUBTFUL
 from stepwell.datapool.store.folder import (
     ACKED_NAME,
-    Acked,
+    LastCommit,
     journal_exists,
     make_folder,
-    read_acked,
+    read_last_commit,
     take_folder,
-    write_acked,
+    write_last_commit,
 )
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import UNKNOWN, restore
@@ -209,7 +209,7 @@ def _damage(folder: Path) -> str | None:
 
 def _rebuild(folder: Path, target: Path, report: Salvaged) -> None:
     try:
-        acked = read_acked(folder)
+        acked = read_last_commit(folder)
     except ValueError:
         acked = None
     found = (journal_of(segment_path(folder, n).read_bytes()) for n in segments_in(folder))
@@ -229,7 +229,7 @@ def _rebuild(folder: Path, target: Path, report: Salvaged) -> None:
     groups = _Groups(log)
     make_folder(target)
     opening, next_row = (0, 0) if acked is None else (acked.opening, acked.next_row)
-    write_acked(target, Acked(identity, opening, next_row=max(log.next_row, next_row)))
+    write_last_commit(target, LastCommit(identity, opening, next_row=max(log.next_row, next_row)))
     journal = Journal(target, "process")
     try:
         for n, row in enumerate(log.rows(groups.kept), start=1):
@@ -310,7 +310,7 @@ def _numbered(state: bytes | None) -> int:
 class _Survey:
     """All that can be read of a damaged log."""
 
-    def __init__(self, folder: Path, identity: bytes, acked: Acked | None) -> None:
+    def __init__(self, folder: Path, identity: bytes, acked: LastCommit | None) -> None:
         self.folder, self.identity = folder, identity
         self.live: dict[int, tuple[int, int]] = {}
         """Segment and offset of each row that was not deleted."""
@@ -463,7 +463,7 @@ class _Survey:
             known = dict(self.states)
             self._open = _Gap(number, self.sequence, self.next_row, self.next_row, known)
 
-    def _end_of_log(self, acked: Acked | None, newest: int) -> None:
+    def _end_of_log(self, acked: LastCommit | None, newest: int) -> None:
         if acked is not None and self.sequence < acked.sequence and self._open is None:
             self._lose(newest, "the end of the log")
         if self._open is not None:

@@ -32,7 +32,6 @@ from stepwell.gateway.dialects.anthropic_answer import (
 from stepwell.gateway.dialects.base import (
     NOTHING,
     PLACE,
-    Cuts,
     Dialect,
     Exchange,
     Known,
@@ -178,8 +177,7 @@ class AnthropicMessages(Dialect):
             name = str(choice.name) if choice.type == "tool" else ""
             forced_tool = must_call(tools, name, "tool_choice")
         system = [] if params.system in (None, []) else [_system(params.system, "system")]
-        cuts = Cuts(known, len(system))
-        messages, prefill = _messages(params.messages, known, cuts)
+        messages, prefill = _messages(params.messages, known)
         if prefill and forced_tool is not None:
             raise RequestError(
                 "tool_choice asks for a tool call, but the last message begins the reply; "
@@ -214,7 +212,6 @@ class AnthropicMessages(Dialect):
             call,
             options,
             ignored=(*read.builtin, *ignored),
-            cuts=cuts.all(),
             n_outside=len(system),
             tools=read,
         )
@@ -390,7 +387,7 @@ def _system(content: Any, where: str) -> Message:
     return {"role": "system", "content": _plain_text(content, where)}
 
 
-def _messages(sent: list[Any], known: Known, cuts: Cuts) -> tuple[list[Message], str]:
+def _messages(sent: list[Any], known: Known) -> tuple[list[Message], str]:
     """The conversation, and the beginning of the reply if the last message is the assistant's."""
     messages: list[Message] = []
     turn: AssistantTurn | None = None
@@ -408,14 +405,14 @@ def _messages(sent: list[Any], known: Known, cuts: Cuts) -> tuple[list[Message],
             messages += _user(content, f"{where}.content")
         elif role == "assistant":
             if turn is None:
-                cuts.note(i, len(messages))
+                known.cut(i, len(messages))
                 turn = AssistantTurn()
                 messages.append(turn.message)
             _add(turn, content, f"{where}.content")  # one turn may come in pieces
         else:
             raise wrong(f"{where}.role", role, "send user, assistant or system")
     if turn is None:
-        cuts.note(len(sent), len(messages))
+        known.cut(len(sent), len(messages))
         return messages, ""
     turn.end()
     return messages[:-1], _prefill(messages, f"messages[{known.place(len(sent) - 1)}]")

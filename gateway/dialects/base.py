@@ -45,7 +45,7 @@ class Cut(NamedTuple):
 
     n_items: int = 0
     n_messages: int = 0
-    """Messages of the call before it."""
+    """Messages of the list before it."""
     n_calls: int = 0
     """Tool calls before it, where they are numbered."""
     ignored: tuple[str, ...] = ()
@@ -58,9 +58,9 @@ KEPT_CUTS = 4
 request the conversation is the same up to the third turn before the end."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Known:
-    """What is known of a body, which holds only the rest."""
+    """What is known of a body, which holds only the rest; and the cuts that are found in it."""
 
     start: Cut = _BEGIN
     """Where the items of its list begin."""
@@ -68,37 +68,30 @@ class Known:
     """Items before `start` that its list has all the same: a system message, or none."""
     tools: Any = None
     """`Parsed.tools` of a request with the same tools, which the body does not have."""
+    cuts: deque[Cut] | None = None
+    """The last ones; None: nobody asks for them."""
 
     def place(self, i: int) -> int:
         """The place of the body's item `i` in the list of the whole request."""
         return i if i < self.n_kept else i - self.n_kept + self.start.n_items
 
-
-NOTHING = Known()
-
-
-class Cuts:
-    """The last cuts of a request, noted while its list is read."""
-
-    def __init__(self, known: Known, n_outside: int = 0) -> None:
-        """`n_outside`: messages before those of the list."""
-        self._known, self.n_outside = known, n_outside
-        self._last: deque[Cut] = deque(maxlen=KEPT_CUTS)
-
-    def note(self, i: int, n_read: int, n_calls: int = 0, ignored: Sequence[str] = ()) -> None:
-        """An assistant's turn begins with the body's item `i`, or all items are read.
+    def cut(self, i: int, n_read: int, n_calls: int = 0, ignored: Sequence[str] = ()) -> None:
+        """Note that an assistant's turn begins with the body's item `i`, or that all are read.
 
         Args:
             n_read: messages of the items before it.
         """
-        known = self._known
-        n = n_read + self.n_outside
-        if known.start.n_items:
-            n = n_read - known.n_kept + known.start.n_messages
-        self._last.append(Cut(known.place(i), n, n_calls, tuple(ignored)))
+        if self.cuts is not None:
+            n = n_read - self.n_kept + self.start.n_messages
+            self.cuts.append(Cut(self.place(i), n, n_calls, tuple(ignored)))
 
-    def all(self) -> tuple[Cut, ...]:
-        return tuple(self._last)
+    def no_cuts(self) -> None:
+        """The list is not all that the conversation was read from."""
+        if self.cuts is not None:
+            self.cuts.clear()
+
+
+NOTHING = Known()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +110,6 @@ class Parsed:
     ignored: tuple[str, ...] = ()
     """What was left aside of what agents always send, as `path=value` in ASCII; the answer's
     `x-stepwell-ignored` header tells."""
-    cuts: tuple[Cut, ...] = ()
-    """The last ones of its list."""
     n_outside: int = 0
     """Messages of the call that are not of the list: a system message, or none."""
     tools: Any = None

@@ -325,7 +325,7 @@ class Gemini(Dialect):
         template_args = effort_args(effort, self._chat_template, where, ignored)
         if thinking.thinking_budget == 0:
             template_args = {**template_args, "enable_thinking": False}
-        conversation, cuts = Conversation.read(params.system_instruction, params.contents, known)
+        conversation = Conversation.read(params.system_instruction, params.contents, known)
         call = ChatRequest(
             messages=conversation.messages,
             tools=tools or None,
@@ -350,8 +350,7 @@ class Gemini(Dialect):
             options,
             config.candidate_count,
             ignored=tuple(ignored),
-            cuts=cuts.all(),
-            n_outside=cuts.n_outside,
+            n_outside=conversation.n_outside,
             tools=read,
         )
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic.alias_generators import to_camel
 
-from stepwell.gateway.dialects.base import NOTHING, Cuts, Known
+from stepwell.gateway.dialects.base import NOTHING, Known
 from stepwell.gateway.dialects.params import need, optional, wrong
 from stepwell.gateway.errors import RequestError
 from stepwell.gateway.reply.calls import numbered_id
@@ -84,6 +84,8 @@ class Conversation:
     """Messages of a request, read content by content."""
 
     messages: list[Message] = field(default_factory=list)
+    n_outside: int = 0
+    """Messages that are not of the contents: the system's, or none."""
     n_calls: int = 0
     """Function calls so far."""
     _turn: AssistantTurn | None = None
@@ -94,9 +96,7 @@ class Conversation:
     _answered: set[int] = field(default_factory=set)
 
     @classmethod
-    def read(
-        cls, system: Any, contents: list[Any], known: Known = NOTHING
-    ) -> tuple[Conversation, Cuts]:
+    def read(cls, system: Any, contents: list[Any], known: Known = NOTHING) -> Conversation:
         """
         Raises:
             RequestError
@@ -104,23 +104,22 @@ class Conversation:
         conversation = cls(n_calls=known.start.n_calls)
         if system is not None and (text := system_text(system)):
             conversation.messages.append({"role": "system", "content": text})
-        n_outside = len(conversation.messages)
-        cuts = Cuts(known, n_outside)
+        conversation.n_outside = n_outside = len(conversation.messages)
         for i, content in enumerate(contents):
             n, n_calls = len(conversation.messages), conversation.n_calls
             turn = conversation._turn
             conversation._add(content, f"contents[{known.place(i)}]")
             if conversation._turn is not None and conversation._turn is not turn:
-                cuts.note(i, n - n_outside, n_calls)
+                known.cut(i, n - n_outside, n_calls)
         if conversation._turn is not None:
             raise RequestError(
                 "contents ends with the model's turn, which this gateway does not continue; end "
                 "with a user's text or a functionResponse",
                 "contents",
             )
-        cuts.note(len(contents), len(conversation.messages) - n_outside, conversation.n_calls)
+        known.cut(len(contents), len(conversation.messages) - n_outside, conversation.n_calls)
         conversation.messages = in_call_order(conversation.messages)
-        return conversation, cuts
+        return conversation
 
     def _add(self, content: Any, where: str) -> None:
         if not isinstance(content, dict):

@@ -18,8 +18,6 @@ from stepwell.gateway.access import Principal
 from stepwell.gateway.dialects.base import (
     NOTHING,
     PLACE,
-    Cut,
-    Cuts,
     Dialect,
     Exchange,
     Known,
@@ -51,7 +49,7 @@ from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import ContentDelta, Delta, ReasoningDelta
-from stepwell.gateway.tokens.messages import Message, Tool, Tools
+from stepwell.gateway.tokens.messages import NO_TOOLS, Message, Tool, Tools
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
 
@@ -182,9 +180,9 @@ class OpenAIChat(Dialect):
         if params.top_logprobs and not params.logprobs:
             raise wrong("top_logprobs", params.top_logprobs, "send logprobs: true with it")
         ignored = [hint for hint in ("prediction", "verbosity") if body.get(hint) is not None]
-        tools: Tools = known.tools or Tools(
-            _tool(t, f"tools[{i}]") for i, t in enumerate(params.tools or ())
-        )
+        tools: Tools = known.tools or NO_TOOLS
+        if params.tools:
+            tools = Tools(_tool(t, f"tools[{i}]") for i, t in enumerate(params.tools))
         forced_tool = _choice(params.tool_choice, tools)
         constraint = params.response_format.constraint() if params.response_format else None
         parse_tools = bool(tools) and params.tool_choice != "none"
@@ -195,6 +193,7 @@ class OpenAIChat(Dialect):
         effort = params.reasoning_effort
         template_args = effort_args(effort, self._chat_template, "reasoning_effort", ignored)
         messages = [_message(m, known.place(i)) for i, m in enumerate(params.messages)]
+        _note_cuts(messages, known)
         call = ChatRequest(
             messages=messages,
             tools=tools or None,
@@ -212,7 +211,6 @@ class OpenAIChat(Dialect):
             params,
             n=params.n,
             ignored=tuple(ignored),
-            cuts=_cuts(messages, known),
             tools=tools,
         )
 
@@ -399,18 +397,16 @@ def _choice(choice: Any, tools: list[Tool]) -> str | None:
     raise wrong("tool_choice", choice, "send 'auto', 'none', 'required' or a function")
 
 
-def _cuts(messages: Sequence[Message], known: Known) -> tuple[Cut, ...]:
+def _note_cuts(messages: Sequence[Message], known: Known) -> None:
     """Each item is one message."""
-    cuts = Cuts(known)
     is_after_another = False
     for i, message in enumerate(messages):
         is_assistant = message["role"] == "assistant"
         if is_assistant and is_after_another:
-            cuts.note(i, i)
+            known.cut(i, i)
         is_after_another = not is_assistant
     if is_after_another:
-        cuts.note(len(messages), len(messages))
-    return cuts.all()
+        known.cut(len(messages), len(messages))
 
 
 def _message(message: Any, i: int) -> Message:

@@ -219,11 +219,12 @@ class OpenAIResponses(Dialect):
             toolbox,
             partial(self.store.item, reader=reader),
             known=known,
-            n_outside=len(begin),
         )
         for item in items:
             conversation.add(item)
         messages = conversation.messages()
+        if previous is not None or conversation.looks_up:
+            known.no_cuts()
         if not messages:
             raise RequestError("input is missing; send text or a list of items", "input")
         forced_tool = _choice(params.tool_choice, toolbox)
@@ -274,7 +275,6 @@ class OpenAIResponses(Dialect):
             options,
             trajectory_uid=previous.trajectory_uid if previous is not None else None,
             ignored=(*toolbox.ignored, *conversation.ignored, *ignored),
-            cuts=() if previous is not None or conversation.looks_up else conversation.cuts.all(),
             n_outside=len(begin),
             tools=toolbox,
         )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from stepwell.gateway.dialects.base import NOTHING, Cuts, Known
+from stepwell.gateway.dialects.base import NOTHING, Known
 from stepwell.gateway.dialects.params import need, optional, wrong
 from stepwell.gateway.errors import UnknownItemError
 from stepwell.gateway.tokens.messages import AssistantTurn, Message, Tool, Tools, in_call_order
@@ -205,14 +205,12 @@ class Conversation:
         find: FindItem = lambda _: None,
         *,
         known: Known = NOTHING,
-        n_outside: int = 0,
     ) -> None:
         """
         Args:
             before: what came before (a stored response); not changed.
         """
         self.ignored: list[str] = [*known.start.ignored]
-        self.cuts = Cuts(known, n_outside)
         self.looks_up = False
         """Items were looked up, which may be another time's or another caller's."""
         self._messages = list(before)
@@ -279,7 +277,7 @@ class Conversation:
         return in_call_order(self._messages)
 
     def _cut(self) -> None:
-        self.cuts.note(self._n_added, len(self._messages), ignored=self.ignored)
+        self._known.cut(self._n_added, len(self._messages), ignored=self.ignored)
 
     def _reasoning(self, item: Item, where: str) -> str:
         sealed = item.get("encrypted_content")

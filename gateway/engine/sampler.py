@@ -45,7 +45,7 @@ from stepwell.backends.errors import (
 )
 from stepwell.backends.errors import EngineUnavailableError as NotThereError
 from stepwell.datapool.types import TokenIds
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.engine.checks import EngineChecks
 from stepwell.gateway.engine.fleet import Engine, Fleet, backoff_s
 from stepwell.gateway.engine.generation import MOST_TOKENS, Generation, OnTokens, Part
@@ -55,8 +55,7 @@ from stepwell.gateway.errors import (
     EngineUnavailableError,
     RequestError,
 )
-from stepwell.gateway.pace import Pace
-from stepwell.gateway.wiring import Wiring
+from stepwell.gateway.limits import Pace
 
 log = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from pydantic import ConfigDict, Field
 
 from stepwell.datapool.dotted import resolve
 from stepwell.gateway.dialects.params import Params
-from stepwell.gateway.functions import compute_reward
+from stepwell.gateway.reward import compute_reward
 from stepwell.gateway.slime_buffer.generators import KEY
 
 TASK_TYPE = "chat"

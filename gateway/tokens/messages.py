@@ -150,6 +150,9 @@ class Tools(list[Tool]):
         return digest.digest()
 
 
+NO_TOOLS = Tools(())
+
+
 def root_key(tools: Sequence[Tool] | None, template_args: Mapping[str, Any]) -> Key:
     """Key of the empty conversation: what shapes the prompt besides the messages."""
     if isinstance(tools, Tools) and (key := tools.root_key(template_args)) is not None:

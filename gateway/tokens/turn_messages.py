@@ -16,7 +16,6 @@ from typing import Final
 import orjson
 
 from stepwell.gateway.config import TUNING, GatewayConfig, Tuning
-from stepwell.gateway.functions import load_function
 from stepwell.gateway.tokens.messages import Message
 
 log = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ class TurnMessages:
             GatewayConfigError: `gateway.redact_messages` names no function.
         """
         self._limit = tuning.max_message_bytes if config.keep_messages else 0
-        self._redact = load_function(config, "redact_messages")
+        self._redact = config.function("redact_messages")
 
     def of(self, new: Sequence[Message], reply: Message) -> list[Message] | None:
         """The turn's messages as its Step keeps them; None: it keeps none."""

@@ -22,6 +22,7 @@ import orjson
 from stepwell.datapool.branches import parents
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.errors import DataPoolError, SelectionError
+from stepwell.datapool.files.trained import with_rewards
 from stepwell.datapool.inspect.events import Event
 from stepwell.datapool.ops import Mark
 from stepwell.datapool.selection.built_in import FILTERS, ORDERS, read_name
@@ -165,7 +166,10 @@ class Dashboard:
         self, channel: str, cursor: str | None, filters: Mapping[str, Any]
     ) -> dict[str, Any]:
         page = await self.ask(self.pool.list_groups(channel, cursor, PAGE, **filters))
-        return {"items": page.items, "cursor": page.cursor}
+        items: Sequence[Any] = page.items
+        if self._folder is not None:
+            items = await asyncio.to_thread(with_rewards, self._folder.path, page.items)
+        return {"items": items, "cursor": page.cursor}
 
     async def trajectories(
         self, channel: str, cursor: str | None, filters: Mapping[str, Any]

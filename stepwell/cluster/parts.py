@@ -45,9 +45,8 @@ from stepwell.datapool.process import settle_heap
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.start import client_of, start_shards
 from stepwell.datapool.types import TRAIN, VAL
-from stepwell.gateway.config import GatewayConfig, is_loopback
-from stepwell.gateway.replicas import start_replicas
-from stepwell.gateway.wiring import ChannelSampling, Wiring
+from stepwell.gateway.config import ChannelSampling, GatewayConfig, Wiring, is_loopback
+from stepwell.gateway.server import start_replicas
 from stepwell.layout import GATEWAY_KEY, LOGS, WEIGHTS
 from stepwell.trainer.config import RolloutConfig, ValidationConfig
 from stepwell.trainer.rollout.worker import WorkerHandle, start_workers

@@ -49,7 +49,7 @@ from stepwell.cluster.address import find_ray
 from stepwell.config.run import RunConfig
 from stepwell.datapool.errors import DataPoolError
 from stepwell.gateway.errors import GatewayError
-from stepwell.gateway.listening import bind
+from stepwell.gateway.server import bind
 from stepwell.layout import CHECKPOINTS, LOGS, POOL, WEIGHTS
 from stepwell.run.folder import refuse_second_run
 from stepwell.run.resume import check_resumed, check_same_data

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import asyncio
 
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.errors import GatewayConfigError, PortInUseError
 from stepwell.gateway.server import HttpServer
-from stepwell.gateway.wiring import Wiring
 from stepwell.show.run import open_run
 from stepwell.trainer.errors import ConfigError
 

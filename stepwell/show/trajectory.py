@@ -1,7 +1,7 @@
 """This module shows what is in a run's pool: `stepwell groups` and `stepwell show`.
 
     groups       ListGroups, ListTrajectories, drop reasons            a table
-    show         rows of an export (`datapool/files/rows.py`) ──► the tree of turns, the text of
+    show         rows of an export (`datapool/files/columns.py`) ──► the tree of turns, the text of
                  each, coloured by the mask. █ is trained on, · is not
 
 The tokens are those of the journal, or of an exported file. What an agent wrote is text: control
@@ -24,9 +24,10 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from stepwell.datapool.files.columns import Row, to_rows
 from stepwell.datapool.files.export import read
-from stepwell.datapool.files.rows import Row, to_rows
 from stepwell.datapool.files.trained import TRAINED as FOLDER
+from stepwell.datapool.files.trained import with_rewards
 from stepwell.datapool.inspect.rows import ExportedTrajectory, GroupRow, TrajectoryRow
 from stepwell.gateway.errors import GatewayConfigError
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
@@ -83,6 +84,7 @@ async def read_groups(
             f"--prompt is {prompt_uid!r}, which is no group in channel {channel!r} of "
             f"{view.folder}; `stepwell groups` lists them (trained and dropped ones are gone)"
         )
+    rows = await asyncio.to_thread(with_rewards, view.run.folder, rows)
     found: dict[str, Any] = {
         "run": view.run.name,
         "channel": channel,

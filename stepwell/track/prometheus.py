@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from stepwell.datapool.inspect.metrics import COUNTER, GAUGE, Family, families
 from stepwell.gateway.errors import GatewayError
-from stepwell.gateway.listening import bind
+from stepwell.gateway.server import bind
 from stepwell.trainer.errors import ConfigError
 
 MOST_KEYS: Final = 500

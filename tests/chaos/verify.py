@@ -32,10 +32,10 @@ from stepwell.backends.torch.backend import TorchBackend
 from stepwell.config.run import RunConfig
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.core.channel import GROUP_DROPPED
+from stepwell.datapool.core.log_rows import GroupClosed
+from stepwell.datapool.core.log_rows import read as read_row
 from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.core.readiness import DEADLINE, TOO_FEW_ROLLOUTS
-from stepwell.datapool.core.rows import GroupClosed
-from stepwell.datapool.core.rows import read as read_row
 from stepwell.datapool.questions import (
     GetStatistics,
     ListGroups,

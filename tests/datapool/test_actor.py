@@ -7,6 +7,7 @@ waits that end by timeout or timer are a few hundredths of a second.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -320,7 +321,7 @@ async def test_a_watcher_whose_events_are_gone_waits_for_the_next_and_is_told(po
 async def test_a_stored_step_does_not_keep_its_message_alive(pool, make_step):
     message = np.arange(1000, dtype=np.int32)
     message.flags.writeable = False
-    step = make_step("t", prompt_ids=message[:10])
+    step = replace(make_step("t"), prompt_ids=message[:10])
     assert step.prompt_ids.base is message
     await pool.submit_step(step)
     await pool.complete_trajectory("t")

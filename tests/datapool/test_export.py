@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stepwell.datapool.errors import DamagedFileError, ExportError
+from stepwell.datapool.files.columns import SCHEMA_VERSION, schema
 from stepwell.datapool.files.export import read, write
-from stepwell.datapool.files.rows import SCHEMA_VERSION, schema
 from stepwell.datapool.inspect.rows import ExportedTrajectory
 from stepwell.datapool.sealed import sidecar_of
 from stepwell.datapool.types import Step, Trajectory, VersionSpan

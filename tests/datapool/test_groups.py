@@ -394,3 +394,11 @@ def test_reasons_do_not_grow_without_bound(pool):
     reasons = pool.stats()["groups"]["drop_reasons"]
     assert len(reasons) < 100
     assert sum(reasons.values()) == 500
+
+
+def test_a_group_that_its_deadline_made_ready_stays_so_when_it_is_declared_with_more(make_pool):
+    pool = make_pool(n_rollouts=3, group_deadline_s=10)
+    pool.finish("p", "a")
+    pool.advance(10)
+    assert pool.open_group("p", 2, min_rollouts=2) == "accepted"
+    assert prompts(pool.fetch_batch()) == ["p"]

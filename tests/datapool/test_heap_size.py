@@ -7,9 +7,9 @@ import pytest
 
 PEAK_AND_AFTER = """
 import psutil, time
-from stepwell.datapool import process
-process.TRIM_S = 0.1
-process.return_free_pages()
+from stepwell.datapool import heap
+heap.TRIM_S = 0.1
+heap.return_free_pages()
 blocks = [bytes(20_000) for _ in range(10_000)]
 peak = psutil.Process().memory_info().rss
 blocks = blocks[::20]  # the rest are holes between them

@@ -29,10 +29,10 @@ from stepwell.datapool.errors import (
     PoolUnavailableError,
 )
 from stepwell.datapool.remote import service as service_module
-from stepwell.datapool.remote.incarnation import Former, Incarnation
+from stepwell.datapool.remote.incarnation import Incarnation, Previous
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.remote.start import ShardLink, client_of
-from stepwell.datapool.store.folder import read_acked
+from stepwell.datapool.store.folder import read_last_commit
 from tests.builders import until
 from tests.datapool.pools import pool_here, service_of
 
@@ -219,12 +219,12 @@ def test_each_opening_of_a_journal_is_one_generation_more(tmp_path: Path) -> Non
     assert PoolService(PoolConfig(durability="none")).incarnation is None
 
 
-def former_of(folder: Path) -> dict[str, Any]:
+def previous_of(folder: Path) -> dict[str, Any]:
     """The next pool is made as Ray makes it after it lost sight of the one that uses `folder`."""
-    acked = read_acked(folder)
+    acked = read_last_commit(folder)
     assert acked is not None
-    former = Former(Incarnation(acked.journal.hex(), 1), acked.pid)
-    return {"restarted": True, "former": former}
+    previous = Previous(Incarnation(acked.journal.hex(), 1), acked.pid)
+    return {"restarted": True, "previous": previous}
 
 
 async def test_a_restarted_pool_takes_nothing_over_from_another_one_than_its_former_process(
@@ -236,7 +236,7 @@ async def test_a_restarted_pool_takes_nothing_over_from_another_one_than_its_for
     )
     assert killed.stdout is not None
     assert killed.stdout.readline() == "accepted t0\n"
-    declared_dead = former_of(tmp_path)
+    declared_dead = previous_of(tmp_path)
     killed.kill()
     killed.communicate()
     other = pool_here(None, tmp_path)
@@ -259,7 +259,7 @@ async def test_a_process_that_was_declared_dead_acknowledges_nothing_when_it_com
     monkeypatch.setattr(service_module, "LOCK_S", 0.05)
     with pytest.raises(JournalLockedError):
         PoolService(config, tmp_path)
-    successor = pool_here(config, tmp_path, **former_of(tmp_path))
+    successor = pool_here(config, tmp_path, **previous_of(tmp_path))
 
     with pytest.raises(JournalFencedError, match="another process has taken this journal over"):
         await former.submit_step(make_step("b", "q", is_last=True))
@@ -291,7 +291,7 @@ async def test_a_takeover_holds_against_a_former_process_that_never_stops_writin
     assert former.stdout is not None
     assert former.stdout.readline() == "accepted t0\n"
     monkeypatch.setattr(service_module, "CUT_OFF_S", 0.1)
-    successor = pool_here(None, tmp_path, **former_of(tmp_path))
+    successor = pool_here(None, tmp_path, **previous_of(tmp_path))
     out, _ = former.communicate()
     *accepted, end = out.splitlines()
     assert end == "JournalFencedError"
@@ -312,7 +312,7 @@ async def run():
     pool = DataPoolClient([LocalPort(PoolService(None, Path(sys.argv[1])))])
     for i in itertools.count():
         step = Step(
-            prompt_ids=[1, 2, 3], response_ids=[4, 5], rollout_log_probs=[-0.5, -0.25],
+            prompt_ids=[1, 2, 3], response_ids=[4, 5], rollout_log_probs=[-0.5, -0.5],
             trajectory_uid=f"t{i}", prompt_uid=f"t{i}", step_index=0, is_last=True,
         )
         try:

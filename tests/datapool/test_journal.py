@@ -627,7 +627,7 @@ def test_rows_that_stay_among_those_that_leave_are_moved_and_the_disk_stays_boun
 def has_copies(journal: Journal) -> bool:
     """Whether a live row is in another segment, too."""
     index = journal._log.index
-    dead = [row for s in index.segments.values() for rows in s.graves.values() for row in rows]
+    dead = [row for s in index.segments.values() for rows in s.tombstones.values() for row in rows]
     return any(index.find(row) is not None for row in dead)
 
 

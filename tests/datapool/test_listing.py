@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from stepwell.datapool import ChannelConfig, DataPool, DataPoolError, PoolConfig
 from stepwell.datapool.errors import InvalidRequestError
+from stepwell.datapool.inspect import listing as listing_module
 from stepwell.datapool.inspect.listing import MAX_LIMIT, MIN_LOOKS, PAGE_BYTES
+from stepwell.datapool.ops import NATURAL
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
 from tests.builders import step_of
@@ -383,6 +385,27 @@ def test_steps_on_disk_are_read_with_their_tokens_and_stay_there(tmp_path):
     assert list(exported.trajectory.steps) == steps
     assert pool.get_statistics("train", now=NOW)["memory_bytes"] == in_memory
     close(pool, journal)
+
+
+@pytest.mark.parametrize(
+    ("listing", "table", "field"),
+    [
+        ("list_groups", "_OF_GROUPS", "n_complete"),
+        ("list_trajectories", "_OF_TRAJECTORIES", "attempt"),
+    ],
+)
+def test_a_filter_that_is_added_to_a_listing_is_obeyed(listing, table, field, varied, monkeypatch):
+    monkeypatch.setitem(getattr(listing_module, table), f"min_{field}", NATURAL)
+    everything = getattr(varied, listing)(now=NOW).items
+    wanted = tuple(row for row in everything if getattr(row, field) >= 2)
+    assert 0 < len(wanted) < len(everything)
+    assert getattr(varied, listing)(now=NOW, **{f"min_{field}": 2}).items == wanted
+
+
+def test_a_filter_of_which_an_item_has_no_value_is_no_silent_one(varied, monkeypatch):
+    monkeypatch.setitem(listing_module._OF_GROUPS, "min_beauty", NATURAL)
+    with pytest.raises(AttributeError, match="beauty"):
+        varied.list_groups(now=NOW, min_beauty=1)
 
 
 # -- whole trajectories ------------------------------------------------------------------------

@@ -5,10 +5,11 @@ is away until it is back, but for the groups of the others. Real processes, with
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import pytest
 
-from stepwell.datapool import DataPoolClient
+from stepwell.datapool import DataPoolClient, PoolConfig
 from stepwell.datapool.errors import ChannelShutDownError
 from stepwell.datapool.ops import Ack, LeaseBatch, OpenGroup, Renew, Shutdown
 from stepwell.datapool.questions import GetStatistics
@@ -50,6 +51,26 @@ def prompts_of(lease):
 
 async def is_n(awaitable, n):
     return await awaitable == n
+
+
+async def test_a_batch_is_gathered_from_shards_none_of_which_has_enough(make_step):
+    async with AsyncExitStack() as stack:
+        doors = [
+            (
+                await stack.enter_async_context(
+                    serving(PoolConfig(durability="none", shards=4), shard=k)
+                )
+            )
+            for k in range(4)
+        ]
+        client = DataPoolClient([DoorLink(door) for _, door in doors])
+        prompts = [f"p{i}" for i in range(1000)]
+        chosen = [[p for p in prompts if shard_of(p, 4) == k][:2] for k in range(4)]
+        waiting = asyncio.create_task(client.lease_batch(batch_size=8, timeout_s=60))
+        for part in chosen:
+            await fill(client, part, make_step)
+        assert prompts_of(await waiting) == sorted(uid for part in chosen for uid in part)
+        await client.close()
 
 
 async def test_what_is_asked_of_all_waits_for_the_shard_that_is_away(pool, make_step):
@@ -95,17 +116,17 @@ def stopped(pool, monkeypatch):
     """A lease that asks both shards, of which the second one stands still by then."""
 
     async def lease(batch_size):
-        take, taking = pool._shards._take, asyncio.Event()
+        take, taking = pool._pool._take, asyncio.Event()
 
         async def stop_before_it_takes(*args):
             pool.processes[1].pause()
             taking.set()
             return await take(*args)
 
-        monkeypatch.setattr(pool._shards, "_take", stop_before_it_takes)
+        monkeypatch.setattr(pool._pool, "_take", stop_before_it_takes)
         leasing = asyncio.create_task(pool.lease_batch(batch_size=batch_size, timeout_s=60))
         await taking.wait()
-        monkeypatch.setattr(pool._shards, "_take", take)
+        monkeypatch.setattr(pool._pool, "_take", take)
         await asyncio.sleep(0.1)
         return leasing
 

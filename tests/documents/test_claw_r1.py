@@ -28,8 +28,7 @@ from stepwell.datapool import (
     start_data_pool,
 )
 from stepwell.datapool.errors import InvalidStepError
-from stepwell.trainer.algorithms.off_policy.correction import correct
-from stepwell.trainer.algorithms.off_policy.lag import lags
+from stepwell.trainer.algorithms.off_policy.correction import correct, lags
 from tests.gateway.conftest import World, world, worlds
 
 __all__ = ["world", "worlds"]

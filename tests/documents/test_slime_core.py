@@ -19,7 +19,7 @@ from stepwell.backends.engines.server import EngineServer
 from stepwell.backends.errors import EngineStartError
 from stepwell.backends.slime.sample import SlimeSample
 from stepwell.datapool.types import Group, Step
-from stepwell.gateway.wiring import ChannelSampling
+from stepwell.gateway.config import ChannelSampling
 from stepwell.trainer.config import RewardConfig, RolloutConfig, ValidationConfig
 from stepwell.trainer.errors import RolloutError
 from stepwell.trainer.rollout.agents import load_agent

@@ -18,8 +18,7 @@ from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.wiring import Wiring
+from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.trainer.config import RewardConfig, RolloutConfig
 from stepwell.trainer.rewards import RewardManager
 from stepwell.trainer.rollout.worker import RolloutWorker

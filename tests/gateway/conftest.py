@@ -30,14 +30,12 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.link import LocalPort, Port
 from stepwell.datapool.types import Step
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig, Tuning
-from stepwell.gateway.listening import bind
-from stepwell.gateway.server import http_protocol
+from stepwell.gateway.config import ChannelSampling, GatewayConfig, Tuning, Wiring
+from stepwell.gateway.server import bind, http_protocol
 from stepwell.gateway.tokens.graph import Attachment, Turn, TurnGraph, TurnKeys
 from stepwell.gateway.tokens.messages import extend_key
 from stepwell.gateway.tokens.template import ChatTemplate
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.wiring import ChannelSampling, Wiring
 from tests.helpers import reserved_port
 
 # -- templates -------------------------------------------------------------------------------

@@ -26,10 +26,9 @@ import aiohttp
 
 from stepwell.datapool.types import Step
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig, Tuning
+from stepwell.gateway.config import GatewayConfig, Tuning, Wiring
 from stepwell.gateway.reply import calls
 from stepwell.gateway.server import http_protocol
-from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import (
     Sampled,
     ScriptedEngine,

@@ -17,9 +17,8 @@ import tempfile
 import aiohttp
 
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import (
     Sampled,
     ScriptedEngine,

@@ -22,10 +22,9 @@ import aiohttp
 from yarl import URL
 
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig, Tuning
+from stepwell.gateway.config import GatewayConfig, Tuning, Wiring
 from stepwell.gateway.server import http_protocol
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import (
     Sampled,
     ScriptedEngine,

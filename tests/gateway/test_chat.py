@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from stepwell.gateway.config import ChannelSampling
 from stepwell.gateway.dialects.openai_chat import ChatParams, OpenAIChat
 from stepwell.gateway.errors import RequestError
-from stepwell.gateway.wiring import ChannelSampling
 from tests.builders import until
 from tests.gateway.conftest import FAMILIES, QWEN3, Family, Sampled, World, eos_id, log_prob
 

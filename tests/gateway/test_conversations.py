@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from stepwell.backends.rows import build_rows
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.wiring import Wiring
+from stepwell.gateway.config import GatewayConfig, Wiring
 from tests.gateway.conftest import (
     Sampled,
     ScriptedEngine,

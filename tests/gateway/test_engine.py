@@ -19,12 +19,11 @@ from stepwell.backends.engines.api import GenerateRequest, Sampling, TopLogProbs
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.connections import ConnectionPool, OnData, Response
 from stepwell.backends.errors import EngineError as AskingError
-from stepwell.gateway.config import GatewayConfig, Tuning
+from stepwell.gateway.config import GatewayConfig, Tuning, Wiring
 from stepwell.gateway.engine import Generation, Sampler
 from stepwell.gateway.engine.fleet import Fleet, _rendezvous
 from stepwell.gateway.engine.generation import Part
 from stepwell.gateway.errors import EngineError, EngineUnavailableError, RequestError
-from stepwell.gateway.wiring import Wiring
 from tests.builders import until
 from tests.gateway.conftest import Sampled, ScriptedEngine, log_prob, tops
 

@@ -11,8 +11,7 @@ import openai
 import pytest
 
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.wiring import Wiring
+from stepwell.gateway.config import GatewayConfig, Wiring
 from tests.builders import until
 from tests.gateway.conftest import Sampled
 

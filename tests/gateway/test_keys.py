@@ -20,11 +20,10 @@ from pydantic import SecretStr, ValidationError
 from starlette.datastructures import Headers
 
 from stepwell.gateway.access import Access, KeyRing, Named, presented
-from stepwell.gateway.config import AgentKey, GatewayConfig, Tuning
+from stepwell.gateway.config import AgentKey, GatewayConfig, Tuning, Wiring
 from stepwell.gateway.endpoints import ENDPOINTS, Finder
 from stepwell.gateway.server import HttpServer
 from stepwell.gateway.services import Services
-from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import save_tokenizer
 
 ADMIN = "the-admin's-key-of-this-test"

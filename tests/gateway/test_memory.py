@@ -15,8 +15,7 @@ import pytest
 
 from benchmarks.gateway.size import bound, objects_of, trajectory_size
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.wiring import Wiring
+from stepwell.gateway.config import GatewayConfig, Wiring
 from tests.gateway.conftest import World, serving
 
 RETRY = {"x-stainless-retry-count": "1"}

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from stepwell.gateway.config import Tuning
-from stepwell.gateway.pace import FIRST, MOST, Pace
+from stepwell.gateway.limits import FIRST, MOST, Pace
 
 # -- pace ------------------------------------------------------------------------------------
 

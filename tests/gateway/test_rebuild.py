@@ -26,15 +26,14 @@ from stepwell.datapool.ops import AppendStep, ResumeTrajectory
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import DUPLICATE_OF, Step, superseded
 from stepwell.gateway.access import OPERATOR
-from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.app import create_app
 from stepwell.gateway.call import Asked
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import ChannelSampling, GatewayConfig, Wiring
 from stepwell.gateway.prompt import ChatRequest
+from stepwell.gateway.replicas import Replicas
 from stepwell.gateway.tokens.graph import Turn, TurnGraph, TurnKeys
 from stepwell.gateway.trajectory.calls import RetryKey, restore
 from stepwell.gateway.trajectory.reply import NOTE, TurnNote, read_note
-from stepwell.gateway.wiring import ChannelSampling, Wiring
 from stepwell.run.deletion import _forget
 from stepwell.run.folder import GatewayPart
 from tests.builders import until
@@ -892,7 +891,7 @@ def test_replicas_without_an_address_each_are_refused(options: Any, named: str) 
 
 async def test_public_addresses_of_replicas_hold_their_number() -> None:
     wiring = Wiring(replica_urls=("http://127.0.0.1:1", "http://127.0.0.1:2"))
-    addresses = Addresses(wiring, "https://g{replica}.example")
+    addresses = Replicas(wiring, "https://g{replica}.example")
     assert addresses.origin(1) == "https://g1.example"
 
 

@@ -20,14 +20,13 @@ from stepwell.datapool.config import ChannelConfig, PoolConfig, SelectionConfig
 from stepwell.datapool.remote.start import client_of, start_data_pool
 from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.prompt import Prompts
 from stepwell.gateway.slime_buffer.items import make_item, messages_of, rows
 from stepwell.gateway.slime_buffer.writes import Item
 from stepwell.gateway.tokens.render import ChatRenderer
 from stepwell.gateway.tokens.turn_messages import TurnMessages
 from stepwell.gateway.trajectory.recording import Recording
-from stepwell.gateway.wiring import Wiring
 from tests.builders import until
 from tests.gateway.conftest import serving
 

@@ -16,9 +16,8 @@ from aiohttp.test_utils import TestServer
 
 from stepwell.backends import processes
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.errors import GatewayConfigError
-from stepwell.gateway.wiring import Wiring
 from tests.builders import until
 from tests.gateway.test_rollout_buffer import Consumer, pool_groups, rollout, rollouts, statistics
 

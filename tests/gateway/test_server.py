@@ -22,17 +22,14 @@ from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.remote.start import client_of, start_data_pool
 from stepwell.gateway import errors
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig, Tuning
+from stepwell.gateway.config import GatewayConfig, Tuning, Wiring
 from stepwell.gateway.errors import (
     GatewayConfigError,
     GatewayError,
     PortInUseError,
     RequestError,
 )
-from stepwell.gateway.listening import bind
-from stepwell.gateway.replicas import start_replicas
-from stepwell.gateway.server import HttpServer
-from stepwell.gateway.wiring import Wiring
+from stepwell.gateway.server import HttpServer, bind, start_replicas
 from tests.builders import until
 from tests.gateway.conftest import save_tokenizer
 

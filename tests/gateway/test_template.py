@@ -318,7 +318,7 @@ SERVE = """
 import asyncio, sys, threading, urllib.request
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.server import HttpServer
-from stepwell.gateway.wiring import Wiring
+from stepwell.gateway.config import Wiring
 config = GatewayConfig(port=0, context_length=64, tokenizer_path=sys.argv[1])
 server = HttpServer(config, Wiring(), None)
 url = server.start()

@@ -14,11 +14,10 @@ import pytest
 
 from stepwell.datapool.types import Step
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.errors import GatewayConfigError
 from stepwell.gateway.slime_buffer.items import rows
 from stepwell.gateway.tokens.messages import canonical
-from stepwell.gateway.wiring import Wiring
 from tests.gateway.test_rollout_buffer import TOOLS, Consumer, finish, statistics
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'

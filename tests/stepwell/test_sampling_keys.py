@@ -7,7 +7,7 @@ import pytest
 from stepwell.cluster.parts import channel_sampling
 from stepwell.config.load import load_config
 from stepwell.config.run import RunConfig
-from stepwell.gateway.wiring import ChannelSampling
+from stepwell.gateway.config import ChannelSampling
 from stepwell.trainer.errors import ConfigError
 
 

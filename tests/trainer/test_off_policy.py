@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from stepwell.trainer.algorithms.losses import make_loss_fn
-from stepwell.trainer.algorithms.off_policy.correction import Correction, correct
-from stepwell.trainer.algorithms.off_policy.lag import lags
+from stepwell.trainer.algorithms.off_policy.correction import Correction, correct, lags
 from stepwell.trainer.algorithms.off_policy.proximal import proximal_log_probs
 from stepwell.trainer.config import LossConfig, OffPolicyConfig
 from stepwell.trainer.errors import ColumnError, VersionError

@@ -24,10 +24,8 @@ from stepwell.datapool import DataPoolClient, PoolConfig, client_of, start_data_
 from stepwell.datapool.config import ChannelConfig
 from stepwell.datapool.types import TRAIN
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig, Tuning
-from stepwell.gateway.listening import bind
-from stepwell.gateway.server import http_protocol
-from stepwell.gateway.wiring import Wiring
+from stepwell.gateway.config import GatewayConfig, Tuning, Wiring
+from stepwell.gateway.server import bind, http_protocol
 from stepwell.trainer.config import JsonlSource, RolloutConfig
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import RolloutError

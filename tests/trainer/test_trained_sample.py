@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from stepwell.datapool.files.trained import read_about, read_trained, trained_steps
+from stepwell.datapool.files.trained import (
+    read_about,
+    read_trained,
+    trained_steps,
+    with_rewards,
+)
+from stepwell.datapool.types import TRAIN
 from stepwell.trainer import trained
 from tests.trainer.small_run import small_config, small_run
 
@@ -45,6 +52,33 @@ async def test_what_stands_in_rollouts_is_among_the_tokens_of_its_step(tmp_path:
         for line in (line for line in lines if line["step"] == step):
             own = kept[line["trajectory_uid"]]
             assert line["advantage"] == pytest.approx(own.mean("advantages"), abs=1e-5)
+
+
+async def test_groups_that_the_trainer_scored_are_listed_with_their_rewards(tmp_path: Path) -> None:
+    """The pool lists a leased group without: nobody tells it what the trainer gave."""
+    mine = f"rollout.reward={__name__}:by_length"
+    keys = (mine, "trainer.total_steps=1", "trainer.checkpoint_every=100")
+    config = small_config(tmp_path, *keys)
+    async with (
+        small_run(config, reward=lambda task, index: None) as run,
+        aclosing(run.trainer.train(1)) as records,
+    ):
+        await anext(records)
+        listed = (await run.pool.list_groups(TRAIN)).items
+        leased = [row for row in listed if row.state == "leased"]
+        assert leased
+        assert {row.reward_mean for row in leased} == {None}
+        shown = with_rewards(tmp_path, listed)
+    assert {(row.reward_mean, row.reward_std) for row in shown if row.state == "leased"} >= {
+        (2.0, 0.0)
+    }
+    assert [row for row in shown if row.state != "leased"] == [
+        row for row in listed if row.state != "leased"
+    ]
+
+
+def by_length(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+    return float(extra_info["response_length"])
 
 
 async def test_none_is_kept_where_none_is_wanted_and_a_full_disk_ends_no_run(

@@ -28,9 +28,8 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.sealed import sealed, write_sealed
 from stepwell.datapool.types import Group
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.server import http_protocol
-from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import Sampled, ScriptedEngine, eos_id, make_tokenizer, serving
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"

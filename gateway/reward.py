@@ -1,5 +1,4 @@
-"""This module loads the functions that a configuration names, so that a wrong name fails before
-anything is served, and calls the one behind `/compute_reward`.
+"""The function behind `/compute_reward`, and what it may return.
 
 `gateway.reward_fn` is for white-box agents that score themselves. It is called with the request's
 fields (by convention `data_source, solution_str, ground_truth, extra_info`), may be async, and
@@ -14,35 +13,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from stepwell.datapool.dotted import resolve
 from stepwell.datapool.own_loop import with_own_loop
 from stepwell.datapool.types import MAX_REWARD, is_reward
-from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.errors import GatewayConfigError, GatewayError, RequestError
+from stepwell.gateway.errors import GatewayError, RequestError
 
 Function: TypeAlias = Callable[..., Any]
-
-
-def load_function(config: GatewayConfig, key: str) -> Function | None:
-    """Load what `gateway.KEY` names as `package.module:name` (or `package.module.name`).
-
-    Raises:
-        GatewayConfigError
-    """
-    path = getattr(config, key)
-    if path is None:
-        return None
-    try:
-        found = resolve(path)
-    except ImportError as e:
-        raise GatewayConfigError(
-            f"gateway.{key} is {path!r}, which cannot be imported ({e}); "
-            "name a function as package.module:function"
-        ) from e
-    if not callable(found):
-        raise GatewayConfigError(f"gateway.{key} is {path!r}, which cannot be called")
-    function: Function = found
-    return function
 
 
 class RewardError(GatewayError, RuntimeError, code="reward_failed"):
