@@ -11,8 +11,9 @@ A ledger here, outside the pool, knows what was sent, what was acknowledged and 
 the end every acknowledged step was served with equal content or (unfinished groups) is stored.
 
 Recovery: pools of 100 k and 1 M small steps, and one of workload A, are filled, killed and asked.
-`recovery_s` is the actor's own time to read its journal, `first_answer_s` is from the kill to the
-answer, most of it Ray starting a process.
+It lasts from the kill to the first answer (`first_answer_s`): that is what a client waits, Ray's
+start of a process (about 1.1 s) included, and what the bound is on. `recovery_s` is the part of it
+in which the actor reads its journal.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ async def run(*, kills: int = KILLS, quick: bool = False, only: Sequence[str] = 
             rows = [await _recovery("small steps", steps, small_calls) for steps in small]
             if not quick:
                 for row in rows:
-                    name = f"recovery_s_at_{row['steps']}"
-                    result.at_most(name, row["recovery_s"], RECOVERY_S)
+                    name = f"first_answer_s_at_{row['steps']}"
+                    result.at_most(name, row["first_answer_s"], RECOVERY_S)
             rows.append(await _recovery("workload A", large, workload_a))
             result.figures["recovery"] = rows
     return result

@@ -84,6 +84,7 @@ class Bench:
             "throughput": [
                 ("process_by_bare_one_at_a_time", 2.0, pipelined, waited),
                 ("process_by_bare_both_one_at_a_time", 2.0, (process, ONE_AT_A_TIME), waited),
+                ("process_by_bare_pipelined", 3.0, pipelined, (bare, PIPELINED)),
                 ("none_by_bare_pipelined", 1.0, (none, PIPELINED), (bare, PIPELINED)),
                 ("process_concurrent_by_bare_one_by_one", 5.0, (process, CONCURRENT), one_by_one),
             ],
@@ -91,7 +92,10 @@ class Bench:
                 ("two_shards_by_one", 0.9, (two, PIPELINED), pipelined),
                 ("four_shards_by_one", 0.8, (four, PIPELINED), pipelined),
             ],
-            "handle": [("handle_by_bare_pipelined", 0.8, (handle, PIPELINED), (bare, PIPELINED))],
+            "handle": [
+                ("handle_by_bare_pipelined", 1.0, (handle, PIPELINED), (bare, PIPELINED)),
+                ("handle_by_bare_one_at_a_time", 1.0, (handle, ONE_AT_A_TIME), waited),
+            ],
         }
         """Section -> what is divided by what, and the least that comes out."""
         if is_installed():

@@ -67,9 +67,11 @@ def test_a_quick_run_reports_the_ratios_and_bounds_none(quick: BenchResult) -> N
     for name in (
         "process_by_bare_one_at_a_time",
         "process_by_bare_both_one_at_a_time",
+        "process_by_bare_pipelined",
         "two_shards_by_one",
         "four_shards_by_one",
         "handle_by_bare_pipelined",
+        "handle_by_bare_one_at_a_time",
         "ack_bytes_per_step",
         "none_by_bare_pipelined",
         "process_concurrent_by_bare_one_by_one",
