@@ -69,6 +69,8 @@ PROBE_TIMEOUT_S = 25.0
 """Of one probe; the servers give themselves 20 s to generate a token for theirs."""
 HEALTHY_FOR_S = 60.0
 """After this long up, earlier crashes no longer count against `max_restarts`."""
+PORT_PATIENCE_S = 1.0
+"""A port that was given up just now is free within this."""
 STOP_TIMEOUT_S = 5.0
 """From SIGTERM to SIGKILL."""
 LOCK_RETRY_S = 0.01
@@ -168,11 +170,16 @@ class Supervisor:
                 f"engine.model_path is '{config.model_path}', which has no config.json; "
                 "point it at a Hugging Face model directory"
             )
-        if config.port and _in_use(config.host, config.port):
-            raise EngineStartError(
-                f"engine.port is {config.port}, but something already listens on "
-                f"{config.host}:{config.port}; stop it, or set engine.port=0 to take a free port"
-            )
+        # A process that is about to begin a program has what its parent held, for a moment.
+        patience = time.monotonic() + PORT_PATIENCE_S
+        while config.port and _in_use(config.host, config.port):
+            if time.monotonic() > patience:
+                raise EngineStartError(
+                    f"engine.port is {config.port}, but something already listens on "
+                    f"{config.host}:{config.port}; stop it, or set engine.port=0 to take a free "
+                    "port"
+                )
+            time.sleep(PROBE_INTERVAL_S)
 
     def _committed(self) -> Published:
         found = read_current(self._weights_dir) if self._weights_dir is not None else None

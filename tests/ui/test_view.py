@@ -51,8 +51,9 @@ async def test_a_finished_run_is_shown_and_none_of_its_files_changes(
         assert "".join(tokens["texts"]).startswith("<|im_start|>")
         batch = (await http.get("batch", params={"step": 12})).json()
         assert batch["sample"]["trajectories"]
-        mark = {"trajectory_uid": rows[0]["trajectory_uid"], "marks": {"trainable": False}}
-        for path, body in (("mark", mark), ("delete", mark), ("reward", {**mark, "reward": 1})):
+        one = {"trajectory_uid": rows[0]["trajectory_uid"]}
+        mark, reward = {**one, "marks": {"trainable": False}}, {**one, "reward": 1}
+        for path, body in (("mark", mark), ("delete", one), ("reward", reward)):
             refused = await http.post(path, json=body)
             assert refused.status_code == 400
             assert "this run is over" in refused.text

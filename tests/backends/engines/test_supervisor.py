@@ -318,6 +318,23 @@ def test_a_port_in_use_is_one_clear_line(launch: Launch) -> None:
     )
 
 
+def test_a_port_that_is_given_up_just_now_is_taken(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = socket.socket()
+    taken.bind(("127.0.0.1", 0))
+    taken.listen()
+    port = taken.getsockname()[1]
+    sleep = time.sleep
+
+    def give_up(seconds: float) -> None:
+        taken.close()
+        sleep(seconds)
+
+    monkeypatch.setattr("stepwell.backends.engines.supervisor.time.sleep", give_up)
+    assert launch(port=port).start() == f"http://127.0.0.1:{port}"
+
+
 def test_a_missing_model_and_a_missing_package_are_named(
     model_dirs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
