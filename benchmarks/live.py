@@ -106,7 +106,9 @@ async def _journey(base: Path, seconds: float, seed: int) -> BenchResult:
         url = found[1]
         service = await stack.enter_async_context(
             python(
-                *("-m", "examples.live.service", str(seed)),
+                "-m",
+                "examples.live.service",
+                str(seed),
                 output=calls,
                 OPENAI_BASE_URL=f"{url}/v1",
                 OPENAI_API_KEY="any",

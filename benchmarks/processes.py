@@ -26,7 +26,8 @@ async def python(
     """
     with output.open("ab") if isinstance(output, Path) else nullcontext(output) as out:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, *arguments),
+            sys.executable,
+            *arguments,
             stdin=PIPE if out == PIPE else DEVNULL,
             stdout=out,
             stderr=None if out == PIPE else STDOUT,

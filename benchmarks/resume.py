@@ -41,14 +41,22 @@ from tests.chaos.faults import Action, plan
 from tests.chaos.lives import Run
 
 KINDS: tuple[tuple[Action, str], ...] = (
-    *(("kill", "driver"), ("kill", "driver")),
+    ("kill", "driver"),
+    ("kill", "driver"),
     *(("kill", part) for part in ("pool", "gateway", "engine")),
 )
 OPTIONS = (
-    *("logging.wandb=disabled", "run.name=resume"),
-    *("trainer.train_batch_size=2", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=2"),
-    *("rollout.n=4", "rollout.max_outstanding_groups=4", "rollout.timeout_s=60"),
-    *("data.val.size=2", "validation.every=0", "validation.n=1"),
+    "logging.wandb=disabled",
+    "run.name=resume",
+    "trainer.train_batch_size=2",
+    "trainer.checkpoint_every=2",
+    "trainer.keep_checkpoints=2",
+    "rollout.n=4",
+    "rollout.max_outstanding_groups=4",
+    "rollout.timeout_s=60",
+    "data.val.size=2",
+    "validation.every=0",
+    "validation.n=1",
 )
 
 

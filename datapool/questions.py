@@ -159,6 +159,15 @@ class WaitCredit(Op[Credit], frozen=True, array_like=True):
 
 
 QUESTIONS: tuple[type[Op[Any]], ...] = (
-    *(GetStatistics, Describe, DryRunOf, ListGroups, ListTrajectories),
-    *(IndexTrajectories, ReadTrajectories, WhyClosed, GetEvents, WaitAvailable, WaitCredit),
+    GetStatistics,
+    Describe,
+    DryRunOf,
+    ListGroups,
+    ListTrajectories,
+    IndexTrajectories,
+    ReadTrajectories,
+    WhyClosed,
+    GetEvents,
+    WaitAvailable,
+    WaitCredit,
 )

@@ -64,7 +64,8 @@ class ConnectionLimits:
         elif len(strangers) == self._most:
             log.warning(
                 "%s has %d connections without a key; the oldest make room for more",
-                *(peer, self._most),
+                peer,
+                self._most,
             )
 
     def leave(self, peer: str, connection: HttpProtocol) -> None:

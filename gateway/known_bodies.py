@@ -261,8 +261,14 @@ class KnownBodies:
             begin = keys.after(n_begin) or (mark.prefix.begin if mark is not None else keys.root)
             new = [
                 _Mark(
-                    *(end, digest, *shape, cut, n_begin),
-                    *(Prefix(n, begin, key), tools_digest, state),
+                    end,
+                    digest,
+                    *shape,
+                    cut,
+                    n_begin,
+                    Prefix(n, begin, key),
+                    tools_digest,
+                    state,
                 )
                 for end, digest, cut, state in digests
                 if (key := keys.after(n := parsed.n_outside + cut.n_messages)) is not None

@@ -164,7 +164,9 @@ async def declare_group(request: Request, body: DeclareGroup) -> Response:
     pool, ask = services.pool, services.recording.ask
     owned = body.metadata if caller.owner is None else {**body.metadata, OWNER: caller.owner}
     opened = pool.open_group(
-        *(prompt_uid, body.n, body.deadline_s),
+        prompt_uid,
+        body.n,
+        body.deadline_s,
         metadata=owned,
         channel=channel,
         timeout_s=services.recording.room_s,

@@ -100,8 +100,13 @@ class Services:
         self.gemini = make_gemini(template)
         """Gemini's dialects by method, and the form of its stream."""
         self.rollout_buffer = RolloutBuffer(
-            *(config, self.recording, self.outcomes, prompts, turn_messages),
-            *(self.engine, wiring.engine_urls),
+            config,
+            self.recording,
+            self.outcomes,
+            prompts,
+            turn_messages,
+            self.engine,
+            wiring.engine_urls,
         )
         self.dashboard = Dashboard(
             self.recording,

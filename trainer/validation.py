@@ -371,8 +371,16 @@ def only_of(group: Group, version: int) -> Group:
 # ── sample tables ────────────────────────────────────────────────────────────────────────────────
 
 COLUMNS = (
-    *("step", "version", "data_source", "instance_id", "question", "answer", "reply", "reward"),
-    *("n_steps", "trajectory_uid"),
+    "step",
+    "version",
+    "data_source",
+    "instance_id",
+    "question",
+    "answer",
+    "reply",
+    "reward",
+    "n_steps",
+    "trajectory_uid",
 )
 """Columns of the sample table that trackers get, in order."""
 

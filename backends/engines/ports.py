@@ -72,9 +72,14 @@ def node_launches(hosts: Sequence[Host]) -> list[NodeLaunch]:
         NodeLaunch(
             host.first_port,
             (
-                *("--nccl-port", str(host.first_port + 1)),
-                *("--nnodes", str(len(hosts)), "--node-rank", str(rank)),
-                *("--dist-init-addr", meeting),
+                "--nccl-port",
+                str(host.first_port + 1),
+                "--nnodes",
+                str(len(hosts)),
+                "--node-rank",
+                str(rank),
+                "--dist-init-addr",
+                meeting,
             ),
         )
         for rank, host in enumerate(hosts)

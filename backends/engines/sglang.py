@@ -30,11 +30,23 @@ CPU_MAX_TOTAL_TOKENS = 32_768
 """Tokens of KV cache without a GPU: 128 rollouts of 256. `engine.extra_args` may say otherwise."""
 
 CPU_FLAGS = (
-    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    *("--grammar-backend", "none", "--disable-overlap-schedule", "--skip-server-warmup"),
+    "--device",
+    "cpu",
+    "--attention-backend",
+    "torch_native",
+    "--sampling-backend",
+    "pytorch",
+    "--grammar-backend",
+    "none",
+    "--disable-overlap-schedule",
+    "--skip-server-warmup",
     "--sleep-on-idle",  # its scheduler polls: idle, it would hold a core
-    *("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"),
-    *("--mem-fraction-static", "0.3", "--max-total-tokens", str(CPU_MAX_TOTAL_TOKENS)),
+    "--cuda-graph-backend-decode=disabled",
+    "--cuda-graph-backend-prefill=disabled",
+    "--mem-fraction-static",
+    "0.3",
+    "--max-total-tokens",
+    str(CPU_MAX_TOTAL_TOKENS),
 )
 """The torch path of a dense model: no kernel package is called."""
 

@@ -75,9 +75,16 @@ HOSTILE: dict[str, tuple[str, Callable[[], Any]]] = {
     **{
         f"unknown keys, {path}": (path, lambda: unknown(M))
         for path in (
-            *("/init_trajectory", "/v1/groups", "/v1/rewards", "/v1/feedback", "/buffer/write"),
-            *("/v1/complete_trajectory", "/t/p/v1/complete_trajectory"),
-            *("/t/p/v1/register_trajectory", "/t/p/v1/abort_trajectory", "/t/p/v1/feedback"),
+            "/init_trajectory",
+            "/v1/groups",
+            "/v1/rewards",
+            "/v1/feedback",
+            "/buffer/write",
+            "/v1/complete_trajectory",
+            "/t/p/v1/complete_trajectory",
+            "/t/p/v1/register_trajectory",
+            "/t/p/v1/abort_trajectory",
+            "/t/p/v1/feedback",
         )
     },
     "metadata": ("/init_trajectory", lambda: {"metadata": unknown(M)}),
@@ -118,7 +125,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], Any]]] = {
         RESPONSES,
         lambda: {
             "input": [
-                *({"role": "user", "content": "a"},),
+                {"role": "user", "content": "a"},
                 {
                     "type": "function_call",
                     "call_id": "c",

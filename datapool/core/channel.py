@@ -1068,7 +1068,9 @@ class Channel:
         except errors.JournalError as e:
             logger.error(
                 "%s; group %r in channel %r is dropped with what is deleted of it",
-                *(e, group.prompt_uid, self.name),
+                e,
+                group.prompt_uid,
+                self.name,
             )
             return False
         for uid in group.leaving:

@@ -183,8 +183,12 @@ class LeaseEnded(_Record, frozen=True, array_like=True, gc=False):
 
 
 _OPS: Final[tuple[type[msgspec.Struct], ...]] = (
-    *(ops.OpenGroup, ops.OpenTrajectory, ops.CompleteTrajectory, ops.AbortTrajectory),
-    *(ops.SetReward, ops.Mark),
+    ops.OpenGroup,
+    ops.OpenTrajectory,
+    ops.CompleteTrajectory,
+    ops.AbortTrajectory,
+    ops.SetReward,
+    ops.Mark,
 )
 _KINDS: Final[tuple[type[msgspec.Struct], ...]] = (*_OPS, *_Record.__subclasses__())
 _tuple: Any = tuple

@@ -54,7 +54,12 @@ PlacedRow: TypeAlias = tuple[str, Row]
 
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "log_probs", "versions")
 _OF_STEPS = (
-    *("step_index", "parent_index", "policy_version", "finish_reason", "reward", "is_last"),
+    "step_index",
+    "parent_index",
+    "policy_version",
+    "finish_reason",
+    "reward",
+    "is_last",
 )
 """Columns of a step that are a field of `Step` as it is."""
 _OF_TRAJECTORIES = ("channel", "state", "reason", "group_state", "outcome", "n_rollouts")

@@ -271,7 +271,9 @@ class Log(LogReader):
             logger.error(
                 "%s: what is dead in a segment stays on disk, as the rest of it cannot be read "
                 "(%s). Stop the pool and run `stepwell data salvage %s`",
-                *(self.folder, e, self.folder),
+                self.folder,
+                e,
+                self.folder,
             )
             return {}
         return records

@@ -91,9 +91,18 @@ class MessagesParams(Params):
     # They say nothing about the completion.
     ignored = frozenset(
         (
-            *("anthropic_beta", "anthropic_version", "betas", "billing_policy", "cache_control"),
-            *("diagnostics", "fallback_credit_token", "inference_geo", "metadata", "service_tier"),
-            *("user_profile_id", "workspace_id"),
+            "anthropic_beta",
+            "anthropic_version",
+            "betas",
+            "billing_policy",
+            "cache_control",
+            "diagnostics",
+            "fallback_credit_token",
+            "inference_geo",
+            "metadata",
+            "service_tier",
+            "user_profile_id",
+            "workspace_id",
         )
     )
     remedies: ClassVar = {

@@ -55,8 +55,16 @@ from stepwell.gateway.trajectory.reply import Reply, SampledToken
 
 _RESERVED_TEMPLATE_ARGS = frozenset(
     (
-        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
-        *("messages", "padding", "return_dict", "return_tensors", "tokenize", "tools"),
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "messages",
+        "padding",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tools",
         "truncation",
     )
 )
@@ -77,13 +85,24 @@ class CompletionParams(Params):
 
     ignored = frozenset(
         (
-            *("metadata", "model", "prompt_cache_key", "prompt_cache_options"),
-            *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"),
+            "metadata",
+            "model",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+            "store",
+            "user",
         )
     )
     remedies: ClassVar = dict.fromkeys(
         (
-            *("frequency_penalty", "ignore_eos", "logit_bias", "min_tokens", "presence_penalty"),
+            "frequency_penalty",
+            "ignore_eos",
+            "logit_bias",
+            "min_tokens",
+            "presence_penalty",
             "repetition_penalty",
         ),
         OTHER_POLICY,

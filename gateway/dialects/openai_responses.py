@@ -78,10 +78,25 @@ Includable = Literal[
     "web_search_call.results",
 ]
 _ECHOED = (
-    *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls"),
-    *("previous_response_id", "reasoning", "store", "temperature", "text", "tool_choice", "tools"),
-    *("top_logprobs", "top_p", "prompt_cache_key", "safety_identifier", "user"),
-    *("presence_penalty", "frequency_penalty", "max_tool_calls"),
+    "instructions",
+    "max_output_tokens",
+    "metadata",
+    "parallel_tool_calls",
+    "previous_response_id",
+    "reasoning",
+    "store",
+    "temperature",
+    "text",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+    "top_p",
+    "prompt_cache_key",
+    "safety_identifier",
+    "user",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_tool_calls",
 )
 """Fields of a request that its answer repeats, in OpenAI's order; then those that Open Responses
 wants in every answer."""
@@ -127,7 +142,10 @@ class StreamOptions(Params):
 class ResponsesParams(Params):
     ignored = frozenset(
         (
-            *("client_metadata", "model", "prompt_cache_options", "prompt_cache_retention"),
+            "client_metadata",
+            "model",
+            "prompt_cache_options",
+            "prompt_cache_retention",
             "service_tier",
         )
     )

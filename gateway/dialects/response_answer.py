@@ -53,7 +53,10 @@ class _Form(NamedTuple):
 _MESSAGE = _Form("output_text", "output_text", "content_part", "content", "content_index")
 _THOUGHT = _Form("reasoning_text", "reasoning_text", "content_part", "content", "content_index")
 _SUMMARY = _Form(
-    *("summary_text", "reasoning_summary_text", "reasoning_summary_part", "summary"),
+    "summary_text",
+    "reasoning_summary_text",
+    "reasoning_summary_part",
+    "summary",
     "summary_index",
 )
 

@@ -95,8 +95,14 @@ class Start(_Fields):
 
 COLUMNS = frozenset(
     (
-        *("instance_id", "reward", "trajectory_uid", "tokens", "response_length", "loss_mask"),
-        *("rollout_log_probs", "weight_versions"),
+        "instance_id",
+        "reward",
+        "trajectory_uid",
+        "tokens",
+        "response_length",
+        "loss_mask",
+        "rollout_log_probs",
+        "weight_versions",
     )
 )
 """Fields of an item that the pool keeps by itself; all others are kept as they were sent."""
@@ -322,7 +328,8 @@ class RolloutWriter:
                 self._homes[uid] = home
             trajectory_uid, prompt_uid, _ = home
             opening = self._pool.open_trajectory(
-                *(trajectory_uid, prompt_uid),
+                trajectory_uid,
+                prompt_uid,
                 channel=self._channel,
                 timeout_s=self._recording.room_s,
             )

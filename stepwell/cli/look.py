@@ -66,7 +66,10 @@ def add_command(
 def add_commands(commands: Commands) -> None:
     add_command(commands, "status", _status, "how a run is doing, on one screen", has_run=True)
     top = add_command(
-        *(commands, "top", _top, "the same, live"),
+        commands,
+        "top",
+        _top,
+        "the same, live",
         description="how a run is doing, live",
         has_run=True,
     )
@@ -90,7 +93,10 @@ def add_commands(commands: Commands) -> None:
 
     text = "look for what keeps a run from working, or makes it slow"
     doctor = add_command(
-        *(commands, "doctor", _doctor, text),
+        commands,
+        "doctor",
+        _doctor,
+        text,
         description=f"{text}: this machine; with --config also the model and all that it names; "
         "with RUN the run's files and score and, alive, its gateway and engines; with --engine a "
         "server alone",

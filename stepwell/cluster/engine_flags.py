@@ -17,10 +17,18 @@ SHARED_MEMORY = 0.4
 """Share of a GPU's memory for an engine's weights and KV cache, where a trainer's rank has the
 rest: its weights, gradients, optimizer state and activations need more than half."""
 _SPLITS = (
-    *("--tp-size", "--tensor-parallel-size", "--tp"),
-    *("--pp-size", "--pipeline-parallel-size", "--pp"),
-    *("--ep-size", "--expert-parallel-size", "--ep"),
-    *("--dp-size", "--data-parallel-size", "--dp"),
+    "--tp-size",
+    "--tensor-parallel-size",
+    "--tp",
+    "--pp-size",
+    "--pipeline-parallel-size",
+    "--pp",
+    "--ep-size",
+    "--expert-parallel-size",
+    "--ep",
+    "--dp-size",
+    "--data-parallel-size",
+    "--dp",
 )
 """SGLang's names for how a model is split; one that is given says it all."""
 

@@ -113,7 +113,9 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
             await asyncio.to_thread(
                 start_shards,
                 config.pool_of_run if trains else config.pool_of_served,
-                *(POOL_NAME, namespace, folder / LOGS),
+                POOL_NAME,
+                namespace,
+                folder / LOGS,
             )
         )
         engine_config = config.engine

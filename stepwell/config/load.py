@@ -41,7 +41,12 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 PRESET_DIRS = (Path("configs"), _PACKAGE / "configs")
 """Where `--config NAME` looks: the working folder, then what came with Stepwell."""
 
-MODELS = (*("model.path", "engine.model_path", "backend.reference_path", "algorithm.critic.path"),)
+MODELS = (
+    "model.path",
+    "engine.model_path",
+    "backend.reference_path",
+    "algorithm.critic.path",
+)
 """Keys that take a model's folder, its id on the hub, or an address such as s3://bucket/model."""
 
 Raw: TypeAlias = dict[str, Any]
@@ -163,7 +168,9 @@ def _warn_of_rate(layers: Sequence[Layer], config: RunConfig) -> None:
         log.warning(
             "backend.lora is set, and backend.lr = %g in %s is a rate of full fine-tuning; "
             "adapters want about ten times that: backend.lr=%g",
-            *(config.backend.lr, layers[rates[-1]].path, LORA_RATE * config.backend.lr),
+            config.backend.lr,
+            layers[rates[-1]].path,
+            LORA_RATE * config.backend.lr,
         )
 
 
@@ -250,7 +257,10 @@ def eval_config(
 
 TRAINERS_SECTIONS = RunConfig.model_fields.keys() & {
     *("rollout", "async_training", "sampling", "algorithm", "trainer", "validation"),
-    *("data", "backend", "publish", "logging"),
+    "data",
+    "backend",
+    "publish",
+    "logging",
 }
 """Sections that an attached trainer may have otherwise than the run it is attached to."""
 _GATEWAYS_ALONE = ("admin_keys", "agent_keys", "host")

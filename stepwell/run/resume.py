@@ -25,17 +25,26 @@ from stepwell.trainer.data import FREE
 from stepwell.trainer.errors import ConfigError
 
 _UNTOLD = (
-    *("run.name", "run.dir", "run.resume", "logging.", "cluster."),
-    *("model.", "engine.model_path", "gateway.tokenizer_path"),
+    "run.name",
+    "run.dir",
+    "run.resume",
+    "logging.",
+    "cluster.",
+    "model.",
+    "engine.model_path",
+    "gateway.tokenizer_path",
 )
 """Where a run is and what shows it; a model that was moved is the same one."""
 _TRAINED = ("data.train", "data.sft")
 _OF_RUN_SEED = (
     *(f"{data}.shuffle_seed" for data in (*_TRAINED, "data.val")),
-    *("backend.seed", "engine.seed"),
+    "backend.seed",
+    "engine.seed",
 )
 _REFUSED = (
-    *("trainer.backend.", "backend.optimizer.", "backend.lora."),
+    "trainer.backend.",
+    "backend.optimizer.",
+    "backend.lora.",
     *(f"{data}." for data in _TRAINED),
 )
 _FREE = tuple(f"{data}.{name}" for data in _TRAINED for name in FREE)

@@ -319,7 +319,10 @@ async def attach(config: RunConfig, run: RunFile, checked: Checked | None = None
             workers: Sequence[WorkerHandle] = ()
             if config.rollout.agent is not None:
                 workers = start_workers(
-                    *(config.rollout, run.gateway.urls, run.gateway.key(), folder / LOGS),
+                    config.rollout,
+                    run.gateway.urls,
+                    run.gateway.key(),
+                    folder / LOGS,
                     **generate_needs(config),
                 )
             url = run.gateway.urls[0]

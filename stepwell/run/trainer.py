@@ -68,7 +68,9 @@ def build_trainer(
     folder = config.run.dir / CHECKPOINTS
     ledger = ledger or Ledger(folder / LEDGER)
     scorer = Scorer(
-        *(config.rollout.reward, config.model.path, config.rollout.overlong_buffer),
+        config.rollout.reward,
+        config.model.path,
+        config.rollout.overlong_buffer,
         skip_special_tokens=config.rollout.skip_special_tokens,
     )
     channels: list[TrainedChannel] = []

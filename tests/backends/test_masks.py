@@ -168,8 +168,21 @@ def test_close_tokens_that_swallow_white_space_do_so_inside_a_row() -> None:
 NOISE = st.lists(
     st.sampled_from(
         (
-            *(" ", "\n", "\n\n", "é", "🙂", "<|im_end|>", "<|im_start|>assistant\n", "<|eot_id|>"),
-            *("</s>", "assistant: ", "<｜Assistant｜>", "{", "\t", "<tool_call>", "word"),
+            " ",
+            "\n",
+            "\n\n",
+            "é",
+            "🙂",
+            "<|im_end|>",
+            "<|im_start|>assistant\n",
+            "<|eot_id|>",
+            "</s>",
+            "assistant: ",
+            "<｜Assistant｜>",
+            "{",
+            "\t",
+            "<tool_call>",
+            "word",
         )
     ),
     max_size=4,

@@ -19,8 +19,15 @@ from tests.chaos.scenarios import SCENARIOS
 from tests.chaos.verify import verify
 
 KEYS = (
-    *("steps_lost", "steps_extra", "steps_changed", "trained_twice", "groups_lost"),
-    *("versions_wrong", "rewards_from_failures", "silent_aborts", "silent_drops"),
+    "steps_lost",
+    "steps_extra",
+    "steps_changed",
+    "trained_twice",
+    "groups_lost",
+    "versions_wrong",
+    "rewards_from_failures",
+    "silent_aborts",
+    "silent_drops",
 )
 """What must be 0, besides what the lives did."""
 SHOWN = 20

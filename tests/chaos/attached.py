@@ -46,17 +46,21 @@ OF_THE_SERVICE = ("raylet", "gcs")
 SERVES = "Ctrl-C"
 """What a service prints when it is up."""
 SERVICE = (
-    *("logging.wandb=disabled", "logging.console=plain", "run.name=chaos"),
-    *(
-        "gateway.on_pool_failure=refuse",
-        "gateway.holdout=0",
-        "gateway.groups={form: declared, n: 4}",
-    ),
-    *("async_training.max_queue_size=100000", "async_training.trigger_parameter_sync_step=1"),
-    *("validation.every=0", "pool.channels.train.group_idle_s=300"),
+    "logging.wandb=disabled",
+    "logging.console=plain",
+    "run.name=chaos",
+    "gateway.on_pool_failure=refuse",
+    "gateway.holdout=0",
+    "gateway.groups={form: declared, n: 4}",
+    "async_training.max_queue_size=100000",
+    "async_training.trigger_parameter_sync_step=1",
+    "validation.every=0",
+    "pool.channels.train.group_idle_s=300",
 )
 TRAINER = (
-    *("trainer.train_batch_size=2", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=2"),
+    "trainer.train_batch_size=2",
+    "trainer.checkpoint_every=2",
+    "trainer.keep_checkpoints=2",
     "trainer.keep_weights=20",
 )
 _UID = re.compile(r"q[0-9a-f]{12}")
@@ -74,7 +78,10 @@ class AttachedRun(Run):
             self._port = free.getsockname()[1]
         super().__init__(folder, TRAINER)
         self._serve_options = (
-            *(*SERVICE, *service, f"gateway.port={self._port}", f"run.dir={self.folder}"),
+            *SERVICE,
+            *service,
+            f"gateway.port={self._port}",
+            f"run.dir={self.folder}",
         )
         self._serve_log = folder / "serve.log"
         self._clients_log = folder / "clients.log"

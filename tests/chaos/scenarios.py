@@ -27,12 +27,22 @@ from tests.chaos.lives import EXCUSES, OURS, Run, SmallDisk
 from tests.chaos.machines import TwoMachines
 
 OPTIONS = (
-    *("logging.wandb=disabled", "logging.console=plain", "run.name=chaos"),
-    *("trainer.train_batch_size=2", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=2"),
-    *("validation.every=0", "validation.n=1", "data.val.size=2"),
-    *("trainer.keep_weights=20", "async_training.trigger_parameter_sync_step=1"),
-    *("rollout.agent=tests.chaos.agent:agent", "rollout.n=4", "rollout.max_outstanding_groups=6"),
-    *("rollout.timeout_s=120", "rollout.group_deadline_s=300"),
+    "logging.wandb=disabled",
+    "logging.console=plain",
+    "run.name=chaos",
+    "trainer.train_batch_size=2",
+    "trainer.checkpoint_every=2",
+    "trainer.keep_checkpoints=2",
+    "validation.every=0",
+    "validation.n=1",
+    "data.val.size=2",
+    "trainer.keep_weights=20",
+    "async_training.trigger_parameter_sync_step=1",
+    "rollout.agent=tests.chaos.agent:agent",
+    "rollout.n=4",
+    "rollout.max_outstanding_groups=6",
+    "rollout.timeout_s=120",
+    "rollout.group_deadline_s=300",
 )
 """The quickstart in small: an optimizer step takes about a second."""
 KINDS: tuple[tuple[Action, str], ...] = (
@@ -143,9 +153,12 @@ def export_in_vain(run: Run, folder: Path, *targets: str) -> None:
 async def nodes(folder: Path, seed: str, n: int) -> Run:
     machines = TwoMachines(folder)
     options = (
-        *(f"cluster.address={machines.address}", f"pool.journal_dir={machines.local / POOL}"),
+        f"cluster.address={machines.address}",
+        f"pool.journal_dir={machines.local / POOL}",
         # A gateway on each; the workers are where Ray puts them.
-        *("gateway.replicas=2", "gateway.host=0.0.0.0", "rollout.workers=2"),
+        "gateway.replicas=2",
+        "gateway.host=0.0.0.0",
+        "rollout.workers=2",
         f"gateway.admin_keys=[chaos-{secrets.token_hex()}]",
     )
     try:

@@ -133,7 +133,11 @@ def verify(run: Run) -> Verdict:
     _check_answers(rollouts, trained, pool, found)
     check_aborts(rollouts, pool, run.books.disturbances, found)
     check_drops(
-        *(rollouts, pool, trained.prompts, run.books.disturbances, found),
+        rollouts,
+        pool,
+        trained.prompts,
+        run.books.disturbances,
+        found,
         min_n=config.rollout.min_n if run.draws_prompts else 1,
     )
     for trajectory in trained.trajectories.values():

@@ -149,7 +149,11 @@ class PoolProcess:
     async def start(self) -> None:
         self._n_starts += 1
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _PROCESS, *self._arguments, str(int(self._n_starts > 1))),
+            sys.executable,
+            "-c",
+            _PROCESS,
+            *self._arguments,
+            str(int(self._n_starts > 1)),
             stdout=asyncio.subprocess.PIPE,
         )
         said = json.loads(await self._process.stdout.readline())

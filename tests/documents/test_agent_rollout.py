@@ -156,7 +156,9 @@ def test_the_tool_gives_every_row_without_one_an_instance_id(tmp_path: Path) -> 
     more = ["--input_path", str(data), "--task_type", "code", "--output_path", str(other)]
     subprocess.run([*tool, *more], check=True, capture_output=True)
     assert [json.loads(line)["instance_id"] for line in other.read_text().splitlines()] == [
-        *("code_0", "math_0", "code_1")
+        "code_0",
+        "math_0",
+        "code_1",
     ]
 
 
@@ -175,8 +177,12 @@ def test_the_tool_writes_nothing_if_it_cannot_read_all(
     data.write_text(lines)
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "stepwell.gateway.slime_buffer.assign_instance_id"),
-            *("--input_path", str(data), *(m.format(file=data) for m in more)),
+            sys.executable,
+            "-m",
+            "stepwell.gateway.slime_buffer.assign_instance_id",
+            "--input_path",
+            str(data),
+            *(m.format(file=data) for m in more),
         ],
         capture_output=True,
         text=True,
@@ -327,8 +333,10 @@ async def test_a_rollout_starts_collects_logs_and_returns_samples(
     assert isinstance(samples, list)
     assert all(type(sample) is Sample for sample in samples)
     assert [(s.index, s.prompt, s.reward) for s in samples] == [
-        *(("math_001", "0-0", 0.0), ("math_001", "0-1", 1.0)),
-        *(("math_002", "1-0", 0.0), ("math_002", "1-1", 1.0)),
+        ("math_001", "0-0", 0.0),
+        ("math_001", "0-1", 1.0),
+        ("math_002", "1-0", 0.0),
+        ("math_002", "1-1", 1.0),
     ]
     for sample in samples:
         step = world.stored(sample.metadata["trajectory_uid"])[0]

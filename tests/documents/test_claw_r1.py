@@ -288,7 +288,10 @@ def test_a_step_behind_the_staleness_threshold_stays_in_the_batch_and_weighs_les
     sampled = torch.full((4,), -1.0)  # log-probs of two steps of two tokens
     now = torch.tensor([-1.5, -1.5, -1.5, -0.5])
     weights = correct(
-        *(now, sampled, [2, 2], lag.tolist()),
+        now,
+        sampled,
+        [2, 2],
+        lag.tolist(),
         staleness_threshold=threshold,
         config=config.algorithm.off_policy.model_copy(update={"clip": None}),
     ).weights

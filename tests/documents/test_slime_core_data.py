@@ -296,7 +296,8 @@ def test_a_run_trains_on_slimes_files_by_its_own_settings(tmp_path: Path) -> Non
     config = small_config(
         tmp_path,
         f"trainer.load_debug_rollout_data={dump}/{{rollout_id}}.pt",
-        *("rollout.n=2", "rollout.temperature=0.8"),
+        "rollout.n=2",
+        "rollout.temperature=0.8",
         "rollout.reward={function: math, reward_key: accuracy}",
     )
     backend = RecordingBackend()

@@ -638,7 +638,9 @@ async def test_the_loop_validates_trains_dumps_and_reports(tmp_path: Path, rewar
     config = small_config(
         tmp_path,
         f"rollout.reward={rewards}:detailed",
-        *("trainer.rollout_samples=null", "validation.every=1", "trainer.total_steps=2"),
+        "trainer.rollout_samples=null",
+        "validation.every=1",
+        "trainer.total_steps=2",
         "logging.names=verl",
     )
     async with small_run(config, reward=lambda task, index: None) as run:

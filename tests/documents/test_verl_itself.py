@@ -360,7 +360,9 @@ async def test_a_sandbox_pays_what_verls_client_of_it_pays() -> None:
         places = threading.Semaphore(4)
         theirs = [
             default_compute_score(
-                *("codecontests", said, json.dumps(tests)),
+                "codecontests",
+                said,
+                json.dumps(tests),
                 sandbox_fusion_url=f"{server.url}/run_code",
                 concurrent_semaphore=places,
                 memory_limit_mb=1024,

@@ -32,7 +32,12 @@ pytestmark = pytest.mark.e2e
 
 def command(folder: Path, *overrides: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "stepwell", "train", "--config", "quickstart"),
+        sys.executable,
+        "-m",
+        "stepwell",
+        "train",
+        "--config",
+        "quickstart",
         *SMALL,
         f"run.dir={folder}",
         *overrides,
@@ -78,10 +83,22 @@ def test_a_run_leaves_its_files_and_a_second_one_resumes_it(resumed: Path) -> No
     assert [r["step"] for r in records] == [1, 2, 3, 4]
     for record in records:
         for key in (
-            *("step", "time_s", "policy_version", "reward/mean", "staleness/mean", "loss"),
-            *("tokens_per_s", "pool/ready", "off_policy_share", "num_turns/mean"),
-            *("time/wait_s", "time/score_s", "time/train_s", "time/step_s"),
-            *("wait/trainer_starved", "wait/generation_saturated"),
+            "step",
+            "time_s",
+            "policy_version",
+            "reward/mean",
+            "staleness/mean",
+            "loss",
+            "tokens_per_s",
+            "pool/ready",
+            "off_policy_share",
+            "num_turns/mean",
+            "time/wait_s",
+            "time/score_s",
+            "time/train_s",
+            "time/step_s",
+            "wait/trainer_starved",
+            "wait/generation_saturated",
         ):
             assert isinstance(record[key], int | float), key
     assert [r["policy_version"] for r in records] == sorted(r["policy_version"] for r in records)

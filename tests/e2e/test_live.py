@@ -32,9 +32,14 @@ pytestmark = pytest.mark.e2e
 AGENTS = 3
 LIMIT_S = 240.0
 SMALL = (
-    *("logging.wandb=disabled", "logging.console=plain", "gateway.port=0"),
-    *("trainer.train_batch_size=2", "trainer.checkpoint_every=1", "rollout.max_tokens=16"),
-    *("async_training.trigger_parameter_sync_step=1", "async_training.max_queue_size=null"),
+    "logging.wandb=disabled",
+    "logging.console=plain",
+    "gateway.port=0",
+    "trainer.train_batch_size=2",
+    "trainer.checkpoint_every=1",
+    "rollout.max_tokens=16",
+    "async_training.trigger_parameter_sync_step=1",
+    "async_training.max_queue_size=null",
     "gateway.holdout=0.3",
 )
 

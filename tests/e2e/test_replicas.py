@@ -201,8 +201,16 @@ async def complete(cluster: Cluster, agents: list[Agent], origin: str) -> None:
 def test_the_command_prints_every_address_and_stops_them_all(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "stepwell", "serve", "--config", "quickstart"),
-            *("--replicas", "2", *SMALL, f"run.dir={tmp_path}"),
+            sys.executable,
+            "-m",
+            "stepwell",
+            "serve",
+            "--config",
+            "quickstart",
+            "--replicas",
+            "2",
+            *SMALL,
+            f"run.dir={tmp_path}",
         ],
         cwd=ROOT,
         stdout=subprocess.PIPE,

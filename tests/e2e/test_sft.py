@@ -20,8 +20,13 @@ def command(folder: Path, n: int, *overrides: str) -> list[str]:
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in conversations(n)))
     return [
-        *(sys.executable, "-m", "stepwell", "train"),
-        *(f"data.sft={rows}", f"run.dir={folder / 'run'}", "logging.wandb=disabled"),
+        sys.executable,
+        "-m",
+        "stepwell",
+        "train",
+        f"data.sft={rows}",
+        f"run.dir={folder / 'run'}",
+        "logging.wandb=disabled",
         *overrides,
     ]
 
@@ -41,8 +46,11 @@ def test_a_killed_run_without_agent_trains_every_row_once(tmp_path: Path) -> Non
     argv = command(
         tmp_path,
         64,
-        *("algorithm.kind=sft", "data.sft.epochs=2", "trainer.total_steps=null"),
-        *("trainer.train_batch_size=4", "trainer.checkpoint_every=3"),
+        "algorithm.kind=sft",
+        "data.sft.epochs=2",
+        "trainer.total_steps=null",
+        "trainer.train_batch_size=4",
+        "trainer.checkpoint_every=3",
     )
     checkpoints = tmp_path / "run/checkpoints"
     kill_when_there_is(checkpoints / "step_6", argv)

@@ -214,7 +214,8 @@ def test_content_may_be_missing_or_come_in_parts(tokenizer: PreTrainedTokenizerF
         (tool_call("1"), "", ["1"]),
         (
             f"Let me see.\n{tool_call('1')}\n{tool_call('2')}",
-            *("Let me see.\n", ["1", "2"]),
+            "Let me see.\n",
+            ["1", "2"],
         ),
         ('<tool_call>\n{"name": "calc', '<tool_call>\n{"name": "calc', []),
         ("<tool_call>\n</tool_call>", "<tool_call>\n</tool_call>", []),

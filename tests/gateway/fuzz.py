@@ -29,9 +29,23 @@ from tests.gateway.conftest import (
 )
 
 MARKUP = (
-    *("<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_start|>", "<|im_end|>"),
-    *("assistant\n", '{"name": "f", "arguments": {"x": 1}}', '{"name": 3}', '{"name": "f"'),
-    *("[1]", "3", "null", "NaN", "[" * 2000, "\n", "fine"),
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "assistant\n",
+    '{"name": "f", "arguments": {"x": 1}}',
+    '{"name": 3}',
+    '{"name": "f"',
+    "[1]",
+    "3",
+    "null",
+    "NaN",
+    "[" * 2000,
+    "\n",
+    "fine",
 )
 """What a prompt or a reply may be put together from."""
 
@@ -62,11 +76,25 @@ async def _fuzz_operations(
                 serving(create_app(config, Wiring((engine_url,)), pool, tokenizer)) as url,
             ):
                 command = [
-                    *(sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"),
-                    *("--checks", "not_a_server_error", "--phases", "fuzzing", "--no-color"),
-                    *("--max-examples", str(cases_per_operation), "--warnings", "off"),
+                    sys.executable,
+                    "-m",
+                    "schemathesis.cli",
+                    "run",
+                    f"{url}/openapi.json",
+                    "--checks",
+                    "not_a_server_error",
+                    "--phases",
+                    "fuzzing",
+                    "--no-color",
+                    "--max-examples",
+                    str(cases_per_operation),
+                    "--warnings",
+                    "off",
                     # A busy machine is no failure.
-                    *("--wait-for-schema", "60", "--request-timeout", "60"),
+                    "--wait-for-schema",
+                    "60",
+                    "--request-timeout",
+                    "60",
                     *(() if seed is None else ("--seed", str(seed))),
                 ]
                 process = await asyncio.create_subprocess_exec(

@@ -1329,8 +1329,12 @@ async def test_conversations_that_differ_only_in_white_space_are_rendered_as_sen
             await client.chat.completions.create(model="m", messages=messages)
     sent = [world.tokenizer.decode(r["input_ids"]) for r in world.engine.requests]
     assert [s.partition("assistant\n")[2].partition("<|im_end|>")[0] for s in sent] == [
-        *("a  ", "a", " a"),
-        *("a  ", "a", " a"),
+        "a  ",
+        "a",
+        " a",
+        "a  ",
+        "a",
+        " a",
     ]
 
 

@@ -133,9 +133,17 @@ def test_a_path_decides_what_is_needed(method: str, path: str, needed: Any) -> N
 
 ADMINS = frozenset(
     (
-        *("/init_trajectory", "/generate", "/submit_steps", "/compute_reward", "/openapi.json"),
-        *("/start_rollout", "/buffer/write", "/get_rollout_data", "/ack_rollout_data"),
-        *("/statistics", "/metrics"),
+        "/init_trajectory",
+        "/generate",
+        "/submit_steps",
+        "/compute_reward",
+        "/openapi.json",
+        "/start_rollout",
+        "/buffer/write",
+        "/get_rollout_data",
+        "/ack_rollout_data",
+        "/statistics",
+        "/metrics",
     )
 )
 PAGES = frozenset(("/ui", "/ui/", "/ui/{file:path}", "/ui/api/login", "/ui/api/logout"))

@@ -179,7 +179,9 @@ ROWS: dict[str, Row] = {
     "chat": Row(f"{UNDER}/chat/completions", CHAT),
     "retry": Row(f"{UNDER}/chat/completions", CHAT, {"idempotency-key": "k"}),
     "session": Row(
-        *("/v1/chat/completions", CHAT, {"x-trajectory-uid": "{s}"}),
+        "/v1/chat/completions",
+        CHAT,
+        {"x-trajectory-uid": "{s}"},
         sibling=200,
         guess={"b": 403, "c": 403, "d": 403},
         guess_bound=200,
@@ -199,7 +201,8 @@ ROWS: dict[str, Row] = {
         own=403,
     ),
     "continue": Row(
-        *("/v1/responses", {"input": "on", "previous_response_id": "{r}"}),
+        "/v1/responses",
+        {"input": "on", "previous_response_id": "{r}"},
         guess=400,
         guess_bound=400,
         unknown=400,

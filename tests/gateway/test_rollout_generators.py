@@ -272,7 +272,8 @@ async def test_a_generator_module_of_slimes_form_runs_and_its_functions_are_used
     items, meta = answer["data"]["data"], answer["data"]["meta_info"]
     # "bad" is refused by is_valid_group; "say bad" is not.
     assert [(i["instance_id"], i["reward"], i["raw_reward"]) for i in items[:2]] == [
-        *((0, -0.5, 0.0), (0, 0.5, 1.0))
+        (0, -0.5, 0.0),
+        (0, 0.5, 1.0),
     ]
     assert len(items) == 6
     assert meta["total_samples"] == 6

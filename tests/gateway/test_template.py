@@ -84,8 +84,17 @@ TEXT = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
     st.sampled_from(
         [
-            *("", "\n", " x ", "<think>\nhm\n</think>\n\nyes", "<tool_call>", "{{ 1 }}"),
-            *("refuse", "mutate", "reach", "store", "<tool_response>x</tool_response>"),
+            "",
+            "\n",
+            " x ",
+            "<think>\nhm\n</think>\n\nyes",
+            "<tool_call>",
+            "{{ 1 }}",
+            "refuse",
+            "mutate",
+            "reach",
+            "store",
+            "<tool_response>x</tool_response>",
         ]
     ),
 )

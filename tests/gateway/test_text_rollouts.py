@@ -310,7 +310,10 @@ async def test_as_many_items_are_served_as_are_asked_for(worlds: Callable[..., A
         messages = [QUESTION, {"role": "assistant", "content": f"{k}"}]
         await consumer.post("/buffer/write", item(messages, f"u{k}", instance_id=k // 2))
     assert [i["instance_id"] for i in (await consumer.poll(**{name: 3}))["data"]["data"]] == [
-        *(0, 0, 1, 1)
+        0,
+        0,
+        1,
+        1,
     ]
     assert (await consumer.poll(**{name: 4}))["success"] is False
     assert len((await consumer.poll(**{name: -1}))["data"]["data"]) == 2

@@ -96,10 +96,17 @@ def taken() -> Iterator[int]:
 def train(folder: Path, *mistake: str) -> list[str]:
     run = folder / "run"
     return [
-        *("train", "--config", "quickstart", f"run.dir={run}", "logging.wandb=disabled"),
-        *("data.train.kind=jsonl", f"data.train.path={folder / 'train.jsonl'}"),
-        *("data.val.kind=jsonl", f"data.val.path={folder / 'val.jsonl'}"),
-        *("rollout.agent=checks_code:good", *mistake),
+        "train",
+        "--config",
+        "quickstart",
+        f"run.dir={run}",
+        "logging.wandb=disabled",
+        "data.train.kind=jsonl",
+        f"data.train.path={folder / 'train.jsonl'}",
+        "data.val.kind=jsonl",
+        f"data.val.path={folder / 'val.jsonl'}",
+        "rollout.agent=checks_code:good",
+        *mistake,
     ]
 
 

@@ -80,8 +80,16 @@ def gateway(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """`stepwell serve` as a user runs it."""
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "stepwell", "serve", "--config", "quickstart"),
-            *(*SMALL, f"run.dir={folder}", f"run.name={folder.name}", "gateway.port=0"),
+            sys.executable,
+            "-m",
+            "stepwell",
+            "serve",
+            "--config",
+            "quickstart",
+            *SMALL,
+            f"run.dir={folder}",
+            f"run.name={folder.name}",
+            "gateway.port=0",
         ],
         cwd=ROOT,
         stdout=subprocess.PIPE,

@@ -305,8 +305,12 @@ def test_status_is_one_screen_of_what_the_files_say(
     monkeypatch.setenv("COLUMNS", "80")
     screen = said(capsys, "status", str(run)).replace("\xa0", " ")
     for words in (
-        *("mine  ended", "step 7", "reward 0.500", "0.000 at step 0 → 1.000 at step 7"),
-        *("the trainer waits for groups 25% of its time", "dropped in train  too long 1"),
+        "mine  ended",
+        "step 7",
+        "reward 0.500",
+        "0.000 at step 0 → 1.000 at step 7",
+        "the trainer waits for groups 25% of its time",
+        "dropped in train  too long 1",
         "open in train  flat  1 of 2 complete; 1 trajectories were not started",
     ):
         assert words in screen
@@ -367,8 +371,16 @@ def test_what_is_exported_is_shown_from_the_file_too(
 
 
 TAKE_A_FOLDER = [
-    *(["status"], ["top", "--json"], ["groups"], ["view"], ["doctor"], ["show", "tree"], ["eval"]),
-    *(["rollback"], ["data", "salvage"], ["data", "export", "new.jsonl"]),
+    ["status"],
+    ["top", "--json"],
+    ["groups"],
+    ["view"],
+    ["doctor"],
+    ["show", "tree"],
+    ["eval"],
+    ["rollback"],
+    ["data", "salvage"],
+    ["data", "export", "new.jsonl"],
 ]
 
 

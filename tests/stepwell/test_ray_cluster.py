@@ -144,9 +144,16 @@ def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     short = tempfile.mkdtemp(prefix="ray")  # sockets' paths have at most 107 bytes
     process = subprocess.Popen(
         [
-            *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block"),
-            *(f"--port={port}", "--num-cpus=1", "--include-dashboard=false"),
-            *("--object-store-memory=100000000", f"--temp-dir={short}", "--disable-usage-stats"),
+            str(Path(sys.executable).with_name("ray")),
+            "start",
+            "--head",
+            "--block",
+            f"--port={port}",
+            "--num-cpus=1",
+            "--include-dashboard=false",
+            "--object-store-memory=100000000",
+            f"--temp-dir={short}",
+            "--disable-usage-stats",
         ],
         env=env,
         stdout=subprocess.DEVNULL,

@@ -19,9 +19,12 @@ def test_validation_samples_as_rollouts_do_but_for_the_keys_of_its_own() -> None
     config = load_config(
         "quickstart",
         [
-            *("rollout.temperature=1.0", "rollout.top_p=0.9", "rollout.max_tokens=64"),
+            "rollout.temperature=1.0",
+            "rollout.top_p=0.9",
+            "rollout.max_tokens=64",
             "rollout.max_response_tokens=256",
-            *("validation.temperature=0", "validation.max_tokens=128"),
+            "validation.temperature=0",
+            "validation.max_tokens=128",
         ],
     )
     assert chosen(config) == {

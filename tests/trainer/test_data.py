@@ -476,8 +476,11 @@ def test_parquet_rows_are_tasks_whose_messages_hold_no_nulls_of_the_schema(table
         config(kind="parquet", path=table, prompt_key="prompt", metadata_key="extra", shuffle=False)
     )
     assert [t["instance_id"] for t in source.all()] == [
-        *("part-0-0", "part-0-1", "part-0-2"),
-        *("part-2-0", "part-2-1"),
+        "part-0-0",
+        "part-0-1",
+        "part-0-2",
+        "part-2-0",
+        "part-2-1",
     ]
     task = source.next()
     assert task["messages"] == CHAT

@@ -69,7 +69,9 @@ async def test_tasks_that_differ_teach_where_the_baseline_is_not_the_group(
 async def test_batches_of_one_rollout_are_compared_with_those_before(tmp_path: Path) -> None:
     options = (
         "algorithm.adv_estimator=reinforce_running",
-        *("rollout.n=1", "rollout.min_n=1", "trainer.train_batch_size=1"),
+        "rollout.n=1",
+        "rollout.min_n=1",
+        "trainer.train_batch_size=1",
     )
     records = await records_of(tmp_path, lambda t, i: float(number(t) % 2), None, *options)
     assert not [r for r in records if "warning" in r]

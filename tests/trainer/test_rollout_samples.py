@@ -91,7 +91,8 @@ async def test_what_a_reward_says_beside_the_score_is_dumped_with_the_rollout(
     """verl's `reward_extra_infos_dict` in `rollout_data_dir` and `validation_data_dir`."""
     config = small_config(
         tmp_path,
-        *("trainer.rollout_samples=null", "trainer.total_steps=1"),
+        "trainer.rollout_samples=null",
+        "trainer.total_steps=1",
         f"rollout.reward={__name__}:graded",
     )
     async with small_run(config, reward=lambda task, index: None) as run:
@@ -247,8 +248,10 @@ async def test_rollouts_alone_are_recorded_and_train_another_run(tmp_path: Path,
     recorded = tmp_path / "batches"
     config = small_config(
         tmp_path,
-        *("trainer.debug_rollout_only=true", "trainer.rollout_samples=2"),
-        *(f"trainer.save_debug_rollout_data={recorded}", f"async_training.mode={mode}"),
+        "trainer.debug_rollout_only=true",
+        "trainer.rollout_samples=2",
+        f"trainer.save_debug_rollout_data={recorded}",
+        f"async_training.mode={mode}",
     )
     async with small_run(config) as run:
         summary = await whole_run(run)

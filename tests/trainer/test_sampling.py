@@ -215,7 +215,8 @@ def test_a_filter_that_does_not_exist_is_refused_with_the_known_ones(tmp_path: P
         ([SYNC, "sampling.over_sampling_batch_size=1"], r"over_sampling_batch_size is 1; it lies"),
         (
             [
-                *("trainer.keep_best=1", "validation.every=3"),
+                "trainer.keep_best=1",
+                "validation.every=3",
                 "async_training.trigger_parameter_sync_step=2",
             ],
             r"keep_best is 1 with validation.every 3.*make validation.every a multiple",

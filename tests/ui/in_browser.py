@@ -28,8 +28,12 @@ CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 KEY = "an-admin-key-for-the-browser"
 HOSTILE_UID = f"chain_sum/1001:{HOSTILE}"
 SHORT = (
-    *("logging.wandb=disabled", "trainer.train_batch_size=2", "rollout.n=4", "data.val.size=8"),
-    *("rollout.max_outstanding_groups=4", "trainer.total_steps=500"),
+    "logging.wandb=disabled",
+    "trainer.train_batch_size=2",
+    "rollout.n=4",
+    "data.val.size=8",
+    "rollout.max_outstanding_groups=4",
+    "trainer.total_steps=500",
 )
 SHOTS = os.environ.get("STEPWELL_SHOTS")
 """A folder for screenshots of every page."""
@@ -237,7 +241,7 @@ async def test_every_page_of_a_live_quickstart(tmp_path: Path, browser: Browser)
     """`stepwell train` as a user runs it, looked at while it trains."""
     command = ["train", "--config", "quickstart", f"run.dir={tmp_path}", *SHORT]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "stepwell", *command), stdout=asyncio.subprocess.PIPE
+        sys.executable, "-m", "stepwell", *command, stdout=asyncio.subprocess.PIPE
     )
     try:
         url = None

@@ -90,8 +90,18 @@ METHODS = _family(
     {
         name: f"off_policy.presets:{name.upper()}"
         for name in (
-            *("staleness_aware", "none", "bypass", "decoupled", "tis", "geometric_tis"),
-            *("sequence_tis", "mis", "sequence_mis", "geometric_mis", "icepop", "opsm"),
+            "staleness_aware",
+            "none",
+            "bypass",
+            "decoupled",
+            "tis",
+            "geometric_tis",
+            "sequence_tis",
+            "mis",
+            "sequence_mis",
+            "geometric_mis",
+            "icepop",
+            "opsm",
         )
     },
 )

@@ -17,8 +17,14 @@ from stepwell.trainer.errors import DataError
 Row: TypeAlias = dict[str, Any]
 
 MEDIA = (
-    *("image", "images", "video", "videos", "audio", "audios"),
-    *("multi_modal_data", "multi_modal_inputs"),
+    "image",
+    "images",
+    "video",
+    "videos",
+    "audio",
+    "audios",
+    "multi_modal_data",
+    "multi_modal_inputs",
 )
 """Names under which rows hold what is not text: those of slime and of verl."""
 _PLACEHOLDER = re.compile("<(?:image|video|audio)>")

@@ -145,7 +145,9 @@ class _RowTasks:
         if lacking:
             log.warning(
                 "%d of %d rows say need_tools_kwargs and have no tools_kwargs; the first is %s",
-                *(len(lacking), len(table), table.where(lacking[0])),
+                len(lacking),
+                len(table),
+                table.where(lacking[0]),
             )
         if config.max_prompt_tokens is not None:
             self._apply_limit(lengths, config.max_prompt_tokens)

@@ -328,7 +328,8 @@ class Producer(GroupProducer):
                 returned = False
                 log.error(
                     "%s is given up: worker, gateway or engine failed each of its %d groups",
-                    *(task["instance_id"], LOSSES),
+                    task["instance_id"],
+                    LOSSES,
                 )
         self.ledger.dropped(prompt_uid, reason, returned=returned and task is not None)
         if task is not None and returned:

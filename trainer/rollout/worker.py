@@ -121,7 +121,7 @@ class RolloutWorker:
         self._generate: GenerateRollouts | None = None
         if is_generate(self._agent):
             self._generate = GenerateRollouts(
-                *(self._agent, config, self._gateway, tokenizer_path or Path(), validation)
+                self._agent, config, self._gateway, tokenizer_path or Path(), validation
             )
         self._slots = asyncio.Semaphore(config.concurrency)
         self._traced: set[tuple[str, int | None]] = set()

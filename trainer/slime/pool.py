@@ -168,7 +168,10 @@ class SlimePool:
                 )
             log.warning(
                 "rollout %d waits for %d groups of channel %r; %s",
-                *(rollout_id, n, self._channel, have),
+                rollout_id,
+                n,
+                self._channel,
+                have,
             )
 
     async def _settle(self, rollout_id: int) -> None:
@@ -189,7 +192,9 @@ class SlimePool:
             self.dropped[TRAINED] += len(dropped)
         log.info(
             "resumed after rollout %d: %d of %d trained groups had no lease any more",
-            *(rollout_id, len(dropped), len(trained)),
+            rollout_id,
+            len(dropped),
+            len(trained),
         )
         self._rollout_of = {}
         await asyncio.to_thread(self._write)

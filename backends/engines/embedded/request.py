@@ -40,21 +40,20 @@ _GREEDY_EPS = 1e-6
 _NEUTRAL = {"repetition_penalty": 1, "n": 1, "spaces_between_special_tokens": True}
 """SGLang's other sampling parameters where they change nothing; so do null, 0 and empty values."""
 _NO_FIELDS = (
-    *(
-        "text",
-        "input_embeds",
-        "image_data",
-        "video_data",
-        "audio_data",
-        "token_ids_logprob",
-    ),
-    *(
-        "return_hidden_states",
-        "return_routed_experts",
-        "return_entropy",
-        "return_sampling_mask",
-    ),
-    *("return_text_in_logprobs", "session_params", "lora_id", "custom_logit_processor"),
+    "text",
+    "input_embeds",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "token_ids_logprob",
+    "return_hidden_states",
+    "return_routed_experts",
+    "return_entropy",
+    "return_sampling_mask",
+    "return_text_in_logprobs",
+    "session_params",
+    "lora_id",
+    "custom_logit_processor",
     "max_thinking_tokens",
 )
 """What would change what is generated or returned, and is refused; other unknown fields are

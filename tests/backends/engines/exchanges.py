@@ -25,8 +25,32 @@ FIXTURES = HERE / "fixtures"
 MODEL = HERE.parents[2] / "examples" / "quickstart" / "model"
 
 PROMPT = [
-    *(1, 367, 207, 370, 290, 369, 345, 317, 290, 371, 311, 368, 34),
-    *(229, 25, 26, 314, 229, 27, 28, 324, 2, 207, 1, 351, 207),
+    1,
+    367,
+    207,
+    370,
+    290,
+    369,
+    345,
+    317,
+    290,
+    371,
+    311,
+    368,
+    34,
+    229,
+    25,
+    26,
+    314,
+    229,
+    27,
+    28,
+    324,
+    2,
+    207,
+    1,
+    351,
+    207,
 ]
 """Greedy, the model calls its calculator and ends."""
 GREEDY = {"temperature": 0, "ignore_eos": True}

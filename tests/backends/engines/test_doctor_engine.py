@@ -90,7 +90,12 @@ async def test_an_older_sglang_is_told_to_be_one() -> None:
 async def test_the_names_of_routes_are_whole_on_a_terminal() -> None:
     async with serving(given_again(read("sglang"))) as url:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "stepwell", "doctor", "--engine", url),
+            sys.executable,
+            "-m",
+            "stepwell",
+            "doctor",
+            "--engine",
+            url,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "COLUMNS": "100"},
         )

@@ -30,9 +30,15 @@ LEFT_OUT = {
         (
             f"loads.loads.0.{key}"
             for key in (
-                *("num_waiting_uncached_tokens", "num_active_tokens", "num_prealloc_ready_tokens"),
-                *("gen_throughput", "total_prefill_busy_us", "decode_moments"),
-                *("memory", "disaggregation", "queues"),
+                "num_waiting_uncached_tokens",
+                "num_active_tokens",
+                "num_prealloc_ready_tokens",
+                "gen_throughput",
+                "total_prefill_busy_us",
+                "decode_moments",
+                "memory",
+                "disaggregation",
+                "queues",
             )
         ),
         "of SGLang's own scheduler; nothing of ours reads it",

@@ -21,8 +21,13 @@ from tests.gateway.conftest import serving
 LATER = {
     "0.5.9": ("/begin_weight_update", "/end_weight_update", "/v1/loads"),
     "0.5.2": (
-        *("/model_info", "/server_info", "/weights_checker", "/destroy_weights_update_group"),
-        *("/begin_weight_update", "/end_weight_update", "/v1/loads"),
+        "/model_info",
+        "/server_info",
+        "/weights_checker",
+        "/destroy_weights_update_group",
+        "/begin_weight_update",
+        "/end_weight_update",
+        "/v1/loads",
     ),
 }
 """Version -> routes that its `sglang/srt/entrypoints/http_server.py` does not declare yet."""
@@ -86,8 +91,15 @@ async def test_a_training_run_on_a_server_with_another_api_ends_in_one_line(tmp_
     settings = ["logging.wandb=disabled", "logging.console=plain", f"run.dir={tmp_path / 'run'}"]
     async with serving(given_again(read("vllm"))) as url:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "stepwell", "train", "--config", "quickstart", *settings),
-            *("engine.kind=attach", f"engine.urls=[{url}]"),
+            sys.executable,
+            "-m",
+            "stepwell",
+            "train",
+            "--config",
+            "quickstart",
+            *settings,
+            "engine.kind=attach",
+            f"engine.urls=[{url}]",
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -28,8 +28,17 @@ AGGREGATIONS = (
     "seq-mean-token-sum-norm",
 )
 POLICIES = (
-    *("vanilla", "gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dppo_tv"),
-    *("dppo_kl", "dro"),
+    "vanilla",
+    "gspo",
+    "cispo",
+    "sapo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "geo_mean",
+    "dppo_tv",
+    "dppo_kl",
+    "dro",
 )
 DRO_BETA = 0.5
 COV_SHARE, COV_LOW, COV_HIGH, KL_COV = 0.1, 0.1, 2.0, 0.7

@@ -15,7 +15,8 @@ from tests.helpers import serving_posts
 
 FIELDS = {
     *("compile_timeout", "run_timeout", "memory_limit_MB", "code", "stdin", "language"),
-    *("files", "fetch_files"),
+    "files",
+    "fetch_files",
 }
 
 
@@ -50,7 +51,7 @@ class SandboxServer:
     async def _run(self, body: dict[str, Any]) -> dict[str, Any]:
         pipe = asyncio.subprocess.PIPE
         program = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", body["code"]), stdin=pipe, stdout=pipe, stderr=pipe
+            sys.executable, "-c", body["code"], stdin=pipe, stdout=pipe, stderr=pipe
         )
         status = "Finished"
         try:
