@@ -122,7 +122,7 @@ class Reply:
             "branch": prompt.cause,
         }
         # Not checked again: ids are the tokenizer's or the request's, which were read as int32, and
-        # what was sampled is checked as it is read (`engine/answers.py`).
+        # what was sampled is checked as it is read (`engine/generation.py`).
         return trusted_step(
             prompt.ids,
             generation.response_ids,
