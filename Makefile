@@ -32,14 +32,14 @@ endif
 # Runs a command and says what it took, in wall time and CPU seconds of all its processes.
 COST := $(BIN)/python -m tests.cost
 test: install
-	@exec $(COST) tests $(BIN)/pytest
+	@exec $(COST) tests $(BIN)/pytest --durations=10
 
 #   make check  format check, lint, strict types, tests, and how long each took: what CI runs
 check: install
 	@$(COST) format $(BIN)/ruff format --check .
 	@$(COST) lint $(BIN)/ruff check .
 	@$(COST) types $(BIN)/mypy
-	@$(COST) tests $(BIN)/pytest
+	@$(COST) tests $(BIN)/pytest --durations=10
 
 #   make test-long  what `make test` leaves out: quick runs of the benches, rarer restarts, properties on 500 examples
 .PHONY: test-long
