@@ -113,7 +113,7 @@ def uid_of(segment: str) -> str:
 
 
 def quoted(uid: str) -> str:
-    """As a part of a URL's path; what may stand there stays as it is (RFC 3986)."""
+    """Escape an id for a URL's path; what may stand there stays as it is (RFC 3986)."""
     return quote(uid, safe="!$&'()*+,;=:@")
 
 
@@ -132,21 +132,21 @@ MAX_COOKIE = 8192
 
 
 class Principal(NamedTuple):
-    """Who calls."""
+    """The caller of a request, and what it may do."""
 
     access: Access
     """The most it may do."""
     trajectory: Named | None = None
-    """Of the trajectory key that it sent."""
+    """Trajectory of the trajectory key that the caller sent, if it sent one."""
     is_bound: bool = False
     """It may do things to that trajectory only."""
     channel: str | None = None
-    """Of its agent key."""
+    """Channel of the caller's agent key, if that has one."""
     owner: str | None = None
     """Owner of what it opens: the name of its agent key, or "" for all agent keys without a
     channel, which share what they open. None: no agent key; it may use what anybody opened."""
     others: frozenset[str] = frozenset()
-    """Whose names an agent key may not use: as they stand in ids (`named`)."""
+    """Other owners, as they stand in ids (`named`): an agent key may not use their names."""
     ending: str = ""
     """Ending of ids that are its own: `@` and its owner, or `@admin` where there are agent keys."""
 
@@ -277,7 +277,7 @@ class KeyRing:
         return bool(self._known)
 
     def authorize(self, headers: Headers, needed: Access, url: Named | None = None) -> Principal:
-        """Who sent these headers, if that may do what is `needed`.
+        """Return the caller that sent these headers, if it may do what is `needed`.
 
         Args:
             url: the trajectory that the request's URL names.
@@ -321,7 +321,7 @@ class KeyRing:
         return holder._replace(trajectory=trajectory)
 
     def session(self, key: str) -> str | None:
-        """What a browser keeps in place of an admin key, for `SESSION_S`; None: it is none."""
+        """Cookie in place of an admin key, for `SESSION_S`; None: `key` is no admin key."""
         holder = self._known.get(hashlib.sha256(key.encode()).digest())
         if holder is None or holder.access != "admin":
             return None
@@ -430,8 +430,8 @@ class Hosts:
             )
 
     def origin(self, scope: Scope) -> str:
-        """Where the client of this request reaches the gateway: what it asked for if that is ours,
-        else the address that its connection was made to."""
+        """Origin at which the client of this request reaches the gateway: the one it asked for if
+        that is ours, else the address that its connection was made to."""
         host = next((value for name, value in scope["headers"] if name == b"host"), None)
         if host is not None and self._is_ours(host):
             return f"{scope['scheme']}://{host.decode('latin-1')}"

@@ -83,7 +83,7 @@ async def check_holdings(path: str, body: bytes, threads: Executor) -> None:
 
 
 def holdings(body: bytes, bounds: Holdings) -> Holdings:
-    """What a body holds. Texts count as if what they say were JSON, unless that exceeds the
+    """Count what a body holds. Texts count as if what they say were JSON, unless that exceeds the
     bounds."""
     codes = np.frombuffer(body, np.uint8)
     counted = _totals(codes)

@@ -115,7 +115,7 @@ class Calls:
     added_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_TIMES))
     """Seconds of the last calls from the request read to the Step stored, without the engine's."""
     failed_at: float = float("-inf")
-    """When engine or pool last failed a call (`time.monotonic()`)."""
+    """Time (`time.monotonic()`) when engine or pool last failed a call."""
     is_closing: bool = False
     """The gateway stops: what it cuts off now is given up."""
 

@@ -57,7 +57,8 @@ MOST_OF_A_GROUP = 1024
 
 
 def _strong(key: SecretStr) -> SecretStr:
-    """What is wrong is told without the key: it can be guessed, or cannot be sent."""
+    """Refuse a key that can be guessed, cannot be sent or looks like a trajectory's; the error does
+    not show it."""
     text = key.get_secret_value()
     if len(text) < MIN_KEY_LENGTH or not re.fullmatch(r"[!-~]+", text):
         raise ValueError(
@@ -114,8 +115,8 @@ class AgentKey(Section):
 
 
 class GroupsConfig(Section):
-    """Which conversations of agents that name no trajectory are one group. What an agent's service
-    declares (`POST /v1/groups`, the header `x-prompt-uid`) is a group whatever `form` says."""
+    """Grouping of conversations whose agents name no trajectory. What an agent's service declares
+    (`POST /v1/groups`, the header `x-prompt-uid`) is a group whatever `form` says."""
 
     form: Literal["declared", "first_prompt", "single"] = "single"
     """`single`: each conversation is a group of its own. `first_prompt`: conversations that begin
@@ -163,7 +164,7 @@ class GatewayConfig(Section):
     """`preserve` keeps past thinking in the prompt, token for token; `template` follows the chat
     template: where it strips past thinking, the conversation goes on as a branch."""
     tool_parser: ToolParser = "auto"
-    """How tool calls are read from the response: `hermes` is <tool_call>{json}</tool_call>,
+    """Format of tool calls in the response: `hermes` is <tool_call>{json}</tool_call>,
     `qwen3_coder` <tool_call> around <function=…><parameter=…>, `llama3_json` a bare JSON object.
     `auto` is whichever of them reads a call as the chat template writes it, else `hermes`."""
     reasoning_parser: ReasoningParser = "auto"
@@ -219,7 +220,7 @@ class GatewayConfig(Section):
     reward_fn: str | None = None
     """Dotted path of the function behind `/compute_reward`, called with the body's fields."""
     loss_mask_type: str = "auto"
-    """How items of `/buffer/write` that hold messages alone are tokenised (slime's name): `auto`,
+    """Tokenisation of `/buffer/write` items that hold messages alone (slime's name): `auto`,
     `prefix`, `qwen`, `llama3`, `distill_qwen`, or the path of a class or function of your own,
     `package.module:Name` or `path/to/file.py:Name` (docs/design/data.md, "Messages")."""
     rollout_generators: tuple[str, ...] = ()
@@ -253,7 +254,7 @@ class GatewayConfig(Section):
     @field_validator("agent_keys", mode="before")
     @classmethod
     def _have_names(cls, keys: Any) -> Any:
-        """What is wrong is told without the key."""
+        """Refuse agent keys without names, or with a reserved one; the error shows no key."""
         if not isinstance(keys, Mapping):
             raise ValueError(
                 'agent_keys have names, as in {bot: {key: "${oc.env:BOT_KEY}"}}; a channel may '
@@ -318,7 +319,8 @@ class GatewayConfig(Section):
 
     @property
     def channels(self) -> tuple[str, ...]:
-        """Those of agents that come by themselves, without what is held out."""
+        """Channels of agents that come by themselves, without what is held out: the gateway's own,
+        and those of agent keys."""
         chosen = (key.channel for key in self.agent_keys.values())
         return tuple(dict.fromkeys((self.channel, *filter(None, chosen))))
 
@@ -342,8 +344,8 @@ class Tuning:
     engine_circuit_open_s: float = 1.0
     """Minimum seconds the circuit stays open; then a successful check closes it."""
     engine_version_grace_s: float = 10.0
-    """When all engines that answer came back with weights older than those seen before, calls wait
-    so long for the newer ones: a publication to a restarted engine takes seconds. Then the newest
+    """Seconds that calls wait for newer weights when all engines that answer came back with older
+    ones than were seen before: a publication to a restarted engine takes seconds. Then the newest
     there are serve them."""
     pool_timeout_s: float = 60.0
     """For an answer of the pool; then 503 and nothing is acknowledged. A pool that is started again
@@ -370,7 +372,7 @@ class Tuning:
     max_message_bytes: int = 256 * 1024
     """JSON of one turn's messages; a Step whose turn has more keeps none."""
     log_level: str = "warning"
-    """What the HTTP server (uvicorn) logs, from this level on: below it there is nothing of use."""
+    """Lowest level that the HTTP server (uvicorn) logs: below it there is nothing of use."""
 
 
 TUNING: Final = Tuning()
@@ -400,9 +402,7 @@ class ChannelSampling:
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """Which engines a gateway generates with and how it samples, and which of several gateways it
-    is.
-    """
+    """Engines of a gateway, how it samples with them, and its place among several gateways."""
 
     engine_urls: tuple[str, ...] = ()
     """SGLang servers (or embedded engines); a trajectory stays on one."""
@@ -414,7 +414,7 @@ class Wiring:
     """Share of new trajectories that go to an engine whose version is not committed, while there is
     one."""
     replica: int = 0
-    """Which of the gateways that share the work this one is."""
+    """Index of this gateway among those that share the work."""
     replica_urls: tuple[str, ...] = ()
     """Origins of all of them."""
     run_dir: Path | None = None

@@ -103,12 +103,12 @@ class Endpoint(APIRoute):
 
 
 class Found(NamedTuple):
-    """What the method and path of a request say."""
+    """The endpoint that a request's method and path name, with what they say beside it."""
 
     endpoint: Endpoint | None
     """None: there is none of this path, or none with this method."""
     params: dict[str, str]
-    """Of the path, as `uid_of` decodes them."""
+    """Parameters in the path, as `uid_of` decodes them."""
     access: Access
     """Access that the request needs. Paths that do not exist need a key as well, so they tell
     nothing."""

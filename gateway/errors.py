@@ -49,7 +49,7 @@ class GatewayError(Exception):
     code: ClassVar[str | None] = None
     retry_after_s: ClassVar[float | None] = None
     more_headers: ClassVar[dict[str, str]] = {}
-    """Of the HTTP answer, beside the usual ones."""
+    """Headers of the HTTP response beside the usual ones."""
 
     def __init_subclass__(
         cls,
@@ -112,7 +112,7 @@ class ContextLengthError(RequestError, code="context_length_exceeded"):
 
     @property
     def tokens(self) -> tuple[int, int] | None:
-        """Of the prompt, and the limit, where they are known."""
+        """Tokens of the prompt, and the limit; None: they are not known."""
         return (self.args[2], self.args[3]) if len(self.args) == 4 else None
 
 

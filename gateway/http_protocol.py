@@ -43,7 +43,7 @@ LINGER_S = 1.0
 
 
 class ConnectionLimits:
-    """What the connections of one server have in common."""
+    """Limits and counts that the connections of one server share."""
 
     def __init__(self, config: GatewayConfig, tuning: Tuning) -> None:
         self.max_header_bytes = tuning.max_header_bytes

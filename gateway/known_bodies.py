@@ -65,12 +65,12 @@ class _Mark(msgspec.Struct, frozen=True, gc=False):
     n_bytes: int
     digest: bytes
     name_at: int
-    """Where the name of the list begins."""
+    """Byte at which the name of the list begins."""
     list_at: int
-    """Where the first item begins."""
+    """Byte at which the first item begins."""
     kept_to: int
-    """Where the first item ends, if it is a system message, which is always read; else where it
-    begins."""
+    """Byte at which the first item ends, if it is a system message, which is always read; else at
+    which it begins."""
     cut: Cut
     n_begin: int
     """Messages that are always read: a system message, or none."""
@@ -93,7 +93,7 @@ class _Spans(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """What a text says, and where."""
+    """A text as it was parsed, and where its parts are."""
 
     parsed: Parsed
     cuts: tuple[Cut, ...]
@@ -181,7 +181,7 @@ class KnownBodies:
         return Reading(parsed, digest or body_digest(body), lambda _: None)
 
     def _read(self, dialect: Dialect, body: bytes, text: _Text, reader: Principal) -> _Read | None:
-        """What `text` says, and where; None: the whole body is to be read."""
+        """Parse `text`, and find its parts; None: the whole body is to be read."""
         mark = text.mark
         name = dialect.list_name or ""
         if (spans := _spans(text.text, name if mark is None else _NEW)) is None:
@@ -326,7 +326,7 @@ def _decoder(list_name: str) -> msgspec.json.Decoder[Any]:
 
 
 def _offset(part: msgspec.Raw, text: bytes) -> int:
-    """Where a part of `text` begins, which is no copy of it."""
+    """Byte at which `part` begins in `text`; it is a view into it, no copy."""
     return _address(part) - _address(text)
 
 

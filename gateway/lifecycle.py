@@ -65,7 +65,7 @@ Metadata: TypeAlias = Annotated[dict[str, Any], AfterValidator(_no_owner)]
 
 class Opening(Body):
     prompt_uid: Name | None = None
-    """Of the group; null: made here. Given, a repeated request is of the same group."""
+    """Id of the group; null: made here. Given, a repeated request is of the same group."""
     channel: Name | None = None
     metadata: Metadata = Field(default_factory=dict)
     tags: Annotated[list[Name], Field(fail_fast=True)] = Field(
@@ -97,39 +97,40 @@ class CompleteTrajectory(Body):
     step_rewards: Annotated[list[StepReward | None], Field(fail_fast=True)] = Field(
         default=[], max_length=MAX_STEP_REWARDS
     )
-    """Of its steps, in order; null: none of its own. `reward` is added to the last step's."""
+    """Rewards of its steps, in order; null: the step has none of its own. `reward` is added to the
+    last step's."""
     metadata: Metadata = Field(default_factory=dict)
 
 
 class CompleteByName(CompleteTrajectory):
     trajectory_uid: Name | None = None
-    """As a reply's header `x-stepwell-trajectory` says it; null: that of the caller's key."""
+    """Id from a reply's header `x-stepwell-trajectory`; null: that of the caller's key."""
 
 
 class Reward(Body):
     trajectory_uid: Name
-    """As a reply's header `x-stepwell-trajectory` says it."""
+    """Id from a reply's header `x-stepwell-trajectory`."""
     reward: StepReward
     step_index: StepIndex | None = None
-    """Of the step whose own reward it is; null: the outcome's."""
+    """Index of the step whose own reward it is; null: it is the outcome reward."""
 
 
 class Feedback(Body):
-    """What a person says of a reply. At least one of score, label and correction."""
+    """A person's feedback on a reply. At least one of score, label and correction."""
 
     step_index: StepIndex | None = None
-    """Of the reply that is meant; null: the trajectory as a whole, and its last reply."""
+    """Index of the reply's step; null: the trajectory as a whole, and its last reply."""
     score: StepReward | None = None
     """Replaces the reward."""
     label: Name | None = Field(default=None, max_length=MAX_LABEL)
     """Becomes one of its tags."""
     correction: Name | None = Field(default=None, max_length=MAX_CORRECTION)
-    """What should have been said, kept with it (`marks.corrections`): for SFT, or as a pair."""
+    """The right reply, kept with the given one (`marks.corrections`): for SFT, or as a pair."""
 
 
 class FeedbackByName(Feedback):
     trajectory_uid: Name
-    """As a reply's header `x-stepwell-trajectory` says it."""
+    """Id from a reply's header `x-stepwell-trajectory`."""
 
 
 class AbortTrajectory(Body):
@@ -307,13 +308,15 @@ async def late_reward(request: Request, body: Reward) -> Response:
 
 
 async def feedback_by_name(request: Request, body: FeedbackByName) -> Response:
-    """What a person says of a trajectory or one of its replies, until its group is leased."""
+    """Store a person's feedback on a trajectory or one of its replies, until its group is
+    leased."""
     services, caller = services_of(request), caller_of(request)
     return await _keep(services, caller, body.trajectory_uid, body)
 
 
 async def feedback(request: Request, body: Feedback) -> Response:
-    """What a person says of this trajectory or one of its replies, until its group is leased."""
+    """Store a person's feedback on this trajectory or one of its replies, until its group is
+    leased."""
     services, caller = services_of(request), caller_of(request)
     trajectory_uid, _ = _by_url(request)
     return await _keep(services, caller, trajectory_uid, body)

@@ -58,7 +58,7 @@ _KEYS: Mapping[str, dict[str, str]] = {
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     "x-goog-api-key": {"type": "apiKey", "in": "header", "name": "x-goog-api-key"},
 }
-"""How a key is sent, if there are keys (`access.py`)."""
+"""Ways to send a key, if there are keys (`access.py`)."""
 
 
 def described(endpoints: Sequence[APIRoute], bodies: Mapping[str, str]) -> dict[str, Any]:

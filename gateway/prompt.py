@@ -97,7 +97,7 @@ class ChatRequest:
     is_kept: bool = True
     """False: nothing of it outlives its answer in any memory here."""
     began_at: float = field(default_factory=time.perf_counter)
-    """When the request had been read."""
+    """Time (`time.perf_counter()`) when the request had been read."""
     constraint_field: str = "response_format"
     """The request's own field that `constraint` came from, for the engine's refusal."""
     _keys: Keys | None = field(default=None, init=False)

@@ -24,7 +24,7 @@ from stepwell.gateway.config import Wiring
 from stepwell.gateway.errors import ReplicaUnavailableError
 
 CHECK_S = 1.0
-"""How old the last look at another replica may be, and how long it is waited for."""
+"""Seconds that a check of another replica is valid, and that it waits for an answer at most."""
 FORGET_S = 10.0
 """Seconds that another replica has to forget a trajectory."""
 FORGET_HEADER = "x-stepwell-replica"
@@ -41,7 +41,7 @@ class Replicas:
         self._connections = ConnectionPool()
         self._turns = itertools.count(self.index)
         self._looks = [(float("-inf"), True)] * len(self.urls)
-        """When each was last looked at, and whether it answered."""
+        """Time of each replica's last check (`time.monotonic()`), and whether it answered."""
 
     async def place(self, trajectory_uid: str | None = None) -> int | None:
         """The replica that is to serve a new trajectory; None: there is only this one.
@@ -60,7 +60,7 @@ class Replicas:
         return self.index
 
     def origin(self, replica: int) -> str:
-        """As handed out."""
+        """Origin of a replica as clients are told it."""
         if self._public_url is None:
             return self.urls[replica]
         return self._public_url.replace("{replica}", str(replica))

@@ -425,7 +425,7 @@ def _step(raw: Any, where: str) -> Step:
 
 
 async def reward(request: Request, body: dict[str, Any]) -> Response:
-    """What `gateway.reward_fn` answers; the fields of the body are its arguments."""
+    """Call `gateway.reward_fn` with the fields of the body as arguments, and return its answer."""
     services = services_of(request)
     if services.reward is None:
         raise RequestError(

@@ -62,8 +62,8 @@ LARGE_BODY_BYTES = 1 << 20
 from the heap, whose free pages go back every ten seconds: new pages for each cost 0.5 of 1.8 ms a
 call at 32,000 tokens of context (64 agents), and saved 18 of 250 MB while they ran."""
 PORTS = range(20000, 32768)
-"""Where free ports are taken: below those that outgoing connections get, one of which could
-otherwise have a replica's port when it starts again."""
+"""Ports from which a free one is taken: below those that outgoing connections get, one of which
+could otherwise have a replica's port when it starts again."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -94,7 +94,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def http_protocol(config: GatewayConfig, tuning: Tuning = TUNING) -> Any:
-    """What uvicorn is to make of each connection: `Config(http=…)`."""
+    """Factory of the protocol that uvicorn makes for each connection: `Config(http=…)`."""
     return partial(HttpProtocol, limits=ConnectionLimits(config, tuning))
 
 

@@ -95,7 +95,7 @@ def body_digest(body: bytes) -> str:
 
 
 def retry_key(headers: Headers, digest: str, scope: str) -> RetryKey:
-    """What makes a request a repetition: OpenAI's SDKs count retries, others send a key.
+    """Key by which a repetition is known: OpenAI's SDKs count retries, others send a key.
 
     Args:
         digest: `body_digest` of the request.

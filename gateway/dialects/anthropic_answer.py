@@ -35,13 +35,13 @@ class BlockWriter:
         self._index = -1
         self._open = False
         self._kind = ""
-        """Of the text that comes, "text" or "thinking"; a block opens when some is visible."""
+        """Kind of the text that comes, "text" or "thinking"; a block opens when some is visible."""
         self._blank = ""
         self._thought: list[str] = []
         """Text of the open thinking block, for its signature."""
 
     def events(self, deltas: Iterable[Delta]) -> Iterator[Event]:
-        """Those of a whole reply."""
+        """Yield the events of a whole reply."""
         for delta in deltas:
             yield from self.write(delta)
         yield from self.finish()

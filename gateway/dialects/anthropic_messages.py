@@ -154,7 +154,7 @@ class CountParams(MessagesParams):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What shapes the answer and not the call."""
+    """Options that shape the answer and not the call."""
 
     thinking: Thinking
     prefill: str
@@ -267,7 +267,7 @@ class _MessageWriter(StreamWriter):
         self._options: Options = exchange.parsed.options
         self._blocks = BlockWriter(self._options.thinking, self._options.prefill)
         self._template: Template | None = None
-        """Of the open block's deltas."""
+        """Template of the open block's deltas."""
 
     def begin(self) -> bytes:
         message = _message_head(self._exchange, self._exchange.calls[0].n_prompt)

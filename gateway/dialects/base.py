@@ -1,4 +1,4 @@
-"""What a dialect is: one wire format between HTTP and the gateway's own calls.
+"""A dialect: one wire format between HTTP and the gateway's own calls.
 
     body ──parse──► Parsed(ChatRequests, n, options) ──► Exchange ──answer──► JSON
                                                             └─frames, StreamWriter──► bytes
@@ -60,10 +60,10 @@ request the conversation is the same up to the third turn before the end."""
 
 @dataclass(slots=True)
 class Known:
-    """What is known of a body, which holds only the rest; and the cuts that are found in it."""
+    """The known part of a body, which itself holds only the rest; and the cuts found in that."""
 
     start: Cut = _BEGIN
-    """Where the items of its list begin."""
+    """Cut at which the items of the body's list begin."""
     n_kept: int = 0
     """Items before `start` that its list has all the same: a system message, or none."""
     tools: Any = None
@@ -100,7 +100,7 @@ class Parsed:
 
     call: ChatRequest
     options: Any = None
-    """What shapes the answer and not the call; the dialect's own."""
+    """The dialect's options that shape the answer and not the call."""
     n: int = 1
     """Samples asked for, of each prompt."""
     more: tuple[ChatRequest, ...] = ()
@@ -108,12 +108,12 @@ class Parsed:
     trajectory_uid: str | None = None
     """The trajectory that the body itself continues (`previous_response_id`)."""
     ignored: tuple[str, ...] = ()
-    """What was left aside of what agents always send, as `path=value` in ASCII; the answer's
-    `x-stepwell-ignored` header tells."""
+    """Names of sent fields that were left aside, some with `=value`, in ASCII; the answer's
+    `x-stepwell-ignored` header lists them."""
     n_outside: int = 0
     """Messages of the call that are not of the list: a system message, or none."""
     tools: Any = None
-    """What its tools are to the dialect, which reads them of another body as well."""
+    """The request's tools as the dialect has read them, for another body with the same tools."""
 
     @property
     def calls(self) -> tuple[ChatRequest, ...]:
@@ -169,7 +169,7 @@ class Exchange:
 
     @property
     def uid(self) -> str:
-        """Of the first call; stable over retries."""
+        """Id of the first call; stable over retries."""
         return self._listeners[0].call.call.uid
 
     @property
@@ -246,7 +246,7 @@ class Exchange:
                 listener.unwatch(self._on_change)
 
     def _piece(self, writer: StreamWriter) -> bytes:
-        """What is there and not written yet, as much as goes out in one piece.
+        """Return what is there and not written yet, as much as goes out in one piece.
 
         Raises:
             GatewayError: a call failed, and nothing is to be written before that is told.

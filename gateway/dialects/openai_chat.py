@@ -70,7 +70,7 @@ _RESERVED_TEMPLATE_ARGS = frozenset(
 )
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _THOUGHT_PARTS = ("thinking", "redacted_thinking", "reasoning")
-"""Of an assistant's content, as other vendors' clients send them back."""
+"""Types of thinking parts in an assistant's content, as other vendors' clients send them back."""
 LEAST_LOGPROB = -9999.0
 """JSON knows no infinity."""
 
@@ -81,7 +81,7 @@ class StreamOptions(Params):
 
 
 class CompletionParams(Params):
-    """What chat completions and completions have in common."""
+    """Fields that chat completions and completions have in common."""
 
     ignored = frozenset(
         (
@@ -132,7 +132,7 @@ class CompletionParams(Params):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self) -> dict[str, Any]:
-        """Those that are fields of a `ChatRequest` under the same names."""
+        """Fields that a `ChatRequest` has under the same names."""
         same = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed")
         return {name: getattr(self, name) for name in (*same, "stream")}
 
@@ -146,7 +146,7 @@ class ResponseFormat(Part):
     json_schema: _Schema | None = None
 
     def constraint(self) -> tuple[str, str] | None:
-        """What it asks of the engine."""
+        """Constraint that this format puts on the engine; None for plain text."""
         schema = None if self.json_schema is None else self.json_schema.json_schema
         return json_constraint(self.type, schema, "response_format.json_schema")
 
@@ -259,7 +259,7 @@ class OpenAIChat(Dialect):
 
 
 def head(exchange: Exchange, prefix: str, kind: str) -> dict[str, Any]:
-    """What an answer and each of its chunks begin with."""
+    """Fields that an answer and each of its chunks begin with."""
     return {
         "id": f"{prefix}-{exchange.uid}",
         "object": kind,
@@ -283,7 +283,7 @@ class CompletionWriter(StreamWriter):
     def choice(
         self, sample: int, item: Delta | Reply, tokens: Sequence[SampledToken]
     ) -> dict[str, Any]:
-        """What is new of a sample."""
+        """The choice that holds what is new of a sample."""
 
     def delta(self, sample: int, delta: Delta, tokens: Sequence[SampledToken]) -> bytes:
         if tokens or isinstance(delta, ToolCall):

@@ -131,7 +131,7 @@ class Text(Params):
     verbosity: Any = None
 
     def constraint(self) -> tuple[str, str] | None:
-        """What the engine is to constrain the reply to."""
+        """Constraint that this format puts on the engine; None for plain text."""
         return json_constraint(self.format.type, self.format.json_schema, "text.format.schema")
 
 
@@ -448,12 +448,12 @@ class StoredResponse:
     """An answer that a client may refer to."""
 
     response: dict[str, Any]
-    """As it was sent."""
+    """The response as it was sent."""
     messages: Sequence[Message]
     """The conversation up to and with the answer; instructions are not carried over."""
     trajectory_uid: str
     owner: str | None = None
-    """Of its trajectory."""
+    """Owner of the response's trajectory."""
 
     def n_chars(self) -> int:
         # What an answer takes besides its texts; it repeats the tools.

@@ -50,8 +50,8 @@ StopIds: TypeAlias = Annotated[
 
 
 def with_first_unknown(kind: type[BaseModel], sent: Any) -> Any:
-    """What was sent for a model, with only the first of the keys that are none of its fields: one
-    is refused by name, and pydantic would make an error of each."""
+    """Drop all but the first of the sent keys that are no fields of the model: one is refused by
+    name, and pydantic would make an error of each."""
     fields = kind.model_fields
     takes_all = kind.model_config.get("extra") == "allow"
     if takes_all or not isinstance(sent, dict) or len(sent) <= len(fields):
@@ -134,7 +134,7 @@ _KINDS = {
 def refusal(
     errors: Sequence[Mapping[str, Any]], remedies: Mapping[str, str] | None = None
 ) -> RequestError:
-    """What pydantic found wrong with a body, in one line."""
+    """Refusal of a body, with pydantic's first error in one line."""
     first = errors[0]
     name = ""
     for part in first["loc"]:
@@ -204,7 +204,11 @@ def _brief(value: Any, levels: int) -> str:
 def json_constraint(
     kind: str, schema: Mapping[str, Any] | None, where: str
 ) -> tuple[str, str] | None:
-    """What a response format of this type asks of the engine; `where`: the path of `schema`."""
+    """Constraint that a response format of this type puts on the engine; None: none.
+
+    Args:
+        where: the path of `schema`.
+    """
     if kind == "text":
         return None
     if kind == "json_object":
@@ -237,7 +241,7 @@ def must_call(tools: Sequence[Tool], name: str = "", where: str = "tool_choice")
 def effort_args(
     effort: str | None, chat_template: str, field: str, ignored: list[str]
 ) -> dict[str, Any]:
-    """What an effort says to the chat template, if that listens; if not, `ignored` tells."""
+    """Arguments that tell the chat template an effort, if it takes one; else `ignored` notes it."""
     if effort is None:
         return {}
     if "reasoning_effort" in chat_template:

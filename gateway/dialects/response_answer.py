@@ -28,7 +28,7 @@ Event: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What shapes the answer and not the call."""
+    """Options that shape the answer and not the call."""
 
     echo: dict[str, Any]
     """Fields of the request that the answer repeats."""
@@ -40,7 +40,7 @@ class Options:
 
 
 class _Form(NamedTuple):
-    """How the text of an open item goes out."""
+    """Names under which the text of an open item is sent."""
 
     part: str
     event: str

@@ -34,7 +34,7 @@ _FREEFORM: Mapping[str, Any] = {
     "properties": {"input": {"type": "string"}},
     "required": ["input"],
 }
-"""How a custom tool, whose input is plain text, is shown to the model."""
+"""Parameters with which a custom tool, whose input is plain text, is shown to the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Toolbox:
         return known[0] if name not in self.names and len(known) == 1 else name
 
     def client_name(self, flat: str) -> ToolName:
-        """What the client calls the tool that the model called; any other name stays."""
+        """Return the client's name for the tool that the model called; any other name stays."""
         return self.names.get(flat) or ToolName(flat)
 
     def _namespace(self, tool: dict[str, Any], where: str) -> dict[str, Any]:

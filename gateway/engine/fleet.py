@@ -58,7 +58,7 @@ def backoff_s(
 
 
 class Asked(NamedTuple):
-    """What was known of an engine when a check asked it."""
+    """State of an engine, as it was known when a check asked it."""
 
     epoch: int
     version: int | None
@@ -70,7 +70,7 @@ class Engine:
 
     url: str
     in_flight: set[asyncio.Timeout] = field(default_factory=set)
-    """What ends each of its calls."""
+    """Timeouts with which the engine's calls in flight can be ended."""
     reachable: bool = True
     well: bool = True
     """The last check of its health passed."""
@@ -96,7 +96,7 @@ class Engine:
 
 
 class _Home(NamedTuple):
-    """Where a trajectory is, and with which canary's version, if any."""
+    """The engine of a trajectory, and that engine's version if it was a canary."""
 
     engine: Engine
     canary: int | None
@@ -147,7 +147,7 @@ class Fleet:
         return engine
 
     def _suits(self, affinity: str, home: _Home | None) -> Callable[[Engine], bool]:
-        """Which engines are of the version that a trajectory is to be of."""
+        """Return a test for engines of the version that a trajectory is to be of."""
         canaries = {e.version for e in self if e.canary and e.reachable}
         if not canaries:
             return lambda engine: True
@@ -156,7 +156,7 @@ class Fleet:
         return lambda engine: engine.canary is tries_it
 
     def has_candidate(self, now: float, avoid: Collection[Engine] = ()) -> bool:
-        """Whether `pick` would find an engine outside `avoid`."""
+        """True if `pick` would find an engine outside `avoid`."""
         return any(e not in avoid for e in self._candidates(now))
 
     def _candidates(self, now: float) -> list[Engine]:
@@ -265,7 +265,7 @@ class Fleet:
         engine.open_until = now + self._tuning.engine_circuit_open_s
 
     def health(self, engine: Engine, now: float, *, well: bool, why: str = "") -> None:
-        """What a check of its health said after a passed check; the probe of an open circuit."""
+        """Note what a health check said after a passed check; the probe of an open circuit."""
         engine.well = well
         engine.why = why or engine.why
         if not well:

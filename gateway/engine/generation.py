@@ -38,12 +38,12 @@ version that the engine has now (None: it does not say)."""
 
 MOST_TOKENS = 2**31
 LEAST_LOG_PROB, MOST_LOG_PROB = -3e38, 1e-3
-"""What float32 holds, and 0 but for rounding."""
+"""Bounds of a log-prob: what float32 holds, and 0 but for rounding."""
 
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """What one call sampled. Arrays are read-only and equally long."""
+    """Tokens that one call sampled, with their log-probs. Arrays are read-only and equally long."""
 
     response_ids: TokenIds
     log_probs: LogProbs
@@ -75,14 +75,14 @@ class Generation:
 
 @dataclass(slots=True)
 class Part:
-    """What one request sampled so far; a call may take several."""
+    """Tokens that one request to the engine sampled so far; a call may take several requests."""
 
     most: int = MOST_TOKENS
     """Tokens that the engine may return."""
     vocabulary: int = MOST_TOKENS
     """Ids lie in [0, this)."""
     version: int | None = None
-    """What the engine had when it was asked; None: not known."""
+    """Weight version that the engine had when it was asked; None: not known."""
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     tops: list[TopLogProbs] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Part:
     matched: int | str | None = None
     cached_tokens: int = 0
     reported: int | None = None
-    """What the engine said last that it has."""
+    """Weight version in the engine's last output; None: it did not say."""
     changes: list[tuple[int, int]] = field(default_factory=list)
     """(version, its first token), by what the engine said with each output."""
     canary: bool = False
@@ -186,8 +186,9 @@ class Part:
             )
 
     def _note_version(self, reported: int | None, start: int) -> None:
-        """What was sampled between two moments at which the engine had one version is that
-        version's. Around a change, an output does not tell which of its tokens are whose.
+        """Note the weight version of an output. What was sampled between two moments at which the
+        engine had one version is that version's. Around a change, an output does not tell which
+        of its tokens are whose.
 
         Args:
             start: tokens before this output.

@@ -106,7 +106,7 @@ class Sampler:
         self.retries = 0
         """Tries after one that failed, on whichever engine."""
         self.lost_at = float("-inf")
-        """When a call last found no engine, or lost the one it had (`time.monotonic()`)."""
+        """Time (`time.monotonic()`) when a call last found no engine, or lost the one it had."""
 
     async def start(self) -> None:
         """Begin to watch the engines. Idempotent."""
@@ -351,8 +351,8 @@ class Sampler:
 def _refusal(
     e: EngineRequestError | EngineInternalError,
 ) -> RequestError | BusyError | EngineError:
-    """As its client is told. The engine's own words are for the log, and for the agent that sent
-    what it refuses."""
+    """Error that the client is sent. The engine's own words are for the log, and for the agent
+    that sent what it refuses."""
     words = e.words[:300]
     if e.status == 400:
         told = _ADDRESSES.sub("…", words)

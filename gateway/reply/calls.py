@@ -22,7 +22,7 @@ from stepwell.gateway.tokens.messages import Tool, strict_json
 CallStyle: TypeAlias = Literal["hermes", "qwen3_coder", "llama3_json"]
 
 _UNREADABLE = (ValueError, RecursionError)
-"""What text that is no JSON raises."""
+"""Errors that are raised for text that is no JSON."""
 
 
 @dataclass(frozen=True, slots=True)

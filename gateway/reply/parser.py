@@ -48,7 +48,7 @@ Delta: TypeAlias = ContentDelta | ReasoningDelta | ToolCall
 
 @dataclass(slots=True)
 class ReplyText:
-    """What the deltas of a reply add up to."""
+    """Text and tool calls that the deltas of a reply add up to."""
 
     content: str = ""
     reasoning: str = ""

@@ -39,7 +39,7 @@ _TAIL = 64
 
 
 class ReplyFormat:
-    """How replies of the served model read. One per app."""
+    """Format of the served model's replies. One per app."""
 
     def __init__(self, tokenizer: ChatTokenizer, config: GatewayConfig) -> None:
         self._tokenizer = tokenizer
@@ -122,9 +122,8 @@ class ReplyReader:
     ) -> None:
         self.text = ReplyText()
         self.told: list[int] = []
-        """Of each delta, how many ids are told with it and those before it: a delta tells an id
-        whose text is whole and not held back. 0 unless the reader counts, for which it reads ids
-        one by one."""
+        """Number of ids told up to and with each delta: a delta tells an id whose text is whole and
+        not held back. 0 unless the reader counts, for which it reads ids one by one."""
         self.has_reasoning = False
         self._tokenizer = tokenizer
         self._hidden = hidden
@@ -137,8 +136,7 @@ class ReplyReader:
         self._counts = counts
         self._n_fed = self._n_told = 0
         self._ends: deque[int] = deque()
-        """Of ids that are not told yet: where in the text they end; ids of half a character have
-        no end."""
+        """Ends in the text of the ids that are not told yet; ids of half a character have none."""
 
     def begin(self, text: str) -> list[Delta]:
         """The reply's text before the first sampled id."""
@@ -197,7 +195,7 @@ class ReplyReader:
         return deltas
 
     def n_until_stop(self, ids: Sequence[int]) -> int | None:
-        """How many of `ids` it takes to complete the stop string that ended the text, if one did.
+        """Number of `ids` that complete the stop string that ended the text; None: none did.
 
         The engine ends generation there itself, unless the string fell across a resumption.
         """

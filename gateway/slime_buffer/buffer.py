@@ -75,7 +75,7 @@ class Served:
 
 
 class RolloutBuffer:
-    """What consumers asked for, and the way from and to the pool. Owned by the app's lifespan."""
+    """Serves what consumers ask for, from and to the pool. Owned by the app's lifespan."""
 
     def __init__(
         self,
@@ -341,8 +341,8 @@ class RolloutBuffer:
             return orjson.dumps(items, option=JSON_OPTIONS)[1:-1]
 
     async def ack(self, lease: Lease, gone: asyncio.Task[None]) -> bool:
-        """Whether the lease is acked. An answer that was lost is asked for again, for as long as
-        the client is there: acking twice is harmless, and not knowing is not."""
+        """Ack the lease; True if that is done. A lost answer is asked for again, for as long as the
+        client is there: acking twice is harmless, and not knowing is not."""
         while True:
             try:
                 await self._ask(self._pool.ack(lease.lease_id))

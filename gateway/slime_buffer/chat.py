@@ -49,7 +49,7 @@ Rollout: TypeAlias = Callable[[AsyncOpenAI, Item, dict[str, Any]], Awaitable[tup
 Reward: TypeAlias = Callable[[Item, Messages], Awaitable[float | None]]
 
 TRIES = 6
-"""As slime's."""
+"""Tries of a call, as many as in slime; then its rollout is given up."""
 WRITE_TRIES = 32
 """A pool that is full, or away, says to wait for a second or more."""
 
@@ -58,7 +58,7 @@ Number: TypeAlias = Annotated[int, Field(ge=1, strict=False)]
 
 
 class Task(Params):
-    """What `/start_rollout` was sent, as far as this generator reads it."""
+    """Fields of `/start_rollout` that this generator reads."""
 
     model_config = ConfigDict(extra="ignore")
     gateway_url: str
@@ -261,7 +261,7 @@ class _Loop:
         }
 
     async def _post(self, path: str, body: Any, tries: int = WRITE_TRIES) -> Any:
-        """What the gateway answers, asked again while it, or its pool, is away or full."""
+        """Return the gateway's answer; it is asked again while it, or its pool, is away or full."""
         client = self._client.with_options(max_retries=tries - 1)
         try:
             return await client.post(path, cast_to=object, body=body)

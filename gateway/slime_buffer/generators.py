@@ -74,7 +74,7 @@ class Generator:
             ) from e
 
     def call(self, name: str, *args: Any) -> Any:
-        """What the optional function `name` returns, in the caller's thread.
+        """Call the optional function `name` in the caller's thread, and return its result.
 
         Raises:
             GeneratorError: it failed.
@@ -109,7 +109,7 @@ def load_generator(path: str) -> tuple[str, Generator]:
 
 
 def load_generators(paths: Sequence[str]) -> dict[str, Generator]:
-    """Those of `gateway.rollout_generators`, by task type.
+    """Load the generators of `gateway.rollout_generators`, by task type.
 
     Raises:
         GatewayConfigError

@@ -102,9 +102,9 @@ def _row(chain: Sequence[Step], counted: set[int]) -> Row:
 
 
 def messages_of(chain: Sequence[Step], tokenizer: ChatTokenizer) -> list[Message]:
-    """What was said along a branch. Assistant messages that were not sampled carry
-    `step_loss_mask: 0`, which slime's mask generators read. A Step that keeps no messages shows the
-    text of its new ids as one user message."""
+    """Messages along a branch. Assistant messages that were not sampled carry `step_loss_mask: 0`,
+    which slime's mask generators read. A Step that keeps no messages shows the text of its new
+    ids as one user message."""
     control = set(tokenizer.special.values())
     said: list[Message] = []
     known = 0
@@ -162,7 +162,8 @@ def make_item(
 
 
 def instance_of(group: Group) -> InstanceId:
-    """As its producer said when it opened the group or one of its trajectories."""
+    """Instance id that the producer gave when it opened the group or one of its trajectories; the
+    group's uid if it gave none."""
     for metadata in (group.metadata, *(t.metadata for t in group.trajectories)):
         value = metadata.get(INSTANCE)
         if isinstance(value, int | str) and not isinstance(value, bool) and value != "":

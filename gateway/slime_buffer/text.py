@@ -141,7 +141,7 @@ class TextRollouts:
 
 
 def _words(message: Message) -> list[str]:
-    """What an assistant message says, but for its thought, which the masks look after."""
+    """Texts of an assistant message, but for its thought, which the masks look after."""
     content = message["content"]
     if "</think>" in content:
         content = content.rpartition("</think>")[2].lstrip("\n")

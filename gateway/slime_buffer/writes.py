@@ -212,7 +212,7 @@ class Item(_Fields):
 
 
 class _Home(NamedTuple):
-    """Where a written item is stored."""
+    """Trajectory and group in which a written item is stored."""
 
     trajectory_uid: str
     prompt_uid: str

@@ -26,7 +26,7 @@ from stepwell.gateway.errors import GatewayConfigError
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFolder:
-    """What a folder holds of a tokenizer."""
+    """Content of a tokenizer's folder."""
 
     backend: Tokenizer
     template: str | Mapping[str, str]
@@ -108,7 +108,7 @@ def _template(folder: Path, config: Mapping[str, Any]) -> str | Mapping[str, str
 
 
 def _text(token: Any) -> str:
-    """Of a special token, which is a text or an object; nothing of what is none."""
+    """Text of a special token, which is a text or an object; empty for what is neither."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else ""
 

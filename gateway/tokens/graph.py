@@ -48,14 +48,14 @@ stands."""
 
 
 class TurnKeys(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a turn is in the graph."""
+    """Keys that place a turn in the graph."""
 
     root: Key
-    """Of its tools and template arguments."""
+    """Key of the turn's tools and template arguments."""
     prompt: Key
-    """Of the conversation that the model was shown."""
+    """Key of the conversation that the model was shown."""
     whole: Key
-    """Of that conversation plus the reply."""
+    """Key of that conversation plus the reply."""
     length: int | None = None
     """Characters, or bytes, of a whole conversation that is no messages."""
 
@@ -65,7 +65,7 @@ class Turn(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     parent: Turn | None
     new_prompt_ids: TokenIds
-    """What the prompt adds to the parent's prompt and response."""
+    """Ids that the prompt adds to the parent's prompt and response."""
     response_ids: TokenIds
     n_tokens: int
     """Prompt plus response."""
@@ -107,7 +107,7 @@ class Turn(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """Where a request goes on. `turn` is None for the first call and for branches."""
+    """Place where a request goes on. `turn` is None for the first call and for branches."""
 
     root: Key
     prompt_key: Key
@@ -125,17 +125,17 @@ class TurnGraph:
         self.steps: dict[int, Turn] = {}
         """The turns by the `step_index` of their Steps."""
         self.n_tokens = 0
-        """Of all turns; what turns share counts once."""
+        """Tokens of all turns; what turns share counts once."""
         self._by_key: dict[Key, Turn] = {}
         self._prompts: set[Key] = set()
         self._roots: dict[Key, None] = {}
         self._lengths: set[int] = set()
-        """Of the conversations that are no messages."""
+        """Lengths of the conversations that are no messages."""
 
     def attach(self, root: Key, said: Said) -> Attachment:
         """Find the deepest turn that a request extends."""
         ends: Iterable[tuple[int, Key]]
-        """Where a turn may have ended, the longest first."""
+        """Places where a turn may have ended, the longest first."""
         if isinstance(said, str | bytes):
             prompt_key = text_key(said)
             ends = reversed([*text_prefix_keys(said, self._lengths)])

@@ -51,7 +51,7 @@ MAX_VALUES = 100_000
 
 
 def holds_much(text: str) -> bool:
-    """Whether arguments may have more than `MAX_VALUES` values, and so stay text."""
+    """True if arguments may have more than `MAX_VALUES` values, and so stay text."""
     return len(text) > MAX_VALUES and text.count(",") + text.count("[") > MAX_VALUES
 
 
@@ -118,7 +118,7 @@ class Tools(list[Tool]):
     def __init__(self, tools: Iterable[Tool]) -> None:
         super().__init__(map(ToolPart, tools))
         self.json_texts: dict[Any, str] = {}
-        """As those of its parts."""
+        """JSON of all tools, by the way that templates write it."""
         self.n_chars = 0
         """Characters of the JSON, about."""
         self._begun: hashlib.blake2b | None = None
@@ -183,9 +183,9 @@ class Prefix(NamedTuple):
 
     n_messages: int
     begin: Key
-    """Of the first messages, which are read again: a system message, or none."""
+    """Key of the first messages, which are read again: a system message, or none."""
     key: Key
-    """Of all of it."""
+    """Key of the whole prefix."""
 
 
 class KnownMessages(Sequence[Message]):
@@ -282,7 +282,7 @@ class Keys:
             keys.append(key)
         self._keys = keys
         self.prompt: Key = key
-        """Of the whole conversation."""
+        """Key of the whole conversation."""
 
     def after(self, n: int) -> Key | None:
         """Key of the first `n` messages; None: of a known prefix's parts it is not known."""

@@ -43,7 +43,7 @@ from stepwell.gateway.tokens.messages import (
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError)
-"""What a chat template raises on a conversation that it cannot show."""
+"""Errors that a chat template raises on a conversation that it cannot show."""
 _REASONING_FIELD = re.compile(r"\b(reasoning_content|reasoning|thinking)\b")
 _USER: Message = {"role": "user", "content": "."}
 MAX_AROUND = 1024
@@ -61,7 +61,7 @@ class CutError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TurnClose:
-    """How the template ends an assistant turn: `middle` after the content, then the token."""
+    """The template's end of an assistant turn: `middle` after the content, then the token."""
 
     middle: str
     text: str
@@ -76,13 +76,13 @@ class CallExample:
     arguments: Mapping[str, Any]
     tool: Tool
     prompt: str
-    """What the turn follows, the tool included."""
+    """Text that the turn follows, the tool included."""
     text: str
     """The turn, without a thought."""
     before: str
-    """Of `text`: what precedes the tool's name."""
+    """Part of `text` that precedes the tool's name."""
     after: str
-    """Of `text`: what follows the name whatever the arguments are."""
+    """Part of `text` that follows the name whatever the arguments are."""
 
 
 def call_example(tokenizer: ChatTokenizer) -> CallExample | None:
@@ -201,7 +201,7 @@ class ChatRenderer:
         return ids[1:] if turn.response_ids[-1] == close.token_id else ids
 
     def call_opening(self, name: str | None, prompt_ids: TokenIds | None = None) -> str | None:
-        """How a reply begins that calls a tool: `name`, or any for None.
+        """Beginning of a reply that calls a tool: `name`, or any for None.
 
         Args:
             prompt_ids: end with what the reply follows; a thought begun there is closed first.
@@ -255,7 +255,7 @@ class ChatRenderer:
         tools: Sequence[Tool] | None,
         template_args: Mapping[str, Any],
     ) -> tuple[str, ...]:
-        """What stands before and behind a user's message; empty: that depends on the message."""
+        """Texts before and behind a user's message; empty: they depend on the message."""
 
         def rendered(content: str) -> str:
             messages = [*before, self._stub(), {**_USER, "content": content}]
@@ -332,7 +332,7 @@ class ChatRenderer:
             return False
 
     def _find_close(self) -> TurnClose | None:
-        """How the template closes a turn, from what follows the nonce when nothing comes after."""
+        """Find the end of a turn: in what follows the nonce when nothing comes after the turn."""
         tail = self._after_nonce(self._stub())
         special = self.tokenizer.special
         places = [(tail.find(t), -len(t), t) for t in special if t and t in tail]
@@ -342,7 +342,7 @@ class ChatRenderer:
         return TurnClose(tail[:at], token, special[token])
 
     def _find_tool_close(self, close: TurnClose | None) -> TurnClose | None:
-        """As `_find_close`, of a turn that ends with a tool call: by the same token."""
+        """Find the end of a turn that ends with a tool call: it has the same token as `close`."""
         if close is None:
             return None
         tail = self._after_nonce(self._stub([_example_call("f", {})]))

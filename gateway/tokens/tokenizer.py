@@ -142,7 +142,7 @@ class ChatTokenizer:
         return _frozen(ids)
 
     def fewest_tokens(self, text: str) -> int:
-        """How many tokens `text` has at least, by its length: no token stands for more characters
+        """Lower bound on the tokens of `text`, by its length: no token stands for more characters
         than the longest one has. 0 where a tokenizer drops or joins characters."""
         if self._longest is None:
             return 0
@@ -154,7 +154,7 @@ class ChatTokenizer:
         return -(-n // self._longest)
 
     def fewest_of(self, n_chars: int) -> int:
-        """How many tokens any text of so many characters has at least, as `fewest_tokens`."""
+        """Lower bound on the tokens of any text of so many characters, as `fewest_tokens`."""
         if self._longest is None:
             return 0
         return (n_chars // 4 if self._composes else n_chars) // self._longest
@@ -169,7 +169,7 @@ class ChatTokenizer:
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token adds to a text: often no whole character."""
+        """Bytes that one token adds to a text: often no whole character."""
         if (added := self._added.get(token_id)) is not None:
             return added
         token = self._backend.id_to_token(token_id) or ""

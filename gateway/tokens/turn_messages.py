@@ -25,7 +25,7 @@ MESSAGES: Final = "messages"
 
 
 class TurnMessages:
-    """What `gateway.keep_messages` and the keys below it say."""
+    """Keeps a turn's messages as `gateway.keep_messages` and the keys below it say."""
 
     def __init__(self, config: GatewayConfig, tuning: Tuning = TUNING) -> None:
         """

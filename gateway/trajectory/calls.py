@@ -42,7 +42,7 @@ State: TypeAlias = Literal["generating", "committing", "done", "unstored", "fail
 
 @dataclass(frozen=True)
 class RetryKey:
-    """Which earlier call a request may be a repetition of."""
+    """Key of the earlier call that a request may repeat."""
 
     key: str
     body: str

@@ -33,7 +33,7 @@ class Alert(NamedTuple):
 
 
 def alerts(tick: Mapping[str, Any]) -> Iterator[Alert]:
-    """What is wrong, of what one tick says (`live.py`)."""
+    """Yield an alert for each thing that is wrong in one tick (`live.py`)."""
     yield from _gateway(tick.get("gateway") or {})
     if tick.get("pool") is None:
         why = tick.get("pool_error") or "see the gateway's log"

@@ -49,15 +49,15 @@ class _Found(NamedTuple):
 
     trajectory: Trajectory
     columns: Sequence[Mapping[str, Any]] | None
-    """What the trainer computed, by step; None: it is shown as the pool has it."""
+    """Columns that the trainer computed, by step; None: it is shown as the pool has it."""
     channel: str | None
-    """Of the pool; None: it is not from there."""
+    """Channel of the pool that it is in; None: it is not from the pool."""
     step: int | None
     """The optimizer step that trained on it."""
 
 
 class Dashboard:
-    """What one gateway shows.
+    """The data that the dashboard of one gateway shows.
 
     Args:
         statistics: the gateway's own figures.
@@ -84,12 +84,12 @@ class Dashboard:
         self._decode = tokenizer.decode
         self._text_of = lru_cache(1 << 16)(tokenizer.token_text)
         self._cursor: str | None = None
-        """Of the events that the last tick has seen."""
+        """Cursor behind the events that the last tick has seen."""
 
     # -- the run -----------------------------------------------------------------------------
 
     async def about(self) -> dict[str, Any]:
-        """What stays as it is while a page is open."""
+        """Facts that stay as they are while a page is open."""
         run = {} if self._folder is None else await asyncio.to_thread(self._folder.run)
         return {
             "run": run,
@@ -100,7 +100,7 @@ class Dashboard:
         }
 
     async def tick(self) -> bytes:
-        """What every page is told each second."""
+        """JSON that every page is sent each second."""
         said: dict[str, Any] = {"at": time.time(), "gateway": self._statistics(), "pool": None}
         try:
             said["pool"] = await self.ask(self.pool.get_statistics())
@@ -180,7 +180,7 @@ class Dashboard:
     async def events(
         self, channel: str | None, kinds: Sequence[str] | None, reason: str | None
     ) -> dict[str, Any]:
-        """What happened lately, the newest first; with it, why groups left the pool."""
+        """Recent events, the newest first; with them, the reasons that groups left the pool for."""
         found, _ = await self._events(None, channel, kinds)
         chosen = [e for e in found if reason in (None, e.data.get("reason"))]
         reasons = sorted({e.data["reason"] for e in found if "reason" in e.data})
@@ -327,7 +327,7 @@ class Dashboard:
     async def dry_run(
         self, channel: str, batch_size: int | None, selection: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """What would be served now. Rules are built-in ones: a page names no code to be loaded."""
+        """Try what would be served now. Rules are built-in: a page names no code to be loaded."""
         rules = None
         if selection is not None:
             try:
@@ -368,7 +368,7 @@ def _built_in(rules: SelectionConfig) -> SelectionConfig:
 
 
 def _least(lag: str) -> float:
-    """Of the bucket `0`, `0-1` or `>4`."""
+    """Lower bound of the lag bucket `0`, `0-1` or `>4`."""
     numbers = re.findall(r"[\d.]+", lag)
     return float(numbers[0]) if numbers else 0.0
 

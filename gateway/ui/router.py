@@ -198,7 +198,7 @@ def _words(request: Request, name: str) -> list[str] | None:
 
 
 def _filters(request: Request, _: str = "filters") -> dict[str, Any]:
-    """Those of `datapool/inspect/listing.py`."""
+    """Read a listing's filters from the query (`datapool/inspect/listing.py`)."""
     given: dict[str, Any] = {name: _text(request, name) for name in _TEXTS}
     given |= {name: _number(request, name, float) for name in _NUMBERS}
     given |= {name: _number(request, name) for name in _INTEGERS}

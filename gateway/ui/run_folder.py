@@ -61,7 +61,7 @@ class RunFolder:
         return next(iter(self.records([step])), None)
 
     def records(self, steps: Sequence[int]) -> list[dict[str, Any]]:
-        """Those of these steps that there are."""
+        """The metrics of these optimizer steps, without steps that have none."""
         with self._lock:
             self._refresh()
             places = [self._places[step] for step in steps if step in self._places]
@@ -121,7 +121,7 @@ class RunFolder:
         return trained_steps(self.path)
 
     def about(self, step: int) -> dict[str, Any] | None:
-        """Which trajectories the sample of a step has."""
+        """Description of a step's sample, with its trajectories; None: no sample was kept."""
         try:
             return read_about(self.path, step)
         except ExportError:  # none was kept
@@ -140,7 +140,7 @@ class RunFolder:
         return None
 
     def group(self, prompt_uid: str, step: int) -> list[Trajectory]:
-        """What an optimizer step trained on of this group."""
+        """Trajectories of this group that an optimizer step trained on."""
         found = (each.trajectory for each in self._trained(step))
         return [trajectory for trajectory in found if trajectory.prompt_uid == prompt_uid]
 
@@ -153,7 +153,7 @@ class RunFolder:
     # -- the run -----------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """What run.json says that may be shown."""
+        """Facts in run.json that may be shown."""
         try:
             said = read_sealed(self.path / RUN, "start the run again, which writes it anew")
             config = said["config"]

@@ -21,13 +21,13 @@ from stepwell.datapool.branches import branches, parents
 from stepwell.datapool.types import Step, TokenIds, Trajectory
 
 MESSAGES_BYTES: Final = 512 * 1024
-"""Of messages in one answer; further steps bring theirs when they are asked for."""
+"""Bytes of messages in one answer; further steps bring theirs when they are asked for."""
 MAX_TOKENS: Final = 8192
-"""Of one answer."""
+"""Tokens of one answer."""
 PREVIEW_TOKENS: Final = 24
 LAST_TOKENS: Final = 100
 MAX_DEPTH: Final = 100
-"""Of a prefix tree."""
+"""Levels of a prefix tree."""
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 _Branch: TypeAlias = tuple[TokenIds, dict[str, Any]]
 """Its tokens, or those that are left of it, and what stands at its end."""
@@ -80,7 +80,7 @@ def said(step: Step, known: int, decode: Decode) -> list[Any]:
 
 
 def last_words(trajectories: Sequence[Trajectory], decode: Decode) -> dict[str, str]:
-    """How each ended, by its uid: so rollouts of one prompt can be compared at a glance."""
+    """Last text of each trajectory, by its uid, to compare rollouts of one prompt at a glance."""
     found = {}
     for trajectory in trajectories:
         for step in trajectory.steps[-1:]:
