@@ -113,7 +113,7 @@ class Decision(NamedTuple):
     key: float = 0.0
     """Smallest is served first."""
     look_again_at: float | None = None
-    """Time at which time alone may change the decision; None: never. Pool clock, seconds."""
+    """Time at which the decision may change by itself; None: never. Pool clock, seconds."""
     why: str = "complete"
     """Cause of the readiness, for the event."""
 

@@ -45,7 +45,7 @@ class Events:
 
     events: tuple[Event, ...]
     cursor: str
-    """Begin of the next page."""
+    """Cursor of the next page."""
     lost: bool = False
     """Events between the cursor asked for and these are forgotten."""
 

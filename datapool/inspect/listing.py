@@ -168,7 +168,7 @@ class Pager:
 
     @property
     def cursor(self) -> str | None:
-        """Begin of the next page; None: there is nothing more."""
+        """Cursor of the next page; None: there is nothing more."""
         return None if self._next is None else f"{self._name}:{':'.join(map(str, self._next))}"
 
     def looks_at(self, *place: int) -> bool:

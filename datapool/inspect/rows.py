@@ -22,7 +22,7 @@ class Page(Generic[T]):
 
     items: tuple[T, ...]
     cursor: str | None
-    """Begin of the next page; None: there is nothing more."""
+    """Cursor of the next page; None: there is nothing more."""
 
 
 # -- rows --------------------------------------------------------------------------------------
