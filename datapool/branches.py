@@ -43,7 +43,7 @@ def branches(steps: Sequence[Step]) -> list[list[int]]:
 
 
 def parents(steps: Sequence[Step]) -> list[int | None]:
-    """Of each step the position of its parent in `steps`; None: it is a root."""
+    """Return the position in `steps` of each step's parent; None for a root."""
     by_length = sorted(range(len(steps)), key=lambda i: (steps[i].n_tokens, -i))
     lengths = [steps[i].n_tokens for i in by_length]
     found: list[int | None] = []
@@ -55,7 +55,8 @@ def parents(steps: Sequence[Step]) -> list[int | None]:
 
 
 def _continues(child: Step, parent: Step) -> bool:
-    """Whether the child's prompt, which is as long at least, starts with the parent's tokens."""
+    """True if the child's prompt, at least as long, starts with the parent's tokens; with images,
+    the child must name the parent, too."""
     n, p = parent.n_tokens, len(parent.prompt_ids)
     prompt = child.prompt_ids
     seen_images = child.multi_modal_data is not None or parent.multi_modal_data is not None

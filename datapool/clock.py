@@ -28,10 +28,10 @@ class Clock:
     """Seconds, from a steady clock."""
 
     boot: bytes | None
-    """Of the machine whose steady clock this is; None (not Linux): every restart counts as a
-    reboot."""
+    """`process.boot_id` of the machine whose steady clock this is; None (not Linux): every restart
+    counts as a reboot."""
     offset: float
-    """What is added to the steady clock."""
+    """Seconds added to the steady clock."""
 
     @classmethod
     def start(cls, not_before: float = 0.0) -> Clock:

@@ -62,7 +62,7 @@ _ARRAY = 1
 
 
 class Header(NamedTuple):
-    """What a payload begins with. Counts are in tokens."""
+    """The header of a payload. Counts are in tokens."""
 
     step_index: int
     parent: int
@@ -262,7 +262,7 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def is_spilled(self) -> bool:
-        """Whether the payload is not here: the journal alone has it, or nobody."""
+        """True if the payload is not here: the journal alone has it, or nobody."""
         payload = self.payload
         return len(payload) <= _HEADER.size or bool(payload[_FLAGS_AT] & _SPILLED)
 
@@ -297,7 +297,7 @@ class Base(NamedTuple):
 
     step_index: int
     n_bytes: int
-    """Of its prompt and response."""
+    """Bytes of its prompt and response ids."""
     crc: int
     digest: bytes | None = None
     """None: whoever made the prompt made it of these tokens."""

@@ -29,7 +29,8 @@ class Section(BaseModel):
 
 
 class SelectionConfig(Section):
-    """Which ready groups of a channel are served, and in what order (`selection/`)."""
+    """Filters on a channel's ready groups, and the order in which they are served
+    (`selection/`)."""
 
     order: str = "fifo"
     """`fifo` (by readiness), `freshest`, or the dotted path of a function `(GroupInfo) -> float`;
@@ -55,10 +56,10 @@ class ChannelConfig(Section):
     """Bytes of step payloads kept in memory before `overflow` acts; null = unlimited."""
 
     overflow: Literal["drop_oldest", "block", "spill"] = "drop_oldest"
-    """What happens beyond `max_queue_size` or `max_bytes`: the oldest ready group is dropped (for
-    bytes, if none is ready, the oldest open one), and no producer ever waits; or new groups wait
-    until something is leased (steps of groups already open never do); or payloads go to disk,
-    `max_bytes` only, for as long as they are over the limit."""
+    """Action beyond `max_queue_size` or `max_bytes`: `drop_oldest` drops the oldest ready group
+    (for bytes, if none is ready, the oldest open one), and no producer ever waits; `block` lets new
+    groups wait until something is leased (steps of groups already open never do); `spill` moves
+    payloads to disk, `max_bytes` only, for as long as they are over the limit."""
 
     max_outstanding_groups: int | None = Field(default=None, ge=1)
     """Open + ready groups beyond which `open_group` waits: how far generation may run ahead of
@@ -70,9 +71,10 @@ class ChannelConfig(Section):
     serve`: agents do not wait for a trainer that nobody has started."""
 
     max_ahead_versions: int | None = Field(default=None, ge=0)
-    """How many policy versions generation may run ahead: at version v at most
-    (v + 1 + max_ahead_versions) x `groups_per_version` groups are ever started, dropped ones not
-    counted (AReaL's staleness control); null = unlimited. `advance_version` sets v."""
+    """Policy versions that generation may run ahead: at version v at most (v + 1 +
+    max_ahead_versions) x `groups_per_version` groups are ever started, dropped ones not counted
+    (AReaL's staleness control); null = unlimited. `advance_version` sets v, which counts from the
+    version announced before the first group."""
 
     groups_per_version: int | None = Field(default=None, ge=1)
     """Groups that one policy version consumes; needed by `max_ahead_versions`."""
@@ -136,8 +138,9 @@ class PoolConfig(Section):
     here takes nothing from `default`."""
 
     durability: Durability = "process"
-    """What an acknowledged change survives: `none` (nothing; the pool is memory only), `process`
-    (the actor killed at any point), `power` (the machine losing power: one fsync per commit)."""
+    """Failures that an acknowledged change survives: `none` (no failure; the pool is memory only),
+    `process` (the actor killed at any point), `power` (the machine losing power: one fsync per
+    commit)."""
 
     journal_dir: Path | None = None
     """Folder of the journal, on a disk that a restarted actor sees; null = a temporary one that

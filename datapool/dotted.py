@@ -12,7 +12,7 @@ from typing import Any
 
 
 def resolve(path: str) -> Any:
-    """What `path` names.
+    """Return the object that `path` names.
 
     Raises:
         ImportError: there is no such module, or nothing of that name in it. What the module itself

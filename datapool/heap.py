@@ -1,5 +1,5 @@
-"""When glibc gives a long-running process's free memory back to the system. Does nothing elsewhere
-than on glibc. Imports nothing of ours."""
+"""Functions that make glibc give a long-running process's free memory back to the system. Does
+nothing elsewhere than on glibc. Imports nothing of ours."""
 
 from __future__ import annotations
 

@@ -52,9 +52,9 @@ from stepwell.datapool.types import MAX_REWARD, TRAIN, Step, is_reward
 R = TypeVar("R")
 
 SubmitOutcome: TypeAlias = Literal["accepted", "duplicate", "late"]
-"""What became of a submitted step: stored; known already (a no-op); or too late to be served."""
+"""Outcome of a submitted step: stored; known already (a no-op); or too late to be served."""
 TrajectoryOutcome: TypeAlias = Literal["complete", "aborted", "late"]
-"""What became of a trajectory; "late": the pool had closed it before the producer did."""
+"""Outcome of a trajectory; "late": the pool had closed it before the producer did."""
 Unserved: TypeAlias = Literal["nothing_yet", "shut_down"]
 """Why `LeaseBatch` gave no lease: too few groups in its time, or too few and no more to come."""
 LEFT = "consumer_left"
@@ -65,7 +65,7 @@ LEFT = "consumer_left"
 
 
 class Check(NamedTuple):
-    """What a value has to be."""
+    """A test of one value, and the words for what it has to be."""
 
     accepts: Callable[[Any], bool]
     wanted: str
@@ -132,9 +132,9 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
     """A trajectory as a producer finds it that goes on with it."""
 
     outcome: SubmitOutcome
-    """As of `OpenTrajectory`; "duplicate" of `AppendStep`."""
+    """Outcome that `OpenTrajectory` has; "duplicate" in an answer to `AppendStep`."""
     channel: str
-    """Where it is."""
+    """Channel that the trajectory is in."""
     packed: PackedTrajectory | None = None
     """An open one, with its steps so far; None: it is closed."""
 
@@ -149,7 +149,7 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Of an open trajectory."""
+        """Metadata of an open trajectory; {} for a closed one."""
         return {} if self.packed is None else self.packed.metadata
 
 
@@ -159,7 +159,8 @@ class Deleted(msgspec.Struct, frozen=True, array_like=True):
     trajectories: tuple[str, ...] = ()
     """Gone; with `Delete` all of their groups."""
     leased: tuple[str, ...] = ()
-    """Of groups that a consumer has: nobody else gets them, and they go at its ack or nack."""
+    """Trajectories in groups that a consumer has: nobody else gets them, and they go at its ack or
+    nack."""
     more: bool = False
     """Others are left: call it again."""
 
@@ -184,7 +185,7 @@ class Op(msgspec.Struct, Generic[R], frozen=True, array_like=True, tag=True):
                 force_setattr(self, name, float(value))
 
     def is_unanswered(self, answer: Any) -> bool:
-        """Whether this answer, or refusal, is none to whoever has time to wait for another."""
+        """True if a caller that has time should wait for another answer, or refusal, than this."""
         return isinstance(answer, PoolFullError)
 
     def undone(self, answer: Any) -> Op[None] | None:
@@ -353,8 +354,9 @@ class SetReward(Change[SubmitOutcome], frozen=True, array_like=True):
 
 
 class Mark(Change[Marks], frozen=True, array_like=True):
-    """What people say of a group or of one trajectory: `trainable`, `quality`, `tags`, `note`.
-    Those given replace the ones before, None clears; answered with all. `selection/` obeys them.
+    """Mark a group or one trajectory with what people say of it: `trainable`, `quality`, `tags`,
+    `note`, `corrections`. Marks given replace the ones before, None clears; answered with all.
+    `selection/` obeys them.
 
     Raises:
         UnknownGroupError, UnknownTrajectoryError: never seen.
@@ -428,8 +430,8 @@ class LeaseBatch(Change[PackedLease | Unserved], frozen=True, array_like=True):
     """
 
     n_rollouts: Positive | None = None
-    """How many complete trajectories an undeclared group needs (None: the channel's); declared
-    groups have their own number."""
+    """Complete trajectories that an undeclared group needs (None: the channel's number); declared
+    groups have their own."""
     channel: Text = TRAIN
     batch_size: Positive = 1
     lease_s: Seconds | None = None

@@ -1,5 +1,5 @@
-"""What a long-running process of ours does once it is up, and asks of its machine; where it logs.
-Imports nothing of ours."""
+"""Helpers of long-running processes: garbage collection, the machine's boot id, log files. Imports
+nothing of ours."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ third of the gateway's CPU time. A walk through 50,000 young objects takes 12 to
 call goes on."""
 
 LOG_BYTES = 16 << 20
-"""Of a log file; the one before it is kept as `NAME.log.1`."""
+"""Most bytes of a log file; the one before it is kept as `NAME.log.1`."""
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -54,7 +54,7 @@ def settle_heap() -> None:
 
 @contextmanager
 def logging_to(path: Path) -> Iterator[None]:
-    """What is logged inside the block goes to the file `path`, too: Stepwell's from INFO on,
+    """Write what is logged inside the block to the file `path`, too: Stepwell's from INFO on,
     everybody else's warnings. What the console shows stays as it is."""
     root, ours = logging.getLogger(), logging.getLogger("stepwell")
     handler, before = _file_handler(path), ours.level
@@ -74,7 +74,7 @@ def logging_to(path: Path) -> Iterator[None]:
 
 
 def log_to_file(path: Path | None) -> None:
-    """What this process logs, as in `logging_to`, and what it prints goes to the file `path`, too,
+    """Write what this process logs, as in `logging_to`, and what it prints to the file `path`, too,
     from now on: Ray's own logs are elsewhere, and an agent's `print` is looked for here. A folder
     that cannot be written, on another machine, is no reason to run nothing.
 

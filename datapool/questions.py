@@ -1,4 +1,4 @@
-"""What can be asked of a pool without changing it: one frozen record each, as in `ops.py`.
+"""Questions to a pool, which change nothing: one frozen record each, as in `ops.py`.
 
 Those whose docstring says "once" may be waited for: the time to wait is the call's, not the
 question's. Waiting holds nothing.
@@ -22,14 +22,14 @@ R = TypeVar("R")
 
 
 class Available(NamedTuple):
-    """What a shard has for a consumer."""
+    """Ready groups that a shard has for a consumer."""
 
     n_groups: int
     shut_down: bool
 
 
 class Credit(NamedTuple):
-    """What a channel has of that which a new group needs."""
+    """State of the limits of a channel that a new group waits for."""
 
     used: dict[str, tuple[int, int]]
     """Limit by name: how much of it is used, and what it is."""
@@ -50,8 +50,8 @@ class Describe(Op[dict[str, Any]], frozen=True, array_like=True):
 
 
 class DryRunOf(Op[DryRun], frozen=True, array_like=True):
-    """What a fetch would be given, with this selection (None: the channel's own), out of what is
-    ready now; and why. Looks at every ready group.
+    """Dry run of a fetch: what it would be given, with this selection (None: the channel's own),
+    out of what is ready now; and why. Looks at every ready group.
 
     Raises:
         SelectionError: as the selection itself.
@@ -104,7 +104,7 @@ class WhyClosed(Op[str], frozen=True, array_like=True):
 
 
 class GetEvents(Op[Events], frozen=True, array_like=True):
-    """What happened after `cursor`, once something has.
+    """Events after `cursor`, once there are some.
 
     Raises:
         InvalidRequestError: not a cursor, or an unknown kind.
@@ -127,9 +127,9 @@ class GetEvents(Op[Events], frozen=True, array_like=True):
 
 
 class WaitAvailable(Op[Available], frozen=True, array_like=True):
-    """How many ready groups a consumer asking for `n_rollouts` could have at most (those that are
-    stale or that a filter objects to are dropped when somebody takes them), once it is more than
-    `more_than`, or the channel is shut down."""
+    """Number of ready groups that a consumer asking for `n_rollouts` could have at most (those that
+    are stale or that a filter objects to are dropped when somebody takes them), once it is more
+    than `more_than`, or the channel is shut down."""
 
     n_rollouts: Positive | None = None
     channel: Text = TRAIN
@@ -144,8 +144,8 @@ class WaitAvailable(Op[Available], frozen=True, array_like=True):
 
 
 class WaitCredit(Op[Credit], frozen=True, array_like=True):
-    """How much of each limit that `OpenGroup` waits for is used, once it is freer than `before`,
-    or the channel is shut down."""
+    """Use of each limit that `OpenGroup` waits for, once it is freer than `before`, or the channel
+    is shut down."""
 
     prompt_uid: str | None = None
     channel: Text = TRAIN

@@ -94,7 +94,8 @@ def sealed(content: bytes) -> bytes:
 
 
 def unsealed(data: bytes) -> bytes:
-    """What `sealed` was given: a JSON object without spaces at its ends, or other bytes.
+    """Return the bytes that `sealed` was given: a JSON object without spaces at its ends, or
+    others.
 
     Raises:
         ValueError: it is not what `sealed` made.

@@ -39,7 +39,7 @@ _FINISH_REASONS = (None, *get_args(FinishReason))
 
 
 class _Column(NamedTuple):
-    """What a column is made of: NumPy's type, Python's, and what `struct` calls it."""
+    """The type of a column's elements: NumPy's, Python's, and what `struct` calls it."""
 
     dtype: np.dtype[Any]
     plain: type
@@ -78,7 +78,7 @@ make infinite, and every advantage of the group NaN."""
 
 
 def is_reward(value: object, parts: int = 1) -> TypeGuard[float]:
-    """Whether `value` may be the sum of `parts` rewards: numbers (NumPy's too) within
+    """True if `value` may be the sum of `parts` rewards: numbers (NumPy's too) within
     ±`MAX_REWARD`."""
     if not isinstance(value, int | float | np.integer | np.floating):
         return False

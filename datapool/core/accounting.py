@@ -1,4 +1,4 @@
-"""What a channel counts. Every group, trajectory and step that came in is in exactly one place::
+"""The counts of a channel. Every group, trajectory and step that came in is in exactly one place::
 
     groups.submitted       = open + ready + leased + acked + dropped
     trajectories.submitted = open + complete + acked + dropped + aborted
@@ -65,7 +65,7 @@ class Counts(msgspec.Struct):
     tokens: int = 0
     """Prompt and response tokens stored, a shared prefix counted each time."""
     response_tokens: int = 0
-    """Of all steps that were ever accepted."""
+    """Response tokens of all steps that were ever accepted."""
     version: int = 0
     """The policy version that generation uses now."""
     first_version: int | None = None

@@ -127,7 +127,7 @@ class Channel:
         self._ready_versions: KeyedOrder[str] = KeyedOrder()
         """Oldest policy version of each ready group."""
         self._alarms: SortedList[tuple[float, int]] = SortedList()
-        """When which group, by its number, is looked at again."""
+        """Next look at each group: (time, group number), the soonest first."""
 
     @property
     def memory_bytes(self) -> int:
@@ -247,7 +247,7 @@ class Channel:
 
     @property
     def next_alarm(self) -> float | None:
-        """When `expire` may have something to do."""
+        """Time at which `expire` may next have something to do; None: never."""
         first: tuple[float, int] | None = self._alarms[0] if self._alarms else None
         return None if first is None else first[0]
 
@@ -390,7 +390,8 @@ class Channel:
         return ops.Resumed(outcome, self.name, self.packed(record))
 
     def knows(self, trajectory_uid: str, prompt_uid: str) -> Literal["open", "closed"] | None:
-        """Whether this trajectory of this prompt is, or was, here."""
+        """Return whether this trajectory of this prompt is open or closed here; None if it is
+        unknown."""
         record = self.records.trajectories.get(trajectory_uid)
         found = (
             record if record is not None else self.records.closed_trajectories.get(trajectory_uid)
@@ -863,7 +864,7 @@ class Channel:
     # -- limits ------------------------------------------------------------------------------
 
     def credit(self, op: questions.WaitCredit) -> questions.Credit:
-        """How much of each limit that `OpenGroup` waits for is used."""
+        """Return how much of each limit that `OpenGroup` waits for is used."""
         used = limits.used(self.config, self.counts, self._load())
         return questions.Credit(used, op.prompt_uid in self.records.groups, self.counts.shut_down)
 
@@ -932,7 +933,7 @@ class Channel:
         return first if len(first) == batch_size else []
 
     def _is_fresh(self, group: GroupRecord) -> bool:
-        """Whether its oldest token is young enough. Otherwise it is dropped."""
+        """True if the group's oldest token is young enough. Otherwise the group is dropped."""
         if not is_stale(group, self.config, self.counts.version):
             return True
         self._drop(group, STALE, returned=self.config.on_stale == "return")
@@ -947,7 +948,7 @@ class Channel:
             n_refused = sum(not (self._is_fresh(g) and self._may_go(g)) for g in unjudged)
 
     def _may_go(self, group: GroupRecord) -> bool:
-        """Whether a group may be served that is ready for a consumer of fewer. Otherwise it is held
+        """True if a group that is ready for a consumer of fewer may be served. Otherwise it is held
         until it changes, or dropped."""
         if not (group.is_marked or self.rules.examines_all):
             return True
@@ -1083,7 +1084,8 @@ class Channel:
         return True
 
     def _is_over(self, group: GroupRecord) -> bool:
-        """Whether it has its age. A replay drops nothing: what has rows was there."""
+        """True if the group has reached its retention age. A replay drops nothing: what has rows
+        was there."""
         until = retained_until(group, self.rules)
         return not self.replaying and until is not None and until <= self.now
 
@@ -1216,7 +1218,7 @@ class Channel:
         return group is not None and group.terms is not None
 
     def info(self, group: GroupRecord) -> GroupInfo:
-        """What orders and filters see of a group: its complete trajectories."""
+        """Return the group as orders and filters see it: its complete trajectories."""
         return self.rules.info(group)
 
     def ready_groups(self) -> Iterable[GroupRecord]:
@@ -1284,7 +1286,7 @@ class Channel:
             record.metadata = {**record.metadata, **metadata}
 
     def _late(self) -> Literal["late"]:
-        """What is said of a trajectory after its group went on without it."""
+        """Count a call about a trajectory whose group went on without it; "late" is its answer."""
         self.counts.trajectories.late += 1
         self.log.is_changed = True
         return "late"
@@ -1314,5 +1316,5 @@ METHODS: Final[Mapping[type, Callable[[Channel, Any], Any]]] = {
     rows.GroupLeased: Channel.begin_lease,
     rows.GroupReturned: Channel.give_back,
 }
-"""What answers an operation or question that names a channel; and what applies, in a replay, that
-which the pool decided by itself."""
+"""Method for each operation or question that names a channel, and for each row of the pool's own
+decisions, which a replay applies."""

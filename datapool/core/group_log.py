@@ -1,5 +1,5 @@
-"""What a channel writes into the pool's log about its groups: a row per change, the steps of a call
-in one; and what it takes out of there.
+"""A channel's rows in the pool's log, about its groups: a row per change, the steps of a call in
+one; and the deletion of these rows.
 
     change of a live group ──write──► row, before anything that follows from it
     steps ──add_step──► buffered ──write_steps──► one row of a group's steps

@@ -1,4 +1,4 @@
-"""Who holds which groups, and until when: the book of leases.
+"""The book of leases: the groups that consumers hold, and until when.
 
     issue ──► active ──ack──► acked
                 │ ├────nack──► nacked
@@ -25,7 +25,7 @@ from stepwell.datapool.core.records import Remembered
 
 
 class LeaseCounts(msgspec.Struct):
-    """Of one channel."""
+    """Lease counts of one channel."""
 
     issued: int = 0
     ended: dict[rows.LeaseEnd, int] = msgspec.field(default_factory=lambda: dict.fromkeys(ENDS, 0))

@@ -1,4 +1,4 @@
-"""How many groups a channel may hold, and why a new one has to wait.
+"""The limits on a channel's groups, and the reason why a new one has to wait.
 
     max_outstanding_groups, max_ahead_versions   a declared group waits for credit
     max_queue_size, max_bytes   block            any new group waits for room
@@ -32,7 +32,7 @@ _FULL: Final = {
 
 
 class Load(NamedTuple):
-    """What a channel holds."""
+    """The load of a channel, which its limits are compared with."""
 
     n_open: int
     n_ready: int

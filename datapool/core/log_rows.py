@@ -33,7 +33,7 @@ LeaseEnd: TypeAlias = Literal["acked", "nacked", "expired"]
 
 
 class Log(Protocol):
-    """Where a pool writes down what it did; `store.journal.Journal` is one."""
+    """Log to which a pool writes what it did; `store.journal.Journal` is one."""
 
     def append(self, channel: str, kind: str, head: bytes, *payload: bytes) -> int:
         """Write a row, with a payload in pieces; its number."""
@@ -58,8 +58,7 @@ class Log(Protocol):
 
 
 class Writer:
-    """How channels and leases of a pool write to its log and read from it. Before there is a log,
-    nothing is written.
+    """Access of a pool's channels and leases to its log. Before there is a log, nothing is written.
 
     Args:
         remembered: rows of what is gone that each of them keeps.
@@ -114,7 +113,7 @@ class StepsStored(_Record, frozen=True, array_like=True, gc=False):
 
     prompt_uid: str
     steps: list[tuple[str, int | None, int]]
-    """Of each, its trajectory_uid, the row of its prompt if it is a root, and its bytes."""
+    """The trajectory_uid of each step, the row of its prompt if it is a root, and its bytes."""
     pictures: dict[int, tuple[str, ...]] = {}
     """References to pictures, by position in `steps`. Reserved: always empty yet."""
 
@@ -170,9 +169,9 @@ class LeaseRecord(_Record, frozen=True, array_like=True, gc=False):
     prompt_uids: tuple[str, ...]
     expires_at: float
     request_id: str | None = None
-    """Of the call that it answers; repeated, the call gets the same lease."""
+    """Id of the call that the lease answers; repeated, the call gets the same lease."""
     row: int = 0
-    """Of the log."""
+    """Row of the lease in the log."""
 
 
 class LeaseEnded(_Record, frozen=True, array_like=True, gc=False):
@@ -197,7 +196,7 @@ _DECODERS: Final = {kind.__name__: decoder(_tuple[float, int, kind]) for kind in
 
 
 def read(kind: str, head: bytes) -> tuple[float, int, Any]:
-    """When a row was written, the number of its group, and its record.
+    """Return the time at which a row was written, the number of its group, and its record.
 
     Raises:
         LookupError, msgspec.DecodeError: this release did not write it.

@@ -45,7 +45,8 @@ class Payloads:
                 step.payload = b""  # if it was not flushed, nothing is left to spill
 
     def loaded(self, steps: Sequence[PackedStep]) -> Sequence[PackedStep]:
-        """As `read`, to look at only: not copied where they are in memory."""
+        """Return the steps with their payloads, to look at only: themselves if all are in memory,
+        else copies as from `read`."""
         return self.read(steps) if any(step.is_spilled for step in steps) else steps
 
     def read(self, steps: Iterable[PackedStep]) -> list[PackedStep]:

@@ -96,7 +96,8 @@ class DataPool:
         return channel.open_group(op)
 
     def _resume(self, op: ops.ResumeTrajectory, now: float) -> ops.Resumed:
-        """Where the trajectory is open, else where it was closed, else where it is asked for."""
+        """Resume the trajectory in the channel where it is open, else where it was closed, else in
+        the one that is asked for."""
         names = sorted(self.channels, key=lambda name: name != op.channel) if op.elsewhere else ()
         known = {n: self.channels[n].knows(op.trajectory_uid, op.prompt_uid) for n in names}
         for name in self.channels if OWNER in op.metadata else ():
@@ -179,7 +180,7 @@ class DataPool:
             self._at(name, now).expire()
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do next, or sooner; None: never."""
+        """Time at which `tick` next has something to do, or an earlier one; None: never."""
         first = self.leases.expiries.first()
         times = [first and first[0], *(c.next_alarm for c in self.channels.values())]
         return min((at for at in times if at is not None), default=None)
@@ -241,7 +242,7 @@ class DataPool:
             log.put_state(_POOL, encoder.encode(self._shut_down))
 
     def restore_counts(self, key: str, state: bytes) -> None:
-        """What `write_counts` wrote under this key."""
+        """Restore the counts that `write_counts` wrote under this key."""
         if key.startswith(COUNTS):
             self.channel(key.removeprefix(COUNTS)).counts = _counts_decoder.decode(state)
         elif key == LEASES:
@@ -307,4 +308,5 @@ _ANSWERS: Final[Mapping[type, Callable[[DataPool, Any, float], Any]]] = {
     asked.IndexTrajectories: DataPool._list,
     asked.ReadTrajectories: DataPool._list,
 }
-"""What answers an operation or question that is not about one channel alone (`METHODS`)."""
+"""Method for each operation or question that is not about one channel alone; `METHODS` has the
+others."""

@@ -1,4 +1,5 @@
-"""When a group is ready, held or dropped: one pure function of the group, the rules and the time.
+"""The readiness of a group: ready, held or dropped, by one pure function of the group, the rules
+and the time.
 
     open ──enough complete──► ready ──lease──► leased ──ack──► acked
       │                        │ ▲              │
@@ -58,7 +59,7 @@ AWAITS_FEEDBACK: Final = Hold("holding_time")
 
 
 class Rules(NamedTuple):
-    """What a channel decides by."""
+    """The rules that a channel decides by."""
 
     channel: str
     config: ChannelConfig
@@ -104,7 +105,7 @@ class Rules(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What becomes of a group."""
+    """The decision on a group: its readiness, and whether it is served, held or dropped."""
 
     readiness: Readiness
     verdict: Verdict | None = None
@@ -112,9 +113,9 @@ class Decision(NamedTuple):
     key: float = 0.0
     """Smallest is served first."""
     look_again_at: float | None = None
-    """When time alone may change it; None: never. Pool clock, seconds."""
+    """Time at which the decision may change by itself; None: never. Pool clock, seconds."""
     why: str = "complete"
-    """What made it ready, for the event."""
+    """Cause of the readiness, for the event."""
 
 
 def decide(group: GroupRecord, rules: Rules, now: float) -> Decision:

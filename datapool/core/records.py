@@ -40,7 +40,7 @@ DELETED: Final = "deleted"
 
 
 class Closing(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How a trajectory was closed: kept with its record, then as its tombstone."""
+    """The way in which a trajectory was closed: kept with its record, then as its tombstone."""
 
     prompt_uid: str
     by: Literal["complete", "is_last", "abort", "pool"]
@@ -63,7 +63,7 @@ class Closing(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class GroupTerms(NamedTuple):
-    """What `OpenGroup` asked for; two declarations of one group agree if these are equal."""
+    """The terms of `OpenGroup`; two declarations of one group agree if these are equal."""
 
     n_rollouts: int
     min_rollouts: int
@@ -134,7 +134,7 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
         return None if step is None else step.score[1]
 
     def last_reward(self) -> float | None:
-        """What the last step is served with: its own reward plus the outcome."""
+        """Return the reward that the last step is served with: its own reward plus the outcome."""
         own = self.step_reward(self.max_index)
         return own if self.outcome is None else (own or 0.0) + self.outcome
 
@@ -151,7 +151,7 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
         return min(versions), max(versions)
 
     def info(self) -> TrajectoryInfo:
-        """What orders and filters see of it, and what listings show."""
+        """Return the trajectory as orders and filters see it, and as listings show it."""
         oldest, newest = self.versions()
         return TrajectoryInfo(
             trajectory_uid=self.trajectory_uid,
@@ -194,7 +194,7 @@ class Readiness(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is_due: bool = False
     """True for a group that is ready whatever number of trajectories a consumer asks for."""
     unscored_since: float | None = None
-    """When it was ready first and lacked rewards. Pool clock, seconds."""
+    """Time at which it was ready first and lacked rewards. Pool clock, seconds."""
     drop_when_returned: str | None = None
     """Reason for which it is dropped as soon as its consumer hands it back."""
 
@@ -228,12 +228,12 @@ class GroupRecord(msgspec.Struct, eq=False, gc=False):
     oldest_version: int | None = None
     """Smallest policy_version of the complete trajectories."""
     touched_at: float = 0.0
-    """When something last came in for it. Pool clock, seconds."""
+    """Time at which something last came in for it. Pool clock, seconds."""
     completed_at: float = 0.0
-    """When a trajectory was last completed. Pool clock, seconds."""
+    """Time at which a trajectory was last completed. Pool clock, seconds."""
     readiness: Readiness = OPEN
     alarm: float | None = None
-    """When it is looked at again, or sooner. Pool clock, seconds."""
+    """Time of the next look at it, or an earlier one. Pool clock, seconds."""
     is_leased: bool = False
     delivery: int = 1
     n_asked: int = 0
@@ -298,7 +298,7 @@ class Records:
         """The same, in the order they were opened in."""
         self.closed_trajectories: Remembered[Closing] = Remembered(remembered)
         self.closed_groups: Remembered[str] = Remembered(remembered)
-        """What became of groups that are gone, by prompt uid."""
+        """Outcomes of groups that are gone, by prompt uid."""
         self.tagged: dict[str, dict[str, None]] = {}
         """Prompt uids of live groups by the tags of their marks."""
         self._channel = channel

@@ -117,7 +117,7 @@ COLUMNS: tuple[str, ...] = tuple(schema().names)
 
 
 def provenance(source: str) -> dict[str, Any]:
-    """Where a file comes from. `source`: what the writer calls itself."""
+    """Return the origin of a file. `source`: the writer's name for itself."""
     try:
         release = version("stepwell")
     except PackageNotFoundError:
@@ -164,7 +164,7 @@ def _tagged(value: Any) -> Any:
 
 
 def loads(text: str | None) -> Any:
-    """What `dumps` was given."""
+    """Return the value that `dumps` was given."""
     return None if text is None else json.loads(text, object_hook=_untagged)
 
 
@@ -232,7 +232,8 @@ def _columns_of(step: Step) -> dict[str, Any]:
 def _along(
     steps: Sequence[Step], path: Sequence[int], done: Collection[int]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What follows from the steps of a branch: columns of its row, and of each of its steps."""
+    """Return the columns that follow from the steps of a branch: those of its row, and of each
+    step."""
     leaf = steps[path[-1]]
     mask = np.zeros(leaf.n_tokens, np.int8)
     log_probs = np.zeros(leaf.n_tokens, np.float32)

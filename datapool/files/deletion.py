@@ -22,7 +22,7 @@ from stepwell.datapool.store.replay import UNKNOWN, restore
 from stepwell.datapool.store.salvage import journals_in
 
 MEMORY_BYTES = 256 << 20
-"""Of payloads, while a journal is replayed."""
+"""Bytes of payloads kept in memory while a journal is replayed."""
 
 
 def delete_from_journals(

@@ -48,7 +48,7 @@ _ROW_GROUP_ROWS = 2048
 
 @dataclass(slots=True)
 class ExportSummary:
-    """What `write` wrote."""
+    """Summary of an export: the rows that `write` wrote, and the trajectories that have none."""
 
     path: Path
     n_trajectories: int = 0

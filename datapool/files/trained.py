@@ -45,7 +45,8 @@ class TrainedTrajectory:
 
     trajectory: Trajectory
     columns: tuple[Columns, ...]
-    """Of each of its steps: name to one number per response token; NaN where there is none."""
+    """Columns of each of its steps: name to one number per response token; NaN where there is
+    none."""
 
     def mean(self, name: str) -> float | None:
         """Return the mean of a column over the tokens that have a number; None if none has."""
@@ -92,8 +93,8 @@ def write_trained(
 
 
 def read_about(folder: Path, step: int) -> dict[str, Any]:
-    """What the file says of the optimizer step: its first line, with `step`, what else the trainer
-    says of it, and a list of the trajectories.
+    """Return the first line of an optimizer step's file: `step`, what else the trainer says of it,
+    and a list of the trajectories.
 
     Raises:
         ExportError: there is no such file.
@@ -222,7 +223,8 @@ def _trajectory(line: dict[str, Any]) -> TrainedTrajectory:
 
 
 def _plain(value: Any) -> Any:
-    """What producers put into a step's metadata, as text where JSON has no word for it."""
+    """Convert a metadata value for which JSON has no word: NumPy's and sets to JSON's, others to
+    text."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     return sorted(value) if isinstance(value, set | frozenset) else repr(value)

@@ -38,7 +38,7 @@ EXPORT_PAGE = 256
 
 @dataclass(slots=True)
 class ImportSummary:
-    """What `import_channel` did; what was there already counts, too."""
+    """Summary of `import_channel`; what was there already counts, too."""
 
     n_groups: int = 0
     n_trajectories: int = 0

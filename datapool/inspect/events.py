@@ -1,4 +1,4 @@
-"""What happened to groups and trajectories lately: a bounded memory that readers follow by cursor.
+"""Recent events of groups and trajectories: a bounded memory that readers follow by cursor.
 
     cursor ──get_events──► events after it, next cursor ──get_events──► …
 
@@ -45,7 +45,7 @@ class Events:
 
     events: tuple[Event, ...]
     cursor: str
-    """Where the next page begins."""
+    """Cursor of the next page."""
     lost: bool = False
     """Events between the cursor asked for and these are forgotten."""
 

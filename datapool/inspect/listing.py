@@ -1,4 +1,5 @@
-"""What is in a channel, page by page: rows for people to read, whole trajectories for an export.
+"""The content of a channel, page by page: rows for people to read, whole trajectories for an
+export.
 
     cursor ──► group 17, its 3rd trajectory ──► looks_at, admits … ──► next cursor
 
@@ -99,7 +100,8 @@ def _parsed(given: Mapping[str, Any], known: Filters) -> dict[str, Any]:
 
 
 def _check(name: str, wanted: Any) -> tuple[str, Callable[[Any], bool]]:
-    """What a filter looks at, and whether it lets that pass."""
+    """Return the name of the value that a filter looks at, and the test that the value must
+    pass."""
     bound, _, rest = name.partition("_")
     if bound == "min":
         return rest, lambda found: found is not None and found >= wanted
@@ -123,7 +125,7 @@ class Place(NamedTuple):
 
 
 class Pager:
-    """What one page may look at.
+    """The walk of one page: its filters, its cursor, and how much it may still look at.
 
     Args:
         kind: of the listing; a cursor of another one is refused.
@@ -144,7 +146,7 @@ class Pager:
         self.wanted = _parsed(asked.filters, known)
         self._checks = [_check(name, wanted) for name, wanted in self.wanted.items()]
         self._asked = {"prompt_uid", "trajectory_uid"}
-        """What filters have looked at; what these two name is where the walk goes."""
+        """Values that filters have looked at; the walk itself goes to what these two name."""
         self._name = f"{kind}:{epoch}"
         self.start = Place(0) if asked.cursor is None else self._parse(asked.cursor)
         self._next: Place | None = None
@@ -166,11 +168,11 @@ class Pager:
 
     @property
     def cursor(self) -> str | None:
-        """Where the next page begins; None: there is nothing more."""
+        """Cursor of the next page; None: there is nothing more."""
         return None if self._next is None else f"{self._name}:{':'.join(map(str, self._next))}"
 
     def looks_at(self, *place: int) -> bool:
-        """Whether this page does; else the next one begins there."""
+        """True if this page looks at this place; else the next one begins there."""
         if self.left > 0 and self._looks > 0:
             self._looks -= 1
             return True
@@ -182,12 +184,12 @@ class Pager:
         self._looks -= items + steps / STEPS_PER_LOOK
 
     def admits(self, **found: Any) -> bool:
-        """Whether the filters let an item pass that has these values."""
+        """True if the filters let an item pass that has these values."""
         self._asked.update(found)
         return all(passes(found[name]) for name, passes in self._checks if name in found)
 
     def admits_rest(self, item: object) -> bool:
-        """Whether an item passes the filters that `admits` was not asked for: each is a field of
+        """True if an item passes the filters that `admits` was not asked for: each is a field of
         the item."""
         rest = [check for check in self._checks if check[0] not in self._asked]
         return all(passes(getattr(item, name)) for name, passes in rest)
@@ -236,7 +238,7 @@ def _live_groups(channel: Channel, pager: Pager) -> Iterator[GroupRecord]:
 
 
 def _trajectories(channel: Channel, pager: Pager) -> Iterator[_Found]:
-    """Those that the filters let pass; their steps are looked at last."""
+    """Trajectories that the filters let pass; their steps are looked at last."""
     uid = pager.wanted.get("trajectory_uid")
     for group, group_state in _groups(channel, pager):
         first = pager.start.position if group.number == pager.start.group else 0

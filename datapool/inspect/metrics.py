@@ -22,7 +22,8 @@ Kind: TypeAlias = Literal["counter", "gauge"]
 COUNTER: Final = "counter"
 GAUGE: Final = "gauge"
 MOST_VALUES: Final = 64
-"""Of one label: what comes after them is added up as `other`, as names may be an agent's."""
+"""Most values of one label: what comes after them is added up as `other`, as names may be an
+agent's."""
 OTHER: Final = "other"
 _Sample: TypeAlias = tuple[tuple[str, ...], float]
 
@@ -165,7 +166,7 @@ POOL: Final = (
         "oldest_open_age_s",
     ),
 )
-"""Of `{channel: GetStatistics}`, as `pool_counts` gives it."""
+"""Metrics of `{channel: GetStatistics}`, as `pool_counts` gives it."""
 
 
 def pool_counts(statistics: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What listings show: rows of groups and trajectories, whole trajectories, page by page."""
+"""The items of listings: rows of groups and trajectories, whole trajectories, page by page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Page(Generic[T]):
 
     items: tuple[T, ...]
     cursor: str | None
-    """Where the next page begins; None: there is nothing more."""
+    """Cursor of the next page; None: there is nothing more."""
 
 
 # -- rows --------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ class GroupRow:
     reason: str | None
     """Why it is open, or held."""
     n_rollouts: int | None
-    """What it was declared with; None if it was not."""
+    """Rollouts that it was declared with; None if it was not declared."""
     n_complete: int
     n_running: int
     n_aborted: int
@@ -121,7 +121,7 @@ class ExportedTrajectory:
     """Outcome reward of an open trajectory, which no step has yet; that of a complete one is in
     the reward of its last step."""
     n_rollouts: int | None = None
-    """What its group was declared with; None if it was not."""
+    """Rollouts that its group was declared with; None if it was not declared."""
     marks: dict[str, Any] | None = None
     """Curation marks (`selection.Marks.as_dict`); None: nobody has marked it."""
     group_metadata: dict[str, Any] = field(default_factory=dict)

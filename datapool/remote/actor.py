@@ -107,7 +107,7 @@ class DataPoolActor:
 
     @ray.method(concurrency_group=FINDING)
     def door(self, from_node: str) -> Door:
-        """Where clients on that node of the cluster reach this pool."""
+        """Return the address at which clients on that node of the cluster reach this pool."""
         is_here = from_node == ray.get_runtime_context().get_node_id()
         tcp_host = None if is_here else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         door: Door = self._run(self._server.door(tcp_host))
@@ -145,7 +145,7 @@ class DataPoolActor:
         channel: str = TRAIN,
         metadata: Mapping[str, Any] | None = None,
     ) -> TrajectoryOutcome:
-        """As `ops.CompleteTrajectory`."""
+        """Close a trajectory as complete (`ops.CompleteTrajectory`)."""
         return self._call(
             CompleteTrajectory(trajectory_uid, reward, metadata_of(metadata), channel)
         )
@@ -181,7 +181,7 @@ class DataPoolActor:
         """Return after every call that this actor was sent before: its turn comes after theirs."""
 
     def get_statistics(self, channel: str | None = None) -> dict[str, Any]:
-        """As `questions.GetStatistics`."""
+        """Return the counts of one channel, or of each (`questions.GetStatistics`)."""
         return self._call(GetStatistics(channel))
 
     # -- inside ----------------------------------------------------------------------------------

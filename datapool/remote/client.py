@@ -116,8 +116,8 @@ class DataPoolClient:
             service.close()
 
     async def call(self, op: Op[R], timeout_s: float | None = 0.0) -> R:
-        """What the pool answers to any operation; waits up to `timeout_s` (None: for ever) for an
-        answer to one that may have none yet.
+        """Return the pool's answer to any operation; waits up to `timeout_s` (None: for ever) for
+        an answer to one that may have none yet.
 
         Raises:
             DataPoolError: its refusal.
@@ -327,7 +327,7 @@ class DataPoolClient:
         owner: str | None = None,
         **marks: Any,
     ) -> Marks:
-        """What people say of a group or trajectory (`ops.Mark`)."""
+        """Mark a group or trajectory (`ops.Mark`); returns all of its marks."""
         return await self.call(ops.Mark(prompt_uid, trajectory_uid, marks, channel, owner))
 
     async def delete(
@@ -348,7 +348,7 @@ class DataPoolClient:
         channel: str = TRAIN,
         batch_size: int = 1,
     ) -> DryRun:
-        """What a fetch would be given (`questions.DryRunOf`)."""
+        """Return what a fetch would be given (`questions.DryRunOf`)."""
         rules = None if selection is None else selection.model_dump()
         return await self.call(asked.DryRunOf(rules, channel, batch_size))
 
@@ -360,8 +360,8 @@ class DataPoolClient:
         limit: int = 1000,
         timeout_s: float = 0,
     ) -> Events:
-        """What happened after `cursor` (`questions.GetEvents`), waiting up to `timeout_s` for the
-        first. Of several shards by time."""
+        """Return the events after `cursor` (`questions.GetEvents`), waiting up to `timeout_s` for
+        the first. Those of several shards are in order of time."""
         named = None if kinds is None else tuple(kinds)
         end = time.monotonic() + timeout_s
         lost = False

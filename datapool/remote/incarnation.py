@@ -54,14 +54,15 @@ class Incarnation(NamedTuple):
 
 
 class Previous(NamedTuple):
-    """What this actor was before Ray started it again."""
+    """The incarnation and process of this actor before Ray started it again."""
 
     incarnation: Incarnation
     pid: int
 
 
 def previous_of(folder: Path, has_journal: bool) -> Previous | None:
-    """What this actor was before it was restarted; None in its first start.
+    """Return the incarnation and process of this actor before it was restarted; None in its first
+    start.
 
     Raises:
         PoolReplacedError: it had a journal, and there is none in `folder`. None is made.
@@ -91,7 +92,7 @@ def record(incarnation: Incarnation) -> None:
 
 
 def _key() -> bytes:
-    """Of this actor, whatever process it is in."""
+    """Key of this actor in Ray's store, whatever process it is in."""
     import ray  # not where a pool is only talked to
 
     return str(ray.get_runtime_context().get_actor_id()).encode()

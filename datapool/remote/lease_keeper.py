@@ -64,7 +64,7 @@ class _Held:
     prompt_uids: set[str]
     """Its groups, without those that a later lease holds."""
     valid_at: float
-    """When it was asked for, or its last renewal: the pool's time began later."""
+    """Time at which it, or its last renewal, was asked for: the pool's time began later."""
     lost: bool = False
 
 
@@ -87,9 +87,9 @@ class LeaseKeeper:
         """Leased and not delivered yet, by prompt_uid."""
         self._delivered: set[str] = set()
         self._settled: set[str] = set()
-        """Of `_delivered`: their use is durable, and the pool may still serve them."""
+        """Groups of `_delivered` whose use is durable, and that the pool may still serve."""
         self._refused: set[str] = set()
-        """Of `_delivered`: likewise, and the pool would not drop them."""
+        """Groups of `_delivered` whose use is durable, too, and that the pool would not drop."""
         self._renewing: asyncio.Task[None] | None = None
         self.redelivered = 0
         """Groups that the pool served again and that were not delivered again."""

@@ -32,8 +32,7 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 
 RESTART_S = CUT_OFF_S + 90.0
-"""How long a pool that restarts is waited for: until it may take its journal over, and has read
-it."""
+"""Seconds to wait for a pool that restarts: until it may take its journal over, and has read it."""
 CONNECT_S = 5.0
 RETRY_S = 0.05
 """Between two tries to connect."""
@@ -72,7 +71,7 @@ class LocalPort:
         return self.service.call(op, timeout_s)
 
     def close(self) -> None:
-        """As `Port.close`: the pool itself goes on."""
+        """Do nothing: the pool itself goes on."""
 
 
 class _Call(Generic[R]):
@@ -81,7 +80,7 @@ class _Call(Generic[R]):
     def __init__(self, number: int, op: Op[R], timeout_s: float | None) -> None:
         self.number, self.op = number, op
         self.end = timeout_s and time.monotonic() + timeout_s
-        """When it has waited long enough; 0: it does not wait; None: it never has."""
+        """Time until which it waits; 0: it does not wait; None: for ever."""
         self.answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self.sent: Connection | None = None
         """The connection that it went through last: perhaps it was applied."""
@@ -110,12 +109,13 @@ class Link(ABC):
         self._connecting: asyncio.Task[None] | None = None
         self._unanswered: dict[int, _Call[Any]] = {}
         self._unsent: list[_Call[Any]] = []
-        """Those of `_unanswered` that the next write takes."""
+        """Calls of `_unanswered` that the next write takes."""
         self._number = 0
 
     @abstractmethod
     async def find(self) -> tuple[Door, str]:
-        """Where it is, asked again after each loss of the connection; and this node of the cluster.
+        """Return the shard's address, looked up after each loss of the connection, and this node of
+        the cluster.
 
         Raises:
             PoolUnavailableError: it is gone for good.
@@ -124,11 +124,11 @@ class Link(ABC):
 
     @property
     def is_up(self) -> bool:
-        """Whether there is a connection."""
+        """True if there is a connection."""
         return self._connection is not None
 
     def call(self, op: Op[R], timeout_s: float | None = 0.0) -> Awaitable[R]:
-        """As `Port.call`."""
+        """Send an operation to the shard; see `Port.call`."""
         return self._answer(self._begin(op, timeout_s))
 
     def close(self) -> None:
@@ -268,7 +268,8 @@ class Link(ABC):
             self._reach(self._loop)
 
     def _move_to(self, loop: asyncio.AbstractEventLoop) -> None:
-        """What an event loop of before left behind gets no answer, and must hold up nobody."""
+        """Forget the calls that an earlier event loop left behind: they get no answer, and must
+        hold up nobody."""
         if self._connection is not None:
             with contextlib.suppress(RuntimeError):  # its loop is closed
                 self._connection.transport.abort()

@@ -30,7 +30,7 @@ Results: TypeAlias = list[SubmitOutcome | Refusal]
 
 
 class Outbox:
-    """What producers send through one client.
+    """The steps that producers send through one client.
 
     Args:
         pool: the way there, to all of its shards.

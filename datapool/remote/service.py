@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R")
 
 LOCK_S = 5.0
-"""How long another pool over the same journal may take to end."""
+"""Seconds that another pool over the same journal may take to end."""
 CUT_OFF_S = 90.0
 """The same for the former process of this one: longer than Ray's
 `gcs_rpc_server_reconnect_timeout_s` (60 s), after which a node that is cut off ends what runs on
@@ -93,7 +93,7 @@ class _Waiter:
     answer: asyncio.Future[Any]
 
     def place(self) -> _Place:
-        """Where it stands. Who asks only waits for nobody."""
+        """Queue key. Read-only waiters get a queue of their own."""
         op = self.op
         if isinstance(op, LeaseBatch):
             return _Place(op.channel, "consumers", op.n_rollouts)
@@ -147,12 +147,12 @@ class PoolService:
         elif restarted:
             logger.warning("DataPool restarted without a journal: what it held is gone")
         self._lines: dict[_Place, dict[_Waiter, None]] = {}
-        """Who waits, in the order they came."""
+        """Waiting calls by queue key, in the order they came."""
         self._tickets = count()
         self._n_events = 0
         """That watchers were told of."""
         self._settling: list[tuple[Applied, Callable[[list[Any]], None]]] = []
-        """What is applied and not durable, and who is told."""
+        """Operations that are applied and not durable, and the callbacks that get their answers."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due: float | None = None
 
@@ -218,7 +218,7 @@ class PoolService:
         return result
 
     def try_(self, op: Op[R]) -> R | Exception:
-        """What `op` is answered now, or its refusal; a change is applied, and not durable yet:
+        """Return the answer to `op`, or its refusal; a change is applied, and not durable yet:
         `settle` it."""
         if isinstance(op, Change) and self._journal is not None:
             try:
@@ -312,7 +312,7 @@ class PoolService:
         return waiter.answer.result() if waiter.answer.done() else self.try_(waiter.op)
 
     def _stands_behind(self, op: LeaseBatch) -> bool:
-        """Whether others, who ask for the same, came before; and it has no lease already."""
+        """True if others, who ask for the same, came before; and it has no lease already."""
         line = self._lines.get(_Place(op.channel, "consumers", op.n_rollouts))
         return bool(line) and self._pool.leases.answer_to(op.request_id) is None
 
@@ -338,7 +338,7 @@ class PoolService:
             del lines[place]
 
     def _answer(self, waiter: _Waiter) -> bool:
-        """Whether it has an answer now."""
+        """Answer the call if there is an answer now; true if there was."""
         answer: Any
         try:
             answer = self._pool.apply(waiter.op, self._now())

@@ -61,9 +61,10 @@ PAUSE_S: Final = 0.01
 """After a batch that somebody else was faster to take; twice as long after each other."""
 MAX_PAUSE_S: Final = 1.0
 TRIES: Final = 3
-"""Of a lease that does not wait."""
+"""Tries of a lease that does not wait."""
 IN_LINE_S: Final = 2.0
-"""How long a group that does not wait for credit may stand behind others that are being opened."""
+"""Seconds that a group that does not wait for credit may stand behind others that are being
+opened."""
 INCOMPLETE: Final = "incomplete_batch"
 """Why a part of a batch went back."""
 
@@ -89,15 +90,15 @@ class Shards:
         """(channel, trajectory_uid) -> its shard"""
         self._turn = random.randrange(self.n)
         self._opening: dict[tuple[str, asyncio.AbstractEventLoop], asyncio.Lock] = {}
-        """Those who open groups in a channel, one after the other."""
+        """Locks with which the groups of a channel are opened one after the other."""
         self._full: set[tuple[str, asyncio.AbstractEventLoop]] = set()
-        """Those of `_opening` whose first one waits for credit."""
+        """Keys of `_opening` whose first group waits for credit."""
         self._unlimited: set[str] = set()
         """Channels where no group waits for credit."""
         self._background: set[asyncio.Future[Any]] = set()
 
     async def call(self, op: Op[R], timeout_s: float | None = 0.0) -> R:
-        """As `DataPoolClient.call`."""
+        """Answer an operation for all shards; see `DataPoolClient.call`."""
         return cast(R, await self._call(op, timeout_s))
 
     async def _call(self, op: Op[Any], timeout_s: float | None) -> Any:
@@ -396,8 +397,8 @@ def _values(answers: Iterable[T | BaseException]) -> list[T]:
 
 
 def parts(available: Mapping[int, int], n_groups: int, turn: int) -> dict[int, int]:
-    """How many of `n_groups` each shard gives: as even as they have them, and what remains from
-    those whose turn it is."""
+    """Split `n_groups` over the shards, as evenly as they have them; what remains comes from those
+    whose turn it is."""
     order = sorted(available)
     order = order[turn % len(order) :] + order[: turn % len(order)] if order else []
     given: Counter[int] = Counter()
@@ -427,7 +428,8 @@ def _no_credit(credits: Collection[asked.Credit]) -> str | None:
 
 
 def _cursor(page: Events, served: Sequence[int]) -> str:
-    """Where the next page of a shard begins, of whose events only these numbers were served."""
+    """Return the cursor of a shard's next page, if only these event numbers of `page` were
+    served."""
     if len(served) == len(page.events):
         return page.cursor
     # The first ones of a shard are served, so that those left are all later.
@@ -493,4 +495,4 @@ _MERGE: Final[Mapping[type, Callable[[Any, Any], Any]]] = {
         op.batch_size, tuple(d for run in runs for d in run.decisions)
     ),
 }
-"""What all shards are asked, and how their answers are made one."""
+"""Merge of the shards' answers, for each operation or question that all are asked."""

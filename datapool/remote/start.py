@@ -277,7 +277,8 @@ def _here() -> str:
 
 
 def _journal_folder(config: PoolConfig) -> Path | None:
-    """Where the journal is; the same for every restart of the actor."""
+    """Return the folder of the journal, the same for every restart of the actor; None without a
+    journal."""
     if config.durability == "none":
         return None
     if config.journal_dir is not None:
@@ -289,7 +290,7 @@ def _journal_folder(config: PoolConfig) -> Path | None:
 
 
 def _was_started(folder: Path, n: int) -> bool:
-    """Whether all of `n` shards had their journals there; from then on one without has lost it.
+    """True if all of `n` shards had their journals there; from then on one without has lost it.
 
     Raises:
         JournalError: another number of shards had. A group lives in the shard that its prompt_uid

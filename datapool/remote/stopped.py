@@ -23,7 +23,7 @@ from stepwell.datapool.store.replay import UNKNOWN, restore
 from stepwell.datapool.store.salvage import journals_in
 
 MEMORY_BYTES = 256 << 20
-"""Of payloads, while a journal is replayed."""
+"""Bytes of payloads kept in memory while a journal is replayed."""
 
 
 class StoppedPort:
@@ -39,7 +39,7 @@ class StoppedPort:
         """Pool clock, seconds: when the last change was made."""
 
     async def call(self, op: Op[R], timeout_s: float | None = 0.0) -> R:
-        """As `Port.call`; nothing comes later, so nobody waits."""
+        """Answer a question from the journal; nothing comes later, so nobody waits."""
         if not isinstance(op, QUESTIONS) or isinstance(op, Describe):
             raise PoolUnavailableError(
                 f"{type(op).__name__} needs a running pool, and this run has ended; run its "

@@ -56,7 +56,7 @@ R = TypeVar("R")
 _LENGTH = struct.Struct("<I")
 MAX_FRAME = 1 << 31
 HELLO_S = 10.0
-"""How long a peer may take to say who it is."""
+"""Seconds that a peer may take to say who it is."""
 MAX_HELLO = 4096
 """Bytes of a peer that has not said so yet."""
 
@@ -65,12 +65,12 @@ Applied: TypeAlias = tuple[int, Op[Any] | None, Any]
 
 
 class Door(NamedTuple):
-    """Where a pool is reached."""
+    """The address of a pool."""
 
     node: str
-    """Of the cluster."""
+    """Node of the cluster that it is on."""
     n_shards: int
-    """Of the pool, of which this is one."""
+    """Number of shards of the pool, of which this is one."""
     unix: str
     tcp: tuple[str, int] | None
     secret: bytes
@@ -166,7 +166,7 @@ class _Frames(asyncio.Protocol):
         raise NotImplementedError
 
     def all_received(self) -> None:
-        """What came together is through."""
+        """Called when all frames that came together were passed to `received`."""
 
 
 def _keep_alive(peer: Any) -> None:
@@ -193,7 +193,7 @@ class Server:
         self._lock = asyncio.Lock()
 
     async def door(self, tcp_host: str | None = None) -> Door:
-        """Where this pool is reached; by TCP, too, if the address of this machine is given."""
+        """Return the address of this pool; by TCP, too, if that of this machine is given."""
         loop = asyncio.get_running_loop()
         async with self._lock:
             if not self._door.unix:
@@ -342,7 +342,7 @@ class Connection(_Frames):
         self._answered = answered
         self._lost = lost
         self.known: asyncio.Future[Known] = asyncio.get_running_loop().create_future()
-        """Which pool this is; done once it has let the client in."""
+        """Identity of the pool; done once it has let the client in."""
 
     def received(self, data: bytes | memoryview) -> None:
         if self.known.done():

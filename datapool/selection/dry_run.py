@@ -21,7 +21,7 @@ Judge: TypeAlias = Callable[[GroupInfo], tuple[Verdict | None, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What would become of one group. Rewards, versions and counts are of what would be served."""
+    """The fate of one group. Rewards, versions and counts are of what would be served."""
 
     prompt_uid: str
     decision: Outcome
@@ -55,7 +55,8 @@ class DryRun:
 
 
 def dry_run(rules: Selection, infos: Iterable[GroupInfo], batch_size: int, judge: Judge) -> DryRun:
-    """What a fetch of `batch_size` groups would do with these ready ones, judged by `judge`."""
+    """Return what a fetch of `batch_size` groups would do with these ready ones, judged by
+    `judge`."""
     judged = [(info, *judge(info)) for info in sorted(infos, key=lambda i: i.sequence)]
     servable = [(info, key) for info, verdict, key in judged if verdict is None]
     # What was handed back is before everything else. Stable: equals stand by readiness.

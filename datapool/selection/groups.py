@@ -1,4 +1,4 @@
-"""What rules see of a group, people's marks included, and what they answer."""
+"""The group as rules see it, people's marks included, and the rules' verdicts on it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from stepwell.datapool.errors import InvalidRequestError
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What people say of a group or of a trajectory. The default says nothing. `trainable` decides
-    what is served; the rest is for people, listings and filters of your own.
+    """People's marks on a group or a trajectory. The default says nothing. `trainable` decides what
+    is served; the rest is for people, listings and filters of your own.
 
     Raises:
         InvalidRequestError: a field is of another type, or `quality` is not finite.
@@ -30,7 +30,8 @@ class Marks:
     note: str = ""
     """For people."""
     corrections: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """What the model should have said, by `step_index` in digits, or `last`: for SFT, pairs."""
+    """Text that the model should have answered, by `step_index` in digits, or `last`: for SFT,
+    pairs."""
 
     def __post_init__(self) -> None:
         quality, tags = self.quality, cast(Any, self.tags)
@@ -121,7 +122,7 @@ class GroupInfo:
     prompt_uid: str
     channel: str
     n_rollouts: int | None
-    """What was asked for; the real size is `len(trajectories)`."""
+    """Rollouts that were asked for; the real size is `len(trajectories)`."""
     trajectories: tuple[TrajectoryInfo, ...]
     """The complete ones, in the order of completion."""
     sequence: int
@@ -134,12 +135,12 @@ class GroupInfo:
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """Of the scored trajectories only."""
+        """Rewards of the scored trajectories only."""
         return tuple(t.reward for t in self.trajectories if t.reward is not None)
 
     @property
     def is_scored(self) -> bool:
-        """Whether every trajectory has a reward (and there is one)."""
+        """True if every trajectory has a reward (and there is one)."""
         return bool(self.trajectories) and all(t.reward is not None for t in self.trajectories)
 
     @property
@@ -198,7 +199,7 @@ class Hold:
 
 
 Verdict: TypeAlias = Drop | Hold
-"""What a filter says of a group; None serves it. Keep reasons few: they are counted by name."""
+"""Verdict of a filter on a group; None serves it. Keep reasons few: they are counted by name."""
 
 
 Order: TypeAlias = Callable[[GroupInfo], float]

@@ -43,7 +43,7 @@ class Selection:
 
     @property
     def is_trivial(self) -> bool:
-        """Whether a group without marks is served by readiness, unexamined. A mark still counts:
+        """True if a group without marks is served by readiness, unexamined. A mark still counts:
         `trainable=False` needs no configuration."""
         return self._order is fifo and not self._filters
 

@@ -37,7 +37,7 @@ class Cleaner:
         """No segment up to this one shall have a dead row."""
         self._victim = 0
         self._rows: Iterator[int] = iter(())
-        """Of this segment, those that were not looked at."""
+        """Rows of the segment `_victim` that were not looked at."""
 
     def erase(self, newest: int) -> None:
         """Every dead row that there is now shall go."""
@@ -61,7 +61,7 @@ class Cleaner:
         return left if is_much else to_erase
 
     def next_rows(self, newest: int, deleted: Collection[int], n_bytes: int) -> list[int] | None:
-        """What is to be moved next; None: nothing.
+        """Return the rows that are to be moved next; None: nothing.
 
         Args:
             newest: segment that is written to, so that nothing can be moved out of it.
@@ -88,7 +88,8 @@ class Cleaner:
         return chosen
 
     def again(self, failed: bool = False) -> None:
-        """What was chosen last was not moved; `failed`: it cannot be read."""
+        """Choose anew, as the rows chosen last were not moved; `failed`: their segment cannot be
+        read."""
         if failed:
             self.unreadable.add(self._victim)
         self._victim = 0

@@ -46,21 +46,21 @@ SYNCED = bytes(16)
 
 
 class LastCommit(NamedTuple):
-    """What `pool.acked` says of the last transaction that was acknowledged, or found."""
+    """The content of `pool.acked`: the last transaction that was acknowledged, or found."""
 
     journal: bytes
     """16 random bytes, made with the journal."""
     opening: int
-    """How often the journal was opened."""
+    """Number of times that the journal was opened."""
     pid: int = 0
-    """Who has, or had, the journal open."""
+    """Process that has, or had, the journal open."""
     sequence: int = 0
     """Number of the transaction; 0: none yet."""
     next_row: int = 0
     rows: int = 0
     """Live ones."""
     checksum: int = 0
-    """Of its block, which stands for all before it."""
+    """Checksum of the transaction's block, which stands for all before it."""
     boot: bytes = SYNCED
     """`process.boot_id` of the machine that must go on running lest the end of the log be lost.
     SYNCED: nothing of it can be missing, whatever the machine did."""
@@ -70,17 +70,17 @@ class LastCommit(NamedTuple):
         return body + xxh3(body).to_bytes(_SUM_BYTES, "little")
 
     def owns(self, file: int) -> bool:
-        """Whether the record in `file` was written by the same opening of the journal."""
+        """True if the record in `file` was written by the same opening of the journal."""
         return os.pread(file, _OWNER_BYTES, 0) == self.pack()[:_OWNER_BYTES]
 
     @property
     def is_promised(self) -> bool:
-        """Whether the machine has done nothing that may cost the end of the log."""
+        """True if the machine has done nothing that may cost the end of the log."""
         return self.boot in (SYNCED, boot_id())
 
 
 def read_last_commit(folder: Path) -> LastCommit | None:
-    """What `pool.acked` in `folder` says; None if there is none.
+    """Return the content of `pool.acked` in `folder`; None if there is none.
 
     Raises:
         ValueError: it is damaged.
@@ -114,7 +114,7 @@ def _of_version(folder: Path, version: int) -> JournalVersionError:
 
 
 def lost_between(sequence: int, next_row: int, n_rows: int, acked: LastCommit) -> str:
-    """What was acknowledged and is not there: all after this transaction."""
+    """Describe what was acknowledged and is not there: all after this transaction."""
     rows = f"rows {next_row} to {acked.next_row - 1}"
     if next_row == acked.next_row:
         rows = "no new rows"
@@ -125,7 +125,7 @@ def lost_between(sequence: int, next_row: int, n_rows: int, acked: LastCommit) -
 
 
 def journal_exists(folder: Path) -> bool:
-    """Whether there is a journal in `folder`, of whatever version."""
+    """True if there is a journal in `folder`, of whatever version."""
     return any((folder / name).exists() for name in (ACKED_NAME, _BEFORE))
 
 
@@ -164,8 +164,8 @@ def open_locked(path: Path, flags: int, timeout_s: float) -> tuple[int, bool]:
 
 
 def take_folder(folder: Path, timeout_s: float, take_over: int | None = None) -> tuple[int, bool]:
-    """As `open_locked`; not locked only if the folder is still with the process `take_over`. The
-    lock is on the folder, not on a file in it, which somebody might remove.
+    """Lock the folder as `open_locked` does; not locked only if it is still with the process
+    `take_over`. The lock is on the folder, not on a file in it, which somebody might remove.
 
     Raises:
         JournalLockedError: another process has it.

@@ -35,15 +35,15 @@ _CHUNK_BITS = 12
 
 @dataclass(slots=True)
 class Segment:
-    """What is known of a segment file."""
+    """The index entry of a segment file."""
 
     number: int
     end: int = 0
     """Its length in bytes."""
     checksum: int = 0
-    """Of its last block."""
+    """Checksum of its last block."""
     ids: array[int] = field(default_factory=lambda: array("q"))
-    """Of its records, dead ones included."""
+    """Ids of its records, dead ones included."""
     live_rows: int = 0
     live_bytes: int = 0
     tombstones: dict[int, array[int]] = field(default_factory=dict)
@@ -69,13 +69,13 @@ class _Chunk(NamedTuple):
 
 
 class Index:
-    """Where the newest copy of each live row is."""
+    """The place of the newest copy of each live row."""
 
     def __init__(self) -> None:
         self.segments: dict[int, Segment] = {}
         self.n_rows = self.live_bytes = 0
         self.n_bytes = 0
-        """Of all segments."""
+        """Bytes of all segments."""
         self._chunks: dict[int, _Chunk] = {}
 
     def find(self, row: int) -> tuple[int, int, int] | None:
@@ -100,7 +100,7 @@ class Index:
     # --- changes ---
 
     def apply(self, number: int, placed: Placed) -> None:
-        """What a transaction in this segment changes."""
+        """Apply the changes of a transaction in this segment."""
         block = placed.block
         segment = self.segments.get(number)
         if segment is None:
@@ -164,7 +164,7 @@ class Index:
 
 @dataclass(slots=True)
 class Found:
-    """What a log holds."""
+    """The content of a log."""
 
     index: Index = field(default_factory=Index)
     states: dict[str, bytes] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class Found:
 
     @property
     def sequence(self) -> int:
-        """Of the last transaction."""
+        """Number of the last transaction."""
         return self.last.block.sequence
 
     @property
@@ -188,7 +188,7 @@ class Found:
 
 
 def read_log(folder: Path, journal: bytes, newest: int | None = None) -> Found:
-    """What the log of this journal holds, up to the first torn or damaged transaction of its newest
+    """Read the log of this journal, up to the first torn or damaged transaction of its newest
     segment.
 
     Args:

@@ -98,7 +98,7 @@ class Journal:
         self._is_asked = False
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        """Of the timer."""
+        """Event loop of the timer."""
 
     # --- writing ---
 
@@ -137,7 +137,7 @@ class Journal:
 
     @property
     def pending(self) -> bool:
-        """Whether something is not yet durable: buffered, or failed before."""
+        """True if something is not yet durable: buffered, or failed before."""
         return bool(self._buffer) or self._error is not None
 
     def flush(self) -> None:
@@ -199,7 +199,7 @@ class Journal:
 
     @property
     def opening(self) -> int:
-        """How often it was opened, this time included."""
+        """Number of times that it was opened, this time included."""
         return self._log.last.opening
 
     def statistics(self) -> dict[str, Any]:

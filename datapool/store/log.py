@@ -55,7 +55,7 @@ SEGMENT_BYTES = 16 << 20
 
 @dataclass(slots=True)
 class Batch:
-    """What a transaction changes."""
+    """The changes of a transaction."""
 
     rows: dict[int, Record] = field(default_factory=dict)
     """Records."""
@@ -230,16 +230,18 @@ class Log(LogReader):
 
     @property
     def has_dead(self) -> bool:
-        """Whether a row is on disk that does not count."""
+        """True if a row is on disk that does not count."""
         return any(len(s.ids) > s.live_rows for s in self.index.segments.values())
 
     @property
     def is_cleaning(self) -> bool:
-        """Whether further transactions are needed for that, or because too much is dead."""
+        """True if further transactions are needed to erase dead rows, or because too much is
+        dead."""
         return bool(self.cleaner.left())
 
     def removal(self) -> Callable[[], None] | None:
-        """What removes the segments that count no longer; waits for the disk."""
+        """Return the function that removes the segments that count no longer, and waits for the
+        disk; None: there are none."""
         if not self._doomed:
             return None
         doomed, self._doomed = self._doomed, []
@@ -295,7 +297,7 @@ class Log(LogReader):
             fcntl.flock(self._acked, fcntl.LOCK_UN)
 
     def _acknowledged(self) -> LastCommit:
-        """What `pool.acked` says; made if there is no journal yet."""
+        """Return the content of `pool.acked`; it is made if there is no journal yet."""
         what = "what was acknowledged, so that lost transactions could not be told"
         try:
             acked = read_last_commit(self.folder)
@@ -310,8 +312,8 @@ class Log(LogReader):
         return acked
 
     def _remove(self, doomed: Iterable[int], unsynced: Iterable[int]) -> None:
-        """What was moved out of these segments, and that they count no longer, must be on disk
-        before they are gone."""
+        """Remove these segments once it is on disk that they count no longer, and all that was
+        moved out of them."""
         with contextlib.suppress(OSError, JournalError):  # the next opening does it, if not this
             for number in unsynced:
                 fsync(segment_path(self.folder, number))

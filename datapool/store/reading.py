@@ -65,7 +65,7 @@ class LogReader:
             yield from rows_at(segment, self.index.places())
 
     def payloads(self, rows: Iterable[int]) -> dict[int, bytes]:
-        """Of stored rows."""
+        """Return the payloads of stored rows."""
         with self._telling():
             found = self._records(rows)
             return {row: row_at(record, row, 0).payload for row, record in found}
@@ -93,8 +93,8 @@ class LogReader:
                 yield row, os.pread(files[number], n_bytes, offset)
 
     def _load(self, acked: LastCommit) -> Found:
-        """What the log holds, if everything that was acknowledged, and promised, is there. Changes
-        nothing."""
+        """Return the content of the log, if everything that was acknowledged, and promised, is
+        there. Changes nothing."""
         found = read_log(self.folder, acked.journal)
         # A process that is killed leaves one transaction that is not recorded, at most.
         there = {found.sequence: found.last.checksum, found.sequence - 1: found.last.block.before}
@@ -116,7 +116,7 @@ class LogReader:
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """What is wrong with the files, as the caller is told."""
+        """Raise errors of the files inside the block as the `JournalError` that the caller gets."""
         try:
             yield
         except JournalError:
@@ -127,7 +127,7 @@ class LogReader:
             raise self.corrupt(str(e)) from e
 
     def translate(self, e: BaseException, n_kept: int = 0) -> JournalError:
-        """What its caller is told, with this number of rows in memory."""
+        """Return the error that the caller gets, with this number of rows in memory."""
         if isinstance(e, JournalError):
             return e
         if isinstance(e, OSError) and e.errno in NO_SPACE:

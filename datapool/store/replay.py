@@ -1,4 +1,4 @@
-"""What the journal holds, made into the state of a pool again.
+"""The replay of a journal: its content is made into the state of a pool again.
 
     rows of live groups, in order ──► the methods that wrote them ──► Channel
     GroupClosed, LeaseEnded       ──► the memory of what is gone
@@ -24,7 +24,7 @@ from stepwell.datapool.errors import DataPoolError, ReplayError
 from stepwell.datapool.store.segments import Row
 
 DAMAGE = (DataPoolError, LookupError, TypeError, ValueError, AttributeError, msgspec.MsgspecError)
-"""What rows and states raise that this release did not write, or not in this order."""
+"""Errors of rows and states that this release did not write, or not in this order."""
 ROWS_BETWEEN_SPILLS = 128
 UNKNOWN: Final = PoolConfig(default=ChannelConfig(siblings_wait_s=1e12))
 """Configuration for tools over a journal whose own they do not know: nothing is decided by time."""

@@ -87,17 +87,17 @@ _Number: TypeAlias = tuple[str, int]
 
 @dataclass(slots=True)
 class Salvaged:
-    """What `salvage` did with one journal."""
+    """Report on the salvage of one journal."""
 
     folder: Path
     damage: str = ""
-    """What was wrong; empty: nothing, and nothing was done."""
+    """Damage that was found; empty: none, and nothing was done."""
     aside: Path | None = None
-    """Where the damaged files are now."""
+    """Folder of the damaged files now."""
     rows: int = 0
     """Rows in the new journal."""
     lost: list[str] = field(default_factory=list)
-    """What is gone, one sentence each; empty: nothing."""
+    """Losses, one sentence each; empty: none."""
     n_served: dict[str, int] = field(default_factory=dict)
     """Channel -> live groups that go on as they were."""
     doubtful: dict[str, list[str]] = field(default_factory=dict)
@@ -194,7 +194,7 @@ def _salvage(folder: Path) -> Salvaged:
 
 
 def _damage(folder: Path) -> str | None:
-    """What is wrong with the journal; None if a pool could go on with it."""
+    """Return the damage of the journal; None if a pool could go on with it."""
     try:
         journal = Journal(folder, "process")
         try:
@@ -281,11 +281,11 @@ class _Gap:
     is_row: bool = False
     """A single row is lost, and the deletions of its transaction are not."""
     lost: set[int] = field(default_factory=set)
-    """Of these ids, those that no copy can be read of …"""
+    """Ids of its rows that no copy can be read of …"""
     live: set[int] = field(default_factory=set)
     """… and that were not deleted later."""
     n_lost: int = 0
-    """Of this gap and those before it."""
+    """Number of rows lost in this gap and those before it."""
     numbered: dict[str, int] = field(default_factory=dict)
     """By channel, the number of groups when the first transaction after it was written."""
     moved: dict[str, int] = field(default_factory=dict)
@@ -477,7 +477,8 @@ class _Survey:
             self._open = None
 
     def _end(self) -> None:
-        """What the readable closings end is dead, whether its deletion can be read or not."""
+        """Take out what the readable closings end: it is dead, whether its deletion can be read or
+        not."""
         closed: dict[tuple[str, str], int] = {}
         leases: dict[str, int] = {}
         over: set[str] = set()
@@ -545,7 +546,7 @@ class _Rows:
 
 
 class _Groups:
-    """Which rows are kept, and which groups are doubtful, dropped or without a name."""
+    """Rows that are kept, and groups that are doubtful, dropped or without a name."""
 
     def __init__(self, log: _Survey) -> None:
         self.kept: set[int] = set()
@@ -580,7 +581,8 @@ class _Groups:
         self._count_nameless()
 
     def _fate(self, channel: str, number: int, rows: list[int]) -> dict[str, list[str]] | None:
-        """Where it is listed; None: it is as it was."""
+        """Return the mapping that lists the group, `dropped` or `doubtful`; None: it is as it
+        was."""
         log = self._log
         if not log.damaged.isdisjoint(rows):
             return self.dropped
@@ -605,7 +607,7 @@ class _Groups:
         return self.doubtful if is_doubtful else None
 
     def _follows(self, rows: list[int]) -> bool:
-        """Whether a pool can be restored from these."""
+        """True if a pool can be restored from these rows."""
         pool = DataPool(UNKNOWN)
         try:
             restore(pool, _Rows(list(self._log.rows(set(rows)))))

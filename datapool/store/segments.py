@@ -144,7 +144,7 @@ def head_of(front: bytes) -> tuple[str, bytes]:
 
 
 class Block(msgspec.Struct, array_like=True):
-    """What a transaction changes."""
+    """The changes of a transaction."""
 
     sequence: int
     """Number of the transaction; the first is 1."""
@@ -177,15 +177,16 @@ class Placed(NamedTuple):
     records_at: int
     end: int
     checksum: int
-    """Which stands for all before it."""
+    """Checksum of the block, which stands for all before it."""
     records_sum: int
 
     def is_whole(self, data: bytes) -> bool:
-        """Whether its records are what was written."""
+        """True if its records are what was written."""
         return xxh3(memoryview(data)[self.records_at : self.end]) == self.records_sum
 
     def follows(self, last: Placed | None) -> bool:
-        """Whether nothing is missing between the two; None: the begin of the segment."""
+        """True if nothing is missing between `last` and this block; None: the start of the
+        segment."""
         if last is None:
             return self.at == 0
         expected = last.end, last.checksum, last.block.sequence + 1
@@ -248,7 +249,7 @@ def blocks_in(data: bytes, journal: bytes) -> Iterator[Placed]:
 
 
 def records_are_whole(data: bytes, begin: int, end: int) -> bool:
-    """Whether one transaction takes these bytes, and all its records are what was written, though
+    """True if one transaction takes these bytes, and all its records are what was written, though
     its block is not."""
     records_at = begin + _HEADER.size
     if records_at > end:
