@@ -57,7 +57,7 @@ _NO_FIELDS = (
     *("return_text_in_logprobs", "session_params", "lora_id", "custom_logit_processor"),
     "max_thinking_tokens",
 )
-"""What would change what is generated or returned, and is refused; other unknown fields are
+"""Fields that would change what is generated or returned, and are refused; other unknown fields are
 ignored."""
 
 
@@ -171,7 +171,7 @@ class GenerateBody(BaseModel):
 
 
 def words(errors: Any) -> str:
-    """What pydantic found, with the names of the fields."""
+    """Text of pydantic's errors, with the names of the fields."""
     return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in errors)
 
 
