@@ -64,7 +64,7 @@ class EngineConfig(Section):
     streams on two busy cores, 1 took 12-47 % of the embedded engine's throughput, 4 at most 13 %.
     The first and the last token are sent at once whatever it is."""
     seed: int = Field(default=0, ge=0)
-    """Of sampling, for requests that bring none. Default `run.seed`."""
+    """Sampling seed of requests that bring none. Default `run.seed`."""
     startup_timeout_s: float = Field(default=600.0, gt=0)
     """From launch to the first answer of `/health`, loading included."""
     hang_timeout_s: float = Field(default=120.0, gt=0)
@@ -79,11 +79,11 @@ class EngineConfig(Section):
     env: dict[str, str] = Field(default_factory=dict)
     """Added to its environment."""
     weight_transport: WeightTransport = "disk"
-    """How new weights get to it. `disk`: it reads the version's directory. `distributed`: broadcast
-    in a process group, NCCL to GPUs, gloo to CPUs. `lora`: only the adapter, which needs
-    `backend.lora`; SGLang is launched for it (`--enable-lora --max-lora-rank R
-    --lora-target-modules …`). Every version is also written to disk: a crashed engine restarts
-    from there."""
+    """Transport of new weights to the engine. `disk`: it reads the version's directory.
+    `distributed`: broadcast in a process group, NCCL to GPUs, gloo to CPUs. `lora`: only the
+    adapter, which needs `backend.lora`; SGLang is launched for it (`--enable-lora --max-lora-rank R
+    --lora-target-modules …`). Every version is also written to disk: a crashed engine restarts from
+    there."""
     release_memory: bool = False
     """Engines give the memory of weights and KV cache up while the trainer computes, so that both
     fit on the same GPUs; nothing is generated meanwhile. A launched SGLang server keeps its weights
@@ -122,7 +122,7 @@ OPTIMIZER_OPTIONS: dict[str, tuple[str, ...]] = {
     "adafactor": (),
     "sgd": ("momentum",),
 }
-"""Which of the options that not every optimizer has, each has."""
+"""Options that only some optimizers have, by optimizer."""
 
 
 FULL_LR = 1e-6
@@ -154,7 +154,7 @@ class LoraConfig(Section):
 
 
 class TorchBackendConfig(Section):
-    """How `backends/torch/backend.py` trains the model."""
+    """Training of the model by `backends/torch/backend.py`."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes cuda when there is one."""
@@ -183,21 +183,21 @@ class TorchBackendConfig(Section):
     lr: float = Field(default=FULL_LR, gt=0)
     """Learning rate after the warm-up. Unless it is set, `lora` makes it ten times the default."""
     scheduler: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate goes on after the warm-up: down to `min_lr_ratio` × `lr` at `scheduler_steps`,
-    and constant there."""
+    """Schedule of the rate after the warm-up. `linear` and `cosine` fall to `min_lr_ratio` × `lr`
+    at `scheduler_steps` and stay there."""
     warmup_steps: int = Field(default=0, ge=0)
     """Updates over which the rate rises linearly to `lr`."""
     scheduler_steps: int | None = Field(default=None, ge=1)
     """Updates until the rate has decayed, warm-up included, e.g. ${trainer.total_steps}; needed
     by `linear` and `cosine`."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Where `linear` and `cosine` end, in units of `lr`."""
+    """Final rate of `linear` and `cosine`, in units of `lr`."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of Adam's two moments (`adamw`, `adamw_8bit`)."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to Adam's denominator."""
     momentum: float = Field(default=0.0, ge=0, lt=1)
-    """Of `sgd`."""
+    """Momentum of `sgd`."""
     weight_decay: float = Field(default=0.0, ge=0)
     """On matrices only, norms and biases never decay. Decoupled (AdamW), but for `sgd`, which adds
     it to the gradient."""
@@ -217,13 +217,13 @@ class TorchBackendConfig(Section):
     num_threads: int | None = Field(default=None, ge=1)
     """torch's threads in this process; null leaves them as they are."""
     seed: int = Field(default=0, ge=0)
-    """Of torch: dropout, and weights that are new such as adapters. Default `run.seed`."""
+    """Seed of torch, for dropout and for new weights such as adapters. Default `run.seed`."""
     deterministic: bool = False
     """CUDA kernels that give the same bits in every run, slower; the CPU's always do."""
     trust_remote_code: bool = False
     """Run the Python code that comes with a model."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Of a backend that an installed package adds: the keys of its own `options` model."""
+    """Options of a backend that an installed package adds: the keys of its own `options` model."""
 
     @model_validator(mode="before")
     @classmethod
@@ -285,8 +285,8 @@ class CriticConfig(Section):
     """A value earns nothing by moving further than this from the batch's old one, within one
     batch; in units of the return. null = no clipping."""
     loss_agg_mode: ValueAggregation = "token-mean"
-    """What counts alike in the value loss: each token, each step's response (a sequence), or each
-    trajectory."""
+    """Unit that counts alike in the value loss: each token, each step's response (a sequence), or
+    each trajectory."""
     warmup_updates: int = Field(default=0, ge=0)
     """The first updates train the critic alone: the policy would follow its noise. They count as
     optimizer steps of the run."""
@@ -307,7 +307,7 @@ class CriticConfig(Section):
 
 
 class VerlConfig(Section):
-    """How `backends/verl/backend.py` lays Steps out for verl."""
+    """Layout of Steps as rows for verl (`backends/verl/backend.py`)."""
 
     rows: Literal["merged", "step"] = "merged"
     """`merged`: one row per branch of a trajectory, what tools wrote between its turns masked.

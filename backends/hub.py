@@ -20,12 +20,12 @@ from stepwell.backends.errors import BackendConfigError
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py"]
-"""Of a model's repository; the same weights in other formats stay there."""
+"""Files fetched from a model's repository; the same weights in other formats stay there."""
 ANSWER_S = 10.0
 
 
 def is_hub_id(name: str | Path) -> bool:
-    """Whether `name` is like owner/model and no path that is, or could be, on this machine."""
+    """True if `name` is like owner/model and no path that is, or could be, on this machine."""
     path = Path(name)
     here = path.exists() or path.parent.exists()
     return _ID.fullmatch(str(name)) is not None and not here

@@ -55,9 +55,9 @@ class Names:
     """The names of one kind of plug-in. Imports none of them."""
 
     group: str
-    """Of the entry points."""
+    """Group of the entry points."""
     key: str
-    """What such a name is called in a message."""
+    """Configuration key that takes such a name; error messages begin with it."""
     built_in: dict[str, str]
     """Name -> `module:Name`."""
     reserved: Mapping[str, str] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Names:
         return found
 
     def entry(self, name: str) -> EntryPoint:
-        """Where `name` leads: what is registered, or a dotted path.
+        """Return the entry point of `name`, which is registered or a dotted path.
 
         Raises:
             BackendConfigError: it is unknown, or several packages claim it.
@@ -109,7 +109,7 @@ class Names:
         return "built in"
 
     def remedy(self, entry: EntryPoint) -> str:
-        """What to do about an entry that cannot be used."""
+        """Return the remedy for an entry that cannot be used."""
         if entry.dist is not None:
             return f"mend or uninstall the package {entry.dist.name}"
         return f"choose {', '.join(self.entries())}, or mend the dotted path"
@@ -121,15 +121,16 @@ class Registry(Generic[T]):
 
     names: Names
     wanted: str
-    """What an entry has to be, in words; `fits` tells."""
+    """Requirement on an entry, in words; `fits` checks it."""
     fits: Callable[[Any], bool]
     lacks: Callable[[str, T], str | None]
-    """What this machine lacks for the one of this name, with the remedy; None: nothing."""
+    """Function of a name and its plug-in: what this machine lacks for it, with the remedy; None:
+    nothing."""
     about: Callable[[T], str]
     """A line on what it is."""
 
     def load(self, name: str) -> T:
-        """What is registered under `name`, or stands at the dotted path `module:Name`.
+        """Import what is registered under `name`, or stands at the dotted path `module:Name`.
 
         Raises:
             BackendConfigError: it is unknown, claimed twice, cannot be imported or is something
@@ -195,7 +196,7 @@ def _line(error: BaseException) -> str:
 
 
 def first_line(found: Any) -> str:
-    """Of its docstring."""
+    """First line of the docstring of `found`; empty without one."""
     return (inspect.getdoc(found) or "").partition("\n")[0]
 
 

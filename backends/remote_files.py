@@ -32,7 +32,7 @@ class RemoteFile(NamedTuple):
 
 
 def is_remote(path: str | Path) -> bool:
-    """Whether `path` is an address like s3://bucket/file."""
+    """True if `path` is an address like s3://bucket/file."""
     return "://" in str(path)
 
 
@@ -102,7 +102,7 @@ def _copy(fs: Any, name: str, folder: Path, below: str) -> Path:
 
 @contextmanager
 def _told(url: str, key: str) -> Iterator[None]:
-    """What fails inside is one clear line."""
+    """Raise any failure inside the block as one clear `BackendConfigError`."""
     protocol = url.partition("://")[0].rpartition("::")[2]
     try:
         yield

@@ -134,7 +134,8 @@ class Batches:
         self._used_up = False
         """The conversations."""
         self._responses: tuple[float, int] | None = None
-        """When response tokens in the pool were counted last, and how many had come."""
+        """Time of the last record (monotonic, seconds), and the response tokens that had come by
+        then."""
         self.channels = tuple(channels)
         self.scorer = scorer
 

@@ -40,8 +40,8 @@ from stepwell.trainer.errors import CheckpointError, NoCheckpointError
 Resume: TypeAlias = Literal["auto", "never"] | int | Path
 
 FORMAT = 4
-"""Of a checkpoint, and of the scores and the ledger beside it. Raised with every change that those
-of before would not survive; they are refused."""
+"""Format of a checkpoint, and of the scores and the ledger beside it. Raised with every change that
+earlier ones would not survive; they are refused."""
 
 _NAME = re.compile(r"step_(\d+)")
 
@@ -174,7 +174,7 @@ class CheckpointStore:
         return dict(state)
 
     def about(self, path: Path) -> dict[str, Any]:
-        """What `save` was told about the checkpoint `path`.
+        """Return what `save` was told about the checkpoint `path`.
 
         Raises:
             CheckpointError: it cannot be read, or is of another format.
@@ -294,7 +294,7 @@ class CheckpointStore:
 
 
 def checkpoint_due(before: int, now: int, every: int, eval_every: int, keep_best: int) -> bool:
-    """Whether optimizer steps (before, now] hold one that asks for a checkpoint: a multiple of
+    """True if one of the optimizer steps (before, now] asks for a checkpoint: a multiple of
     `every`, or, where the best are to be kept, one that is evaluated."""
     due = now // every > before // every
     return due or bool(keep_best and eval_every and now // eval_every > before // eval_every)

@@ -206,7 +206,7 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What a ledger says. `skipped` and `doubled` are empty, or the run is not what it claims."""
+    """Audit of a ledger. `skipped` and `doubled` are empty, or the run is not what it claims."""
 
     draws: tuple[str, ...]
     """instance_ids in the order in which the source handed them out, returned ones counted once."""
@@ -214,7 +214,7 @@ class Audit:
     dropped: Counter[str]
     """Groups by reason, returned ones included."""
     returned: int
-    """Of `dropped`, those whose prompt was issued again or waits for it."""
+    """Dropped groups whose prompt was issued again or waits for it."""
     in_flight: tuple[str, ...]
     """prompt_uids that have been issued and have not ended."""
     waiting: tuple[str, ...]

@@ -243,7 +243,7 @@ class Trainer:
             self.validator.start(self._evaluate_beside(tasks, self._policy(), pinned.pop_all()))
 
     def evaluation_due(self) -> bool:
-        """Whether this optimizer step, between the first and the last, is to be evaluated and was
+        """True if this optimizer step, between the first and the last, is to be evaluated and was
         not yet."""
         every, updates, total = (
             self.validator.config.every,
@@ -253,7 +253,7 @@ class Trainer:
         if not every or updates % every or (total is not None and updates >= total):
             return False
         if self._interrupted or self._config.debug_rollout_only:
-            return False  # of the former, the run that goes on makes up for it
+            return False  # an interrupted run evaluates after it resumes
         return updates not in {e.step for e in self.progress.evaluations}
 
     def close(self) -> None:
@@ -301,6 +301,6 @@ class Trainer:
             self.progress.evaluations += await self.validator.persistently(tasks, policy)
 
     def _policy(self) -> Policy:
-        """What an evaluation that begins now is of."""
+        """The policy that an evaluation beginning now would evaluate."""
         progress = self.progress
         return Policy(progress.updates, progress.version, progress.known())

@@ -85,8 +85,8 @@ class MetricsWriter:
         self._write(int(record["step"]), _clean(record), {})
 
     def evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
-        """What an evaluation of optimizer step `step` says, added to the record of that step; of
-        step 0, before training, it is all there is."""
+        """Add the figures of an evaluation to the record of optimizer step `step`; at step 0,
+        before training, they are all there is."""
         known: dict[str, Any] = {}
         if step in self._places:
             with self._path.open("rb") as file:
@@ -147,14 +147,14 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """What the last life was writing when the machine died."""
+    """Cut off a last line that is not whole: the machine died while it was being written."""
     if path.is_file() and not (content := path.read_bytes()).endswith(b"\n") and content:
         with path.open("rb+") as file:
             file.truncate(content.rfind(b"\n") + 1)
 
 
 class Phases:
-    """How long the loop spent in what, since the last `take`. Phases do not nest."""
+    """Seconds that the loop spent in each phase since the last `take`. Phases do not nest."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -230,7 +230,7 @@ class Idle:
 
 
 def waits(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Who waited for whom over a whole run: shares of its wall time, for the summary."""
+    """Shares of a run's wall time in which trainer or generation waited, for the summary."""
     wall = sum(r["time/step_s"] for r in records)
 
     def share(key: str) -> float:

@@ -25,8 +25,8 @@ T = TypeVar("T")
 def traced(
     name: str, number: int, wanted: Collection[int], folder: Path, work: Callable[[], T]
 ) -> T:
-    """What `work` returns, with a trace `{name}_{number}` if `number` is wanted. Must be called in
-    the thread that computes.
+    """Run `work` and return its result, with a trace `{name}_{number}` if `number` is wanted. Must
+    be called in the thread that computes.
 
     Args:
         folder: of the run.

@@ -1,4 +1,4 @@
-"""What a trainer that starts again does with the groups its pool still holds.
+"""Cleanup by a restarted trainer of the groups that its pool still holds.
 
     trained, their ack lost        acked now, or dropped: never trained twice
     leased, open, of a lost policy dropped; the prompts of the checkpoint are issued again
@@ -35,7 +35,7 @@ RESTARTED = "trainer restarted"
 
 @dataclass(slots=True)
 class Reclaimed:
-    """What became of the prompts that were handed out when the checkpoint was written."""
+    """Outcome of the prompts that were handed out when the checkpoint was written."""
 
     kept: dict[str, Task] = field(default_factory=dict)
     """Their groups are ready in the pool, by prompt_uid."""

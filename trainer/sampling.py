@@ -48,7 +48,7 @@ from stepwell.trainer.slime.filters import (
 from stepwell.trainer.slime.samples import WholeSamples
 
 NONZERO_STD = "nonzero_std"
-"""What verl and slime call the filter that the pool calls `zero_variance`, after what it drops."""
+"""Name that verl and slime give the filter `zero_variance`: the pool names it by what it drops."""
 SCORED = "scored"
 """The pool's filter of groups that lack a reward."""
 OVER_SAMPLING = "over_sampling"
@@ -140,7 +140,7 @@ def credit_limit(
 
 
 def drops_surplus(training: AsyncTrainingConfig) -> bool:
-    """Whether groups that a window did not use are dropped with it: on-policy data admits none, and
+    """True if groups that a window did not use are dropped with it: on-policy data admits none, and
     `partial_rollout` is the permission to go on with them under the next weights."""
     return training.mode == "sync" and not training.partial_rollout
 
@@ -256,7 +256,7 @@ class GroupFilter:
         """Groups dropped here so far, by reason."""
 
     def keep(self, groups: Iterable[Group]) -> list[Group]:
-        """Those of `groups` that no filter objects to, in order.
+        """Return the groups that no filter objects to, in order.
 
         Raises:
             stepwell.datapool.errors.SelectionError: a filter failed.
@@ -342,7 +342,7 @@ def sft_groups(batches: int, size: int, share: float) -> int:
 
 
 def is_sft(group: Group) -> bool:
-    """Whether the group is a conversation, trained by its likelihood."""
+    """True if the group is a conversation, trained by its likelihood."""
     return bool(group.metadata.get(CHANNEL) == SFT)
 
 

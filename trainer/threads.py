@@ -56,7 +56,7 @@ class ComputeThread:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="backend")
 
     async def __call__(self, work: Callable[..., T], *args: Any) -> T:
-        """What `work` returns, computed there."""
+        """Run `work` in that thread and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
 
     def close(self) -> None:

@@ -101,7 +101,7 @@ class EngineState(NamedTuple):
     """An engine as it answers now."""
 
     version: int | None
-    """Of its weights; None: it does not say, or they are of another publisher."""
+    """Version of its weights; None: it does not say, or they are of another publisher."""
     is_canary: bool = False
     """That version is not committed."""
 
@@ -142,10 +142,10 @@ class Engine(Protocol):
         """Raise unless the engine can generate."""
 
     async def state(self) -> EngineState:
-        """Which version it has; answered also while it is paused."""
+        """Return the version of its weights; answered also while it is paused."""
 
     async def weight_version(self) -> int:
-        """As `state`.
+        """Return the version that `state` has.
 
         Raises:
             ValueError: it has none that Stepwell published.

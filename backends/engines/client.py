@@ -50,7 +50,7 @@ T = TypeVar("T")
 CONTROL_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 600.0
 NOT_THERE = frozenset({404, 405, 501})
-"""What a server answers that has no such endpoint."""
+"""Statuses by which a server says that it has no such endpoint."""
 _NO_ROUTE = frozenset({404, 501})
 """The same to `OPTIONS`, which few endpoints take."""
 
@@ -116,7 +116,7 @@ class EngineClient:
     # -- generation ---------------------------------------------------------------------------
 
     async def sample(self, request: GenerateRequest, on_output: OnOutput) -> None:
-        """As `api.Engine.sample`; `/generate`."""
+        """Sample a response by `/generate`, as `api.Engine.sample` says."""
         url = f"{self.url}/generate"
         reader = _StreamReader(url, on_output) if request.stream else None
         try:
@@ -278,7 +278,7 @@ class EngineClient:
         await self._ask(path)
 
     async def health(self) -> bool:
-        """Whether the engine answers `/health` with 200. Does not raise."""
+        """True if the engine answers `/health` with 200. Does not raise."""
         try:
             await self.check()
         except EngineError:
@@ -297,7 +297,8 @@ class EngineClient:
         return await self._object("/model_info")
 
     async def state(self) -> EngineState:
-        """As `api.Engine.state`. An engine without `/model_info` does not say."""
+        """Return the weight version, as `api.Engine.state` says. An engine without `/model_info`
+        does not say."""
         try:
             version = (await self.model_info())["weight_version"]
             return EngineState(version_number(version), is_canary(version))
@@ -492,9 +493,9 @@ class _About(msgspec.Struct):
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     weight_version: Any = None
-    """What the engine has now."""
+    """Weight version that the engine has now."""
     weight_versions: list[_Span] | None = None
-    """What sampled each token, once it has ended."""
+    """Weight version that sampled each span of tokens; known once the request has ended."""
     output_top_logprobs: list[list[_Entry] | None] | None = None
 
 
@@ -588,8 +589,8 @@ class _StreamReader:
         return event
 
     def _begins(self, event: _Event) -> int:
-        """Which of the request's tokens its first id is: 0, unless the engine was started to stream
-        only what is new."""
+        """Position of the event's first id in the response: 0, unless the engine was started to
+        stream only what is new."""
         n = event.meta_info.completion_tokens or 0
         return max(n - len(self._parsed(_ids, event.output_ids)), 0)
 
@@ -619,7 +620,7 @@ class _StreamReader:
         return self.has_ended
 
     def _behind(self, decoder: msgspec.json.Decoder[T], json: bytes, known: bytes) -> T | None:
-        """What a list has behind what was known of it; None: it does not begin with that."""
+        """Items of a list behind the `known` ones; None: it does not begin with those."""
         n = len(known)
         if n < 2 or not json.startswith(known) or json[n : n + 1] not in (b",", b"]"):
             return None
@@ -682,7 +683,7 @@ def _spans(url: str, reported: list[_Span]) -> list[VersionSpan]:
 
 
 def _of_new(entries: list[T], new: Sequence[int], n: int) -> list[T]:
-    """Those of the `new` tokens: an event has those of all `n` tokens or of the new ones."""
+    """Entries of the `new` tokens: an event has those of all `n` tokens or of the new ones."""
     return entries[len(entries) - len(new) :] if len(entries) in (len(new), n) else entries
 
 

@@ -1,4 +1,4 @@
-"""What is run for an engine: one builder per kind, found by name (`ENGINES`).
+"""Command lines that start engines: one builder per kind, found by name (`ENGINES`).
 
     command_line(config, Launch(port=31000, model_path="/run/weights/v7", …))
     -> CommandLine(["python", "-m", "stepwell.backends.engines.embedded", …], {"PYTHONPATH": …})
@@ -24,13 +24,13 @@ from stepwell.backends.registry import ENGINE_NAMES, Registry, first_line
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What one launch adds to the configuration."""
+    """Values that one launch adds to the configuration."""
 
     port: int
     model_path: str
     weight_version: str = "0"
     extra_args: tuple[str, ...] = ()
-    """Of this launch alone, e.g. `--start-paused`; before the configuration's own."""
+    """Flags of this launch alone, e.g. `--start-paused`; before the configuration's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ Builder: TypeAlias = Callable[[EngineConfig, Launch], CommandLine]
 
 
 def common_flags(config: EngineConfig, launch: Launch) -> list[str]:
-    """What the embedded engine and SGLang's `launch_server` both understand."""
+    """Flags that the embedded engine and SGLang's `launch_server` both understand."""
     argv = ["--model-path", launch.model_path, "--tokenizer-path", str(config.model_path)]
     argv += ["--host", config.host, "--port", str(launch.port)]
     argv += ["--weight-version", launch.weight_version]
@@ -69,7 +69,7 @@ def embedded(config: EngineConfig, launch: Launch) -> CommandLine:
 
 
 def command_line(config: EngineConfig, launch: Launch) -> CommandLine:
-    """What `config.kind` makes of it, built in or a plug-in's.
+    """Build the command line of an engine of `config.kind`, built in or a plug-in's.
 
     Raises:
         EngineStartError: what it needs is not there.

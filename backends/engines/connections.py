@@ -27,7 +27,7 @@ CONNECT_TIMEOUT_S = 10.0
 IDLE_S = 4.0
 """SGLang closes a connection that is idle for 5 s; the last to leave would race with it."""
 REST_S = 1.0
-"""How long the end of an answer may take that nobody reads."""
+"""Seconds that the end of an answer may take if nobody reads it."""
 
 LARGE_BODY = 32_768
 """Bytes of a request that are not joined with its head."""
@@ -228,7 +228,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _ignore(data: bytes) -> bool:
-    """Of a body whose rest is of no interest."""
+    """Discard a piece of a body whose rest is of no interest."""
     return False
 
 
@@ -262,7 +262,7 @@ async def _connect(place: _Place, idle: list[_Connection]) -> _Connection:
 
 @lru_cache(maxsize=256)
 def _head(method: str, url: str) -> tuple[_Place, bytes]:
-    """Where a request to `url` goes and how it begins."""
+    """Server that a request to `url` goes to, and the first lines of that request."""
     parts = urlsplit(url)
     tls = parts.scheme == "https"
     port = parts.port or (443 if tls else 80)

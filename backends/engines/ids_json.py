@@ -16,7 +16,7 @@ import orjson
 from stepwell.datapool.types import TokenIds
 
 MAX_BYTES = 64 * 1024 * 1024
-"""Of texts and arrays: 7 million ids, or a hundred conversations of 60,000."""
+"""Bytes kept of texts and arrays: 7 million ids, or a hundred conversations of 60,000."""
 LEAST_IDS = 32
 """Fewer are written as fast as they are found."""
 

@@ -34,7 +34,7 @@ KEPT: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -
 """Ray's options of an actor that is restarted, and its calls made again, until it is killed by its
 handle."""
 SUPERVISOR_LOG = "supervisor.log"
-"""Of the actor, beside its engine's own `engine.log`."""
+"""Log file of the actor, beside its engine's own `engine.log`."""
 
 
 class EngineServer:

@@ -51,7 +51,7 @@ CPU_FLAGS = (
 """The torch path of a dense model: no kernel package is called."""
 
 MEMORY_FLAGS = ("--enable-memory-saver", "--enable-weights-cpu-backup")
-"""What lets it lend its memory and come back with its weights."""
+"""Flags that let SGLang lend its memory and come back with its weights."""
 
 CPU_ENV = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -104,7 +104,7 @@ def interpreter(config: EngineConfig) -> Path:
 
 
 def has_gpu() -> bool:
-    """Whether an engine started here would see a GPU. Looks at device files: to ask torch takes
+    """True if an engine started here would see a GPU. Looks at device files: to ask torch takes
     seconds and hundreds of MB, and the answer is of this environment's torch, not SGLang's."""
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         if os.environ.get(name) in ("", "-1"):  # as Ray sets it for an actor without a GPU

@@ -66,7 +66,7 @@ PROBE_INTERVAL_S = 0.05
 PROBE_EVERY_S = 5.0
 """Between two looks at one that is up."""
 PROBE_TIMEOUT_S = 25.0
-"""Of one probe; the servers give themselves 20 s to generate a token for theirs."""
+"""Seconds a probe may take; the servers give themselves 20 s to generate a token for theirs."""
 HEALTHY_FOR_S = 60.0
 """After this long up, earlier crashes no longer count against `max_restarts`."""
 PORT_PATIENCE_S = 1.0

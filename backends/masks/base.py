@@ -1,4 +1,4 @@
-"""What loss-mask generators are given, and what they return."""
+"""Input and output of loss-mask generators, and the class that they derive from."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
 def check_messages(messages: Sequence[Message]) -> dict[int, bool]:
-    """Whether an assistant message has loss, by its index."""
+    """Check the messages; return by index whether an assistant message has loss."""
     with_loss: dict[int, bool] = {}
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, Mapping) else None
@@ -103,7 +103,8 @@ def check_messages(messages: Sequence[Message]) -> dict[int, bool]:
 
 
 def for_template(message: Message) -> Message:
-    """As templates expect it, and as the gateway gives it to them: arguments as objects."""
+    """Message in the form that templates expect and the gateway gives them: arguments as
+    objects."""
     shown = {k: v for k, v in message.items() if k != STEP_LOSS_MASK}
     if not message.get("tool_calls"):
         shown.pop("tool_calls", None)
@@ -123,7 +124,7 @@ def for_template(message: Message) -> Message:
 
 
 def reasoning_of(message: Message) -> str:
-    """What the assistant thought, from a field of its own or out of the content; "" if nothing."""
+    """Reasoning of the assistant, from a field of its own or out of the content; "" if none."""
     for key in REASONING_FIELDS:
         if isinstance(message.get(key), str) and message[key].strip():
             return str(message[key])

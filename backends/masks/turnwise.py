@@ -136,7 +136,7 @@ class TurnwiseMasks(LossMaskGenerator):
     def _after_turn(
         self, messages: Sequence[Message], turn: int, until: int, tools: list[Tool] | None
     ) -> str | None:
-        """What the template writes between the close of the assistant message `turn` and the
+        """Text that the template writes between the close of the assistant message `turn` and the
         generation prompt of message `until`; None if that cannot be told.
 
         The turn is rendered with a nonce for its content, once as the last message and once with
@@ -171,8 +171,8 @@ class TurnwiseMasks(LossMaskGenerator):
         return str(text)
 
     def _close_end(self, text: str) -> int:
-        """Where a turn ends that `text` ends with: after its last special token, without the white
-        space that templates write behind it; at the end if there is no such token."""
+        """End of the turn that `text` ends with: after its last special token, without the white
+        space that templates write behind it; the end of `text` if there is no such token."""
         close = self._closed.search(text)
         return close.end() if close is not None else len(text)
 

@@ -35,7 +35,7 @@ class _Counts:
 
 @dataclass
 class SpecInfo(_Counts):
-    """Of speculative decoding."""
+    """Counts of speculative decoding."""
 
     spec_accept_token_num: int = 0
     spec_draft_token_num: int = 0
@@ -55,7 +55,7 @@ class SpecInfo(_Counts):
 
 @dataclass
 class PrefixCacheInfo(_Counts):
-    """Of the engine's prefix cache."""
+    """Counts of the engine's prefix cache."""
 
     cached_tokens: int = 0
     total_prompt_tokens: int = 0
@@ -76,7 +76,7 @@ class SlimeSample:
     `to_dict` has, too."""
 
     class Status(StrEnum):
-        """How far the sample is, or how its last call ended."""
+        """Progress of the sample, or the way in which its last call ended."""
 
         PENDING = "pending"
         COMPLETED = "completed"
@@ -91,7 +91,7 @@ class SlimeSample:
     rollout_id: int | None = None
     """One per trajectory, shared by its samples; what the loss is normalised by."""
     prompt: str | list[dict[str, Any]] = ""
-    """Of a sample that is still to be rolled out; else empty: the tokens say it."""
+    """Prompt of a sample that is still to be rolled out; else empty: the tokens say it."""
     tokens: list[int] = field(default_factory=list)
     """Prompt and response."""
     multimodal_inputs: dict[str, Any] | None = None
@@ -109,7 +109,7 @@ class SlimeSample:
     loss_mask: list[int] | None = None
     """[response_length]; 1: sampled, and trained in this sample."""
     weight_versions: list[str] = field(default_factory=list)
-    """Of each run of trained tokens that one version sampled."""
+    """Weight version of each run of trained tokens that one version sampled."""
     rollout_log_probs: list[float] | None = None
     """[response_length]; 0 where `loss_mask` is 0, as slime pads."""
     rollout_top_p_token_ids: Any = None
@@ -206,7 +206,7 @@ class SlimeSample:
         return self.reward
 
     def to_dict(self) -> dict[str, Any]:
-        """What `from_dict` takes, slime's too."""
+        """Return a dict that `from_dict` takes, slime's too."""
         return vars(self) | {
             "status": self.status.value,
             "spec_info": self.spec_info.to_dict(),

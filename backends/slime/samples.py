@@ -51,7 +51,8 @@ Samples: TypeAlias = list[list[list[SlimeSample]]]
 
 
 class Converted(NamedTuple):
-    """What `to_samples` made of groups."""
+    """Samples that `to_samples` made of groups, with counts of masked tokens and padded
+    rollouts."""
 
     samples: Samples
     untrained: Counter[str]
@@ -125,7 +126,7 @@ def groups_of(steps: Iterable[Step]) -> list[Group]:
 
 
 def rollouts_of(group: Group) -> list[Trajectory]:
-    """Those that are trained: all but the greedy ones, whose reward is only a baseline."""
+    """Trajectories to train: all but the greedy ones, whose reward is only a baseline."""
     return [t for t in group.trajectories if not t.metadata.get(GREEDY)]
 
 
@@ -288,7 +289,7 @@ def _padding(rollouts: Sequence[Sequence[SlimeSample]]) -> SlimeSample:
 
 
 def source_of(trajectory: Trajectory, group: Group) -> str:
-    """What slime's metrics are split by: the data set that the prompt came from."""
+    """Data set that the prompt came from, or `unknown`; slime's metrics are split by it."""
     return next(_sources(trajectory.metadata, group.metadata), "unknown")
 
 

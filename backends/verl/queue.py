@@ -34,7 +34,7 @@ TAGGED = ("min_global_steps", "max_global_steps")
 
 @dataclass(frozen=True, slots=True)
 class QueueRows:
-    """What goes into a partition; lists are parallel."""
+    """Content of a partition; lists are parallel."""
 
     keys: list[str]
     tags: list[dict[str, Any]]

@@ -54,7 +54,7 @@ class VerlRow:
     """int64, [P + R]."""
     temperature: float
     fields: dict[str, Any]
-    """What is no tensor, by verl's names."""
+    """Values that are no tensors, by verl's names."""
     routed_experts: Tensor | None = None
     """int16, [P + R, layers, top_k]; the last token's, which routes nothing trained, may be 0."""
 
@@ -66,7 +66,7 @@ class VerlRow:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What the rows are made of."""
+    """Input that the rows are built from."""
 
     steps: Sequence[Step]
     offsets: npt.NDArray[np.int64]
@@ -280,8 +280,8 @@ def _versions(step: Step) -> list[int]:
 
 
 def _task_fields(prompt_uid: str, tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What verl's reward functions and metrics read of a dataset's row. Stepwell's own producer
-    keeps it in the group's metadata under `task`."""
+    """Fields of a dataset's row that verl's reward functions and metrics read. Stepwell's own
+    producer keeps the row in the group's metadata under `task`."""
     metadata = tasks.get(prompt_uid, {})
     inner = metadata.get("task")
     task = inner if isinstance(inner, Mapping) else metadata

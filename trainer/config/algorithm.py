@@ -55,7 +55,7 @@ def _own(registry: Registry[Any], key: str) -> PlainValidator:
 
 
 class AdvantageConfig(Section):
-    """How rewards become advantages (`algorithms/advantages/`); the keys are in `algorithm`."""
+    """Advantages, computed from rewards (`algorithms/advantages/`); the keys are in `algorithm`."""
 
     own_keys: ClassVar[Mapping[str, Registry[Any]]] = {"adv_options": ESTIMATORS}
 
@@ -68,9 +68,9 @@ class AdvantageConfig(Section):
     adv_options: Annotated[OwnOptions, _own(ESTIMATORS, "adv_estimator")] = Options()
     """Hyper-parameters that the estimator has alone."""
     credit: Credit | None = None
-    """What gets one advantage. `trajectory`: its step rewards are summed and all its tokens share
-    one. `step`: each step gets its discounted return-to-go (process rewards); `token`: each token,
-    a step's reward being earned at its last token. null = `token` for gae, otherwise
+    """Unit that gets one advantage. `trajectory`: its step rewards are summed and all its tokens
+    share one. `step`: each step gets its discounted return-to-go (process rewards); `token`: each
+    token, a step's reward being earned at its last token. null = `token` for gae, otherwise
     `trajectory`."""
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount per unit of credit: per step, or per token."""
@@ -100,7 +100,7 @@ class AdvantageConfig(Section):
 
     @property
     def estimator(self) -> Estimator:
-        """What `adv_estimator` names."""
+        """Load the estimator that `adv_estimator` names."""
         return ESTIMATORS.load(self.adv_estimator)
 
     @property
@@ -156,12 +156,12 @@ class LossConfig(Section):
     report_entropy: bool = True
     """Measure the policy's entropy even when it carries no bonus (one softmax more)."""
     loss_agg_mode: Aggregation = "token-mean"
-    """What N and α are. `token-mean`: N = tokens of the mini-batch; `token-sum`: N = 1, so that a
-    mini-batch moves the policy by as much as it holds. `trajectory-mean`: N =
-    trajectories and α = 1 / tokens of the trajectory; `trajectory-sum` α = 1;
-    `trajectory-sum-norm` α = 1 / loss_scale_factor (Dr.GRPO). `sequence-mean-token-mean`,
-    `…-token-sum`, `…-token-sum-norm`: the same with one step's response, a sequence, in
-    place of a trajectory."""
+    """Aggregation of the loss: its N and α. `token-mean`: N = tokens of the mini-batch;
+    `token-sum`: N = 1, so that a mini-batch moves the policy by as much as it holds.
+    `trajectory-mean`: N = trajectories and α = 1 / tokens of the trajectory; `trajectory-sum` α =
+    1; `trajectory-sum-norm` α = 1 / loss_scale_factor (Dr.GRPO). `sequence-mean-token-mean`,
+    `…-token-sum`, `…-token-sum-norm`: the same with one step's response, a sequence, in place of a
+    trajectory."""
     loss_scale_factor: float | None = Field(default=None, gt=0)
     """Constant token count that the `-norm` aggregations divide by, e.g. the response budget."""
 
@@ -193,7 +193,7 @@ class LossConfig(Section):
 
     @property
     def chosen(self) -> PolicyLoss:
-        """What `policy` names."""
+        """Load the policy loss that `policy` names."""
         return POLICY_LOSSES.load(self.policy)
 
 
@@ -219,9 +219,9 @@ class OffPolicyConfig(Section):
     itself (ρ is then 1). The policy before the batch takes a forward pass, unless the optimizer
     step's own will do (docs/design/training-math.md, "π_prox")."""
     granularity: Literal["none", "token", "step", "sequence"] = "token"
-    """What shares one weight: each token; a step, by the geometric mean of its tokens; or a
-    step, by their product (exact for the whole reply, and of far higher variance). `none`:
-    every weight is 1, only masks act."""
+    """Unit that shares one weight: each token; a step, by the geometric mean of its tokens; or a
+    step, by their product (exact for the whole reply, and of far higher variance). `none`: every
+    weight is 1, only masks act."""
     cap: float | None = Field(default=1.0, gt=0)
     """Off-policy weight min(cap, ρ); 1 only ever weighs down, null leaves ρ unbounded."""
     weigh_on_policy: bool = False
@@ -281,7 +281,7 @@ class OffPolicyConfig(Section):
 
     @property
     def chosen(self) -> OffPolicyMethod:
-        """What `method` names."""
+        """Load the method that `method` names."""
         return METHODS.load(self.method)
 
 
@@ -290,7 +290,7 @@ class SftConfig(Section):
     assistant said: of `kind: sft`, and of the channel `sft` in `sampling.channels`."""
 
     loss_mask_type: str = "auto"
-    """How the assistant's tokens are found (slime's `--loss-mask-type`): `prefix` with any chat
+    """Method that finds the assistant's tokens (slime's `--loss-mask-type`): `prefix` with any chat
     template, also as qwen, qwen3, qwen3_5, llama3; `distill_qwen` with that of DeepSeek's distilled
     models; `auto` chooses by the template. Or the path of a class or function of your own,
     `package.module:Name` or `path/to/file.py:Name` (docs/design/data.md, "Messages")."""

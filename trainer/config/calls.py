@@ -17,14 +17,16 @@ StopText: TypeAlias = Annotated[str, Field(min_length=1)]
 
 
 class CallSampling(Section):
-    """How each LLM call of a rollout is sampled, whatever agent makes it."""
+    """Sampling of each LLM call of a rollout, whatever agent makes it."""
 
     temperature: float | None = Field(default=None, ge=0, le=2)
-    """Of every call, whatever the agent asks; null = as the agent asks, 1.0 if it asks nothing."""
+    """Temperature of every call, whatever the agent asks; null = as the agent asks, 1.0 if it asks
+    nothing."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Of every call; null = as the agent asks."""
+    """Probability mass that every call samples from (nucleus); null = as the agent asks."""
     top_k: int | None = Field(default=None, ge=-1)
-    """Of every call, -1 is no limit; null = as the agent asks."""
+    """Number of likeliest tokens that every call samples from, -1 is no limit; null = as the agent
+    asks."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest response of one call; a call that asks for less gets less. null = what fits."""
     stop: Annotated[tuple[StopText, ...], BeforeValidator(_listed)] | None = None

@@ -27,8 +27,9 @@ Truncation: TypeAlias = Literal["left", "right", "middle", "error"]
 
 
 def source_of(text: str) -> dict[str, str]:
-    """What text alone stands for: a file, by how it ends; a class in a file; else what `datasets`
-    loads, if it has a `/` or a `.` as files, folders and names on the hub have; else a kind."""
+    """Return the source that text alone stands for: a file, by how it ends; a class in a file; else
+    what `datasets` loads, if it has a `/` or a `.` as files, folders and names on the hub have;
+    else a kind."""
     if ".py:" in text:
         return {"kind": "custom", "cls": text}
     for suffix in ("jsonl", "parquet"):

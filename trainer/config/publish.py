@@ -17,7 +17,7 @@ class GuardConfig(Section):
     """It is rolled back when its mean lies lower by more than `z` standard errors of the
     difference. Rewards of one prompt are not independent: the error is that of means of prompts."""
     channel: str = Field(default="train", min_length=1)
-    """Whose rewards count: `train`, or `val` for held-out traffic (`gateway.holdout`)."""
+    """Channel whose rewards count: `train`, or `val` for held-out traffic (`gateway.holdout`)."""
     wait_s: float = Field(default=600.0, gt=0)
     """A version that has fewer rewards after this stays, unjudged."""
 

@@ -68,11 +68,11 @@ class SandboxFusionConfig(Section):
 
 
 class RewardConfig(_Scoring):
-    """What scores a rollout whose agent returned None; a string alone is the `function`."""
+    """Scoring of rollouts whose agent returned None; a string alone is the `function`."""
 
     function: str | None = None
-    """As in `by_data_source`; for samples whose data source is not named there. null: the usual one
-    of the data source (gsm8k, MATH, AIME, MBPP, …)."""
+    """Function, as in `by_data_source`, for samples whose data source is not named there. null: the
+    usual one of the data source (gsm8k, MATH, AIME, MBPP, …)."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to `function` with every call, or to the class once."""
     by_data_source: dict[str, RewardFunctionConfig] = Field(default_factory=dict)

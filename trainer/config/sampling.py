@@ -20,8 +20,8 @@ token may be behind when its group is taken."""
 
 
 class AsyncTrainingConfig(Section):
-    """When generation and training run beside each other. A *window* is what is trained between two
-    publications: `trigger_parameter_sync_step` × `trainer.train_batch_size` groups, divided by
+    """Timing of generation and training beside each other. A *window* is what is trained between
+    two publications: `trigger_parameter_sync_step` × `trainer.train_batch_size` groups, divided by
     `ppo_epochs`."""
 
     mode: Mode = "async"
@@ -50,7 +50,7 @@ class AsyncTrainingConfig(Section):
 
     @property
     def has_windows(self) -> bool:
-        """Whether generation waits for publications."""
+        """True if generation waits for publications."""
         return self.mode in LAG_LIMIT
 
     @property
@@ -64,7 +64,7 @@ class AsyncTrainingConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Which groups are generated in excess, and which are trained."""
+    """Groups to generate in excess, and groups to train."""
 
     channels: dict[Literal["train", "sft"], Annotated[float, Field(gt=0)]] | None = None
     """Weights of the pool's channels, e.g. {train: 0.9, sft: 0.1}: batches take their groups by
@@ -78,9 +78,9 @@ class SamplingConfig(Section):
     next window (`one_step_off`, or `partial_rollout`). null = no more than a window trains. With
     `over_sampling_filter`: groups taken per batch, in any mode."""
     over_sampling_filter: str | None = None
-    """Which groups of a batch are trained: `over_sampling_batch_size` are taken, and those that
-    this function puts first are kept. `sort_by_reward_std` (the rewards that differ the most), or
-    the dotted path of a function for slime's `--over-sampling-filter-path`, `(args, samples) ->
+    """Function that chooses the groups of a batch to train: `over_sampling_batch_size` are taken,
+    and those that it puts first are kept. `sort_by_reward_std` (the rewards that differ the most),
+    or the dotted path of a function for slime's `--over-sampling-filter-path`, `(args, samples) ->
     samples`. The rest is dropped and counted as `over_sampling`. null: none is left out."""
     filters: tuple[str, ...] = ()
     """Judges of a scored group, in order; what the first that objects says is the reason it is

@@ -10,8 +10,8 @@ from stepwell.trainer.config.calls import CallSampling
 
 
 class ValidationConfig(CallSampling):
-    """How the policy is validated: on `data.val`, or, where agents come by themselves, by the
-    rewards of the traffic that is held out (`gateway.holdout`). `temperature`, `top_p`, `top_k` and
+    """Validation of the policy: on `data.val`, or, where agents come by themselves, by the rewards
+    of the traffic that is held out (`gateway.holdout`). `temperature`, `top_p`, `top_k` and
     `max_tokens` that are null are `rollout`'s."""
 
     every: int = Field(default=0, ge=0)

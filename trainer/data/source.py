@@ -68,7 +68,7 @@ class PromptSource:
         self._shuffle_seed = config.shuffle_seed
         self._order = self._order_of(0)
         self._buffer: deque[Task] = deque()
-        """What came back, oldest first."""
+        """Tasks that came back, oldest first."""
         if not any(self._wanted(task) for task in self._tasks):
             if not exclude:
                 raise DataError(
@@ -104,7 +104,8 @@ class PromptSource:
         return list(self)
 
     def prompts(self) -> frozenset[str]:
-        """What the tasks ask, as one comparable string each; for another source's `exclude`."""
+        """Return the tasks' prompts, as one comparable string each; for another source's
+        `exclude`."""
         return frozenset(_prompt(task) for task in self._tasks)
 
     def hold_out(self) -> list[Task]:
@@ -195,8 +196,8 @@ class PromptSource:
         return order
 
     def _identity(self) -> dict[str, Any]:
-        """What must not change between saving and loading; more epochs may be asked for and
-        other tasks skipped."""
+        """Settings that must not change between saving and loading; more epochs may be asked for
+        and other tasks skipped."""
         return self._config.model_dump(mode="json", exclude=set(FREE)) | {"tasks": len(self._tasks)}
 
 

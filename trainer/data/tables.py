@@ -41,7 +41,7 @@ from stepwell.trainer.errors import DataError
 
 class Part(NamedTuple):
     name: str
-    """What the ids of its rows begin with."""
+    """Prefix of the ids of its rows."""
     rows: JsonlFile | ArrowRows | CustomRows
 
 
@@ -111,7 +111,7 @@ def open_table(config: TableConfig, tokenizer_path: Path | None = None) -> Table
 
 
 def describe(config: SourceConfig) -> str:
-    """How messages name the data."""
+    """Return the name of the data for messages."""
     if isinstance(config, ReasoningGymSource):
         return f"data set {config.dataset!r}"
     if isinstance(config, HuggingFaceSource):
@@ -123,9 +123,9 @@ def describe(config: SourceConfig) -> str:
 
 class DataFile(NamedTuple):
     shown: str
-    """How messages and ids name it: where it was named to be."""
+    """Name in messages and ids: the file's path or, if it was fetched, its address."""
     path: Path
-    """Where it is."""
+    """Path of the file on this machine."""
 
 
 def _files(paths: Path | str | Sequence[Path | str], suffix: str) -> list[DataFile]:
@@ -184,7 +184,8 @@ class JsonlFile:
     def __init__(self, file: DataFile) -> None:
         self._shown = file.shown
         self._lines = array("Q")
-        """Of each row: its line's number, where the line begins and where it ends."""
+        """Three numbers per row: its line's number, and the bytes at which the line begins and
+        ends."""
         try:
             self._file = file.path.open("rb")
         except OSError as e:

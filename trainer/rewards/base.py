@@ -1,4 +1,4 @@
-"""What a reward function is, how one is called and what is made of its result."""
+"""Reward functions: their signature, the call of one and the reading of its result."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RewardSample:
     group: str = ""
     """Samples of one group are told by it: the prompt_uid."""
     trajectory: Trajectory | None = None
-    """What was sampled, for functions that want tokens, and for the number of steps."""
+    """Trajectory as sampled, for functions that want tokens, and for the number of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class RewardResult:
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{…}` (or `\\fbox{…}`) of `text`; None: there is none, or its
-    braces never close."""
+    """Return the content of the last `\\boxed{…}` (or `\\fbox{…}`) of `text`; None: there is none,
+    or its braces never close."""
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start < 0:
         return None
@@ -91,7 +91,7 @@ async def close(reward: RewardFn) -> None:
 
 
 async def call_within(timeout_s: float, call: str, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `function`, sync or async, returns; `call` describes the call in errors.
+    """Call `function`, sync or async, and return its result; `call` describes the call in errors.
 
     Raises:
         RewardCrashError, RewardTimeoutError
@@ -153,7 +153,8 @@ def read_result(
 def read_results(
     results: Any, n_steps: Sequence[int | None], call: str, key: str
 ) -> list[RewardResult | RewardError]:
-    """What a function that scores lists returned: one result each, an error where one is missing.
+    """Read the return value of a function that scores lists: one result each, an error where one is
+    missing.
 
     Args:
         n_steps: of each trajectory.

@@ -47,7 +47,7 @@ from itertools import *
 from math import gcd, ceil, floor, sqrt, inf, log
 from typing import *
 """
-"""What these sets' answers use without importing it."""
+"""Names that these sets' answers use without importing them."""
 _ALONE = f"{_PRELUDE}exec(compile({{code!r}}, '<answer>', 'exec'), globals())\n"
 _AS_MODULE = f"""\
 import os, sys, types
@@ -70,15 +70,15 @@ print("\\n" + mark + json.dumps(getattr(owner, name)(*arguments), default=list))
 
 
 class _Test(NamedTuple):
-    """What is run, and whether its output is right. What it is compared with never enters the
-    process; a test that has to be run there is read after the answer, and ends with a mark that
-    the answer does not know."""
+    """Code to run, and a check of its output. What the output is compared with never enters the
+    process; a test that has to be run there is read after the answer, and ends with a mark that the
+    answer does not know."""
 
     harness: str
     stdin: str
     passes: Callable[[str], bool]
     output_chars: int = 0
-    """What it may at least write."""
+    """Characters of output that are allowed at least, whatever the sandbox's limit is."""
 
 
 class CodeReward:
@@ -217,7 +217,7 @@ def _asserted(tests: str) -> _Test:
 
 
 def _of_a_call(name: str, given: Any, wanted: Any) -> _Test:
-    """As text, arguments stand one a line, as JSON."""
+    """Make the test of a function's call. Arguments given as text stand one a line, as JSON."""
     mark = secrets.token_hex(16)
     arguments = [json.loads(x) for x in given.splitlines()] if isinstance(given, str) else given
     want = json.loads(wanted) if isinstance(wanted, str) and _is_json(wanted) else wanted
@@ -233,7 +233,7 @@ def _of_a_call(name: str, given: Any, wanted: Any) -> _Test:
 
 
 def _of_a_program(given: Any, wanted: Any) -> _Test:
-    """As lists, lines."""
+    """Make the test of a whole program by its input and output. The items of a list are lines."""
     stdin, want = (
         "\n".join(map(str, x)) if isinstance(x, list | tuple) else str(x) for x in (given, wanted)
     )

@@ -61,7 +61,7 @@ def usual_reward(data_source: str, rm_type: Any = None) -> str:
 
 
 def has_usual_reward(data_source: str, rm_type: Any = None) -> bool:
-    """Whether `usual_reward` knows it, or why not."""
+    """True if `usual_reward` knows a function for the data source, or says why there is none."""
     if data_source in REFUSED or rm_type:
         return True
     try:

@@ -54,9 +54,9 @@ BOXED_FORM = {
     "deepscaler": "</think>\\boxed{%s}",
     "math": "\\boxed{%s}",
 }
-"""Where these look for the answer by themselves."""
+"""Forms in which these functions look for the answer by themselves."""
 DEFAULT_NAME = "compute_score"
-"""Of a file's function that is not named, as in verl."""
+"""Name of a file's function if none is given, as in verl."""
 TOKENIZER = "reward_model_tokenizer"
 """A parameter that verl's functions of generative reward models have: kwargs name its folder."""
 _ONE = ("data_source", "solution_str", "ground_truth", "extra_info")

@@ -134,7 +134,7 @@ class RewardManager:
     def _units(
         self, samples: Sequence[RewardSample], callers: Mapping[int, _Caller]
     ) -> list[list[int]]:
-        """Which samples go into one call."""
+        """Split the samples into calls; return their indices, one list per call."""
         by_unit: dict[Any, list[int]] = {}
         for i, caller in callers.items():
             key: Any = i
@@ -187,7 +187,7 @@ def _arguments(sample: RewardSample) -> tuple[Any, ...]:
 
 
 class _Caller(ABC):
-    """Where a function runs."""
+    """Runner of a reward function, in a thread or in processes."""
 
     def __init__(self, reward: Any) -> None:
         self._reward = reward

@@ -87,7 +87,8 @@ def dapo(
 
 
 def equal(answer: str, truth: str) -> bool:
-    """Whether math-verify finds `truth` in `answer`.
+    """True if `answer`, or its last box, is `truth` as text, or math-verify finds `truth` in it. A
+    `truth` of words is compared as text alone.
 
     Raises:
         RewardValueError: `truth` is nothing that it can read.

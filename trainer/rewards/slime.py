@@ -60,7 +60,7 @@ def _sample(scored: RewardSample, index: int) -> Any:
 
 
 def _tokens(scored: RewardSample) -> SlimeSample:
-    """As they are trained; their reward is not known yet, and asked for."""
+    """Return the sample as it is trained, but for its reward, which is still to be computed."""
     trajectory = scored.trajectory
     if trajectory is None:
         return SlimeSample(status=SlimeSample.Status.COMPLETED)

@@ -54,8 +54,8 @@ class GatewayClient:
         await self.ask("/ready", None, patience_s)
 
     async def was_disturbed(self, since: float, replica: str = "") -> bool:
-        """Whether the gateway (or the one replica) was restarted, or lost engine or pool, after
-        `since` (monotonic)."""
+        """True if the gateway (or the one replica) was restarted, or lost engine or pool, after
+        `since` (monotonic); or cannot be reached."""
         try:
             answer = await self.ask(f"{replica}/health", None)
         except UnreachableError:

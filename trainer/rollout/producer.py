@@ -50,7 +50,7 @@ LOSSES = 10
 """Groups of a prompt that infrastructure lost, after which the prompt is given up: it is then the
 agent that ends its worker, or the engine, whenever it is given that prompt."""
 EVALUATION_ISSUES = 3
-"""How often a prompt of an evaluation is issued whose groups are lost to infrastructure."""
+"""Times that a prompt of an evaluation is issued if its groups are lost to infrastructure."""
 LOST_IN_A_ROW = 8
 """Groups in a row, by order of ending, of which the agent finished no rollout, that end the run."""
 FAILED_IN_A_ROW = 32
@@ -97,7 +97,7 @@ class Producer(GroupProducer):
         self._n, self._min_n = config.n + n_greedy, config.min_n + n_greedy
         self._running: dict[str, asyncio.Task[None]] = {}
         self._drop_reasons: dict[str, str] = {}
-        """Of groups that the pool dropped and whose rollouts still run: how those end says whose
+        """Drop reasons, by prompt_uid, of groups whose rollouts still run: how those end says whose
         failure it was."""
         self._failed: set[int] = set()
         """Workers that may have lost a group to infrastructure and were not asked since."""
@@ -106,7 +106,7 @@ class Producer(GroupProducer):
         self._admitting: str | None = None
         self.idle = Idle(config.max_outstanding_groups)
         self.ends: Counter[str] = Counter()
-        """How rollouts ended so far; failures by their kind."""
+        """Rollouts that ended so far, by their end; failures by their kind."""
         self._agent_failed = False
         """The user was told of a group that the agent lost."""
         self._lost_in_a_row = 0
@@ -116,7 +116,7 @@ class Producer(GroupProducer):
         self.in_flight: dict[str, Task] = {}
         """Prompts handed out and not yet settled, by prompt_uid: what a resume re-issues."""
         self._taken: set[str] = set()
-        """Of `in_flight`, groups that training took."""
+        """Groups of `in_flight` that training took, by prompt_uid."""
         self._losses: Counter[str] = Counter()
         """Groups lost to infrastructure, by instance_id."""
         self._generation: asyncio.Task[None] | None = None
@@ -125,7 +125,7 @@ class Producer(GroupProducer):
         """A prompt came back to the source since the last look."""
 
     def state_dict(self, consumed: Set[str]) -> dict[str, Any]:
-        """Where the source stands, and the prompts that a resume has to account for."""
+        """Return the position of the source, and the prompts that a resume has to account for."""
         pending = {uid: task for uid, task in self.in_flight.items() if uid not in consumed}
         return {"source": deepcopy(self._source.state_dict()), "pending": pending}
 
@@ -296,8 +296,8 @@ class Producer(GroupProducer):
         self.idle.running(len(self._running))
 
     async def _follow_drops(self) -> None:
-        """What the pool drops is settled, and another group may take its place; what it returns to
-        the source is issued again."""
+        """Settle the groups that the pool drops, so that others may take their place, and issue
+        again those that it returns to the source."""
         cursor: str | None = None
         while True:
             page = await self._pool.get_events(

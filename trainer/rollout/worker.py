@@ -71,14 +71,14 @@ COMPLETE = "complete"
 NO_STEPS = "no_steps"
 """End of a rollout whose agent returned without a call to the model; the pool counts it as used."""
 CLOSED = "closed"
-"""How a rollout ended whose group was closed before it could."""
+"""End of a rollout whose group was closed before it could end."""
 INFRASTRUCTURE = "infrastructure"
-"""How a rollout ended that worker, gateway, engine or pool failed; and the reason under which its
+"""End of a rollout that worker, gateway, engine or pool failed; and the reason under which its
 group is dropped, to be issued again."""
 
 
 def read_reward(agent: str, returned: object) -> dict[str, Any]:
-    """What the agent at the path `agent` returned, as the body of `complete_trajectory`.
+    """Return the body of `complete_trajectory` for what the agent at the path `agent` returned.
 
     Raises:
         RolloutError: it is no reward. Nothing is converted: "347" would be a reward of 347.
@@ -198,7 +198,8 @@ class RolloutWorker:
         final: bool,
         channel: str,
     ) -> str:
-        """How it ended: COMPLETE, NO_STEPS, CLOSED, INFRASTRUCTURE, or why the agent failed."""
+        """Run one attempt; return its end: COMPLETE, NO_STEPS, CLOSED, INFRASTRUCTURE, or why the
+        agent failed."""
         began = time.monotonic()
         try:
             started = await self._gateway.ask(
@@ -296,7 +297,7 @@ class RolloutWorker:
 
 
 class WorkerHandle(Protocol):
-    """What `Producer` needs of a worker: a Ray handle from `start_workers`, or a local one."""
+    """Worker, as `Producer` needs it: a Ray handle from `start_workers`, or a local one."""
 
     async def run_group(
         self, task: Task, prompt_uid: str, n: int, channel: str = TRAIN, n_greedy: int = 0

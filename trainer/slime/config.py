@@ -1,4 +1,5 @@
-"""What slime's arguments say to Stepwell: the pool that is trained on, and where prompts lie."""
+"""Settings that Stepwell takes from slime's arguments: the pool that is trained on, and where
+prompts lie."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ PREFIX = "stepwell_"
 
 
 class SlimeConfig(BaseModel):
-    """What slime's `--custom-config-path` says to us, each name with `stepwell_` before it."""
+    """Stepwell's keys in slime's `--custom-config-path`, each with `stepwell_` before it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -30,7 +31,7 @@ class SlimeConfig(BaseModel):
     val_groups: int | None = Field(default=None, ge=1)
     """Groups of an evaluation, waited for; null = those that are ready when it begins."""
     lease_s: float = Field(default=600.0, gt=0)
-    """How long groups stay leased after the rollout manager's process died; renewed while it
+    """Seconds that groups stay leased after the rollout manager's process died; renewed while it
     lives. A restart gives them back at once."""
     log_raw_info: str | None = None
     """Dotted path of a function (args, all_meta_info, rollout_id) that logs what a Rollout Buffer
@@ -60,7 +61,7 @@ class SlimeConfig(BaseModel):
 
 
 def prompt_data(args: Any) -> JsonlSource | ParquetSource | None:
-    """Where slime's prompts lie; None with `--disable-rollout-global-dataset`, or without
+    """Data source of slime's prompts; None with `--disable-rollout-global-dataset`, or without
     `--prompt-data`."""
     if not args.rollout_global_dataset or args.prompt_data is None:
         return None

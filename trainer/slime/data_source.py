@@ -87,7 +87,7 @@ class RolloutDataSource:
         self.sample_offset = 0
         """Prompts of the epoch handed out so far."""
         self.metadata: dict[str, Any] = {}
-        """What a rollout function wants to have kept with the position; saved with it."""
+        """State that a rollout function wants to have kept with the position; saved with it."""
         self.dataset = open_dataset(args)
         """Prompts; None: samples are empty."""
         if self.dataset is not None and args.rollout_shuffle:
@@ -322,7 +322,7 @@ class PoolDataSource(RolloutDataSourceWithBuffer):
 
     @property
     def _saves(self) -> bool:
-        """Whether slime calls `save` after its checkpoints."""
+        """True if slime calls `save` after its checkpoints."""
         return bool(self.args.rollout_global_dataset and self.args.save_interval is not None)
 
     def take(self, rollout_id: int) -> list[Group]:

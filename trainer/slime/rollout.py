@@ -1,4 +1,4 @@
-"""What a slime run names on its command line to train on what the gateway records.
+"""Rollout function of slime runs that train on what the gateway records. On their command line:
 
     --rollout-function-path            stepwell.trainer.slime.rollout.generate_rollout
     --data-source-path                 stepwell.trainer.slime.data_source.PoolDataSource

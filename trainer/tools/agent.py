@@ -50,7 +50,7 @@ class ToolRun:
     errors: Counter[str] = field(default_factory=Counter)
     """Calls that came to nothing, by kind (`CallResult.error`)."""
     step_rewards: list[float] = field(default_factory=list)
-    """What `execute` gave, in the order of the calls."""
+    """Rewards that `execute` gave, in the order of the calls."""
     rewards: dict[str, float] = field(default_factory=dict)
     """`calc_reward` by tool, of those that were used and have an opinion."""
     metrics: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)

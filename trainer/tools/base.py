@@ -1,4 +1,4 @@
-"""What a tool is: a function the model may call, with a life cycle for those that keep state.
+"""Tools: functions that the model may call, with a life cycle for those that keep state.
 
 ::
 
@@ -30,7 +30,7 @@ from stepwell.trainer.errors import ToolConfigError, ToolError
 from stepwell.trainer.threads import in_thread
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""What OpenAI's API takes for the name of a function."""
+"""Pattern of the function names that OpenAI's API takes."""
 
 
 ToolResult: TypeAlias = Any

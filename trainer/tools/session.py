@@ -49,7 +49,7 @@ class CallResult:
     text: str
     """For the model."""
     reward: float | None = None
-    """What `execute` gave for this step; None: nothing."""
+    """Reward that `execute` gave for this step; None: none."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Metrics that it gave beside, as verl's tools do."""
     error: str | None = None
@@ -218,7 +218,7 @@ class ToolSession:
 
     @property
     def step_rewards(self) -> list[float]:
-        """What `execute` gave, in the order of the calls."""
+        """Rewards that `execute` gave, in the order of the calls."""
         return [r.reward for r in self.results if r.reward is not None]
 
     @property

@@ -24,7 +24,7 @@ from torch import Tensor
 from stepwell.backends.weights.digest import tensor_hash
 
 PREFIX = "base_model.model."
-"""What peft puts before the model's own names."""
+"""Prefix that peft puts before the model's own names."""
 
 
 class WeightLoadError(ValueError):

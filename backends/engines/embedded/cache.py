@@ -34,7 +34,7 @@ _CAPACITY_STEP = 256
 
 @dataclass(slots=True)
 class WritePlan:
-    """Where one forward writes and what it may read."""
+    """Places that one forward writes to and those it may read."""
 
     rows: torch.Tensor
     """Row of each batch entry, shape [B]."""

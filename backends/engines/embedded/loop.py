@@ -41,7 +41,7 @@ class GenerationLoop:
         self._threads = threads
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._updates: list[tuple[Callable[[], None], Future[Any]]] = []
-        """What waits for a pause or an idle moment."""
+        """Updates that wait for a pause or an idle moment, each with the future of its result."""
         self._stopping = False
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._on_failure: Callable[[], None] = lambda: None

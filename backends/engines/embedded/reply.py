@@ -103,15 +103,15 @@ class Text:
         self._text = ""
 
     def so_far(self, output_ids: Sequence[int]) -> str:
-        """Without a trailing incomplete character."""
+        """Text so far, without a trailing incomplete character."""
         for token in output_ids[self._read :]:
             self._text += self._stream.step(self._tokenizer, token) or ""
         self._read = len(output_ids)
         return self._text
 
     def final(self, output_ids: Sequence[int]) -> str:
-        """Of a finished request: trimmed before what stopped it, unless `no_stop_trim`; a trailing
-        incomplete character is shown as U+FFFD."""
+        """Text of a finished request, trimmed before what stopped it, unless `no_stop_trim`; a
+        trailing incomplete character is shown as U+FFFD."""
         params = self._request.params
         matched = (self._request.finish_reason or {}).get("matched")
         if params.no_stop_trim:

@@ -56,7 +56,7 @@ _NO_FIELDS = (
     "custom_logit_processor",
     "max_thinking_tokens",
 )
-"""What would change what is generated or returned, and is refused; other unknown fields are
+"""Fields that would change what is generated or returned, and are refused; other unknown fields are
 ignored."""
 
 
@@ -170,7 +170,7 @@ class GenerateBody(BaseModel):
 
 
 def words(errors: Any) -> str:
-    """What pydantic found, with the names of the fields."""
+    """Text of pydantic's errors, with the names of the fields."""
     return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in errors)
 
 

@@ -44,7 +44,7 @@ HEALTH_LOOK_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What the server says about itself."""
+    """Settings that the server reports."""
 
     model_path: str
     tokenizer_path: str
@@ -208,7 +208,7 @@ class Server:
         }
 
     def server_info(self) -> dict[str, Any]:
-        """What a publication and its reader want to know."""
+        """Body of `/server_info`: facts that a weight publication checks and people look for."""
         runner = self.loop.scheduler.runner
         return {
             "model_path": self.loop.scheduler.model_path,

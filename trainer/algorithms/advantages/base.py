@@ -52,7 +52,7 @@ class Returns:
     tokens: Array
     """Response tokens each unit covers, [U]."""
     trajectory: Index
-    """Which of the group's trajectories, 0..n-1, [U]."""
+    """Index of the unit's trajectory in the group, 0..n-1, [U]."""
     greedy: float | None = None
     """Reward of the greedy rollout (ReMax)."""
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class KlCovOptions(Options):
-    """Which tokens are selected, and how they are held back."""
+    """Selection of the tokens that are held back, and the weight of their penalty."""
 
     share: float = Field(default=2e-4, gt=0, le=1)
     """Share of the trained tokens of a mini-batch that is selected; one at the least."""
@@ -44,7 +44,7 @@ class KlCovOptions(Options):
 
 
 class ClipCovOptions(Options):
-    """Which tokens are selected."""
+    """Selection of the tokens that get no loss."""
 
     share: float = Field(default=2e-4, gt=0, le=1)
     """Share of the trained tokens of a mini-batch that is selected; one at the least."""
