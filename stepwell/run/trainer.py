@@ -205,7 +205,7 @@ def _slime_arguments(config: RunConfig) -> dict[str, Any]:
 
 
 def weight_store(config: RunConfig) -> WeightStore:
-    """Where versions are published, and what version 0 was."""
+    """Return the store of published versions, with the weights of version 0."""
     adapters = config.engine.weight_transport == "lora"
     return WeightStore(
         config.run.dir / WEIGHTS,
