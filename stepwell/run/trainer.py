@@ -205,7 +205,7 @@ def _slime_arguments(config: RunConfig) -> dict[str, Any]:
 
 
 def weight_store(config: RunConfig) -> WeightStore:
-    """Return the store of published versions, with the weights of version 0."""
+    """Return the store of published versions. Version 0 is the model; adapters have none."""
     adapters = config.engine.weight_transport == "lora"
     return WeightStore(
         config.run.dir / WEIGHTS,
