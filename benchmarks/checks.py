@@ -1,4 +1,4 @@
-"""What a bench returns, and the sections that it consists of."""
+"""Result of a bench, and the sections that it consists of."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BenchResult:
         self.checks[name] = Check(value, bound, upper=False)
 
     def zero(self, **values: float) -> None:
-        """What is wrong if it is not 0."""
+        """Check values that must be 0."""
         self.checks.update({name: Check(value, 0) for name, value in values.items()})
 
     def without_bounds(self) -> BenchResult:
@@ -57,7 +57,7 @@ class BenchResult:
 
 
 def chosen_sections(only: Sequence[str], sections: Collection[str]) -> list[str]:
-    """Those named in `only`, or all, in the order in which they run.
+    """Return the sections named in `only`, or all, in the order in which they run.
 
     Raises:
         ConfigError: `only` names another.

@@ -220,7 +220,7 @@ async def update_under_load(
 def wrong_steps(
     steps: Sequence[Step], answered: Mapping[str, int], versions: Container[int]
 ) -> list[str]:
-    """What is wrong with the Steps of these answers (trajectory: completion tokens)."""
+    """Return the errors in the Steps of these answers (trajectory: completion tokens)."""
     wrong = []
     if Counter(s.trajectory_uid for s in steps) != Counter(answered.keys()):
         wrong.append(f"{len(steps)} steps for {len(answered)} answers")

@@ -138,7 +138,7 @@ def results() -> list[dict[str, Any]]:
 
 
 def fall(rewards: Sequence[float]) -> float:
-    """How far the running mean of the reward ever was below its best so far."""
+    """Largest fall of the running mean of the reward below its best so far."""
     smooth = np.convolve(rewards, np.ones(SMOOTHED) / SMOOTHED, "valid")
     return float((np.maximum.accumulate(smooth) - smooth).max())
 

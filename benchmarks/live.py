@@ -37,7 +37,7 @@ from stepwell.trainer.ledger import LEDGER, NOT_TRAINED, audit
 from stepwell.trainer.metrics import read_metrics
 
 WINDOW, KILL, AGAIN = 0.1, 0.5, 0.55
-"""Of the minutes: the first and last part that are compared; the kill; the second attach."""
+"""Shares of the minutes: the first and last part to compare; the kill; the second attach."""
 ROWS = 10
 PATIENCE_S = 300.0
 """For a process to come up, or to end."""
@@ -47,7 +47,7 @@ OPTIONS = ("logging.wandb=disabled", "logging.console=plain", "gateway.port=0")
 
 
 async def _end(process: asyncio.subprocess.Process, how: signal.Signals) -> bool:
-    """Whether it was still there to be ended."""
+    """End the process; True if it was still there to be ended."""
     if process.returncode is not None:
         return False
     process.send_signal(how)
@@ -161,7 +161,7 @@ async def _journey(base: Path, seconds: float, seed: int) -> BenchResult:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """What the service logged. It may be writing its last line."""
+    """Rows that the service logged. It may be writing its last line."""
     lines = path.read_bytes().splitlines()
     return [orjson.loads(line) for line in lines if line.startswith(b"{") and line.endswith(b"}")]
 

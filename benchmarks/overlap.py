@@ -43,11 +43,11 @@ SHARE, WAITS, EXTRA = 0.75, 1.1, 1.15
 
 
 class Cost(NamedTuple):
-    """Of a part of the bench, in seconds."""
+    """Time that a part of the bench took, in seconds."""
 
     wall: float
     cpu: float
-    """Of this process and all that the run has started."""
+    """CPU time of this process and all that the run has started."""
 
 
 async def run() -> BenchResult:

@@ -56,7 +56,7 @@ PRODUCERS = 12
 CONSUMERS = 3
 TURNS = 3
 RETRIES = 0.1
-"""Of the submits are repeated, of the rollouts crash and are run again, of the leases nacked."""
+"""Share of submits that are repeated, rollouts that crash and are run again, leases nacked."""
 ABANDONED = 0.05
 LEASE_S = 3.0
 LIMITS = ChannelConfig(n_rollouts=ROLLOUTS)
@@ -73,12 +73,12 @@ Key = tuple[str, int]
 
 @dataclass(slots=True)
 class _Ledger:
-    """What the producers and consumers know."""
+    """Ledger of producers and consumers: steps sent, acknowledged and served."""
 
     expected: dict[str, dict[str, list[Step]]] = field(default_factory=dict)
     """Group -> trajectory -> its steps as they have to be served."""
     acknowledged: dict[Key, Step] = field(default_factory=dict)
-    """Of rollouts that were not withdrawn."""
+    """Acknowledged steps of rollouts that were not withdrawn."""
     received: set[Key] = field(default_factory=set)
     changed: set[str] = field(default_factory=set)
     """Groups that were served with other content than was sent."""
@@ -88,10 +88,10 @@ class _Ledger:
     unbalanced: list[str] = field(default_factory=list)
     """Sums that did not add up after a restart."""
     n: Counter[str] = field(default_factory=Counter)
-    """Of what happened how often."""
+    """Counts of events, by name."""
     down_s: list[float] = field(default_factory=list)
     recovery_s: list[float] = field(default_factory=list)
-    """Of each of the actor's lives."""
+    """Seconds in which the actor read its journal, for each of its lives after a kill."""
 
     def receive(self, lease: Lease) -> None:
         for group in lease.groups:

@@ -33,7 +33,7 @@ QUICK_DEADLINE_S = 4.0
 HANGS = 0.05
 TURNS = 2
 MIN_ROLLOUTS = (4, ROLLOUTS)
-"""Of even and of odd groups."""
+"""`min_rollouts` of even and of odd groups."""
 REMEMBERED_UIDS = 10_000
 """Fewer than the run closes, or the memory of closed uids would grow until its end."""
 PRODUCERS = 32
@@ -43,7 +43,7 @@ SAMPLE_S = 0.25
 
 @dataclass(slots=True)
 class _Run:
-    """What was decided beforehand and what happened."""
+    """Plan of the run, made beforehand, and what came of it."""
 
     hung: dict[str, set[str]]
     """Group -> its rollouts that hang."""

@@ -105,7 +105,7 @@ class Weights:
 
 @dataclass
 class Record:
-    """What was seen."""
+    """Observations of the bench."""
 
     violations: list[str] = field(default_factory=list)
     unanswered: list[str] = field(default_factory=list)

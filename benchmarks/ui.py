@@ -183,8 +183,8 @@ async def _looking(how: str, origin: str) -> AsyncIterator[None]:
 
 
 async def _watch(origin: str) -> None:
-    """What the overview asks for: its stream, and its curves with each optimizer step. There is no
-    trainer here, so a step is taken to end with every tick."""
+    """Ask for what the overview does: its stream, and its curves with each optimizer step. There is
+    no trainer here, so a step is taken to end with every tick."""
     async with (
         aiohttp.ClientSession(f"{origin}") as session,
         session.get("/ui/api/live") as stream,

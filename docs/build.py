@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 REFERENCE = Path("docs/reference")
 BUILD = ROOT / "build"
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "examples", "benchmarks")
-"""Where pages are, below ROOT."""
+"""Files and folders that hold the pages, below ROOT."""
 PARAMS: dict[str, type[Params]] = {
     "chat/completions": ChatParams,
     "completions": CompletionsParams,
@@ -203,7 +203,7 @@ def http() -> str:
 
 
 def _call(params: type[Params]) -> Iterator[str]:
-    """What an LLM call may ask for, in the fields of its dialect."""
+    """Yield the table of fields that an LLM call may have, in its dialect."""
     properties = dict(_flat(params.model_json_schema()))
     neutral = {name: about["const"] for name, about in properties.items() if "const" in about}
     yield from ("| field | type |", "| --- | --- |")

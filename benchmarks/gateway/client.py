@@ -43,14 +43,14 @@ class Conversations:
     follow_ups: list[bytes]
     """`,{the answer},{a new message}`"""
     answer: bytes
-    """What every answer holds."""
+    """Text that every answer contains."""
     answer_characters: int
     more: bytes = b""
     """Further fields of every request."""
 
     @classmethod
     def read(cls, file: Path) -> dict[str, Conversations]:
-        """Those of each kind, from a bench's file."""
+        """Read the conversations of each kind from a bench's file."""
         return {
             kind: cls(
                 [head.encode() for head in made["heads"]],
@@ -75,7 +75,7 @@ class Conversations:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be sent."""
+    """Load that the client sends."""
 
     kind: str
     ports: tuple[int, ...]
@@ -92,7 +92,7 @@ class Job:
     turns: int
     stream: bool = False
     cpu_pid: int | None = None
-    """Of the process whose CPU seconds are read around every turn (with one connection)."""
+    """Process whose CPU seconds are read around every turn (with one connection)."""
     pause_s: float = 0.0
     """Between two turns."""
     first_prompt: int = 0
@@ -108,18 +108,18 @@ class Job:
 
 @dataclass(slots=True)
 class Result:
-    """What happened. Times are seconds of the monotonic clock."""
+    """Outcome of a job. Times are seconds of the monotonic clock."""
 
     latencies_s: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     began: float = 0.0
     ended: float = 0.0
     cpu_s: list[list[float]] = field(default_factory=list)
-    """Of the watched process: by trajectory, by turn."""
+    """CPU seconds of the watched process: by trajectory, by turn."""
     seen: list[list[tuple[float, int]]] = field(default_factory=list)
     """By stream: when how many characters of its text had arrived."""
     sent: list[float] = field(default_factory=list)
-    """When each stream was asked for."""
+    """Times at which the streams were asked for."""
 
 
 class Connection(asyncio.Protocol):
@@ -185,7 +185,7 @@ def whole(pieces: Pieces) -> bytes:
 
 
 def arrivals(pieces: Pieces) -> list[tuple[float, int]]:
-    """When how many characters of a stream's text had arrived."""
+    """Return (time, characters of a stream's text that had arrived) pairs."""
     seen: list[tuple[float, int]] = []
     n, buffer = 0, b""
     for at, data in pieces:

@@ -136,7 +136,7 @@ def _event(payload: Any) -> bytes:
 
 @dataclass(slots=True)
 class Server:
-    """What the connections share."""
+    """State that the connections share."""
 
     answers: Answers
     delay_s: float = 0.0

@@ -1,4 +1,4 @@
-"""What one request may do to the others: hostile bodies while agents work.
+"""Harm that one request may do to the others: hostile bodies while agents work.
 
 hostile   64 agents, 40 hostile bodies a minute, and a second client whose longest call is measured
 

@@ -29,7 +29,7 @@ DELAY_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured."""
+    """Amount of work that is measured."""
 
     rounds: int
     connections: Sequence[int]
@@ -53,7 +53,7 @@ class Sample:
     p99_ms: float
     max_ms: float
     cpu_ms: float
-    """Of the gateway's processes, per request."""
+    """CPU time of the gateway's processes, per request."""
     pool_cpu_ms: float
     rss_mb: float
 
@@ -74,7 +74,7 @@ class Bench:
     """One process."""
     size: Size
     minutes: float
-    """Of the soak."""
+    """Length of the soak."""
     report: BenchResult = field(default_factory=BenchResult)
     _names: itertools.count[int] = field(default_factory=itertools.count)
 

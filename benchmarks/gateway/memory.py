@@ -25,7 +25,7 @@ AFTER_S = 15.0
 
 
 async def live_trajectories(bench: Bench) -> None:
-    """What 8 open trajectories a prompt hold, on average.
+    """Measure the memory of open trajectories, 8 of each prompt, on average.
 
     As many were open and closed before: what they leave is caches. Free memory is given back before
     either reading: what lay free at the first one would hide as much of what the second one finds.

@@ -32,8 +32,8 @@ class Engine:
         return f"http://127.0.0.1:{self.port}"
 
     async def control(self, *, delay_s: float = 0.0, interval_s: float = 0.0) -> list[list[float]]:
-        """How long answers and events of streams are waited for from now on. Returns when the
-        events of each stream were written that was asked for since the last call of this."""
+        """Set the time before an answer and between events of a stream. Return, for each stream
+        asked for since the last call, when its events were written."""
         settings = {"delay_s": delay_s, "interval_s": interval_s}
         emitted: list[list[float]] = orjson.loads(await ask(self.process, orjson.dumps(settings)))
         return emitted
@@ -63,7 +63,7 @@ class Client:
         return result
 
     async def attempt(self, job: Job) -> Result:
-        """As `run`, with the errors in the result."""
+        """Send a job's load as `run` does, but return errors in the result."""
         return Result(**orjson.loads(await ask(self.process, orjson.dumps(job))))
 
 

@@ -1,4 +1,4 @@
-"""What long conversations, streams and many agents at once cost.
+"""Costs of long conversations, streams and many agents at once.
 
 long     20 turns to 64,000 tokens, one agent: gateway CPU of each turn
 contexts conversations that grow by 500 tokens a turn, at 12 to 60 k: CPU of each turn
@@ -102,7 +102,7 @@ async def streams(bench: Bench) -> None:
     first_ms: dict[str, list[float]] = defaultdict(list)
     lag_ms: dict[str, list[float]] = defaultdict(list)
     in_time: dict[str, list[bool]] = defaultdict(list)
-    """Of the events but the last: whether their text was seen before the next was written."""
+    """True for each event but the last if its text was seen before the next was written."""
     await bench.engine.control(interval_s=INTERVAL_S)
     for turn in range(bench.size.rounds):
         for system in bench.systems:
@@ -150,7 +150,7 @@ def _lengths(bench: Bench) -> list[int]:
 
 
 def _arrivals(seen: Sequence[tuple[float, int]], lengths: Sequence[int]) -> list[float]:
-    """When the text of each event had arrived."""
+    """Return the time at which the text of each event had arrived."""
     times = []
     at = iter(seen)
     now, n = next(at)

@@ -43,10 +43,10 @@ class System(ABC):
     path = "/v1/chat/completions"
     complete_path: str | None = None
     pids: tuple[int, ...] = ()
-    """Of the processes that serve; none: there is no gateway."""
+    """Ids of the processes that serve; none: there is no gateway."""
     pool_pid: int | None = None
     scale = 1
-    """How many times the load of the slowest system, so that all run for a second or more."""
+    """Multiple of the slowest system's load, so that all run for a second or more."""
 
     @abstractmethod
     def running(self, engine: Engine, workload: Workload) -> AbstractAsyncContextManager[None]: ...
@@ -97,7 +97,7 @@ class WatchedGateway(GatewayReplica):
         return self._late_s, self._collections_s
 
     async def held(self) -> list[tuple[int, int, int]]:
-        """Of each open trajectory: bytes that it holds, its tokens, bytes of their text."""
+        """Return for each open trajectory: bytes that it holds, its tokens, bytes of their text."""
         return await self._in_loop(self._held())
 
     async def load(self) -> tuple[int, int]:
@@ -211,7 +211,7 @@ class Stepwell(System):
 
 
 class StepwellReplicas(Stepwell):
-    """As many processes as `stepwell serve --replicas 2` starts: one for each core here."""
+    """The processes of `stepwell serve --replicas 2`: one for each core here."""
 
     name = "Stepwell, 2 replicas"
 
@@ -267,9 +267,9 @@ class Rllm(System):
 
 
 INSTALL = "pip install --no-deps -c constraints.txt rllm-model-gateway aiosqlite setproctitle"
-"""What it imports beyond that is ours already."""
+"""Command that installs rllm-model-gateway; its other imports are ours already."""
 
 
 def is_installed() -> bool:
-    """Whether rllm-model-gateway is there to be compared with."""
+    """True if rllm-model-gateway is there to be compared with."""
     return importlib.util.find_spec("rllm_model_gateway") is not None

@@ -1,4 +1,4 @@
-"""What the gateway's benches send: conversations over real text, and the one answer to all.
+"""Load of the gateway's benches: conversations over real text, and the one answer to all.
 
 The text is the standard library's own source, which is on every machine; a byte-level BPE of 16,000
 entries is trained on it (one second), so that a token is about four characters, as agents' are. The
@@ -73,12 +73,12 @@ class Workload:
 
     @property
     def answer_file(self) -> Path:
-        """What `engine.py` answers."""
+        """File with the answer that `engine.py` gives."""
         return self.folder / "answer.json"
 
     @property
     def conversations_file(self) -> Path:
-        """What `client.py` sends."""
+        """File with the conversations that `client.py` sends."""
         return self.folder / "conversations.json"
 
 

@@ -42,7 +42,7 @@ from benchmarks.pool.transfer_queue import INSTALL, TransferQueue, is_installed
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured."""
+    """Amount of work that is measured."""
 
     rounds: int
     stored: int
@@ -53,7 +53,7 @@ class Size:
     turns: int
     conversions: int
     groups: int | None = None
-    """Of each mode; None: the mode's own."""
+    """Groups of each mode; None: the mode's own."""
 
 
 FULL = Size(3, 20_096, 7.0, (1_000, 100_000, 1_000_000), turns=150, conversions=40)
@@ -109,7 +109,7 @@ class Bench:
             self.report.figures[f"{TransferQueue.name}, not installed"] = INSTALL
 
     def of(self, sections: Sequence[str]) -> list[System]:
-        """Those that are measured in one of `sections`."""
+        """Return the systems that are measured in one of `sections`."""
         return list(dict.fromkeys(s for name in sections for s in self.systems.get(name, ())))
 
     async def memory(self, section: str) -> None:

@@ -1,4 +1,4 @@
-"""What a lease of 128 steps and a submit of 16 take through Ray, at several sizes of the pool.
+"""Time of a lease of 128 steps and a submit of 16 through Ray, at several sizes of the pool.
 
 Pools of all sizes run at once and take turns, so that noise meets each of them. Every turn puts
 back as many small steps as it leases: the sizes stay. Medians.

@@ -38,12 +38,12 @@ from stepwell.datapool.process import settle_heap
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How producers submit: `per_submit` steps a call, `in_flight` calls at a time (16x32)."""
+    """Way to submit: `per_submit` steps a call, `in_flight` calls at a time (16x32)."""
 
     per_submit: int
     in_flight: int
     groups: int
-    """Of workload A in one measurement; a multiple of 4."""
+    """Groups of workload A in one measurement; a multiple of 4."""
     fetches: int = 1
     """Fetches under way at a time."""
 

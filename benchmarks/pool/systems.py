@@ -29,7 +29,7 @@ class System(ABC):
 
     name: str
     max_fetches = 4
-    """How many fetches it can have under way."""
+    """Most fetches that the system can have under way."""
     pids: Sequence[int]
     """Processes that hold the stored steps."""
 

@@ -1,4 +1,4 @@
-"""What the pool's benches store: LLM calls as a gateway has them, plain lists and small dicts.
+"""Data of the pool's benches: LLM calls as a gateway has them, plain lists and small dicts.
 
 Workload A: prompts x 8 rollouts x 4 turns, in the order in which rollouts that run side by side
 produce them::
@@ -52,7 +52,7 @@ class Call(NamedTuple):
         return (self.trajectory_uid, self.step_index)
 
     def step(self) -> Step:
-        """As the DataPool takes it; all of its validation happens here."""
+        """Return the call as the DataPool takes it; all of its validation happens here."""
         return Step(
             prompt_ids=self.prompt_ids,  # type: ignore[arg-type]  # lists are normalised
             response_ids=self.response_ids,  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, step: Step) -> Call:
-        """What a store that serves Steps gives back."""
+        """Return the call of a Step that a store served."""
         if step.rollout_log_probs is None:
             raise RuntimeError(f"step {step.trajectory_uid!r} came back without its log-probs")
         return cls(

@@ -127,7 +127,7 @@ def _speed(model: ModelName, folder: Path, shape: Shape, report: BenchResult) ->
             seconds[form.name].append(time.process_time() - began)
 
     def over(name: str, other: str) -> float:
-        """How many times as fast, round by round."""
+        """Median factor by which `name` is faster than `other`, round by round."""
         return statistics.median(b / a for a, b in zip(seconds[name], seconds[other], strict=True))
 
     tokens = logical_tokens(steps)

@@ -1,4 +1,4 @@
-"""What every form is: a way to compute one optimizer step, and what all of them have in common."""
+"""Base of all forms: a way to compute one optimizer step, and what they have in common."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from stepwell.datapool.types import Step
 
 ROWS_PER_MICRO_BATCH = 8
-"""Of the plain and TRL's forms: `per_device_train_batch_size` of transformers and TRL."""
+"""Rows of a micro-batch in the plain and TRL's forms: `per_device_train_batch_size` of transformers
+and TRL."""
 
 LR = 1e-6
 

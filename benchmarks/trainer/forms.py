@@ -36,7 +36,7 @@ def surrogate(log_probs: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
 
 
 class Plain(Form):
-    """What the others are compared to."""
+    """Plain training loop, which the others are compared to."""
 
     name = "plain"
 

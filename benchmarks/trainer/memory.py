@@ -27,12 +27,13 @@ class Peak:
 
     @property
     def step_mb(self) -> float:
-        """What training adds: activations, gradients and optimizer state."""
+        """Memory that training adds: activations, gradients and optimizer state."""
         return self.peak_mb - self.before_mb
 
 
 async def peak_memory(form: str, folder: Path, shape: Shape, vocab: int) -> Peak:
-    """Of optimizer steps on one trajectory and on one group, in a fresh process.
+    """Measure the peak memory of optimizer steps on one trajectory and on one group, in a fresh
+    process.
 
     Raises:
         RuntimeError: the process failed.

@@ -28,7 +28,7 @@ INSTALL = "pip install --no-deps -c constraints.txt trl==1.16.0"
 
 
 def is_installed() -> bool:
-    """Whether TRL is there to be compared with."""
+    """True if TRL is there to be compared with."""
     return importlib.util.find_spec("trl") is not None
 
 

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks trainer` trains: groups of multi-turn trajectories, and
+"""Data of `python -m benchmarks trainer`: groups of multi-turn trajectories, and
 two models for them.
 
 A rollout of `turns` steps: every prompt is the prompt and response before it and `turn` tokens of

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 class Instruction(NamedTuple):
     text: str
-    """What the model is told."""
+    """Text that the model is given."""
     followed: Callable[[str], bool]
-    """Whether a reply, white space at its ends removed, does it."""
+    """True for a reply, white space at its ends removed, that follows the instruction."""
 
 
 INSTRUCTIONS: dict[str, Instruction] = {

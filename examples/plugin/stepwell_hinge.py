@@ -19,7 +19,7 @@ from stepwell.trainer.algorithms.policy_losses.base import (
 
 
 class HingeOptions(Options):
-    """How far the policy goes for a token."""
+    """Options of `hinge`: how far the policy goes for a token."""
 
     margin: float = Field(default=0.2, gt=0)
     """Beyond 1 ± margin, on the side of A, a token earns nothing more."""

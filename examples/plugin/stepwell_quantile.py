@@ -19,7 +19,7 @@ from stepwell.trainer.algorithms.options import Options
 
 
 class QuantileOptions(Options):
-    """What of the group a rollout is compared with."""
+    """Options of `quantile`: the return of its group that a rollout is compared with."""
 
     at: float = Field(default=0.5, ge=0, le=1)
     """The quantile of the group's returns that is the baseline; 0.5 is the median."""

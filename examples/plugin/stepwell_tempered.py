@@ -14,10 +14,10 @@ from stepwell.trainer.algorithms.options import Options
 
 
 class TemperedOptions(Options):
-    """How much of the ratio counts."""
+    """Options of `tempered`: how much of the ratio counts."""
 
     power: float = Field(default=0.5, ge=0, le=1)
-    """Of ρ: 0 weighs nothing, 1 is plain importance sampling."""
+    """Exponent of ρ: 0 weighs nothing, 1 is plain importance sampling."""
 
 
 def tempered(x: Ratios, options: TemperedOptions) -> Tensor:

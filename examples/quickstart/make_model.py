@@ -97,8 +97,8 @@ def make_tokenizer(texts: Iterable[str] | None = None) -> PreTrainedTokenizerFas
 
 
 def corpus() -> Iterator[str]:
-    """What the merges are learnt from: the questions, the calls, the roles, and some other tasks'
-    words to fill the vocabulary."""
+    """Yield the texts that the merges are learnt from: the questions, the calls, the roles, and
+    some other tasks' words to fill the vocabulary."""
     import reasoning_gym
 
     for task in tasks(WARM_UP_SEED, 1000):
@@ -162,11 +162,11 @@ class ChatTokens:
         return ids
 
     def turn(self, text: str) -> list[int]:
-        """What the model samples in one turn, its end token included."""
+        """Token ids that the model samples in one turn, its end token included."""
         return [*self.encode(text), self.tokenizer.eos_token_id]
 
     def user(self, text: str) -> list[int]:
-        """What stands between one sampled turn and the next."""
+        """Token ids between one sampled turn and the next."""
         return self.encode(f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
 
     def tool_result(self, result: str) -> list[int]:

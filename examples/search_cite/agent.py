@@ -15,7 +15,7 @@ from stepwell.trainer.tools import ToolAgent, ToolBox
 
 MAX_TURNS = 4
 DOCUMENTS = 2
-"""What a search returns, at most."""
+"""Most documents that a search returns."""
 
 
 async def agent(task: Mapping[str, Any], base_url: str, api_key: str) -> float | None:

@@ -34,7 +34,7 @@ HABITS: dict[Habit, float] = {"guess": 0.4, "country": 0.2, "name": 0.2, "both":
 """Answers without searching; searches for the country, the name, or both, and believes the first
 document: the habit and its share."""
 SKILLS: dict[Habit, float] = {"name": 0.5, "both": 0.5}
-"""What is shown first, with citations."""
+"""Habits that are shown first, with citations."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def batches(tokens: ChatTokens, updates: int, size: int = 32) -> Iterator[list[R
 
 
 def texts() -> Iterator[str]:
-    """What the tokenizer's merges are learnt from."""
+    """Yield the texts that the tokenizer's merges are learnt from."""
     rng = random.Random(1)
     for town in towns(rng, 300):
         yield from (town.asked(kind)[0] for kind in KINDS)

@@ -48,7 +48,8 @@ def batches(tokens: ChatTokens, updates: int, size: int = 32) -> Iterator[list[R
 
 
 def texts() -> Iterator[str]:
-    """What the tokenizer's merges are learnt from. No marks side by side: each stays a token."""
+    """Yield the texts that the tokenizer's merges are learnt from. No marks side by side: each
+    stays a token."""
     for seed in range(WARM_UP, WARM_UP + 200):
         yield from (question(seed), "user", "assistant", "system", "[0]", Game(seed).play("none"))
 

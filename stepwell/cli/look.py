@@ -180,7 +180,7 @@ def answer(
 
 
 def _of_run(where: str | None, look: Callable[[RunView], Awaitable[T]]) -> T:
-    """What `look` finds in the run at `where`."""
+    """Open the run at `where` and return what `look` finds in it."""
     from stepwell.show.run import open_run
 
     async def looked() -> T:

@@ -307,7 +307,7 @@ def _init(args: argparse.Namespace) -> None:
 
 
 def _step(args: argparse.Namespace) -> Any:
-    """Of `--step`."""
+    """Return the value of `--step`: a number, `latest` or `best`."""
     if args.step not in ("latest", "best") and not args.step.isdecimal():
         raise ConfigError(f"--step is {args.step!r}; give a step, latest or best")
     return int(args.step) if args.step.isdecimal() else args.step

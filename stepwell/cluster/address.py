@@ -25,7 +25,7 @@ from stepwell.trainer.errors import ConfigError
 CONNECT_S = 3.0
 """A GCS answers within this."""
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""What a client says first; a gRPC server, as a GCS is, answers with its settings. Ray itself would
+"""First bytes of a client; a gRPC server, as a GCS is, answers with its settings. Ray itself would
 wait for a mute one for over a minute."""
 _SETTINGS = b"\4"
 _OWN = "set cluster.address=null for a Ray of this run's own"
@@ -40,7 +40,7 @@ class RayPart(BaseModel):
     """host:port of the GCS."""
     namespace: str
     auth_mode: str
-    """As in RAY_AUTH_MODE: `token` or `disabled`."""
+    """Authentication, as in RAY_AUTH_MODE: `token` or `disabled`."""
     token_file: Path | None = None
     """None: Ray wants no token, or it stands in the run's RAY_AUTH_TOKEN alone."""
     session_dir: Path | None = None

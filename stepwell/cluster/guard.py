@@ -55,7 +55,7 @@ class ProcessGuard:
 
 
 def left(mark: str, noted: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """What is guarded and still runs."""
+    """Return the guarded processes that still run."""
     found = {process.pid: process for process in noted if runs(process)}
     for process in psutil.process_iter():
         try:
@@ -68,7 +68,7 @@ def left(mark: str, noted: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def runs(process: psutil.Process) -> bool:
-    """Whether it does anything yet: a zombie has ended."""
+    """True if the process still does anything: a zombie has ended."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -91,7 +91,7 @@ def main(mark: str) -> None:
 
 
 def _descendants(driver: psutil.Process | None, mark: str) -> set[psutil.Process]:
-    """What the run's raylet has started, and what that has. The driver may have another Ray."""
+    """Return the descendants of the run's raylet. The driver may have another Ray."""
     found: set[psutil.Process] = set()
     try:
         for process in driver.children() if driver is not None else ():

@@ -81,7 +81,7 @@ def look(wanted: Look) -> Seen:
 
 
 def lacks_project(config: RunConfig) -> bool:
-    """Whether an agent is to be run on a node of this Ray that cannot import it as it is."""
+    """True if an agent is to run on a node of this Ray that cannot import it as it is."""
     agent = _agent(config)
     if agent is None or not (others := _others()):
         return False

@@ -221,7 +221,7 @@ def _write_key(path: Path, key: SecretStr) -> None:
 def channel_sampling(
     rollout: RolloutConfig, validation: ValidationConfig, others: Sequence[str]
 ) -> dict[str, ChannelSampling]:
-    """How the gateway samples, by channel; what `validation` leaves open is `rollout`'s.
+    """Sampling of the gateway, by channel; what `validation` leaves open is `rollout`'s.
 
     Args:
         others: channels of agents that come by themselves (`gateway.channels`).

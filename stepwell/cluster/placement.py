@@ -1,4 +1,4 @@
-"""Which GPU serves what: trainer ranks and engines in a Ray placement group, in a stable order.
+"""Placement of trainer ranks and engines on GPUs: a Ray placement group in a stable order.
 
     disaggregated   trainer ranks and engines on GPUs of their own     needs ranks + engines × GPUs
     colocated       rank i and engine i share GPU i, half each         needs max(ranks, engines)
@@ -50,7 +50,7 @@ class Node(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """Where Ray put a bundle of the group."""
+    """Place that Ray gave a bundle of the group."""
 
     number: int
     """Ray's."""
@@ -68,14 +68,14 @@ class Seat(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be reserved, and for whom."""
+    """GPUs to reserve, and the parts they are for."""
 
     mode: Mode
     bundles: tuple[int, ...] = ()
     """GPUs of each bundle, all of them on one node; in the stable order, one size after another."""
     ranks: tuple[Seat, ...] = ()
     critic: tuple[Seat, ...] = ()
-    """Of the critic's ranks, where there is one and it is not in the driver's own process."""
+    """Seats of the critic's ranks, where there is one and it is not in the driver's own process."""
     engines: tuple[Seat, ...] = ()
     """`nodes_per_engine` in a row for each engine."""
     nodes_per_engine: int = 1
@@ -92,7 +92,7 @@ def wanted_gpus(config: RunConfig) -> tuple[int, int]:
 def plan(
     config: RunConfig, nodes: Sequence[Node], *, trains: bool = True, serves: bool = True
 ) -> Plan:
-    """How the parts are placed on `nodes`.
+    """Plan the place of each part on `nodes`.
 
     Args:
         trains: with a trainer.
@@ -240,13 +240,13 @@ class Placement:
         return self.plan.engines[number * n : (number + 1) * n]
 
     def backend_options(self) -> dict[str, Any]:
-        """What `build_backend` is given: options by rank; nothing for a rank in this process."""
+        """Arguments of `build_backend`: options by rank; none for a rank in this process."""
         if not self.plan.ranks or _in_driver(self.plan):
             return {}
         return {"options": [self.options(seat) for seat in self.plan.ranks]}
 
     def critic_options(self) -> dict[str, Any]:
-        """What `Critic` is given, as `backend_options`."""
+        """Arguments of `Critic`, like `backend_options`."""
         return {"options": [self.options(s) for s in self.plan.critic]} if self.plan.critic else {}
 
     def release(self) -> None:

@@ -42,7 +42,7 @@ from stepwell.trainer.errors import INTERRUPTED, ConfigError, RayEndedError
 log = logging.getLogger(__name__)
 
 RETRIES = 2
-"""Of Ray's first question to a GCS, some seconds each; by default it asks 20 times."""
+"""Tries of Ray's first question to a GCS, some seconds each; by default it asks 20 times."""
 LOOK_S = 0.5
 """A process that the run cannot do without is missed within this."""
 ASK_S = 2.0
@@ -209,7 +209,7 @@ class _Head:
         return self._has_raylet() and self._answers()
 
     def lives(self) -> bool:
-        """As `is_up`, but a GCS may come back: Ray itself waits for it for a minute."""
+        """True if `is_up`, or the GCS may come back: Ray itself waits for it for a minute."""
         now = time.monotonic()
         if now - self._asked >= ASK_S:
             self._asked = now
@@ -285,7 +285,7 @@ def visited(address: str) -> Iterator[None]:
 
 
 def ray_here(namespace: str) -> RayPart:
-    """Where the Ray is that this process is connected to, for other processes."""
+    """Describe the Ray that this process is connected to, for other processes to join it."""
     wants_token = _raylet.get_authentication_mode() == _raylet.AuthenticationMode.TOKEN
     node = ray._private.worker._global_node  # Ray says it nowhere else
     return RayPart(
@@ -298,7 +298,7 @@ def ray_here(namespace: str) -> RayPart:
 
 
 def _token_file() -> Path | None:
-    """Where Ray has its token from, in the order in which it looks."""
+    """Return the file of Ray's token, found as Ray looks for it; None: RAY_AUTH_TOKEN has it."""
     if os.environ.get(_TOKEN):
         return None
     if path := os.environ.get(_TOKEN_PATH):
@@ -435,7 +435,7 @@ def _line(error: BaseException) -> str:
 
 @contextmanager
 def _environment(**values: str | None) -> Iterator[None]:
-    """Of what Ray starts inside the block; None: the variable is not set."""
+    """Set variables for what Ray starts inside the block; None removes one."""
     before = {name: os.environ.get(name) for name in values}
     _set(values)
     try:

@@ -86,8 +86,8 @@ def nearest(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:
 
 
 def _key(detail: ErrorDetails, raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """Where the error is, as the file spells it. pydantic's location also has the names of a
-    union's members, which no file has."""
+    """Return the key of the error, as the file spells it. pydantic's location also has the names of
+    a union's members, which no file has."""
     parts: list[str] = []
     value: object = raw
     types: Sequence[Any] = ROOT
@@ -101,7 +101,7 @@ def _key(detail: ErrorDetails, raw: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _given(parts: Sequence[str], raw: object) -> bool:
-    """Whether the configuration itself has the key."""
+    """True if the configuration itself has the key."""
     for part in parts:
         if not holds(raw, part):
             return False
@@ -110,7 +110,7 @@ def _given(parts: Sequence[str], raw: object) -> bool:
 
 
 def _wanted(detail: ErrorDetails, parts: Sequence[str]) -> str:
-    """What the value should be or do, from pydantic's words."""
+    """Return the demand on the value, such as "be a path", from pydantic's words."""
     kind, value = detail["type"], detail["input"]
     if kind in ("model_type", "model_attributes_type"):
         return "be a section, {key: value, …}"

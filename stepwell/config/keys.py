@@ -77,14 +77,14 @@ def fields_at(raw: object, parts: Sequence[str]) -> list[str]:
 
 
 def holds(value: object, part: str) -> bool:
-    """Whether `value`, a mapping or a list, has something under `part`."""
+    """True if `value`, a mapping or a list, has something under `part`."""
     if isinstance(value, list):
         return part.isdecimal() and int(part) < len(value)
     return isinstance(value, Mapping) and part in value
 
 
 def child(value: Any, part: str) -> Any:
-    """What stands under `part` in a mapping or a list; None if nothing does."""
+    """Return the value under `part` in a mapping or a list; None if there is none."""
     if not holds(value, part):
         return None
     return value[int(part)] if isinstance(value, list) else value[part]

@@ -39,7 +39,7 @@ from stepwell.trainer.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 PRESET_DIRS = (Path("configs"), _PACKAGE / "configs")
-"""Where `--config NAME` looks: the working folder, then what came with Stepwell."""
+"""Folders that `--config NAME` searches: the working folder's, then Stepwell's own."""
 
 MODELS = (
     "model.path",
@@ -58,14 +58,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Layer:
-    """What one file or the command line gives."""
+    """Values that one file or the command line gives."""
 
     path: Path | None
     """None is the command line."""
     values: Raw
 
     def depth(self, parts: Sequence[str]) -> int:
-        """How many of `parts`, from the first on, this layer sets."""
+        """Return the number of leading `parts` that this layer sets."""
         value: Any = self.values
         for depth, part in enumerate(parts):
             if not isinstance(value, dict) or part not in value:
@@ -472,8 +472,8 @@ def _over(below: Any, above: Any, types: Sequence[Any], *, one_layer: bool = Fal
 
 
 def _of_new_kind(below: Raw, above: Raw, types: Sequence[Any]) -> Raw:
-    """What of `below` stays when `above` chooses the kind: all of the same kind; of another kind,
-    the fields that both inherit from one section, which therefore mean the same."""
+    """Return the part of `below` that stays when `above` chooses the kind. The same kind keeps all;
+    another kind keeps the fields that both inherit from one section, which mean the same."""
     if "kind" not in above or "kind" not in below or above["kind"] == below["kind"]:
         return below
     old, new = models_of(types, below), models_of(types, above)

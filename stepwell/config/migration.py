@@ -72,7 +72,7 @@ def rows() -> tuple[Row, ...]:
 
 
 def known_as(key: str) -> str | None:
-    """What is known about `key`, a name that is none of ours; None if nothing is."""
+    """Return the tables' text about `key`, a name that is none of ours; None if they have none."""
     key = key.replace("-", "_")
     last = key.rpartition(".")[2]
     exact = [row for row in rows() if row.name == key]

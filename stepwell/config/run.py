@@ -47,7 +47,7 @@ class RunSection(Section):
     """Everything the run writes: metrics.jsonl, summary.json, weights, checkpoints, logs. Default
     runs/NAME."""
     seed: int = Field(default=0, ge=0)
-    """Of every part that draws and has no seed of its own."""
+    """Random seed of every part that draws and has no seed of its own."""
     resume: Literal["auto", "never"] | NonNegativeInt | Path = "auto"
     """`auto` goes on from the last checkpoint in `dir`; `never` removes the run and starts over;
     a step goes back to that one; a path starts from the checkpoint of another run."""
@@ -188,13 +188,13 @@ class RunConfig(Section):
 
     @property
     def only_scored(self) -> bool:
-        """Whether a group of the train channel is of use with its agents' rewards alone."""
+        """True if only agents give rewards: without one, a train group is of no use."""
         by_themselves = self.rollout.agent is None and self.algorithm.kind == "rl"
         return by_themselves and self.rollout.reward is None
 
     @property
     def sft_share(self) -> float:
-        """Of the groups of a batch, those that are conversations (`data.sft`)."""
+        """Share of a batch's groups that are conversations (`data.sft`)."""
         if self.algorithm.kind == "sft":
             return 1.0
         channels = self.sampling.channels or {"train": 1.0}
@@ -202,13 +202,13 @@ class RunConfig(Section):
 
     @property
     def serves(self) -> bool:
-        """Whether there are engines and a gateway: not where conversations alone are trained and
-        nobody validates."""
+        """True if there are engines and a gateway. Only a run that trains conversations alone and
+        does not validate has none."""
         return self.sft_share < 1 or self.rollout.agent is not None
 
     @property
     def has_tasks(self) -> bool:
-        """Whether there is something to run an agent on."""
+        """True if there are tasks to run an agent on."""
         data = self.data
         return data is not None and (data.train is not None or data.val is not None)
 

@@ -70,7 +70,7 @@ Check = Callable[[RunConfig], None]
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What the checks have read, so that nobody reads it again."""
+    """Data that the checks have read, so that nobody reads it again."""
 
     prompts: PromptSource | None
     """To train on; None: agents bring theirs."""
@@ -159,7 +159,7 @@ def run_folder(config: RunConfig) -> None:
 
 
 def folders(config: RunConfig) -> None:
-    """Those inside run.dir may be another user's, of a run that root made."""
+    """The run's folders can be written. Those in run.dir may be another user's, if root made it."""
     for name in (CHECKPOINTS, LOGS, WEIGHTS):
         _writable(config.run.dir / name, "run.dir")
     if config.pool.durability != "none":
@@ -279,7 +279,7 @@ def device(config: RunConfig) -> None:
 
 
 def policy(config: RunConfig) -> None:
-    """What is trained, and what it is held to."""
+    """Weights of the policy, its reference and the critic are there."""
     check_weights(config.model.path)
     if config.backend.reference_path is not None:
         check_weights(config.backend.reference_path, "backend.reference_path")
@@ -324,7 +324,7 @@ def memory(config: RunConfig) -> None:
 
 
 def _machine_bytes() -> int:
-    """Of this machine, or of the container that this process is in."""
+    """Memory of this machine, or of the container that this process is in."""
     limits = [psutil.virtual_memory().total]
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # no such cgroup, or "max"
@@ -333,8 +333,8 @@ def _machine_bytes() -> int:
 
 
 def _gpu_bytes() -> int | None:
-    """Of the largest GPU here; None: nobody says. To ask torch would open the GPU in this process,
-    before Ray says which one is ours."""
+    """Memory of the largest GPU here; None: nobody says. To ask torch would open the GPU in this
+    process, before Ray says which one is ours."""
     try:
         said = subprocess.run(
             ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],

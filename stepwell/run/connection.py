@@ -33,7 +33,7 @@ from stepwell.run.folder import is_starting
 
 
 class Connection:
-    """What `connect` returns: `async with` it, or await it."""
+    """Result of `connect`: `async with` it, or await it."""
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
         self._run = run

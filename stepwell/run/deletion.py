@@ -27,7 +27,7 @@ from stepwell.run.folder import GatewayPart, holder, journal_folder, live_run
 async def delete(
     run_dir: Path, trajectory_uid: str | None, tag: str | None, exports: Sequence[Path] = ()
 ) -> list[str]:
-    """What was deleted, and what was not, a line each.
+    """Delete trajectories; return what was deleted and what was not, a line each.
 
     Raises:
         RunUnavailableError: `run_dir` is no run's folder, or its run is only starting.
@@ -61,7 +61,7 @@ async def delete(
 
 
 def _copies(path: Path) -> Iterator[Path]:
-    """What `salvage` put aside."""
+    """Yield the journals that `salvage` put aside."""
     with suppress(JournalError):  # a live pool may have no journal
         for folder in journals_in(path):
             yield from sorted(folder.parent.glob(f"{folder.name}.damaged*"))

@@ -33,7 +33,7 @@ def evaluation_of(
     name: str | None = None,
     overrides: Sequence[str] = (),
 ) -> RunConfig:
-    """What is to be run.
+    """Return the configuration of the evaluation.
 
     Args:
         what: the folder of a run or a model, or a model's id on the hub.

@@ -45,7 +45,7 @@ TRAINER_LOCK = "trainer.lock"
 LOCK_WAIT_S = 0.5
 """A reader that looks whether the run is alive holds the lock for a moment."""
 REPAIR_S = 3.0
-"""What a killed trainer left undone is put right in this time, mostly."""
+"""Seconds in which a killed trainer's leftovers are put right, mostly."""
 PACKAGES = ("torch", "ray", "transformers", "sglang")
 GIT_S = 10.0
 ANSWER_S = 5.0
@@ -90,16 +90,16 @@ class GatewayPart(_Part):
 class EnginesPart(_Part):
     urls: tuple[str, ...]
     weights_dir: Path
-    """Where versions are published."""
+    """Folder in which versions are published."""
 
 
 class PoolPart(_Part):
     name: str
-    """Of its first actor, in the namespace of `ray`."""
+    """Name of the pool's first actor, in the namespace of `ray`."""
 
 
 class RunFile(_Part):
-    """What `run.json` says. A part that was not up yet is None."""
+    """Content of `run.json`. A part that was not up yet is None."""
 
     name: str
     pid: int
@@ -196,7 +196,7 @@ def live_run(run_dir: Path) -> RunFile:
 
 
 def journal_folder(run_dir: Path) -> Path:
-    """Where the journal of the run in `run_dir` is; `run_dir` itself if it is no run's folder.
+    """Folder of the journal of the run in `run_dir`; `run_dir` itself if it is no run's folder.
 
     Raises:
         NoRunError: there is no such folder.
@@ -339,7 +339,7 @@ def _locked(folder: Path, name: str, wait_s: float, taken: str) -> Iterator[IO[s
 
 
 def versions() -> dict[str, str]:
-    """Of Stepwell, Python and what a run's figures depend on."""
+    """Versions of Stepwell, Python and the packages that a run's figures depend on."""
     found = {"stepwell": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -34,7 +34,8 @@ _UNTOLD = (
     "engine.model_path",
     "gateway.tokenizer_path",
 )
-"""Where a run is and what shows it; a model that was moved is the same one."""
+"""Keys of which no change is reported: a run's place, what shows it, and the model, which may
+only have moved."""
 _TRAINED = ("data.train", "data.sft")
 _OF_RUN_SEED = (
     *(f"{data}.shuffle_seed" for data in (*_TRAINED, "data.val")),
@@ -55,7 +56,7 @@ MOST = 8
 
 
 def origin(config: RunConfig, tasks: int | None) -> dict[str, Any]:
-    """What goes into the `about.json` of every checkpoint.
+    """Return the entries of this run for the `about.json` of every checkpoint.
 
     Args:
         tasks: in an epoch of `data.train`; None: agents bring theirs.

@@ -79,13 +79,13 @@ async def serve(config: RunConfig) -> None:
 
 
 def starting(config: RunConfig) -> str:
-    """What is said first: a start takes from some seconds to minutes."""
+    """First message of a start, which takes from some seconds to minutes."""
     parts = "the pool, the gateway and an engine" if config.serves else "the pool"
     return f"starting Ray, {parts}; the model is {config.model.path}"
 
 
 def where_to_call(config: RunConfig, cluster: Cluster) -> str:
-    """What `stepwell serve` prints: where everything is, and what to do with it."""
+    """Text that `stepwell serve` prints: where everything is, and what to do with it."""
     folder = config.run.dir
     needs = "" if cluster.key_file is None else f", admin key in {cluster.key_file}"
     lines = [

@@ -240,7 +240,7 @@ async def _train(
 def resume_status(
     resumed: bool, updates: int, records: Sequence[object], config: TrainerConfig
 ) -> str | None:
-    """Where a run goes on; None if it is a new one.
+    """Text on where the run goes on; None if it is a new one.
 
     Args:
         records: of the optimizer steps of the run before.

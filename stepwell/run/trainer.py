@@ -207,7 +207,7 @@ def _slime_arguments(config: RunConfig) -> dict[str, Any]:
 
 
 def weight_store(config: RunConfig) -> WeightStore:
-    """Where versions are published, and what version 0 was."""
+    """Return the store of published versions. Version 0 is the model; adapters have none."""
     adapters = config.engine.weight_transport == "lora"
     return WeightStore(
         config.run.dir / WEIGHTS,

@@ -78,7 +78,7 @@ TALK: list[Message] = [
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found."""
+    """Result of one check."""
 
     name: str
     state: State
@@ -138,7 +138,7 @@ def python() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """What pyproject.toml asks for is installed."""
+    """Packages that pyproject.toml requires are installed."""
     try:
         asked = [Requirement(text) for text in metadata.requires("stepwell") or ()]
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What `stepwell backends` prints: training backends, engines, policy losses, advantage estimators
+"""Output of `stepwell backends`: training backends, engines, policy losses, advantage estimators
 and off-policy methods by name.
 
     Training backends  trainer.backend=NAME
@@ -29,7 +29,7 @@ _STYLES = {"ready": "green", "missing": "yellow", "broken": "red", "claimed twic
 
 
 def survey() -> list[tuple[str, str, list[Found]]]:
-    """Of each kind its title, the key that takes such a name, and what there is."""
+    """Return for each kind its title, the key that takes its names, and the plug-ins found."""
     return [
         ("Training backends", "trainer.backend=NAME", BACKENDS.survey()),
         ("Engines", "engine.kind=NAME", ENGINES.survey()),

@@ -49,10 +49,10 @@ class RunView:
     is_alive: bool
     pool: DataPoolClient
     files: RunFolder
-    """What its trainer writes."""
+    """Files that the run's trainer writes."""
 
     def lives(self) -> bool:
-        """Whether it is alive still."""
+        """True if the run is still alive."""
         return self.is_alive and (not self.folder.is_dir() or holder(self.folder) is not None)
 
     @property
@@ -61,11 +61,11 @@ class RunView:
         return holder(self.folder, TRAINER_LOCK)
 
     def records(self) -> list[dict[str, Any]]:
-        """What metrics.jsonl has of the last optimizer steps, in order."""
+        """Return the records of the last optimizer steps in metrics.jsonl, in order."""
         return self.files.records([step for step in self.files.steps() if step > 0][-RECENT:])
 
     def tokenizer_path(self) -> str | None:
-        """Of the served model, from wherever this process is."""
+        """Path of the served model's tokenizer, from wherever this process is."""
         config = self.run.config
         path = config.get("gateway", {}).get("tokenizer_path") or config["model"]["path"]
         there = self.run.folder / path
@@ -126,7 +126,7 @@ def _found(place: Path | str) -> tuple[Path, RunFile, bool]:
 
 
 def _limits(run: RunFile) -> PoolConfig:
-    """Which groups were held or dropped goes by these."""
+    """Return the limits by which groups were held or dropped."""
     try:
         return RunConfig.model_validate(run.config, context={"here": False}).pool_of_run
     except ValidationError:  # another release's keys

@@ -34,7 +34,7 @@ COLOURS = {"up": "green", "alive": "green", "ended": "dim", "ailing": "yellow", 
 
 
 async def read_status(view: RunView) -> dict[str, Any]:
-    """How the run is doing, as JSON values. A part that does not answer has an `error`."""
+    """Return the run's status as JSON values. A part that does not answer has an `error`."""
     run, records = view.run, view.records()
     try:
         async with asyncio.timeout(ANSWER_S):  # a pool that restarts is waited for much longer
@@ -155,7 +155,7 @@ def _gateway(gateway: Mapping[str, Any], rates: _Rates) -> Text:
 
 
 def _engines(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """As the first gateway that answers sees them."""
+    """Return the engines, as the first gateway that answers sees them."""
     found = (g["engine"]["engines"] for g in status["gateways"] if "engine" in g)
     return next(found, [])
 

@@ -41,7 +41,7 @@ RECENT = 10
 """Dropped groups that are named."""
 TRAINED, MASKED = ("█ ", "green"), ("· ", "dim")
 SHADES = ("green", "bright_green")
-"""Of trained tokens, in turn, so that their borders are seen."""
+"""Colours of trained tokens, in turn, so that their borders are seen."""
 
 
 class Tokens(Protocol):
@@ -235,9 +235,9 @@ class Opened(NamedTuple):
     rows: list[Row]
     """Its branches, as an export writes them, with lists for arrays."""
     tokens: Tokens | None
-    """What gives their text; None: there is no tokenizer."""
+    """Tokenizer that gives the tokens' text; None: there is none."""
     trained: dict[str, Any] | None = None
-    """Of one that was trained, and sampled: the optimizer `step`, mean `advantage` and `weight`."""
+    """Optimizer `step`, mean `advantage` and `weight` if it was trained and sampled, else None."""
 
 
 async def open_trajectory(uid: str, where: str | None) -> Opened:
@@ -379,7 +379,7 @@ def trajectory_screen(opened: Opened) -> RenderableType:
 
 
 class _StepView(NamedTuple):
-    """What a step adds to the branch in which it is first."""
+    """Content that a step adds to the branch in which it is first."""
 
     step_index: int
     parent: int | None
@@ -390,7 +390,7 @@ class _StepView(NamedTuple):
     n_prompt: int
     """Tokens of the whole prompt."""
     prompt: Sequence[int]
-    """What is new of it: behind the step before."""
+    """Tokens of the prompt that follow those of the step before."""
     response: Sequence[int]
 
 

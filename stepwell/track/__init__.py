@@ -1,1 +1,1 @@
-"""What a run tells of itself: console, trackers, summary."""
+"""Reports of a run: console, trackers and summary."""

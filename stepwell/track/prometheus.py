@@ -23,7 +23,7 @@ from stepwell.gateway.server import bind
 from stepwell.trainer.errors import ConfigError
 
 MOST_KEYS: Final = 500
-"""Of one record: a name may hold that of a data source or a tool."""
+"""Most keys exported of one record: a key may contain a data source's or a tool's name."""
 
 
 def _gauge(name: str, help: str, key: str) -> Family:
@@ -71,7 +71,7 @@ TRAINER: Final = (
         "numbers.{key}",
     ),
 )
-"""Of a record, as `PrometheusTracker` lays it out."""
+"""Metric families of a record, as `PrometheusTracker` lays it out."""
 
 
 class PrometheusTracker(Collector):
@@ -107,7 +107,7 @@ class PrometheusTracker(Collector):
         self._thread.join()
 
     def collect(self) -> Iterator[Metric]:
-        """What is scraped."""
+        """Yield the metrics of a scrape."""
         record = self._record
         phases = {m[1]: v for k, v in record.items() if (m := re.fullmatch(r"time/(\w+)_s", k))}
         numbers = {key: record[key] for key in list(record)[:MOST_KEYS]}

@@ -1,4 +1,4 @@
-"""What a run leaves behind for people: `reward.png` and `summary.json`."""
+"""Files that a run leaves behind for people: `reward.png` and `summary.json`."""
 
 from __future__ import annotations
 

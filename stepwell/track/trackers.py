@@ -24,7 +24,7 @@ TENSORBOARD = "tensorboard"
 
 
 def build_trackers(folder: Path, config: RunConfig) -> list[Tracker]:
-    """Those that `logging` asks for."""
+    """Build the trackers that `logging` asks for."""
     trackers: list[Tracker] = []
     if config.logging.wandb != "disabled":
         trackers.append(WandbTracker(folder, config))

@@ -44,7 +44,7 @@ REWARDS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Without a KL in the reward: verl's rewards are scores minus that."""
 POLICY_LOSS: Final[Mapping[str, tuple[str, ...]]] = {"loss": ("actor/pg_loss",)}
-"""Where the loss is the policy's alone."""
+"""Name that holds where the loss is the policy's alone."""
 TOKEN_MEAN: Final[Mapping[str, tuple[str, ...]]] = {"policy/entropy": ("actor/entropy",)}
 """With `loss_agg_mode: token-mean`: ours are means over tokens, verl's are taken as the loss is."""
 KL_COEF: Final[Mapping[str, tuple[str, ...]]] = {"kl/coef": ("actor/kl_coef",)}
@@ -57,11 +57,11 @@ KL_REWARD: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """With `algorithm.kl.place: reward`."""
 PPO_KL: Final[Mapping[str, tuple[str, ...]]] = {"policy/kl_k1": ("actor/ppo_kl",)}
-"""Of every policy loss but `kl_cov`, of which verl reports the mean of |log r|."""
+"""Name for every policy loss but `kl_cov`, of which verl reports the mean of |log r|."""
 DUAL_CLIP: Final[Mapping[str, tuple[str, ...]]] = {
     "policy/dual_clip_frac": ("actor/pg_clipfrac_lower",)
 }
-"""Of `ppo`; verl's `pg_clipfrac_lower` of `geo_mean` is another figure."""
+"""Name for `ppo` alone; verl's `pg_clipfrac_lower` of `geo_mean` is another figure."""
 CLIPPED_AS_VERL: Final = frozenset({"ppo", "gspo", "cispo"})
 """Policy losses of which verl's `pg_clipfrac` counts both sides, as the sum of ours does."""
 _CLIPPED: Final = ("policy/clip_frac_low", "policy/clip_frac_high")
