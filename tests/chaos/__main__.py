@@ -22,7 +22,7 @@ KEYS = (
     *("steps_lost", "steps_extra", "steps_changed", "trained_twice", "groups_lost"),
     *("versions_wrong", "rewards_from_failures", "silent_aborts", "silent_drops"),
 )
-"""What must be 0, besides what the lives did."""
+"""Figures that must be 0, besides the violations that the lives met."""
 SHOWN = 20
 
 
