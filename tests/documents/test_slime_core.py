@@ -475,7 +475,7 @@ def sees(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any
 async def test_special_tokens_are_left_out_of_texts_or_not(
     worlds: Callable[..., Any], tmp_path: Path, skips: bool, text: str
 ) -> None:
-    """The option holds for the text that a function gets, and for that which rewards get."""
+    """`skip_special_tokens` holds for the text that a function gets, and for that of rewards."""
     world = await worlds()
     world.say("she did")
     await run(world, tmp_path, "shows_its_text", skip_special_tokens=skips)

@@ -33,7 +33,7 @@ MARKUP = (
     *("assistant\n", '{"name": "f", "arguments": {"x": 1}}', '{"name": 3}', '{"name": "f"'),
     *("[1]", "3", "null", "NaN", "[" * 2000, "\n", "fine"),
 )
-"""What a prompt or a reply may be put together from."""
+"""Pieces that a prompt or a reply may be put together from."""
 
 
 async def fuzz(cases_per_operation: int, seed: int | None = None) -> tuple[int, str]:
