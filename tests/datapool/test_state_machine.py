@@ -171,7 +171,7 @@ class Model:
         )
 
     def judge(self, p: str) -> None:
-        """Begin an unscored group's wait for rewards; after it, drop the group if filters are set."""
+        """Begin an unscored group's wait for rewards; drop it after that if filters are set."""
         g = self.prompts[p]
         if not self.is_unscored(g):
             return
