@@ -1,4 +1,4 @@
-"""What tests of all rooms build with and wait by, one of each.
+"""Builders and waits for the tests of all rooms, one of each.
 
 step      a Step whose values matter only where a test gives them
 group     a Group of trajectories: of Steps, or of rewards alone

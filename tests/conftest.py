@@ -1,4 +1,4 @@
-"""What tests of all rooms share: one Ray, and on how many examples a property is tried.
+"""Fixtures of all rooms' tests: one Ray, and the number of examples that a property is tried on.
 
 make test         25 examples of each property, nothing that is marked `long`
 make test-long    500 examples, and everything that is marked `long`

@@ -22,7 +22,7 @@ import psutil
 
 LOOK_EVERY_S = 0.5
 ORPHANS_S = 10.0
-"""What outlives the command may end by itself within this."""
+"""Seconds in which processes that outlive the command may end by themselves."""
 PR_SET_CHILD_SUBREAPER = 36
 
 

@@ -23,13 +23,13 @@ def documented(*, always: bool) -> set[str]:
 
 
 def undocumented(keys: Iterable[str]) -> set[str]:
-    """Those of `keys` that are no name of the page."""
+    """Return the `keys` that no name of the page stands for."""
     patterns = [_pattern(n) for n in documented(always=True) | documented(always=False)]
     return {key for key in keys if not any(p.fullmatch(key) for p in patterns)}
 
 
 def unseen(names: Iterable[str], keys: Iterable[str]) -> set[str]:
-    """Those of `names` that no key is."""
+    """Return the `names` that stand for no key."""
     keys = set(keys)
     return {name for name in names if not any(map(_pattern(name).fullmatch, keys))}
 

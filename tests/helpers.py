@@ -1,4 +1,4 @@
-"""What tests of several packages need: a server on a free port, a process's end, a full disk."""
+"""Helpers for tests of several packages: a server on a free port, a process's end, a full disk."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def actor_processes(name: str) -> list[psutil.Process]:
 
 
 async def gone(pid: int) -> bool:
-    """Whether the process ended, by now or within some seconds."""
+    """True if the process ended, by now or within some seconds."""
     for _ in range(1000):
         try:
             if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:

@@ -1,4 +1,4 @@
-"""What README and docs point to is there: pages, sections, and what checks each claim."""
+"""README and docs point to things that are there: pages, sections, and what checks each claim."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_link_leads_to_a_page_and_a_section(document: Path) -> None:
 
 
 def checks() -> list[str]:
-    """What the table of claims names as checking them."""
+    """Paths and commands that the table of claims names as checks."""
     text = (ROOT / "docs/claims.md").read_text()
     table = re.search(r"^\| claim \| checked by \|\n(.*?)^$", text, re.M | re.S)
     assert table is not None
@@ -115,7 +115,7 @@ LANGUAGES = {
     "bash": "the lines that name stepwell are read there, too; others are the reader's shell",
     "": "output, a picture, or lines that test reads",
 }
-"""What checks a block of code, by its language."""
+"""Check of a block of code, by its language."""
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 
 

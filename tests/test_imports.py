@@ -27,8 +27,8 @@ ALLOWED = {
     "backends": {"backends", "datapool"},
     "trainer": {"trainer", "datapool", "backends"},
 }
-"""What each room imports of `stepwell`: no name of the shell, none of the public API. The shell
-sees every room."""
+"""Rooms that each room imports from: no name of the shell, none of the public API. The shell sees
+every room."""
 SHELL = ("config", "cluster", "track", "run", "show", "cli")
 """The shell's folders: each imports only of those before it, and of the files beside them."""
 
@@ -50,7 +50,7 @@ def modules(root: Path) -> Mapping[str, Path]:
 
 @cache
 def imported(path: Path) -> list[str]:
-    """What `path` imports, anywhere in it, by its dotted name; `from a import b` gives a.b."""
+    """Dotted names of all that `path` imports, anywhere in it; `from a import b` gives a.b."""
     return list(_imported(path))
 
 

@@ -22,7 +22,7 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-"""What the families of decoders have in common."""
+"""Configuration fields that the families of decoders have in common."""
 SMALL_GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 
 

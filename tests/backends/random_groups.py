@@ -137,7 +137,7 @@ def _ids(draw: Draw, low: int, high: int) -> Ids:
 
 
 def properties(groups: Sequence[Group]) -> dict[str, Any]:
-    """What the groups have of each hard case: a test of a conversion checks that it met them."""
+    """Hard cases among the groups, by name: a test of a conversion checks that it met them."""
     steps = steps_of(groups)
     trajectories = [t for g in groups for t in g.trajectories]
     children: dict[tuple[str, int], int] = {}

@@ -22,7 +22,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """What a client needs of huggingface.co: one model, `us/tiny`, at `main`."""
+    """The part of huggingface.co that a client needs: one model, `us/tiny`, at `main`."""
 
     def do_HEAD(self) -> None:
         self._answer(body=False)

@@ -106,8 +106,8 @@ SAID = {
     "deepseek": "\n</think>\n\n{}<｜end▁of▁sentence｜>",
     "generation": "{}<|im_end|>",
 }
-"""What the model writes for an answer without reasoning. Qwen3's template shows an empty thought in
-the last turn; DeepSeek's prompt has opened one."""
+"""Text of the model for an answer without reasoning. Qwen3's template shows an empty thought in the
+last turn; DeepSeek's prompt has opened one."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)

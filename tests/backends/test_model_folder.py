@@ -1,4 +1,4 @@
-"""Which files of a model's folder are its weights."""
+"""Recognition of the files of a model's folder that are its weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sharded(tmp_path: Path) -> Path:
 
 
 def test_weights_that_lie_there_a_second_time_are_counted_once(sharded: Path) -> None:
-    """As with Mistral's `consolidated.safetensors`."""
+    """Mistral's folders have a second copy of the weights, `consolidated.safetensors`."""
     before = weight_bytes(sharded)
     write_weights(sharded / "consolidated.safetensors", 200)
     assert count_parameters(sharded) == 200

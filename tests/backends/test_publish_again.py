@@ -19,7 +19,7 @@ def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 async def attempts(
     monkeypatch: pytest.MonkeyPatch, failures: list[int | None], patience_s: float
 ) -> int:
-    """How often it was tried, if the first tries leave the engine serving `failures`."""
+    """Number of tries of a publication whose first tries leave the engine serving `failures`."""
     tries = 0
 
     async def run(_: Any) -> Publication:

@@ -59,7 +59,7 @@ class Key(NamedTuple):
 
 
 class Token(NamedTuple):
-    """What a backend's trainer sees of it."""
+    """A response token as a backend's trainer sees it."""
 
     context: bytes
     """The ids before it, as int64."""
@@ -71,7 +71,7 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """What a backend trains on. A token that it masks is not in `tokens`."""
+    """Tokens that a backend trains on, and its loss. A token that it masks is not in `tokens`."""
 
     tokens: dict[Key, Token]
     loss: float
@@ -86,7 +86,7 @@ class Case:
     batch: TokenBatch
     """With `advantages`, `weights`, `prox_log_probs` and `coef`."""
     log_probs: Tensor
-    """Of the policy that is trained, [T]."""
+    """Log-probs of the policy that is trained, [T]."""
     mask: Tensor
     """[T]; 0: not to be trained."""
     config: LossConfig

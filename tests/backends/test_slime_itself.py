@@ -1,4 +1,4 @@
-"""What slime's own code makes of our samples: `make test-slime` runs it."""
+"""Our samples in slime's own code: `make test-slime` runs these tests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(not HAS_SLIME, reason="make test-slime runs it, 
 
 @pytest.fixture
 def args() -> Namespace:
-    """As slime's parser leaves them, as far as they are read here."""
+    """slime's arguments as its parser leaves them, as far as they are read here."""
     return Namespace(
         advantage_estimator="grpo",
         rewards_normalization=True,
@@ -360,7 +360,7 @@ STANDS_IN: dict[str, dict[str, Any]] = {
         "tool_registry": Tools(),
     },
 }
-"""What the examples import beside slime."""
+"""Stand-ins for the modules that the examples import beside slime."""
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""What the slime of Agent Rollout's document (commit be675e6, July 2025), which came before
-`slime.rollout.base_types`, makes of our rollout function: `make test-slime` runs it."""
+"""Our rollout function in the slime of Agent Rollout's document (commit be675e6, July 2025), which
+came before `slime.rollout.base_types`: `make test-slime` runs these tests."""
 
 from __future__ import annotations
 

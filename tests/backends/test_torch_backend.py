@@ -98,7 +98,7 @@ def with_columns(batch: TorchBatch, seed: int = 0, config: LossConfig | None = N
 
 
 def gradients(trained: TorchBackend) -> list[Tensor]:
-    """Of the one update so far: AdamW's first moment is (1 - β1) times the gradient."""
+    """Gradients of the one update so far: AdamW's first moment is (1 - β1) times the gradient."""
     state = trained.state_dict()["optimizer"]["state"]
     return [state[i]["exp_avg"] / 0.1 for i in sorted(state)]
 

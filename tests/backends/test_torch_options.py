@@ -1,4 +1,4 @@
-"""What `backend.*` can be set to: optimizers, rates, LoRA, checkpointed layers, the reference."""
+"""Settings of `backend.*`: optimizers, rates, LoRA, checkpointed layers, the reference."""
 
 from __future__ import annotations
 

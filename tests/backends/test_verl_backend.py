@@ -1,4 +1,4 @@
-"""What verl is given, checked without verl: rows, masks, padding, fields, and what is refused."""
+"""Batches for verl, checked without verl: rows, masks, padding, fields, and what is refused."""
 
 from __future__ import annotations
 

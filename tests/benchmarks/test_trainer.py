@@ -52,7 +52,7 @@ def test_the_batch_is_the_one_that_the_bounds_are_stated_for() -> None:
     ],
 )
 def test_every_form_has_the_gradient_of_the_plain_loop(name: str, folder: Path) -> None:
-    """What is compared is the speed of the same work."""
+    """The bench compares the speed of the same work, so every form must do it."""
     (steps,) = groups(QUICK, 512)
     norm = make_form("plain", folder).step(steps)
     assert norm > 1e-2

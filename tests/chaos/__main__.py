@@ -29,7 +29,7 @@ KEYS = (
     "silent_aborts",
     "silent_drops",
 )
-"""What must be 0, besides what the lives did."""
+"""Figures that must be 0, besides the violations that the lives met."""
 SHOWN = 20
 
 

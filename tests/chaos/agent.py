@@ -33,7 +33,7 @@ FOLDER = "STEPWELL_CHAOS_LOG"
 MAX_TURNS = 4
 MAX_TOKENS = 24
 RAISES = 0.04
-"""Of the rollouts, those that fail on purpose."""
+"""Share of the rollouts that fail on purpose."""
 THINKS_S = 0.4
 RETRIES = 14
 """By the client, 8 s apart at most: longer than any fault lasts."""

@@ -59,7 +59,7 @@ class Artefact:
     files: Sequence[Path]
     """Damaged one at a time."""
     read: Callable[[], Any]
-    """What a run would take from them."""
+    """Returns what a run would take from the files."""
 
 
 @dataclass(frozen=True, slots=True)

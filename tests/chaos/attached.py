@@ -44,7 +44,7 @@ from tests.chaos.lives import (
 OF_THE_SERVICE = ("raylet", "gcs")
 """Parts that end the service when they end."""
 SERVES = "Ctrl-C"
-"""What a service prints when it is up."""
+"""Text that a service prints when it is up."""
 SERVICE = (
     "logging.wandb=disabled",
     "logging.console=plain",
@@ -139,7 +139,7 @@ class AttachedRun(Run):
         )
 
     def service_words(self) -> str:
-        """What the service printed since its last start."""
+        """Output of the service since its last start."""
         with self._serve_log.open("rb") as log:
             log.seek(self._serve_at)
             return log.read().decode(errors="replace")

@@ -27,16 +27,16 @@ ACTORS = {
     "engine_server": "ray::EngineServer",
     "worker": "ray::RolloutWorker",
 }
-"""How Ray names their processes."""
+"""Part -> title that Ray gives its process."""
 DAEMONS = {"raylet": "raylet", "gcs_server": "gcs"}
-"""How Ray names its own processes."""
+"""Program of one of Ray's own processes -> part."""
 ENGINE = "stepwell.backends.engines.embedded"
 STOP_S = (3.0, 15.0)
 LONG_STOP_S = 40.0
 DELAY_S = (0.0, 5.0)
 """From the moment that is waited for to the fault."""
 IN_A_ROW = 0.35
-"""Of the faults come without waiting until the run trains again."""
+"""Share of the faults that come without waiting until the run trains again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Fault:
     action: Action
     part: str
     seconds: float
-    """How long it lasts; 0 for a kill."""
+    """Duration of the fault; 0 for a kill."""
     delay_s: float
     pick: float
     """In [0, 1): which process, where a part has several."""
@@ -81,7 +81,7 @@ def plan(
 
 
 def part_of(process: psutil.Process) -> str | None:
-    """Which part this process is; None: another one, or it is gone."""
+    """Return the part that this process is; None: it is no part, or it is gone."""
     try:
         line = process.cmdline()
         if not line or process.status() == psutil.STATUS_ZOMBIE:

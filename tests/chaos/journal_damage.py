@@ -140,7 +140,7 @@ class Left:
     durability: str
     acknowledged: Mapping[str, str]
     under_way: Mapping[str, str] | None
-    """Of a transaction that was not acknowledged, and may be there."""
+    """Content with the unacknowledged transaction, which may be there; None: there was none."""
     moments: Sequence[Mapping[str, str]]
     """After each transaction: group -> content."""
 
@@ -179,7 +179,7 @@ def leave(folder: Path, durability: str, n: int, closed: bool, seed: int) -> Lef
 
 
 def open_pool(folder: Path, durability: str, *, served: bool = False) -> dict[str, str]:
-    """What a pool holds that is started over the folder.
+    """Start a pool over the folder and return the content that it holds.
 
     Args:
         served: only what a consumer would get, now or once it is complete.
@@ -217,7 +217,7 @@ class Trial:
     unnamed: tuple[str, ...] = ()
     """Groups that it does not serve and that the report does not name."""
     told: bool = True
-    """Whether the error names the damaged file of a checkpoint."""
+    """False if the error does not name the damaged file of a checkpoint."""
 
     @property
     def failed(self) -> bool:

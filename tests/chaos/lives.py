@@ -49,7 +49,7 @@ SITE = Path(__file__).parent / "site"
 """Folder of `sitecustomize.py`, for runs with a plant."""
 PR_SET_CHILD_SUBREAPER = 36
 UP = "gateway at "
-"""What a life prints when all its parts have come up."""
+"""Text that a life prints when all its parts have come up."""
 PATIENCE_S = 240.0
 """The run must train again within it, or end."""
 LEFT_S = 90.0
@@ -88,7 +88,7 @@ class Disturbance:
 
 @dataclass(slots=True)
 class Books:
-    """What was seen of the lives."""
+    """Record of the lives: faults, excuses, disturbances, violations."""
 
     faults: Counter[str] = field(default_factory=Counter)
     lives: int = 0
@@ -234,7 +234,7 @@ class Run:
         return load_config("quickstart", self.options(1))
 
     def command(self, total_steps: int) -> list[str]:
-        """Of a life."""
+        """Command line of a life."""
         train = [sys.executable, "-m", "stepwell", "train", "--config", "quickstart"]
         return [*train, *self.options(total_steps)]
 
@@ -269,7 +269,7 @@ class Run:
         return self._machines.daemons() if self._machines is not None else []
 
     def processes(self) -> list[psutil.Process]:
-        """Of this life, and the cluster's that it joined."""
+        """Processes of this life, and of the cluster that it joined."""
         found: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):
             found += psutil.Process(self.process.pid).children(recursive=True)
@@ -284,7 +284,7 @@ class Run:
         return find(part, self.processes(), pick)
 
     def last_words(self) -> str:
-        """What this life printed, the end of it."""
+        """The end of this life's output, at most 6,000 characters."""
         with self._log.open("rb") as log:
             log.seek(self._life_at)
             return log.read().decode(errors="replace")[-6_000:]

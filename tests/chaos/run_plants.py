@@ -48,7 +48,7 @@ async def run_small(folder: Path, name: str) -> Run:
 
 
 def try_plant(folder: Path, name: str) -> bool:
-    """Whether the verifier said what it should; prints a line."""
+    """Run the plant, print a line; return True if the verifier said what it should."""
     began = time.monotonic()
     folder.mkdir(parents=True)
     run = asyncio.run(run_small(folder, name))

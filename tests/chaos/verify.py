@@ -56,7 +56,7 @@ from stepwell.trainer.rollout.worker import INFRASTRUCTURE
 from tests.chaos.lives import Disturbance, Run
 
 TOLERANCE = 1e-3
-"""Of a log-prob that is computed again."""
+"""Largest difference of a log-prob that is computed again."""
 PER_VERSION = 24
 """Steps of one version of which that is done."""
 COMMIT_SEEN_S = 1.0
@@ -76,7 +76,7 @@ DUE_TO_TRAINING = frozenset({TRAINED, USED})
 
 @dataclass(slots=True)
 class Rollout:
-    """What one agent wrote down."""
+    """A rollout as its agent wrote it down."""
 
     prompt: str
     answered: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -85,12 +85,12 @@ class Rollout:
     ends: list[str] = field(default_factory=list)
     began_at: float = float("inf")
     last_at: float = 0.0
-    """When its first call began, and when it wrote its last line."""
+    """Time of the last line that it wrote; `began_at` is that of its first call."""
 
 
 @dataclass(slots=True)
 class PoolBooks:
-    """What the pool's journal holds."""
+    """Content of the pool's journal."""
 
     closed: dict[str, str] = field(default_factory=dict)
     """Group -> acked, or why it was dropped; one of the evaluation's that was acked: evaluated."""
@@ -107,12 +107,12 @@ class PoolBooks:
 
 @dataclass(slots=True)
 class Verdict:
-    """What was found. `violations` is empty, or something does not hold."""
+    """Findings of the verifier. `violations` is empty, or something does not hold."""
 
     violations: list[str] = field(default_factory=list)
     figures: Counter[str] = field(default_factory=Counter)
     became: Counter[str] = field(default_factory=Counter)
-    """Of the answers: what became of their Steps."""
+    """Number of answers, by what became of their Steps."""
 
     def check(self, holds: bool, kind: str, what: str) -> None:
         if not holds:
@@ -332,7 +332,7 @@ def _check_answers(
 
 
 def explain(disturbances: Sequence[Disturbance], began: float, ended: float) -> bool:
-    """Whether a disturbance, with the time that the run needs after it, meets [began, ended]."""
+    """True if a disturbance, with the time that the run needs after it, meets [began, ended]."""
     return any(d.began - BEFORE_S <= ended and began <= d.ended + AFTER_S for d in disturbances)
 
 

@@ -224,7 +224,7 @@ class JournaledPool:
             self.erase()
 
     def erase(self) -> None:
-        """What the actor's journal does by itself, soon if the pool asks, else in an hour."""
+        """Erase as the actor's journal does by itself, soon if the pool asks, else in an hour."""
         self.journal.erase()
 
     def say(self, uid: str, prompt_uid: str, text: str, index: int = 0) -> str:
@@ -240,7 +240,7 @@ class JournaledPool:
         return self("submit_step", step)
 
     def holds(self, text: str) -> bool:
-        """Whether a file of the journal has these bytes, as text or as token ids."""
+        """True if a file of the journal has these bytes, as text or as token ids."""
         ids = b"".join(bytes([b, 0, 0, 0]) for b in text.encode())
         files = [path.read_bytes() for path in self.folder.iterdir()]
         return any(form in data for data in files for form in (text.encode(), ids))

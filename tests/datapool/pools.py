@@ -80,11 +80,11 @@ class Proxy:
         self.door = door._replace(unix=str(path))
         self.n_connections = 0
         self.n_bytes = {"up": 0, "down": 0}
-        """Of the last connection: to the pool, and to the client."""
+        """Bytes of the last connection: to the pool, and to the client."""
         self.cut: dict[str, int] = {}
         """After how many bytes the next connection breaks."""
         self.open = asyncio.Event()
-        """Whether the client hears anything."""
+        """Set while the client gets what the pool sends."""
         self.open.set()
         self._writers: list[asyncio.StreamWriter] = []
 

@@ -28,7 +28,7 @@ def set_wall_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def restarted(pool: DataPoolClient, folder: Path) -> DataPoolClient:
-    """What a killed pool's successor finds."""
+    """End the pool and return its successor over the same folder."""
     service_of(pool).close()
     return pool_here(None, folder)
 

@@ -1,4 +1,4 @@
-"""What a consumer is told of a lease holds: it is durable, or its groups are ready for the next."""
+"""A lease holds as its consumer was told: it is durable, or its groups are ready for the next."""
 
 from __future__ import annotations
 

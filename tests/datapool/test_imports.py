@@ -1,4 +1,4 @@
-"""What `import stepwell.datapool` costs."""
+"""Modules that `import stepwell.datapool` loads, and those that it must not."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def stored_ids(journal: Journal) -> list[int]:
 
 
 def killed_copy(journal: Journal, folder: Path) -> Path:
-    """What a process leaves that is killed now: its files as they are, nothing closed."""
+    """Copy of the journal as a kill would leave it now: its files as they are, nothing closed."""
     return Path(shutil.copytree(journal.folder, folder))
 
 
@@ -625,7 +625,7 @@ def test_rows_that_stay_among_those_that_leave_are_moved_and_the_disk_stays_boun
 
 
 def has_copies(journal: Journal) -> bool:
-    """Whether a live row is in another segment, too."""
+    """True if a live row is in another segment, too."""
     index = journal._log.index
     dead = [row for s in index.segments.values() for rows in s.tombstones.values() for row in rows]
     return any(index.find(row) is not None for row in dead)

@@ -55,7 +55,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[Durability, Path]:
-    """What a killed process leaves that wrote N rows, each in a transaction of its own."""
+    """Folders of killed processes that wrote N rows, each in a transaction of its own."""
     folders: dict[Durability, Path] = {}
     for durability in ("process", "power"):
         folder = tmp_path_factory.mktemp("killed") / durability

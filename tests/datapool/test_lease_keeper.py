@@ -31,7 +31,7 @@ class Pool(DataPoolClient):
             await self.complete_trajectory(uid, 1.0)
 
     async def run_out(self) -> None:
-        """As if every lease had."""
+        """Release the groups of all leases, as if every lease had run out."""
         await self.release_leases("train", "ran out")
 
     async def counts(self) -> dict[str, int]:

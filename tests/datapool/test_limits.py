@@ -1,4 +1,4 @@
-"""What a channel lets in, what it serves and in what order, and what it tells of that."""
+"""A channel's admission, the groups that it serves and in what order, and its events."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def listed(pool: DataPool, listing: str, cursor: str | None = None, **arguments:
 
 
 def uids(rows: list[Any]) -> list[str]:
-    """What the rows are about, shortly."""
+    """Uid of each row's trajectory, or of its group."""
     return [
         row.trajectory_uid if hasattr(row, "trajectory_uid") else row.prompt_uid for row in rows
     ]
@@ -231,7 +231,7 @@ class Paging:
         return set(uids(listed(pool, self.listing, limit=MAX_LIMIT)))
 
     def watch(self, pool: DataPool) -> None:
-        """What has been there since the first page."""
+        """Keep in `expected` only the uids that were present since the first page."""
         present = self.present(pool)
         self.expected = present if self.expected is None else self.expected & present
 

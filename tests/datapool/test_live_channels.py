@@ -1,5 +1,5 @@
-"""What a channel of live traffic does: waits for late rewards, never for room, and closes what its
-agents leave open."""
+"""Channels of live traffic: they wait for late rewards, never for room, and close what agents leave
+open."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def unpacked(packed: Sequence[PackedStep]) -> list[Step]:
 
 
 def arrived(lease: PackedLease | None) -> Lease:
-    """As its consumer gets it."""
+    """The lease as its consumer gets it."""
     got: PackedLease = decoder(PackedLease).decode(encoder.encode(lease))
     return got.unpack()
 
@@ -217,8 +217,9 @@ def test_any_changed_column_is_a_conflict(steps: list[Step]) -> None:
 
 
 def with_parents(steps: Sequence[Step]) -> list[Step]:
-    """As a pool stores them: of each the longest step before it that its prompt begins with, unless
-    it names another one of which this is true. Pictures may differ where ids do not."""
+    """The steps as a pool stores them: the parent of each is the longest step before it that its
+    prompt begins with, unless it names another one of which this is true. Pictures may differ where
+    ids do not."""
 
     def begins(step: Step, parent: Step) -> bool:
         return step.prompt_ids[: parent.n_tokens].tolist() == parent.token_ids.tolist()

@@ -437,7 +437,7 @@ def test_what_cannot_be_read_is_not_taken_out_of_its_group(siblings, monkeypatch
 
 
 def test_what_the_deleted_one_did_for_its_group_outlives_a_restart(tmp_path):
-    """When it got ready, and how long it has been idle."""
+    """The times at which the group got ready and was last active stay."""
     limits = ChannelConfig(group_idle_s=1000)
     pool = JournaledPool(tmp_path, default=limits)
     for uid, prompt_uid in (("a", "first"), ("b", "second"), ("c", "first"), ("d", "running")):

@@ -1,4 +1,4 @@
-"""Which groups are served, in what order, and why the others are not."""
+"""Selection of the groups that are served, their order, and reasons why others are not."""
 
 from __future__ import annotations
 

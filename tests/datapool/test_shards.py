@@ -721,7 +721,7 @@ def key(step):
 
 @contextmanager
 def kept_from_restarting(folder):
-    """As long as somebody else has its journal open (5 s at most), a shard cannot come back."""
+    """Lock a journal's folder: meanwhile its shard cannot come back (`CUT_OFF_S` at most)."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -171,7 +171,7 @@ class Model:
         )
 
     def judge(self, p: str) -> None:
-        """Who waits for rewards, until when, and who goes without them."""
+        """Begin an unscored group's wait for rewards; drop it after that if filters are set."""
         g = self.prompts[p]
         if not self.is_unscored(g):
             return
@@ -640,13 +640,13 @@ class Model:
         self.trim()
 
     def ends(self, g: Prompt) -> list[float]:
-        """When an open group is served with what is complete."""
+        """Times at which an open group is served with what is complete."""
         idle_s = self.config.group_idle_s
         ends = [] if g.deadline is None else [g.deadline]
         return ends if idle_s is None else [*ends, g.touched_at + idle_s]
 
     def times(self, g: Prompt) -> list[float]:
-        """When time alone changes it."""
+        """Times at which time alone changes the group."""
         times = [] if self.retention_s is None else [g.opened_at + self.retention_s]
         if g.due is None and not g.frozen:
             times += self.ends(g)
@@ -668,7 +668,7 @@ class Model:
 
 
 class MemoryLog:
-    """What the journal is, in memory: everything is written at once."""
+    """Journal in memory: everything is written at once."""
 
     def __init__(self) -> None:
         self._numbers = count()
@@ -846,7 +846,7 @@ class DataPoolMachine(RuleBasedStateMachine):
                 self.tips.pop((channel, step.trajectory_uid, step.step_index), None)
 
     def base(self, step: Step, channel: str) -> Base | None:
-        """As a client has it: what it sent before, until that is refused."""
+        """The base that a client has for the step: what it sent before, until that is refused."""
         tip = self.tips.get((channel, step.trajectory_uid, step.step_index - 1))
         self.tips[channel, step.trajectory_uid, step.step_index] = base_of(step)
         return tip
@@ -872,7 +872,7 @@ class DataPoolMachine(RuleBasedStateMachine):
         n_steps=st.integers(1, 3),
     )
     def run_rollouts(self, channel, p, ends, n_steps):
-        """What a well-behaved producer does, so that many groups get ready."""
+        """Run rollouts as a well-behaved producer does, so that many groups get ready."""
         for k, end in enumerate(ends):
             picks = [(k, i, 5, False, False) for i in range(n_steps)]
             self.submit_steps(channel, p, picks, True)

@@ -1,4 +1,4 @@
-"""What a step was trained on: written and read back, in a bounded folder."""
+"""Trajectories that a step was trained on: written and read back, in a bounded folder."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class RawPeer:
         return await self.frame()
 
     async def is_hung_up_on(self):
-        """Whether the pool ends the connection, whatever it says before."""
+        """True once the pool ends the connection, whatever it says before."""
         try:
             while await self.reader.read(1 << 16):
                 pass
@@ -355,7 +355,7 @@ async def test_a_step_that_cannot_travel_is_refused_by_name_and_fails_alone(make
 
 
 async def test_metadata_that_cannot_travel_is_refused_and_fails_alone():
-    """Where it is given; and where an operation is made by hand, when it is sent."""
+    """The error comes where the metadata is given, or when an operation made by hand is sent."""
     deep: dict = {}
     for _ in range(100_000):
         deep = {"d": deep}

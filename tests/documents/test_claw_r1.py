@@ -36,7 +36,7 @@ __all__ = ["world", "worlds"]
 
 
 def their_step(trajectory_uid: str, **fields: Any) -> Step:
-    """As their documentation writes one: lists, by keyword."""
+    """A step as their documentation writes one: lists, by keyword."""
     return Step(
         prompt_ids=[50, 60, 70],
         response_ids=[101, 202],
@@ -328,7 +328,7 @@ async def test_a_backend_of_ones_own_converts_what_was_fetched() -> None:
 
 
 def test_verls_backend_pads_prompts_left_and_responses_right() -> None:
-    """What `VerlBackend.convert` puts into its DataProto; with verl itself: `make test-verl`."""
+    """The layout is that of `VerlBackend.convert`; with verl itself: `make test-verl`."""
     backend = VerlBackend(VerlConfig(prompt_length=4, response_length=3))
     rows = backend.rows([their_step("t", reward=1.0, rollout_log_probs=[-1.0, -2.0])])
     x = {name: t.tolist() for name, t in lay_out(rows, backend.config).tensors.items()}

@@ -1,4 +1,4 @@
-"""What the document on slime's core describes runs here as it is written there."""
+"""The document on slime's core: what it describes runs here as it is written there."""
 
 from __future__ import annotations
 
@@ -475,7 +475,7 @@ def sees(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any
 async def test_special_tokens_are_left_out_of_texts_or_not(
     worlds: Callable[..., Any], tmp_path: Path, skips: bool, text: str
 ) -> None:
-    """Of the text that a function gets, and of that which rewards get."""
+    """`skip_special_tokens` holds for the text that a function gets, and for that of rewards."""
     world = await worlds()
     world.say("she did")
     await run(world, tmp_path, "shows_its_text", skip_special_tokens=skips)

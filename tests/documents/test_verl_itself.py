@@ -118,7 +118,7 @@ def test_a_batch_of_it_is_a_data_proto_whose_prompts_are_our_tasks(rows: Path) -
 @pytest.mark.parametrize("side", ["left", "right", "middle"])
 @pytest.mark.parametrize("limit", [5, 6, 11])
 def test_a_bare_prompt_is_cut_to_the_tokens_that_verl_keeps(side: Truncation, limit: int) -> None:
-    """Where there is a chat template, its markup stays here, and verl cuts through it."""
+    """A bare prompt has no chat template; the markup of one stays whole here, and verl cuts it."""
     meter = PromptMeter(MODEL, {})
     meter._tokenizer.chat_template = None
     text = "0123456789 abc def ghi"
@@ -140,7 +140,7 @@ def test_a_bare_prompt_is_cut_to_the_tokens_that_verl_keeps(side: Truncation, li
 
 
 class Count(BaseTool):  # type: ignore[misc]
-    """As users of verl 0.9 write one: state by instance, create_kwargs, a ToolResponse."""
+    """A tool as users of verl 0.9 write one: state by instance, create_kwargs, a ToolResponse."""
 
     def __init__(self, config: dict[str, Any], tool_schema: Any) -> None:
         super().__init__(config, tool_schema)

@@ -27,7 +27,7 @@ STEPS = 4
 
 @dataclass
 class Run:
-    """What was seen of a run: the steps that were trained on, and the engine's own answers."""
+    """A run as seen from outside: the steps that were trained on, and the engine's own answers."""
 
     config: RunConfig
     steps: list[Step]

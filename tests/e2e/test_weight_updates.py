@@ -42,7 +42,7 @@ LAST = len(MODES) * UPDATES
 
 @dataclass
 class Killed:
-    """What a gateway and its clients saw when one of two engines was killed in mid-generation."""
+    """Views of a gateway and its clients when one of two engines was killed in mid-generation."""
 
     clients: Clients
     steps: list[Step]

@@ -36,7 +36,7 @@ TASK = {
 N = 24
 """Rollouts: two in five call the tool before any training, so all but never none of them does."""
 SHOWS = {"anthropic": "AsyncAnthropic", "sub_agents": "asyncio.gather", "judge": "JUDGE"}
-"""What tells the snippets apart."""
+"""Text that only the snippet of this recipe has."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ async def gateway(engine_url: str) -> AsyncIterator[tuple[str, DataPoolClient]]:
 
 
 async def rollouts(agent: str, url: str, task: dict[str, Any] = TASK) -> dict[str, int]:
-    """How `N` rollouts of `task` ended."""
+    """Run `N` rollouts of `task` and count how they ended."""
     worker = RolloutWorker(RolloutConfig(agent=agent, timeout_s=60, max_attempts=1), [url])
     try:
         return await worker.run_group(task, "p", N)

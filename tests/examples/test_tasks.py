@@ -44,7 +44,7 @@ async def _close_the_shared_connections() -> AsyncIterator[None]:
 
 
 def opponents(seed: int, *moves: str) -> list[str]:
-    """What a game says to these moves."""
+    """Answers of a game to these moves."""
     game = tictactoe.Game(seed)
     return [game.play(move) for move in moves]
 

@@ -336,7 +336,7 @@ def add_turn(
 
 @dataclass
 class Sampled:
-    """What the engine answers to one request."""
+    """The engine's answer to one request."""
 
     ids: list[int]
     finish: str = "stop"
@@ -345,7 +345,7 @@ class Sampled:
     versions: list[tuple[str, int, int]] | None = None
     status: int = 200
     words: str = "scripted"
-    """Of an answer that is no 200."""
+    """Error message of an answer that is no 200."""
     gate: asyncio.Event | None = None
     """Awaited before the last token."""
     drop_after: int | None = None
@@ -392,7 +392,7 @@ class ScriptedEngine:
     default: Callable[[dict[str, Any]], Sampled] | None = None
     """None: three tokens, of `version`."""
     version: str | None = None
-    """What `/model_info` says; None: it has no such endpoint."""
+    """Version in the answer of `/model_info`; None: it has no such endpoint."""
     script: list[Sampled] = field(default_factory=list)
     requests: list[dict[str, Any]] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
@@ -405,7 +405,7 @@ class ScriptedEngine:
     events_per_write: int = 1
     """Events of a stream that are sent, and read, together."""
     line_end: bytes = b"\n"
-    """Of its server-sent events."""
+    """Line end of its server-sent events."""
     tops: int = 0
     """Most likely tokens that are sent with each."""
     drops_spans: bool = False
@@ -604,11 +604,11 @@ class WatchedPort:
         self.door.set()
         self.waiting = asyncio.Event()
         self.failures: list[str] = []
-        """Of coming submits: "before" loses the request, "after" the answer."""
+        """Failures of coming submits: "before" loses the request, "after" the answer."""
         self.is_away = self.is_silent = False
         """Nothing is answered: refused, or for ever."""
         self.asked: list[Op[Any]] = []
-        """What got through."""
+        """Operations that arrived here, those that `failures` then loses too."""
         self._stored: list[tuple[str, PackedTrajectory]] = []
         """(channel, one step), in the order they were accepted in."""
 
@@ -648,11 +648,11 @@ class WatchedPort:
 
     @property
     def steps(self) -> list[tuple[Step, str]]:
-        """What was stored, and in which channel."""
+        """Stored steps, each with its channel."""
         return self._unpacked(self._stored)
 
     def stored(self, uid: str | None = None) -> list[Step]:
-        """What was stored, or of one trajectory."""
+        """Stored steps, or those of one trajectory."""
         wanted = [each for each in self._stored if uid in (None, each[1].trajectory_uid)]
         return [step for step, _ in self._unpacked(wanted)]
 
@@ -672,7 +672,7 @@ class WatchedPort:
         ]
 
     def pass_time(self, seconds: float) -> None:
-        """As if so long had passed: what is due by then is done."""
+        """Move the pool's clock forward; what is due by then is done."""
         service = cast(LocalPort, self._port).service
         clock = service._clock
         service._clock = replace(clock, offset=clock.offset + seconds)

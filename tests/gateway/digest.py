@@ -54,7 +54,7 @@ RETRY = {"x-stainless-retry-count": "1"}
 @dataclass
 class Agent:
     path: str
-    """Of its trajectory's URL, or "" for one that is found by its conversation."""
+    """Path of its trajectory's URL, or "" for one that is found by its conversation."""
     headers: dict[str, str]
     with_tools: bool
     messages: list[Any] = field(default_factory=list)
@@ -254,7 +254,7 @@ def message_of(answer: str) -> dict[str, Any]:
 
 
 def described(step: Step, names: dict[str, str]) -> Any:
-    """What is counted of a Step."""
+    """Fields of a Step that the digest counts."""
     log_probs = step.rollout_log_probs
     metadata = json.loads(json.dumps(step.metadata, sort_keys=True))
     metadata.pop("timing", None)

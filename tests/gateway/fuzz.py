@@ -47,7 +47,7 @@ MARKUP = (
     "\n",
     "fine",
 )
-"""What a prompt or a reply may be put together from."""
+"""Pieces that a prompt or a reply may be put together from."""
 
 
 async def fuzz(cases_per_operation: int, seed: int | None = None) -> tuple[int, str]:

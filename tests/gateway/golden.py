@@ -1,4 +1,4 @@
-"""What clients sent and what they got, byte for byte: sessions in `golden/`, played again.
+"""Sessions in `golden/`, played again: clients' requests and the answers to them, byte for byte.
 
     python -m tests.gateway.golden --record [NAME…]
 

@@ -27,7 +27,7 @@ ENDS = {
     "messages": (b'"output_tokens"', b"event: message_stop"),
     "models/m:generateContent": (b'"responseId"', b'"usageMetadata"'),
 }
-"""What the end of an answer has in it, whole and as a stream."""
+"""Bytes that the end of an answer has in it, whole and as a stream."""
 
 
 class Raw:

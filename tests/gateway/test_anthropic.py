@@ -110,7 +110,7 @@ async def sse_events(response: aiohttp.ClientResponse) -> list[Block]:
 
 
 async def read_stream(response: aiohttp.ClientResponse) -> Block:
-    """What clients make of the events; every rule of their order is checked."""
+    """The message that clients make of the events; every rule of their order is checked."""
     events = [e for e in await sse_events(response) if e["type"] != "ping"]
     assert events[0]["type"] == "message_start"
     message: Block = events[0]["message"]

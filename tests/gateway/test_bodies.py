@@ -1,4 +1,4 @@
-"""What a body holds is bounded before objects are made of it: no request takes the event loop from
+"""A body's content is bounded before objects are made of it: no request takes the event loop from
 the others, whatever it is made of."""
 
 from __future__ import annotations

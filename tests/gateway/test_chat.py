@@ -972,7 +972,7 @@ REST = {
     "coder": "\n<parameter=expression>\n1 + 2\n</parameter>\n</function>\n</tool_call>",
     "llama3": ' {"expression": "1 + 2"}}',
 }
-"""What the model says behind the prescribed name, in its template's way."""
+"""Text of the model behind the prescribed name, in its template's way."""
 BETWEEN = {"coder": ">", "llama3": '", "parameters":'}
 
 

@@ -49,7 +49,7 @@ OPENING = {
     "llama3": "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "no_tools": "<|assistant|>\n",
 }
-"""How the template begins an assistant turn."""
+"""Text with which the template begins an assistant turn."""
 
 Message = dict[str, Any]
 
@@ -158,7 +158,7 @@ class Agent:
         return {"role": "user", "content": self.rng.choice(WORDS) + "?"}
 
     def answers(self, reply: Message) -> list[Message]:
-        """What follows a reply: results of its calls, in any order, or a user; or both."""
+        """Messages that follow a reply: results of its calls in any order, a user's, or both."""
         results: list[Message] = [
             {"role": "tool", "tool_call_id": c["id"], "content": self.rng.choice(WORDS)}
             for c in reply.get("tool_calls") or ()

@@ -533,7 +533,7 @@ class Says(ConnectionPool):
 
 
 async def part_of(answer: Any, *, stream: bool, most: int = 2) -> Part:
-    """What the gateway takes of it."""
+    """The part that the gateway takes of the engine's answer."""
     part = Part(most, vocabulary=9)
     request = GenerateRequest("r", PROMPT, Sampling(most, 1.0), most, stream=stream)
     await EngineClient("http://engine", connections=Says(answer)).sample(request, part.take)

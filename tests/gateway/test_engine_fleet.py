@@ -1,4 +1,4 @@
-"""Which engine a call goes to: pure state, no HTTP, no waiting."""
+"""The engine that a call goes to: pure state, no HTTP, no waiting."""
 
 from __future__ import annotations
 

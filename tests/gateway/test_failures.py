@@ -1,4 +1,4 @@
-"""What agents, engines and the pool do wrong, and what a Step is never lost or doubled by."""
+"""Failures of agents, engines and the pool: a Step is never lost or doubled by them."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ async def test_a_retry_outlives_the_client_that_asked_first(world: Any) -> None:
 
 
 async def whole(stream: Any) -> Any:
-    """What a client puts together from a stream, whose pieces may be cut anywhere."""
+    """Ids, text and finish reason of a stream as a client reads it; pieces may be cut anywhere."""
     chunks = [chunk async for chunk in stream]
     text = "".join(c.choices[0].delta.content or "" for c in chunks)
     return {c.id for c in chunks}, text, chunks[-1].choices[0].finish_reason

@@ -1,4 +1,4 @@
-"""What people say of replies, while a group is held for them, and when it comes too late."""
+"""Feedback of people on replies, while a group is held for it, and when it comes too late."""
 
 from __future__ import annotations
 

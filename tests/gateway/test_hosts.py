@@ -1,4 +1,4 @@
-"""Which web pages and names reach a gateway: content types, Host, Origin, and the addresses that it
+"""Web pages and names that reach a gateway: content types, Host, Origin, and the addresses that it
 hands out."""
 
 from __future__ import annotations

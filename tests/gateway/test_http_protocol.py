@@ -1,4 +1,4 @@
-"""What a connection may cost before anybody knows whose it is."""
+"""Bounds on what a connection costs before anybody knows whose it is."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Wire:
         return cls(*await asyncio.open_connection(host, int(port)))
 
     async def send(self, text: str | bytes, times: int = 1) -> int:
-        """How often it could be sent before the other side closed."""
+        """Send the text `times` times; return how often it could be sent before the peer closed."""
         data = text.encode() if isinstance(text, str) else text
         for n in range(times):
             try:

@@ -1,4 +1,4 @@
-"""Which trajectory a call belongs to: URL, headers, sessions, or the conversation itself."""
+"""The trajectory that a call belongs to, by URL, headers, sessions, or the conversation itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may call: bearer keys of two scopes, keys of trajectories, and that none is ever shown."""
+"""Access by bearer keys of two scopes and by keys of trajectories; none is ever shown."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def due(method: str, path: str) -> Access:
 async def test_every_endpoint_of_the_router_needs_what_is_promised_and_no_less(
     locked: Any, http: Http
 ) -> None:
-    """As the table has it, and as requests without a key and with an agent's are answered."""
+    """Access is as `due` says, also for requests without a key and with an agent's key."""
     routes = locked.app.router.routes
     assert len(routes) > 60
     assert {type(each).__name__ for each in routes} == {"Endpoint"}

@@ -1,4 +1,4 @@
-"""What an earlier body had is not read again, and nothing of what a body says depends on that.
+"""Parts of a body that an earlier body had are not read again, and no result depends on that.
 
 Random conversations in every dialect, edited as agents (and others) edit them, are read with and
 without the memory of earlier bodies: calls, prompts' keys, left-out fields and errors are the same.
@@ -225,7 +225,7 @@ class GeminiBodies(Chat):
 
 
 def edited(body: Body, name: str, kind: Chat) -> Body:
-    """As agents and others change a request."""
+    """Change a request as agents and others do."""
     rng, items = kind.rng, [*body[name]] or [kind.user()]
     i = rng.randrange(len(items))
     match rng.randrange(16):

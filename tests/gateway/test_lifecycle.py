@@ -537,7 +537,7 @@ async def test_the_key_of_a_trajectory_deletes_that_one_only(world: Any, http: H
 async def test_no_log_line_has_what_agents_and_model_say(
     world: Any, http: Http, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of good calls, refused ones, an engine that fails and a pool that does not answer."""
+    """Covers a good call, refused ones and a pool that does not answer."""
     caplog.set_level("DEBUG")
     client = await world.client("t", "p")
     await ask(client, "a secret of mine")

@@ -1,4 +1,4 @@
-"""What a live trajectory holds: its tokens once, and of a finished call what a retry needs."""
+"""Memory of a live trajectory: its tokens once, and of a finished call what a retry needs."""
 
 from __future__ import annotations
 

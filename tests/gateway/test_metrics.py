@@ -1,4 +1,4 @@
-"""What Prometheus reads at `/metrics`, parsed with its own client's parser."""
+"""Metrics at `/metrics`, parsed with the parser of Prometheus's own client."""
 
 from __future__ import annotations
 

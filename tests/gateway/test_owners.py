@@ -104,12 +104,12 @@ class Row:
     that nobody states, `own` is a's."""
 
     path: str
-    """Of the route."""
+    """Path of the route."""
     body: Any = None
     headers: Mapping[str, str] = field(default_factory=dict)
     method: str = "POST"
     params: Mapping[str, str] = field(default_factory=dict)
-    """Of the path, where it is not {t} and {g}."""
+    """Values of the path's parameters, where these are not {t}, {g} and {r}."""
     others: int | Mapping[str, int] = 403
     """Agents b, c, d."""
     sibling: int = 403
@@ -124,10 +124,10 @@ class Row:
     guess_bound: int = 403
     """Keys of trajectories, about what nobody opened."""
     unknown: int | None = None
-    """Where it is not known because another gateway answered it, for whoever may use the URL; None:
-    it is known everywhere."""
+    """Status for whoever may use the URL, where the thing is not known because another gateway
+    answered it; None: it is known everywhere."""
     words: str = REFUSED
-    """Of what b, c and d get."""
+    """Words in the 403 that b, c and d get."""
 
 
 def both(path: str, body: Any, **how: Any) -> dict[str, Row]:
@@ -275,7 +275,7 @@ OPEN = {
 
 @dataclass
 class Opened:
-    """What agent a opened for one row: {t} of {g} with its response {r}, and the session {s}."""
+    """Names of what agent a opened for a row: {t} of {g}, its response {r}, and the session {s}."""
 
     names: dict[str, str]
     own: str

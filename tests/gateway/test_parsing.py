@@ -293,7 +293,7 @@ def test_only_a_possible_marker_start_is_held_back() -> None:
 
 @given(st.lists(st.sampled_from(["a", "▁b", *(f"<0x{b:02X}>" for b in range(128, 256))])))
 def test_bytes_that_are_no_text_do_not_end_a_stream(tokens: list[str]) -> None:
-    """As in Llama 2's and Gemma's vocabularies, sampled by a policy that is not good yet."""
+    """Llama 2's and Gemma's vocabularies have byte tokens; an untrained policy samples them."""
     words = ["a", "▁b", *(f"<0x{b:02X}>" for b in range(256))]
     vocabulary = {word: i for i, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))

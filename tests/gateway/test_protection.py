@@ -1,5 +1,5 @@
-"""How much: calls at once in turn, turns and tokens of a trajectory, bodies that stay within time
-and size."""
+"""Limits: calls at once in turn, turns and tokens of a trajectory, bodies that stay within time and
+size."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Crowd:
         await self.settle()
 
     def waiting(self) -> list[int]:
-        """Those that wait, or have not noticed yet that they no longer do."""
+        """Numbers of the calls that wait, or have not noticed yet that they no longer do."""
         not_running = [n for n in range(len(self.tasks)) if n not in self.running]
         return [n for n in not_running if not self.tasks[n].done()]
 

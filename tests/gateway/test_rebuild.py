@@ -108,7 +108,7 @@ def check_one_branch(steps: list[Step]) -> None:
 
 
 def turns(graph: TurnGraph) -> dict[bytes, Any]:
-    """What a graph holds, by key, in values that compare."""
+    """Content of a graph, by key, in values that compare."""
 
     def shown(turn: Turn) -> Any:
         return (

@@ -26,7 +26,7 @@ WORDS = st.one_of(TEXT, TRICKY, st.builds(lambda a, b: a + b, TEXT, TRICKY))
 
 @st.composite
 def turns(draw: Any) -> list[dict[str, Any]]:
-    """What the model says, how it ends, and what the agent answers, turn by turn."""
+    """Turns of a script: the model's text, how it ends, and the agent's answer."""
     return draw(
         st.lists(
             st.fixed_dictionaries(

@@ -77,7 +77,7 @@ class Consumer:
         return answer  # type: ignore[no-any-return]
 
     async def items(self) -> list[dict[str, Any]]:
-        """What one successful poll brings."""
+        """Items of one poll; [] if it was not successful."""
         answer = await self.poll()
         if not answer["success"]:
             return []
@@ -336,7 +336,7 @@ async def test_a_conversation_is_one_item_with_the_exact_ids_and_readable_text(
 async def test_rendering_the_messages_again_gives_the_same_ids(
     worlds: Callable[..., Any], family: str
 ):
-    """What slime's consumer does with them. (Qwen3's template writes thinking of its own.)"""
+    """slime's consumer renders messages again. (Qwen3's template writes thinking of its own.)"""
     world = await worlds(family)
     consumer = Consumer(world.url, n_samples_per_prompt=1)
     await consumer.start()

@@ -85,7 +85,7 @@ def prompts(tmp_path: Path) -> str:
 
 
 async def ended(world: Any) -> str:
-    """What became of the rollout, once it ends."""
+    """Wait until the rollout ends and return what became of it."""
     await until(lambda: statistics(world)["generator"] != "running", 60)
     return str(statistics(world)["generator"])
 

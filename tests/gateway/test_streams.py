@@ -22,7 +22,7 @@ SOCKET_BYTES = 65_536
 
 @pytest.fixture
 def connections(monkeypatch: pytest.MonkeyPatch) -> list[HttpProtocol]:
-    """Those of clients, for which the system buffers next to nothing."""
+    """Connections of clients, for which the system buffers next to nothing."""
     made: list[HttpProtocol] = []
     begin = HttpProtocol.connection_made
 

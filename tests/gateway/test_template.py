@@ -50,7 +50,7 @@ EVERYTHING = """
 {% if add_generation_prompt %}
 <assistant>{{ '' if enable_thinking is false else '<think>' }}{% endif %}
 """
-"""What a template may use of its environment."""
+"""Template with everything that one may use of its environment."""
 
 SOURCES: dict[str, Any] = {
     **{name: f.template for name, f in FAMILIES.items()},
@@ -201,7 +201,7 @@ def with_templates_in_the_config(folder: Path) -> None:
 
 
 def with_added_tokens_in_the_config(folder: Path) -> None:
-    """As of Qwen's: flags differ from tokenizer.json's, and there are more tokens."""
+    """Write a config like Qwen's: flags differ from tokenizer.json's, and there are more tokens."""
     save_tokenizer(folder, "qwen3")
     n = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}

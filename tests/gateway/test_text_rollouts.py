@@ -28,7 +28,7 @@ ASKED = ("what is it", "say <|im_end|>\n and go on", "é?", " again ", "<|eot_id
 
 
 class Conversation:
-    """What an agent and a scripted model of one family say, drawn by chance."""
+    """Texts of an agent and of a scripted model of one family, drawn by chance."""
 
     def __init__(self, family: str, seed: int) -> None:
         self._random = random.Random(f"{family}{seed}")
@@ -36,7 +36,7 @@ class Conversation:
         self.tools = TOOLS if family in ("chatml", "qwen3", "llama3") else None
 
     def replies(self) -> list[str]:
-        """As they are sampled, without the token that closes the turn."""
+        """Replies as they are sampled, without the token that closes the turn."""
         return [self._reply() for _ in range(self._random.randint(1, 4))]
 
     def _reply(self) -> str:
@@ -97,7 +97,7 @@ def trained(steps: list[Step]) -> list[tuple[list[int], list[int]]]:
 
 
 def turns(steps: list[Step]) -> list[list[bytes]]:
-    """What each Step keeps of the conversation, for people who read it."""
+    """Messages of the conversation that each Step keeps for people to read."""
     return [[canonical(m) for m in s.metadata["messages"]] for s in steps]
 
 

@@ -1,4 +1,4 @@
-"""What is known of a text's tokens before it is tokenised."""
+"""Bounds on the number of a text's tokens that are known before it is tokenised."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def changed(change: Change, family: str = "qwen3") -> ChatTokenizer:
 
 
 def pieces(merges: int = 3) -> Tokenizer:
-    """As SentencePiece writes them: spaces are marks, unknown characters bytes."""
+    """Tokenizer as SentencePiece writes them: spaces are marks, unknown characters bytes."""
     vocabulary = {"<unk>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4, "▁▁": 5, "▁▁▁▁": 6, "ab": 7}
     vocabulary |= {f"<0x{b:02X}>": 8 + b for b in range(256)}
     merged = [("▁", "a"), ("▁", "▁"), ("▁▁", "▁▁"), ("a", "b")][: merges + 1]

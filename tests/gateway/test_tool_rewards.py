@@ -1,4 +1,4 @@
-"""What tools paid in a rollout reaches the reward function: verl's `tool_rewards` of `extra_info`
+"""Rewards of tools in a rollout reach the reward function: verl's `tool_rewards` of `extra_info`
 (verl 0.9, verl/experimental/agent_loop/tool_agent_loop.py, reward_manager/naive.py)."""
 
 import json

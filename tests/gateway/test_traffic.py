@@ -37,7 +37,7 @@ class Agent:
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self.session, self.url = session, url
         self.headers: Any = {}
-        """Of the last answer."""
+        """Headers of the last answer."""
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
         url = path if path.startswith("http") else f"{self.url}{path}"
@@ -114,7 +114,7 @@ FORMED = {"form": "first_prompt", "n": 2, "within_s": 60.0}
 
 
 def groups(world: Any) -> list[str]:
-    """Of all Steps, in the order they came in."""
+    """Group of each Step, in the order they came in."""
     return [step.prompt_uid for step in world.stored()]
 
 

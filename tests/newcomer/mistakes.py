@@ -33,7 +33,7 @@ LATE = "too late"
 
 
 def make(user: User, mistake: Mistake, folder: Path) -> Step:
-    """What is told of it, and after how long.
+    """Make the mistake and check what is told of it, and after how long.
 
     A limit that was missed is measured again, once. If the machine is busy with other work the CPU
     seconds count, which are what the user of an idle one waits.

@@ -219,7 +219,7 @@ def busy() -> bool:
 
 
 def _children_cpu_s() -> float:
-    """Of commands that have ended."""
+    """CPU seconds of commands that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -7,7 +7,7 @@ from stepwell.trainer.errors import ConfigError
 
 
 def fails(*overrides: str, config: str = "quickstart") -> str:
-    """What is said about a configuration that is refused."""
+    """Error message of a configuration that is refused."""
     with pytest.raises(ConfigError) as caught:
         load_config(config, overrides)
     return str(caught.value)

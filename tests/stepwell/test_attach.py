@@ -1,4 +1,4 @@
-"""Which run a trainer is attached to, and by what configuration it trains there."""
+"""The run that a trainer is attached to, and the configuration by which it trains there."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_what_traffic_cannot_do_is_refused(override: str, said: str) -> None:
 
 
 def attached(folder: Path, own: RunConfig, *overrides: str, name: str | None = None) -> RunConfig:
-    """As a trainer has it that is attached to a run with the configuration `own`."""
+    """Configuration of a trainer that is attached to a run with the configuration `own`."""
     return attached_config(folder, begin(own).config, name, overrides)
 
 

@@ -1,4 +1,4 @@
-"""What the command line answers to somebody who does not know it yet."""
+"""Answers of the command line to somebody who does not know it yet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stepwell.cli.main import InterruptedWhileError, interruptible, main
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What is said of a command line that cannot be read."""
+    """Error output of a command line that cannot be read."""
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2

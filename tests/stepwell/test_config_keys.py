@@ -74,7 +74,7 @@ def test_the_command_prints_keys_without_a_configuration() -> None:
 
 
 NO_SECTIONS = frozenset({"oc", "sampling_params", "tool_choice"})
-"""What the names of other things begin with: OmegaConf's resolvers, fields of requests."""
+"""First words of names that are no keys: OmegaConf's resolvers, fields of requests."""
 FIRST = {name.partition(".")[0] for name in all_keys()}
 LAST = {name.rpartition(".")[2] for name in all_keys()}
 FILE = re.compile(r"\.(py|log|json|lock|safetensors|acked)$")

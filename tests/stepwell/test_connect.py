@@ -121,7 +121,7 @@ def ask(code: str, *runs: Path | str, cwd: Path = ROOT) -> list[str]:
 
 
 def shown(*argv: str, cwd: Path) -> Any:
-    """What `stepwell …` says of the run that it finds below `cwd`."""
+    """Answer of `stepwell … --json` about the run that it finds below `cwd`."""
     command = [sys.executable, "-m", "stepwell", *argv, "--json"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What `stepwell doctor` finds, and how it says to mend it; of a live run: `test_connect.py`."""
+"""Findings of `stepwell doctor` and their remedies; of a live run: `test_connect.py`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ DOCUMENTS = sorted(
 COMMAND = re.compile(r"stepwell (?:train|gateway|config)\b(.*)")
 OVERRIDE = re.compile(r"[a-z_]+(\.\w+)+=\S+")
 PLACEHOLDER = re.compile(r"…|[A-Z]+|\{.*….*\}")
-"""What stands in the docs for a value of the reader's."""
+"""Placeholder in the docs for a value that the reader fills in."""
 PLUGIN = tomllib.loads((ROOT / "examples/plugin/pyproject.toml").read_text())["project"]
 REGISTERED = {
     name: path for group in PLUGIN["entry-points"].values() for name, path in group.items()

@@ -26,7 +26,7 @@ def run_of(folder: Path, *overrides: str) -> Path:
 
 
 def checkpoint(run: Path, step: int) -> Path:
-    """As far as `eval` reads it before anything is started."""
+    """Make a checkpoint as far as `eval` reads it before anything is started."""
     folder = run / "checkpoints" / f"step_{step}"
     folder.mkdir(parents=True)
     (folder / "about.json").write_text("{}")

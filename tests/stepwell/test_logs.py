@@ -1,4 +1,4 @@
-"""What parts of a run log, and what agents print, is in the run's folder."""
+"""Logs of a run's parts, and output of agents, are in the run's folder."""
 
 from __future__ import annotations
 

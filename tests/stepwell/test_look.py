@@ -1,4 +1,4 @@
-"""What the commands that look into a run show of one that has ended; of a live one:
+"""Output of the commands that look into a run, for one that has ended; for a live one:
 `test_connect.py`."""
 
 from __future__ import annotations

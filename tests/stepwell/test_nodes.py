@@ -1,4 +1,4 @@
-"""What a node of a cluster lacks is told in a line that names the node and the remedy."""
+"""A node of a cluster that lacks something is told in a line with the node and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets which GPU: the plan as a pure function, and real placement groups on made-up nodes."""
+"""GPUs of each part: the plan as a pure function, and real placement groups on made-up nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves for people."""
+"""The plot and the summary that a run leaves for people."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is said once in a configuration holds for every part: model, seed, the run's folder."""
+"""Settings said once in a configuration hold for every part: model, seed, the run's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `stepwell serve` says when everything is there."""
+"""A served run: the message of `stepwell serve`, and when agents wait for a trainer."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Load:
 
 
 class FakeEngine:
-    """What `stepwell.backends.weights.publish` asks of an engine."""
+    """Fake engine that has what `stepwell.backends.weights.publish` asks of one."""
 
     def __init__(self) -> None:
         self.url = "http://fake"
@@ -217,7 +217,7 @@ class RecordingBackend(TrainingBackend):
         """Calls of `compute_log_probs`."""
         self.columns: list[dict[str, Tensor]] = []
         self.steps: list[list[Step]] = []
-        """Of each update."""
+        """Steps of each update."""
 
     def convert(self, steps: list[Step]) -> TokenBatch:
         return TokenBatch.of(steps)
@@ -268,7 +268,7 @@ class SmallRun:
         return cast(Producer, self.trainer.batches.producer)
 
     async def train(self, until: int | None = None) -> list[dict[str, Any]]:
-        """As `run.py` does, without its files."""
+        """Train as `run.py` does, without its files."""
         async with aclosing(self.trainer.train(until or self.config.trainer.total_steps)) as steps:
             async for record in steps:
                 self.records.append(record)

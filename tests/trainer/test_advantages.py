@@ -46,7 +46,7 @@ rewards = st.lists(st.floats(-10, 10).map(lambda r: round(r, 3)), min_size=2, ma
 GROUP_BASELINES = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo")
 NAMES = tuple(n for n in REGISTRY.names.built_in if n != "reinforce_running")
 ESTIMATORS = tuple(n for n in NAMES if n != "gae")
-"""Those of which verl has one, and those that need no critic."""
+"""Estimators that verl has too (`NAMES`), and those of them that need no critic."""
 
 
 def batch_of(returns: Array, tokens: Array, rewards: Array | None = None) -> Batch:
@@ -266,7 +266,7 @@ def test_whitening_one_token_or_equal_values_gives_zero(tokens: list[float]) -> 
 
 
 def test_gpg_makes_up_for_trajectories_without_reward() -> None:
-    """Of [1, 0, 0, 0] one in four is scored: α = 4."""
+    """One in four of [1, 0, 0, 0] is not zero: α = 4."""
     found = gpg(batch_of(np.array([1.0, 0.0, 0.0, 0.0]), np.ones(4)), Options()).advantages
     assert found == pytest.approx([3.0, -1.0, -1.0, -1.0])
     assert gpg(batch_of(np.zeros(2), np.ones(2)), Options()).advantages == pytest.approx([0.0, 0.0])

@@ -396,7 +396,7 @@ def test_numbers_that_only_python_reads_are_read(write: WriteLines) -> None:
 
 
 def test_lines_stay_on_disk(write: WriteLines) -> None:
-    """What is held after opening does not grow with what the lines hold."""
+    """Memory that is held after opening does not grow with what the lines hold."""
 
     def held(size: int) -> int:
         path = write(*({"question": "x" * size, "answer": str(i)} for i in range(300)))
@@ -639,7 +639,7 @@ MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 
 
 def tokens(task: Task) -> int:
-    """As the gateway will count them."""
+    """Prompt tokens of a task, as the gateway will count them."""
     messages = task.get("messages") or [{"role": "user", "content": task["question"]}]
     ids = AutoTokenizer.from_pretrained(MODEL).apply_chat_template(
         messages, tools=task.get("tools"), add_generation_prompt=True, return_dict=False

@@ -72,7 +72,7 @@ def measured(task: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 async def keys_of_runs(folder: Path) -> set[str]:
-    """What small runs with settings of their own say, over all their records."""
+    """Keys in all records of small runs with settings of their own."""
     keys: set[str] = set()
     flat = small_config(_new(folder / "flat"), *FLAT)
     async with small_run(flat, reward=lambda task, index: 0.0) as run:

@@ -55,7 +55,7 @@ async def test_a_batch_is_gone_over_with_its_columns_of_before_and_acked_once(
 
 async def test_the_order_of_later_epochs_is_drawn_from_the_seed(tmp_path: Path) -> None:
     async def order(seed: int, name: str) -> list[bool]:
-        """Whether each later epoch begins with the mini-batch that came first."""
+        """For each later epoch: True if it begins with the mini-batch that came first."""
         folder = tmp_path / name
         folder.mkdir()
         many = ("async_training.ppo_epochs=9", "trainer.total_steps=18", f"run.seed={seed}")

@@ -97,7 +97,7 @@ async def test_a_difference_in_a_group_of_five_is_no_reason_to_warn(tmp_path: Pa
 
 
 def odd_ones(source: str, said: str, answer: str, extra_info: dict[str, Any]) -> float:
-    """Of odd tasks the short reply is right, of even ones none is."""
+    """Return 1.0 for the short reply to an odd task; no reply to an even one is right."""
     return float(int(answer) % 2 and extra_info["response_length"] == 1)
 
 

@@ -73,7 +73,7 @@ def config_of(folder: Path, mode: str = "async", *overrides: str) -> RunConfig:
 
 
 def prompts_trained(run: SmallRun) -> Counter[str]:
-    """How often each prompt was trained, by what the backend was given."""
+    """Count how often each prompt was trained, by what the backend was given."""
     return Counter(
         uid.rpartition("-")[0]
         for steps in run.backend.steps

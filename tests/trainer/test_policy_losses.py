@@ -69,7 +69,7 @@ def config_of(policy: str, **fields: object) -> LossConfig:
 
 
 def terms_of(policy: str, log_probs: Tensor, config: dict[str, object], **x: Tensor) -> PolicyTerms:
-    """What the loss says of tokens with the columns `x`; π_prox is 1 where none is given."""
+    """Terms of the loss for tokens with the columns `x`; π_prox is 1 where none is given."""
     columns = {"prox_log_probs": torch.zeros(len(log_probs))} | x
     keys = LossConfig.model_validate({"policy": policy, **config})
     return keys.chosen.compute(log_probs, columns, keys)
@@ -412,7 +412,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_backend_gives_the_same_loss_and_gradient_norm_for_any_rows_and_budget(
     model_path: Path, policy: str
 ) -> None:
-    """What a sequence-level ratio rests on: a step's tokens come in one micro-batch."""
+    """A sequence-level ratio needs a step's tokens to come in one micro-batch."""
     torch.set_num_threads(1)
     steps = []
     for t in range(3):

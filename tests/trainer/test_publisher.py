@@ -106,7 +106,7 @@ async def test_without_traffic_a_version_stays_and_the_next_is_published(tmp_pat
 
 
 async def command(run: SmallRun, to: int | None) -> int:
-    """What `stepwell rollback` does beside the trainer, in a process of its own."""
+    """Roll back as `stepwell rollback` does beside the trainer, in a process of its own."""
     config = run.config
     store = WeightStore(
         config.run.dir / "weights", keep=config.trainer.keep_weights, base=config.model.path

@@ -1,4 +1,4 @@
-"""What a restarted trainer finds in its pool, through a real pool actor."""
+"""A restarted trainer takes up what its pool holds, through a real pool actor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fails is counted against whoever failed: an agent's failure loses its rollout, an outage of
+"""A failure is counted against whoever failed: an agent's failure loses its rollout, an outage of
 worker, gateway or engine costs time and no prompt. Real gateway, pool, workers and ledger; the
 engine answers from a script and can be taken away."""
 

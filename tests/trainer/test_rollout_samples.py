@@ -1,4 +1,4 @@
-"""What a run leaves for people who look: samples of what it trained, traces; rollouts alone."""
+"""Files of a run for people who look: samples of what it trained, traces; rollouts alone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Tables:
 
 
 async def whole_run(run: SmallRun, *trackers: Tracker) -> dict[str, Any]:
-    """As `stepwell train` does, but for the parts."""
+    """Train as `stepwell train` does, but with the parts of `run`."""
     with MemoryMeter() as memory, MetricsWriter(run.config.run.dir, trackers) as metrics:
         return await _train(run.config, run.trainer, metrics, Display("small", "quiet"), memory)
 

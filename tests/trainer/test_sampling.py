@@ -38,7 +38,7 @@ ASYNC = "async_training.mode=async"
 
 
 async def begun(pace: Pace, *uids: str) -> list[str]:
-    """Those of `uids` that may be begun now."""
+    """Return the `uids` that may be begun now."""
     admitted = []
     for uid in uids:
         with suppress(TimeoutError):
@@ -501,7 +501,7 @@ def unscored(task: Mapping[str, Any], index: int) -> None:
 def score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, **kwargs: Any
 ) -> float:
-    """As `easy`: the even questions are solved by one of two rollouts."""
+    """Reward like that of `easy`: the even questions are solved by one of two rollouts."""
     number = int(ground_truth)
     score.calls[number] = score.calls.get(number, 0) + 1  # type: ignore[attr-defined]
     return 1.0 if number % 2 or score.calls[number] % 2 else 0.0  # type: ignore[attr-defined]

@@ -51,7 +51,7 @@ def conversations(n: int = 1) -> list[Group]:
 
 
 def gradient(updater: Updater, batch: list[Group]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Of one optimizer step: AdamW's first moment, which with β1 = 0 is the gradient."""
+    """Gradient and metrics of one optimizer step; with β1 = 0 it is AdamW's first moment."""
     torch.set_num_threads(1)
     prepared = updater.prepare(batch)
     (mini,) = prepared.mini_batches

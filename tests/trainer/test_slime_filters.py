@@ -32,7 +32,7 @@ def record_all(args: Any, samples: list[list[Any]], **kwargs: Any) -> list[list[
 
 
 def not_truncated(args: Any, samples: list[Any], **kwargs: Any) -> Any:
-    """As slime's filters are written: of the status and the lengths of samples."""
+    """A filter as slime's are written: it looks at the status of samples."""
     cut = sum(sample.status == type(sample).Status.TRUNCATED for sample in samples)
     return DynamicFilterOutput(keep=cut == 0, reason=f"{cut}_truncated")
 

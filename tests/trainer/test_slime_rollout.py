@@ -341,7 +341,7 @@ def test_a_slime_killed_between_two_rollouts_loses_nothing_and_trains_nothing_tw
 ) -> None:
     @ray.remote(num_cpus=0)
     class Manager:
-        """What slime's RolloutManager does with the two."""
+        """Actor that uses source and rollout function as slime's RolloutManager does."""
 
         def __init__(self, args: Namespace) -> None:
             self.source = PoolDataSource(args)
@@ -605,7 +605,7 @@ def test_without_a_global_dataset_samples_are_empty_but_for_their_numbers(
 def test_slimes_documented_data_sources_have_its_names_and_methods(
     prompts: Path, tmp_path: Path
 ) -> None:
-    """Of `slime/rollout/data_source.py` and docs/en/get_started/customization.md, section 15
+    """Sources: `slime/rollout/data_source.py`, docs/en/get_started/customization.md, section 15
     (THUDM/slime, commit 624b824)."""
     args = source_of(prompts, tmp_path).args
     data_source = RolloutDataSourceWithBuffer(args)

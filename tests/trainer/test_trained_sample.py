@@ -1,4 +1,4 @@
-"""What a run leaves behind of each optimizer step: its own tokens with its own columns."""
+"""The sample that a run leaves of each optimizer step: its own tokens with its own columns."""
 
 from __future__ import annotations
 

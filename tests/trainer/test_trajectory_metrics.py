@@ -1,4 +1,4 @@
-"""What trajectories look like in numbers: each figure by hand."""
+"""Metrics of trajectories: each figure by hand."""
 
 from __future__ import annotations
 

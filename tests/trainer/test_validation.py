@@ -271,7 +271,7 @@ async def test_a_version_that_is_published_during_an_update_is_of_the_updates_it
 async def test_an_evaluation_of_which_nothing_is_pinned_has_no_score_and_stops_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As when a roll-back, which waits for nobody, comes in its first moment."""
+    """A roll-back, which waits for nobody, can come in an evaluation's first moment."""
     async with small_run(small_config(tmp_path, "validation.n=2")) as run:
 
         def hold(task: Any, channel: str) -> None:

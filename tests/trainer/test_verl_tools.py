@@ -48,7 +48,7 @@ def tool_of(made: ToolBox, name: str = "count") -> Any:
 
 
 def task(**kwargs: Any) -> dict[str, Any]:
-    """As verl's rows have it."""
+    """A task as verl's rows have it."""
     return {"question": "q", "metadata": {"index": 0, "tools_kwargs": {"count": kwargs}}}
 
 

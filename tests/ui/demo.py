@@ -137,8 +137,8 @@ async def fill(demo: Demo, groups: int = 6, rollouts: int = 4, key: str | None =
 
 
 async def train(demo: Demo, steps: int = TRAINED_STEPS) -> None:
-    """What a trainer would leave behind: metrics of `steps` optimizer steps, and what two of them
-    were trained on."""
+    """Write what a trainer would leave behind: metrics of `steps` optimizer steps, and what two of
+    them were trained on."""
     page = await demo.pool.read_trajectories(limit=100, state=["complete"])
     whole = [each.trajectory for each in page.unpack()]
     write_run(demo.run_dir, steps)

@@ -45,7 +45,7 @@ async def agent(task, base_url, api_key):
 
 
 def run(*argv: str | Path, cwd: Path) -> str:
-    """What a command prints. It sees neither this checkout nor anything of the tests' Python."""
+    """Output of a command. It sees neither this checkout nor anything of the tests' Python."""
     outside = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     done = subprocess.run(
         argv, cwd=cwd, env=outside, capture_output=True, text=True, timeout=240, check=False

@@ -165,7 +165,7 @@ def _kinds() -> list[str]:
 
 @pytest.fixture(scope="session", params=_kinds())
 def engine_kind(request: pytest.FixtureRequest) -> str:
-    """Of the engines that a test starts for itself."""
+    """Kind of the engines that a test starts for itself."""
     return str(request.param)
 
 

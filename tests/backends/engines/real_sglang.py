@@ -1,4 +1,4 @@
-"""What a real SGLang does that the contract does not ask for, but Stepwell has to live with. Not
+"""Behaviour of a real SGLang that the contract does not ask for, but Stepwell has to live with. Not
 collected by itself: `make test-sglang` names it."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every engine must do, embedded or a real SGLang: the API as Stepwell relies on it."""
+"""The contract of every engine, embedded or a real SGLang: the API as Stepwell relies on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only the embedded engine promises."""
+"""Promises that only the embedded engine makes."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_blocks_that_overlap_on_a_node_are_refused() -> None:
 
 @given(st.integers(1, 8), st.integers(10_000, 30_000))
 def test_all_ports_of_a_part_are_in_its_block(nodes: int, first: int) -> None:
-    """Those that SGLang 0.5.23 derives too: up to six above dist-init (`PortArgs.init_new`)."""
+    """SGLang 0.5.23 derives more ports: up to six above dist-init (`PortArgs.init_new`)."""
     hosts = [Host("10.0.0.2", first + BLOCK * i) for i in range(nodes)]
     for host, launch in zip(hosts, node_launches(hosts), strict=True):
         given_flags = flags(launch.args)

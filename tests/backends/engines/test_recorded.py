@@ -67,7 +67,7 @@ CHANCE = {"text", "output_ids", "completion_tokens", "start", "end"}
 """Values that depend on when a request in flight was interrupted."""
 
 TOLERANCE = 1e-4
-"""Of log-probs, in nats: two implementations in float32."""
+"""Largest difference of log-probs, in nats: two implementations in float32."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What an older server lacks is one line when a run connects to it."""
+"""One line names the routes that an older server lacks when a run connects to it."""
 
 from __future__ import annotations
 

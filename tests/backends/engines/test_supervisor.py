@@ -148,7 +148,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 def stub(
     folder: Path, behaviour: str, weights_dir: Path | None = None, **fields: Any
 ) -> Supervisor:
-    """Of a process that answers as an engine does."""
+    """Supervisor of a process that answers as an engine does."""
     python = folder / "python"
     (folder / "stub.py").write_text(STUB)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S {folder / "stub.py"} "$@"\n')
@@ -168,7 +168,7 @@ def stub(
 def test_an_engine_that_is_long_in_starting_is_given_up_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What counts as having been healthy is the time that it was up."""
+    """Only the time that an engine was up counts as healthy, not the time that it took to start."""
     monkeypatch.setattr("stepwell.backends.engines.supervisor.HEALTHY_FOR_S", 0.2)
     supervisor = stub(tmp_path, "crashes at its start")
     try:

@@ -52,7 +52,7 @@ def with_other_norm(path: Path, folder: Path) -> str:
 
 
 async def verified_by(client: EngineClient) -> str:
-    """How one replica alone is verified."""
+    """Return the way in which a replica alone is verified."""
     embedded = (await client.server_info()).get("version") == EMBEDDED
     return "checksum" if embedded else "agreement"
 
@@ -119,7 +119,7 @@ async def liar(url: str, instead: Path) -> AsyncIterator[EngineClient]:
 async def test_a_replica_that_loaded_wrong_bytes_under_the_right_version_is_caught(
     client: EngineClient, model_dirs: Any, reference: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Of the embedded engine; one SGLang alone agrees with itself."""
+    """The embedded engine's wrong bytes are caught; one SGLang alone agrees with itself."""
     with_other_norm(model_dirs.new, tmp_path / "wrong")
     async with liar(client.url, tmp_path / "wrong") as lying:
         if await verified_by(client) == "agreement":

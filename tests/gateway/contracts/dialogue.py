@@ -1,4 +1,4 @@
-"""What the policy says to the clients here: two tools at once, one tool, an answer, a last word."""
+"""The policy's replies to the clients here: two tools at once, one tool, an answer, a last word."""
 
 from __future__ import annotations
 

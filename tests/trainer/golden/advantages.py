@@ -1,4 +1,4 @@
-"""What verl 0.9 makes of random ragged batches: the recorder of `advantages.json`, and the batches.
+"""verl 0.9's advantages of random ragged batches: the batches and the recorder of their JSON file.
 
     python -m tests.trainer.golden.advantages        (an environment with verl: pip install
                                                       --no-deps verl tensordict codetiming)
@@ -23,8 +23,8 @@ GROUP_SIZES = (1, 2, 4, 3)
 GAMMA, LAM, VALUE_CLIP = 0.97, 0.9, 0.2
 PART_WEIGHTS = {"accuracy": 1.0, "format": 0.5}
 KINDS = ("outcome", "process", "tool", "dense")
-"""Where rewards are: on the last sampled token; on the last of each turn; on masked tokens; on
-every sampled token (a KL penalty is)."""
+"""Places of rewards: on the last sampled token; on the last of each turn; on masked tokens and the
+last sampled one; on every sampled token (a KL penalty is)."""
 
 Case = dict[str, Any]
 

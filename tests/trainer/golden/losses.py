@@ -1,4 +1,4 @@
-"""What verl 0.9 makes of random ragged batches: the recorder of `losses.json`, and the batches.
+"""verl 0.9's losses of random ragged batches: the batches and the recorder of `losses.json`.
 
     python -m tests.trainer.golden.losses        (an environment with verl: pip install --no-deps
                                                   verl tensordict codetiming)

@@ -1,4 +1,4 @@
-"""What TRL's SFTTrainer makes of conversations, step by step; recorded in sft.json.
+"""Results of TRL's SFTTrainer on conversations, step by step; recorded in sft.json.
 
     python -m tests.trainer.golden.sft      records, where TRL is installed (`make test-trl`)
 
@@ -35,7 +35,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def has_trl() -> bool:
-    """Whether TRL can be asked."""
+    """True if TRL is installed."""
     return importlib.util.find_spec("trl") is not None
 
 

@@ -127,7 +127,7 @@ async def test_time_is_limited_for_one_test_and_for_all() -> None:
 async def test_what_has_left_the_process_group_holds_no_answer_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the system has no namespaces, such a process keeps the pipe that is read open."""
+    """Without namespaces, a process that left the group keeps the pipe that is read open."""
     monkeypatch.setattr(sandbox, "namespaces_work", lambda: False)
     child = "os.setsid(); open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
     program = f"import os, time\nif not os.fork(): {child}"

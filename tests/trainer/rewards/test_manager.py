@@ -91,7 +91,7 @@ async def test_each_sample_is_scored_by_its_own_call(write: Write, manager: str)
 
 @pytest.mark.parametrize("manager", ["naive", "auto", "parallel", "batch"])
 async def test_a_function_may_run_a_loop_of_its_own(write: Write, manager: str) -> None:
-    """As verl's documented `async_code_execution_reward` does."""
+    """verl's documented `async_code_execution_reward` runs a loop of its own."""
     one = "lambda answer: asyncio.sleep(0, float(len(answer)))"
     if manager == "batch":
         arguments, result = (

@@ -67,7 +67,7 @@ async def score(name: str, extra: dict[str, Any] | None = None, **kwargs: Any) -
 
 
 async def managed(function: str = "remote", **kwargs: Any) -> list[Any]:
-    """What the manager makes of one call, which may take 2 s."""
+    """Score one sample by the manager; the call may take 2 s."""
     manager = RewardManager(
         RewardConfig(function=function, kwargs=kwargs, timeout_s=2, max_attempts=1)
     )
