@@ -10,7 +10,6 @@ Ray's `working_dir` (`lacks_project`, `project_env`). Does not own placement (`p
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import secrets
@@ -22,12 +21,13 @@ from typing import Any
 
 from stepwell.config.run import RunConfig
 from stepwell.trainer.errors import ConfigError, RolloutError
-from stepwell.trainer.rollout.agents import absolute, load_agent
+from stepwell.trainer.rollout.agents import agent_of_workers, load_agent
+from stepwell.version import versions
 
 ANSWER_S = 120.0
 """A node's first worker imports Ray and Stepwell, and the agent what it needs."""
-SAME = ("stepwell", "ray", "torch")
-"""Packages that have to be of one version on all nodes; Ray itself asks for one Python."""
+SAME = ("ray", "torch")
+"""Packages that have to be of one version on all nodes, as Stepwell and Python."""
 NONCE = ".stepwell-node-check"
 """Beginning of the files in `run.dir` by which nodes see whether they share it."""
 NOT_SENT = ("runs", "wandb", "tensorboard", ".venv*", "venv", "env", ".git", "node_modules")
@@ -58,7 +58,9 @@ class Seen:
     """Empty: it can be imported."""
     missing: tuple[Path, ...] = ()
     is_shared: bool = True
-    """It sees the driver's file, and has left one of its own."""
+    """It sees the driver's file."""
+    mark: str = ""
+    """End of the name of the file that it has left beside that."""
     python: str = field(default_factory=lambda: sys.executable)
 
 
@@ -71,21 +73,22 @@ def look(wanted: Look) -> Seen:
             load_agent(wanted.agent)
         except RolloutError as e:
             error = str(e)
-    is_shared = True
+    is_shared, mark = True, secrets.token_hex(4)
     if wanted.shared is not None:
         is_shared = (wanted.shared / wanted.nonce).is_file()
         if is_shared:
-            (wanted.shared / f"{wanted.nonce}-{platform.node()}-{os.getpid()}").touch()
+            (wanted.shared / f"{wanted.nonce}-{mark}").touch()
     missing = tuple(path for path in wanted.paths if not path.is_dir())
-    return Seen(platform.node(), _versions(), error, missing, is_shared)
+    return Seen(platform.node(), versions(SAME), error, missing, is_shared, mark)
 
 
 def lacks_project(config: RunConfig) -> bool:
     """True if an agent is to run on a node of this Ray that cannot import it as it is."""
-    agent = _agent(config)
+    agent = config.rollout.agent
     if agent is None or not (others := _others()):
         return False
-    return any(seen.agent_error for seen in _ask(others, Look(agent)).values())
+    wanted = Look(agent_of_workers(agent))
+    return any(seen.agent_error for seen in _ask(others, dict.fromkeys(others, wanted)).values())
 
 
 def project_env(folder: Path) -> dict[str, Any]:
@@ -108,17 +111,18 @@ def check_nodes(config: RunConfig, used: Sequence[str]) -> None:
     nonce = f"{NONCE}-{secrets.token_hex(8)}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / nonce).touch()
-    lines = []
+    wanted = {node: needs_of(config, node, used, nonce) for node in others}
     try:
-        for node, ip in others.items():
-            wanted = needs_of(config, node, used, nonce)
-            seen = _ask({node: ip}, wanted)[node]
-            if wanted.shared is not None and not any(folder.glob(f"{nonce}-*")):
-                seen = replace(seen, is_shared=False)
-            lines += differences(ip, wanted, seen, _versions())
+        answers = _ask(others, wanted)
+        left = {path.name for path in folder.glob(f"{nonce}-*")}
     finally:
         for path in folder.glob(f"{nonce}*"):
             path.unlink(missing_ok=True)
+    lines = []
+    for node, seen in answers.items():
+        if wanted[node].shared is not None and f"{nonce}-{seen.mark}" not in left:
+            seen = replace(seen, is_shared=False)
+        lines += differences(others[node], wanted[node], seen, versions(SAME))
     if lines:
         raise ConfigError("\n".join(lines))
 
@@ -130,7 +134,7 @@ def needs_of(config: RunConfig, node: str, used: Sequence[str], nonce: str = "")
         used: ids of the nodes that ranks and engines are placed on.
         nonce: file that the driver has written in `run.dir`.
     """
-    agent = _agent(config)
+    agent = config.rollout.agent and agent_of_workers(config.rollout.agent)
     if node not in used:
         return Look(agent)
     is_shared = config.engine.weight_transport != "distributed"
@@ -170,22 +174,6 @@ def differences(ip: str, wanted: Look, seen: Seen, here: Mapping[str, str]) -> l
     return lines
 
 
-def _agent(config: RunConfig) -> str | None:
-    """The agent as `RolloutWorker` is told it."""
-    agent = config.rollout.agent
-    return None if agent is None else absolute(agent)
-
-
-def _versions() -> dict[str, str]:
-    found = {"Python": platform.python_version()}
-    for name in SAME:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def _others() -> dict[str, str]:
     """Addresses of the other live nodes, by id."""
     import ray
@@ -198,8 +186,11 @@ def _others() -> dict[str, str]:
     }
 
 
-def _ask(nodes: Mapping[str, str], wanted: Look) -> dict[str, Seen]:
-    """Answers by node id.
+def _ask(nodes: Mapping[str, str], wanted: Mapping[str, Look]) -> dict[str, Seen]:
+    """Answers by node id. All nodes are asked at once.
+
+    Args:
+        nodes: their addresses.
 
     Raises:
         ConfigError: a node does not answer, or has no Stepwell.
@@ -211,7 +202,7 @@ def _ask(nodes: Mapping[str, str], wanted: Look) -> dict[str, Seen]:
     asked = {
         node: task.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-        ).remote(wanted)
+        ).remote(wanted[node])
         for node in nodes
     }
     answers = {}

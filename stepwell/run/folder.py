@@ -13,10 +13,8 @@ Owns both files. Does not own the connection (`run/connection.py`). Loads neithe
 from __future__ import annotations
 
 import fcntl
-import importlib.metadata
 import json
 import os
-import platform
 import socket
 import subprocess
 import time
@@ -38,7 +36,7 @@ from stepwell.datapool.sealed import read_sealed, sealed, write_durably
 from stepwell.errors import NoRunError, RunUnavailableError
 from stepwell.layout import RUN_FILE
 from stepwell.trainer.errors import ConfigError
-from stepwell.version import __version__
+from stepwell.version import versions
 
 LOCK = "run.lock"
 TRAINER_LOCK = "trainer.lock"
@@ -47,6 +45,7 @@ LOCK_WAIT_S = 0.5
 REPAIR_S = 3.0
 """Seconds in which a killed trainer's leftovers are put right, mostly."""
 PACKAGES = ("torch", "ray", "transformers", "sglang")
+"""What a run's figures depend on, beside Stepwell and Python."""
 GIT_S = 10.0
 ANSWER_S = 5.0
 """A gateway answers within this."""
@@ -131,7 +130,7 @@ def begin(config: RunConfig) -> RunFile:
         host=socket.gethostname(),
         started_at=datetime.now(UTC),
         folder=folder,
-        versions=versions(),
+        versions=versions(PACKAGES),
         git=_git(folder),
         config=without_secrets(config),
     )
@@ -336,17 +335,6 @@ def _locked(folder: Path, name: str, wait_s: float, taken: str) -> Iterator[IO[s
 
 
 # -- what is in it -------------------------------------------------------------------------------
-
-
-def versions() -> dict[str, str]:
-    """Versions of Stepwell, Python and the packages that a run's figures depend on."""
-    found = {"stepwell": __version__, "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _git(folder: Path) -> str | None:

@@ -48,11 +48,12 @@ from stepwell.gateway.tokens.render import ChatRenderer, CutError
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.layout import CHECKPOINTS, RUN_FILE, WEIGHTS
 from stepwell.run.checks import check_run
-from stepwell.run.folder import ANSWER_S, PACKAGES, RunFile, holder, read_run, versions
+from stepwell.run.folder import ANSWER_S, PACKAGES, RunFile, holder, read_run
 from stepwell.track.collapse import find_collapse
 from stepwell.trainer.errors import TrainerError
 from stepwell.trainer.ledger import LEDGER, read_ledger
 from stepwell.trainer.metrics import METRICS, read_metrics
+from stepwell.version import versions
 
 State: TypeAlias = Literal["ok", "warning", "problem"]
 
@@ -158,7 +159,9 @@ def packages() -> Iterator[Finding]:
         told = f"{requirement.name} {what}, not {requirement.specifier}"
         yield Finding("packages", "problem", told, f"pip install '{requirement}'")
     if not wrong:
-        known = [f"{name} {version}" for name, version in versions().items() if name in PACKAGES]
+        known = [
+            f"{name} {version}" for name, version in versions(PACKAGES).items() if name in PACKAGES
+        ]
         yield Finding("packages", "ok", f"all {len(needed)} are there; {', '.join(known)}")
 
 

@@ -64,6 +64,14 @@ def test_a_project_of_one_machine_runs_its_agents_on_both(machines: TwoMachines)
     assert not (own[1].parents[1] / "agent.py").exists()
 
 
+def test_an_agent_that_is_a_file_travels_too(machines: TwoMachines) -> None:
+    project = machines.local / "mine"
+    options = (f"cluster.address={machines.address}", "rollout.workers=2", "run.name=by-file")
+    own = ("rollout.agent=agent.py:agent", "trainer.total_steps=1", "validation.before_train=false")
+    ran = stepwell(machines, "train", "--config", "config.yaml", *options, *own, folder=project)
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_an_agent_that_a_node_cannot_import_is_one_line(machines: TwoMachines) -> None:
     project = machines.local / "mine"
     on_first = machines.machines[0].own / "mine/agent.py"

@@ -10,7 +10,7 @@ from stepwell.cluster.nodes import Look, Seen, look, needs_of, project_env
 from stepwell.cluster.nodes import differences as told
 from stepwell.config.load import load_config
 
-HERE = {"Python": "3.11.7", "stepwell": "0.1.0", "torch": "2.13.0"}
+HERE = {"python": "3.11.7", "stepwell": "0.1.0", "torch": "2.13.0"}
 ALL = Look("agent:agent", (Path("/models/base"),), Path("/runs/mine"), "nonce")
 
 
@@ -26,7 +26,7 @@ def test_a_node_that_has_everything_is_not_spoken_of() -> None:
     ("found", "words"),
     [
         ({"versions": {**HERE, "torch": "2.9.0"}}, ("torch 2.9.0", "2.13.0", "/env/bin/python")),
-        ({"versions": {"Python": "3.11.7", "torch": "2.13.0"}}, ("stepwell not at all", "0.1.0")),
+        ({"versions": {"python": "3.11.7", "torch": "2.13.0"}}, ("stepwell not at all", "0.1.0")),
         ({"agent_error": "there is no module 'x'\nlonger"}, ("no module 'x'; install", "/env/bin")),
         ({"missing": (Path("/models/base"),)}, ("model.path", "/models/base", "s3://")),
         ({"is_shared": False}, ("run.dir", "/runs/mine", "engine.weight_transport=distributed")),

@@ -80,13 +80,22 @@ def load_agent(path: str, agent_args: Mapping[str, Any] | None = None) -> Agent:
     return cast(Agent, agent)
 
 
-def absolute(path: str) -> str:
-    """Return `rollout.agent` for a process that may run in another folder: a file's path begins at
-    the root."""
+def agent_of_workers(path: str) -> str:
+    """Return `rollout.agent` for a process that runs in another folder: a file's path begins at the
+    root; or in the project, if that travels to all nodes (`working_dir` of this process's Ray)."""
     file, sep, name = (path, "", "") if path.endswith(_TOOLS) else path.rpartition(":")
     if not file.endswith((".py", *_TOOLS)):
         return path
-    return f"{Path(file).expanduser().absolute()}{sep}{name}"
+    whole, here = Path(file).expanduser().absolute(), Path.cwd()
+    if _project_travels() and whole.is_relative_to(here):
+        return f"{whole.relative_to(here)}{sep}{name}"
+    return f"{whole}{sep}{name}"
+
+
+def _project_travels() -> bool:
+    import ray
+
+    return ray.is_initialized() and bool(ray.get_runtime_context().runtime_env.working_dir())
 
 
 _TOOLS = (".yaml", ".yml")

@@ -44,7 +44,7 @@ from stepwell.datapool.types import GREEDY, MAX_REWARD, TRAIN, is_reward
 from stepwell.trainer.config import RolloutConfig, ValidationConfig
 from stepwell.trainer.data import Task
 from stepwell.trainer.errors import RolloutError
-from stepwell.trainer.rollout.agents import absolute, is_generate, load_agent
+from stepwell.trainer.rollout.agents import agent_of_workers, is_generate, load_agent
 from stepwell.trainer.rollout.gateway import (
     PATIENCE_S,
     RETRY_S,
@@ -359,7 +359,7 @@ def start_workers(
         scheduling_strategy="SPREAD",  # over the nodes, where there are several
     )
     if config.agent is not None:
-        config = config.model_copy(update={"agent": absolute(config.agent)})
+        config = config.model_copy(update={"agent": agent_of_workers(config.agent)})
     n = config.workers
     logs = [numbered_log(log_dir, "rollout", k, n) for k in range(n)]
     return [_RemoteWorker(actor.remote(config, gateway_urls, key, log, **generate)) for log in logs]
