@@ -265,7 +265,8 @@ class Channel:
         """Apply the limits and filters of today to what is there after a restart."""
         self.replaying = False
         for group in (*self._ready.values(), *self._open.values()):
-            self._decide(group)
+            if group.prompt_uid in self.records.groups:  # one that got ready may cost others theirs
+                self._decide(group)
         self._trim()
 
     # -- groups ------------------------------------------------------------------------------
