@@ -516,7 +516,7 @@ class Channel:
         self._notice("aborted", record.prompt_uid, record.trajectory_uid, reason=closing.aborted)
 
     def _set_aside(self, group: GroupRecord, record: TrajectoryRecord, closing: Closing) -> None:
-        """Not to be served. Its steps are dropped; their rows go with the group's."""
+        """Exclude a trajectory. Its steps are dropped; their rows go with the group's."""
         record.closing = closing
         self.counts.steps.dropped += self._forget_steps(record)
         record.steps = []

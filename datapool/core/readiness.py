@@ -65,7 +65,7 @@ class Rules(NamedTuple):
     config: ChannelConfig
     selection: Selection
     retention_s: float | None
-    """From its opening on, after which a group goes whatever became of it."""
+    """Seconds after its opening at which a group goes, whatever became of it; None: never."""
     sequence: Callable[[GroupRecord], int]
     """A group's number in the order of readiness; one that is not ready: the next one."""
 
