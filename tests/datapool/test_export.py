@@ -544,7 +544,7 @@ def test_an_export_that_the_disk_has_no_room_for_leaves_the_old_one_with_its_dig
 ):
     path = tmp_path / f"x.{suffix}"
     write(path, [build_chain("old")])
-    with full_disk(), pytest.raises(OSError):
+    with full_disk(), pytest.raises(OSError, match="File too large"):
         write(path, [build_chain("new")], overwrite=True)
     assert sorted(tmp_path.iterdir()) == [path, sidecar_of(path)]
     assert list(read(path)) == [build_chain("old")]
