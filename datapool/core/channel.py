@@ -393,13 +393,11 @@ class Channel:
     def knows(self, trajectory_uid: str, prompt_uid: str) -> Literal["open", "closed"] | None:
         """Return whether this trajectory of this prompt is open or closed here; None if it is
         unknown."""
-        record = self.records.trajectories.get(trajectory_uid)
-        found = (
-            record if record is not None else self.records.closed_trajectories.get(trajectory_uid)
-        )
+        found = self.records.known(trajectory_uid)
         if found is None or found.prompt_uid != prompt_uid:
             return None
-        return "open" if record is not None and record.closing is None else "closed"
+        is_open = isinstance(found, TrajectoryRecord) and found.closing is None
+        return "open" if is_open else "closed"
 
     def complete_trajectory(self, op: ops.CompleteTrajectory) -> ops.TrajectoryOutcome:
         self._check_owner(op.owner, op.trajectory_uid)
