@@ -939,24 +939,28 @@ class Channel:
         return False
 
     def _judge_first(self, n_wanted: int, n_seen: int) -> None:
-        """Judge undeclared groups that are ready for this consumer only."""
-        n_refused = -1
-        while n_refused:
+        """Judge undeclared groups that are ready for this consumer only, until all of the first are
+        judged: one that is refused, or whose key changes, lets another one forward."""
+        judged: set[str] = set()
+        while True:
             first = self.queue.first(n_wanted, n_seen)
-            unjudged = [self.records.groups[uid] for uid in first if uid not in self._ready]
-            n_refused = sum(not (self._is_fresh(g) and self._may_go(g)) for g in unjudged)
+            unjudged = [uid for uid in first if uid not in self._ready and uid not in judged]
+            if not unjudged:
+                return
+            judged.update(unjudged)
+            for uid in unjudged:
+                self._judge(self.records.groups[uid])
 
-    def _may_go(self, group: GroupRecord) -> bool:
-        """True if a group that is ready for a consumer of fewer may be served. Otherwise it is held
-        until it changes, or dropped."""
-        if not (group.is_marked or self.rules.examines_all):
-            return True
+    def _judge(self, group: GroupRecord) -> None:
+        """Hold a group that is ready for a consumer of fewer until it changes, or drop it, unless
+        it may be served."""
+        if not self._is_fresh(group) or not (group.is_marked or self.rules.examines_all):
+            return
         verdict, key = judge(group, self.rules, self.now, self.rules.selection)
         if isinstance(verdict, Drop):
             self._drop(group, verdict.reason)
         else:
             self._judged(group, verdict, key)
-        return verdict is None
 
     def take(self, prompt_uids: Sequence[str], n_rollouts: int | None) -> list[PackedGroup]:
         """Lease these ready groups. Their open trajectories end here.
