@@ -740,7 +740,7 @@ class Channel:
     # -- deletion ----------------------------------------------------------------------------
 
     def delete(self, op: ops.Delete) -> ops.Deleted:
-        """About `AT_ONCE`."""
+        """Delete about `AT_ONCE` of what is meant; `more` if others are left."""
         if op.tag is not None:
             tagged = self.records.tagged.get(op.tag, ())
             uids = list(islice(tagged, AT_ONCE + len(self._leased)))
@@ -1229,7 +1229,7 @@ class Channel:
         return self._ready.values()
 
     def dry_run(self, op: questions.DryRunOf) -> DryRun:
-        """`DryRunOf`."""
+        """Return what a fetch would be given (`DryRunOf`)."""
         given = op.selection
         selection = self.rules.selection if given is None else Selection(SelectionConfig(**given))
 
@@ -1245,14 +1245,16 @@ class Channel:
     # -- owners ------------------------------------------------------------------------------
 
     def check_group_owner(self, op: ops.OpenGroup) -> None:
-        """
+        """Check who declares a group.
+
         Raises:
             NotOwnerError: the group is here, and has another owner than `op` names.
         """
         self._check_owner(op.metadata.get(OWNER), None, op.prompt_uid)
 
     def check_owner(self, op: ops.ResumeTrajectory) -> None:
-        """
+        """Check who goes on with a trajectory.
+
         Raises:
             NotOwnerError: the trajectory is here, and has another owner than `op` names.
         """
@@ -1262,7 +1264,8 @@ class Channel:
     def _check_owner(
         self, owner: str | None, trajectory_uid: str | None, prompt_uid: str = ""
     ) -> None:
-        """
+        """Check who asks for a trajectory or a group.
+
         Args:
             owner: who asks; None: one who may do everything.
             trajectory_uid: what it asks for; None, or not here: the group.

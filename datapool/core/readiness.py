@@ -80,7 +80,8 @@ class Rules(NamedTuple):
         retention_s: float | None,
         sequence: Callable[[GroupRecord], int],
     ) -> Rules:
-        """
+        """Load the functions that a channel's configuration names.
+
         Raises:
             SelectionError: its selection names what is not there.
         """

@@ -61,7 +61,8 @@ class StepStore:
         return header
 
     def check_index(self, record: TrajectoryRecord, step: Header) -> None:
-        """
+        """Check the index of a step against the one marked as the last.
+
         Raises:
             StepIndexError: it contradicts the step that is marked as the last one.
         """
@@ -80,7 +81,8 @@ class StepStore:
         )
 
     def check_base(self, record: TrajectoryRecord, step: Header) -> None:
-        """
+        """Check that the step which this one is relative to is stored.
+
         Raises:
             UnknownBaseError: the tokens that it is relative to are not those that are stored.
         """
