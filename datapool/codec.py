@@ -80,7 +80,7 @@ class Header(NamedTuple):
     crc: int
     """CRC-32 of prompt and response."""
     base_crc: int
-    """That of the base; 0 without one."""
+    """CRC-32 of the base; 0 without one."""
 
     @property
     def n_tokens(self) -> int:

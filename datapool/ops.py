@@ -283,6 +283,7 @@ class AppendStep(Change[SubmitOutcome | Resumed], frozen=True, array_like=True):
         TrajectoryConflictError, StepIndexError, InvalidStepError: it cannot be stored.
         UnknownBaseError: send it whole.
         PoolFullError: the channel blocks, and the step would begin a new group.
+        JournalError: a payload cannot be read back.
     """
 
     trajectory_uid: Text

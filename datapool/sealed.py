@@ -65,7 +65,7 @@ def written_durably(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
-    except BaseException:
+    except BaseException:  # also an interrupt: no draft is left
         draft.unlink(missing_ok=True)
         raise
     fsync(path.parent)

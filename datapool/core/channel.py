@@ -265,7 +265,8 @@ class Channel:
         """Apply the limits and filters of today to what is there after a restart."""
         self.replaying = False
         for group in (*self._ready.values(), *self._open.values()):
-            self._decide(group)
+            if group.prompt_uid in self.records.groups:  # one that got ready may cost others theirs
+                self._decide(group)
         self._trim()
 
     # -- groups ------------------------------------------------------------------------------
@@ -392,13 +393,11 @@ class Channel:
     def knows(self, trajectory_uid: str, prompt_uid: str) -> Literal["open", "closed"] | None:
         """Return whether this trajectory of this prompt is open or closed here; None if it is
         unknown."""
-        record = self.records.trajectories.get(trajectory_uid)
-        found = (
-            record if record is not None else self.records.closed_trajectories.get(trajectory_uid)
-        )
+        found = self.records.known(trajectory_uid)
         if found is None or found.prompt_uid != prompt_uid:
             return None
-        return "open" if record is not None and record.closing is None else "closed"
+        is_open = isinstance(found, TrajectoryRecord) and found.closing is None
+        return "open" if is_open else "closed"
 
     def complete_trajectory(self, op: ops.CompleteTrajectory) -> ops.TrajectoryOutcome:
         self._check_owner(op.owner, op.trajectory_uid)
@@ -515,7 +514,7 @@ class Channel:
         self._notice("aborted", record.prompt_uid, record.trajectory_uid, reason=closing.aborted)
 
     def _set_aside(self, group: GroupRecord, record: TrajectoryRecord, closing: Closing) -> None:
-        """Not to be served. Its steps are dropped; their rows go with the group's."""
+        """Exclude a trajectory. Its steps are dropped; their rows go with the group's."""
         record.closing = closing
         self.counts.steps.dropped += self._forget_steps(record)
         record.steps = []
@@ -741,7 +740,7 @@ class Channel:
     # -- deletion ----------------------------------------------------------------------------
 
     def delete(self, op: ops.Delete) -> ops.Deleted:
-        """About `AT_ONCE`."""
+        """Delete about `AT_ONCE` of what is meant; `more` if others are left."""
         if op.tag is not None:
             tagged = self.records.tagged.get(op.tag, ())
             uids = list(islice(tagged, AT_ONCE + len(self._leased)))
@@ -940,24 +939,28 @@ class Channel:
         return False
 
     def _judge_first(self, n_wanted: int, n_seen: int) -> None:
-        """Judge undeclared groups that are ready for this consumer only."""
-        n_refused = -1
-        while n_refused:
+        """Judge undeclared groups that are ready for this consumer only, until all of the first are
+        judged: one that is refused, or whose key changes, lets another one forward."""
+        judged: set[str] = set()
+        while True:
             first = self.queue.first(n_wanted, n_seen)
-            unjudged = [self.records.groups[uid] for uid in first if uid not in self._ready]
-            n_refused = sum(not (self._is_fresh(g) and self._may_go(g)) for g in unjudged)
+            unjudged = [uid for uid in first if uid not in self._ready and uid not in judged]
+            if not unjudged:
+                return
+            judged.update(unjudged)
+            for uid in unjudged:
+                self._judge(self.records.groups[uid])
 
-    def _may_go(self, group: GroupRecord) -> bool:
-        """True if a group that is ready for a consumer of fewer may be served. Otherwise it is held
-        until it changes, or dropped."""
-        if not (group.is_marked or self.rules.examines_all):
-            return True
+    def _judge(self, group: GroupRecord) -> None:
+        """Hold a group that is ready for a consumer of fewer until it changes, or drop it, unless
+        it may be served."""
+        if not self._is_fresh(group) or not (group.is_marked or self.rules.examines_all):
+            return
         verdict, key = judge(group, self.rules, self.now, self.rules.selection)
         if isinstance(verdict, Drop):
             self._drop(group, verdict.reason)
         else:
             self._judged(group, verdict, key)
-        return verdict is None
 
     def take(self, prompt_uids: Sequence[str], n_rollouts: int | None) -> list[PackedGroup]:
         """Lease these ready groups. Their open trajectories end here.
@@ -1226,7 +1229,7 @@ class Channel:
         return self._ready.values()
 
     def dry_run(self, op: questions.DryRunOf) -> DryRun:
-        """`DryRunOf`."""
+        """Return what a fetch would be given (`DryRunOf`)."""
         given = op.selection
         selection = self.rules.selection if given is None else Selection(SelectionConfig(**given))
 
@@ -1242,14 +1245,16 @@ class Channel:
     # -- owners ------------------------------------------------------------------------------
 
     def check_group_owner(self, op: ops.OpenGroup) -> None:
-        """
+        """Check who declares a group.
+
         Raises:
             NotOwnerError: the group is here, and has another owner than `op` names.
         """
         self._check_owner(op.metadata.get(OWNER), None, op.prompt_uid)
 
     def check_owner(self, op: ops.ResumeTrajectory) -> None:
-        """
+        """Check who goes on with a trajectory.
+
         Raises:
             NotOwnerError: the trajectory is here, and has another owner than `op` names.
         """
@@ -1259,7 +1264,8 @@ class Channel:
     def _check_owner(
         self, owner: str | None, trajectory_uid: str | None, prompt_uid: str = ""
     ) -> None:
-        """
+        """Check who asks for a trajectory or a group.
+
         Args:
             owner: who asks; None: one who may do everything.
             trajectory_uid: what it asks for; None, or not here: the group.

@@ -123,7 +123,8 @@ class GroupLog:
         return Erasure() if log is None else Erasure.of(log, group, uids)
 
     def erase(self, group: GroupRecord, erasure: Erasure) -> None:
-        """
+        """Write the rows of a group anew, as an erasure says.
+
         Args:
             erasure: made before the trajectories were taken out.
         """

@@ -65,7 +65,7 @@ class Rules(NamedTuple):
     config: ChannelConfig
     selection: Selection
     retention_s: float | None
-    """From its opening on, after which a group goes whatever became of it."""
+    """Seconds after its opening at which a group goes, whatever became of it; None: never."""
     sequence: Callable[[GroupRecord], int]
     """A group's number in the order of readiness; one that is not ready: the next one."""
 
@@ -80,7 +80,8 @@ class Rules(NamedTuple):
         retention_s: float | None,
         sequence: Callable[[GroupRecord], int],
     ) -> Rules:
-        """
+        """Load the functions that a channel's configuration names.
+
         Raises:
             SelectionError: its selection names what is not there.
         """

@@ -303,14 +303,18 @@ class Records:
         """Prompt uids of live groups by the tags of their marks."""
         self._channel = channel
 
+    def known(self, trajectory_uid: str) -> TrajectoryRecord | Closing | None:
+        """Return the live record, the tombstone, or None."""
+        record = self.trajectories.get(trajectory_uid)
+        return record if record is not None else self.closed_trajectories.get(trajectory_uid)
+
     def find(self, trajectory_uid: str, prompt_uid: str) -> TrajectoryRecord | Closing | None:
-        """Return the live record, the tombstone, or None.
+        """Return what is `known` of a trajectory.
 
         Raises:
             TrajectoryConflictError: it is of another prompt.
         """
-        record = self.trajectories.get(trajectory_uid)
-        found = record if record is not None else self.closed_trajectories.get(trajectory_uid)
+        found = self.known(trajectory_uid)
         if found is not None and found.prompt_uid != prompt_uid:
             raise TrajectoryConflictError(
                 f"trajectory {trajectory_uid!r} in channel {self._channel!r} belongs to prompt "
@@ -324,8 +328,8 @@ class Records:
         Raises:
             UnknownTrajectoryError: it is open, or unknown.
         """
-        record = self.trajectories.get(trajectory_uid)
-        closing = record.closing if record else self.closed_trajectories.get(trajectory_uid)
+        found = self.known(trajectory_uid)
+        closing = found.closing if isinstance(found, TrajectoryRecord) else found
         if closing is None:
             raise UnknownTrajectoryError(
                 f"trajectory {trajectory_uid!r} is unknown in channel {self._channel!r}; "

@@ -17,6 +17,7 @@ from stepwell.datapool.codec import (
     Header,
     PackedStep,
     PackedTrajectory,
+    Prompt,
     as_root,
     chain_tokens,
     relative,
@@ -60,7 +61,8 @@ class StepStore:
         return header
 
     def check_index(self, record: TrajectoryRecord, step: Header) -> None:
-        """
+        """Check the index of a step against the one marked as the last.
+
         Raises:
             StepIndexError: it contradicts the step that is marked as the last one.
         """
@@ -79,7 +81,8 @@ class StepStore:
         )
 
     def check_base(self, record: TrajectoryRecord, step: Header) -> None:
-        """
+        """Check that the step which this one is relative to is stored.
+
         Raises:
             UnknownBaseError: the tokens that it is relative to are not those that are stored.
         """
@@ -123,19 +126,33 @@ class StepStore:
         if declared is not None:
             if (parent := record.step(declared)) is None:
                 return step
-            if self._begins_with(record, step, parent.header):
+            if self._begins_with(record, step.prompt, parent.header):
                 return relative(step, parent.header)
         if not header.has_more:
-            shorter = [s.header for s in record.steps if s.step_index < header.step_index]
-            shorter.sort(key=lambda h: (-h.n_tokens, h.step_index))
-            for base in shorter:
-                if not base.has_more and self._begins_with(record, step, base):
+            for base in _with_equal_sums(record, step.prompt, header.step_index):
+                if not base.has_more and self._begins_with(record, step.prompt, base):
                     return relative(step, base)
         return as_root(step)
 
-    def _begins_with(self, record: TrajectoryRecord, step: PackedStep, base: Header) -> bool:
-        known = (step.prompt or b"")[: 4 * base.n_tokens]
-        # Most that extend nothing are told by the sum; what is as long and has it is looked at.
-        if len(known) < 4 * base.n_tokens or crc32(known) != base.crc:
+    def _begins_with(self, record: TrajectoryRecord, prompt: Prompt, base: Header) -> bool:
+        n_bytes = 4 * base.n_tokens
+        if len(prompt) < n_bytes or crc32(known := memoryview(prompt)[:n_bytes]) != base.crc:
             return False
         return known == chain_tokens(self._payloads.loaded(record.chain(base.step_index)))
+
+
+def _with_equal_sums(record: TrajectoryRecord, prompt: Prompt, before: int) -> list[Header]:
+    """Return the headers of the steps of a smaller index whose CRC-32 the prompt begins with, the
+    longest first. Walks through the prompt once: a trajectory may have hundreds of steps."""
+    headers = [s.header for s in record.steps if s.step_index < before]
+    headers.sort(key=lambda h: (h.n_tokens, -h.step_index))
+    ids, at, crc = memoryview(prompt), 0, 0
+    found: list[Header] = []
+    for base in headers:
+        end = 4 * base.n_tokens
+        if end > len(ids):
+            break
+        crc, at = crc32(ids[at:end], crc), end
+        if crc == base.crc:
+            found.append(base)
+    return found[::-1]

@@ -17,6 +17,7 @@ nor where they go (`transfer.py`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,8 @@ def write_rows(path: Path, rows: Iterable[Row], *, overwrite: bool) -> None:
             form.write(file, rows)
         except (pa.ArrowException, TypeError, UnicodeEncodeError, OverflowError) as e:
             raise ExportError(f"{path}: a value that no column can carry ({e})") from e
+        file.flush()
+        os.fsync(file.fileno())  # what the disk has no room for leaves the old file its sidecar
         # A kill may leave a file with no sidecar, not with a wrong one.
         sidecar_of(path).unlink(missing_ok=True)
     write_sidecar(path)

@@ -77,7 +77,7 @@ async def export_channel(
         return asyncio.run_coroutine_threadsafe(page, loop)
 
     def trajectories() -> Iterator[ExportedTrajectory]:
-        """In the writing thread, while the next page is on its way."""
+        """Yield the trajectories of a page, in the writing thread, while the next is on its way."""
         coming: Future[ExportedPage] | None = ask(None)
         while coming is not None:
             page = coming.result()
@@ -162,7 +162,7 @@ async def _import_group(
 
 
 async def _all(calls: Iterable[Awaitable[object]]) -> None:
-    """At once, so that they travel together; the first error once all are back."""
+    """Make calls at once, so that they travel together; the first error once all are back."""
     for answer in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(answer, BaseException):
             raise answer

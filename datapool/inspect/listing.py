@@ -223,7 +223,7 @@ def _groups(channel: Channel, pager: Pager) -> Iterator[tuple[GroupRecord, rows.
 
 
 def _live_groups(channel: Channel, pager: Pager) -> Iterator[GroupRecord]:
-    """From the cursor on, or the one that the filters name."""
+    """Live groups from the cursor on, or the one that the filters name."""
     first, prompt_uid = pager.start.group, pager.wanted.get("prompt_uid")
     if (trajectory_uid := pager.wanted.get("trajectory_uid")) is not None:
         record = channel.records.trajectories.get(trajectory_uid)

@@ -86,7 +86,7 @@ def _walk(
 
 
 def _bounded(samples: Iterable[_Sample], most: int) -> Iterator[_Sample]:
-    """With few values of each label."""
+    """Merge samples until each label has few values."""
     known: list[set[str]] = []
     sums: dict[tuple[str, ...], float] = {}
     for labels, value in samples:

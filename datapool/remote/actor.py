@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R")
 
 SHARDS_FILE = "shards"
-"""In a journal_dir that several shards share: how many have their journals there."""
+"""File in a journal_dir that several shards share: how many have their journals there."""
 WAITING = "waiting"
 FINDING = "finding"
 """Clients do not wait behind bare handles' calls to be told where the pool is."""

@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 
 FULL_S = 5.0
-"""Between two tries to lease from a pool whose disk is full."""
+"""Seconds between two tries to lease from a pool whose disk is full."""
 
 
 def _makes(

@@ -35,7 +35,7 @@ RESTART_S = CUT_OFF_S + 90.0
 """Seconds to wait for a pool that restarts: until it may take its journal over, and has read it."""
 CONNECT_S = 5.0
 RETRY_S = 0.05
-"""Between two tries to connect."""
+"""Seconds between two tries to connect."""
 
 
 class Caller(Protocol):

@@ -50,6 +50,7 @@ class Outbox:
             new = {steps[i].trajectory_uid: steps[i].prompt_uid for i in blocked}
             opening = (OpenTrajectory(t, p, channel=channel) for t, p in new.items())
             calls = (self._pool.call(op, timeout_s) for op in opening)
+            # Whatever refuses one of them refuses its steps, too.
             await asyncio.gather(*calls, return_exceptions=True)
             await self._send(steps, channel, blocked, results)
         return results

@@ -150,7 +150,7 @@ class PoolService:
         """Waiting calls by queue key, in the order they came."""
         self._tickets = count()
         self._n_events = 0
-        """That watchers were told of."""
+        """Number of the last event that watchers were told of."""
         self._settling: list[tuple[Applied, Callable[[list[Any]], None]]] = []
         """Operations that are applied and not durable, and the callbacks that get their answers."""
         self._timer: asyncio.TimerHandle | None = None

@@ -58,7 +58,8 @@ T = TypeVar("T")
 MAX_HOMES: Final = 50_000
 """Trajectories whose shard a client remembers; for others it asks."""
 PAUSE_S: Final = 0.01
-"""After a batch that somebody else was faster to take; twice as long after each other."""
+"""Seconds to pause after a batch that somebody else was faster to take; twice as long after each
+other."""
 MAX_PAUSE_S: Final = 1.0
 TRIES: Final = 3
 """Tries of a lease that does not wait."""

@@ -40,7 +40,7 @@ from stepwell.datapool.store.folder import journal_exists
 
 DEFAULT_NAME = "data_pool"
 DOWN_S: Final = 0.1
-"""Between two tries to reach a shard that is down."""
+"""Seconds between two tries to reach a shard that is down."""
 
 DataPoolHandle: TypeAlias = Any
 """A Ray handle of `DataPoolActor`. Any, because Ray types a handle's methods as Never."""

@@ -115,7 +115,7 @@ def frame(content: Any) -> bytes:
 
 
 def _proven(secret: bytes, challenge: bytes) -> bytes:
-    """That one knows the secret, without telling it."""
+    """Proof that one knows the secret, without telling it."""
     return hmac.digest(secret, challenge, "sha256")
 
 

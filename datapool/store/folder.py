@@ -223,7 +223,7 @@ def lock(file: int) -> bool:
 
 
 def pid_of_holder(folder: Path) -> str:
-    """For a message."""
+    """Return the pid of the process that holds the journal, or "unknown", for a message."""
     with contextlib.suppress(OSError, ValueError):
         acked = read_last_commit(folder)
         if acked is not None:

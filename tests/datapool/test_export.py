@@ -27,6 +27,7 @@ from stepwell.datapool.inspect.rows import ExportedTrajectory
 from stepwell.datapool.sealed import sidecar_of
 from stepwell.datapool.types import Step, Trajectory, VersionSpan
 from tests.builders import step
+from tests.helpers import full_disk
 
 BOTH = pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 
@@ -535,6 +536,18 @@ def test_an_export_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, suf
         write(path, failing(), overwrite=True)
     assert list(read(path)) == [build_chain("old")]
     assert sorted(tmp_path.iterdir()) == [path, sidecar_of(path)]
+
+
+@BOTH
+def test_an_export_that_the_disk_has_no_room_for_leaves_the_old_one_with_its_digest(
+    tmp_path, suffix
+):
+    path = tmp_path / f"x.{suffix}"
+    write(path, [build_chain("old")])
+    with full_disk(), pytest.raises(OSError, match="File too large"):
+        write(path, [build_chain("new")], overwrite=True)
+    assert sorted(tmp_path.iterdir()) == [path, sidecar_of(path)]
+    assert list(read(path)) == [build_chain("old")]
 
 
 def test_a_full_disk_raises_and_leaves_nothing_behind(tmp_path):

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import uuid
 from collections.abc import Callable
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -311,6 +312,19 @@ def test_a_mark_holds_for_consumers_of_fewer_rollouts_until_it_is_taken_back(
     assert lease(pool, n=1) is None
     assert (pool.stats()["ready"], pool.stats()["groups"]["held"]) == (0, 0)
     pool.pool.mark("p", **now_of(pool), trainable=True)
+    assert lease(pool, n=1) == ["p"]
+
+
+def test_a_mark_holds_for_consumers_of_fewer_rollouts_though_the_order_changes_with_time(
+    make_pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = count()
+    module = SimpleNamespace(aging=lambda info: next(keys))
+    monkeypatch.setitem(sys.modules, "my_orders", module)
+    pool = make_pool(n_rollouts=2, selection=SelectionConfig(order="my_orders:aging"))
+    pool.finish("p", "a")
+    pool.finish("q", "b")
+    pool.pool.mark("q", **now_of(pool), trainable=False)
     assert lease(pool, n=1) == ["p"]
 
 

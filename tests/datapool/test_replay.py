@@ -604,6 +604,20 @@ def test_a_smaller_memory_drops_the_oldest_or_spills(pool: Journaled, make_step:
     )
 
 
+def test_what_a_smaller_memory_drops_when_the_pool_starts_is_not_decided_on_any_more(
+    pool: Journaled, make_step: MakeStep
+) -> None:
+    for uid in "abc":  # one complete and one open trajectory each: it waits for its sibling
+        pool.submit_step(make_step(f"{uid}-open", f"p{uid}"))
+        finish(pool, make_step, f"p{uid}", uid)
+    pool.now += 20
+    pool.open_trajectory("d", "pd")
+    pool.restart(changed(pool, siblings_wait_s=10, max_bytes=1))
+    assert pool.get_statistics("train")["groups"]["drop_reasons"] == {"max_bytes": 3}
+    pool.restart()
+    assert pool.get_statistics("train")["groups"]["dropped"] == 3
+
+
 def test_new_filters_judge_what_is_there(pool: Journaled, make_step: MakeStep) -> None:
     for p, rewards in {"flat": (1.0, 1.0), "spread": (0.0, 1.0)}.items():
         pool.open_group(p, 2)
