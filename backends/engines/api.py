@@ -70,7 +70,7 @@ class Output(NamedTuple):
     version: int | None = None
     """Weight version that the engine has now; None: it does not say."""
     is_canary: bool = False
-    """That version is not committed."""
+    """True if `version` is on trial and not committed (`publish.canary_share`)."""
     finish: str | None = None
     """Set in the last output: "stop", "length", or "abort", after which it may go on from what was
     sampled, in another request."""
@@ -103,7 +103,7 @@ class EngineState(NamedTuple):
     version: int | None
     """Version of its weights; None: it does not say, or they are of another publisher."""
     is_canary: bool = False
-    """That version is not committed."""
+    """True if `version` is on trial and not committed (`publish.canary_share`)."""
 
 
 class Engine(Protocol):
