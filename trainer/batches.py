@@ -334,10 +334,14 @@ class Batches:
         try:
             while not request.done():
                 ended = asyncio.ensure_future(producer.wait_ended())
-                await asyncio.wait({request, ended}, return_when=asyncio.FIRST_COMPLETED)
-                if ended.done():
-                    ended.result()  # raises what made the producer fail
-                ended.cancel()
+                try:
+                    await asyncio.wait({request, ended}, return_when=asyncio.FIRST_COMPLETED)
+                    if ended.done():
+                        ended.result()  # raises what made the producer fail
+                finally:
+                    ended.cancel()
+                if request.done() and request.result() is not None:
+                    break
                 # The last groups, or word of a drop whose prompt is issued again, may be on their
                 # way here: to ask anew would not bring them.
                 await self._pool.get_statistics(channel.name)

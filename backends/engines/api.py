@@ -46,7 +46,7 @@ class GenerateRequest(NamedTuple):
     """One prompt to sample from."""
 
     rid: str
-    """Names it in `Engine.abort`."""
+    """Name for `Engine.abort`."""
     input_ids: TokenIds
     sampling: Sampling
     max_new_tokens: int
@@ -70,22 +70,22 @@ class Output(NamedTuple):
     version: int | None = None
     """Weight version that the engine has now; None: it does not say."""
     is_canary: bool = False
-    """That version is not committed."""
+    """True if `version` is on trial and not committed (`publish.canary_share`)."""
     finish: str | None = None
-    """Set in the last output: "stop", "length", or "abort", after which it may go on from what was
-    sampled, in another request."""
+    """Reason of the end, in the last output: "stop", "length", or "abort", after which another
+    request may go on from what was sampled."""
     matched: int | str | None = None
     """Token id or stop string that ended a `stop`."""
     cached_tokens: int = 0
     """Prompt tokens that the engine had in its cache; in the last output."""
     spans: Sequence[VersionSpan] | None = None
-    """In the last output: which version sampled which of the request's tokens; None: the engine
-    does not say, and `version` of each output has to do."""
+    """Versions that sampled the request's tokens, in the last output; None: the engine does not
+    say, and `version` of each output has to do."""
 
 
 OnOutput: TypeAlias = Callable[[Output], None]
-"""Called with each output, in the order in which they were sampled, outside any task. What it
-raises ends the request and comes out of `Engine.sample`."""
+"""Callback that takes each output, in the order in which they were sampled, outside any task. What
+it raises ends the request and comes out of `Engine.sample`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class EngineState(NamedTuple):
     version: int | None
     """Version of its weights; None: it does not say, or they are of another publisher."""
     is_canary: bool = False
-    """That version is not committed."""
+    """True if `version` is on trial and not committed (`publish.canary_share`)."""
 
 
 class Engine(Protocol):

@@ -236,7 +236,9 @@ class EngineClient:
     async def load_lora_adapter(self, name: str, path: str) -> dict[str, str]:
         """Load an adapter that the engine's machine can read; the loaded ones, name -> path."""
         body = {"lora_name": name, "lora_path": path}
-        answer = await self._ask("/load_lora_adapter", body, timeout_s=LOAD_TIMEOUT_S)
+        answer = await self._object(
+            "/load_lora_adapter", body, has=("loaded_adapters",), timeout_s=LOAD_TIMEOUT_S
+        )
         return dict(answer["loaded_adapters"] or {})
 
     async def unload_lora_adapter(self, name: str) -> None:
@@ -253,7 +255,9 @@ class EngineClient:
         if the engine has no such endpoint."""
         body = {"action": "checksum"}
         try:
-            answer = await self._ask("/weights_checker", body, timeout_s=LOAD_TIMEOUT_S)
+            answer = await self._object(
+                "/weights_checker", body, has=("ranks",), timeout_s=LOAD_TIMEOUT_S
+            )
         except EngineError as e:
             if is_missing(e):
                 return None
@@ -308,7 +312,8 @@ class EngineClient:
             return EngineState(None)
 
     async def weight_version(self) -> int:
-        return version_number((await self.model_info())["weight_version"])
+        answer = await self._object("/model_info", has=("weight_version",))
+        return version_number(answer["weight_version"])
 
     async def server_info(self) -> dict[str, Any]:
         return await self._object("/server_info")
@@ -360,13 +365,18 @@ class EngineClient:
         self, way: str, body: dict[str, Any], version: int | str, flush: bool, timeout_s: float
     ) -> UpdateResult:
         body |= {"weight_version": str(version), "flush_cache": flush}
-        answer = await self._ask(f"/update_weights_{way}", body, timeout_s=timeout_s)
+        answer = await self._object(
+            f"/update_weights_{way}", body, has=("success", "message"), timeout_s=timeout_s
+        )
         return UpdateResult(bool(answer["success"]), str(answer["message"]))
 
-    async def _object(self, path: str, body: Any = None, **how: Any) -> dict[str, Any]:
+    async def _object(
+        self, path: str, body: Any = None, *, has: Sequence[str] = (), **how: Any
+    ) -> dict[str, Any]:
         answer = await self._ask(path, body, **how)
-        if not isinstance(answer, dict):
-            raise EngineInternalError(f"{self.url}{path} answered no object, but {answer!r:.200}")
+        if not isinstance(answer, dict) or not answer.keys() >= set(has):
+            wanted = f"object with {', '.join(has)}" if has else "object"
+            raise EngineInternalError(f"{self.url}{path} answered no {wanted}, but {answer!r:.200}")
         return answer
 
     async def _ask(

@@ -100,13 +100,11 @@ class ConnectionPool:
 
     def _idle_one(self, place: _Place) -> _Connection | None:
         idle = self._idle[place]
-        if idle and not idle[-1].is_fresh():
-            for connection in idle:  # the others were left before
-                connection.close()
-            idle.clear()
         while idle:
-            if not (connection := idle.pop()).is_closed:
+            connection = idle.pop()
+            if connection.is_fresh() and not connection.is_closed:
                 return connection
+            connection.close()
         return None
 
 

@@ -28,7 +28,7 @@ class IdsJson:
         self._max_bytes = max_bytes
         self._n_bytes = 0
         self._texts: OrderedDict[int, tuple[TokenIds, bytes]] = OrderedDict()
-        """By the array's id, which is its own as long as it is here."""
+        """Arrays and their texts by the array's id, which is its own as long as it is here."""
 
     def parts(self, pieces: Sequence[TokenIds]) -> list[bytes]:
         """Parts of one JSON list of all these ids."""

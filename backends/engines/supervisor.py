@@ -9,7 +9,9 @@ dies, by whatever cause, so does the engine with all its processes (`backends/pr
 restart reads the committed version (`backends/weights/store.py`), before launch and again when
 healthy, then under the store's lock: a publication may have committed meanwhile, or be about to.
 Until then it is paused: it serves nothing that was replaced. The embedded engine starts paused;
-another is paused as soon as it is healthy.
+another is paused as soon as it is healthy. A process that ends because publications pruned the
+version that it was loading is no crash: the next one starts at `engine.model_path`, which nobody
+prunes, and loads what is committed under the lock.
 
 A process that hangs (stopped, deadlocked) does not end by itself. While it is up it is asked every
 `PROBE_EVERY_S`::
@@ -55,6 +57,7 @@ from stepwell.backends.errors import EngineError, EngineStartError
 from stepwell.backends.processes import Child, last_lines, start_logged
 from stepwell.backends.weights import Published, StoreLock, check_version, read_current
 from stepwell.backends.weights.transports import ADAPTER_NAME
+from stepwell.datapool.errors import DamagedFileError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -104,6 +107,8 @@ class Supervisor:
         """Set at the first time up, failed or stopped."""
         self._lock = threading.Lock()
         self._child: Child[subprocess.Popen[bytes]] | None = None
+        self._base = Published(0, str(config.model_path))
+        self._launched = self._base
         self._thread = threading.Thread(target=self._run, name="engine-supervisor", daemon=True)
 
     @property
@@ -183,19 +188,43 @@ class Supervisor:
 
     def _committed(self) -> Published:
         found = read_current(self._weights_dir) if self._weights_dir is not None else None
-        return found or Published(0, str(self.config.model_path))
+        return found or self._base
+
+    def _to_launch(self) -> Published:
+        """Return the committed version, its files held against their checksums; what was there
+        before any if publications prune it meanwhile: `_catch_up` loads what is committed then."""
+        current = self._committed()
+        try:
+            if self._weights_dir is not None:
+                check_version(self._weights_dir, current.path)
+        except (DamagedFileError, OSError):
+            if not self._is_pruned(current):
+                raise
+            return self._base
+        return current
+
+    def _is_pruned(self, version: Published) -> bool:
+        """Return true if publications have replaced `version` and removed its files."""
+        return not Path(version.path).is_dir() and self._committed() != version
 
     # -- the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
+            version: Published | None = None
             while not self._stop.is_set():
                 started = time.monotonic()
-                self._launch()
+                self._launch(version or self._to_launch())
+                version = None
                 lived_s = 0.0
                 try:
                     self._wait_healthy(started + self.config.startup_timeout_s)
                 except EngineStartError:
+                    if self._is_pruned(self._launched):
+                        log.info("version %d was pruned as it was loaded", self._launched.version)
+                        self._kill()
+                        version = self._base
+                        continue
                     is_first = not self._settled.is_set() and not self._goes_on
                     if is_first and not self._port_was_taken():
                         raise  # a configuration that cannot work
@@ -223,13 +252,11 @@ class Supervisor:
                 self._error = self._error or EngineStartError("the engine was stopped")
             self._settled.set()
 
-    def _launch(self) -> None:
+    def _launch(self, version: Published) -> None:
         if not self.config.port and not self.port:
             self.port = _free_port(self.config.host)
-        current = self._committed()
-        if self._weights_dir is not None:
-            check_version(self._weights_dir, current.path)
-        line = command_line(self.config, self._fenced_launch(current))
+        self._launched = version
+        line = command_line(self.config, self._fenced_launch(version))
         argv, threads = line.argv, str(self.config.threads)
         env = {
             **os.environ,
@@ -248,7 +275,7 @@ class Supervisor:
             self.pid = self._child.pid
 
     def _fenced_launch(self, current: Published) -> Launch:
-        """At what is committed now, and where an engine can, paused: `_catch_up` continues it."""
+        """At `current`, and where an engine can, paused: `_catch_up` continues it."""
         extra: tuple[str, ...] = ()
         model = current.path
         if self._weights_dir is not None and self._starts_paused:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -46,6 +47,8 @@ from stepwell.datapool.sealed import (
     sealed_json,
     write_sealed,
 )
+
+log = logging.getLogger(__name__)
 
 CURRENT = "current.json"
 LOCK = ".lock"
@@ -224,7 +227,8 @@ class WeightStore:
         return self.path(version)
 
     def discard(self, path: Path) -> None:
-        """Remove a version that is not to be served. No-op if it was pruned."""
+        """Remove a version that is not to be served; at once none is at `path`. No-op if it was
+        removed before."""
         doomed = path.with_name(f".tmp-{os.getpid()}-{path.name}")
         with suppress(FileNotFoundError):
             path.rename(doomed)  # half removed it must not pass for a version
@@ -258,9 +262,12 @@ class WeightStore:
         """Make `version` what a (re)started engine serves, and prune old versions."""
         entry = {"version": version, "path": str(path or self.path(version)), "adapter": adapter}
         write_sealed(self.folder / CURRENT, entry)
-        written = {old: self.path(old).stat().st_mtime for old in self.versions()}
-        for old in written.keys() - kept_versions(written, self.keep, time.time()) - {version}:
-            shutil.rmtree(self.path(old), ignore_errors=True)
+        try:
+            written = {old: self.path(old).stat().st_mtime for old in self.versions()}
+            for old in written.keys() - kept_versions(written, self.keep, time.time()) - {version}:
+                self.discard(self.path(old))
+        except OSError as e:  # it is committed, whatever stays: the next commit prunes again
+            log.warning("old versions in %s are not pruned: %s", self.folder, e)
 
     def current(self) -> Published | None:
         return read_current(self.folder)

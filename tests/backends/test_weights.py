@@ -135,6 +135,28 @@ def test_the_committed_version_is_never_pruned(tmp_path: Path) -> None:
     assert 1 in store.versions()
 
 
+def test_a_version_that_is_being_pruned_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever prunes may be killed, and engines may be told to load it, while files go."""
+    store = WeightStore(tmp_path, keep=1)
+    store.write(1, save("1"))
+    store.write(2, save("2"))
+    monkeypatch.setattr("shutil.rmtree", lambda *args, **options: None)
+    store.commit(2)
+    assert store.versions() == [2]
+
+
+def test_versions_that_cannot_be_pruned_undo_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = WeightStore(tmp_path, keep=1)
+    store.write(2, save("2"))
+    monkeypatch.setattr(store, "versions", lambda: [1, 2])  # another process has removed 1
+    store.commit(2)
+    assert store.current() == Published(2, str(tmp_path / "v2"))
+
+
 def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()

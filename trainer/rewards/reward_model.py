@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from stepwell.trainer.errors import RewardCrashError
 from stepwell.trainer.rewards.base import question_of
@@ -53,9 +53,11 @@ class RewardModel:
                 "the model's directory"
             )
         self._prompt = prompt
-        self._asking = (backoff_s, timeout_s, headers)
-        self._server = None if url is None else self._at(url)
-        self._head = None if path is None else _Head(path)
+        self._scorer: _Scorer
+        if path is not None:
+            self._scorer = _Head(path)
+        else:
+            self._scorer = _Server(str(url), backoff_s, timeout_s, headers)
         if prompt is not None:
             self._fill("", "", None, {})  # an unknown name in braces is found now
         elif (tokenizer := tokenizer or path) is None:
@@ -84,38 +86,19 @@ class RewardModel:
             RewardCrashError: the server refuses the request, or answers no score; or the model has
                 no room for the conversation.
         """
-        text = None
         if self._prompt is not None:
             text = self._fill(data_source, solution_str, ground_truth, extra_info)
-        if self._head is not None:
-            ids = None if text else await asyncio.to_thread(self._ids, solution_str, extra_info)
-            return await self._head.score(text, ids)
-        assert self._server is not None  # one of the two is there
-        body: dict[str, Any] = {"text": text}
-        if text is None:
-            body = {"input_ids": await asyncio.to_thread(self._ids, solution_str, extra_info)}
-        answer = await self._server.post(body)
-        try:
-            return float(answer["embedding"][-1])
-        except (KeyError, IndexError, TypeError, ValueError) as e:
-            raise RewardCrashError(
-                f"the reward model answered {answer!r:.200}; it should be "
-                '{"embedding": [score]}, as a server with a classification head answers'
-            ) from e
+            return await self._scorer.score(text)
+        return await self._scorer.score(
+            await asyncio.to_thread(self._ids, solution_str, extra_info)
+        )
 
     async def wait_loaded(self) -> None:
         """Return once the model of `path` is loaded."""
-        if self._head is not None:
-            await self._head.wait_loaded()
+        await self._scorer.wait_loaded()
 
     async def aclose(self) -> None:
-        if self._head is not None:
-            self._head.close()
-        if self._server is not None:
-            await self._server.aclose()
-
-    def _at(self, url: str) -> RewardServer:
-        return RewardServer(f"the reward model {url}", f"{url.rstrip('/')}/classify", *self._asking)
+        await self._scorer.aclose()
 
     def _ids(self, solution: str, task: Mapping[str, Any]) -> list[int]:
         asked = task.get("messages") or [{"role": "user", "content": question_of(task)}]
@@ -135,6 +118,50 @@ class RewardModel:
         )
 
 
+class _Scorer(Protocol):
+    """A reward model, wherever it is."""
+
+    async def score(self, conversation: str | list[int]) -> float:
+        """Return the last logit for a text, or for token ids.
+
+        Raises:
+            RewardCrashError: there is none.
+        """
+
+    async def wait_loaded(self) -> None:
+        """Return once it can score."""
+
+    async def aclose(self) -> None: ...
+
+
+class _Server:
+    """A model behind `/classify`."""
+
+    def __init__(
+        self, url: str, backoff_s: float, timeout_s: float, headers: Mapping[str, str] | None
+    ) -> None:
+        self._server = RewardServer(
+            f"the reward model {url}", f"{url.rstrip('/')}/classify", backoff_s, timeout_s, headers
+        )
+
+    async def score(self, conversation: str | list[int]) -> float:
+        field = "text" if isinstance(conversation, str) else "input_ids"
+        answer = await self._server.post({field: conversation})
+        try:
+            return float(answer["embedding"][-1])
+        except (KeyError, IndexError, TypeError, ValueError) as e:
+            raise RewardCrashError(
+                f"the reward model answered {answer!r:.200}; it should be "
+                '{"embedding": [score]}, as a server with a classification head answers'
+            ) from e
+
+    async def wait_loaded(self) -> None:
+        """Return at once: a server that loads its model is asked until it answers."""
+
+    async def aclose(self) -> None:
+        await self._server.aclose()
+
+
 class _Head:
     """A model in this process and the one thread that computes with it."""
 
@@ -150,17 +177,12 @@ class _Head:
     async def wait_loaded(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
 
-    async def score(self, text: str | None, ids: list[int] | None) -> float:
-        """The last logit for a text, or for token ids.
-
-        Raises:
-            RewardCrashError: more tokens than the model has positions, or ids that it has not.
-        """
+    async def score(self, conversation: str | list[int]) -> float:
         return await asyncio.get_running_loop().run_in_executor(
-            self._thread, self._compute, text, ids
+            self._thread, self._compute, conversation
         )
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _load(self) -> None:
@@ -170,12 +192,13 @@ class _Head:
             found = AutoModelForSequenceClassification.from_pretrained(self._folder, dtype="auto")
             self._model = found.eval().requires_grad_(False)
 
-    def _compute(self, text: str | None, ids: list[int] | None) -> float:
+    def _compute(self, conversation: str | list[int]) -> float:
         import torch
 
         self._load()
-        if ids is None:
-            ids = list(tokenizer_at(self._folder)(text)["input_ids"])
+        ids = conversation
+        if isinstance(ids, str):
+            ids = list(tokenizer_at(self._folder)(ids)["input_ids"])
         most = getattr(self._model.config, "max_position_embeddings", None)
         if not ids or (most and len(ids) > most):
             raise RewardCrashError(

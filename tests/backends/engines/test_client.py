@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Awaitable, Callable
 
 import pytest
+from aiohttp import web
 
 from stepwell.backends.engines.api import version_number
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import (
     BackendError,
+    EngineInternalError,
     EngineRequestError,
     EngineTimeoutError,
     EngineUnavailableError,
@@ -30,6 +33,30 @@ async def test_no_answer_in_time_is_a_timeout(client: EngineClient) -> None:
     await client.pause("in_place")
     with pytest.raises(EngineTimeoutError, match=r"did not answer within 0\.05 s"):
         await client.generate([40], {"max_new_tokens": 1}, timeout_s=0.05)
+
+
+async def test_an_answer_without_what_was_asked_for_is_the_engines_error() -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"ok": True})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    asks: list[tuple[str, Callable[[EngineClient], Awaitable[object]]]] = [
+        ("success, message", lambda engine: engine.update_weights_from_disk("v1", 1)),
+        ("loaded_adapters", lambda engine: engine.load_lora_adapter("a", "v1")),
+        ("ranks", EngineClient.weight_hashes),
+        ("weight_version", EngineClient.weight_version),
+    ]
+    try:
+        async with EngineClient(f"http://127.0.0.1:{runner.addresses[0][1]}") as client:
+            for missing, ask in asks:
+                with pytest.raises(EngineInternalError, match=f"no object with {missing}, but"):
+                    await ask(client)
+    finally:
+        await runner.cleanup()
 
 
 def test_versions_are_integers_and_default_is_zero() -> None:

@@ -281,6 +281,28 @@ async def test_the_rest_of_an_answer_that_nobody_reads_is_waited_for_a_moment(
     assert server.connections == (1 if ends else 2)
 
 
+async def test_of_several_connections_each_that_idled_long_is_not_used_again(
+    connections: ConnectionPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one beneath another that was used just now and is gone."""
+    monkeypatch.setattr(module, "IDLE_S", 0.4)
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        is_second = server.connections == 2 and len(server.requests) == 2
+        if is_second:
+            await asyncio.sleep(0.5)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        if is_second:
+            writer.close()
+
+    async with serving(answer) as server:
+        both = (connections.request("POST", server.url) for _ in range(2))
+        await asyncio.gather(*both)
+        await asyncio.sleep(0.05)
+        await connections.request("POST", server.url)
+        assert server.connections == 3
+
+
 async def test_a_connection_that_idled_long_is_not_used_again(
     connections: ConnectionPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

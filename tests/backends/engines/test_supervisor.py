@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ import pytest
 
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines import sglang
+from stepwell.backends.engines import supervisor as supervising
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import EngineStartError
@@ -124,6 +126,15 @@ launches.touch()
 if not first and os.environ["STUB"] == "crashes at its start":
     time.sleep(0.3)
     sys.exit(1)
+model = pathlib.Path(sys.argv[sys.argv.index("--model-path") + 1])
+version = sys.argv[sys.argv.index("--weight-version") + 1]
+if version == "1":
+    pathlib.Path(__file__).with_suffix(".loading").touch()
+    while model.is_dir():
+        time.sleep(0.01)
+    sys.exit(2)
+
+ANSWER = b'{"model_path": "m", "weight_version": "0", "success": true, "message": ""}'
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -136,7 +147,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         }.get(os.environ["STUB"])
         self.send_response(500 if first and self.path == stuck_at else 200)
         self.end_headers()
-        self.wfile.write(b'{"model_path": "m", "weight_version": "0"}')
+        self.wfile.write(ANSWER)
 
     do_POST = do_GET
 
@@ -190,6 +201,59 @@ def test_an_engine_that_does_not_continue_is_restarted(tmp_path: Path) -> None:
     try:
         supervisor.start()
         assert (supervisor.state, supervisor.restarts) == ("up", 1)
+    finally:
+        supervisor.stop()
+
+
+def a_version(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "model.safetensors").touch()
+
+
+def test_a_version_that_is_pruned_while_an_engine_loads_it_is_no_crash(tmp_path: Path) -> None:
+    """Publications go on while an engine starts, for `max_restarts` of its starts and more."""
+    store = WeightStore(tmp_path / "weights", keep=1)
+    store.write(1, a_version)
+    store.commit(1)
+    supervisor = stub(tmp_path, "loads slowly", store.folder)
+    starting = threading.Thread(target=supervisor.start)
+    starting.start()
+    try:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "stub.loading").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        store.write(2, a_version)
+        store.commit(2)
+        starting.join(30)
+        assert (supervisor.state, supervisor.restarts) == ("up", 0)
+        argv = supervisor.log_file.read_text()
+        assert argv.count("--- launch") == 2
+        assert f"--model-path {tmp_path} " in argv
+    finally:
+        supervisor.stop()
+        starting.join()
+
+
+def test_a_version_that_is_pruned_while_its_files_are_checked_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = WeightStore(tmp_path / "weights", keep=1)
+    store.write(1, a_version)
+    store.commit(1)
+    check = supervising.check_version
+
+    def pruned_first(folder: Path, path: str) -> None:
+        if path.endswith("v1"):
+            store.write(2, a_version)
+            store.commit(2)
+        check(folder, path)
+
+    monkeypatch.setattr(supervising, "check_version", pruned_first)
+    supervisor = stub(tmp_path, "loads", store.folder)
+    try:
+        supervisor.start()
+        assert (supervisor.state, supervisor.restarts) == ("up", 0)
     finally:
         supervisor.stop()
 

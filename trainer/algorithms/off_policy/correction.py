@@ -157,16 +157,7 @@ def correct(
     trained = torch.ones(n, dtype=torch.bool) if mask is None else mask != 0
     steps = Steps(lengths, trained)
     known = ~steps.spread(steps.any(~torch.isfinite(mu)))
-    log_ratio = torch.where(known & trained, prox - mu, 0.0)
-    x = Ratios(
-        log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
-        steps,
-        lag,
-        beyond=(lag - staleness_threshold).clamp(min=0),
-        off_policy=lag > staleness_threshold,
-        known=known,
-        advantages=advantages,
-    )
+    x = _ratios(prox, mu, known, steps, lag, staleness_threshold, advantages)
     weights, masked = _weights(x, config)
     return Correction(weights, metrics_of(x, weights, masked, prox, mu))
 
@@ -191,17 +182,31 @@ class TokenWeights:
         lag, prox = columns["lag"], prox_log_probs.detach().float()
         mu = columns["rollout_log_probs"] if self.use_rollout_log_probs else prox
         known = torch.isfinite(mu)
-        log_ratio = torch.where(known, prox - mu, 0.0)
-        x = Ratios(
-            log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
-            Steps(torch.ones_like(lag, dtype=torch.int64), torch.ones_like(known)),
-            lag,
-            beyond=(lag - self.staleness_threshold).clamp(min=0),
-            off_policy=lag > self.staleness_threshold,
-            known=known,
-            advantages=columns["advantages"],
-        )
+        steps = Steps(torch.ones_like(lag, dtype=torch.int64), torch.ones_like(known))
+        advantages = columns["advantages"]
+        x = _ratios(prox, mu, known, steps, lag, self.staleness_threshold, advantages)
         return _weights(x, self.config)[0]
+
+
+def _ratios(
+    prox: Tensor,
+    mu: Tensor,
+    known: Tensor,
+    steps: Steps,
+    lag: Tensor,
+    staleness_threshold: float,
+    advantages: Tensor | None,
+) -> Ratios:
+    log_ratio = torch.where(known & steps.trained, prox - mu, 0.0)
+    return Ratios(
+        log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
+        steps,
+        lag,
+        beyond=(lag - staleness_threshold).clamp(min=0),
+        off_policy=lag > staleness_threshold,
+        known=known,
+        advantages=advantages,
+    )
 
 
 def _weights(x: Ratios, config: OffPolicyConfig) -> tuple[Tensor, dict[str, Tensor]]:
