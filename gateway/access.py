@@ -441,6 +441,12 @@ class Hosts:
         address, port = scope["server"]
         return f"{scope['scheme']}://{f'[{address}]' if ':' in address else address}:{port}"
 
+    def name_own(self, scope: Scope) -> None:
+        """Make the Host of a request the one of `origin`, for code that makes addresses of it."""
+        host = self.origin(scope).partition("://")[2].encode()
+        others = (header for header in scope["headers"] if header[0] != b"host")
+        scope["headers"] = [*others, (b"host", host)]
+
     def _judge(self, host: bytes) -> bool:
         try:
             parts = urlsplit(f"//{host.decode('ascii')}")

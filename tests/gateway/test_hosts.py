@@ -220,6 +220,19 @@ async def test_an_address_that_is_handed_out_follows_only_a_host_of_ours(
         assert got["base_url"].startswith(origin + "/")
 
 
+async def test_a_redirect_follows_only_a_host_of_ours(
+    worlds: Any, session: aiohttp.ClientSession
+) -> None:
+    world = await worlds(allowed_hosts=["gpu-7"])
+    world.gateway.hosts._is_loopback = False
+    for host, origin in [("evil.example", world.url), ("gpu-7:8100", "http://gpu-7:8100")]:
+        async with session.get(
+            f"{world.url}/health/", headers={"host": host}, allow_redirects=False
+        ) as response:
+            assert response.status == 307
+            assert response.headers["location"] == f"{origin}/health"
+
+
 def test_the_hosts_of_replicas_are_ours() -> None:
     config = GatewayConfig(
         replicas=2,
