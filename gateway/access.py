@@ -130,7 +130,7 @@ Named: TypeAlias = tuple[str, str]
 _PREFIX = "sw"
 _RANK: dict[Access, int] = {"open": 0, "agent": 1, "dashboard": 2, "admin": 2}
 SESSION_S = 12 * 3600
-"""After which the dashboard asks for the key again."""
+"""Seconds after which the dashboard asks for the key again."""
 MAX_COOKIE = 8192
 
 

@@ -71,7 +71,7 @@ class Opening(Body):
     tags: Annotated[list[Name], Field(fail_fast=True)] = Field(
         default_factory=list, max_length=MAX_TAGS
     )
-    """By which it can be deleted (`DataPoolClient.delete`, `stepwell data delete`) and selected."""
+    """Names to delete it by (`DataPoolClient.delete`, `stepwell data delete`), and to select it."""
 
 
 class InitTrajectory(Opening):
@@ -84,7 +84,7 @@ class DeclareGroup(Opening):
     n: int = Field(ge=1, le=MOST_OF_A_GROUP, strict=True)
     """Trajectories, which are opened and handed out."""
     deadline_s: Number | None = Field(default=None, gt=0)
-    """After which it is served with what is complete; null: as the pool's channel says."""
+    """Seconds after which it is served with what is complete; null: as the pool's channel says."""
 
 
 class RegisterTrajectory(Body):
