@@ -405,6 +405,6 @@ def _forget(services: Services, uids: Collection[str]) -> None:
         if (trajectory := services.trajectories.known(uid)) is not None:
             trajectory.forget()
     services.responses.store.forget(uids)
-    services.calls.prompts.cached.clear()
+    services.calls.prompts.forget()
     services.known_bodies.forget()
     services.engine.ids_json.clear()
