@@ -42,6 +42,8 @@ name that it asked for::
     Origin    none, the same as the request's own, that of `public_url`, `allowed_origins`
               another: refused
 
+A request that has one of them twice is refused (RFC 9112, 3.2).
+
 Owns: these rules, and the origin of addresses that are handed out. Does not own: which trajectory a
 call belongs to (`trajectory/identity.py`), what a body may hold (`bodies.py`), calls at once
 (`limits.py`), headers and connections (`http_protocol.py`), the answers to a browser's questions
@@ -77,6 +79,7 @@ from stepwell.gateway.errors import (
     MediaTypeError,
     OriginError,
     PermissionDeniedError,
+    RequestError,
 )
 from stepwell.gateway.web import connection_of
 
@@ -127,7 +130,7 @@ Named: TypeAlias = tuple[str, str]
 _PREFIX = "sw"
 _RANK: dict[Access, int] = {"open": 0, "agent": 1, "dashboard": 2, "admin": 2}
 SESSION_S = 12 * 3600
-"""After which the dashboard asks for the key again."""
+"""Seconds after which the dashboard asks for the key again."""
 MAX_COOKIE = 8192
 
 
@@ -438,6 +441,12 @@ class Hosts:
         address, port = scope["server"]
         return f"{scope['scheme']}://{f'[{address}]' if ':' in address else address}:{port}"
 
+    def name_own(self, scope: Scope) -> None:
+        """Make the Host of a request the one of `origin`, for code that makes addresses of it."""
+        host = self.origin(scope).partition("://")[2].encode()
+        others = (header for header in scope["headers"] if header[0] != b"host")
+        scope["headers"] = [*others, (b"host", host)]
+
     def _judge(self, host: bytes) -> bool:
         try:
             parts = urlsplit(f"//{host.decode('ascii')}")
@@ -490,8 +499,8 @@ class AccessControl:
             url: the trajectory that the request's URL names.
 
         Raises:
-            HostError, OriginError, AuthenticationError, PermissionDeniedError: no byte of the body
-                is read.
+            RequestError, HostError, OriginError, AuthenticationError, PermissionDeniedError: no
+                byte of the body is read.
             ClientTimeoutError, BodyTooLargeError, MediaTypeError: the rest of the body is not read,
                 or it holds too much.
             ConnectionResetError: the client left in the middle of its body.
@@ -499,6 +508,8 @@ class AccessControl:
         if scope["query_string"] and is_gemini(scope["path"]):
             _take_key(scope)
         headers = dict(scope["headers"])
+        if len(headers) < len(scope["headers"]):
+            _check_single(scope)
         self.hosts.check(scope, headers.get(b"host"), headers.get(b"origin"))
         principal = self.keys.authorize(Headers(scope=scope), needed, url)
         if needed != "open":
@@ -572,6 +583,18 @@ def named(request: Request) -> Named | None:
     if "prompt_uid" not in params:
         return None
     return uid_of(params["trajectory_uid"]), uid_of(params["prompt_uid"])
+
+
+def _check_single(scope: Scope) -> None:
+    """
+    Raises:
+        RequestError: there are several headers where readers that take the first one, and the
+            last one, would disagree about who is addressed, or asks.
+    """
+    names = [name for name, _ in scope["headers"]]
+    for name in ("Host", "Origin"):
+        if names.count(name.lower().encode()) > 1:
+            raise RequestError(f"the request has several {name} headers; send one", name)
 
 
 def _take_key(scope: Scope) -> None:

@@ -88,6 +88,7 @@ class _App(FastAPI):
             except ConnectionResetError:  # nobody is left to answer
                 return
             if endpoint is None:
+                self._services.hosts.name_own(scope)  # a redirect goes there
                 await super().__call__(scope, receive, send)
                 return
             scope["path_params"] = params

@@ -71,7 +71,7 @@ class Opening(Body):
     tags: Annotated[list[Name], Field(fail_fast=True)] = Field(
         default_factory=list, max_length=MAX_TAGS
     )
-    """By which it can be deleted (`DataPoolClient.delete`, `stepwell data delete`) and selected."""
+    """Names to delete it by (`DataPoolClient.delete`, `stepwell data delete`), and to select it."""
 
 
 class InitTrajectory(Opening):
@@ -84,7 +84,7 @@ class DeclareGroup(Opening):
     n: int = Field(ge=1, le=MOST_OF_A_GROUP, strict=True)
     """Trajectories, which are opened and handed out."""
     deadline_s: Number | None = Field(default=None, gt=0)
-    """After which it is served with what is complete; null: as the pool's channel says."""
+    """Seconds after which it is served with what is complete; null: as the pool's channel says."""
 
 
 class RegisterTrajectory(Body):
@@ -405,6 +405,6 @@ def _forget(services: Services, uids: Collection[str]) -> None:
         if (trajectory := services.trajectories.known(uid)) is not None:
             trajectory.forget()
     services.responses.store.forget(uids)
-    services.calls.prompts.cached.clear()
+    services.calls.prompts.forget()
     services.known_bodies.forget()
     services.engine.ids_json.clear()

@@ -57,7 +57,7 @@ class CallLimits:
             self._places.release()
 
     def check_turns(self, n: int, n_new: int) -> None:
-        """May a trajectory that has made `n` calls, or is making them, have `n_new` more?
+        """Check that a trajectory which has made, or is making, `n` calls may make `n_new` more.
 
         Raises:
             TrajectoryLimitError: it is used up; trying again is of no use.

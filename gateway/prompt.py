@@ -174,6 +174,11 @@ class Prompts:
         self._normalize = Normalizer(config.normalize)
         self._template = renderer.tokenizer.template_text
 
+    def forget(self) -> None:
+        """Let go of all text, and keep none of what is being rendered."""
+        self.cached.clear()
+        self._rendering.clear()
+
     def normalised(self, request: ChatRequest) -> ChatRequest:
         """`request` with `gateway.normalize` applied to its messages and over the gateway's
         template arguments. Those of its own that the chat template never reads are left out: they
@@ -287,8 +292,11 @@ class Prompts:
         return await asyncio.shield(under_way)
 
     def _rendered(self, key: Key, done: asyncio.Future[TokenIds]) -> None:
+        is_made = not done.cancelled() and done.exception() is None
+        if self._rendering.get(key) is not done:  # forgotten meanwhile
+            return
         del self._rendering[key]
-        if not done.cancelled() and done.exception() is None:
+        if is_made:
             with suppress(ValueError):  # larger alone than all that is kept
                 self.cached[key] = done.result()
 

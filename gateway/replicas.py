@@ -6,8 +6,7 @@ handed out is the routing.
 A replica that does not answer is left out. Conversations without an address of their own stay with
 the replica that they talk to. What one replica deletes the others forget (`have_forgotten`).
 
-Does not own: starting replicas (`server.py`); which names in a
-request are ours (`access.py`).
+Does not own: starting replicas (`server.py`); which names in a request are ours (`access.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ CHECK_S = 1.0
 FORGET_S = 10.0
 """Seconds that another replica has to forget a trajectory."""
 FORGET_HEADER = "x-stepwell-replica"
-"""On a DELETE that another replica sends, which has deleted it from the pool."""
+"""Header of a DELETE from another replica, which has deleted the trajectory from the pool."""
 
 
 class Replicas:

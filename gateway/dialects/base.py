@@ -262,7 +262,7 @@ class Exchange:
                         pieces.append(writer.delta(sample, item, listener.told))
                     size += len(pieces[-1])
         except GatewayError:
-            if not pieces:
+            if not size:
                 raise
         else:
             if not self._left:

@@ -337,11 +337,12 @@ class OpenAIResponses(Dialect):
         status = "incomplete" if reply.finish_reason == "length" else "completed"
         response = answer.response(status, reply)
         options: Options = exchange.parsed.options
-        if options.store and exchange.calls[0].request.is_kept:
+        (trajectory,) = exchange.trajectories
+        is_kept = exchange.calls[0].request.is_kept and not trajectory.is_deleted
+        if options.store and is_kept:
             # Instructions are not carried over.
             parsed = exchange.parsed
             messages = continued(parsed.call.messages, parsed.n_outside, reply.text.message())
-            (trajectory,) = exchange.trajectories
             whose = trajectory.uid, trajectory.owner
             self.store.keep(StoredResponse(response, messages, *whose))
         return events, response

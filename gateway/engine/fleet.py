@@ -79,13 +79,13 @@ class Engine:
     version: int | None = None
     """The newest it reported since it last went backwards; None: it reports none."""
     canary: bool = False
-    """That version is not committed."""
+    """`version` is not committed."""
     epoch: int = 0
     """Counts breakdowns."""
     failures: int = 0
     """Bad answers in a row."""
     open_until: float = -math.inf
-    """With too many of them: no check says before that it is well again."""
+    """Time up to which no check makes it well again, after too many of them."""
     silent: int = 0
     """Checks in a row that got no answer in time."""
     why: str = ""

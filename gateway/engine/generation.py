@@ -96,7 +96,7 @@ class Part:
     changes: list[tuple[int, int]] = field(default_factory=list)
     """(version, its first token), by what the engine said with each output."""
     canary: bool = False
-    """That is not committed."""
+    """The version in the last output is not committed."""
     is_certain: bool = True
     """Every output named `version`, so that it sampled all of this."""
 

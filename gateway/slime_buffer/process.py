@@ -28,7 +28,7 @@ from stepwell.gateway.slime_buffer.generators import KEY, Generator, load_genera
 log = logging.getLogger(__name__)
 
 STOP_S = 5.0
-"""After which a generator that was asked to end is killed."""
+"""Seconds after which a generator that was asked to end is killed."""
 WORDS = 2000
 """Bytes that are kept of why a generator failed."""
 

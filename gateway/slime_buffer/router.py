@@ -122,7 +122,7 @@ class _Delivery(Response):
         """Make what stands before the first group: what fails here is answered as an error."""
         try:
             self._beginning = await self._head()
-        except BaseException:
+        except BaseException:  # the consumer may have left, too: no `__call__` gives it back
             self._buffer.give_back(self._lease)
             raise
 

@@ -129,7 +129,7 @@ class Item(_Fields):
     messages: list[_Message] | None = None
     """None: the item brings its tokens, or its calls were recorded here."""
     tools: list[Any] | None = None
-    """That the model was shown; or in `extra_info`."""
+    """Tools that the model was shown; None: those in `extra_info`, if any."""
     extra_info: dict[str, Any] | None = None
     tokens: _Ids | None = None
     response_length: int = 0

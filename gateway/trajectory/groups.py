@@ -32,7 +32,7 @@ from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import Key, extend_key, text_key
 
 _Place: TypeAlias = tuple[str | None, str | Key]
-"""Owner (`keys.Principal.owner`), and the declared name or the first prompt."""
+"""Owner (`access.Principal.owner`), and the declared name or the first prompt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +60,7 @@ class Identity(NamedTuple):
     group: Group | None = None
     """Declared when the trajectory is opened."""
     owner: str | None = None
-    """Owner that the key has which opens it (`keys.Principal.owner`)."""
+    """Owner that the key has which opens it (`access.Principal.owner`)."""
 
 
 class Groups:

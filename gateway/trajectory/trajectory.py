@@ -33,7 +33,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from stepwell.datapool.codec import Base
 from stepwell.datapool.errors import (
@@ -66,6 +66,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_DELETED: Final = "deleted"
+"""Way of closing: its data is deleted."""
+
 
 class LiveTrajectory:
     """One open trajectory. Only `TrajectoryStore` makes them."""
@@ -89,8 +92,8 @@ class LiveTrajectory:
         self.uid, self.prompt_uid, self.channel = identity[:3]
         self.is_conversation, self.group = identity.is_conversation, identity.group
         self.owner = identity.owner
-        """The owner that opened it (`keys.Principal.owner`); None: the operator. Provisional while
-        new."""
+        """The owner that opened it (`access.Principal.owner`); None: the operator. Provisional
+        while new."""
         self.unrecorded = unrecorded
         """Why its calls are not stored; None: they are."""
         self.graph = TurnGraph()
@@ -129,6 +132,11 @@ class LiveTrajectory:
     def is_for_one_request(self) -> bool:
         """Nothing of it is stored or kept, so its name leads to nothing."""
         return self.unrecorded in ("asked", "undeclared")
+
+    @property
+    def is_deleted(self) -> bool:
+        """Nobody is to get, or keep, what its calls say."""
+        return self.closed == _DELETED
 
     def touch(self) -> None:
         self.last_used = time.monotonic()
@@ -223,7 +231,7 @@ class LiveTrajectory:
                     return found
                 why = self.unrecorded
             except TrajectoryClosedError:
-                if not self.is_conversation:
+                if self.is_deleted or not self.is_conversation:
                     raise
                 why = "closed"
         if why is not None:
@@ -289,9 +297,9 @@ class LiveTrajectory:
     def forget(self) -> None:
         """Its data is being deleted: calls in flight end, later ones answer 410."""
         calls = tuple(self.in_flight)
-        self._close("deleted")
-        for call in calls:  # of a conversation, too: nobody is to get, or keep, what they say
-            call.cancel(closed_error(self.uid, "deleted"))
+        self._close(_DELETED)
+        for call in calls:  # of a conversation, too
+            call.cancel(closed_error(self.uid, _DELETED))
 
     def note_steps(self, highest_index: int) -> None:
         """Steps were submitted from outside (white-box); later commits go behind them."""

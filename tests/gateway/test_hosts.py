@@ -3,8 +3,10 @@ hands out."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
@@ -125,6 +127,29 @@ async def test_on_loopback_a_request_for_another_host_is_refused(
     assert bool(world.engine.requests) is (allowed and "chat" in path)
 
 
+@pytest.mark.parametrize("name", ["host", "origin"])
+@pytest.mark.parametrize("order", [1, -1])
+async def test_a_request_that_names_two_hosts_or_pages_is_refused(
+    world: Any, name: str, order: int
+) -> None:
+    # RFC 9112, 3.2: whoever takes the first one and whoever takes the last would disagree.
+    url = urlsplit(world.url)
+    own = {"host": url.netloc, "origin": world.url}
+    twice = [own[name], own[name].replace(url.netloc, "evil.example")][::order]
+    head = [
+        "GET /health/ HTTP/1.1",
+        *(f"{name}: {value}" for value in twice),
+        *([f"host: {url.netloc}"] if name != "host" else []),
+        "connection: close",
+    ]
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    writer.write("\r\n".join([*head, "", ""]).encode())
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert f"several {name} headers".encode() in answer.lower()
+
+
 @pytest.mark.parametrize(
     ("origin", "allowed"),
     [
@@ -193,6 +218,19 @@ async def test_an_address_that_is_handed_out_follows_only_a_host_of_ours(
         )
         assert status == 200
         assert got["base_url"].startswith(origin + "/")
+
+
+async def test_a_redirect_follows_only_a_host_of_ours(
+    worlds: Any, session: aiohttp.ClientSession
+) -> None:
+    world = await worlds(allowed_hosts=["gpu-7"])
+    world.gateway.hosts._is_loopback = False
+    for host, origin in [("evil.example", world.url), ("gpu-7:8100", "http://gpu-7:8100")]:
+        async with session.get(
+            f"{world.url}/health/", headers={"host": host}, allow_redirects=False
+        ) as response:
+            assert response.status == 307
+            assert response.headers["location"] == f"{origin}/health"
 
 
 def test_the_hosts_of_replicas_are_ours() -> None:

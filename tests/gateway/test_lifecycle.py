@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import anthropic
 import openai
 import pytest
 
+from stepwell.gateway.config import Tuning
 from tests.builders import until
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
@@ -522,6 +524,29 @@ async def test_a_deleted_trajectory_leaves_nothing_in_gateway_and_pool(
     await ask(other)
     async with http.session.delete(f"{world.url}/v1/trajectories/mine") as response:
         assert (await response.json())["deleted"] == [], "twice is no error"
+
+
+async def test_a_prompt_that_is_rendered_as_it_is_deleted_is_not_kept(
+    worlds: Any, http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = await worlds(tuning=Tuning(offload_chars=10))
+    prompts = world.gateway.calls.prompts
+    begun, gate, whole = threading.Event(), threading.Event(), prompts.renderer.whole
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        assert gate.wait(10)
+        return whole(*args)
+
+    monkeypatch.setattr(prompts.renderer, "whole", slow)
+    call = asyncio.create_task(ask(await world.client("mine", "p1"), "a secret " * 9))
+    await until(begun.is_set)
+    async with http.session.delete(f"{world.url}/v1/trajectories/mine") as response:
+        assert response.status == 200
+    gate.set()
+    with pytest.raises(openai.APIStatusError, match="deleted"):
+        await call
+    assert prompts.cached.currsize == 0
 
 
 async def test_the_key_of_a_trajectory_deletes_that_one_only(world: Any, http: Http) -> None:

@@ -6,12 +6,18 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from stepwell.gateway.dialects.base import PIECE_BYTES
+from stepwell.gateway.call import Listener
+from stepwell.gateway.dialects.base import PIECE_BYTES, Exchange, Parsed
+from stepwell.gateway.errors import EngineError
 from stepwell.gateway.http_protocol import HttpProtocol
+from stepwell.gateway.prompt import ChatRequest
+from stepwell.gateway.reply.parser import ReasoningDelta
+from stepwell.gateway.trajectory.calls import Call, LiveCall
 from tests.gateway.conftest import Sampled
 from tests.gateway.raw import ENDS, Raw, until
 
@@ -113,3 +119,23 @@ async def test_tokens_that_come_together_go_out_in_one_piece(worlds: Callable[..
     pieces = [p for p in seen.partition(b"\r\n\r\n")[2].split(b"\r\n") if b"data: " in p]
     assert len(pieces) < 16
     assert texts("chat/completions", body_of(seen)) == "a b c d e f g h i j k l m n o p"
+
+
+async def test_a_failure_behind_deltas_that_show_nothing_is_told_at_once() -> None:
+    # A client without room to write to, and a thought that it did not ask for.
+    call = Call(uid="c", created=0, retry=b"", body=None, is_retry=False)
+    request = ChatRequest(messages=[])
+    live = LiveCall(call, request, cast(Any, None), cast(Any, None), "test")
+    live.state, live.deltas, live.error = "failed", [ReasoningDelta("hm")], EngineError("gone")
+    listener = Listener(cast(Any, None), cast(Any, None), live)
+    exchange = Exchange(
+        Parsed(request), [], [listener], model="m", tokenizer=cast(Any, None), keepalive_s=60
+    )
+    writer, connection = Mock(), Mock()
+    writer.begin.return_value = writer.delta.return_value = b""
+    writer.failed.return_value = b"failed"
+    connection.drain = AsyncMock()
+    await exchange.begin()
+    async with asyncio.timeout(5):
+        await exchange.write(writer, connection)
+    connection.write_piece.assert_called_once_with(b"failed")

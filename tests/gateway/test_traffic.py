@@ -569,6 +569,26 @@ async def test_what_a_deleted_conversation_is_about_to_say_is_neither_told_nor_k
     assert "unspeakable" not in json.dumps(got)
 
 
+async def test_what_is_deleted_while_it_is_stored_is_neither_told_nor_kept(
+    world: Any, agents: Any
+) -> None:
+    agent = agents(world)
+    world.say("unspeakable")
+    world.port.door.clear()
+    call = asyncio.create_task(
+        agent.post("/v1/responses", {"model": "m", "input": "hi", "store": True})
+    )
+    await world.port.waiting.wait()
+    [trajectory] = world.gateway.trajectories
+    async with agent.session.delete(f"{world.url}/v1/trajectories/{trajectory.uid}") as answer:
+        assert (await answer.json())["deleted"] == [trajectory.uid]
+    world.port.door.set()
+    status, got = await call
+    assert status == 410
+    assert "unspeakable" not in json.dumps(got)
+    assert not world.gateway.responses.store
+
+
 async def test_what_is_tagged_as_it_is_opened_is_deleted_by_its_tag(
     world: Any, agents: Any
 ) -> None:
