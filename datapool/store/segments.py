@@ -15,7 +15,7 @@ is dead or damaged::
               other ones where the row is written anew
 
 The newest copy of a row counts, and a deletion names the segment that has the dead copy. Owns the
-format. Does not own which rows are where (`index.py`), nor when something is written (`log.py`).
+format. Does not own which rows are where (`index.py`), nor when they are written (`journal.py`).
 """
 
 from __future__ import annotations
@@ -204,22 +204,15 @@ NO_BLOCK = Placed(Block(0, 0, 0, 0, [], [], {}, {}), 0, 0, 0, 0, 0)
 """Before the first."""
 
 
-def encode_block(
-    journal: bytes, block: Block, records: Sequence[Record], at: int
-) -> tuple[bytes, Placed]:
-    """The bytes of a transaction that is written there in its segment."""
+def encode_block(journal: bytes, block: Block, records: Sequence[Record]) -> tuple[bytes, int, int]:
+    """The bytes of a transaction; those before its records; the checksum of its block."""
     packed = msgspec.msgpack.encode(block)
-    records_sum = xxh3_64()
     pieces = [piece for record in records for piece in record]
-    for piece in pieces:
-        records_sum.update(piece)
-    n_bytes = sum(map(len, pieces))
-    lengths = len(packed), n_bytes, records_sum.intdigest()
-    front = _HEADER.pack(0, journal, *lengths)[_SUM_BYTES:] + packed
+    data = b"".join(pieces)
+    front = _HEADER.pack(0, journal, len(packed), len(data), xxh3(data))[_SUM_BYTES:] + packed
     checksum = xxh3(front)
-    records_at = at + _HEADER.size + len(packed)
-    placed = Placed(block, at, records_at, records_at + n_bytes, checksum, lengths[2])
-    return b"".join((checksum.to_bytes(_SUM_BYTES, "little"), front, *pieces)), placed
+    n_block = _SUM_BYTES + len(front)
+    return b"".join((checksum.to_bytes(_SUM_BYTES, "little"), front, data)), n_block, checksum
 
 
 def block_at(data: bytes, at: int, journal: bytes) -> Placed | None:

@@ -556,7 +556,7 @@ def test_a_payload_that_cannot_be_read_back_fails_the_lease_and_loses_no_group(
         pool.complete_trajectory(uid)
     stored = pool.pool.channels["train"].records.trajectories["bad"].steps[1]
     row, *_ = stored.place
-    number, offset, size = pool.journal._log.index.find(row)
+    number, offset, size = pool.journal.index.find(row)
     with segment_path(pool.journal.folder, number).open("r+b") as file:
         file.seek(offset + size - 1)
         file.write(b"\xff")
@@ -786,6 +786,7 @@ async def test_what_comes_due_on_a_full_disk_is_done_when_there_is_space(
     await actor.submit_step(make_step("t", is_last=True))
     await actor.lease_batch(lease_s=0.1)
     waiting = asyncio.create_task(actor.call(LeaseBatch(), None))
+    await asyncio.sleep(0)
     with full_disk():
         with pytest.raises(JournalFullError):
             await actor.submit_step(make_step("u", "q"))
