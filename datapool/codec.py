@@ -54,8 +54,11 @@ _N_TOKENS, _N_OWN = Struct("<32xI4xI"), Struct("<36xII")
 """Parts of a header that are looked at often."""
 _PLACE = Struct("<qII")
 """Row of the journal, offset and size in it: after the header of a spilled step."""
-_LOG_PROBS, _MORE, _LAST, _REASON_SHIFT, _REASON, _SPILLED = 1, 2, 4, 3, 3, 32
+_LOG_PROBS, _MORE, _LAST, _REASON_SHIFT, _REASON = 1, 2, 4, 3, 3
 """Flags; the two bits of a reason."""
+SPILLED = 32
+"""Flag of a step whose payload the journal alone has."""
+HEADER_BYTES = _HEADER.size
 _REASONS: tuple[FinishReason | None, ...] = (None, *get_args(FinishReason))
 _ARRAY = 1
 """Extension type of msgpack."""
@@ -264,7 +267,7 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
     def is_spilled(self) -> bool:
         """True if the payload is not here: the journal alone has it, or nobody."""
         payload = self.payload
-        return len(payload) <= _HEADER.size or bool(payload[_FLAGS_AT] & _SPILLED)
+        return len(payload) <= _HEADER.size or bool(payload[_FLAGS_AT] & SPILLED)
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -274,7 +277,7 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
     def spill(self, place: tuple[int, int, int]) -> None:
         """Leave the payload to the journal."""
         header = self.header
-        header = header._replace(flags=header.flags | _SPILLED)
+        header = header._replace(flags=header.flags | SPILLED)
         self.payload = _HEADER.pack(*header) + _PLACE.pack(*place)
 
 

@@ -1,7 +1,7 @@
 """One channel of the pool: what producers, consumers and people may do, and what is asked of it.
 
     Channel ──► Records      trajectories and groups, the uids of those that are gone
-            ├─► StepStore    checks and packs steps; `Payloads` has their bytes
+            ├─► StepStore    checks and packs steps, and has their bytes
             ├─► decide       when a group is ready, held or dropped (`readiness.py`, pure)
             ├─► ReadyQueue   the order in which ready groups are served
             ├─► limits       how many groups there may be
@@ -32,15 +32,14 @@ from msgspec.structs import asdict, replace
 from sortedcontainers import SortedList
 
 from stepwell.datapool import errors, ops, questions
-from stepwell.datapool.codec import PackedGroup, PackedStep, PackedTrajectory
+from stepwell.datapool.codec import Header, PackedGroup, PackedStep, PackedTrajectory
 from stepwell.datapool.config import ChannelConfig, SelectionConfig
 from stepwell.datapool.core import limits
 from stepwell.datapool.core import log_rows as rows
 from stepwell.datapool.core.accounting import Counts, count_reason
 from stepwell.datapool.core.erasure import only_owner
 from stepwell.datapool.core.group_log import GroupLog
-from stepwell.datapool.core.orders import KeyedOrder, ReadyQueue
-from stepwell.datapool.core.payloads import Payloads
+from stepwell.datapool.core.orders import KeyedOrder, NextTick, ReadyQueue
 from stepwell.datapool.core.readiness import (
     RETENTION,
     TOO_FEW_ROLLOUTS,
@@ -48,7 +47,6 @@ from stepwell.datapool.core.readiness import (
     decide,
     is_stale,
     judge,
-    retained_until,
     without,
 )
 from stepwell.datapool.core.records import (
@@ -94,6 +92,8 @@ class Channel:
     Args:
         events: are told what happened to groups and trajectories.
         retention_s: from its opening on, after which a group goes whatever became of it.
+        next_tick: time at which `expire` is called.
+        may_spill: payloads may leave memory.
     """
 
     def __init__(
@@ -103,6 +103,8 @@ class Channel:
         writer: rows.Writer,
         events: EventLog,
         retention_s: float | None,
+        next_tick: NextTick,
+        may_spill: bool,
     ) -> None:
         self.name = name
         self.config = config
@@ -112,11 +114,10 @@ class Channel:
         self.replaying = False
         """True while nothing is decided, refused, dropped or told of."""
         self.records = Records(name, writer.remembered)
-        self.payloads = Payloads(writer)
-        self.log = GroupLog(name, writer, self.payloads)
+        self.steps = StepStore(name, writer, may_spill)
+        self.log = GroupLog(name, writer, self.steps)
         self.queue = ReadyQueue()
         self.rules = Rules.of(name, config, retention_s, self._sequence)
-        self._steps = StepStore(name, self.payloads)
         self._events = events
         self._open: OrderedDict[str, GroupRecord] = OrderedDict()
         self._ready: OrderedDict[str, GroupRecord] = OrderedDict()
@@ -128,11 +129,12 @@ class Channel:
         """Oldest policy version of each ready group."""
         self._alarms: SortedList[tuple[float, int]] = SortedList()
         """Next look at each group: (time, group number), the soonest first."""
+        self._next_tick = next_tick
 
     @property
     def memory_bytes(self) -> int:
         """Payloads and prompts in memory."""
-        return self.payloads.memory_bytes
+        return self.steps.memory_bytes
 
     @property
     def has_consumer(self) -> bool:
@@ -244,6 +246,7 @@ class Channel:
         group.alarm = at
         if at is not None:
             self._alarms.add((at, group.number))
+            self._next_tick.no_later_than(at)
 
     @property
     def next_alarm(self) -> float | None:
@@ -517,7 +520,7 @@ class Channel:
         """Exclude a trajectory. Its steps are dropped; their rows go with the group's."""
         record.closing = closing
         self.counts.steps.dropped += self._forget_steps(record)
-        record.steps = []
+        record.drop_steps()
         group.n_aborted += 1
         self.counts.trajectories.aborted += 1
         count_reason(self.counts.trajectories.abort_reasons, closing.aborted or "")
@@ -526,7 +529,7 @@ class Channel:
         steps = record.steps
         self.counts.tokens -= sum(step.n_tokens for step in steps)
         self.counts.steps.stored -= len(steps)
-        self.payloads.release(steps)
+        self.steps.release(steps)
         return len(steps)
 
     # -- steps -------------------------------------------------------------------------------
@@ -536,17 +539,17 @@ class Channel:
         for packed in op.trajectories:
             for step in packed.steps:
                 try:
-                    answers.append(self._counted(packed.trajectory_uid, packed.prompt_uid, step))
+                    answers.append(self._submit(packed.trajectory_uid, packed.prompt_uid, step))
                 except errors.DataPoolError as e:
                     answers.append(ops.Refusal.of(e))
                     if isinstance(e, errors.PoolFullError):
-                        self._count("rejected")
+                        self._count_refusal(e)
         self.log.write_steps(self.now)
         return answers
 
     def append_step(self, op: ops.AppendStep) -> ops.SubmitOutcome | ops.Resumed:
         try:
-            outcome = self._counted(op.trajectory_uid, op.prompt_uid, op.step)
+            outcome = self._submit(op.trajectory_uid, op.prompt_uid, op.step)
         except errors.StepConflictError:
             record = self.records.trajectories.get(op.trajectory_uid)
             if record is None or record.closing is not None:
@@ -555,38 +558,48 @@ class Channel:
         self.log.write_steps(self.now)
         return outcome
 
-    def _counted(self, uid: str, prompt_uid: str, step: PackedStep) -> ops.SubmitOutcome:
-        """Apply one step and count its outcome or refusal; not one after which it comes again."""
+    def _submit(self, uid: str, prompt_uid: str, step: PackedStep) -> ops.SubmitOutcome:
+        """Apply one step and count its outcome or refusal; not one after which it comes again.
+        Changes nothing if the step contradicts another."""
+        counts = self.counts.steps
         try:
-            outcome = self._submit(uid, prompt_uid, step)
+            outcome = self._accept(uid, prompt_uid, step)
         except (errors.UnknownBaseError, errors.PoolFullError):
             raise
         except errors.DataPoolError as e:
-            self._count("conflict" if isinstance(e, errors.StepConflictError) else "rejected")
+            self._count_refusal(e)
             raise
-        self._count(outcome)
+        counts.submitted += 1
+        if outcome == "accepted":
+            counts.accepted += 1
+        elif outcome == "duplicate":
+            counts.duplicate += 1
+        else:
+            counts.late += 1
+        self.log.is_changed = True
         return outcome
 
-    def _count(self, outcome: str) -> None:
-        counts = self.counts.steps
+    def _count_refusal(self, error: errors.DataPoolError) -> None:
+        counts, is_conflict = self.counts.steps, isinstance(error, errors.StepConflictError)
         counts.submitted += 1
-        setattr(counts, outcome, getattr(counts, outcome) + 1)
+        counts.conflict += is_conflict
+        counts.rejected += not is_conflict
         self.log.is_changed = True
 
-    def _submit(self, uid: str, prompt_uid: str, step: PackedStep) -> ops.SubmitOutcome:
-        """Apply one step. Changes nothing if it contradicts another."""
-        header = self._steps.header_of(uid, step)
+    def _accept(self, uid: str, prompt_uid: str, step: PackedStep) -> ops.SubmitOutcome:
+        """Check a step and keep it, with a prompt that it shares with others."""
+        header = self.steps.header_of(uid, step)
         record = self.records.find(uid, prompt_uid)
         if record is None:
             if header.base_index >= 0 and not self.records.is_settled(prompt_uid):
-                raise self._steps.unknown_base(uid, header)
+                raise self.steps.unknown_base(uid, header)
             record = self._begin(uid, prompt_uid)
             if record is None:
                 return "late"
         elif isinstance(record, Closing):
             return "late"
-        if record.step(header.step_index) is not None:
-            if self._steps.is_same(record, step, header):
+        if header.step_index <= record.max_index and record.step(header.step_index) is not None:
+            if self.steps.is_same(record, step, header):
                 return "duplicate"
             raise errors.StepConflictError(
                 f"step {uid!r}[{header.step_index}] is already stored in channel {self.name!r} "
@@ -594,31 +607,27 @@ class Channel:
             )
         if record.closing is not None:
             return "late"
-        self._steps.check_index(record, header)
-        if step.prompt is None:
-            self._steps.check_base(record, header)
-        else:
-            step = self._steps.with_parent(record, step, header)
-        self._store(self.records.groups[record.prompt_uid], record, step)
+        sent = self.steps.fit(record, step, header)
+        group = self.records.groups[prompt_uid]
+        prompt, prompt_row = None, None
+        if sent.prompt is not None:
+            prompt, prompt_row = self._keep_prompt(group, bytes(sent.prompt))
+        step = PackedStep(prompt, sent.payload)
+        self.log.add_step(group, record, prompt_row, step, self.now)
+        self._put(group, record, step, header)
         self.counts.response_tokens += header.n_response
         if self.config.max_bytes is not None:
             # Last, because it may drop the very group that the step belongs to.
             self._trim(sparing=prompt_uid)
         return "accepted"
 
-    def _store(self, group: GroupRecord, record: TrajectoryRecord, sent: PackedStep) -> None:
-        """Keep it, with a prompt that it shares with others; its trajectory may be complete now."""
-        prompt, prompt_row = None, None
-        if sent.prompt is not None:
-            prompt, prompt_row = self._keep_prompt(group, bytes(sent.prompt))
-        step = PackedStep(prompt, sent.payload)
-        self.log.add_step(group, record, prompt_row, step, self.now)
-        self._put(group, record, step)
-
-    def _put(self, group: GroupRecord, record: TrajectoryRecord, step: PackedStep) -> None:
-        record.put(step)
-        self.payloads.put(step)
-        self.counts.tokens += step.n_tokens
+    def _put(
+        self, group: GroupRecord, record: TrajectoryRecord, step: PackedStep, header: Header
+    ) -> None:
+        """Keep a step. Its trajectory may be complete now."""
+        record.put(step, header)
+        self.steps.memory_bytes += len(step.payload)
+        self.counts.tokens += header.n_prompt + header.n_response
         self.counts.steps.stored += 1
         group.touched_at = self.now
         last = record.last_index
@@ -633,7 +642,7 @@ class Channel:
         if kept is None:
             kept = prompt, self.log.write_prompt(group, prompt, self.now)
             group.prompts[prompt] = kept
-            self.payloads.memory_bytes += len(prompt)
+            self.steps.memory_bytes += len(prompt)
         return kept
 
     def adopt_prompt(self, stored: rows.PromptStored, prompt: bytes, row: int) -> None:
@@ -642,7 +651,7 @@ class Channel:
         group = self.records.groups.get(uid) or self._begin_group(uid)
         group.prompts[prompt] = prompt, row
         group.rows.append(row)
-        self.payloads.memory_bytes += len(prompt)
+        self.steps.memory_bytes += len(prompt)
 
     def adopt(
         self, stored: rows.StepsStored, prompts: Mapping[int, bytes], payload: bytes, row: int
@@ -660,10 +669,11 @@ class Channel:
         for uid, prompt_row, n_bytes in stored.steps:
             record = trajectories.get(uid) or self._new_trajectory(uid, group)
             prompt = None if prompt_row is None else prompts[prompt_row]
-            steps.append(PackedStep(prompt, payload[at : at + n_bytes]))
-            self._put(group, record, steps[-1])
+            step = PackedStep(prompt, payload[at : at + n_bytes])
+            steps.append(step)
+            self._put(group, record, step, step.header)
             at += n_bytes
-        self.payloads.in_row(steps, row)
+        self.steps.in_row(steps, row)
 
     # -- people ------------------------------------------------------------------------------
 
@@ -844,7 +854,7 @@ class Channel:
         used = {step.prompt for t in group.trajectories for step in t.steps if step.prompt}
         for prompt in [prompt for prompt in group.prompts if prompt not in used]:
             del group.prompts[prompt]
-            self.payloads.memory_bytes -= len(prompt)
+            self.steps.memory_bytes -= len(prompt)
 
     def erase_deleted(self) -> None:
         """Erase once more what was deleted of groups that went on."""
@@ -900,8 +910,8 @@ class Channel:
                 return
             self._drop(oldest, limits.MAX_BYTES)
 
-    def written(self, limit: int | None) -> None:
-        """The log was flushed: payloads that came since may leave memory, beyond the limits.
+    def spill(self, limit: int | None) -> None:
+        """Let payloads that the log has leave memory, beyond the limits.
 
         Args:
             limit: bytes that this channel may keep in memory by the pool's account; None: any.
@@ -909,7 +919,7 @@ class Channel:
         config = self.config
         if config.overflow == "spill" and config.max_bytes is not None:
             limit = min(config.max_bytes, config.max_bytes if limit is None else limit)
-        self.payloads.written(limit)
+        self.steps.spill(limit)
 
     # -- consumers ---------------------------------------------------------------------------
 
@@ -920,9 +930,10 @@ class Channel:
     def choose(self, n_rollouts: int | None, batch_size: int) -> list[str]:
         """The groups that a consumer gets next, if there are `batch_size` of them; else none. Drops
         those on the way that are too old or that a filter objects to."""
-        while (oldest := self._ready_versions.first()) is not None:
-            if self._is_fresh(self.records.groups[oldest[1]]):
-                break
+        if self.config.max_staleness is not None:
+            while (oldest := self._ready_versions.first()) is not None:
+                if self._is_fresh(self.records.groups[oldest[1]]):
+                    break
         n_wanted = n_rollouts or self.config.n_rollouts
         if self.queue.count(n_wanted) < batch_size:
             return []
@@ -995,7 +1006,7 @@ class Channel:
 
     def packed(self, record: TrajectoryRecord) -> PackedTrajectory:
         """A trajectory as consumers get it, if it is complete; else with its steps so far."""
-        steps = record.as_served(self.payloads.read(record.steps))
+        steps = record.as_served(self.steps.read(record.steps))
         return PackedTrajectory(
             record.trajectory_uid, record.prompt_uid, steps, dict(record.metadata), record.attempt
         )
@@ -1089,8 +1100,9 @@ class Channel:
     def _is_over(self, group: GroupRecord) -> bool:
         """True if the group has reached its retention age. A replay drops nothing: what has rows
         was there."""
-        until = retained_until(group, self.rules)
-        return not self.replaying and until is not None and until <= self.now
+        if self.replaying or self.rules.retention_s is None:
+            return False
+        return group.opened_at + self.rules.retention_s <= self.now
 
     # -- a group leaves ----------------------------------------------------------------------
 
@@ -1126,7 +1138,7 @@ class Channel:
             n_steps += self._forget_steps(record)
         self.records.remove(group)
         self.counts.trajectories.complete -= len(group.complete)
-        self.payloads.memory_bytes -= sum(map(len, group.prompts))
+        self.steps.memory_bytes -= sum(map(len, group.prompts))
         self._remember(rows.GroupClosed(group.prompt_uid, how, closings))
         return n_steps
 

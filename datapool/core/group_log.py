@@ -7,7 +7,7 @@ one; and the deletion of these rows.
     trajectory deleted ──erase──► the group's rows written anew without it
 
 Before there is a log nothing is written. Owns the rows' numbers and the order in which they are
-written. Does not own their form (`log_rows.py`) nor where bytes are kept (`payloads.py`).
+written. Does not own their form (`log_rows.py`) nor where bytes are kept (`steps.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import msgspec
 from stepwell.datapool.codec import PackedStep
 from stepwell.datapool.core.erasure import Erasure
 from stepwell.datapool.core.log_rows import GroupClosed, PromptStored, StepsStored, Writer
-from stepwell.datapool.core.payloads import Payloads
 from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
+from stepwell.datapool.core.steps import StepStore
 
 ROW_BYTES = 64 << 10
 """Bytes of steps after which their row is written: it is read as a whole, also for one of them."""
@@ -30,12 +30,12 @@ ROW_BYTES = 64 << 10
 class GroupLog:
     """The rows of one channel."""
 
-    def __init__(self, channel: str, writer: Writer, payloads: Payloads) -> None:
+    def __init__(self, channel: str, writer: Writer, stored: StepStore) -> None:
         self.is_changed = False
         """The channel's counts changed since they were last written down."""
         self._channel = channel
         self._writer = writer
-        self._payloads = payloads
+        self._stored = stored
         self._tombstones: deque[int] = deque()
         self._steps: list[tuple[TrajectoryRecord, int | None, PackedStep]] = []
         """Steps of `_group` that have no row yet, and the rows of their prompts."""
@@ -82,7 +82,7 @@ class GroupLog:
         payload = [step.payload for step in packed]
         row = self._append(group, StepsStored(group.prompt_uid, stored), now, *payload)
         if row is not None:
-            self._payloads.in_row(packed, row)
+            self._stored.in_row(packed, row)
 
     def _append(
         self, group: GroupRecord, record: msgspec.Struct, now: float, *payload: bytes

@@ -20,7 +20,7 @@ from stepwell.datapool import errors
 from stepwell.datapool.codec import decoder, encoder
 from stepwell.datapool.core import log_rows as rows
 from stepwell.datapool.core.accounting import count_reason
-from stepwell.datapool.core.orders import KeyedOrder
+from stepwell.datapool.core.orders import KeyedOrder, NextTick
 from stepwell.datapool.core.records import Remembered
 
 
@@ -42,7 +42,8 @@ _state_decoder = decoder(_State)
 class LeaseBook:
     """All leases of a pool."""
 
-    def __init__(self, writer: rows.Writer) -> None:
+    def __init__(self, writer: rows.Writer, next_tick: NextTick) -> None:
+        self._next_tick = next_tick
         self.expiries: KeyedOrder[str] = KeyedOrder()
         self.n_issued = 0
         self._writer = writer
@@ -51,7 +52,8 @@ class LeaseBook:
         self._ended: Remembered[rows.LeaseEnd] = Remembered(writer.remembered)
         self._ended_rows: deque[int] = deque()
         self._counts: dict[str, LeaseCounts] = {}
-        self._changed = False
+        self.is_changed = False
+        """The counts changed since they were last written down."""
 
     def issue(self, epoch: str, lease: rows.LeaseRecord, now: float) -> str:
         """A lease becomes active; the id that it is given."""
@@ -136,11 +138,9 @@ class LeaseBook:
 
     # -- the log -----------------------------------------------------------------------------
 
-    def write_counts(self, log: rows.Log) -> None:
-        """Put the counts into the log, if they changed."""
-        if self._changed:
-            self._changed = False
-            log.put_state(STATE, encoder.encode((self.n_issued, self._counts)))
+    def state(self) -> bytes:
+        """Return the counts, for the log."""
+        return encoder.encode((self.n_issued, self._counts))
 
     def restore_counts(self, state: bytes) -> None:
         self.n_issued, self._counts = _state_decoder.decode(state)
@@ -151,6 +151,7 @@ class LeaseBook:
         if lease.request_id is not None:
             self._requests[lease.request_id] = lease.lease_id
         self.expiries.set(lease.lease_id, lease.expires_at)
+        self._next_tick.no_later_than(lease.expires_at)
 
     def restore_ended(self, ended: rows.LeaseEnded, row: int | None) -> None:
         self._ended[ended.lease_id] = ended.how
@@ -162,5 +163,5 @@ class LeaseBook:
         self.restore(replace(lease, row=self._writer.write(rows.POOL, lease, now) or 0))
 
     def _count(self, channel: str) -> LeaseCounts:
-        self._changed = True
+        self.is_changed = True
         return self._counts.setdefault(channel, LeaseCounts())

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
 import uuid
@@ -157,7 +158,7 @@ class PoolService:
         self._has_committed = False
         """True if this turn of the loop has had a commit of its own."""
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_due: float | None = None
+        self._timer_due = math.inf
 
     def _recover(self, folder: Path, restarted: bool, previous: Previous | None) -> Journal:
         """Open the journal and make the pool what it says."""
@@ -273,7 +274,8 @@ class PoolService:
         try:
             if self._journal is not None:
                 self._journal.flush()
-            self._pool.written()
+            if self._pool.may_spill:
+                self._pool.spill()
         except JournalError as e:
             error = self._ended(e)
         for applied, then in settling:
@@ -393,7 +395,8 @@ class PoolService:
         """Do what follows from a change. `channel` is the only one that it can help; None: all."""
         if self._lines:
             self._wake(channel)
-        self._set_timer()
+        if self._pool.next_tick.at < self._timer_due:
+            self._set_timer()
 
     def _ended(self, e: JournalError) -> JournalError:
         """A process that has a successor ends, so that its clients go there."""
@@ -413,19 +416,16 @@ class PoolService:
         self.settle([(0, Shutdown(), None)], written)
 
     def _set_timer(self) -> None:
-        due = self._pool.next_deadline()
-        if due == self._timer_due:
-            return
+        """Have the timer ring earlier. One that has become too early is not moved: it rings, and is
+        set anew."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        self._timer_due = due
-        if due is not None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(max(0.0, due - self._clock.now()), self._on_timer)
+        self._timer_due = self._pool.next_tick.at
+        delay = max(0.0, self._timer_due - self._clock.now())
+        self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
 
     def _on_timer(self) -> None:
-        self._timer = self._timer_due = None
+        self._timer, self._timer_due = None, math.inf
         try:
             if self._journal is not None and self._journal.error is not None:
                 self._journal.flush()

@@ -65,7 +65,7 @@ class Journaled:
     def _flush(self) -> None:
         self.pool.write_counts()
         self.journal.flush()
-        self.pool.written()
+        self.pool.spill()
 
     def restart(self, config: PoolConfig | None = None) -> None:
         self.journal.close()
