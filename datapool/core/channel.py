@@ -90,6 +90,7 @@ class Channel:
     """The state of one channel.
 
     Args:
+        remembered: uids of what is gone that it knows at most, of each kind.
         events: are told what happened to groups and trajectories.
         retention_s: from its opening on, after which a group goes whatever became of it.
         next_tick: time at which `expire` is called.
@@ -100,7 +101,7 @@ class Channel:
         self,
         name: str,
         config: ChannelConfig,
-        writer: rows.Writer,
+        remembered: int,
         events: EventLog,
         retention_s: float | None,
         next_tick: NextTick,
@@ -113,9 +114,9 @@ class Channel:
         self.counts = Counts()
         self.replaying = False
         """True while nothing is decided, refused, dropped or told of."""
-        self.records = Records(name, writer.remembered)
-        self.steps = StepStore(name, writer, may_spill)
-        self.log = GroupLog(name, writer, self.steps)
+        self.records = Records(name, remembered)
+        self.log = GroupLog(name, remembered, may_spill)
+        self.steps = StepStore(name, self.log)
         self.queue = ReadyQueue()
         self.rules = Rules.of(name, config, retention_s, self._sequence)
         self._events = events
@@ -527,7 +528,7 @@ class Channel:
 
     def _forget_steps(self, record: TrajectoryRecord) -> int:
         steps = record.steps
-        self.counts.tokens -= sum(step.n_tokens for step in steps)
+        self.counts.tokens -= record.n_tokens
         self.counts.steps.stored -= len(steps)
         self.steps.release(steps)
         return len(steps)
@@ -673,7 +674,8 @@ class Channel:
             steps.append(step)
             self._put(group, record, step, step.header)
             at += n_bytes
-        self.steps.in_row(steps, row)
+        if self.log.may_spill:
+            self.log.note_spillable(steps, row)
 
     # -- people ------------------------------------------------------------------------------
 

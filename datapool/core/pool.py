@@ -31,7 +31,7 @@ from stepwell.datapool.core.accounting import Counts
 from stepwell.datapool.core.channel import METHODS, Channel
 from stepwell.datapool.core.leases import STATE as LEASES
 from stepwell.datapool.core.leases import LeaseBook
-from stepwell.datapool.core.log_rows import GroupReturned, LeaseRecord, Log, Writer
+from stepwell.datapool.core.log_rows import GroupReturned, LeaseRecord, Log
 from stepwell.datapool.core.orders import NextTick
 from stepwell.datapool.inspect.events import EventLog, Events
 from stepwell.datapool.inspect.listing import listed
@@ -62,7 +62,7 @@ class DataPool:
     ) -> None:
         self.config = config or PoolConfig()
         self.epoch = epoch
-        self._writer = Writer(self.config.remembered_uids)
+        self._journal: Log | None = None
         self.events = EventLog(life or epoch)
         self.channels: dict[str, Channel] = {}
         self.next_tick = NextTick()
@@ -71,7 +71,7 @@ class DataPool:
             c.overflow == "spill" for c in (self.config.default, *self.config.channels.values())
         )
         """True if `spill` is to be called when the log was flushed."""
-        self.leases = LeaseBook(self._writer, self.next_tick)
+        self.leases = LeaseBook(self.config.remembered_uids, self.next_tick)
         self._shut_down = self._changed = False
         for name in (TRAIN, VAL, *self.config.channels):
             self.channel(name)
@@ -121,7 +121,7 @@ class DataPool:
         for name in self.channels:
             if not found.more:
                 found += self._at(name, now).delete(op)
-        self._writer.scrub()  # also what was acked before
+        self.leases.log.scrub()  # also what was acked before
         return found
 
     def _delete_trajectory(self, op: ops.DeleteTrajectory, now: float) -> ops.Deleted:
@@ -130,7 +130,7 @@ class DataPool:
             for name in self.channels:
                 found += self._at(name, now).delete_trajectory(op)
         finally:
-            self._writer.scrub()
+            self.leases.log.scrub()
         return found
 
     # -- consumers ---------------------------------------------------------------------------
@@ -239,18 +239,20 @@ class DataPool:
 
     def attach(self, log: Log) -> None:
         """Write every change down from now on, and read payloads back that are only there."""
-        self._writer.log = log
+        self._journal = self.leases.log.journal = log
+        for channel in self.channels.values():
+            channel.log.journal = log
 
     def write_counts(self) -> None:
         """Put the counts that changed into the log. Before a flush."""
-        if (log := self._writer.log) is None:
+        if (log := self._journal) is None:
             return
         for channel in self.channels.values():
             if channel.log.is_changed:
                 channel.log.is_changed = False
                 log.put_state(COUNTS + channel.name, encoder.encode(channel.counts))
-        if self.leases.is_changed:
-            self.leases.is_changed = False
+        if self.leases.log.is_changed:
+            self.leases.log.is_changed = False
             log.put_state(LEASES, self.leases.state())
         if self._changed:
             self._changed = False
@@ -289,8 +291,15 @@ class DataPool:
         retention_s = None if days is None else days * DAY_S
         config = self.config.channel(name)
         channel = Channel(
-            name, config, self._writer, self.events, retention_s, self.next_tick, self.may_spill
+            name,
+            config,
+            self.config.remembered_uids,
+            self.events,
+            retention_s,
+            self.next_tick,
+            self.may_spill,
         )
+        channel.log.journal = self._journal
         channel.counts.shut_down = self._shut_down
         return channel
 

@@ -80,6 +80,8 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
     """Replaced, never changed."""
     steps: list[PackedStep] = []
     """By step_index, which is their place unless some are missing; none once it is aborted."""
+    n_tokens: int = 0
+    """Prompt and response tokens of its steps."""
     max_index: int = -1
     """Highest step_index; -1 without steps."""
     last_index: int | None = None
@@ -115,6 +117,7 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
     def put(self, step: PackedStep, header: Header) -> None:
         """A step that is not stored yet."""
         index = header.step_index
+        self.n_tokens += header.n_prompt + header.n_response
         if index > self.max_index:  # as nearly always
             self.steps.append(step)
             self.max_index = index
@@ -124,7 +127,7 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
             self.last_index = index
 
     def drop_steps(self) -> None:
-        self.steps, self.max_index, self.last_index = [], -1, None
+        self.steps, self.n_tokens, self.max_index, self.last_index = [], 0, -1, None
 
     def step_reward(self, index: int) -> float | None:
         """The step's own reward, without the outcome."""
@@ -157,7 +160,7 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
             trajectory_uid=self.trajectory_uid,
             reward=self.reward(),
             n_steps=len(self.steps),
-            n_tokens=sum(step.n_tokens for step in self.steps),
+            n_tokens=self.n_tokens,
             oldest_version=oldest,
             newest_version=newest,
             attempt=self.attempt,

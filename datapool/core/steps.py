@@ -31,7 +31,7 @@ from stepwell.datapool.codec import (
     relative,
     unpack,
 )
-from stepwell.datapool.core.log_rows import Writer
+from stepwell.datapool.core.group_log import GroupLog
 from stepwell.datapool.core.records import TrajectoryRecord
 
 MAX_STEP_BYTES = 1 << 30
@@ -42,17 +42,14 @@ class StepStore:
 
     Args:
         channel: its name, for messages.
-        may_spill: payloads may leave memory.
+        log: the rows that have the payloads.
     """
 
-    def __init__(self, channel: str, writer: Writer, may_spill: bool) -> None:
+    def __init__(self, channel: str, log: GroupLog) -> None:
         self._channel = channel
-        self._writer = writer
-        self._may_spill = may_spill
+        self._log = log
         self.memory_bytes = 0
         """Payloads and prompts in memory."""
-        self._unflushed: list[tuple[PackedStep, tuple[int, int, int]]] = []
-        """Steps that came in since the log was last flushed, and where it has them."""
 
     # -- a step that was sent ----------------------------------------------------------------
 
@@ -164,19 +161,10 @@ class StepStore:
 
     # -- bytes -------------------------------------------------------------------------------
 
-    def in_row(self, steps: Iterable[PackedStep], row: int) -> None:
-        """The payloads of these steps, one after the other, are this row of the log."""
-        if not self._may_spill:
-            return
-        at = 0
-        for step in steps:
-            self._unflushed.append((step, (row, at, len(step.payload))))
-            at += len(step.payload)
-
     def release(self, steps: Sequence[PackedStep]) -> None:
         """Steps that are dropped."""
         for step in steps:
-            if not step.is_spilled:
+            if not (self._log.may_spill and step.is_spilled):
                 self.memory_bytes -= len(step.payload)
                 step.payload = b""  # if it was not flushed, nothing is left to spill
 
@@ -194,10 +182,10 @@ class StepStore:
         copies = [PackedStep(step.prompt, step.payload) for step in steps]
         spilled = [step for step in copies if step.is_spilled]
         if spilled:
-            if self._writer.log is None:
+            if self._log.journal is None:
                 raise errors.JournalError("spilled steps cannot be read: the pool has no journal")
             rows = list(dict.fromkeys(step.place[0] for step in spilled))
-            loaded = dict(zip(rows, self._writer.log.read(rows), strict=True))
+            loaded = dict(zip(rows, self._log.journal.read(rows), strict=True))
             for step in spilled:
                 row, at, size = step.place
                 step.payload = loaded[row][at : at + size]
@@ -206,7 +194,7 @@ class StepStore:
     def spill(self, limit: int | None) -> None:
         """Let what came since the last call, which the log has now, leave memory: the newest first,
         down to `limit` bytes (None: any number may stay)."""
-        steps, self._unflushed = self._unflushed, []
+        steps, self._log.spillable = self._log.spillable, []
         if limit is None:
             return
         for step, place in reversed(steps):
