@@ -131,6 +131,7 @@ class Channel:
         self._alarms: SortedList[tuple[float, int]] = SortedList()
         """Next look at each group: (time, group number), the soonest first."""
         self._next_tick = next_tick
+        self._is_limited = limits.is_limited(config)
 
     @property
     def memory_bytes(self) -> int:
@@ -302,7 +303,7 @@ class Channel:
                 f"channel {self.name!r} was shut down; group {prompt_uid!r} cannot be opened"
             )
         if group is None:
-            if not self.replaying and (full := self._full()) is not None:
+            if (full := self._full()) is not None:
                 raise errors.PoolFullError(
                     f"channel {self.name!r} {full}; group {prompt_uid!r} waits until one is "
                     "leased: raise the limit or timeout_s"
@@ -466,7 +467,7 @@ class Channel:
         group = self.records.groups.get(prompt_uid)
         if group is None:
             names = limits.MAX_QUEUE_SIZE, limits.MAX_BYTES
-            if not self.replaying and (full := self._full(*names)) is not None:
+            if (full := self._full(*names)) is not None:
                 raise errors.PoolFullError(
                     f"channel {self.name!r} {full}; trajectory {trajectory_uid!r} would begin a "
                     f"new group, {prompt_uid!r}: try again once something is leased"
@@ -884,6 +885,9 @@ class Channel:
         return limits.Load(*n_groups, self.memory_bytes, self.has_consumer)
 
     def _full(self, *names: str) -> str | None:
+        """Return why a new group has to wait, by these limits or (none named) all."""
+        if self.replaying or not self._is_limited:
+            return None
         return limits.why_full(self.config, self.counts, self._load(), *names)
 
     def advance_version(self, op: ops.AdvanceVersion) -> None:

@@ -69,14 +69,24 @@ class PayloadDamagedError(ValueError):
 
 def encode_record(row: int, channel: str, kind: str, head: bytes, *payload: bytes) -> Record:
     """A row as it is stored; its payload in pieces."""
-    names = f"{channel}\0{kind}".encode()
-    payload_sum = xxh3_64()
-    for piece in payload:
-        payload_sum.update(piece)
-    lengths = len(names), len(head), sum(map(len, payload))
-    prefix = _RECORD.pack(0, payload_sum.intdigest(), row, *lengths)[_SUM_BYTES:] + names
-    front = prefix + head
+    names = _encoded_names(channel, kind)
+    n_payload, payload_sum = 0, _NOTHING
+    if payload:
+        summed = xxh3_64(payload[0])
+        for piece in payload[1:]:
+            summed.update(piece)
+        n_payload, payload_sum = sum(map(len, payload)), summed.intdigest()
+    lengths = len(names), len(head), n_payload
+    front = _RECORD.pack(0, payload_sum, row, *lengths)[_SUM_BYTES:] + names + head
     return xxh3(front).to_bytes(_SUM_BYTES, "little") + front, *payload
+
+
+_NOTHING = xxh3(b"")
+
+
+@lru_cache
+def _encoded_names(channel: str, kind: str) -> bytes:
+    return f"{channel}\0{kind}".encode()
 
 
 @lru_cache
