@@ -14,7 +14,8 @@ in `_decide`, which acts on what `decide` says of it now and sets its alarm: the
 it is looked at again.
 
 A replay (`store/replay.py`) reads the rows back through the methods that wrote them. It takes
-decisions as they were written and makes none; `end_replay` applies the limits and filters of today.
+decisions as they were written and makes none, but for what is `implied` by the trajectories alone;
+`end_replay` applies the limits and filters of today.
 
 Owns no lease and no clock (`now` is set before each change); knows nothing of other channels.
 Every operation is O(log n) or better in whatever is stored.
@@ -45,6 +46,7 @@ from stepwell.datapool.core.readiness import (
     TOO_FEW_ROLLOUTS,
     Rules,
     decide,
+    implied,
     is_stale,
     judge,
     without,
@@ -159,11 +161,14 @@ class Channel:
         Args:
             at: when the alarm was to ring; None: no alarm, it is decided as of now.
         """
+        uid = group.prompt_uid
+        was_ready = uid in self._ready
+        if (readiness := implied(group)) is not group.readiness:
+            self._become(group, readiness)
         if self.replaying:
             return
         decision = decide(group, self.rules, self.now if at is None else at)
-        uid, verdict = group.prompt_uid, decision.verdict
-        was_ready = uid in self._ready
+        verdict = decision.verdict
         if not isinstance(verdict, Drop):
             reason = None if verdict is None else verdict.reason
             # Where time alone changed it, the row's time tells a replay what was over.
