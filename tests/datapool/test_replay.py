@@ -798,6 +798,21 @@ async def test_what_comes_due_on_a_full_disk_is_done_when_there_is_space(
     service_of(actor).close()
 
 
+async def test_rollouts_of_one_call_are_one_row_though_each_changes_what_the_group_is_ready_for(
+    tmp_path: Path, make_step: MakeStep
+) -> None:
+    """What the trajectories of an undeclared group say by themselves is not written down."""
+    pool = pool_here(None, tmp_path)
+    await pool.submit_steps([make_step(f"t{i}", "p", is_last=True) for i in range(16)])
+    assert (await pool.describe())["journal"]["rows_stored"] == 2, "their prompt, and all of them"
+    service_of(pool).close()
+    again = pool_here(None, tmp_path, restarted=True)
+    fetched = await again.fetch_batch(n_rollouts=16)
+    assert fetched is not None
+    assert len(fetched) == 16
+    service_of(again).close()
+
+
 def test_every_field_of_a_record_is_compared() -> None:
     """The snapshot above reads fields; a record without them would be compared by identity."""
     from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
