@@ -33,7 +33,7 @@ from benchmarks.pool.workload import (
     submit_all,
     workload_a,
 )
-from stepwell.datapool.process import settle_heap
+from stepwell.datapool.heap import settle_heap
 
 
 @dataclass(frozen=True, slots=True)
