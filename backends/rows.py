@@ -17,7 +17,7 @@ The tree form has the merged rows and computes what they begin with once per mic
 across the trajectories of a group, whose prompt is the same, and across groups (`tree.py`).
 
 Owns: rows and micro-batches, in NumPy. Does not own: the model, the flat columns, the packing of
-a micro-batch (`forward.py`, `tree.py`).
+a micro-batch (`model.py`, `tree.py`).
 """
 
 from __future__ import annotations

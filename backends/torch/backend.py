@@ -9,7 +9,7 @@ With `ranks` > 1 this object is one of many that are called alike (`fsdp.py`); `
 one to call (`ranks.py`).
 
 The forward pass computes in `dtype` throughout, as an engine does; master weights are float32
-(`master_weights.py`). Only response positions go through the LM head, log-softmax is fp32 at each
+(`optimizer.py`). Only response positions go through the LM head, log-softmax is fp32 at each
 step's temperature, and the model runs in eval mode throughout: dropout would make π differ from
 itself between two calls.
 Rows are padded on the right and no attention mask is passed: under causal attention what follows
@@ -53,7 +53,6 @@ from stepwell.backends.torch.fsdp import (
     reshard,
     shard_like,
 )
-from stepwell.backends.torch.master_weights import MasterWeights
 from stepwell.backends.torch.model import (
     Policy,
     aliases_of,
@@ -63,7 +62,12 @@ from stepwell.backends.torch.model import (
     model_dir,
     no_progress_bars,
 )
-from stepwell.backends.torch.optimizers import build_optimizer, learning_rate, load_optimizer
+from stepwell.backends.torch.optimizer import (
+    MasterWeights,
+    build_optimizer,
+    learning_rate,
+    load_optimizer,
+)
 from stepwell.backends.weights.digest import read_tensors
 from stepwell.datapool.types import Step
 
@@ -139,18 +143,18 @@ class TorchBackend(TrainingBackend):
         Raises:
             BatchError: no steps, a token id outside the vocabulary, or multi-modal data.
         """
-        flat = TokenBatch.of(steps)
+        batch = TorchBatch.of(steps)
         for step in steps:
             if step.multi_modal_data:
                 raise BatchError(
                     f"{_name(step)} has multi_modal_data; the torch backend trains on text only"
                 )
-        rows = tuple(build_rows(steps, self._config.rows))
+        batch.rows = tuple(build_rows(steps, self._config.rows))
         # Rows hold every token, most of them once.
         vocab = self._model.get_input_embeddings().num_embeddings
-        if any(np.maximum.reduce(row.ids) >= vocab for row in rows):
+        if any(np.maximum.reduce(row.ids) >= vocab for row in batch.rows):
             raise self._unknown_token(steps, vocab)
-        return TorchBatch(flat.steps, flat.offsets, flat.columns, rows)
+        return batch
 
     def _unknown_token(self, steps: Sequence[Step], vocab: int) -> BatchError:
         step, largest = next(

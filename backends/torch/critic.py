@@ -28,7 +28,7 @@ from stepwell.backends.config import CriticConfig, TorchBackendConfig, ValueAggr
 from stepwell.backends.errors import BatchError
 from stepwell.backends.rows import Row
 from stepwell.backends.torch.backend import TorchBackend, TorchBatch
-from stepwell.backends.torch.forward import prepare
+from stepwell.backends.torch.model import prepare
 from stepwell.backends.torch.tree import is_enabled
 
 
