@@ -28,19 +28,17 @@ from stepwell.trainer.batches import Batches
 from stepwell.trainer.checkpoint import (
     CheckpointStore,
     Resume,
-    checkpoint_due,
     rng_state,
     set_rng_state,
 )
 from stepwell.trainer.config import TrainerConfig
 from stepwell.trainer.data import Task
 from stepwell.trainer.errors import INTERRUPTED
-from stepwell.trainer.metrics import Phases
-from stepwell.trainer.profiling import traced
+from stepwell.trainer.metrics import Phases, traced
 from stepwell.trainer.publish.publisher import Publisher
 from stepwell.trainer.recording import Recorder
+from stepwell.trainer.samples import Trained
 from stepwell.trainer.threads import ComputeThread
-from stepwell.trainer.trained import Trained
 from stepwell.trainer.updater import Updater, record_of
 from stepwell.trainer.validation import Evaluation, Policy, Validator
 
@@ -55,7 +53,7 @@ class Trainer:
     Args:
         phases: shared with the parts: how long each of them took.
         trained: keeps what each optimizer step was on, for people.
-        recorder: of the batches.
+        recorder: of the batches; None: they are not recorded.
         folder: of the run.
         tell: shows the user a line.
     """
@@ -71,7 +69,7 @@ class Trainer:
         compute: ComputeThread,
         phases: Phases,
         trained: Trained,
-        recorder: Recorder,
+        recorder: Recorder | None = None,
         *,
         folder: Path,
         tell: Callable[[str], None] = log.info,
@@ -127,7 +125,8 @@ class Trainer:
         if not groups:
             return
         adopted = await self.publisher.adopt()
-        await self._compute(self._recorder.write, groups, self.progress)
+        if self._recorder is not None:
+            await self._compute(self._recorder.write, groups, self.progress)
         if self._config.debug_rollout_only:
             yield await self._leave_out(groups)
             return
@@ -304,3 +303,10 @@ class Trainer:
         """The policy that an evaluation beginning now would evaluate."""
         progress = self.progress
         return Policy(progress.updates, progress.version, progress.known())
+
+
+def checkpoint_due(before: int, now: int, every: int, eval_every: int, keep_best: int) -> bool:
+    """True if one of the optimizer steps (before, now] asks for a checkpoint: a multiple of
+    `every`, or, where the best are to be kept, one that is evaluated."""
+    due = now // every > before // every
+    return due or bool(keep_best and eval_every and now // eval_every > before // eval_every)

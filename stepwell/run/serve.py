@@ -214,9 +214,8 @@ def start_over(folder: Path) -> None:
     Raises:
         ConfigError: a live process uses the run's pool, or trains in it.
     """
-    from stepwell.trainer.profiling import PROFILE  # torch comes with these
-    from stepwell.trainer.trained import OLD, ROLLOUTS
-    from stepwell.trainer.validation import VALIDATION
+    from stepwell.trainer.metrics import PROFILE  # torch comes with these
+    from stepwell.trainer.samples import OLD, ROLLOUTS, VALIDATION
 
     refuse_second_trainer(folder)
     for journal in (folder / POOL, *(folder / POOL).glob("shard-*")):

@@ -69,7 +69,7 @@ async def test_groups_that_come_by_themselves_are_trained_once_each(tmp_path: Pa
 async def test_a_trainer_waits_for_traffic_as_long_as_it_takes_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "TOLD_S", 0.01)
+    monkeypatch.setattr(batches, "REPORT_S", 0.01)
     told: list[str] = []
     said = asyncio.Event()
 

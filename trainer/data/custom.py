@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from stepwell.datapool.dotted import resolve
 from stepwell.trainer.config import CustomSource
-from stepwell.trainer.data.rows import Columns, Row, lookup, refuse_media
+from stepwell.trainer.data.columns import Columns, Row, lookup, refuse_media
 from stepwell.trainer.errors import DataError
 
 RAW_PROMPT = "raw_prompt"

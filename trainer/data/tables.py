@@ -33,9 +33,9 @@ from stepwell.trainer.config import (
     SourceConfig,
     TableConfig,
 )
+from stepwell.trainer.data.columns import MEDIA, Columns, Row, holds_media
 from stepwell.trainer.data.custom import CustomRows
 from stepwell.trainer.data.prompt_length import load_tokenizer
-from stepwell.trainer.data.rows import MEDIA, Columns, Row, holds_media
 from stepwell.trainer.errors import DataError
 
 

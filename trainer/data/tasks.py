@@ -27,8 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.trainer.config import ReasoningGymSource, SourceConfig, TableConfig
+from stepwell.trainer.data.columns import lookup, refuse_media, refuse_placeholders
 from stepwell.trainer.data.prompt_length import PromptMeter
-from stepwell.trainer.data.rows import lookup, refuse_media, refuse_placeholders
 from stepwell.trainer.data.tables import Table, describe, open_table
 from stepwell.trainer.errors import DataError
 
