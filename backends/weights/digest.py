@@ -90,7 +90,7 @@ def compare(
     """Compare the replicas' hashes with the checkpoint's, or with each other.
 
     Args:
-        answers: by replica; None: it has no checksum endpoint.
+        answers: by replica; None: it has no checksum endpoint. One without a tensor says nothing.
         expected: the checkpoint's, by replica, for embedded engines.
 
     Returns:
@@ -101,8 +101,9 @@ def compare(
     how: dict[str, str] = {}
     wrong: dict[str, str] = {}
     first: dict[tuple[str, str], tuple[str, str]] = {}
-    for replica, ranks in answers.items():
-        if ranks is None:
+    for replica, answer in answers.items():
+        ranks = answer or ()
+        if not any(rank.hashes for rank in ranks):
             how[replica] = "version"
             continue
         known = expected.get(replica, {})

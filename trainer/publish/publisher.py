@@ -174,18 +174,18 @@ class Publisher:
         async with self._store.lock.held():  # a command that rolls back has not begun, or has ended
             current = self._store.current()
             before = (await self._pool.get_statistics(TRAIN))["policy_version"]
-        committed = 0 if current is None else current.version
-        known = progress.version
-        if new and not any([*versions, before, committed]) and self._transport != "lora":
-            # Nothing is published: tell the pool that it has a consumer from now on.
-            await self._pool.advance_version(0)
-            return
-        # A number that nobody has seen: steps of before must not pass for ours.
-        newest = max([known, before, committed, *versions])
-        progress.lose(newest, self._async.trigger_parameter_sync_step)
-        if current is not None and known < committed != self._store.weights_of(committed):
-            await self._compute(backend.load_weights, Path(current.path))
-            progress.published[progress.version] = progress.updates
+            committed = 0 if current is None else current.version
+            known = progress.version
+            if new and not any([*versions, before, committed]) and self._transport != "lora":
+                # Nothing is published: tell the pool that it has a consumer from now on.
+                await self._pool.advance_version(0)
+                return
+            # A number that nobody has seen: steps of before must not pass for ours.
+            newest = max([known, before, committed, *versions])
+            progress.lose(newest, self._async.trigger_parameter_sync_step)
+            if current is not None and known < committed != self._store.weights_of(committed):
+                await self._compute(backend.load_weights, Path(current.path))
+                progress.published[progress.version] = progress.updates
         await self.publish()
 
     async def adopt(self) -> bool:
@@ -195,11 +195,12 @@ class Publisher:
         async with self._lock:
             self._end_trial()
             await self._wait_ended()
-            current = self._store.current()
-            if current is None:
-                return False
-            of = self._store.weights_of(current.version)
-            await self._compute(self._updater.backend.load_weights, Path(current.path))
+            async with self._store.lock.held():  # nobody prunes what is loaded
+                current = self._store.current()
+                if current is None:
+                    return False
+                of = self._store.weights_of(current.version)
+                await self._compute(self._updater.backend.load_weights, Path(current.path))
             sync = self._async.trigger_parameter_sync_step
             self._progress.roll_back(current.version, of, sync)
             self._canary, self._overdue = None, False
