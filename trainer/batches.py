@@ -138,7 +138,7 @@ class Batches:
         scored: called with every group that was scored here.
         phases: measures waiting and scoring.
         folder: of the run.
-        tell: shows the user a line.
+        notify: shows the user a line.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Batches:
         folder: Path,
         sft_share: float = 0.0,
         scored: Callable[[Sequence[Group]], None] = lambda groups: None,
-        tell: Callable[[str], None] = log.info,
+        notify: Callable[[str], None] = log.info,
     ) -> None:
         self.channels = tuple(channels)
         self.scorer = scorer
@@ -166,7 +166,7 @@ class Batches:
         self._folder = folder
         self._share = sft_share
         self._scored = scored
-        self._tell = tell
+        self._notify_user = notify
         self._leased = 0
         """Batches that were asked for so far, those of before a resume included."""
         self._used_up = False
@@ -319,7 +319,7 @@ class Batches:
         """Return what `lease` brings; while traffic stays away, tell the user what is missing."""
         try:
             while self.producer.endless and not (await asyncio.wait({coming}, timeout=REPORT_S))[0]:
-                self._tell(await self._why_waiting())
+                self._notify_user(await self._why_waiting())
             return await coming
         finally:
             coming.cancel()
@@ -347,7 +347,7 @@ class Batches:
                 return None
             if self._share < 1 and (missing := self._lease_size - len(groups)):
                 self._used_up = True
-                self._tell("data.sft is used up: batches are of rollouts alone from now on")
+                self._notify_user("data.sft is used up: batches are of rollouts alone from now on")
                 self.producer.refund(missing)
                 tasks = [asyncio.create_task(self._take(self.channels[0], missing))]
                 if (more := await tasks[0]) is None:

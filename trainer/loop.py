@@ -55,7 +55,7 @@ class Trainer:
         trained: keeps what each optimizer step was on, for people.
         recorder: of the batches; None: they are not recorded.
         folder: of the run.
-        tell: shows the user a line.
+        notify: shows the user a line.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Trainer:
         recorder: Recorder | None = None,
         *,
         folder: Path,
-        tell: Callable[[str], None] = log.info,
+        notify: Callable[[str], None] = log.info,
     ) -> None:
         self.batches = batches
         self.updater = updater
@@ -87,7 +87,7 @@ class Trainer:
         self._phases = phases
         self._recorder = recorder
         self._folder = folder
-        self._tell = tell
+        self._notify_user = notify
         self._mark = time.monotonic()
         self._untrained = 0
         """Mini-batches of the batch that is trained that are still to come."""
@@ -291,7 +291,9 @@ class Trainer:
             await self.checkpoint()
         except DataPoolError as e:  # it is on disk: the next process acks what it was trained on
             log.warning("the pool does not hear of the last checkpoint: %s", e)
-        self._tell(f"saved at optimizer step {self.progress.updates}; the same command goes on")
+        self._notify_user(
+            f"saved at optimizer step {self.progress.updates}; the same command goes on"
+        )
 
     async def _evaluate_beside(
         self, tasks: Sequence[Task], policy: Policy, pinned: AsyncExitStack

@@ -211,14 +211,14 @@ class Trained:
 def _about(group: Group, trajectory: Trajectory, most: int | None = None) -> dict[str, Any]:
     """Keys that the line of any trajectory has; texts of at most `most` characters."""
     task = task_of(group)
-    said: Mapping[str, Any] = trajectory.metadata.get(EXTRA) or {}
+    extra: Mapping[str, Any] = trajectory.metadata.get(EXTRA) or {}
     return {
         "data_source": task.get("data_source"),
         "instance_id": task.get("instance_id"),
         "trajectory_uid": trajectory.trajectory_uid,
         "answer": _short(task.get("answer"), most),
         "reward": trajectory.reward,
-        "reward_extra_info": {key: _short(value, most) for key, value in said.items()},
+        "reward_extra_info": {key: _short(value, most) for key, value in extra.items()},
         "n_steps": len(trajectory.steps),
     }
 

@@ -257,8 +257,8 @@ async def why_lost(pool: DataPoolClient, channel: str, scorer: Scorer, folder: P
     """
     aborted = (await pool.get_statistics(channel))["trajectories"]["abort_reasons"]
     common = Counter(aborted).most_common(3)
-    said = ", ".join(f"{n} × {MEANINGS.get(why, why)}" for why, n in common)
-    lost = [f"aborted: {said}"] if said else []
+    reasons = ", ".join(f"{n} × {MEANINGS.get(why, why)}" for why, n in common)
+    lost = [f"aborted: {reasons}"] if reasons else []
     if scorer.unscored:
         lost.append(f"without a score: {scorer.why_unscored()}")
     return (

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.backends.errors import BatchError
-from stepwell.backends.rows import Row, Segment, build_rows
+from stepwell.backends.rows import Segment, TokenRow, build_rows
 from stepwell.backends.slime.sample import SAMPLE, SlimeSample
 from stepwell.datapool.types import GREEDY, Group, Step, Trajectory, superseded
 
@@ -241,7 +241,7 @@ def _untrained(step: Step, temperature: float | None, known: bool) -> str | None
     return None
 
 
-def _sample(row: Row, trained: Sequence[Segment], steps: Sequence[Step]) -> SlimeSample:
+def _sample(row: TokenRow, trained: Sequence[Segment], steps: Sequence[Step]) -> SlimeSample:
     begin = row.segments[0].start
     length = len(row.ids) - begin
     mask = np.zeros(length, np.int64)
@@ -301,7 +301,7 @@ def _sources(*owners: Mapping[str, Any]) -> Iterator[str]:
                 yield name
 
 
-def _routing(row: Row, steps: Sequence[Step]) -> npt.NDArray[Any] | None:
+def _routing(row: TokenRow, steps: Sequence[Step]) -> npt.NDArray[Any] | None:
     """Each response's routing as it was when it was sampled; the rest as the last call had it."""
     own = [steps[s.step] for s in row.segments]
     arrays = [step.routed_experts for step in own]

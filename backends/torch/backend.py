@@ -43,7 +43,7 @@ from stepwell.backends.base import LossFn, Mean, TokenBatch, TrainingBackend
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError, BatchError, NonFiniteUpdateError
 from stepwell.backends.model_folder import WEIGHT_SUFFIXES, fingerprint
-from stepwell.backends.rows import Row, build_rows, computed_tokens, select
+from stepwell.backends.rows import TokenRow, build_rows, computed_tokens, select
 from stepwell.backends.torch import lora, ranks
 from stepwell.backends.torch.fsdp import (
     Ranks,
@@ -76,7 +76,7 @@ from stepwell.datapool.types import Step
 class TorchBatch(TokenBatch):
     """A `TokenBatch` and the rows that its steps are computed in."""
 
-    rows: tuple[Row, ...] = ()
+    rows: tuple[TokenRow, ...] = ()
 
 
 class TorchBackend(TrainingBackend):
@@ -448,7 +448,7 @@ class TorchBackend(TrainingBackend):
         self._optimizer.zero_grad(set_to_none=True)
         self._reference = None
 
-    def _selected_rows(self, batch: TorchBatch, indices: Sequence[int] | None) -> list[Row]:
+    def _selected_rows(self, batch: TorchBatch, indices: Sequence[int] | None) -> list[TokenRow]:
         if indices is None:
             return list(batch.rows)
         wanted = set(indices)
@@ -459,7 +459,7 @@ class TorchBackend(TrainingBackend):
             )
         return select(batch.rows, wanted)
 
-    def _micro_batches(self, rows: Sequence[Row]) -> list[list[Row]]:
+    def _micro_batches(self, rows: Sequence[TokenRow]) -> list[list[TokenRow]]:
         return self._ranks.rounds(rows, self._config.micro_batch_tokens, self._config.rows)
 
     def _on_device(self, model: Any) -> Policy:
@@ -468,7 +468,7 @@ class TorchBackend(TrainingBackend):
         self._ranks.shard(policy, getattr(torch, self._config.dtype))
         return policy.to(self._device)
 
-    def _idle(self, batch: TorchBatch, rows: Sequence[Row]) -> None:
+    def _idle(self, batch: TorchBatch, rows: Sequence[TokenRow]) -> None:
         """A round in which this rank has no rows: the others cannot do without it."""
         log_probs, _, _ = self._policy(batch, [_shortest(rows)], entropy=False)
         (log_probs.sum() * 0).backward()
@@ -513,7 +513,7 @@ class TorchBackend(TrainingBackend):
         return lr
 
 
-def _shortest(rows: Sequence[Row]) -> Row:
+def _shortest(rows: Sequence[TokenRow]) -> TokenRow:
     return min(rows, key=lambda row: row.n_inputs)
 
 

@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 from stepwell.backends.base import TokenBatch
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError
-from stepwell.backends.rows import Row
+from stepwell.backends.rows import TokenRow
 from stepwell.backends.torch import tree
 from stepwell.backends.torch.chunked_head import chunk_tokens, chunked
 from stepwell.backends.torch.tree import Tree, is_enabled, pack
@@ -51,7 +51,7 @@ class Policy(torch.nn.Module):
         self._chunk = chunk_tokens(config.logits_mb, vocab)
 
     def forward(
-        self, batch: TokenBatch, rows: Sequence[Row], *, entropy: bool
+        self, batch: TokenBatch, rows: Sequence[TokenRow], *, entropy: bool
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """(log π, entropy | None, token index): [n] each, of the response tokens in `rows`."""
         return forward(
@@ -89,7 +89,7 @@ class Inputs:
 
 
 def prepare(
-    batch: TokenBatch, rows: Sequence[Row], device: torch.device, *, as_tree: bool = False
+    batch: TokenBatch, rows: Sequence[TokenRow], device: torch.device, *, as_tree: bool = False
 ) -> Inputs:
     """The inputs for `rows`, which belong to `batch`: padded, or packed as a prefix tree."""
     segments = [(r, s) for r, row in enumerate(rows) for s in row.segments]
@@ -122,7 +122,7 @@ def prepare(
 def forward(
     model: Any,
     batch: TokenBatch,
-    rows: Sequence[Row],
+    rows: Sequence[TokenRow],
     *,
     device: torch.device,
     entropy: bool,

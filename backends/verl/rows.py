@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from stepwell.backends.errors import BatchError
-from stepwell.backends.rows import Row, RowForm, build_rows
+from stepwell.backends.rows import RowForm, TokenRow, build_rows
 from stepwell.datapool.types import Step
 
 COLUMNS = {
@@ -213,14 +213,14 @@ def _folded(columns: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
     return {"response_mask": mask} | {k: torch.where(mask > 0, v, 0.0) for k, v in found.items()}
 
 
-def _joinable_parts(row: Row, steps: Sequence[Step]) -> list[Row]:
+def _joinable_parts(row: TokenRow, steps: Sequence[Step]) -> list[TokenRow]:
     """The row, or a row per step if its steps differ in temperature."""
     if len({steps[segment.step].temperature for segment in row.segments}) == 1:
         return [row]
-    return [Row(row.ids[: segment.end], (segment,)) for segment in row.segments]
+    return [TokenRow(row.ids[: segment.end], (segment,)) for segment in row.segments]
 
 
-def _verl_row(row: Row, batch: _Batch) -> VerlRow:
+def _verl_row(row: TokenRow, batch: _Batch) -> VerlRow:
     members = [batch.steps[s.step] for s in row.segments]
     last = members[-1]
     uid = last.trajectory_uid

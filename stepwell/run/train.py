@@ -133,7 +133,7 @@ async def _train_on(
         MemoryMeter() as memory,
         MetricsWriter(folder, build_trackers(folder, config)) as metrics,
         build_trainer(
-            config, parts, checked.prompts, checked.conversations, tell=display.status
+            config, parts, checked.prompts, checked.conversations, notify=display.status
         ) as trainer,
     ):
         async with AsyncExitStack() as end:  # each of them, whatever the others end with

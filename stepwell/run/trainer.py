@@ -52,7 +52,7 @@ def build_trainer(
     backend: TrainingBackend | None = None,
     checkpoints: CheckpointStore | None = None,
     ledger: Ledger | None = None,
-    tell: Callable[[str], None] = log.info,
+    notify: Callable[[str], None] = log.info,
 ) -> Iterator[Trainer]:
     """A trainer over the running `parts`; closed on leaving.
 
@@ -63,7 +63,7 @@ def build_trainer(
         backend: None: the configured one.
         checkpoints: None: in the run's folder.
         ledger: None: beside the checkpoints.
-        tell: shows the user a line.
+        notify: shows the user a line.
     """
     folder = config.run.dir / CHECKPOINTS
     ledger = ledger or Ledger(folder / LEDGER)
@@ -102,7 +102,7 @@ def build_trainer(
             pace=Pace(credit_limit(config.async_training, config.sampling, window, share)),
             drops_surplus=drops_surplus(config.async_training),
             n_greedy=int(config.algorithm.estimator.greedy),
-            tell=tell,
+            notify=notify,
         )
         validator = TaskValidator(config.validation, parts.pool, scorer, producer, **looks)
         if share < 1:
@@ -132,7 +132,7 @@ def build_trainer(
         transport=config.engine.weight_transport,
         lends_memory=config.engine.release_memory,
         patience_s=config.trainer.starvation_timeout_s,
-        tell=tell,
+        notify=notify,
     )
     batches = Batches(
         config.trainer,
@@ -150,7 +150,7 @@ def build_trainer(
         folder=config.run.dir,
         sft_share=share,
         scored=publisher.scored,
-        tell=tell,
+        notify=notify,
     )
     checkpoints = checkpoints or CheckpointStore(
         folder,
@@ -180,7 +180,7 @@ def build_trainer(
         ),
         recorder,
         folder=config.run.dir,
-        tell=tell,
+        notify=notify,
     )
     try:
         yield trainer

@@ -385,7 +385,7 @@ class Served:
             pool=self.pool,
             producer=cast(Any, None),
             phases=Phases(),
-            tell=self.said.append,
+            notify=self.said.append,
         )
 
     def open_store(self) -> WeightStore:
