@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.backends.rows import (
-    Row,
     RowForm,
+    TokenRow,
     build_rows,
     common_prefix,
     computed_tokens,
@@ -39,7 +39,7 @@ def steps_of_group(
     return steps
 
 
-def trained(rows: list[Row]) -> dict[int, tuple[list[int], list[int]]]:
+def trained(rows: list[TokenRow]) -> dict[int, tuple[list[int], list[int]]]:
     """Step -> (what its response is conditioned on, the response), as the rows have it."""
     return {
         s.step: (row.ids[: s.start].tolist(), row.ids[s.start : s.end].tolist())
