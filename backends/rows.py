@@ -33,36 +33,25 @@ from stepwell.datapool.types import Step, TokenIds
 RowForm: TypeAlias = Literal["step", "merged", "tree"]
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The response of one step within a row: tokens `[start, start + length)`."""
-
-    step: int
-    """Index into the batch's steps."""
-    start: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class TokenRow:
-    """One sequence for the model and the responses that are trained on it."""
+    """One sequence for the model and the steps that are trained on it: the prompt and the response
+    of each are its first tokens, `[0, step.n_tokens)`."""
 
     ids: TokenIds
-    segments: tuple[Segment, ...]
-    """Segments by position; never empty, and every step is in exactly one row of the batch."""
+    """Up to the last response that is trained."""
+    steps: tuple[int, ...]
+    """Indices into the batch's steps, the shortest first; never empty, and every step is in exactly
+    one row of the batch."""
 
     @property
     def n_inputs(self) -> int:
         """Tokens to feed: the last response token predicts nothing that is trained."""
-        return self.segments[-1].end - 1
+        return len(self.ids) - 1
 
 
 def build_rows(steps: Sequence[Step], form: RowForm) -> list[TokenRow]:
-    """The rows of `steps`; each step's response is in exactly one segment."""
+    """The rows of `steps`; each step is in exactly one."""
     parents: list[int | None] = [None] * len(steps) if form == "step" else _parents(steps)
     inner = {p for p in parents if p is not None}
     done: set[int] = set()
@@ -77,14 +66,8 @@ def build_rows(steps: Sequence[Step], form: RowForm) -> list[TokenRow]:
             chain.append(node)
             node = parents[node]
         done.update(chain)
-        rows.append(
-            TokenRow(steps[leaf].token_ids, tuple(_segment(steps, i) for i in reversed(chain)))
-        )
+        rows.append(TokenRow(steps[leaf].token_ids, tuple(reversed(chain))))
     return rows
-
-
-def _segment(steps: Sequence[Step], index: int) -> Segment:
-    return Segment(index, len(steps[index].prompt_ids), len(steps[index].response_ids))
 
 
 def _parents(steps: Sequence[Step]) -> list[int | None]:
@@ -113,13 +96,16 @@ def _extends(child: Step, parent: Step) -> bool:
     )
 
 
-def select(rows: Sequence[TokenRow], steps: Collection[int]) -> list[TokenRow]:
-    """The rows that train `steps` only; what lies behind the last of them is cut off."""
+def select(
+    rows: Sequence[TokenRow], steps: Sequence[Step], wanted: Collection[int]
+) -> list[TokenRow]:
+    """The rows that train the `wanted` of the batch's `steps` only; what lies behind the last of
+    them is cut off."""
     kept = []
     for row in rows:
-        segments = tuple(s for s in row.segments if s.step in steps)
-        if segments:
-            kept.append(TokenRow(row.ids[: segments[-1].end], segments))
+        own = tuple(i for i in row.steps if i in wanted)
+        if own:
+            kept.append(TokenRow(row.ids[: steps[own[-1]].n_tokens], own))
     return kept
 
 

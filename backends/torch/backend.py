@@ -457,7 +457,7 @@ class TorchBackend(TrainingBackend):
             raise BatchError(
                 f"indices is {sorted(wanted)!s:.80}; give some of the steps 0..{n - 1}"
             )
-        return select(batch.rows, wanted)
+        return select(batch.rows, batch.steps, wanted)
 
     def _micro_batches(self, rows: Sequence[TokenRow]) -> list[list[TokenRow]]:
         return self._ranks.rounds(rows, self._config.micro_batch_tokens, self._config.rows)

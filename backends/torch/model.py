@@ -92,29 +92,34 @@ def prepare(
     batch: TokenBatch, rows: Sequence[TokenRow], device: torch.device, *, as_tree: bool = False
 ) -> Inputs:
     """The inputs for `rows`, which belong to `batch`: padded, or packed as a prefix tree."""
-    segments = [(r, s) for r, row in enumerate(rows) for s in row.segments]
+    members = [(r, i) for r, row in enumerate(rows) for i in row.steps]
+    steps = [batch.steps[i] for _, i in members]
+    starts, lengths = [len(s.prompt_ids) for s in steps], [len(s.response_ids) for s in steps]
     # Position p of a row is predicted by the hidden state at p - 1.
     packed = pack([row.ids[: row.n_inputs] for row in rows]) if as_tree else None
     if packed is not None:
         ids = packed.ids[None].astype(np.int64)
-        picked = [packed.where[r][s.start - 1 : s.end - 1] for r, s in segments]
+        picked = [
+            packed.where[r][start - 1 : start - 1 + n]
+            for (r, _), start, n in zip(members, starts, lengths, strict=True)
+        ]
         positions = torch.from_numpy(np.concatenate(picked))
     else:
         width = max(row.n_inputs for row in rows)
         ids = np.zeros((len(rows), width), dtype=np.int64)
         for r, row in enumerate(rows):
             ids[r, : row.n_inputs] = row.ids[: row.n_inputs]
-        positions = _ranges((r * width + s.start - 1, s.length) for r, s in segments)
+        firsts = [r * width + start - 1 for (r, _), start in zip(members, starts, strict=True)]
+        positions = _ranges(firsts, lengths)
     offsets = batch.offsets.tolist()
-    targets = np.concatenate([rows[r].ids[s.start : s.end] for r, s in segments])
-    temperatures = torch.tensor([batch.steps[s.step].temperature for _, s in segments])
-    lengths = torch.tensor([s.length for _, s in segments])
+    targets = np.concatenate([step.response_ids for step in steps])
+    temperatures = torch.tensor([step.temperature for step in steps])
     return Inputs(
         ids=torch.from_numpy(ids).to(device),
         positions=positions.to(device),
         targets=torch.from_numpy(targets.astype(np.int64)).to(device),
-        temperature=temperatures.repeat_interleave(lengths).to(device),
-        tokens=_ranges((offsets[s.step], s.length) for _, s in segments),
+        temperature=temperatures.repeat_interleave(torch.tensor(lengths)).to(device),
+        tokens=_ranges([offsets[i] for _, i in members], lengths),
         tree=packed,
     )
 
@@ -177,9 +182,10 @@ def only_positions(model: Any, positions: Tensor) -> Iterator[None]:
         handle.remove()
 
 
-def _ranges(ranges: Iterable[tuple[int, int]]) -> Tensor:
-    """The indices of all (start, length), one after another."""
-    return torch.from_numpy(np.concatenate([np.arange(a, a + n) for a, n in ranges]))
+def _ranges(starts: Iterable[int], lengths: Iterable[int]) -> Tensor:
+    """The indices of all ranges, one after another."""
+    ranges = [np.arange(a, a + n) for a, n in zip(starts, lengths, strict=True)]
+    return torch.from_numpy(np.concatenate(ranges))
 
 
 # ── loading ───────────────────────────────────────────────────────────────────────────────────────

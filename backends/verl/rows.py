@@ -215,18 +215,21 @@ def _folded(columns: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
 
 def _joinable_parts(row: TokenRow, steps: Sequence[Step]) -> list[TokenRow]:
     """The row, or a row per step if its steps differ in temperature."""
-    if len({steps[segment.step].temperature for segment in row.segments}) == 1:
+    if len({steps[i].temperature for i in row.steps}) == 1:
         return [row]
-    return [TokenRow(row.ids[: segment.end], (segment,)) for segment in row.segments]
+    return [TokenRow(row.ids[: steps[i].n_tokens], (i,)) for i in row.steps]
 
 
 def _verl_row(row: TokenRow, batch: _Batch) -> VerlRow:
-    members = [batch.steps[s.step] for s in row.segments]
+    members = [batch.steps[i] for i in row.steps]
     last = members[-1]
     uid = last.trajectory_uid
-    cut = row.segments[0].start
+    cut = len(members[0].prompt_ids)
     size = len(row.ids) - cut
-    spans = [(s.step, s.start - cut, s.end - cut) for s in row.segments]
+    spans = [
+        (i, len(step.prompt_ids) - cut, step.n_tokens - cut)
+        for i, step in zip(row.steps, members, strict=True)
+    ]
 
     columns = {"responses": torch.from_numpy(row.ids[cut:].astype(np.int64))}
     for name, flat in batch.columns.items():
