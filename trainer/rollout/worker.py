@@ -237,8 +237,8 @@ class RolloutWorker:
         except (Exception, SystemExit) as e:  # an agent is foreign code
             # Without the rollout's own URL: the same failure of many rollouts is one reason.
             path = urlsplit(base_url).path or base_url
-            said = str(e).replace(base_url, "{base_url}").replace(path, "{base_url}")
-            reason = f"{type(e).__name__}: {said}"[:200]
+            text = str(e).replace(base_url, "{base_url}").replace(path, "{base_url}")
+            reason = f"{type(e).__name__}: {text}"[:200]
             frame = traceback.extract_tb(e.__traceback__)[-1]
             if (place := (frame.filename, frame.lineno)) not in self._traced:
                 self._traced.add(place)
