@@ -3,7 +3,7 @@
 The replicas are processes in the model only: they die at any await, are started again by a
 supervisor that keeps to the store's lock (as `engines/supervisor.py` does), and are asked through
 the methods of `EngineClient` that a publication uses. Real processes:
-`benchmarks/publication_kills.py`.
+`tests/chaos/publication_kills.py`.
 """
 
 from __future__ import annotations
