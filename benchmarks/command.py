@@ -157,7 +157,7 @@ def _tables(name: str, result: BenchResult) -> Iterator[tuple[str, list[dict[str
         holds = "yes" if check.holds else "NO"
         rest.append({"figure": key, "value": check.value, "bound": bound, "holds": holds})
     if rest:
-        yield f"bench {name}", rest
+        yield name, rest
 
 
 def _text(value: Any) -> str:

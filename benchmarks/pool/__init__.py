@@ -40,7 +40,7 @@ from benchmarks.pool.measure import (
     throughput,
 )
 from benchmarks.pool.recovery import recovery
-from benchmarks.pool.systems import BareActor, BareHandle, Stepwell, System
+from benchmarks.pool.systems import BareActor, BareHandle, Stepwell, Store
 from benchmarks.pool.transfer_queue import INSTALL, TransferQueue, is_installed
 from benchmarks.pool.workload import small_calls, workload_a
 
@@ -86,8 +86,8 @@ class Bench:
         none, process, power = Stepwell("none"), Stepwell("process"), Stepwell("power")
         two, four = Stepwell("process", 2), Stepwell("process", 4)
         bare, handle = BareActor(), BareHandle()
-        compared: list[System] = [none, process, power, bare]
-        self.systems: dict[str, list[System]] = {
+        compared: list[Store] = [none, process, power, bare]
+        self.systems: dict[str, list[Store]] = {
             "memory": compared,
             "acks": [none, process],
             "throughput": compared,
@@ -125,7 +125,7 @@ class Bench:
         else:
             self.report.figures[f"{TransferQueue.name}, not installed"] = INSTALL
 
-    def of(self, sections: Sequence[str]) -> list[System]:
+    def of(self, sections: Sequence[str]) -> list[Store]:
         """Return the systems that are measured in one of `sections`."""
         return list(dict.fromkeys(s for name in sections for s in self.systems.get(name, ())))
 
