@@ -28,7 +28,6 @@ from stepwell.backends.engines.api import (
     GenerateRequest,
     OnOutput,
     Output,
-    Sampling,
     TopLogProbs,
     UpdateResult,
     is_canary,
@@ -439,27 +438,9 @@ def _words(content: bytes) -> str:
 
 
 def _body(request: GenerateRequest, ids_json: IdsJson) -> bytes:
-    fields: dict[str, Any] = {
-        "rid": request.rid,
-        "sampling_params": _params(request.sampling, request.max_new_tokens),
-        "return_logprob": True,
-        "stream": request.stream,
-    }
-    if request.sampling.n_top_logprobs:
-        fields["top_logprobs_num"] = request.sampling.n_top_logprobs
-    if request.adapter is not None:
-        fields["lora_path"] = request.adapter
-    if request.pieces:
-        ids = ids_json.parts(request.pieces)
-    else:
-        array = np.ascontiguousarray(request.input_ids)
-        ids = [orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)]
-    return b"".join((orjson.dumps(fields)[:-1], b',"input_ids":', *ids, b"}"))
-
-
-def _params(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
+    sampling = request.sampling
     params: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": request.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -475,7 +456,22 @@ def _params(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
     if sampling.constraint is not None:
         kind, text = sampling.constraint
         params[kind] = text
-    return params
+    fields: dict[str, Any] = {
+        "rid": request.rid,
+        "sampling_params": params,
+        "return_logprob": True,
+        "stream": request.stream,
+    }
+    if sampling.n_top_logprobs:
+        fields["top_logprobs_num"] = sampling.n_top_logprobs
+    if request.adapter is not None:
+        fields["lora_path"] = request.adapter
+    if request.pieces:
+        ids = ids_json.parts(request.pieces)
+    else:
+        array = np.ascontiguousarray(request.input_ids)
+        ids = [orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)]
+    return b"".join((orjson.dumps(fields)[:-1], b',"input_ids":', *ids, b"}"))
 
 
 _Entry: TypeAlias = tuple[float, int, Any]
@@ -545,7 +541,8 @@ def _read_whole(url: str, data: bytes) -> Output:
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise _shape_error(url, e, data) from e
     meta, ids = answer.meta_info, answer.output_ids
-    _check_error(url, answer.error, meta)
+    if answer.error is not None or meta.finish_reason is None or meta.finish_reason.type == "abort":
+        _check_error(url, answer.error, meta)
     entries = meta.output_token_logprobs or []
     return _output(url, ids, entries, meta, len(ids))
 
@@ -595,7 +592,8 @@ class _StreamReader:
             event = _events.decode(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
             raise _shape_error(self._url, e, payload) from e
-        _check_error(self._url, event.error, event.meta_info)
+        if event.error is not None or event.meta_info.finish_reason is not None:
+            _check_error(self._url, event.error, event.meta_info)
         return event
 
     def _begins(self, event: _Event) -> int:
