@@ -17,7 +17,7 @@ import hashlib
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -30,10 +30,10 @@ from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import THINK_CLOSE, Delta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.trajectory.calls import Call, LiveCall
+from stepwell.gateway.trajectory.calls import LiveCall
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
-from stepwell.gateway.web import Connection, error_body
+from stepwell.gateway.web import STREAM_HEADERS, Connection, error_body
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients ignore it, proxies see traffic."""
@@ -94,7 +94,7 @@ class Known:
 NOTHING = Known()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Parsed:
     """A request's body, understood."""
 
@@ -114,23 +114,11 @@ class Parsed:
     """Messages of the call that are not of the list: a system message, or none."""
     tools: Any = None
     """The request's tools as the dialect has read them, for another body with the same tools."""
-
-    @property
-    def calls(self) -> tuple[ChatRequest, ...]:
-        """One for each prompt."""
-        return (self.call, *self.more)
-
-
-class Handed(NamedTuple):
-    """A reply whose end was handed to a client's connection."""
-
-    trajectory: LiveTrajectory
-    call: Call
-
-    def lose(self) -> None:
-        """The connection broke before the client had it."""
-        self.call.delivered = False
-        self.trajectory.set_unseen(self.call, True)
+    digest: str = ""
+    """`body_digest` of the body."""
+    remember: Callable[[ChatRequest], None] | None = None
+    """Keeps what later requests may bring again, under the keys of this call as it is rendered. It
+    refers to the body."""
 
 
 class Exchange:
@@ -294,13 +282,13 @@ class Exchange:
             for live in self.calls:
                 live.call.delivered = True
 
-    def handed(self) -> list[Handed]:
-        """The replies, if their ends were handed to the client's connection."""
-        return [
-            Handed(each.trajectory, each.call.call)
-            for each in self._listeners
-            if each.call.call.delivered and each.call.call.turn is not None
-        ]
+    def lose(self) -> None:
+        """The connection broke before the client had the ends of the replies."""
+        for each in self._listeners:
+            call = each.call.call
+            if call.delivered and call.turn is not None:
+                call.delivered = False
+                each.trajectory.set_unseen(call, True)
 
     def close(self) -> None:
         """The client is gone or served; calls nobody else listens to are aborted."""
@@ -388,13 +376,19 @@ PLACE: Final = uuid.uuid4().hex
 _PLACE = orjson.dumps(PLACE)
 
 
+def stream_head(media_type: str) -> bytes:
+    """The header lines of a stream."""
+    lines = {"content-type": media_type, **STREAM_HEADERS}
+    return "".join(f"{name}: {value}\r\n" for name, value in lines.items()).encode()
+
+
 class Dialect(ABC):
     name: ClassVar[str]
     """Recorded in each Step's metadata; tells apart the retries of different endpoints."""
     list_name: ClassVar[str | None] = None
     """The field that holds the conversation as a list; None: there is none."""
-    stream_type = "text/event-stream"
-    """Media type of a stream."""
+    stream_head = stream_head("text/event-stream; charset=utf-8")
+    """The header lines of a stream."""
 
     @abstractmethod
     def parse(

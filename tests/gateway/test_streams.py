@@ -43,7 +43,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[HttpProtocol]:
 
 def held_bytes(connections: list[HttpProtocol]) -> int:
     """Bytes that wait in the gateway for some client to read."""
-    return max(c._raw.get_write_buffer_size() for c in connections if not c.is_lost)
+    return max(c.transport.get_write_buffer_size() for c in connections if not c.is_lost)
 
 
 def texts(path: str, data: bytes) -> str:
