@@ -29,7 +29,6 @@ from stepwell.datapool.errors import InvalidStepError
 from stepwell.datapool.types import Step
 from stepwell.gateway.access import Named, caller_of, named, quoted, take_body, uid_of
 from stepwell.gateway.bodies import BIG
-from stepwell.gateway.call import Asked
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages, CountParams
 from stepwell.gateway.dialects.base import Dialect, Exchange, Parsed
 from stepwell.gateway.dialects.gemini import text_tokens
@@ -37,18 +36,17 @@ from stepwell.gateway.dialects.openai_chat import OpenAIChat
 from stepwell.gateway.dialects.openai_completions import token_ids
 from stepwell.gateway.dialects.params import Params, kind, wrong
 from stepwell.gateway.errors import (
-    PoolUnavailableError,
+    UNAVAILABLE,
     RequestError,
     UnknownItemError,
 )
 from stepwell.gateway.lifecycle import RECORDED_HEADER
 from stepwell.gateway.metrics import exposition
 from stepwell.gateway.openapi import STEP, TOKEN_IDS
-from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reward import compute_reward
 from stepwell.gateway.services import Services, services_of
 from stepwell.gateway.tokens.graph import TurnGraph
-from stepwell.gateway.trajectory.calls import RetryKey
+from stepwell.gateway.trajectory.calls import LiveCall
 from stepwell.gateway.trajectory.identity import Origin
 from stepwell.gateway.trajectory.recording import ask
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
@@ -118,7 +116,6 @@ async def serve(
     Raises:
         GatewayError: answered by the application in the dialect's shape.
     """
-    config = services.config
     body = take_body(request)
     began_at = time.perf_counter()
     principal = caller_of(request)
@@ -141,32 +138,28 @@ async def serve(
             await asyncio.sleep(0)
     origin = Origin(request.headers, url, request.scope["client"], principal)
 
-    def identify(call: ChatRequest, key: RetryKey) -> LiveTrajectory:
-        return services.identities.identify(origin, call, key, parsed.trajectory_uid)
+    def identify(i: int) -> LiveTrajectory:
+        key, uid = retry.of_prompt(i), parsed.trajectory_uid
+        return services.identities.identify(origin, calls[i], key, uid)
 
-    def begin_again(asked: Asked) -> LiveTrajectory:
-        services.identities.detach(asked.trajectory)
-        return identify(asked.request, asked.retry)
+    def begin_again(i: int) -> LiveTrajectory:
+        services.identities.detach(trajectories[i])
+        return identify(i)
 
-    keys = [retry.of_prompt(i) for i in range(len(calls))]
-    asked = [
-        Asked(identify(call, key), call, key, parsed.n)
-        for call, key in zip(calls, keys, strict=True)
-    ]
-    if asked[0].trajectory.unrecorded != "asked":
+    trajectories = [identify(i) for i in range(len(calls))]
+    if trajectories[0].unrecorded != "asked":
         reading.remember(calls[0])
     del reading  # it refers to the body
-    listeners = await services.calls.start(
-        asked, dialect.name, caller=principal, begin_again=begin_again
+    begun = await services.calls.start(
+        calls,
+        trajectories,
+        retry,
+        dialect.name,
+        n=parsed.n,
+        caller=principal,
+        begin_again=begin_again,
     )
-    exchange = Exchange(
-        parsed,
-        [each.trajectory for each in asked],
-        listeners,
-        model=config.served_model_name,
-        tokenizer=services.tokenizer,
-        keepalive_s=services.tuning.keepalive_s,
-    )
+    exchange = _exchange(services, parsed, trajectories, begun)
     if parsed.call.stream:
         try:
             with aborts_on_disconnect(request.scope, exchange):
@@ -187,6 +180,23 @@ async def serve(
         exchange.close()
     hand_over(connection_of(request.scope), exchange.handed())
     return _told(answer, services, exchange)
+
+
+def _exchange(
+    services: Services,
+    parsed: Parsed,
+    trajectories: Sequence[LiveTrajectory],
+    calls: Sequence[LiveCall],
+) -> Exchange:
+    return Exchange(
+        services.calls,
+        parsed,
+        trajectories,
+        calls,
+        model=services.config.served_model_name,
+        tokenizer=services.tokenizer,
+        keepalive_s=services.tuning.keepalive_s,
+    )
 
 
 def _told(answer: Response, services: Services, exchange: Exchange) -> Response:
@@ -245,7 +255,8 @@ async def _n_prompt(request: Request, parsed: Parsed) -> int:
     elif (trajectory := services.trajectories.known(url[0])) is not None:
         trajectory.check_owner(caller)
     graph = TurnGraph() if trajectory is None else trajectory.graph
-    return len((await services.calls.prompts.prepare(graph, call)).ids)
+    await services.calls.prompts.prepare(graph, call)
+    return len(call.ids)
 
 
 async def stored_response(request: Request) -> Response:
@@ -336,20 +347,18 @@ async def generate(request: Request) -> Response:
     body = Generate.read(parse_object(raw))
     uid = body.trajectory_uid or uuid.uuid4().hex
     prompt_uid = body.prompt_uid or f"prompt-{uid}"
-    chat = _white_box(body)
+    parsed = _white_box(body)
     caller = caller_of(request)
     trajectory = services.trajectories.get(uid, prompt_uid, caller)
     retry = retry_key(request.headers, body_digest(raw), "generate")
-    (listener,) = await services.calls.start(
-        [Asked(trajectory, services.calls.prompts.normalised(chat), retry)],
-        "generate",
-        caller=caller,
-    )
+    call = services.calls.prompts.normalised(parsed.call)
+    begun = await services.calls.start([call], [trajectory], retry, "generate", caller=caller)
+    exchange = _exchange(services, parsed, [trajectory], begun)
     try:
-        with aborts_on_disconnect(request.scope, listener):
-            reply = await listener.result()
+        with aborts_on_disconnect(request.scope, exchange):
+            (reply,) = await exchange.results()
     finally:
-        listener.close()
+        exchange.close()
     generation, sampling = reply.generation, reply.sampling
     answer = OrjsonResponse(
         {
@@ -358,7 +367,7 @@ async def generate(request: Request) -> Response:
             "response_text": services.tokenizer.decode(generation.response_ids.tolist()),
             "message": reply.text.message(),
             "response_ids": generation.response_ids.tolist(),
-            "prompt_ids": reply.prompt.ids.tolist(),
+            "prompt_ids": reply.prompt_ids.tolist(),
             "rollout_log_probs": generation.log_probs.tolist(),
             "policy_version": generation.policy_version,
             "version_spans": [
@@ -370,11 +379,11 @@ async def generate(request: Request) -> Response:
             },
         }
     )
-    say_origin(answer, services, [trajectory], listener.call.version)
+    say_origin(answer, services, [trajectory], exchange.version)
     return answer
 
 
-def _white_box(body: Generate) -> ChatRequest:
+def _white_box(body: Generate) -> Parsed:
     own = ("prompt_ids", "input_ids", "trajectory_uid", "prompt_uid")
     asked = {name: value for name, value in body if name not in own and value is not None}
     ids = body.input_ids if body.prompt_ids is None else body.prompt_ids
@@ -389,11 +398,12 @@ def _white_box(body: Generate) -> ChatRequest:
     if parsed.n > 1:
         raise RequestError(f"n is {parsed.n}; /generate samples once, leave it out", "n")
     if ids is None:
-        return replace(parsed.call, stores_step=False)
+        return replace(parsed, call=replace(parsed.call, stores_step=False))
     if parsed.call.forced_tool is not None:
         raise RequestError("tool_choice prescribes a call; send messages", "tool_choice")
     prompt_ids = token_ids("prompt_ids", ids)
-    return replace(parsed.call, messages=[], prompt_ids=prompt_ids, stores_step=False)
+    call = replace(parsed.call, messages=[], prompt_ids=prompt_ids, stores_step=False)
+    return replace(parsed, call=call)
 
 
 async def submit_steps(request: Request, body: SubmitSteps) -> Response:
@@ -464,7 +474,7 @@ async def metrics(request: Request) -> Response:
     """Counts of this gateway, its engines and the pool, for Prometheus."""
     services = services_of(request)
     pool: dict[str, Any] | None = None
-    with suppress(PoolUnavailableError):  # told as `stepwell_pool_up 0`
+    with suppress(*UNAVAILABLE):  # told as `stepwell_pool_up 0`
         pool = await ask(services.pool.get_statistics(), SCRAPE_S)
     accept = request.headers.get("accept", "")
     page, content_type = exposition(accept, services.statistics(), pool)

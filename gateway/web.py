@@ -101,7 +101,7 @@ def retry_key(headers: Headers, digest: str, scope: str) -> RetryKey:
         digest: `body_digest` of the request.
     """
     if (key := headers.get("idempotency-key")) is not None:
-        return RetryKey(f"{scope}/key/{key}", digest, is_retry=True)
+        return RetryKey(f"{scope}/key/{key}", digest, is_retry=True, is_named=True)
     count = headers.get("x-stainless-retry-count", "0")
     is_retry = count.isdecimal() and count.strip("0") != ""
     return RetryKey(f"{scope}/body/{digest}", digest, is_retry)
