@@ -23,6 +23,7 @@ import asyncio
 import http
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import httptools
@@ -46,7 +47,6 @@ from stepwell.gateway.web import CONNECTION, Closing, Losing, error_body
 
 log = logging.getLogger(__name__)
 
-_LENGTH = b"content-length"
 LINGER_S = 1.0
 """Between a last answer and the end of its connection, so that the client can read it."""
 
@@ -143,34 +143,34 @@ class DirectCall(RequestResponseCycle):
         finally:
             if not self.response_complete:
                 self.transport.close()
+            del self.connection  # which refers to this
 
-    def answer(self, body: bytes, headers: bytes = b"", status: int = 200) -> None:
-        """Write the whole answer.
-
-        Args:
-            headers: further ones, as lines.
-        """
+    def answer(self, body: bytes, headers: Mapping[str, str], status: int = 200) -> None:
+        """Write the whole answer."""
         head = self._head(status, headers)
         self._write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
 
     def respond(self, response: Response) -> None:
         """Write an answer that another layer made."""
-        lines = (b"%b: %b\r\n" % each for each in response.raw_headers if each[0] != _LENGTH)
-        self.answer(bytes(response.body), b"".join(lines), response.status_code)
+        headers = {k: v for k, v in response.headers.items() if k != "content-length"}
+        self.answer(bytes(response.body), headers, response.status_code)
 
-    def begin_stream(self, headers: bytes) -> None:
+    def begin_stream(self, headers: Mapping[str, str]) -> None:
         """Begin an answer of pieces, as `HttpProtocol.write_piece` writes them: the head goes out
         with the first one."""
         self.response_started = True
         self.connection.head = self._head(200, headers) + b"transfer-encoding: chunked\r\n\r\n"
 
-    def end_stream(self) -> None:
+    def end_stream(self, piece: bytes) -> None:
+        """Write the last piece, and the end."""
         head, self.connection.head = self.connection.head, b""
-        self._write(head + b"0\r\n\r\n")
+        chunk = b"%x\r\n%b\r\n" % (len(piece), piece) if piece else b""
+        self._write(b"%b%b0\r\n\r\n" % (head, chunk))
 
-    def _head(self, status: int, headers: bytes) -> bytes:
+    def _head(self, status: int, headers: Mapping[str, str]) -> bytes:
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         closing = b"" if self.keep_alive else b"connection: close\r\n"
-        return b"%b%b%b%b" % (STATUS_LINE[status], headers, self.common_headers, closing)
+        return STATUS_LINE[status] + lines.encode("latin-1") + self.common_headers + closing
 
     def _write(self, data: bytes) -> None:
         """Write the end of the answer."""
@@ -266,38 +266,38 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._has_moved = False
         self._unset_keepalive_if_required()
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as e:
-            self._ignore_upgrade(data[e.args[0] :])
-        except httptools.HttpParserError:
-            self.send_400_response("Invalid HTTP request received.")
+        unread: bytes | None = data
+        while unread is not None:
+            try:
+                self.parser.feed_data(unread)
+                break
+            except httptools.HttpParserUpgrade as e:
+                unread = self._without_upgrade(unread[e.args[0] :])
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                break
         self._n_loose = 0 if self._has_moved else self._n_loose + len(data)
         if self._n_loose > self._limits.max_header_bytes:
             self._refuse(self._too_large())  # a head or trailers without end
         elif self._is_in_head and self._timer is None and not self._is_served:
             self._wait_for_head()
 
-    def _ignore_upgrade(self, rest: bytes) -> None:
-        """Read the request again without its offer of another protocol (RFC 9110, 7.8): httptools
-        takes the `rest`, which follows its head, for that protocol's."""
-        if not self._is_upgrade:
-            return  # CONNECT, which was answered
-        data = self._without_upgrade() + rest
-        self.parser = httptools.HttpRequestParser(self)
-        self.data_received(data)
-
     @property
     def _is_upgrade(self) -> bool:
         """The request that is read offers another protocol."""
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
-    def _without_upgrade(self) -> bytes:
-        """The head of the request that is read, without `Upgrade`."""
+    def _without_upgrade(self, rest: bytes) -> bytes | None:
+        """The request again without its offer of another protocol, which is ignored (RFC 9110,
+        7.8), and the `rest`: httptools takes what follows the head for that protocol's. None: it is
+        CONNECT, which was answered."""
+        if not self._is_upgrade:
+            return None
         version = self.parser.get_http_version().encode()
         lines = [b" ".join([self.parser.get_method(), self.url, b"HTTP/" + version])]
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
-        return b"\r\n".join([*lines, b"", b""])
+        self.parser = httptools.HttpRequestParser(self)
+        return b"\r\n".join([*lines, b"", rest])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -30,7 +30,6 @@ from stepwell.datapool.errors import InvalidStepError
 from stepwell.datapool.types import Step
 from stepwell.gateway.access import caller_of, named, quoted, take_body, uid_of
 from stepwell.gateway.bodies import BIG
-from stepwell.gateway.call import Asked
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages, CountParams
 from stepwell.gateway.dialects.base import Dialect, Exchange, Parsed
 from stepwell.gateway.dialects.gemini import text_tokens
@@ -38,7 +37,7 @@ from stepwell.gateway.dialects.openai_chat import OpenAIChat
 from stepwell.gateway.dialects.openai_completions import token_ids
 from stepwell.gateway.dialects.params import Params, kind, wrong
 from stepwell.gateway.errors import (
-    PoolUnavailableError,
+    UNAVAILABLE,
     RequestError,
     UnknownItemError,
 )
@@ -46,16 +45,15 @@ from stepwell.gateway.http_protocol import DirectCall
 from stepwell.gateway.lifecycle import RECORDED_HEADER
 from stepwell.gateway.metrics import exposition
 from stepwell.gateway.openapi import STEP, TOKEN_IDS
-from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reward import compute_reward
 from stepwell.gateway.services import Services, services_of
 from stepwell.gateway.tokens.graph import TurnGraph
-from stepwell.gateway.trajectory.calls import RetryKey
+from stepwell.gateway.trajectory.calls import LiveCall
 from stepwell.gateway.trajectory.identity import Origin
 from stepwell.gateway.trajectory.recording import ask
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 from stepwell.gateway.web import (
-    JSON_HEAD,
+    JSON_HEADERS,
     OrjsonResponse,
     aborts_on_disconnect,
     body_digest,
@@ -113,7 +111,7 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
     Raises:
         GatewayError: answered by the application in the dialect's shape.
     """
-    config, connection = services.config, request.connection
+    connection = request.connection
     body, request.content = request.content, b""
     began_at = time.perf_counter()
     principal, url = request.caller, request.url
@@ -135,50 +133,45 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
             prompts.refuse_too_long(call, await services.engine.context_length())
             call.is_big = True
             await asyncio.sleep(0)
-    origin = Origin(headers, url, request.scope["client"], principal)
+    asker = Origin(headers, url, request.scope["client"], principal)
 
-    def identify(call: ChatRequest, key: RetryKey) -> LiveTrajectory:
-        return services.identities.identify(origin, call, key, parsed.trajectory_uid)
+    def identify(i: int) -> LiveTrajectory:
+        key, uid = retry.of_prompt(i), parsed.trajectory_uid
+        return services.identities.identify(asker, calls[i], key, uid)
 
-    def begin_again(asked: Asked) -> LiveTrajectory:
-        services.identities.detach(asked.trajectory)
-        return identify(asked.request, asked.retry)
+    def begin_again(i: int) -> LiveTrajectory:
+        services.identities.detach(trajectories[i])
+        return identify(i)
 
-    keys = [retry.of_prompt(i) for i in range(len(calls))]
-    asked = [
-        Asked(identify(call, key), call, key, parsed.n)
-        for call, key in zip(calls, keys, strict=True)
-    ]
+    trajectories = [identify(i) for i in range(len(calls))]
     if parsed.remember is not None:
-        if asked[0].trajectory.unrecorded != "asked":
+        if trajectories[0].unrecorded != "asked":
             parsed.remember(calls[0])
         parsed.remember = None
-    listeners = await services.calls.start(
-        asked, dialect.name, caller=principal, begin_again=begin_again
+    begun = await services.calls.start(
+        calls,
+        trajectories,
+        retry,
+        dialect.name,
+        n=parsed.n,
+        caller=principal,
+        begin_again=begin_again,
     )
-    exchange = Exchange(
-        parsed,
-        [each.trajectory for each in asked],
-        listeners,
-        model=config.served_model_name,
-        tokenizer=services.tokenizer,
-        keepalive_s=services.tuning.keepalive_s,
-    )
+    exchange = _exchange(services, parsed, trajectories, begun)
     try:
         with aborts_on_disconnect(connection, exchange):
             if parsed.call.stream:
                 await exchange.begin()
                 writer = dialect.writer(exchange)
-                request.begin_stream(dialect.stream_head + _origin(services, exchange))
-                await exchange.write(writer, connection)
-                request.end_stream()
+                request.begin_stream({**dialect.stream_headers, **origin(services, exchange)})
+                request.end_stream(await exchange.write(writer, connection))
             else:
                 replies = await exchange.results()
                 await services.engine.pace.keep()  # the pool answers for many at once
                 body = orjson.dumps(dialect.answer(exchange, replies))
-                if connection.is_full:
+                if request.flow.write_paused:
                     await connection.drain()
-                request.answer(body, JSON_HEAD + _origin(services, exchange))
+                request.answer(body, {**JSON_HEADERS, **origin(services, exchange)})
                 exchange.delivered()
     finally:
         exchange.close()
@@ -187,33 +180,44 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
         exchange.lose()
 
 
-def _origin(services: Services, exchange: Exchange) -> bytes:
-    """Header lines that say what sampled an answer, and what was left aside of the request."""
-    headers = origin_of(services, exchange.trajectories, exchange.version)
-    if exchange.is_unrecorded:
+def _exchange(
+    services: Services,
+    parsed: Parsed,
+    trajectories: Sequence[LiveTrajectory],
+    calls: Sequence[LiveCall],
+) -> Exchange:
+    return Exchange(
+        services.calls,
+        parsed,
+        trajectories,
+        calls,
+        model=services.config.served_model_name,
+        tokenizer=services.tokenizer,
+        keepalive_s=services.tuning.keepalive_s,
+    )
+
+
+def origin(services: Services, exchange: Exchange) -> dict[str, str]:
+    """Headers that say whose call it is, which policy version answers it, and what was left aside
+    of the request. Of a stream that has no token yet, that is the newest version that an engine
+    has. Several prompts may have trajectories of their own: they stand in the order of the prompts,
+    with commas between them."""
+    headers: dict[str, str] = {}
+    version = exchange.version
+    version = services.engine.version if version is None else version
+    if version is not None:
+        headers[VERSION_HEADER] = str(version)
+    uids = [quoted(each.uid) for each in exchange.trajectories if not each.is_for_one_request]
+    if len(set(uids)) > 1:
+        headers[TRAJECTORY_HEADER] = ",".join(uid.replace(",", "%2C") for uid in uids)
+    elif uids:
+        headers[TRAJECTORY_HEADER] = uids[0]
+    if exchange.parsed.call.stores_step and exchange.is_unrecorded:
         headers[RECORDED_HEADER] = "false"
     if ignored := exchange.parsed.ignored:
         services.calls.counts["ignored_fields"] += len(ignored)
         shown, more = ignored[:MAX_TOLD], len(ignored) - MAX_TOLD
         headers[IGNORED_HEADER] = ", ".join(shown) + (f", {more} more" * (more > 0))
-    return "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode("latin-1")
-
-
-def origin_of(
-    services: Services, trajectories: Sequence[LiveTrajectory], version: int | None
-) -> dict[str, str]:
-    """Headers that say whose call it is and which policy version answers it. Of a stream that has
-    no token yet, that is the newest one that an engine has. Several prompts may have trajectories
-    of their own: they stand in the order of the prompts, with commas between them."""
-    headers: dict[str, str] = {}
-    version = services.engine.version if version is None else version
-    if version is not None:
-        headers[VERSION_HEADER] = str(version)
-    uids = [quoted(each.uid) for each in trajectories if not each.is_for_one_request]
-    if len(set(uids)) > 1:
-        headers[TRAJECTORY_HEADER] = ",".join(uid.replace(",", "%2C") for uid in uids)
-    elif uids:
-        headers[TRAJECTORY_HEADER] = uids[0]
     return headers
 
 
@@ -242,7 +246,8 @@ async def _n_prompt(request: Request, parsed: Parsed) -> int:
     elif (trajectory := services.trajectories.known(url[0])) is not None:
         trajectory.check_owner(caller)
     graph = TurnGraph() if trajectory is None else trajectory.graph
-    return len((await services.calls.prompts.prepare(graph, call)).ids)
+    await services.calls.prompts.prepare(graph, call)
+    return len(call.ids)
 
 
 async def stored_response(request: Request) -> Response:
@@ -333,20 +338,18 @@ async def generate(request: Request) -> Response:
     body = Generate.read(parse_object(raw))
     uid = body.trajectory_uid or uuid.uuid4().hex
     prompt_uid = body.prompt_uid or f"prompt-{uid}"
-    chat = _white_box(body)
+    parsed = _white_box(body)
     caller = caller_of(request)
     trajectory = services.trajectories.get(uid, prompt_uid, caller)
     retry = retry_key(request.headers, body_digest(raw), "generate")
-    (listener,) = await services.calls.start(
-        [Asked(trajectory, services.calls.prompts.normalised(chat), retry)],
-        "generate",
-        caller=caller,
-    )
+    call = services.calls.prompts.normalised(parsed.call)
+    begun = await services.calls.start([call], [trajectory], retry, "generate", caller=caller)
+    exchange = _exchange(services, parsed, [trajectory], begun)
     try:
-        with aborts_on_disconnect(connection_of(request.scope), listener):
-            reply = await listener.result()
+        with aborts_on_disconnect(connection_of(request.scope), exchange):
+            (reply,) = await exchange.results()
     finally:
-        listener.close()
+        exchange.close()
     generation, sampling = reply.generation, reply.sampling
     answer = OrjsonResponse(
         {
@@ -355,7 +358,7 @@ async def generate(request: Request) -> Response:
             "response_text": services.tokenizer.decode(generation.response_ids.tolist()),
             "message": reply.text.message(),
             "response_ids": generation.response_ids.tolist(),
-            "prompt_ids": reply.prompt.ids.tolist(),
+            "prompt_ids": reply.prompt_ids.tolist(),
             "rollout_log_probs": generation.log_probs.tolist(),
             "policy_version": generation.policy_version,
             "version_spans": [
@@ -367,11 +370,11 @@ async def generate(request: Request) -> Response:
             },
         }
     )
-    answer.headers.update(origin_of(services, [trajectory], listener.call.version))
+    answer.headers.update(origin(services, exchange))
     return answer
 
 
-def _white_box(body: Generate) -> ChatRequest:
+def _white_box(body: Generate) -> Parsed:
     own = ("prompt_ids", "input_ids", "trajectory_uid", "prompt_uid")
     asked = {name: value for name, value in body if name not in own and value is not None}
     ids = body.input_ids if body.prompt_ids is None else body.prompt_ids
@@ -386,11 +389,12 @@ def _white_box(body: Generate) -> ChatRequest:
     if parsed.n > 1:
         raise RequestError(f"n is {parsed.n}; /generate samples once, leave it out", "n")
     if ids is None:
-        return replace(parsed.call, stores_step=False)
+        return replace(parsed, call=replace(parsed.call, stores_step=False))
     if parsed.call.forced_tool is not None:
         raise RequestError("tool_choice prescribes a call; send messages", "tool_choice")
     prompt_ids = token_ids("prompt_ids", ids)
-    return replace(parsed.call, messages=[], prompt_ids=prompt_ids, stores_step=False)
+    call = replace(parsed.call, messages=[], prompt_ids=prompt_ids, stores_step=False)
+    return replace(parsed, call=call)
 
 
 async def submit_steps(request: Request, body: SubmitSteps) -> Response:
@@ -461,7 +465,7 @@ async def metrics(request: Request) -> Response:
     """Counts of this gateway, its engines and the pool, for Prometheus."""
     services = services_of(request)
     pool: dict[str, Any] | None = None
-    with suppress(PoolUnavailableError):  # told as `stepwell_pool_up 0`
+    with suppress(*UNAVAILABLE):  # told as `stepwell_pool_up 0`
         pool = await ask(services.pool.get_statistics(), SCRAPE_S)
     accept = request.headers.get("accept", "")
     page, content_type = exposition(accept, services.statistics(), pool)

@@ -28,8 +28,7 @@ class Losing(Protocol):
     def lose(self) -> None: ...
 
 
-JSON_HEAD = b"content-type: application/json\r\n"
-"""The header lines of a JSON answer."""
+JSON_HEADERS = {"content-type": "application/json"}
 
 
 class OrjsonResponse(Response):
@@ -58,7 +57,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise RequestError(
             f"the request's body is a JSON {type(value).__name__}; send an object", None
         )
-    if _has_many_levels(body) and _is_too_deep(value):
+    if (len(body) > _SHORT or body.count(b"{") + body.count(b"[") > _DEEP) and (
+        _has_many_levels(body) and _is_too_deep(value)
+    ):
         raise RequestError(
             f"the request's body is nested more than {_DEEP} levels deep; send a flatter one", None
         )
@@ -67,6 +68,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 _DEEP = 250
 """Deeper objects can be read, but neither rendered nor written again."""
+_SHORT = 65_536
+"""Bytes of a body whose containers are counted at once."""
 
 
 def _has_many_levels(body: bytes) -> bool:
@@ -105,7 +108,7 @@ def retry_key(headers: Headers, digest: str, scope: str) -> RetryKey:
         digest: `body_digest` of the request.
     """
     if (key := headers.get("idempotency-key")) is not None:
-        return RetryKey(f"{scope}/key/{key}", digest, is_retry=True)
+        return RetryKey(f"{scope}/key/{key}", digest, is_retry=True, is_named=True)
     count = headers.get("x-stainless-retry-count", "0")
     is_retry = count.isdecimal() and count.strip("0") != ""
     return RetryKey(f"{scope}/body/{digest}", digest, is_retry)
@@ -161,7 +164,11 @@ def aborts_on_disconnect(connection: Connection, listener: Closing) -> Iterator[
         connection.listeners.discard(listener)
 
 
-STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 
 
 class EventStream(Response):
@@ -169,7 +176,7 @@ class EventStream(Response):
     not buffered."""
 
     def __init__(self, pieces: AsyncIterator[bytes], listener: Closing) -> None:
-        super().__init__(headers=STREAM_HEADERS, media_type="text/event-stream")
+        super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
         self._pieces = pieces
         self._listener = listener

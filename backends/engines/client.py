@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 
@@ -662,20 +663,21 @@ def _output(url: str, ids: list[int], entries: list[_Entry], meta: _About, n: in
             raise _nonsense(url, what)
     version: int | None = None
     try:
-        version = version_number(meta.weight_version)
-    except ValueError:
+        version, canary = _version_of(meta.weight_version)
+    except (ValueError, TypeError):
+        canary = is_canary(meta.weight_version)
         if meta.finish_reason is not None and n and meta.weight_versions is None:
             raise _version_error(url, meta.weight_version) from None
     log_probs = [e[0] for e in entries]
     finish = meta.finish_reason
     if finish is None:
-        return Output(ids, log_probs, tops, version, is_canary(meta.weight_version))
+        return Output(ids, log_probs, tops, version, canary)
     return Output(
         ids,
         log_probs,
         tops,
         version,
-        is_canary(meta.weight_version),
+        canary,
         finish.type,
         finish.matched,
         meta.cached_tokens or 0,
@@ -683,10 +685,20 @@ def _output(url: str, ids: list[int], entries: list[_Entry], meta: _About, n: in
     )
 
 
+@lru_cache(maxsize=64, typed=True)
+def _version_of(weight_version: Any) -> tuple[int, bool]:
+    """Its number, and true for a canary's.
+
+    Raises:
+        ValueError, TypeError: it is none that Stepwell publishes.
+    """
+    return version_number(weight_version), is_canary(weight_version)
+
+
 def _spans(url: str, reported: list[_Span]) -> list[VersionSpan]:
     try:
-        return [VersionSpan(version_number(s.version), s.start, s.end) for s in reported]
-    except ValueError as e:
+        return [VersionSpan(_version_of(s.version)[0], s.start, s.end) for s in reported]
+    except (ValueError, TypeError) as e:
         raise _version_error(url, reported) from e
 
 

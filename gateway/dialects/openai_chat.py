@@ -51,7 +51,7 @@ from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import ContentDelta, Delta, ReasoningDelta
 from stepwell.gateway.tokens.messages import NO_TOOLS, Message, Tool, Tools
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.trajectory.reply import Reply, SampledToken
+from stepwell.gateway.trajectory.calls import LiveCall, SampledToken
 
 _RESERVED_TEMPLATE_ARGS = frozenset(
     (
@@ -236,7 +236,7 @@ class OpenAIChat(Dialect):
             tools=tools,
         )
 
-    def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
+    def answer(self, exchange: Exchange, replies: Sequence[LiveCall]) -> dict[str, Any]:
         """A `ChatCompletion`."""
         wanted = exchange.parsed.options.logprobs
         return {
@@ -263,10 +263,11 @@ class OpenAIChat(Dialect):
 
 def head(exchange: Exchange, prefix: str, kind: str) -> dict[str, Any]:
     """Fields that an answer and each of its chunks begin with."""
+    first = exchange.calls[0].call
     return {
-        "id": f"{prefix}-{exchange.uid}",
+        "id": f"{prefix}-{first.uid}",
         "object": kind,
-        "created": exchange.created,
+        "created": first.created,
         "model": exchange.model,
     }
 
@@ -279,12 +280,12 @@ class CompletionWriter(StreamWriter):
         self._head = head
         self._dialect = dialect
         self._include_usage = exchange.parsed.options.include_usage
-        self._replies: dict[int, Reply] = {}
+        self._replies: dict[int, LiveCall] = {}
         self._templates: dict[tuple[int, type[Delta]], Template] = {}
 
     @abstractmethod
     def choice(
-        self, sample: int, item: Delta | Reply, tokens: Sequence[SampledToken]
+        self, sample: int, item: Delta | LiveCall, tokens: Sequence[SampledToken]
     ) -> dict[str, Any]:
         """The choice that holds what is new of a sample."""
 
@@ -297,7 +298,7 @@ class CompletionWriter(StreamWriter):
             self._templates[sample, kind] = template
         return template(delta.text)
 
-    def reply(self, sample: int, reply: Reply, tokens: Sequence[SampledToken]) -> bytes:
+    def reply(self, sample: int, reply: LiveCall, tokens: Sequence[SampledToken]) -> bytes:
         self._replies[sample] = reply
         return self.chunk([self.choice(sample, reply, tokens)])
 
@@ -327,7 +328,7 @@ class _ChatWriter(CompletionWriter):
         return b"".join(self.chunk([_delta(i, role)]) for i in range(len(self._n_calls)))
 
     def choice(
-        self, sample: int, item: Delta | Reply, tokens: Sequence[SampledToken]
+        self, sample: int, item: Delta | LiveCall, tokens: Sequence[SampledToken]
     ) -> dict[str, Any]:
         delta: dict[str, Any] = {}
         if isinstance(item, ToolCall):
@@ -338,11 +339,11 @@ class _ChatWriter(CompletionWriter):
         elif isinstance(item, ContentDelta):
             delta = {"content": item.text}
         entries = logprobs(tokens, self._exchange.tokenizer) if tokens else None
-        finish_reason = item.finish_reason if isinstance(item, Reply) else None
+        finish_reason = item.finish_reason if isinstance(item, LiveCall) else None
         return _delta(sample, delta, entries, finish_reason)
 
 
-def usage(replies: Sequence[Reply], n: int) -> dict[str, Any]:
+def usage(replies: Sequence[LiveCall], n: int) -> dict[str, Any]:
     """A prompt counts once, however many samples it has: `n`."""
     of_prompts = [replies[i : i + n] for i in range(0, len(replies), n)]
     n_prompt = sum(max(reply.n_prompt for reply in its) for its in of_prompts)
@@ -375,7 +376,7 @@ def logprobs(tokens: Iterable[SampledToken], tokenizer: ChatTokenizer) -> dict[s
     return {"content": [token_entry(token, tokenizer) for token in tokens], "refusal": None}
 
 
-def _said(reply: Reply) -> dict[str, Any]:
+def _said(reply: LiveCall) -> dict[str, Any]:
     text = reply.text
     message: dict[str, Any] = {"role": "assistant", "content": text.content, "refusal": None}
     if text.reasoning:

@@ -27,8 +27,9 @@ from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.known_bodies import KnownBodies
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.tokens.graph import TurnGraph, TurnKeys
+from stepwell.gateway.tokens.graph import TurnGraph
 from stepwell.gateway.tokens.messages import (
+    Keys,
     KnownMessages,
     Normalizer,
     extend_key,
@@ -294,7 +295,7 @@ def same(got: Any, wanted: Any) -> None:
             assert getattr(got, each.name) == getattr(wanted, each.name), each.name
     assert options_of(got) == options_of(wanted)
     for field in fields(ChatRequest):
-        if field.name not in ("messages", "began_at", "_keys"):
+        if field.init and field.name not in ("messages", "began_at"):
             assert getattr(got.call, field.name) == getattr(wanted.call, field.name), field.name
 
 
@@ -360,19 +361,20 @@ def check_call(
     key = root = root_key([*wanted.tools] if wanted.tools else None, wanted.template_args or {})
     for message in wanted.messages:
         key = extend_key(key, message)
-    attached = graph.attach(root, got.said)
+    keys = Keys(root, got.messages)
+    attached = graph.attach(root, keys)
     remember(got)
     is_known = isinstance(got.messages, KnownMessages) and got.messages._read is not None
-    assert attached == graph.attach(root, [*wanted.messages])
-    assert (attached.root, attached.prompt_key) == (root, key)
+    assert attached == graph.attach(root, Keys(root, [*wanted.messages]))
+    assert (got.keys.root, got.keys.prompt) == (root, key)
     assert [*system_of(got.messages)] == [*system_of(wanted.messages)]
-    n = attached.n_known
-    if attached.turn is not None:
+    turn, n, _ = attached
+    if turn is not None:
         assert [*got.messages[n:]] == [*wanted.messages[n:]]
         if isinstance(got.messages, KnownMessages) and n > got.messages.prefix.n_messages:
             assert is_known is (got.messages._read is not None)  # nothing of it read the rest
     assert len(got.messages) == len(wanted.messages)
-    is_known = is_known and attached.turn is not None
+    is_known = is_known and turn is not None
     assert [*got.messages] == [*wanted.messages]
     return is_known
 
@@ -385,7 +387,7 @@ def add_echoes(graph: TurnGraph, call: ChatRequest) -> None:
         before, key = key, extend_key(key, message)
         if message["role"] == "assistant":
             graph.add(
-                TurnKeys(root, before, key),
+                (root, before, key, None),
                 parent=None,
                 new_prompt_ids=ids,
                 response_ids=ids,
