@@ -17,7 +17,7 @@ import hashlib
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -30,9 +30,9 @@ from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import THINK_CLOSE, Delta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.trajectory.calls import Call, LiveCall, SampledToken
+from stepwell.gateway.trajectory.calls import LiveCall, SampledToken
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
-from stepwell.gateway.web import Connection, error_body
+from stepwell.gateway.web import STREAM_HEADERS, Connection, error_body
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients ignore it, proxies see traffic."""
@@ -93,7 +93,7 @@ class Known:
 NOTHING = Known()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Parsed:
     """A request's body, understood."""
 
@@ -113,23 +113,11 @@ class Parsed:
     """Messages of the call that are not of the list: a system message, or none."""
     tools: Any = None
     """The request's tools as the dialect has read them, for another body with the same tools."""
-
-    @property
-    def calls(self) -> tuple[ChatRequest, ...]:
-        """One for each prompt."""
-        return (self.call, *self.more)
-
-
-class Handed(NamedTuple):
-    """A reply whose end was handed to a client's connection."""
-
-    trajectory: LiveTrajectory
-    call: Call
-
-    def lose(self) -> None:
-        """The connection broke before the client had it."""
-        self.call.delivered = False
-        self.trajectory.set_unseen(self.call, True)
+    digest: str = ""
+    """`body_digest` of the body."""
+    remember: Callable[[ChatRequest], None] | None = None
+    """Keeps what later requests may bring again, under the keys of this call as it is rendered. It
+    refers to the body."""
 
 
 class Exchange:
@@ -228,10 +216,11 @@ class Exchange:
             if live.error is not None and not live.deltas:
                 raise live.error
 
-    async def write(self, writer: StreamWriter, connection: Connection) -> None:
-        """Write the stream from its first delta to its end, terminal event included: what `writer`
-        makes of the deltas and replies. What is there at once goes out in one piece, of about
-        `PIECE_BYTES` at most: what a client that reads slowly does not take stays in the calls.
+    async def write(self, writer: StreamWriter, connection: Connection) -> bytes:
+        """Write the stream from its first delta on: what `writer` makes of the deltas and replies.
+        Return its last piece, with the terminal event, for the caller to write. What is there at
+        once goes out in one piece, of about `PIECE_BYTES` at most: what a client that reads slowly
+        does not take stays in the calls.
 
         While the calls are generated, `_on_change` writes what comes and this is not woken."""
         self._writing = writer, connection
@@ -240,17 +229,18 @@ class Exchange:
             while self._left:
                 await connection.drain()
                 piece += self._piece(writer)
-                if piece:
+                if piece and self._left:
                     connection.write_piece(piece)
                     piece = b""
-                elif not await self._wait():
+                elif self._left and not await self._wait():
                     piece = writer.idle
             self.delivered()
         except GatewayError as e:
-            connection.write_piece(piece + writer.failed(e))
+            piece += writer.failed(e)
         finally:
             for live in self.calls:
                 live.watchers.remove(self._on_change)
+        return piece
 
     def _piece(self, writer: StreamWriter) -> bytes:
         """Return what is there and not written yet, as much as goes out in one piece.
@@ -306,13 +296,12 @@ class Exchange:
             for live in self.calls:
                 live.call.delivered = True
 
-    def handed(self) -> list[Handed]:
-        """The replies, if their ends were handed to the client's connection."""
-        return [
-            Handed(trajectory, live.call)
-            for trajectory, live in self._each()
-            if live.call.delivered and live.call.turn is not None
-        ]
+    def lose(self) -> None:
+        """The connection broke before the client had the ends of the replies."""
+        for trajectory, live in self._each():
+            if live.call.delivered and live.call.turn is not None:
+                live.call.delivered = False
+                trajectory.set_unseen(live.call, True)
 
     def close(self) -> None:
         """The client is gone or served; calls nobody else listens to are aborted."""
@@ -405,8 +394,7 @@ class Dialect(ABC):
     """Recorded in each Step's metadata; tells apart the retries of different endpoints."""
     list_name: ClassVar[str | None] = None
     """The field that holds the conversation as a list; None: there is none."""
-    stream_type = "text/event-stream"
-    """Media type of a stream."""
+    stream_headers: Mapping[str, str] = STREAM_HEADERS
 
     @abstractmethod
     def parse(

@@ -55,7 +55,6 @@ from stepwell.gateway.dialects.params import (
     effort_args,
     json_constraint,
     must_call,
-    with_first_unknown,
     wrong,
 )
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
@@ -65,6 +64,7 @@ from stepwell.gateway.reply.parser import Delta, ReasoningDelta
 from stepwell.gateway.tokens.messages import Tool, Tools
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.calls import LiveCall, SampledToken
+from stepwell.gateway.web import JSON_HEADERS, STREAM_HEADERS
 
 Part: TypeAlias = dict[str, Any]
 Stream: TypeAlias = Literal["sse", "array"]
@@ -85,11 +85,10 @@ class Fields(Params):
 
     @model_validator(mode="before")
     @classmethod
-    def _first_unknown(cls, sent: Any) -> Any:
+    def in_camel_case(cls, sent: Any) -> Any:
         if not isinstance(sent, dict):
             return sent
-        known = with_first_unknown(cls, camel(sent))
-        return {name: value for name, value in known.items() if value is not None}
+        return {name: value for name, value in camel(sent).items() if value is not None}
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Self:
@@ -275,7 +274,7 @@ class Gemini(Dialect):
         self._chat_template = chat_template
         self._stream = stream
         if stream == "array":
-            self.stream_type = "application/json"
+            self.stream_headers = {**STREAM_HEADERS, **JSON_HEADERS}
 
     def parse(
         self, body: dict[str, Any], reader: Principal | None = None, known: Known = NOTHING

@@ -202,21 +202,24 @@ class OpenAIChat(Dialect):
         tools: Tools = known.tools or NO_TOOLS
         if params.tools:
             tools = Tools(_tool(t, f"tools[{i}]") for i, t in enumerate(params.tools))
-        forced_tool = _choice(params.tool_choice, tools)
+        forced_tool = None if params.tool_choice is None else _choice(params.tool_choice, tools)
         constraint = params.response_format.constraint() if params.response_format else None
         parse_tools = bool(tools) and params.tool_choice != "none"
         if constraint is not None and parse_tools:
             # Constrained from its first token on, the reply could not call a tool.
             ignored.append("response_format (beside tools)")
             constraint = None
-        effort = params.reasoning_effort
-        template_args = effort_args(effort, self._chat_template, "reasoning_effort", ignored)
+        template_args = params.chat_template_kwargs or {}
+        if (effort := params.reasoning_effort) is not None:
+            told = effort_args(effort, self._chat_template, "reasoning_effort", ignored)
+            template_args = told | template_args
         messages = [_message(m, known.place(i)) for i, m in enumerate(params.messages)]
-        _note_cuts(messages, known)
+        if known.cuts is not None:
+            _note_cuts(messages, known)
         call = ChatRequest(
             messages=messages,
             tools=tools or None,
-            template_args=template_args | (params.chat_template_kwargs or {}),
+            template_args=template_args,
             max_tokens=params.max_completion_tokens or params.max_tokens,
             n_logprobs=params.top_logprobs or 0 if params.logprobs else None,
             constraint=constraint,
@@ -260,10 +263,11 @@ class OpenAIChat(Dialect):
 
 def head(exchange: Exchange, prefix: str, kind: str) -> dict[str, Any]:
     """Fields that an answer and each of its chunks begin with."""
+    first = exchange.calls[0].call
     return {
-        "id": f"{prefix}-{exchange.uid}",
+        "id": f"{prefix}-{first.uid}",
         "object": kind,
-        "created": exchange.created,
+        "created": first.created,
         "model": exchange.model,
     }
 
@@ -407,7 +411,7 @@ def _choice(choice: Any, tools: list[Tool]) -> str | None:
     """The tool that the reply has to call ("": any; None: it need not). All are shown to the model,
     with "none", too: so it goes on from the turns before."""
     match choice:
-        case None | "auto" | "none":
+        case "auto" | "none":
             return None
         case "required":
             return must_call(tools)
@@ -432,8 +436,9 @@ def _message(message: Any, i: int) -> Message:
     where = f"messages[{i}]"
     if not isinstance(message, dict):
         raise wrong(where, message, "send an object")
-    role = message.get("role")
-    content = _content(message.get("content"), where, role == "assistant")
+    role, content = message.get("role"), message.get("content")
+    if type(content) is not str:
+        content = _content(content, where, role == "assistant")
     if role in ("system", "developer", "user"):
         if content is None:
             raise wrong(f"{where}.content", content, "send text")
@@ -488,7 +493,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 def _content(content: Any, where: str, is_assistant: bool) -> str | None:
     """Text of a content field; several text parts become lines."""
-    if content is None or isinstance(content, str):
+    if content is None:
         return content
     if not isinstance(content, list):
         raise wrong(f"{where}.content", content, "send text or a list of parts")

@@ -174,9 +174,8 @@ def _choice(
 def _echoed(exchange: Exchange) -> list[str]:
     """The text that each choice begins with."""
     parsed = exchange.parsed
-    texts = [
-        _text(call, exchange.tokenizer) if parsed.options.echo else "" for call in parsed.calls
-    ]
+    calls, echo = (parsed.call, *parsed.more), parsed.options.echo
+    texts = [_text(call, exchange.tokenizer) if echo else "" for call in calls]
     return [text for text in texts for _ in range(parsed.n)]
 
 

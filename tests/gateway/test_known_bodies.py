@@ -291,7 +291,7 @@ def same(got: Any, wanted: Any) -> None:
         assert got == wanted
         return
     for each in fields(Parsed):
-        if each.name not in ("call", "options"):
+        if each.name not in ("call", "options", "digest", "remember"):
             assert getattr(got, each.name) == getattr(wanted, each.name), each.name
     assert options_of(got) == options_of(wanted)
     for field in fields(ChatRequest):
@@ -325,14 +325,9 @@ def test_bodies_say_the_same_whether_their_beginning_is_known_or_not(kind: type[
         for _ in range(10):
             sent = written(body, made.name, rng, style)
             n = bodies.n_known
-            reading: list[Any] = []
 
-            def read(
-                sent: bytes = sent, dialect: Dialect = dialect, reading: list[Any] = reading
-            ) -> Parsed:
-                reading.append(bodies.read(dialect, sent, OPERATOR, URL))  # noqa: B023
-                parsed: Parsed = reading[0].parsed
-                return parsed
+            def read(sent: bytes = sent, dialect: Dialect = dialect) -> Parsed:
+                return bodies.read(dialect, sent, OPERATOR, URL)  # noqa: B023
 
             def whole(sent: bytes = sent, plain: Dialect = plain) -> Parsed:
                 return plain.parse(parse_object(sent), OPERATOR)
@@ -340,10 +335,11 @@ def test_bodies_say_the_same_whether_their_beginning_is_known_or_not(kind: type[
             got, wanted = outcome(read), outcome(whole)
             same(got, wanted)
             if isinstance(got, Parsed):
-                assert reading[0].digest == body_digest(sent)
+                assert got.digest == body_digest(sent)
+                assert got.remember is not None
                 if rng.random() < 0.8:
                     add_echoes(graph, wanted.call)
-                n_attached += check_call(got.call, wanted.call, graph, reading[0].remember)
+                n_attached += check_call(got.call, wanted.call, graph, got.remember)
                 n_known += bodies.n_known - n
             if rng.random() < 0.25:
                 body = edited(body, made.name, made)
@@ -412,8 +408,9 @@ def test_marks_serve_only_the_trajectory_or_the_caller_that_left_them() -> None:
 
     def read(messages: list[Any], url: Any, caller: Any = OPERATOR) -> bool:
         n = bodies.n_known
-        reading = bodies.read(dialect, json.dumps({"messages": messages}).encode(), caller, url)
-        reading.remember(reading.parsed.call)
+        parsed = bodies.read(dialect, json.dumps({"messages": messages}).encode(), caller, url)
+        assert parsed.remember is not None
+        parsed.remember(parsed.call)
         return bodies.n_known > n
 
     assert not read(first, URL)
@@ -429,8 +426,9 @@ def test_deletion_leaves_no_text() -> None:
     bodies, dialect = KnownBodies(), OpenAIChat()
     tool = {"type": "function", "function": {"name": "f"}}
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool]}
-    reading = bodies.read(dialect, json.dumps(body).encode(), OPERATOR, URL)
-    reading.remember(reading.parsed.call)
+    parsed = bodies.read(dialect, json.dumps(body).encode(), OPERATOR, URL)
+    assert parsed.remember is not None
+    parsed.remember(parsed.call)
     assert bodies._tools
     bodies.forget()
     assert not bodies._tools
