@@ -355,7 +355,7 @@ async def _by_name(
         except UnknownTrajectoryError:
             continue
         except TrajectoryClosedError as e:
-            if is_open:
+            if is_open or refused == "late":
                 raise
             raise TrajectoryConflictError(str(e)) from e  # it has another outcome already
         except StepIndexError as e:
