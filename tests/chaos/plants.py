@@ -67,7 +67,7 @@ def _lose_step(channel: Any) -> None:
         seen[0] += len(record.steps)
         if not self.replaying and seen[0] >= due[0] and len(record.steps) > 1:
             due[0] += 500
-            self.payloads.release(record.steps[-1:])
+            self.steps.release(record.steps[-1:])
             record.steps = record.steps[:-1]
         complete(self, record, closing)
 
