@@ -357,8 +357,9 @@ def _is_here(config: RunConfig) -> bool:
 
 
 def agent(config: RunConfig) -> None:
-    if config.rollout.agent is not None:  # else agents come by themselves
-        load_agent(config.rollout.agent, config.rollout.agent_args)
+    rollout = config.rollout
+    if rollout.agent is not None:  # else agents come by themselves
+        load_agent(rollout.agent, rollout.agent_args, rollout.harness)
 
 
 def reward(config: RunConfig) -> None:
