@@ -63,7 +63,8 @@ _QWEN = """\
   "security": { "auth": { "selectedType": "openai" } },
   "telemetry": { "enabled": false },
   "privacy": { "usageStatisticsEnabled": false },
-  "general": { "enableAutoUpdate": false }
+  "general": { "enableAutoUpdate": false },
+  "memory": { "enableManagedAutoMemory": false, "enableManagedAutoDream": false }
 }
 """
 _GEMINI = """\
