@@ -202,7 +202,7 @@ async def test_a_hundred_rollouts_of_bad_harnesses_are_lost_each_with_its_reason
         harness = {"command": command, "timeout_s": timeout_s, "limits": SMALL}
         harness |= {"scratch": str(tmp_path / "s"), "grade": {"command": ["true"]}}
         config = RolloutConfig.model_validate({"harness": harness, "max_attempts": 1, "n": 10})
-        worker = RolloutWorker(config, [gateway.url], log_file=tmp_path / "logs" / "rollout.log")
+        worker = RolloutWorker(config, [gateway.url], logs=tmp_path / "logs")
         groups = (
             worker.run_group({"instance_id": kind, "question": kind}, f"{kind}-{i}", 10)
             for i, kind in enumerate(kinds)
@@ -222,7 +222,7 @@ async def test_a_hundred_rollouts_of_bad_harnesses_are_lost_each_with_its_reason
     for kind in kinds:
         why = LOSSES[kind][2] if kind != "hang" else "timeout"
         assert sum(why in r for r in reasons) >= 10, (kind, reasons)
-    assert len([*(tmp_path / "logs" / "harness").iterdir()]) == 100
+    assert len([*(tmp_path / "logs").iterdir()]) == 100
     left_nothing(tmp_path)
 
 

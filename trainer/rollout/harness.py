@@ -100,7 +100,7 @@ class Harness:
         values = {"base_url": base_url, "api_key": api_key, "model": config.model}
         name = f"{_slug(task.get('instance_id', 'task'))}-{uuid.uuid4().hex[:12]}"
         root = self._scratch / f"{FOLDER}{os.getpid()}" / name
-        rollout = _Rollout(self, name, root, task, values)
+        rollout = Rollout(self, name, root, task, values)
         try:
             with _log_kept(rollout.log, self._logs, config.keep_logs):
                 with _room_needed(root):
@@ -135,7 +135,7 @@ class Harness:
             raise InfrastructureError(f"{program} pull {image}: {ended.how} {ended.code}")
 
     async def _grade(
-        self, rollout: _Rollout, task: Mapping[str, Any], base_url: str
+        self, rollout: Rollout, task: Mapping[str, Any], base_url: str
     ) -> float | None:
         grade = self.config.grade
         if grade is None:
@@ -189,7 +189,7 @@ class Harness:
                 )
 
 
-class _Rollout:
+class Rollout:
     """The folders of one rollout, and what is run in them."""
 
     def __init__(

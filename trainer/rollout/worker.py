@@ -103,6 +103,7 @@ class RolloutWorker:
         gateway_urls: of the gateway's replicas.
         key: the gateway's admin key; None: it has no keys.
         log_file: what the process logs, and what agents print, goes there, too.
+        logs: folder of the logs of harnesses, one a rollout; None: they are not kept.
         tokenizer_path, validation: for functions of slime's form, see `GenerateRollouts`.
     """
 
@@ -113,6 +114,7 @@ class RolloutWorker:
         key: SecretStr | None = None,
         log_file: Path | None = None,
         *,
+        logs: Path | None = None,
         tokenizer_path: Path | None = None,
         validation: ValidationConfig | None = None,
     ) -> None:
@@ -122,7 +124,6 @@ class RolloutWorker:
         if config.harness is None:
             self._agent = load_agent(config.agent or "", config.agent_args)
         else:
-            logs = None if log_file is None else log_file.parent / "harness"
             self._agent = Harness(config.harness, logs=logs, transcript=self._gateway.transcript)
         self._generate: GenerateRollouts | None = None
         if is_generate(self._agent):
@@ -368,6 +369,6 @@ def start_workers(
     )
     if config.agent is not None:
         config = config.model_copy(update={"agent": agent_of_workers(config.agent)})
-    n = config.workers
+    n, generate = config.workers, {**generate, "logs": log_dir and log_dir / "harness"}
     logs = [numbered_log(log_dir, "rollout", k, n) for k in range(n)]
     return [_RemoteWorker(actor.remote(config, gateway_urls, key, log, **generate)) for log in logs]
