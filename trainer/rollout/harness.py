@@ -22,6 +22,7 @@ import inspect
 import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -37,6 +38,7 @@ from stepwell.datapool import dotted
 from stepwell.trainer.config.harness import PLACEHOLDER, GradeConfig, HarnessConfig, HarnessLimits
 from stepwell.trainer.config.harness_presets import PRESETS
 from stepwell.trainer.errors import HarnessError, InfrastructureError, RolloutError
+from stepwell.trainer.rollout.harbor import BUILDS, HarborLayout
 from stepwell.trainer.rollout.sandboxes import SandboxRequest, find_sandbox
 from stepwell.trainer.threads import in_thread
 
@@ -105,39 +107,58 @@ class Harness:
             with _log_kept(rollout.log, self._logs, config.keep_logs):
                 with _room_needed(root):
                     await in_thread(rollout.prepare)
-                if config.sandbox.kind in ("docker", "podman"):
-                    await self._pulled(config.sandbox.kind, config.sandbox.image or "")
+                if config.sandbox.kind in BUILDS:
+                    await self._image_ready(rollout)
                 ended = await rollout.run(rollout.fill(config.command), config.timeout_s)
                 rollout.judge(ended)
                 return await self._grade(rollout, task, base_url)
         finally:
             await _to_the_end(in_thread(_remove, root))
 
-    async def _pulled(self, program: str, image: str) -> None:
-        """Pull an image once, before any time of a rollout runs.
+    async def _image_ready(self, rollout: Rollout) -> None:
+        """Pull or build an image once, before any time of a rollout runs; and put what it has in
+        its working folder into the rollout's.
 
         Raises:
             InfrastructureError: it cannot be had.
         """
+        program, image, harbor = self.config.sandbox.kind, rollout.image, rollout.harbor
+        script, more = 'exec "$0" pull "$1"', []
+        if harbor is not None and harbor.image is None:
+            script, more = 'exec "$0" build -t "$1" "$2"', [str(harbor.task / "environment")]
         if image not in self._images:
-            script = '"$0" image inspect "$1" > /dev/null 2>&1 || exec "$0" pull "$1"'
-            job = Job(
-                argv=("sh", "-c", script, program, image),
+            had = '"$0" image inspect "$1" > /dev/null 2>&1 ||'
+            argv = ["sh", "-c", f"{had} {script}", program, image, *more]
+            self._images[image] = asyncio.ensure_future(self._do(argv))
+        ended = await asyncio.shield(self._images[image])
+        if ended.how == "exited" and not ended.code and harbor is not None:
+            copy = ["sh", "-c", f"cp -a {shlex.quote(harbor.workdir)}/. /stepwell/ || true"]
+            mount = f"{rollout.work}:/stepwell"
+            ended = await self._do([program, "run", "--rm", "--volume", mount, image, *copy])
+        elif ended.how != "exited" or ended.code:
+            self._images.pop(image, None)  # the next rollout asks again
+        if ended.how != "exited" or ended.code:
+            raise InfrastructureError(f"{program}: image {image}: {ended.how} {ended.code}")
+
+    async def _do(self, argv: Sequence[str]) -> Ended:
+        return await run_job(
+            Job(
+                argv=argv,
                 cwd=self._scratch,
                 env={"PATH": self._path, "HOME": os.environ.get("HOME", "/")},
-                log=self._scratch / f"{FOLDER}{os.getpid()}" / f"pull-{uuid.uuid4().hex}.log",
+                log=self._scratch / f"{FOLDER}{os.getpid()}" / f"image-{uuid.uuid4().hex}.log",
                 timeout_s=PULL_S,
             )
-            self._images[image] = asyncio.ensure_future(run_job(job))
-        ended = await asyncio.shield(self._images[image])
-        if ended.how != "exited" or ended.code:
-            self._images.pop(image, None)  # the next rollout asks again
-            raise InfrastructureError(f"{program} pull {image}: {ended.how} {ended.code}")
+        )
 
     async def _grade(
         self, rollout: Rollout, task: Mapping[str, Any], base_url: str
     ) -> float | None:
         grade = self.config.grade
+        if rollout.harbor is not None:
+            with _room_needed(rollout.root):
+                command = await in_thread(rollout.harbor.bring_tests)
+            return await rollout.grade_by_harbor(rollout.harbor, command)
         if grade is None:
             return None
         if grade.files is not None:
@@ -207,6 +228,10 @@ class Rollout:
         self.work, self.home, self.tmp = (root / part for part in ("work", "home", "tmp"))
         self._task = task
         self._values = {**values, "workdir": str(self.work), "home": str(self.home)}
+        self.harbor: HarborLayout | None = None
+        if "harbor" in task:
+            kind = self._config.sandbox.kind
+            self.harbor = HarborLayout(task["harbor"], root, self.work, kind)
         self._own = (0, 0)
         """Bytes and files that the template has brought."""
         self.log = root / "output.log"
@@ -221,6 +246,8 @@ class Rollout:
         """
         for folder in (self.work, self.home, self.tmp):
             folder.mkdir(parents=True)
+        if self.harbor is not None:
+            self.harbor.prepare()
         if self._config.workdir is not None:
             template = Path(self._inside(self._config.workdir))
             if not template.is_dir():
@@ -248,7 +275,10 @@ class Rollout:
         if name in self._values:
             return self._values[name]
         _, _, path = name.partition(".")
-        return prompt_of(self._task) if path == "prompt" else task_value(self._task, path)
+        if path != "prompt":
+            return task_value(self._task, path)
+        prompt = prompt_of(self._task)
+        return prompt if self.harbor is None else self.harbor.here(prompt)
 
     def _inside(self, text: str) -> str:
         """A path whose placeholders name one folder each: tasks lead nowhere else."""
@@ -261,26 +291,44 @@ class Rollout:
 
         return self.fill_text(text, part)
 
-    async def run(self, command: Sequence[str], timeout_s: float) -> Ended:
-        """Run a command in the sandbox, in the work folder."""
-        config = self._config
+    @property
+    def image(self) -> str:
+        """Image of a container."""
+        if self.harbor is None:
+            return self._config.sandbox.image or ""
+        return self.harbor.image or self.harbor.tag
+
+    async def run(
+        self, command: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None
+    ) -> Ended:
+        """Run a command in the sandbox, in the work folder.
+
+        Args:
+            env: over the environment, when a Harbor task is graded.
+        """
+        config, grading = self._config, env is not None
         self._runs += 1
-        env = {
+        own = {} if self.harbor is None else self.harbor.env
+        whole = {
             "PATH": self._harness._path,
             "HOME": str(self.home),
             "TMPDIR": str(self.tmp),
             "LANG": "C.UTF-8",
             "TERM": "dumb",
+            **own,
             **{name: self.fill_text(value) for name, value in config.env.items()},
+            **(env or {}),
         }
         request = SandboxRequest(
             name=f"{FOLDER}{self._name}-{self._runs}",
             command=command,
             root=self.root,
             workdir=self.work,
-            env=env,
+            env=whole,
             choice=config.sandbox,
             limits=config.limits,
+            image=self.image or None,
+            mounts={} if self.harbor is None else self.harbor.mounts(grading=grading),
         )
         plan = self._harness._sandbox(request)
         limits = config.limits
@@ -328,7 +376,7 @@ class Rollout:
         """
         if ended.how in ("unstarted", "lost", "stopped"):
             raise InfrastructureError(f"{program}: {ended.said or ended.how}")
-        in_container = self._config.sandbox.kind in ("docker", "podman")
+        in_container = self._config.sandbox.kind in BUILDS
         if in_container and ended.how == "exited" and ended.code in (_DAEMON, *_UNSTARTED):
             why = _UNSTARTED.get(ended.code, "cannot be run")
             raise InfrastructureError(f"{program} {why} in the container: {self._last_line()}")
@@ -353,6 +401,17 @@ class Rollout:
         if reward_file is None:
             return 1.0 if ended.code == 0 else 0.0
         return read_number(reward_file, f"exit status {ended.code}: {self._last_line()}")
+
+    async def grade_by_harbor(self, harbor: HarborLayout, command: Sequence[str]) -> float:
+        """Run a Harbor task's tests. Raises as `grade_by_command`."""
+        timeout_s = harbor.verifier_timeout_s
+        ended = await self.run(command, timeout_s, harbor.verifier_env)
+        self._raise_if_not_run(ended, command[0])
+        if ended.how == "timeout":
+            raise HarnessError(f"grading: tests/test.sh took more than {timeout_s:g} s")
+        if ended.how != "exited":
+            raise HarnessError(f"grading: tests/test.sh: {_how(ended)}")
+        return harbor.reward(f"exit status {ended.code}: {self._last_line()}")
 
     def _last_line(self) -> str:
         lines = [line.strip() for line in last_lines(self.log).splitlines() if line.strip()]

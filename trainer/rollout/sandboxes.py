@@ -39,7 +39,7 @@ class SandboxRequest:
     image: str | None = None
     """Image of this rollout's task; None: the choice's."""
     mounts: Mapping[str, Path] = field(default_factory=dict)
-    """Folders of `root` by the path that they have inside a container."""
+    """Folders of `root` by the path that they have inside bubblewrap or a container."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,10 @@ class SandboxPlan:
     """Command that ends what `argv` may leave running elsewhere."""
 
 
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/opt", "/var", "/nix", "/srv")
+"""Folders of a system that programs are in."""
+
+
 def process(request: SandboxRequest) -> SandboxPlan:
     return SandboxPlan(tuple(request.command), request.env)
 
@@ -61,23 +65,40 @@ def bubblewrap(request: SandboxRequest) -> SandboxPlan:
     root = str(request.root)
     argv = ["bwrap", "--die-with-parent", "--new-session"]
     argv += ["--unshare-pid", "--unshare-ipc", "--unshare-uts"]
-    argv += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
+    if request.mounts:  # their names may not be there, and nothing can be made in a read-only root
+        argv += ["--tmpfs", "/"]
+        for folder in _SYSTEM:
+            argv += ["--ro-bind-try", folder, folder]
+        argv += ["--dev", "/dev", "--proc", "/proc"]
+    else:
+        argv += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
     for folder in ("/home", "/root", "/run", "/tmp", "/var/tmp"):
         argv += ["--tmpfs", folder]
     for path in request.choice.visible:
         argv += ["--ro-bind", str(path), str(path)]
-    argv += ["--bind", root, root, "--chdir", str(request.workdir), "--", *request.command]
+    argv += ["--bind", root, root]
+    for inside, mounted in request.mounts.items():
+        argv += ["--bind", str(mounted), inside]
+    argv += ["--chdir", _inside(request), "--", *request.command]
     return SandboxPlan(argv, request.env)
+
+
+def _inside(request: SandboxRequest) -> str:
+    """The working folder, as the sandbox calls it."""
+    named = (at for at, folder in request.mounts.items() if folder == request.workdir)
+    return next(named, str(request.workdir))
 
 
 def _container(program: str, request: SandboxRequest) -> SandboxPlan:
     choice, limits = request.choice, request.limits
     root = str(request.root)
     argv = [program, "run", "--rm", "--init", "--name", request.name]
-    argv += ["--network", choice.network, "--user", f"{os.getuid()}:{os.getgid()}"]
-    if program == "podman":
-        argv += ["--userns", "keep-id"]
-    argv += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+    argv += ["--network", choice.network]
+    if not request.mounts:  # tests of a Harbor task install what they need, as root
+        argv += ["--user", f"{os.getuid()}:{os.getgid()}"]
+        if program == "podman":
+            argv += ["--userns", "keep-id"]
+        argv += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
     if limits.memory_mb is not None:
         argv += ["--memory", f"{limits.memory_mb}m"]
     if limits.processes is not None:
@@ -97,11 +118,7 @@ def _container(program: str, request: SandboxRequest) -> SandboxPlan:
         argv += ["--volume", f"{folder}:{inside}"]
     for path in choice.visible:
         argv += ["--volume", f"{path}:{path}:ro"]
-    workdir = next(
-        (inside for inside, folder in request.mounts.items() if folder == request.workdir),
-        str(request.workdir),
-    )
-    argv += ["--workdir", workdir]
+    argv += ["--workdir", _inside(request)]
     # Values come from this process's environment: keys are in no command line. PATH is the image's.
     for name in sorted(env.keys() - {"PATH"}):
         argv += ["--env", name]
