@@ -17,7 +17,7 @@ The tree form has the merged rows and computes what they begin with once per mic
 across the trajectories of a group, whose prompt is the same, and across groups (`tree.py`).
 
 Owns: rows and micro-batches, in NumPy. Does not own: the model, the flat columns, the packing of
-a micro-batch (`forward.py`, `tree.py`).
+a micro-batch (`model.py`, `tree.py`).
 """
 
 from __future__ import annotations
@@ -34,36 +34,25 @@ from stepwell.datapool.types import Step, TokenIds
 RowForm: TypeAlias = Literal["step", "merged", "tree"]
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The response of one step within a row: tokens `[start, start + length)`."""
-
-    step: int
-    """Index into the batch's steps."""
-    start: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-
 @dataclass(frozen=True, eq=False, slots=True)
-class Row:
-    """One sequence for the model and the responses that are trained on it."""
+class TokenRow:
+    """One sequence for the model and the steps that are trained on it: the prompt and the response
+    of each are its first tokens, `[0, step.n_tokens)`."""
 
     ids: TokenIds
-    segments: tuple[Segment, ...]
-    """Segments by position; never empty, and every step is in exactly one row of the batch."""
+    """Up to the last response that is trained."""
+    steps: tuple[int, ...]
+    """Indices into the batch's steps, the shortest first; never empty, and every step is in exactly
+    one row of the batch."""
 
     @property
     def n_inputs(self) -> int:
         """Tokens to feed: the last response token predicts nothing that is trained."""
-        return self.segments[-1].end - 1
+        return len(self.ids) - 1
 
 
-def build_rows(steps: Sequence[Step], form: RowForm) -> list[Row]:
-    """The rows of `steps`; each step's response is in exactly one segment."""
+def build_rows(steps: Sequence[Step], form: RowForm) -> list[TokenRow]:
+    """The rows of `steps`; each step is in exactly one."""
     of: list[int | None] = [None] * len(steps) if form == "step" else parents(steps)
     inner = {parent for parent in of if parent is not None}
     done: set[int] = set()
@@ -78,27 +67,26 @@ def build_rows(steps: Sequence[Step], form: RowForm) -> list[Row]:
             chain.append(node)
             node = of[node]
         done.update(chain)
-        rows.append(Row(steps[leaf].token_ids, tuple(_segment(steps, i) for i in reversed(chain))))
+        rows.append(TokenRow(steps[leaf].token_ids, tuple(reversed(chain))))
     return rows
 
 
-def _segment(steps: Sequence[Step], index: int) -> Segment:
-    return Segment(index, len(steps[index].prompt_ids), len(steps[index].response_ids))
-
-
-def select(rows: Sequence[Row], steps: Collection[int]) -> list[Row]:
-    """The rows that train `steps` only; what lies behind the last of them is cut off."""
+def select(
+    rows: Sequence[TokenRow], steps: Sequence[Step], wanted: Collection[int]
+) -> list[TokenRow]:
+    """The rows that train the `wanted` of the batch's `steps` only; what lies behind the last of
+    them is cut off."""
     kept = []
     for row in rows:
-        segments = tuple(s for s in row.segments if s.step in steps)
-        if segments:
-            kept.append(Row(row.ids[: segments[-1].end], segments))
+        own = tuple(i for i in row.steps if i in wanted)
+        if own:
+            kept.append(TokenRow(row.ids[: steps[own[-1]].n_tokens], own))
     return kept
 
 
 def micro_batches(
-    rows: Sequence[Row], budget: int, form: RowForm = "merged"
-) -> Iterator[list[Row]]:
+    rows: Sequence[TokenRow], budget: int, form: RowForm = "merged"
+) -> Iterator[list[TokenRow]]:
     """Rows in micro-batches of at most `budget` computed tokens (one row may exceed it).
 
     Padded forms: rows of similar length together, longest first, since what runs out of memory
@@ -107,15 +95,15 @@ def micro_batches(
     yield from _by_prefix(rows, budget) if form == "tree" else _by_length(rows, budget)
 
 
-def computed_tokens(rows: Sequence[Row], form: RowForm = "merged") -> int:
+def computed_tokens(rows: Sequence[TokenRow], form: RowForm = "merged") -> int:
     """Tokens that go through the model for a micro-batch of `rows`, padding included."""
     if form != "tree":
         return len(rows) * max(row.n_inputs for row in rows)
     return sum(own for _, _, own in _tree_costs(rows))
 
 
-def _by_length(rows: Sequence[Row], budget: int) -> Iterator[list[Row]]:
-    batch: list[Row] = []
+def _by_length(rows: Sequence[TokenRow], budget: int) -> Iterator[list[TokenRow]]:
+    batch: list[TokenRow] = []
     for row in sorted(rows, key=lambda r: -r.n_inputs):
         if batch and batch[0].n_inputs * (len(batch) + 1) > budget:
             yield batch
@@ -125,10 +113,10 @@ def _by_length(rows: Sequence[Row], budget: int) -> Iterator[list[Row]]:
         yield batch
 
 
-def _by_prefix(rows: Sequence[Row], budget: int) -> Iterator[list[Row]]:
+def _by_prefix(rows: Sequence[TokenRow], budget: int) -> Iterator[list[TokenRow]]:
     """Neighbours in tree order. A full micro-batch is cut where neighbours share the least, in
     its second half: what is shared across the cut is computed twice."""
-    batch: list[tuple[Row, int, int]] = []
+    batch: list[tuple[TokenRow, int, int]] = []
     tokens = 0
     for row, shared, own in _tree_costs(rows):
         batch.append((row, shared, own))
@@ -144,7 +132,7 @@ def _by_prefix(rows: Sequence[Row], budget: int) -> Iterator[list[Row]]:
         yield [row for row, _, _ in batch]
 
 
-def _cheapest_cut(batch: Sequence[tuple[Row, int, int]], budget: int) -> int:
+def _cheapest_cut(batch: Sequence[tuple[TokenRow, int, int]], budget: int) -> int:
     """Return where to cut a micro-batch whose last row is too much: rows before the cut fit."""
     size, best = 0, len(batch) - 1
     for i, (_, shared, own) in enumerate(batch):
@@ -156,7 +144,7 @@ def _cheapest_cut(batch: Sequence[tuple[Row, int, int]], budget: int) -> int:
     return best
 
 
-def _tree_costs(rows: Sequence[Row]) -> Iterator[tuple[Row, int, int]]:
+def _tree_costs(rows: Sequence[TokenRow]) -> Iterator[tuple[TokenRow, int, int]]:
     """(row, tokens shared with the one before, tokens of its own) in tree order."""
     fed = [row.ids[: row.n_inputs] for row in rows]
     previous: TokenIds | None = None

@@ -22,9 +22,8 @@ import numpy.typing as npt
 
 from stepwell.datapool.branches import branches
 from stepwell.datapool.types import Group, Step, TokenIds, Trajectory
-from stepwell.gateway.tokens.messages import Message
+from stepwell.gateway.tokens.messages import MESSAGES, Message
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.tokens.turn_messages import MESSAGES
 
 InstanceId: TypeAlias = int | str
 

@@ -214,7 +214,7 @@ def test_another_number_of_shards_than_before_is_a_clear_error(tmp_path):
 
 
 def test_a_number_of_shards_that_cannot_be_noted_starts_no_pool(cluster, tmp_path):
-    (tmp_path / f"{SHARDS_FILE}.{threading.get_native_id()}.tmp").mkdir()
+    (tmp_path / f"{SHARDS_FILE}.{os.getpid()}-{threading.get_native_id()}.tmp").mkdir()
     config = PoolConfig(shards=2, journal_dir=tmp_path)
     with pytest.raises(OSError, match=SHARDS_FILE):
         start_shards(config, name="not noted")
