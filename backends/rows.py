@@ -2,7 +2,7 @@
 
 A step is trained on its response, given its prompt. As one row per step, a prompt that repeats
 the turns before it is computed again and again. Where a prompt extends prompt + response
-of an earlier step of its trajectory, one row serves both, since attention is causal::
+of its parent, one row serves both, since attention is causal::
 
     steps        s0: P0 R0          s1: P0 R0 U1 R1        s2: P0 R0 U2 R2   (another branch)
     step rows    [P0 R0]            [P0 R0 U1 R1]          [P0 R0 U2 R2]
@@ -10,8 +10,8 @@ of an earlier step of its trajectory, one row serves both, since attention is ca
     trained                             ^^    ^^                     ^^      (R0 once)
     tree                                [P0 R0 U1 R1 U2 R2], attention by branch: P0 R0 once
 
-Whether a prompt extends a step is read from the token ids; `parent_index` is no proof and its
-absence no objection. A history that was rewritten in between simply starts a row of its own.
+A step's parent is the one that it names (`datapool/branches.py`), if its prompt begins with that
+one's tokens. A history that was rewritten in between simply starts a row of its own.
 
 The tree form has the merged rows and computes what they begin with once per micro-batch, also
 across the trajectories of a group, whose prompt is the same, and across groups (`tree.py`).
@@ -28,6 +28,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from stepwell.datapool.branches import parents
 from stepwell.datapool.types import Step, TokenIds
 
 RowForm: TypeAlias = Literal["step", "merged", "tree"]
@@ -52,8 +53,8 @@ class TokenRow:
 
 def build_rows(steps: Sequence[Step], form: RowForm) -> list[TokenRow]:
     """The rows of `steps`; each step is in exactly one."""
-    parents: list[int | None] = [None] * len(steps) if form == "step" else _parents(steps)
-    inner = {p for p in parents if p is not None}
+    of: list[int | None] = [None] * len(steps) if form == "step" else parents(steps)
+    inner = {parent for parent in of if parent is not None}
     done: set[int] = set()
     rows = []
     for leaf in range(len(steps)):
@@ -64,36 +65,10 @@ def build_rows(steps: Sequence[Step], form: RowForm) -> list[TokenRow]:
         # An ancestor that is done was trained on a sibling's row, and so were its own ancestors.
         while node is not None and node not in done:
             chain.append(node)
-            node = parents[node]
+            node = of[node]
         done.update(chain)
         rows.append(TokenRow(steps[leaf].token_ids, tuple(reversed(chain))))
     return rows
-
-
-def _parents(steps: Sequence[Step]) -> list[int | None]:
-    """For each step, the longest other step of its trajectory that its prompt extends."""
-    by_trajectory: dict[str, list[int]] = {}
-    for i, step in enumerate(steps):
-        by_trajectory.setdefault(step.trajectory_uid, []).append(i)
-    parents: list[int | None] = [None] * len(steps)
-    for members in by_trajectory.values():
-        longest_first = sorted(members, key=lambda i: -steps[i].n_tokens)
-        for i in members:
-            # A parent is strictly shorter than its child, so there is no cycle to fall into.
-            parents[i] = next((j for j in longest_first if _extends(steps[i], steps[j])), None)
-    return parents
-
-
-def _extends(child: Step, parent: Step) -> bool:
-    n, p = parent.n_tokens, len(parent.prompt_ids)
-    prompt = child.prompt_ids
-    return (
-        len(prompt) >= n
-        # The response first: siblings share the prompt and differ there. As bytes: several times
-        # faster than comparing arrays of this size.
-        and prompt[p:n].tobytes() == parent.response_ids.tobytes()
-        and prompt[:p].tobytes() == parent.prompt_ids.tobytes()
-    )
 
 
 def select(

@@ -18,8 +18,6 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from stepwell.backends.errors import SupersededError, WeightUpdateError
 from stepwell.backends.weights import Published, WeightStore, publish
 from stepwell.cluster.parts import POOL_NAME, Cluster, start_cluster
@@ -189,11 +187,8 @@ async def start_run(config: RunConfig, *, trains: bool = True) -> AsyncIterator[
             }
         run = run.model_copy(update=parts)
         run.write(config.run.dir)
-        record = await record_run(run, cluster.ray.namespace)
-        try:
-            yield cluster
-        finally:
-            ray.kill(record)
+        record_run(run, cluster.ray.namespace)
+        yield cluster
 
 
 def forget_weights(config: RunConfig, *, trains: bool) -> None:

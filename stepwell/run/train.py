@@ -316,7 +316,7 @@ async def attach(config: RunConfig, run: RunFile, checked: Checked | None = None
                     "(`stepwell serve`) and attach again: training goes on from its last checkpoint"
                 )
                 await stack.enter_async_context(
-                    while_lives(lambda: holder(folder) == run.pid, ended)
+                    while_lives(lambda: holder(folder) == run.pid, lambda: ended)
                 )
             pool = connect_pool(run.pool.name, run.ray.namespace)
             engines = [await stack.enter_async_context(EngineClient(u)) for u in run.engines.urls]

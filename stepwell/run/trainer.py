@@ -197,6 +197,7 @@ def build_updater(config: RunConfig, backend: TrainingBackend, **critic_options:
         backend,
         build_critic(config, **critic_options),
         seed=config.run.seed,
+        branches=config.rollout.trained_branches,
     )
 
 

@@ -34,7 +34,8 @@ def steps_of_group(
         context = first
         for t in range(turns):
             response = draw.integers(0, 50, 4).tolist()
-            steps.append(step(context, response, f"r{r}", t))
+            parent = t - 1 if t else None
+            steps.append(step(context, response, f"r{r}", t, parent_index=parent))
             context = context + response + draw.integers(0, 50, 3).tolist()
     return steps
 
@@ -50,8 +51,8 @@ def test_every_step_is_trained_once_on_its_own_history_whatever_the_budget(
     form: RowForm, seed: int, budget: int
 ) -> None:
     steps = steps_of_group(seed=seed) + steps_of_group(rollouts=2, seed=seed + 1)
-    steps = [step(s.prompt_ids.tolist(), s.response_ids.tolist(), f"{i // 3}", i % 3)
-             for i, s in enumerate(steps)]  # fmt: skip
+    steps = [step(s.prompt_ids.tolist(), s.response_ids.tolist(), f"{i // 3}", i % 3,
+                  parent_index=s.parent_index) for i, s in enumerate(steps)]  # fmt: skip
     batches = list(micro_batches(build_rows(steps, form), budget, form))
     rows = [row for batch in batches for row in batch]
     assert sum(len(row.steps) for row in rows) == len(steps)
@@ -91,8 +92,8 @@ def test_a_full_micro_batch_is_cut_between_groups_rather_than_within_one() -> No
 
 def test_a_rewritten_history_falls_back_to_a_row_of_its_own() -> None:
     kept = step([1, 2, 3], [4, 5])
-    extended = step([1, 2, 3, 4, 5, 6], [7], index=1)
-    rewritten = step([1, 2, 3, 4, 9, 6], [7], index=1)
+    extended = step([1, 2, 3, 4, 5, 6], [7], index=1, parent_index=0)
+    rewritten = step([1, 2, 3, 4, 9, 6], [7], index=1, parent_index=0)
     for form in ("merged", "tree"):
         assert len(build_rows([kept, extended], form)) == 1  # type: ignore[arg-type]
         assert len(build_rows([kept, rewritten], form)) == 2  # type: ignore[arg-type]

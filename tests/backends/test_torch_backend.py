@@ -161,9 +161,9 @@ def test_a_two_step_trajectory_costs_one_row() -> None:
 def test_branches_share_a_parent_that_is_trained_once() -> None:
     steps = [
         step([1], [2]),
-        step([1, 2, 3], [4], index=1),
-        step([1, 2, 5], [6], index=2),
-        step([1, 2, 5, 6, 7], [8], index=3),
+        step([1, 2, 3], [4], index=1, parent_index=0),
+        step([1, 2, 5], [6], index=2, parent_index=0),
+        step([1, 2, 5, 6, 7], [8], index=3, parent_index=2),
     ]
     rows = build_rows(steps, "merged")
     assert [row.steps for row in rows] == [(0, 1), (2, 3)]

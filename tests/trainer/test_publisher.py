@@ -26,8 +26,8 @@ from stepwell.trainer.publish.guard import Sample, falls_below
 from stepwell.trainer.publish.publisher import Publisher
 from stepwell.trainer.publish.rollback import roll_back
 from stepwell.trainer.threads import ComputeThread
+from tests.engines import FakeEngine
 from tests.trainer.small_run import (
-    FakeEngine,
     RecordingBackend,
     SmallRun,
     local_pool,
@@ -365,9 +365,7 @@ class Served:
         config = small_config(folder, *guard)
         self.folder = folder
         self.pool = local_pool(config)
-        self.engines = [FakeEngine(), FakeEngine()]
-        for name, engine in zip("ab", self.engines, strict=True):
-            engine.url = f"http://{name}"
+        self.engines = [FakeEngine(f"http://{name}") for name in "ab"]
         (folder / "base").mkdir(exist_ok=True)
         (folder / "base" / "weights").write_text("0")
         self.store = self.open_store()

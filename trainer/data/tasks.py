@@ -2,6 +2,7 @@
 
     jsonl, parquet, huggingface    a row of a table (`tables.py`), read when its task is asked for
     reasoning_gym                  a problem, generated when its task is asked for
+    harbor                         a task folder (`harbor.py`)
 
 Opening a table reads every row once and keeps none: bad rows, ids that occur twice and over-long
 prompts are found before training starts, and memory grows by some bytes a row only.
@@ -26,8 +27,9 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from stepwell.trainer.config import ReasoningGymSource, SourceConfig, TableConfig
+from stepwell.trainer.config import HarborSource, ReasoningGymSource, SourceConfig, TableConfig
 from stepwell.trainer.data.columns import lookup, refuse_media, refuse_placeholders
+from stepwell.trainer.data.harbor import HarborTasks
 from stepwell.trainer.data.prompt_length import PromptMeter
 from stepwell.trainer.data.tables import Table, describe, open_table
 from stepwell.trainer.errors import DataError
@@ -59,6 +61,8 @@ def open_tasks(config: SourceConfig, tokenizer_path: Path | None = None) -> Task
     """
     if isinstance(config, ReasoningGymSource):
         return _ReasoningGym(config)
+    if isinstance(config, HarborSource):
+        return HarborTasks(config)
     meter = None
     if config.max_prompt_tokens is not None:
         if tokenizer_path is None:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks publication-kills`: engine replicas are killed before, during and after
+"""`python -m tests.chaos publication-kills`: engine replicas are killed before, during and after
 each phase of a weight publication.
 
 Real parts: supervised embedded engines, each a process, behind a real gateway with a real pool;
@@ -43,7 +43,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.checks import BenchResult
-from benchmarks.gateway_updates import MODEL, gateway, steps_in
+from benchmarks.served import MODEL, gateway, steps_in
 from stepwell.backends.config import EngineConfig, PublishMode, WeightTransport
 from stepwell.backends.engines.api import version_number
 from stepwell.backends.engines.client import EngineClient
