@@ -27,7 +27,7 @@ from stepwell.datapool.inspect.events import Event
 from stepwell.datapool.ops import Mark
 from stepwell.datapool.selection.built_in import FILTERS, ORDERS, read_name
 from stepwell.datapool.types import TRAIN, Trajectory
-from stepwell.gateway.errors import PoolUnavailableError, RequestError, UnknownItemError
+from stepwell.gateway.errors import RequestError, UnknownItemError
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.recording import Recording
 from stepwell.gateway.ui.alerts import alerts
@@ -112,7 +112,7 @@ class Dashboard:
                 _, self._cursor = await self._events(None, kinds=("returned",))
             events, self._cursor = await self._events(self._cursor)
             said["events"] = events[-EVENTS_A_TICK:]
-        except (DataPoolError, PoolUnavailableError) as e:
+        except DataPoolError as e:
             said["pool_error"] = str(e)
         if self._folder is not None:
             steps = await asyncio.to_thread(self._folder.steps)

@@ -17,7 +17,7 @@ import asyncio
 import hashlib
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -32,7 +32,7 @@ from stepwell.gateway.errors import AuthenticationError, RequestError, UnknownIt
 from stepwell.gateway.lifecycle import forget_trajectory
 from stepwell.gateway.services import services_of
 from stepwell.gateway.ui.dashboard import Dashboard, as_json
-from stepwell.gateway.web import EventStream, write_pieces
+from stepwell.gateway.web import EventStream
 
 STATIC: Final = Path(__file__).parent / "static"
 MEDIA: Final = {
@@ -132,7 +132,7 @@ async def logout(request: Request) -> Response:
 
 async def live(request: Request) -> Response:
     watcher = services_of(request).dashboard.live.watch()
-    answer = EventStream(partial(write_pieces, watcher.frames()), watcher)
+    answer = EventStream(watcher.frames(), watcher)
     answer.headers.update(HEADERS)
     return answer
 

@@ -24,6 +24,7 @@ from stepwell.cluster.parts import POOL_NAME, Cluster, start_cluster
 from stepwell.config.run import RunConfig
 from stepwell.datapool.files.trained import TRAINED
 from stepwell.datapool.process import logging_to
+from stepwell.datapool.sealed import remove_drafts
 from stepwell.datapool.store.folder import holder
 from stepwell.datapool.types import TRAIN
 from stepwell.errors import RunUnavailableError
@@ -171,6 +172,7 @@ async def start_run(config: RunConfig, *, trains: bool = True) -> AsyncIterator[
     Args:
         trains: see `start_cluster`.
     """
+    await asyncio.to_thread(remove_drafts, config.run.dir)
     forget_weights(config, trains=trains)
     run = begin(config)
     async with start_cluster(config, trains=trains) as cluster:
@@ -209,9 +211,8 @@ def start_over(folder: Path) -> None:
     Raises:
         ConfigError: a live process uses the run's pool, or trains in it.
     """
-    from stepwell.trainer.profiling import PROFILE  # torch comes with these
-    from stepwell.trainer.trained import OLD, ROLLOUTS
-    from stepwell.trainer.validation import VALIDATION
+    from stepwell.trainer.metrics import PROFILE  # torch comes with these
+    from stepwell.trainer.samples import OLD, ROLLOUTS, VALIDATION
 
     refuse_second_trainer(folder)
     for journal in (folder / POOL, *(folder / POOL).glob("shard-*")):

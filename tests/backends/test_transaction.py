@@ -284,6 +284,16 @@ async def test_replicas_of_one_layout_that_differ_are_not_committed(store: Weigh
     assert set(done.verified.values()) == {"agreement"}
 
 
+async def test_a_replica_that_names_no_tensor_is_verified_by_its_version_alone(
+    store: WeightStore,
+) -> None:
+    a, b, _ = replicas = three(store)
+    a.hashes = {}
+    b.hashes = {"w": "01"}
+    done = await put(replicas, 1, store)
+    assert list(done.verified.values()) == ["version", "agreement", "version"]
+
+
 async def test_a_rollback_goes_to_what_is_committed_not_to_what_a_replica_had(
     store: WeightStore,
 ) -> None:

@@ -44,9 +44,9 @@ from stepwell.trainer.ledger import Ledger, audit, read_ledger
 from stepwell.trainer.metrics import MetricsWriter, read_metrics
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.recording import load_recording, record_batch
+from stepwell.trainer.samples import read_samples, write_samples
 from stepwell.trainer.slime.data_source import RolloutDataSource
 from stepwell.trainer.slime.pool import FILE, SlimePool
-from stepwell.trainer.validation import read_samples, write_samples
 from tests.trainer.test_slime_rollout import slime_args
 
 SHOWN = 20

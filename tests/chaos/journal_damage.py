@@ -40,7 +40,8 @@ from stepwell.datapool.codec import encoder
 from stepwell.datapool.config import ChannelConfig, PoolConfig
 from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.errors import DamagedFileError, DataPoolError, JournalError
-from stepwell.datapool.store import cleaning, log
+from stepwell.datapool.store import cleaning, index
+from stepwell.datapool.store import journal as journal_module
 from stepwell.datapool.store.folder import ACKED_NAME
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
@@ -70,7 +71,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def write(folder: Path, durability: Literal["process", "power"], seed: int) -> None:
     """Groups come, are completed, leased and acked, until somebody kills this process."""
-    log.SEGMENT_BYTES, cleaning.SLACK_BYTES, cleaning.SLICE_BYTES = 30_000, 50_000, 4000
+    journal_module.SEGMENT_BYTES, index.SLACK_BYTES, cleaning.SLICE_BYTES = 30_000, 50_000, 4000
     chance = random.Random(seed)
     pool = SyncPool(PoolConfig(default=ChannelConfig(n_rollouts=2)))
     journal = Journal(folder, durability)

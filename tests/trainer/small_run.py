@@ -269,7 +269,7 @@ async def small_run(
     pool: DataPoolClient | None = None,
     backend: RecordingBackend | None = None,
     checkpoints: CheckpointStore | None = None,
-    tell: Callable[[str], None] = print,
+    notify: Callable[[str], None] = print,
     **rollouts: Any,
 ) -> AsyncIterator[SmallRun]:
     """Everything of a run, in this process but for a `pool` that is given."""
@@ -292,7 +292,7 @@ async def small_run(
         backend=backend,
         checkpoints=checkpoints or CheckpointStore(config.run.dir / "checkpoints", 2),
         ledger=Ledger(config.run.dir / "ledger.jsonl"),
-        tell=tell,
+        notify=notify,
     ) as trainer:
         try:
             yield SmallRun(config, pool, engine, worker, backend, source, trainer, val_tasks)
