@@ -36,6 +36,7 @@ from stepwell.gateway.dialects.gemini import text_tokens
 from stepwell.gateway.dialects.openai_chat import OpenAIChat
 from stepwell.gateway.dialects.openai_completions import token_ids
 from stepwell.gateway.dialects.params import Params, kind, wrong
+from stepwell.gateway.dialects.token_generate import TokenGenerate
 from stepwell.gateway.errors import (
     PoolUnavailableError,
     RequestError,
@@ -69,6 +70,7 @@ VERSION_HEADER = "x-stepwell-version"
 MAX_TOLD = 32
 SCRAPE_S = 5.0
 """The pool's time to answer a scrape, which Prometheus gives ten seconds by default."""
+_TOKENS = TokenGenerate()
 _STEP_FIELDS = frozenset(f.name for f in fields(Step))
 
 
@@ -93,6 +95,11 @@ async def responses(request: Request) -> Response:
 async def messages(request: Request) -> Response:
     """A call of Anthropic's Messages API."""
     return await _call(request, "messages")
+
+
+async def token_generate(request: Request) -> Response:
+    """A call of vLLM's `/inference/v1/generate`: token ids in, token ids and log-probs out."""
+    return await serve(services_of(request), _TOKENS, request, named(request))
 
 
 async def _call(request: Request, dialect: str) -> Response:
