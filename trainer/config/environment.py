@@ -5,7 +5,7 @@ Loads no environment.
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from pydantic import Field
 
@@ -21,7 +21,6 @@ class OpenEnvConfig(Section):
 
     named_by = "url"
 
-    kind: Literal["openenv"] = "openenv"
     url: str = Field(pattern="^(https?|wss?)://.")
     """Address of the server, e.g. http://localhost:8000."""
     action_key: str | None = None
