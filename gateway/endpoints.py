@@ -141,7 +141,7 @@ class Finder:
         if (exact := self._exact.get((method, path))) is not None:
             return exact, {}, exact.access, None
         parts = path.split("/", 4)
-        has_url = len(parts) == 5 and parts[3] in ("v1", "v1beta") and parts[1] and parts[2]
+        has_url = len(parts) == 5 and parts[3] in _BELOW and parts[1] and parts[2]
         url: Named | None = None
         if has_url:
             url = parts[1], parts[2]
@@ -150,7 +150,7 @@ class Finder:
         if has_url and (below := self._below.get((method, parts[4]))) and parts[3] == "v1":
             params = {"trajectory_uid": parts[1], "prompt_uid": parts[2]}
             return below, params, below.access, url
-        is_agents = url is not None or path.startswith(("/v1/", "/v1beta/"))
+        is_agents = url is not None or path.startswith(("/v1/", "/v1beta/", "/inference/"))
         for each in self._others:
             if (
                 each.method == method
@@ -162,6 +162,9 @@ class Finder:
             return self.find("GET", path)
         return None, {}, "agent" if is_agents else "admin", url
 
+
+_BELOW = ("v1", "v1beta", "inference")
+"""First segments of paths below a trajectory's URL."""
 
 # -- the table -------------------------------------------------------------------------------
 
@@ -196,6 +199,9 @@ _RESPONSES = f"openai.types.responses.response_create_params:Response{_SDK}"
 _MESSAGES = f"anthropic.types.message_create_params:Message{_SDK}"
 _COUNT = "anthropic.types.message_count_tokens_params:MessageCountTokensParams"
 _GENERATE = "stepwell.gateway.routes:Generate"
+_TOKENS_IN = "stepwell.gateway.dialects.token_generate:TokenParams"
+_TOKENS = "inference/v1/generate"
+_AT = (UNDER.removesuffix("/v1"), "")
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     # LLM calls, in the dialects of their SDKs.
@@ -203,6 +209,12 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *_both("POST", "completions", routes.completions, _COMPLETIONS, is_call=True),
     *_both("POST", "responses", routes.responses, _RESPONSES, is_call=True),
     *_both("POST", "messages", routes.messages, _MESSAGES, is_call=True),
+    *(
+        Endpoint(
+            "POST", f"{at}/{_TOKENS}", "agent", routes.token_generate, _TOKENS_IN, is_call=True
+        )
+        for at in _AT
+    ),
     *_both("POST", "messages/count_tokens", routes.count_tokens, _COUNT),
     *_gemini("generateContent", routes.gemini, is_call=True),
     *_gemini("streamGenerateContent", routes.gemini, is_call=True),

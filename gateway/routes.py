@@ -36,6 +36,7 @@ from stepwell.gateway.dialects.gemini import text_tokens
 from stepwell.gateway.dialects.openai_chat import OpenAIChat
 from stepwell.gateway.dialects.openai_completions import token_ids
 from stepwell.gateway.dialects.params import Params, kind, wrong
+from stepwell.gateway.dialects.token_generate import TokenGenerate
 from stepwell.gateway.errors import (
     UNAVAILABLE,
     RequestError,
@@ -68,6 +69,7 @@ VERSION_HEADER = "x-stepwell-version"
 MAX_TOLD = 32
 SCRAPE_S = 5.0
 """The pool's time to answer a scrape, which Prometheus gives ten seconds by default."""
+_TOKENS = TokenGenerate()
 _STEP_FIELDS = frozenset(f.name for f in fields(Step))
 
 
@@ -92,6 +94,11 @@ async def responses(services: Services, call: DirectCall) -> None:
 async def messages(services: Services, call: DirectCall) -> None:
     """A call of Anthropic's Messages API."""
     await serve(services, services.dialects["messages"], call)
+
+
+async def token_generate(services: Services, call: DirectCall) -> None:
+    """A call of vLLM's `/inference/v1/generate`: token ids in, token ids and log-probs out."""
+    await serve(services, _TOKENS, call)
 
 
 async def gemini(services: Services, call: DirectCall) -> None:

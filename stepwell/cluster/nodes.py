@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from stepwell.config.run import RunConfig
+from stepwell.trainer.config.environment import ENVIRONMENT
 from stepwell.trainer.config.harness import HarnessConfig
 from stepwell.trainer.errors import ConfigError, RolloutError
 from stepwell.trainer.rollout.agents import agent_of_workers, load_agent
@@ -73,7 +74,8 @@ def look(wanted: Look) -> Seen:
     if wanted.agent is not None:
         sys.path.insert(0, os.getcwd())
         try:
-            load_agent(wanted.agent, harness=wanted.harness)
+            if wanted.agent != ENVIRONMENT:  # comes with Stepwell
+                load_agent(wanted.agent, harness=wanted.harness)
         except RolloutError as e:
             error = str(e)
     is_shared, mark = True, secrets.token_hex(4)

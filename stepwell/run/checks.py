@@ -361,7 +361,7 @@ def _is_here(config: RunConfig) -> bool:
 def agent(config: RunConfig) -> None:
     rollout = config.rollout
     if rollout.agent is not None:  # else agents come by themselves
-        load_agent(rollout.agent, rollout.agent_args, rollout.harness)
+        load_agent(rollout.agent, rollout.agent_args, rollout.harness, rollout.environment)
     if rollout.harness is not None and config.data is not None:
         kind = rollout.harness.sandbox.kind
         for name in ("train", "val"):

@@ -176,6 +176,14 @@ ROWS: dict[str, Row] = {
         for base in GEMINI_BASES
         for method in ("generateContent", "streamGenerateContent", "countTokens")
     },
+    "tokens, URL": Row(f"{UNDER.removesuffix('/v1')}/inference/v1/generate", {"token_ids": [1, 2]}),
+    "tokens, header": Row(
+        "/inference/v1/generate",
+        {"token_ids": [1, 2]},
+        {"x-trajectory-uid": "{t}", "x-prompt-uid": "{g}"},
+        sibling=200,
+        guess_bound=200,
+    ),
     "chat": Row(f"{UNDER}/chat/completions", CHAT),
     "retry": Row(f"{UNDER}/chat/completions", CHAT, {"idempotency-key": "k"}),
     "session": Row(

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from stepwell.datapool.config import Section
 from stepwell.trainer.config.calls import CallSampling
+from stepwell.trainer.config.environment import ENVIRONMENT, OpenEnvConfig
 from stepwell.trainer.config.harness import HARNESS, SETTLE_S, HarnessConfig
 
 _HEAVY = {"math", "deepscaler", "dapo", "code"}
@@ -152,6 +153,9 @@ class RolloutConfig(CallSampling):
     """An agent that is a command: a preset's name (`claude_code`, `codex`, `mini_swe_agent`, …), or
     a section. Then `agent` is `harness`; and by default `timeout_s` is what the harness and its
     grading may take, `group_deadline_s` 1.5 times all attempts, `concurrency` 16."""
+    environment: OpenEnvConfig | None = None
+    """An OpenEnv server that answers the policy: its address, or a section. Then `agent` is
+    `environment`."""
     train_branches: Annotated[tuple[BranchKind, ...], BeforeValidator(_listed_kinds)] | None = (
         Field(default=None, min_length=1)
     )
@@ -187,7 +191,11 @@ class RolloutConfig(CallSampling):
     @model_validator(mode="before")
     @classmethod
     def _as_the_harness_needs(cls, raw: Any) -> Any:
-        if not isinstance(raw, Mapping) or (harness := raw.get("harness")) is None:
+        if not isinstance(raw, Mapping):
+            return raw
+        if raw.get("environment") is not None and raw.get("agent") is None:
+            raw = {**raw, "agent": ENVIRONMENT}
+        if (harness := raw.get("harness")) is None:
             return raw
         whole = SETTLE_S
         for section, seconds in ((harness, 600.0), (_part(harness, "grade"), 120.0)):
@@ -204,9 +212,18 @@ class RolloutConfig(CallSampling):
 
     @model_validator(mode="after")
     def _harness_is_the_agent(self) -> RolloutConfig:
-        if self.harness is None and self.agent == HARNESS:
+        for name, section in ((HARNESS, self.harness), (ENVIRONMENT, self.environment)):
+            if section is None and self.agent == name:
+                raise ValueError(
+                    f"agent is {name!r}, but {name} is missing; name one, e.g. "
+                    + {
+                        HARNESS: "harness: claude_code",
+                        ENVIRONMENT: "environment: http://HOST:8000",
+                    }[name]
+                )
+        if self.environment is not None and self.agent != ENVIRONMENT:
             raise ValueError(
-                "agent is 'harness', but harness is missing; name one, e.g. harness: claude_code"
+                f"agent is {self.agent!r}, but environment is given, too; leave one of them out"
             )
         if self.harness is None:
             return self

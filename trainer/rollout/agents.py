@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, TypeAlias, cast
 
 from stepwell.datapool import dotted
+from stepwell.trainer.config.environment import OpenEnvConfig
 from stepwell.trainer.config.harness import HarnessConfig
 from stepwell.trainer.errors import RolloutError, ToolConfigError
 from stepwell.trainer.rollout.harness import Harness
@@ -35,15 +36,16 @@ def load_agent(
     path: str,
     agent_args: Mapping[str, Any] | None = None,
     harness: HarnessConfig | None = None,
+    environment: OpenEnvConfig | None = None,
 ) -> Agent:
     """The coroutine function, or object with an `async def __call__`, at `package.module:name` (or
     `package.module.name`) or `path/to/file.py:name`, in the form of an agent or of slime's generate
     functions (`is_generate`); of a file of tools (`.yaml`), the agent that uses them; with a
-    harness, the agent that runs it.
+    harness or environment, the agent that runs it.
 
     Args:
         agent_args: `rollout.agent_args`.
-        harness: `rollout.harness`.
+        harness, environment: `rollout.harness`, `rollout.environment`.
 
     Raises:
         RolloutError: it cannot be imported, or is neither; the arguments are for nobody; or a tool
@@ -52,6 +54,10 @@ def load_agent(
     whose = f"rollout.agent is {path!r}"
     if harness is not None:
         return Harness(harness)
+    if environment is not None:
+        from stepwell.trainer.environments.openenv import OpenEnvAgent
+
+        return OpenEnvAgent(environment)
     if path.endswith(_TOOLS):
         return _with_tools(whose, path)
     if path.endswith(".py"):

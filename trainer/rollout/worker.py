@@ -123,7 +123,9 @@ class RolloutWorker:
         self._config = config
         self._gateway = GatewayClient(gateway_urls, key)
         if config.harness is None:
-            self._agent = load_agent(config.agent or "", config.agent_args)
+            self._agent = load_agent(
+                config.agent or "", config.agent_args, environment=config.environment
+            )
         else:
             self._agent = Harness(config.harness, logs=logs, transcript=self._gateway.transcript)
         self._generate: GenerateRollouts | None = None

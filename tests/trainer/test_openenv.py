@@ -1,0 +1,113 @@
+"""An OpenEnv server is an agent: each reply has the reward of its step, and a server that fails is
+infrastructure. `make test-harness` has the package's own server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from pydantic import ValidationError
+
+from stepwell.trainer.config import RolloutConfig
+from stepwell.trainer.config.environment import OpenEnvConfig
+from stepwell.trainer.environments.openenv import OpenEnvAgent
+from stepwell.trainer.errors import InfrastructureError
+from stepwell.trainer.rollout.agents import load_agent
+from tests.gateway.conftest import World, one_thread, worlds
+
+__all__ = ["one_thread", "worlds"]
+
+TASK = {"instance_id": "t", "question": "Guess.", "metadata": {"reset": {"seed": 4}}}
+
+
+class Server:
+    """A game in OpenEnv's messages: the word of the seed, in two guesses."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.url = ""
+
+    async def serve(self, request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        left = 2
+        async for message in socket:
+            asked = message.json()
+            self.asked.append(asked)
+            if asked["type"] == "reset":
+                answer = {"observation": {"text": "two guesses"}, "reward": None, "done": False}
+            elif "guess" not in asked["data"]:
+                data = {"message": "guess is missing", "code": "VALIDATION_ERROR"}
+                await socket.send_json({"type": "error", "data": data})
+                continue
+            else:
+                left -= 1
+                right = asked["data"]["guess"] == "four"
+                text = "right" if right else f"{left} left"
+                done = right or not left
+                answer = {"observation": {"text": text}, "reward": float(right), "done": done}
+            await socket.send_json({"type": "observation", "data": answer})
+        return socket
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    made = Server()
+    app = web.Application()
+    app.router.add_get("/ws", made.serve)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    made.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield made
+    await runner.cleanup()
+
+
+async def test_each_reply_has_the_reward_of_its_step(
+    server: Server, worlds: Callable[..., Any]
+) -> None:
+    world: World = await worlds()
+    for text in ("three", "four"):
+        world.say(text)
+    agent = OpenEnvAgent(
+        OpenEnvConfig(url=server.url, action_key="guess", observation_key="text", reset={"n": 1})
+    )
+    assert await agent(TASK, world.base_url(), "none") == [0.0, 1.0]
+    assert server.asked[0] == {"type": "reset", "data": {"n": 1, "seed": 4}}
+    assert server.asked[1] == {"type": "step", "data": {"guess": "three"}}
+    world.check_exact()
+    first, second = world.stored()
+    assert second.parent_index == 0
+    assert "Guess.\n\ntwo guesses" in world.tokenizer.decode(first.prompt_ids.tolist())
+    assert "1 left" in world.tokenizer.decode(second.prompt_ids.tolist())
+
+
+async def test_an_action_that_is_none_is_told_to_the_policy(
+    server: Server, worlds: Callable[..., Any]
+) -> None:
+    world: World = await worlds()
+    for text in ("four", '{"gess": "four"}', '{"guess": "four"}'):
+        world.say(text)
+    agent = OpenEnvAgent(OpenEnvConfig(url=server.url, max_turns=3))
+    assert await agent(TASK, world.base_url(), "none") == [0.0, 0.0, 1.0]
+    last = world.tokenizer.decode(world.stored()[-1].prompt_ids.tolist())
+    assert "error: reply with a JSON object alone" in last
+    assert "error: guess is missing (VALIDATION_ERROR)" in last
+
+
+async def test_a_server_that_is_not_there_is_infrastructure() -> None:
+    agent = OpenEnvAgent(OpenEnvConfig(url="http://127.0.0.1:1"))
+    with pytest.raises(InfrastructureError, match=r"http://127\.0\.0\.1:1: ClientConnector"):
+        await agent(TASK, "http://127.0.0.1:9/u/p", "none")
+
+
+def test_an_address_alone_is_the_section() -> None:
+    config = RolloutConfig.model_validate({"environment": "http://localhost:8000"})
+    assert config.agent == "environment"
+    assert isinstance(load_agent("environment", environment=config.environment), OpenEnvAgent)
+    with pytest.raises(ValidationError, match="agent is 'a:b', but environment is given, too"):
+        RolloutConfig.model_validate({"environment": "http://localhost:8000", "agent": "a:b"})
+    with pytest.raises(ValidationError, match="agent is 'environment', but environment is missing"):
+        RolloutConfig(agent="environment")
