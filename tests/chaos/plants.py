@@ -1,7 +1,7 @@
 """Plants: deliberate faults of the product, one at a time, that the verifier has to notice. A
 verifier that misses one would miss the same defect in the product.
 
-    run_plants.py ──STEPWELL_CHAOS_PLANT=silent_abort──► the run's processes and Ray's actors
+    planted.py ──STEPWELL_CHAOS_PLANT=silent_abort──► the run's processes and Ray's actors
                                                               │ site/sitecustomize.py calls `arm`
                                                               ▼
     import of `Plant.module` ──► its code runs ──► `Plant.install` replaces one of its methods
@@ -9,7 +9,7 @@ verifier that misses one would miss the same defect in the product.
 Nothing of this is in the product's code. A fault that the pool would do again while it replays its
 journal is not done there: the journal says what the pool was asked, and a restart must not hide it.
 
-Does not own the runs and what is expected of them (`run_plants.py`).
+Does not own the runs and what is expected of them (`planted.py`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _lose_step(channel: Any) -> None:
         seen[0] += len(record.steps)
         if not self.replaying and seen[0] >= due[0] and len(record.steps) > 1:
             due[0] += 500
-            self.payloads.release(record.steps[-1:])
+            self.steps.release(record.steps[-1:])
             record.steps = record.steps[:-1]
         complete(self, record, closing)
 

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from tests.chaos.__main__ import KEYS
 from tests.chaos.lives import ROOT, SITE
 from tests.chaos.plants import PLANT, PLANTS
+from tests.chaos.runs import KEYS
 
 LOOK = """
 import importlib, sys
