@@ -33,9 +33,8 @@ from stepwell.gateway.dialects.registry import PATHS, error_response
 from stepwell.gateway.endpoints import ENDPOINTS, SDK_BODIES, Finder, Found
 from stepwell.gateway.errors import GatewayError, PathError, from_pool
 from stepwell.gateway.http_protocol import CALL, DirectCall
-from stepwell.gateway.lifecycle import RECORDED_HEADER
 from stepwell.gateway.openapi import described
-from stepwell.gateway.routes import IGNORED_HEADER, TRAJECTORY_HEADER, VERSION_HEADER
+from stepwell.gateway.routes import ANSWER_HEADERS
 from stepwell.gateway.services import Services
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.web import connection_of
@@ -69,7 +68,7 @@ class _App(FastAPI):
                 allow_origins=services.config.allowed_origins,
                 allow_methods=["*"],
                 allow_headers=["*"],
-                expose_headers=[IGNORED_HEADER, RECORDED_HEADER, TRAJECTORY_HEADER, VERSION_HEADER],
+                expose_headers=ANSWER_HEADERS,
             )
 
     def openapi(self) -> dict[str, Any]:

@@ -162,7 +162,7 @@ async def declare_group(request: Request, body: DeclareGroup) -> Response:
     _check_names(prompt_uid=prompt_uid)
     caller.check_owner(prompt_uid, None, "group")
     channel = body.channel or services.groups.channel(prompt_uid, caller.channel)
-    pool, ask = services.pool, services.recording.ask
+    pool, ask = services.pool, services.pool_access.ask
     owned = body.metadata if caller.owner is None else {**body.metadata, OWNER: caller.owner}
     opened = pool.open_group(
         prompt_uid,
@@ -170,7 +170,7 @@ async def declare_group(request: Request, body: DeclareGroup) -> Response:
         body.deadline_s,
         metadata=owned,
         channel=channel,
-        timeout_s=services.recording.room_s,
+        timeout_s=services.pool_access.room_s,
         everywhere=True,  # the keys of its trajectories are handed out
     )
     await ask(opened, room=True)
@@ -220,7 +220,7 @@ async def _hand_out(
     await trajectory.open(caller, **opening)
     if tags and trajectory.unrecorded is None:
         mark = services.pool.mark(trajectory_uid=uid, channel=trajectory.channel, tags=list(tags))
-        await services.recording.ask(mark)
+        await services.pool_access.ask(mark)
     if replica is None:
         origin = services.config.public_url or services.hosts.origin(request.scope)
     else:
@@ -395,7 +395,7 @@ async def forget_trajectory(services: Services, uid: str, *, with_group: bool) -
     """
     pool = services.pool
     deleting = pool.delete(uid) if with_group else pool.delete_trajectory(uid)
-    deleted = await services.recording.ask(deleting)
+    deleted = await services.pool_access.ask(deleting)
     uids = dict.fromkeys((uid, *deleted.trajectories, *deleted.leased))
     _forget(services, uids)
     told = {f"/v1/trajectories/{quoted(each)}": services.keys.issue(each, "-") for each in uids}

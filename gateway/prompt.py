@@ -242,9 +242,8 @@ class Prompts:
         system = system_of(request.messages)
         new = request.messages[n_known:]
         shape = request.tools, request.template_args or {}
-        return await self._offload(
-            _length(new, *shape), partial(self.renderer.suffix, turn, system, new, *shape, context)
-        )
+        work = partial(self.renderer.suffix, turn, system, new, *shape, context)
+        return await self._offload(_length(new, *shape), work)
 
     def forced_text(self, request: ChatRequest, prompt_ids: TokenIds) -> str:
         """The beginning of the reply that the request prescribes, behind this prompt."""

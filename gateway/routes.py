@@ -46,12 +46,12 @@ from stepwell.gateway.http_protocol import DirectCall
 from stepwell.gateway.lifecycle import RECORDED_HEADER
 from stepwell.gateway.metrics import exposition
 from stepwell.gateway.openapi import STEP, TOKEN_IDS
+from stepwell.gateway.pool_access import ask
 from stepwell.gateway.reward import compute_reward
 from stepwell.gateway.services import Services, services_of
 from stepwell.gateway.tokens.graph import TurnGraph
 from stepwell.gateway.trajectory.calls import LiveCall
 from stepwell.gateway.trajectory.identity import Origin
-from stepwell.gateway.trajectory.recording import ask
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 from stepwell.gateway.web import (
     JSON_HEADERS,
@@ -66,6 +66,8 @@ from stepwell.gateway.web import (
 IGNORED_HEADER = "x-stepwell-ignored"
 TRAJECTORY_HEADER = "x-stepwell-trajectory"
 VERSION_HEADER = "x-stepwell-version"
+ANSWER_HEADERS = (IGNORED_HEADER, RECORDED_HEADER, TRAJECTORY_HEADER, VERSION_HEADER)
+"""Headers of our own that answers carry; pages of other sites may read them, too."""
 MAX_TOLD = 32
 SCRAPE_S = 5.0
 """The pool's time to answer a scrape, which Prometheus gives ten seconds by default."""
@@ -411,9 +413,9 @@ async def submit_steps(request: Request, body: SubmitSteps) -> Response:
         raise RequestError("steps is empty; send at least one step", "steps")
     channel = body.channel or services.config.channel
     steps = [_step(s, f"steps[{i}]") for i, s in enumerate(body.steps)]
-    recording = services.recording
-    stored = services.pool.submit_steps(steps, channel=channel, timeout_s=recording.room_s)
-    outcomes = await recording.ask(stored, room=True)
+    pool_access = services.pool_access
+    stored = services.pool.submit_steps(steps, channel=channel, timeout_s=pool_access.room_s)
+    outcomes = await pool_access.ask(stored, room=True)
     for step in steps:
         services.trajectories.note_step(step.trajectory_uid, step.step_index)
     counts = Counter(outcomes)

@@ -27,6 +27,7 @@ from stepwell.gateway.engine import Sampler
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.known_bodies import KnownBodies
 from stepwell.gateway.limits import CallLimits
+from stepwell.gateway.pool_access import PoolAccess
 from stepwell.gateway.prompt import Prompts
 from stepwell.gateway.replicas import Replicas
 from stepwell.gateway.reply.reader import ReplyFormat
@@ -36,7 +37,6 @@ from stepwell.gateway.tokens.render import ChatRenderer
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.groups import Groups
 from stepwell.gateway.trajectory.identity import Identities
-from stepwell.gateway.trajectory.recording import Recording
 from stepwell.gateway.trajectory.store import Outcomes, TrajectoryStore
 from stepwell.gateway.ui.dashboard import Dashboard
 
@@ -64,9 +64,9 @@ class Services:
         self.replicas = Replicas(wiring, config.public_url)
         self.known_bodies = KnownBodies()
         self.engine = Sampler(config, wiring, tokenizer.vocabulary)
-        self.recording = Recording(pool, config, tuning)
+        self.pool_access = PoolAccess(pool, config, tuning)
         self.groups = Groups(config)
-        self.trajectories = TrajectoryStore(self.recording, self.groups)
+        self.trajectories = TrajectoryStore(self.pool_access, self.groups)
         renderer = ChatRenderer(tokenizer, thinking=config.thinking)
         if renderer.turn_close_id is None:
             log.warning(
@@ -85,7 +85,7 @@ class Services:
             channel_sampling=wiring.sampling,
             replicas=config.replicas,
         )
-        self.outcomes = Outcomes(config, self.recording, self.trajectories)
+        self.outcomes = Outcomes(config, self.pool_access, self.trajectories)
         self.identities = Identities(
             self.trajectories,
             self.groups,
@@ -101,7 +101,7 @@ class Services:
         """Gemini's dialects by method, and the form of its stream."""
         self.rollout_buffer = RolloutBuffer(
             config,
-            self.recording,
+            self.pool_access,
             self.outcomes,
             prompts,
             turn_messages,
@@ -109,7 +109,7 @@ class Services:
             wiring.engine_urls,
         )
         self.dashboard = Dashboard(
-            self.recording,
+            self.pool_access,
             tokenizer,
             statistics=self.statistics,
             running=lambda uid: len(t.in_flight) if (t := self.trajectories.known(uid)) else 0,
@@ -134,7 +134,7 @@ class Services:
             "open_trajectories": len(self.trajectories),
             "calls": dict(self.calls.counts),
             "added_latency": self.calls.added_latency(),
-            "recording": self.recording.statistics(self.calls.counts["stored"]),
+            "recording": self.pool_access.statistics(self.calls.counts["stored"]),
             "rewards": {"not_kept": dict(self.outcomes.not_kept)},
             "branches": dict(self.calls.branches),
             "limits": self.calls.limits.statistics(),
@@ -154,7 +154,7 @@ class Services:
         for call in calls:
             call.cancel(GatewayError("the gateway is shutting down"))
         await asyncio.gather(*(c.wait() for c in calls))
-        await self.recording.close()
+        await self.pool_access.close()
         await self.engine.close()
         self.replicas.close()
 

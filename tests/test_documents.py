@@ -247,9 +247,12 @@ ONE_STEP = ROOT / "docs/design/one-step.md"
 
 
 def defined(path: Path) -> set[str]:
-    """Names that a module defines: functions, classes, and of those their methods and fields."""
+    """Names that a module defines: functions, constants, classes, and of those their methods and
+    fields."""
     found = set()
     for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         for inner in node.body if isinstance(node, ast.ClassDef) else ():

@@ -183,10 +183,9 @@ class ReplyText:
             whole = self._tokenizer.decode(self._ids)
             if whole.startswith(self._decoded):
                 deltas += self._read(whole[len(self._decoded) :])
-        if self._stop is not None:
-            deltas += self._parse(self._stop.finish())
-        if self._parser is not None:
-            deltas += self._add(self._parser.finish())
+        if self._stop is not None or self._parser is not None:
+            held = "" if self._stop is None else self._stop.finish()
+            deltas += self._parse(held, is_end=True)
         self.has_reasoning = bool(self.reasoning) or THINK_CLOSE in self._decoded
         if deltas and self._counts:
             self.told[-1] = self._n_fed
@@ -240,15 +239,14 @@ class ReplyText:
             self.stop_sequence = self._stop.matched
         return self._parse(text)
 
-    def _parse(self, text: str) -> list[Delta]:
+    def _parse(self, text: str, *, is_end: bool = False) -> list[Delta]:
         """Read text in which stop strings are no more."""
-        if not text:
-            return []
+        deltas: list[Delta] = []
         if self._parser is not None:
-            return self._add(self._parser.feed(text))
-        return self._add([ContentDelta(text)])
-
-    def _add(self, deltas: list[Delta]) -> list[Delta]:
+            deltas = self._parser.feed(text) if text else []
+            deltas += self._parser.finish() if is_end else ()
+        elif text:
+            deltas.append(ContentDelta(text))
         for delta in deltas:
             if isinstance(delta, ContentDelta):
                 self.content += delta.text

@@ -37,6 +37,7 @@ from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.dialects.params import wrong
 from stepwell.gateway.engine import Sampler
 from stepwell.gateway.errors import UNAVAILABLE, RequestError
+from stepwell.gateway.pool_access import PoolAccess
 from stepwell.gateway.prompt import Prompts
 from stepwell.gateway.slime_buffer.generators import (
     EXTERNAL,
@@ -50,7 +51,6 @@ from stepwell.gateway.slime_buffer.process import RolloutProcess
 from stepwell.gateway.slime_buffer.text import TextRollouts
 from stepwell.gateway.slime_buffer.writes import RolloutWriter, Start
 from stepwell.gateway.tokens.messages import TurnMessages
-from stepwell.gateway.trajectory.recording import Recording
 from stepwell.gateway.trajectory.store import Outcomes
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class RolloutBuffer:
     def __init__(
         self,
         config: GatewayConfig,
-        recording: Recording,
+        pool_access: PoolAccess,
         outcomes: Outcomes,
         prompts: Prompts,
         turn_messages: TurnMessages,
@@ -92,7 +92,7 @@ class RolloutBuffer:
             GatewayConfigError: see `TextRollouts` and `load_generators`.
         """
         self._config = config
-        self._pool, self._ask = recording.pool, recording.ask
+        self._pool, self._ask = pool_access.pool, pool_access.ask
         self._engine = engine
         self._tokenizer = prompts.renderer.tokenizer
         self._repeats: int | None = None
@@ -102,7 +102,7 @@ class RolloutBuffer:
         self._ids: LRUCache[str, str] = LRUCache(REMEMBERED)
         """Group served last under an instance id."""
         text = TextRollouts(config, prompts, turn_messages)
-        self._writer = RolloutWriter(config, recording, outcomes, text)
+        self._writer = RolloutWriter(config, pool_access, outcomes, text)
         self._generators = load_generators(config.rollout_generators)
         self._generator: Generator | None = None
         self._task_type = ""

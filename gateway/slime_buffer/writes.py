@@ -35,9 +35,9 @@ from stepwell.datapool.types import Step
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.dialects.params import Params, Part, wrong
 from stepwell.gateway.errors import RequestError
+from stepwell.gateway.pool_access import PoolAccess
 from stepwell.gateway.slime_buffer.items import INSTANCE, WRITTEN
 from stepwell.gateway.slime_buffer.text import TextRollouts
-from stepwell.gateway.trajectory.recording import Recording
 from stepwell.gateway.trajectory.store import Outcomes
 
 
@@ -228,10 +228,10 @@ class RolloutWriter:
     """Stores written items. Owned by the `RolloutBuffer`."""
 
     def __init__(
-        self, config: GatewayConfig, recording: Recording, outcomes: Outcomes, text: TextRollouts
+        self, config: GatewayConfig, pool_access: PoolAccess, outcomes: Outcomes, text: TextRollouts
     ) -> None:
         self._channel = config.channel
-        self._recording, self._pool = recording, recording.pool
+        self._pool_access, self._pool = pool_access, pool_access.pool
         self._outcomes = outcomes
         self._text = text
         self._filling: LRUCache[str, tuple[int, int]] = LRUCache(REMEMBERED)
@@ -306,7 +306,7 @@ class RolloutWriter:
             replace(s, trajectory_uid=home.trajectory_uid, prompt_uid=home.prompt_uid)
             for s in found
         ]
-        channel, ask, room_s = self._channel, self._recording.ask, self._recording.room_s
+        channel, ask, room_s = self._channel, self._pool_access.ask, self._pool_access.room_s
         try:
             submitted = await ask(
                 self._pool.submit_steps(steps, channel=channel, timeout_s=room_s), room=True
@@ -335,10 +335,10 @@ class RolloutWriter:
                 trajectory_uid,
                 prompt_uid,
                 channel=self._channel,
-                timeout_s=self._recording.room_s,
+                timeout_s=self._pool_access.room_s,
             )
             try:
-                opened = await self._recording.ask(opening, room=True)
+                opened = await self._pool_access.ask(opening, room=True)
             except TrajectoryConflictError as e:
                 raise TrajectoryConflictError(
                     f"uid is {uid!r}, which another trajectory has; send a uid of its own ({e})"

@@ -29,9 +29,9 @@ from stepwell.datapool.types import OWNER, VAL
 from stepwell.gateway.access import OPERATOR, Principal
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.errors import UNAVAILABLE, PermissionDeniedError, RequestError
+from stepwell.gateway.pool_access import PoolAccess, Unrecorded
 from stepwell.gateway.trajectory.conversations import Conversations
 from stepwell.gateway.trajectory.groups import Groups, Identity
-from stepwell.gateway.trajectory.recording import Recording, Unrecorded
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory, closed_error
 
 T = TypeVar("T")
@@ -45,11 +45,11 @@ class TrajectoryStore:
 
     def __init__(
         self,
-        recording: Recording,
+        pool_access: PoolAccess,
         groups: Groups,
     ) -> None:
         self.conversations = Conversations()
-        self._recording = recording
+        self._pool_access = pool_access
         self._groups = groups
         self._open: dict[str, LiveTrajectory] = {}
         self._closed: LRUCache[str, tuple[Identity, str]] = LRUCache(REMEMBERED)
@@ -140,7 +140,7 @@ class TrajectoryStore:
     def _make(
         self, identity: Identity, on_left: Callable[[LiveTrajectory], None], **how: Any
     ) -> LiveTrajectory:
-        return LiveTrajectory(self._recording, identity, self.conversations, on_left, **how)
+        return LiveTrajectory(self._pool_access, identity, self.conversations, on_left, **how)
 
     def _leaves(self, trajectory: LiveTrajectory) -> None:
         """Keep what answers 410 if it was closed; nothing if the pool never heard of it."""
@@ -157,10 +157,10 @@ class Outcomes:
     held out. Owned by the app's lifespan."""
 
     def __init__(
-        self, config: GatewayConfig, recording: Recording, trajectories: TrajectoryStore
+        self, config: GatewayConfig, pool_access: PoolAccess, trajectories: TrajectoryStore
     ) -> None:
         self._config = config
-        self._recording = recording
+        self._pool_access = pool_access
         self._trajectories = trajectories
         self.not_kept: Counter[NotKept] = Counter()
 
@@ -177,7 +177,7 @@ class Outcomes:
         """Return a clause: the end of a trajectory before its reward came."""
         try:
             return await self._first(
-                uid, caller, lambda channel: self._recording.pool.why_closed(uid, channel)
+                uid, caller, lambda channel: self._pool_access.pool.why_closed(uid, channel)
             )
         except (UnknownTrajectoryError, *UNAVAILABLE):
             return "its group went on without it"
@@ -205,7 +205,7 @@ class Outcomes:
             live.check_owner(caller)
             if caller.channel is None or live.channel in (caller.channel, VAL):
                 return await live.complete(reward, metadata, step_rewards, caller)
-        how, complete = (reward, metadata, step_rewards), self._recording.complete
+        how, complete = (reward, metadata, step_rewards), self._pool_access.complete
         owner = caller.opens_as(uid)
         return await self._first(uid, caller, lambda channel: complete(uid, channel, *how, owner))
 
@@ -220,7 +220,7 @@ class Outcomes:
             UnknownTrajectoryError: no channel knows it.
             One of UNAVAILABLE
         """
-        set_reward, owner = self._recording.pool.set_reward, caller.opens_as(uid)
+        set_reward, owner = self._pool_access.pool.set_reward, caller.opens_as(uid)
         try:
             return await self._first(
                 uid, caller, lambda channel: set_reward(uid, reward, step_index, channel, owner)
@@ -245,7 +245,7 @@ class Outcomes:
             UnknownTrajectoryError: no channel knows it.
             One of UNAVAILABLE
         """
-        pool, owner = self._recording.pool, caller.opens_as(uid)
+        pool, owner = self._pool_access.pool, caller.opens_as(uid)
         marks: dict[str, Any] = {} if label is None else {"add_tags": [label]}
         if correction is not None:
             which = "last" if step_index is None else str(step_index)
@@ -294,7 +294,7 @@ class Outcomes:
             if not await self._may_look(uid, channel, caller):
                 continue
             try:
-                return await self._recording.ask(do(channel))
+                return await self._pool_access.ask(do(channel))
             except UnknownTrajectoryError:
                 continue
             except PermissionDeniedError as e:
@@ -306,8 +306,8 @@ class Outcomes:
         operator's: an agent key does not find those."""
         if caller.opens_as(uid) is None or channel == VAL or caller.channel in (None, channel):
             return True
-        listed = self._recording.pool.list_trajectories(channel, trajectory_uid=uid)
-        rows = (await self._recording.ask(listed)).items
+        listed = self._pool_access.pool.list_trajectories(channel, trajectory_uid=uid)
+        rows = (await self._pool_access.ask(listed)).items
         return any(OWNER in row.metadata for row in rows)
 
     async def _channels(self, uid: str, caller: Principal) -> AsyncIterator[str]:
@@ -319,8 +319,8 @@ class Outcomes:
         likely = dict.fromkeys(first)
         for channel in likely:
             yield channel
-        everywhere: dict[str, Any] = await self._recording.ask(
-            self._recording.pool.get_statistics()
+        everywhere: dict[str, Any] = await self._pool_access.ask(
+            self._pool_access.pool.get_statistics()
         )
         for channel in everywhere.keys() - likely:
             yield channel

@@ -50,12 +50,12 @@ from stepwell.datapool.ops import Resumed, TrajectoryOutcome
 from stepwell.datapool.types import GREEDY, OWNER, Step, unseen_key
 from stepwell.gateway.access import OPERATOR, Principal
 from stepwell.gateway.errors import UNAVAILABLE, PoolSilentError, RequestError
+from stepwell.gateway.pool_access import POOL_FAILURE, PoolAccess, Unrecorded, ask
 from stepwell.gateway.tokens.graph import Turn, TurnGraph
 from stepwell.gateway.tokens.messages import Key, text_key
 from stepwell.gateway.trajectory.calls import Call, CallMemory, LiveCall, restore
 from stepwell.gateway.trajectory.conversations import Caller, Conversations, Peer, Place
 from stepwell.gateway.trajectory.groups import Group, Identity
-from stepwell.gateway.trajectory.recording import POOL_FAILURE, Recording, Unrecorded, ask
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class LiveTrajectory:
 
     def __init__(
         self,
-        recording: Recording,
+        pool_access: PoolAccess,
         identity: Identity,
         conversations: Conversations,
         on_left: Callable[[LiveTrajectory], None],
@@ -109,9 +109,9 @@ class LiveTrajectory:
         self.places: list[Place] = []
         """Its own in `Conversations`."""
         self._conversations = conversations
-        self._recording = recording
-        self._may_give_up = recording.serves_unrecorded and not is_elsewhere
-        self._pool = recording.pool
+        self._pool_access = pool_access
+        self._may_give_up = pool_access.serves_unrecorded and not is_elsewhere
+        self._pool = pool_access.pool
         self._lock = asyncio.Lock()
         self._on_left = on_left
         self.users = 0
@@ -230,7 +230,7 @@ class LiveTrajectory:
                     raise
                 why = "closed"
         if why is not None:
-            self._recording.unrecorded[why] += 1
+            self._pool_access.unrecorded[why] += 1
         return None
 
     def add_turn(self, live: LiveCall, index: int | None = None, crc: int | None = None) -> Turn:
@@ -271,7 +271,7 @@ class LiveTrajectory:
         it is harmless."""
         return await self._end(
             f"completed with reward {reward}",
-            lambda: self._recording.complete(
+            lambda: self._pool_access.complete(
                 self.uid, self.channel, reward, metadata or {}, step_rewards
             ),
             caller,
@@ -315,7 +315,7 @@ class LiveTrajectory:
         index = None if call.turn is None else call.turn.step_index
         if index is not None and self.closed is None and self.unrecorded is None:
             said = {unseen_key(index): is_unseen}
-            self._recording.add_metadata(self.uid, self.prompt_uid, self.channel, said)
+            self._pool_access.add_metadata(self.uid, self.prompt_uid, self.channel, said)
 
     def detach(self) -> None:
         """Its calls belong to another trajectory from now on; the pool closes this one itself."""
@@ -325,7 +325,7 @@ class LiveTrajectory:
 
     def _is_unrecorded(self) -> bool:
         """Its calls are not stored, because they were given up or the pool is away as it begins."""
-        if self._may_give_up and self.is_new and self._recording.is_away:
+        if self._may_give_up and self.is_new and self._pool_access.is_away:
             self._give_up(PoolSilentError("the DataPool is away"))
         return self.unrecorded is not None
 
@@ -333,7 +333,7 @@ class LiveTrajectory:
         """The pool's answer, where calls may be served without the pool: the trajectory is given up
         if it fails or takes long. Then None."""
         try:
-            async with self._recording.patience():
+            async with self._pool_access.patience():
                 return await asking
         except UNAVAILABLE as e:
             self._give_up(e)
@@ -343,12 +343,12 @@ class LiveTrajectory:
         if self.unrecorded is None and self.closed is None:
             self.unrecorded = POOL_FAILURE
             self._opened = True
-            self._recording.give_up(self.channel, self.uid, why)
+            self._pool_access.give_up(self.channel, self.uid, why)
 
     # -- with the pool, one at a time --------------------------------------------------------
 
     async def _append(self, live: LiveCall, make_step: Callable[[int], Step]) -> Turn | Call | None:
-        recording, parent = self._recording, live.request.parent
+        pool_access, parent = self._pool_access, live.request.parent
         base, extended = None, None if parent is None else parent.nearest()
         if extended is not None and extended.step_index is not None and extended.crc is not None:
             base = Base(extended.step_index, 4 * extended.n_tokens, extended.crc)
@@ -364,9 +364,9 @@ class LiveTrajectory:
                     make_step(index),
                     base,
                     self.channel,
-                    recording.room_s,
+                    pool_access.room_s,
                 )
-                answer = await ask(stored, recording.timeout_s + recording.room_s)
+                answer = await ask(stored, pool_access.timeout_s + pool_access.room_s)
                 if isinstance(answer, Base):
                     self.steps = max(self.steps, index + 1)
                     return self.add_turn(live, index, answer.crc)
@@ -422,13 +422,13 @@ class LiveTrajectory:
                 f"{channel!r}; register it before its first call"
             )
         chosen = channel or self.channel
-        room_s = self._recording.room_s
+        room_s = self._pool_access.room_s
         about = dict(metadata or {})
         if owner is not None:
             about[OWNER] = owner
         if self.group is not None and not self._opened:
             await self._declare(self.group, owner)
-        resumed = await self._recording.ask(
+        resumed = await self._pool_access.ask(
             self._pool.resume_trajectory(
                 self.uid,
                 self.prompt_uid,
@@ -488,14 +488,14 @@ class LiveTrajectory:
     async def _declare(self, group: Group, owner: str | None) -> None:
         """Let the pool close the group of this conversation by itself."""
         try:
-            await self._recording.ask(
+            await self._pool_access.ask(
                 self._pool.open_group(
                     group.prompt_uid,
                     group.n,
                     group.deadline_s,
                     metadata={} if owner is None else {OWNER: owner},
                     channel=self.channel,
-                    timeout_s=self._recording.room_s,
+                    timeout_s=self._pool_access.room_s,
                 ),
                 room=True,
             )
@@ -520,7 +520,7 @@ class LiveTrajectory:
                     await self._resume(owner=caller.opens_as(self.uid))
                 self.check_owner(caller)
                 try:
-                    outcome = await self._recording.ask(end())
+                    outcome = await self._pool_access.ask(end())
                 except TrajectoryClosedError:
                     self._close("closed before")
                     raise

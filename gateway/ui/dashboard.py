@@ -28,8 +28,8 @@ from stepwell.datapool.ops import Mark
 from stepwell.datapool.selection.built_in import FILTERS, ORDERS, read_name
 from stepwell.datapool.types import TRAIN, Trajectory
 from stepwell.gateway.errors import RequestError, UnknownItemError
+from stepwell.gateway.pool_access import PoolAccess
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.trajectory.recording import Recording
 from stepwell.gateway.ui.alerts import alerts
 from stepwell.gateway.ui.comparison import MOST_RUNS, Comparison
 from stepwell.gateway.ui.live import Live
@@ -69,7 +69,7 @@ class Dashboard:
 
     def __init__(
         self,
-        recording: Recording,
+        pool_access: PoolAccess,
         tokenizer: ChatTokenizer,
         *,
         statistics: Callable[[], dict[str, Any]],
@@ -77,7 +77,7 @@ class Dashboard:
         folder: Path | None,
         read_only: bool,
     ) -> None:
-        self.pool, self.ask = recording.pool, recording.ask
+        self.pool, self.ask = pool_access.pool, pool_access.ask
         self.read_only = read_only
         self.live = Live(self.tick)
         self._statistics, self._running = statistics, running

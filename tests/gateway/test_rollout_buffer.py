@@ -21,12 +21,12 @@ from stepwell.datapool.remote.start import client_of, start_data_pool
 from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig, Wiring
+from stepwell.gateway.pool_access import PoolAccess
 from stepwell.gateway.prompt import Prompts
 from stepwell.gateway.slime_buffer.items import make_item, messages_of, rows
 from stepwell.gateway.slime_buffer.writes import Item
 from stepwell.gateway.tokens.messages import TurnMessages
 from stepwell.gateway.tokens.render import ChatRenderer
-from stepwell.gateway.trajectory.recording import Recording
 from tests.builders import until
 from tests.gateway.conftest import serving
 
@@ -967,8 +967,8 @@ def test_metadata_that_is_no_json_does_not_keep_a_group_from_being_served(
     trajectory = Trajectory("t", "p", (step,), metadata=odd)
     prompts = Prompts(GatewayConfig(), ChatRenderer(tokenizer_of("chatml")), None)  # type: ignore[arg-type]
     turns = TurnMessages(GatewayConfig())
-    recording = Recording(None, GatewayConfig())  # type: ignore[arg-type]
-    buffer = RolloutBuffer(GatewayConfig(), recording, None, prompts, turns, None, ())  # type: ignore[arg-type]
+    pool_access = PoolAccess(None, GatewayConfig())  # type: ignore[arg-type]
+    buffer = RolloutBuffer(GatewayConfig(), pool_access, None, prompts, turns, None, ())  # type: ignore[arg-type]
     group_ = Group("p", (trajectory,))
     item = json.loads(buffer._encode(Served(group_, "p", (trajectory,))))
     assert item["tokens"] == [1, 2]

@@ -1,5 +1,5 @@
-"""This module decides what becomes of calls that cannot be stored, so that an agent gets its answer
-whatever the pool does.
+"""This module asks the pool, and decides what becomes of calls that cannot be stored, so that an
+agent gets its answer whatever the pool does.
 
     refuse            the call answers 503, as long as the pool does not answer
     serve_unrecorded  pool away, full or slow ──► the call is answered; its trajectory is given up
@@ -10,10 +10,10 @@ A trajectory with a call that is not stored is given up as a whole: its reward w
 a part of what earned it, and its group would compare an episode with a piece of one. With the abort
 a commit whose answer was lost leaves nothing half-stored either.
 
-Owns: how long the pool is waited for, which errors its failures become (`ask`), the aborts that it
-is owed, how many calls were not stored and why. Does not own: the calls (`call.py`), the state of a
-trajectory (`trajectory.py`). What is late or closed the pool decides: its answers are passed on,
-never second-guessed.
+Owns: how long the pool is waited for (`ask`), the aborts that it is owed, how many calls were not
+stored and why. Does not own: the calls (`call.py`), the state of a trajectory (`trajectory.py`),
+how its errors are told (`errors.py`). What is late or closed the pool decides: its answers are
+passed on, never second-guessed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RETRY_S = 1.0
 """Between two tries of an abort."""
 
 
-class Recording:
+class PoolAccess:
     """Owned by the app's lifespan."""
 
     def __init__(
