@@ -32,7 +32,7 @@ from stepwell.datapool.files.trained import (
     read_trained,
     write_trained,
 )
-from stepwell.datapool.inspect.rows import ExportedTrajectory
+from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.remote.start import _note_started, _was_started
 from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.gateway.ui.run_folder import RunFolder
