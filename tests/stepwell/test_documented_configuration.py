@@ -116,5 +116,10 @@ def test_documented_yaml_loads(document: Path, tmp_path: Path) -> None:
         values = yaml.safe_load(body) if language in ("yaml", "yml") else None
         if isinstance(values, dict) and set(values) <= {*RunConfig.model_fields, "extends"}:
             path = tmp_path / "documented.yaml"
-            path.write_text(body if "extends" in values else f"extends: quickstart\n{body}")
+            if "extends" not in values:
+                values["extends"] = "quickstart"
+            if "harness" in (values.get("rollout") or {}):  # in place of the quickstart's agent
+                own = {"agent": None, "timeout_s": 3600.0, "group_deadline_s": 86_400.0}
+                values["rollout"] = own | values["rollout"]
+            path.write_text(yaml.safe_dump(values))
             load_config(str(path), here=False)
