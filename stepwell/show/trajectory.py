@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import orjson
@@ -24,6 +25,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from stepwell.datapool import DataPoolClient
 from stepwell.datapool.files.columns import Row, to_rows
 from stepwell.datapool.files.export import read
 from stepwell.datapool.files.trained import TRAINED as FOLDER
@@ -256,7 +258,8 @@ async def open_trajectory(uid: str, where: str | None) -> Opened:
     else:
         async with open_run(where) as view:
             tokens = _tokenizer(view)
-            if (live := await _in_pool(uid, view)) is not None:
+            channels = [*await view.pool.get_statistics()]
+            if (live := await in_pool(uid, view.pool, channels)) is not None:
                 exported = live
             else:
                 exported, trained, masks = await asyncio.to_thread(_in_sample, uid, view)
@@ -266,6 +269,20 @@ async def open_trajectory(uid: str, where: str | None) -> Opened:
             f"trajectory {uid!r} is {exported.state}{why} and has no step; an aborted one keeps "
             "none"
         )
+    return opened_of(exported, tokens, trained, masks)
+
+
+def opened_of(
+    exported: ExportedTrajectory,
+    tokens: Tokens | None,
+    trained: dict[str, Any] | None = None,
+    masks: Mapping[int, list[float]] = MappingProxyType({}),
+) -> Opened:
+    """A trajectory with steps, to be shown.
+
+    Args:
+        masks: weights of its trained tokens, by step.
+    """
     rows = [dict(row) for row in to_rows(exported, 0, {})]
     for row in rows:
         row.update({k: v.tolist() for k, v in row.items() if hasattr(v, "tolist")})
@@ -278,9 +295,12 @@ async def open_trajectory(uid: str, where: str | None) -> Opened:
     return Opened(rows, tokens, trained)
 
 
-async def _in_pool(uid: str, view: RunView) -> ExportedTrajectory | None:
-    for channel in await view.pool.get_statistics():
-        page = await view.pool.read_trajectories(channel, trajectory_uid=uid)
+async def in_pool(
+    uid: str, pool: DataPoolClient, channels: Sequence[str]
+) -> ExportedTrajectory | None:
+    """The trajectory, as the pool has it in one of these channels."""
+    for channel in channels:
+        page = await pool.read_trajectories(channel, trajectory_uid=uid)
         for exported in page.unpack():
             return exported
     return None
