@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from stepwell.backends.engines.api import Engine
+from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import EngineRequestError, EngineUnavailableError
 from stepwell.backends.weights import StoreLock
 from stepwell.trainer.publish.memory import EngineMemory
@@ -24,7 +24,7 @@ def lock(tmp_path: Path) -> StoreLock:
 
 
 def memory(lock: StoreLock, *engines: FakeEngine, lends: bool = True) -> EngineMemory:
-    return EngineMemory(cast("list[Engine]", list(engines)), lock, lends=lends)
+    return EngineMemory(cast("list[EngineClient]", list(engines)), lock, lends=lends)
 
 
 async def test_engines_are_paused_before_they_release_and_whole_before_they_go_on(
@@ -101,7 +101,7 @@ async def test_an_engine_that_came_back_meanwhile_has_nothing_to_take_back(lock:
     assert other.calls == LENT + BACK
 
 
-@pytest.mark.parametrize("point", LENT)
+@pytest.mark.parametrize("point", ["pause abort", "release"])
 async def test_a_lend_that_is_given_up_leaves_every_engine_whole_and_generating(
     lock: StoreLock, point: str
 ) -> None:
