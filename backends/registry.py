@@ -4,8 +4,8 @@ A package adds its own by entry points (`examples/plugin/` is one)::
 
     [project.entry-points."stepwell.backends"]     # a TrainingBackend
     jsonl = "stepwell_jsonl:JsonLines"
-    [project.entry-points."stepwell.engines"]      # a function that makes an engine's command line
-    background = "stepwell_background:background"
+    [project.entry-points."stepwell.engines"]      # a function that makes an engine's command line,
+    background = "stepwell_background:background"  # or a class that asks it (`engines/api.py`)
 
     trainer.backend: jsonl ──┬─ built in ────────────┐
     engine.kind: background ─┼─ an entry point ──────┼─► module:Name, imported on first use
@@ -13,7 +13,7 @@ A package adds its own by entry points (`examples/plugin/` is one)::
 
 Owns: the names, what is known of each without using it (`survey`), and the errors of a wrong name,
 a broken plug-in and a name claimed twice. Does not own: what is registered, nor what a plug-in has
-to be; `BACKENDS` in `base.py` and `ENGINES` in `engines/commands.py` say that. Importing this loads
+to be; `BACKENDS` in `base.py` and `ENGINES` in `engines/kinds.py` say that. Importing this loads
 no torch and no plug-in.
 """
 
@@ -207,6 +207,7 @@ BACKEND_NAMES = Names(
         "torch": "stepwell.backends.torch.backend:TorchBackend",
         "verl": "stepwell.backends.verl.backend:VerlBackend",
         "slime": "stepwell.backends.slime.backend:SlimeBackend",
+        "trl": "stepwell.backends.trl.backend:TrlBackend",
     },
 )
 
@@ -216,6 +217,7 @@ ENGINE_NAMES = Names(
     built_in={
         "embedded": "stepwell.backends.engines.commands:embedded",
         "sglang": "stepwell.backends.engines.sglang:command",
+        "vllm": "stepwell.backends.engines.vllm:VllmEngine",
     },
     reserved={"attach": "Servers at engine.urls that somebody else runs."},
 )

@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from stepwell.backends.config import EngineConfig
 from stepwell.backends.masks import check_mask_name
 from stepwell.datapool.config import Section
 from stepwell.datapool.dotted import resolve
@@ -405,7 +406,9 @@ class Wiring:
     """Engines of a gateway, how it samples with them, and its place among several gateways."""
 
     engine_urls: tuple[str, ...] = ()
-    """SGLang servers (or embedded engines); a trajectory stays on one."""
+    """Addresses of the engines; a trajectory stays on one."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """Kind of all of them, and the options of that kind: how they are asked."""
     lora_path: str | None = None
     """Name of the LoRA adapter that generates; None: the engines' model itself."""
     sampling: Mapping[str, ChannelSampling] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The fake engine of all rooms' tests: it has the methods of `EngineClient` by which weights and
+"""The fake engine of all rooms' tests: it has the methods of `Engine` by which weights and
 memory change hands, and neither process nor address. The one that is asked over HTTP is
 `ScriptedEngine` in `tests/gateway/conftest.py`; the real one `tests/backends/engines/conftest.py`
 starts.
@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from stepwell.backends.engines.api import version_number
+from stepwell.backends.engines.api import EngineAbout, EngineState, version_number
 from stepwell.backends.errors import EngineError
+from stepwell.datapool.types import CANARY
 
 
 class Load:
@@ -79,19 +80,19 @@ class FakeEngine:
 
     # -- what a publication asks, and a trainer that borrows memory ------------------------------
 
-    async def model_info(self) -> dict[str, str]:
-        await self.request("model_info")
-        return {"model_path": self.path, "weight_version": self.name}
+    async def state(self) -> EngineState:
+        await self.request("state")
+        return EngineState(self.version, self.name.endswith(CANARY))
 
     async def weight_version(self) -> int:
         if self.down:
             self.down -= 1
             raise EngineError("connection refused")
-        return version_number((await self.model_info())["weight_version"])
+        return (await self.state()).version or 0
 
-    async def server_info(self) -> dict[str, Any]:
-        await self.request("server_info")
-        return {"device": "fake"}
+    async def about(self) -> EngineAbout:
+        await self.request("about")
+        return EngineAbout(self.path, device="fake")
 
     async def weight_hashes(self) -> list[dict[str, Any]] | None:
         await self.request("weight_hashes")

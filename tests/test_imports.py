@@ -145,10 +145,12 @@ def test_backends_see_nothing_of_the_pool_but_its_nouns_and_the_lease_keeper() -
 
 def test_the_gateway_sees_of_backends_only_the_client_of_engines_masks_and_processes() -> None:
     parts = (
+        "config",
         "engines.api",
         "engines.client",
         "engines.connections",
         "engines.ids_json",
+        "engines.kinds",
         "errors",
         "masks",
         "processes",

@@ -1,24 +1,38 @@
 """The seam between inference engines and all that use them: what Stepwell asks of an engine.
 
     GenerateRequest ──► Engine.sample ──► Output, Output, …    token ids in, sampled token ids out
-    Engine.pause ─► update_weights_from_disk ─► continue_      a publication
+    Engine.abort, pause ─► update_weights_from_disk ─► continue_      a publication
     Engine.check, state, max_model_len                         how it is, and what fits
 
 The gateway samples over several engines with these methods (`gateway/engine/`): it goes on after an
-abort, and on another engine after a loss. Publications use the others (`weights/transaction.py`).
-`client.py` implements all of them for SGLang's API, which the embedded engine speaks as well, and
-more: other ways to send weights, and memory that is lent. An engine with another API is another
-class with these methods; `gateway` and `weights` do not see which one they have.
+abort, and on another engine after a loss. Publications and supervisors use the others. `client.py`
+implements all of them for SGLang's API, which the embedded engine speaks as well, `vllm.py` for
+vLLM's, and a package may bring one more (`docs/engines.md`): nobody but `kinds.py` sees which one
+it has. Does not own how engines are asked over HTTP (`http.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeAlias
 
-from stepwell.backends.config import PauseMode
+from pydantic import BaseModel, ValidationError
+
+from stepwell.backends.config import EngineConfig, PauseMode, WeightTransport
+from stepwell.backends.engines.connections import ConnectionPool
+from stepwell.backends.engines.ids_json import IdsJson
+from stepwell.backends.errors import BackendConfigError, EngineError, EngineRequestError
+from stepwell.datapool.config import Section
 from stepwell.datapool.types import CANARY, TokenIds, VersionSpan
+
+if TYPE_CHECKING:
+    from stepwell.backends.engines.commands import CommandLine, Launch
+
+CONTROL_TIMEOUT_S = 60.0
+LOAD_TIMEOUT_S = 600.0
 
 TopLogProbs: TypeAlias = tuple[tuple[int, float], ...]
 """The likeliest tokens at one position with their log-probs, best first."""
@@ -105,9 +119,48 @@ class EngineState(NamedTuple):
     is_canary: bool = False
     """True if `version` is on trial and not committed (`publish.canary_share`)."""
 
+    @property
+    def name(self) -> str:
+        """The version as it is published: "7", of a canary "7-canary"."""
+        return f"{self.version}{CANARY}" if self.is_canary else str(self.version)
 
-class Engine(Protocol):
-    """One engine, asked over its network address.
+
+class EngineAbout(NamedTuple):
+    """Facts about an engine that one kind of publication or another needs; the defaults are of an
+    engine that does not say."""
+
+    model_path: str = ""
+    """Directory of the weights that it serves, on its machine."""
+    dtype: str = "auto"
+    device: str = "cpu"
+    ranks: int = 1
+    """Processes over which it shards the weights."""
+    is_embedded: bool = False
+    """True: it hashes tensors as `weights/digest.py` does."""
+
+
+class Routes(NamedTuple):
+    """HTTP routes that a run asks of an engine -> what is lost without each."""
+
+    read: Mapping[str, str] = MappingProxyType({})
+    """Those whose answers are read."""
+    needed: Mapping[str, str] = MappingProxyType({})
+    """Commands without which a run does not train."""
+    optional: Mapping[str, str] = MappingProxyType({})
+    """Commands of single features."""
+    features: Mapping[str, Sequence[str]] = MappingProxyType({})
+    """Setting -> the routes of `optional` that it needs."""
+    tested: str = ""
+    """Server and version that the table was tested with."""
+    generate: str = ""
+    """Route that samples."""
+
+
+class Engine(ABC):
+    """One engine, asked over its network address. Use as `async with`, or call `close()`.
+
+    A package adds an engine by a class of this kind, in one file (docs/engines.md). What is not
+    abstract has a default that an engine may leave as it is.
 
     Raises (every method):
         EngineUnavailableError: nobody answers there, or the connection broke.
@@ -116,31 +169,124 @@ class Engine(Protocol):
         EngineInternalError: the engine failed (5xx), or its answer makes no sense.
     """
 
-    url: str
+    options: ClassVar[type[BaseModel]] = Section
+    """The model of `engine.options`: fields with a type, a default and a docstring."""
+    transports: ClassVar[tuple[WeightTransport, ...]] = ("disk",)
+    """Values of `engine.weight_transport` that it takes."""
+    lends_memory: ClassVar[bool] = False
+    """It has `release_memory` and `resume_memory` (`engine.release_memory`)."""
+    routes: ClassVar[Routes] = Routes()
+    """Looked for when a run connects, and by `stepwell doctor --engine`."""
 
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+        options: BaseModel | None = None,
+        connections: ConnectionPool | None = None,
+        ids_json: IdsJson | None = None,
+    ) -> None:
+        """
+        Args:
+            timeout_s: seconds that an answer may take, but for tokens and weights.
+            options: an instance of the class's `options`.
+            connections: shared with other engines; None: its own.
+            ids_json: shared JSON of token ids that come again; None: its own.
+        """
+        self.url = url.rstrip("/")
+        self.timeout_s = timeout_s
+        self.own = self.options() if options is None else options
+        self.connections = ConnectionPool() if connections is None else connections
+        self._ids_json = IdsJson() if ids_json is None else ids_json
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.url, self.own)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close idle connections. Idempotent."""
+        self.connections.close()
+
+    @classmethod
+    def own_options(cls, given: Mapping[str, Any]) -> BaseModel:
+        """`engine.options` as this engine's own model.
+
+        Raises:
+            BackendConfigError: a key is not the model's, or a value is wrong.
+        """
+        try:
+            return cls.options.model_validate(given)
+        except ValidationError as e:
+            wrong = e.errors()[0]
+            key = ".".join(map(str, ("engine.options", *wrong["loc"])))
+            raise BackendConfigError(
+                f"{key} is {wrong['input']!r:.80}: {wrong['msg']}; the options of {cls.__name__} "
+                f"are {', '.join(cls.options.model_fields) or 'none'}"
+            ) from e
+
+    @classmethod
+    def command_line(cls, config: EngineConfig, launch: Launch) -> CommandLine:
+        """Build the command line of such an engine, for Stepwell to start and supervise.
+
+        Raises:
+            BackendConfigError: it can only be attached to.
+            EngineStartError: what it needs is not on this machine; the message has the remedy.
+        """
+        raise BackendConfigError(
+            f"engine.kind is {config.kind!r}, which Stepwell cannot launch; start the engine and "
+            "name it in engine.urls"
+        )
+
+    # -- generation ---------------------------------------------------------------------------
+
+    @abstractmethod
     async def sample(self, request: GenerateRequest, on_output: OnOutput) -> None:
         """Sample a response; returns behind the output with `finish`. Waits without limit: a paused
         engine answers when it is continued. When this is cancelled nobody reads the answer, which
         an engine may not notice at once: `abort` tells it."""
 
+    @abstractmethod
     async def abort(self, rid: str | None = None) -> None:
         """End a request with what it has, or all of them; unknown ones are no error."""
 
+    @abstractmethod
     async def pause(self, mode: PauseMode = "abort", *, timeout_s: float | None = None) -> None:
         """Sample nothing until `continue_`. What runs ends ("abort"), or waits with its cache
         ("in_place") or without it ("retract")."""
 
-    async def continue_(self) -> None: ...
+    @abstractmethod
+    async def continue_(self) -> None:
+        """Sample again; what waits goes on. No error if it is not paused."""
 
+    # -- weights ------------------------------------------------------------------------------
+
+    @abstractmethod
     async def update_weights_from_disk(
-        self, path: str, version: int | str, *, flush_cache: bool = True, timeout_s: float = ...
+        self,
+        path: str,
+        version: int | str,
+        *,
+        flush_cache: bool = True,
+        timeout_s: float = LOAD_TIMEOUT_S,
     ) -> UpdateResult:
         """Load weights from a Hugging Face directory that the engine's machine can read; they are
-        named `version` from then on."""
+        named `version` from then on. An engine that is not paused finishes what runs first."""
 
-    async def check(self) -> None:
-        """Raise unless the engine can generate."""
-
+    @abstractmethod
     async def state(self) -> EngineState:
         """Return the version of its weights; answered also while it is paused."""
 
@@ -150,11 +296,56 @@ class Engine(Protocol):
         Raises:
             ValueError: it has none that Stepwell published.
         """
+        version = (await self.state()).version
+        if version is None:
+            raise ValueError(f"{self.url} names no weight version")
+        return version
 
+    async def about(self) -> EngineAbout:
+        """Facts that publications need."""
+        return EngineAbout()
+
+    async def weight_hashes(self) -> list[dict[str, Any]] | None:
+        """Per rank `checksums` (parameter -> hash) and `parallelism_info`; None: it has none."""
+        return None
+
+    async def release_memory(self) -> None:
+        """Free the memory of a paused engine (`lends_memory`)."""
+        raise EngineRequestError(f"{self} lends no memory: set engine.release_memory to false")
+
+    async def resume_memory(self) -> None:
+        """Take the memory back."""
+        raise EngineRequestError(f"{self} lends no memory: set engine.release_memory to false")
+
+    # -- information --------------------------------------------------------------------------
+
+    @abstractmethod
+    async def check(self) -> None:
+        """Raise unless the engine can generate."""
+
+    @abstractmethod
     async def max_model_len(self) -> int:
         """Tokens that fit, prompt and response."""
 
-    async def close(self) -> None: ...
+    async def check_generates(self) -> None:
+        """Raise unless the engine generated a token just now; not asked while it is paused."""
+        await self.check()
+
+    async def health(self) -> bool:
+        """Return true if `check` passes. Does not raise."""
+        try:
+            await self.check()
+        except EngineError:
+            return False
+        return True
+
+    async def name(self) -> str:
+        """The server's name for itself, e.g. "sglang 0.5.9"; empty if it has none."""
+        return ""
+
+
+def _restored(kind: type[Engine], url: str, options: BaseModel) -> Engine:
+    return kind(url, options=options)
 
 
 def version_number(weight_version: Any) -> int:

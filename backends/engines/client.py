@@ -12,12 +12,11 @@ not own retries, or which engine is asked.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
-from types import TracebackType
-from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,6 +24,8 @@ import orjson
 
 from stepwell.backends.config import PauseMode
 from stepwell.backends.engines.api import (
+    LOAD_TIMEOUT_S,
+    EngineAbout,
     EngineState,
     GenerateRequest,
     OnOutput,
@@ -34,30 +35,20 @@ from stepwell.backends.engines.api import (
     is_canary,
     version_number,
 )
-from stepwell.backends.engines.connections import ConnectionPool
+from stepwell.backends.engines.http import HttpEngine, is_missing, refusal, unavailable
 from stepwell.backends.engines.ids_json import IdsJson
+from stepwell.backends.engines.routes import SGLANG
 from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,
-    EngineRequestError,
-    EngineTimeoutError,
     EngineUnavailableError,
 )
 from stepwell.datapool.types import VersionSpan
 
 T = TypeVar("T")
 
-CONTROL_TIMEOUT_S = 60.0
-LOAD_TIMEOUT_S = 600.0
-NOT_THERE = frozenset({404, 405, 501})
-"""Statuses by which a server says that it has no such endpoint."""
-_NO_ROUTE = frozenset({404, 501})
-"""The same to `OPTIONS`, which few endpoints take."""
-
-
-def is_missing(error: EngineError) -> bool:
-    """The server has no such endpoint."""
-    return getattr(error, "status", None) in NOT_THERE
+EMBEDDED: Final = "stepwell-embedded"
+"""`version` in `/server_info` of the engine whose hashes follow from the checkpoint."""
 
 
 class Worker(NamedTuple):
@@ -68,50 +59,15 @@ class Worker(NamedTuple):
     """`prefill` or `decode`: half an engine."""
 
 
-class EngineClient:
-    """Asks the engine at `url` (`api.Engine`); pickles as its url. Use as `async with`, or call
-    `close()`, unless it was given the `connections` of somebody else.
+class EngineClient(HttpEngine):
+    """Asks the engine at `url` (`api.Engine`) that speaks SGLang's API.
 
-    Raises (every method):
-        EngineUnavailableError: nobody answers there.
-        EngineTimeoutError: no answer in time.
-        EngineRequestError: the engine refused (4xx).
-        EngineInternalError: the engine failed (5xx), or its answer has another shape.
+    Raises (every method): as `api.Engine` says.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        timeout_s: float = CONTROL_TIMEOUT_S,
-        connections: ConnectionPool | None = None,
-        ids_json: IdsJson | None = None,
-    ) -> None:
-        self.url = url.rstrip("/")
-        self.timeout_s = timeout_s
-        self.connections = ConnectionPool() if connections is None else connections
-        self._ids_json = IdsJson() if ids_json is None else ids_json
-
-    def __repr__(self) -> str:
-        return f"EngineClient({self.url!r})"
-
-    def __reduce__(self) -> tuple[type[EngineClient], tuple[str]]:
-        return EngineClient, (self.url,)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close idle connections. Idempotent."""
-        self.connections.close()
+    transports = ("disk", "distributed", "lora")
+    lends_memory = True
+    routes = SGLANG
 
     # -- generation ---------------------------------------------------------------------------
 
@@ -127,10 +83,10 @@ class EngineClient:
                 on_data=None if reader is None else reader.feed,
             )
         except ConnectionError as e:
-            raise _unavailable(url, e) from e
+            raise unavailable(url, e) from e
         if status != 200:
             words = content.decode(errors="replace")[:300]
-            raise _refusal(url, status, f"answered {status}", words)
+            raise refusal(url, status, f"answered {status}", words)
         if reader is None:
             on_output(_read_whole(url, content))
         elif not reader.has_ended:
@@ -210,7 +166,7 @@ class EngineClient:
         world_size: int,
         group_name: str,
         backend: str,
-        timeout_s: float = CONTROL_TIMEOUT_S,
+        timeout_s: float = 60.0,
     ) -> None:
         """Join a process group whose rank 0 is the sender; answers when all have joined."""
         body = {
@@ -277,25 +233,17 @@ class EngineClient:
 
     # -- information --------------------------------------------------------------------------
 
-    async def check(self, path: str = "/health") -> None:
-        """Raises unless it is well: `/health`; `/health_generate`, it generates."""
-        await self._ask(path)
+    async def check(self) -> None:
+        """Raise unless `/health` is 200."""
+        await self._ask("/health")
 
-    async def health(self) -> bool:
-        """True if the engine answers `/health` with 200. Does not raise."""
+    async def check_generates(self) -> None:
+        """Raise unless it generates a token; an engine of a plug-in may have no such endpoint."""
         try:
-            await self.check()
-        except EngineError:
-            return False
-        return True
-
-    async def has_route(self, path: str) -> bool:
-        """Return true if the server has the endpoint `path`. Asks by `OPTIONS`: nothing happens."""
-        try:
-            await self._ask(path, method="OPTIONS")
-        except (EngineRequestError, EngineInternalError) as e:
-            return e.status not in _NO_ROUTE
-        return True
+            await self._ask("/health_generate")
+        except EngineError as e:
+            if not is_missing(e):
+                raise
 
     async def model_info(self) -> dict[str, Any]:
         return await self._object("/model_info")
@@ -315,27 +263,31 @@ class EngineClient:
         answer = await self._object("/model_info", has=("weight_version",))
         return version_number(answer["weight_version"])
 
+    async def about(self) -> EngineAbout:
+        info = await self._object("/model_info", has=("model_path",))
+        server = await self.server_info()
+        sizes = [int(server.get(f"{kind}_size") or 1) for kind in ("tp", "pp")]
+        return EngineAbout(
+            info["model_path"],
+            str(server.get("dtype") or "auto"),
+            str(server.get("device") or "cuda").partition(":")[0],
+            sizes[0] * sizes[1],
+            server.get("version") == EMBEDDED,
+        )
+
+    async def name(self) -> str:
+        words: list[object] = []
+        with suppress(EngineError):
+            words.append((await self.served_model()).get("owned_by"))
+        with suppress(EngineError):
+            words.append((await self.server_info()).get("version"))
+        return " ".join(word for word in words if isinstance(word, str))
+
     async def server_info(self) -> dict[str, Any]:
         return await self._object("/server_info")
 
     async def loads(self) -> dict[str, Any]:
         return await self._object("/v1/loads")
-
-    async def served_model(self) -> dict[str, Any]:
-        """The first entry of `/v1/models`: `id`, `owned_by` (the server's kind), `max_model_len`;
-        empty if there is none."""
-        try:
-            entry = (await self._ask("/v1/models"))["data"][0]
-        except (LookupError, TypeError):
-            return {}
-        return entry if isinstance(entry, dict) else {}
-
-    async def max_model_len(self) -> int:
-        """Tokens that fit, prompt and response."""
-        length = (await self.served_model()).get("max_model_len")
-        if type(length) is not int or length < 2:
-            raise EngineInternalError(f"{self.url}/v1/models names no max_model_len")
-        return length
 
     async def workers(self) -> list[Worker]:
         """The workers of an SGLang router: `/workers`, or `/list_workers` of one before 0.2."""
@@ -359,8 +311,6 @@ class EngineClient:
             ) from e
         return list(dict.fromkeys(found))
 
-    # -- transport ----------------------------------------------------------------------------
-
     async def _update(
         self, way: str, body: dict[str, Any], version: int | str, flush: bool, timeout_s: float
     ) -> UpdateResult:
@@ -370,69 +320,10 @@ class EngineClient:
         )
         return UpdateResult(bool(answer["success"]), str(answer["message"]))
 
-    async def _object(
-        self, path: str, body: Any = None, *, has: Sequence[str] = (), **how: Any
-    ) -> dict[str, Any]:
-        answer = await self._ask(path, body, **how)
-        if not isinstance(answer, dict) or not answer.keys() >= set(has):
-            wanted = f"object with {', '.join(has)}" if has else "object"
-            raise EngineInternalError(f"{self.url}{path} answered no {wanted}, but {answer!r:.200}")
-        return answer
-
-    async def _ask(
-        self, path: str, body: Any = None, *, method: str = "", timeout_s: float | None = -1.0
-    ) -> Any:
-        """The answer, parsed if it is JSON; POST if there is a body. `timeout_s`: None waits
-        without limit, negative is the client's default."""
-        limit = self.timeout_s if timeout_s is not None and timeout_s < 0 else timeout_s
-        method, url = method or ("GET" if body is None else "POST"), self.url + path
-        data = b"" if body is None else orjson.dumps(body)
-        try:
-            async with asyncio.timeout(limit):
-                status, content = await self.connections.request(method, url, data)
-        except TimeoutError as e:
-            raise EngineTimeoutError(f"{url} did not answer within {limit:g} s") from e
-        except ConnectionError as e:
-            raise _unavailable(url, e) from e
-        if status >= 400:
-            raise _refusal(url, status, f"answered {status}", _words(content))
-        try:
-            return orjson.loads(content)
-        except orjson.JSONDecodeError:
-            return content
-
 
 def _plain(url: str) -> str:
     """A worker's url without the data-parallel rank that a router adds (`http://host:port@0`)."""
     return re.sub(r"@\d+$", "", url).rstrip("/")
-
-
-def _unavailable(url: str, e: ConnectionError) -> EngineUnavailableError:
-    return EngineUnavailableError(
-        f"no engine answers at {url} ({e}); is it running, is the url right?",
-        refused=isinstance(e, ConnectionRefusedError),
-    )
-
-
-def _refusal(url: str, status: int, what: str, words: str) -> EngineError:
-    """
-    Args:
-        what: the engine did.
-        words: its own about that.
-    """
-    kind = EngineRequestError if status < 500 else EngineInternalError
-    what, message = f"the engine {what}", f"{url} {what}: {words}"
-    return kind(message, status=status, what=what, words=words)
-
-
-def _words(content: bytes) -> str:
-    """The human part of an error's body."""
-    try:
-        parsed = orjson.loads(content)
-    except orjson.JSONDecodeError:
-        return content.decode(errors="replace").strip()
-    inner = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
-    return str(inner.get("message", inner) if isinstance(inner, dict) else inner)
 
 
 # -- /generate as SGLang words it --------------------------------------------------------------
@@ -728,7 +619,7 @@ def _check_error(url: str, error: Any, meta: _About) -> None:
     finish = meta.finish_reason
     if finish is not None and finish.type == "abort" and finish.status_code:
         words = f"{finish.message!s:.300}"
-        raise _refusal(url, finish.status_code, "aborted the call", words)
+        raise refusal(url, finish.status_code, "aborted the call", words)
 
 
 def _nonsense(url: str, what: str, words: str = "") -> EngineInternalError:

@@ -1,15 +1,17 @@
-"""Command lines that start engines: one builder per kind, found by name (`ENGINES`).
+"""Command lines that start engines: one builder per kind, found by name (`kinds.py`).
 
     command_line(config, Launch(port=31000, model_path="/run/weights/v7", …))
     -> CommandLine(["python", "-m", "stepwell.backends.engines.embedded", …], {"PYTHONPATH": …})
 
 A builder is pure but for looking around on its machine (is SGLang installed, is there a GPU) and
 raises `EngineStartError` with the remedy if what it needs is not there. Does not own running it:
-`supervisor.py`. The real SGLang's is in `sglang.py`.
+`supervisor.py`. The real SGLang's is in `sglang.py`, vLLM's in `vllm.py`.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,8 +20,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 from stepwell.backends.config import EngineConfig
-from stepwell.backends.errors import BackendConfigError, BackendError, EngineStartError
-from stepwell.backends.registry import ENGINE_NAMES, Registry, first_line
+from stepwell.backends.errors import EngineStartError
+
+_CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,45 +71,36 @@ def embedded(config: EngineConfig, launch: Launch) -> CommandLine:
     )
 
 
-def command_line(config: EngineConfig, launch: Launch) -> CommandLine:
-    """Build the command line of an engine of `config.kind`, built in or a plug-in's.
+def interpreter(config: EngineConfig, package: str, install: str) -> Path:
+    """The Python that has the engine's `package`: `engine.python`, this one, or the one of
+    `.venv-PACKAGE` in the working folder or the source checkout.
+
+    Args:
+        install: a way to get it, in words.
 
     Raises:
-        EngineStartError: what it needs is not there.
-        BackendConfigError: there is no such kind here, or its builder fails.
+        EngineStartError: there is none.
     """
-    builder = ENGINES.load(config.kind)
-    try:
-        line = builder(config, launch)
-    except BackendError:
-        raise
-    except Exception as e:  # a plug-in's code
-        raise BackendConfigError(
-            f"engine.kind is {config.kind!r}, whose builder failed: {type(e).__name__}: {e}; "
-            "`stepwell backends` names its package"
-        ) from e
-    if not isinstance(line, CommandLine):
-        raise BackendConfigError(
-            f"engine.kind is {config.kind!r}, whose builder returned {line!r:.80}; it should "
-            "return a CommandLine"
-        )
-    return line
+    if config.python is not None:
+        return Path(config.python)
+    if importlib.util.find_spec(package) is not None:
+        return Path(sys.executable)
+    own = [folder / f".venv-{package}" for folder in (Path.cwd(), _CHECKOUT)]
+    for folder in own:
+        if any(folder.glob(f"lib/python*/site-packages/{package}/__init__.py")):
+            return folder / "bin" / "python"
+    raise EngineStartError(
+        f"engine.kind is {config.kind!r}, but the package {package} is neither installed here nor "
+        f"in {own[0]}; run `make install-{package}` in the source checkout, or {install}, or set "
+        "engine.python to an interpreter that has it"
+    )
 
 
-def _lacks(name: str, builder: Builder) -> str | None:
-    """A command line is made for a model that is not there: builders look at the machine only."""
-    config = EngineConfig(kind=name, model_path=Path("model"))
-    try:
-        command_line(config, Launch(port=1, model_path="model"))
-    except EngineStartError as e:
-        return str(e)
-    return None
-
-
-ENGINES: Registry[Builder] = Registry(
-    ENGINE_NAMES,
-    wanted="function (EngineConfig, Launch) -> CommandLine",
-    fits=callable,
-    lacks=_lacks,
-    about=first_line,
-)
+def has_gpu() -> bool:
+    """True if an engine started here would see a GPU. Looks at device files: to ask torch takes
+    seconds and hundreds of MB, and the answer is of this environment's torch, not the engine's."""
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        if os.environ.get(name) in ("", "-1"):  # as Ray sets it for an actor without a GPU
+            return False
+    devices = (*Path("/dev").glob("nvidia[0-9]*"), Path("/dev/kfd"), Path("/dev/dxg"))
+    return any(device.exists() for device in devices)

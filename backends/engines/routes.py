@@ -1,10 +1,10 @@
-"""Routes of SGLang's HTTP API that a run asks of an engine, and what is lost without each.
+"""Routes of HTTP engines that a run asks, and what is lost without each.
 
     check_routes(engine, config)    at the start of a run: one line says what the server lacks
 
 A route is looked for by `OPTIONS`, which changes nothing there. `stepwell doctor --engine` shows
-the same routes one by one; `docs/design/engines.md` has them as a table. Does not own the fields
-that are read of an answer (`client.py`, the gateway's `answers.py`).
+the same routes one by one; `docs/design/engines.md` has them as a table. Has SGLang's; another
+engine's stand with it (`Engine.routes`). Does not own the fields that are read of an answer.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
 
 from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines.client import EngineClient
-from stepwell.backends.errors import EngineError, EngineStartError
+from stepwell.backends.engines.api import Engine, Routes
+from stepwell.backends.engines.http import HttpEngine
+from stepwell.backends.errors import EngineStartError
 
 log = logging.getLogger(__name__)
 
@@ -60,66 +60,90 @@ OPTIONAL: Mapping[str, str] = {
     **{path: f"no {setting}" for setting, paths in _FEATURES.items() for path in paths},
 }
 """Routes of single features, and what is lost without each."""
-_LOST: Mapping[str, str] = {**READ, **NEEDED, **OPTIONAL}
+SGLANG = Routes(READ, NEEDED, OPTIONAL, _FEATURES, f"SGLang {TESTED}", "/generate")
 
 
-async def missing_routes(engine: EngineClient) -> list[str]:
+async def missing_routes(engine: Engine) -> list[str]:
     """Routes that the server does not have, in the order of the tables.
 
     Raises:
         EngineError: it cannot be asked.
     """
-    paths = [*_LOST]
+    if not isinstance(engine, HttpEngine):
+        return []
+    paths = [*_losses(engine)]
     there = await asyncio.gather(*map(engine.has_route, paths))
     return [path for path, is_there in zip(paths, there, strict=True) if not is_there]
 
 
-async def check_routes(engine: EngineClient, config: EngineConfig, *, publishes: bool) -> None:
+async def check_routes(engine: Engine, config: EngineConfig, *, publishes: bool) -> None:
     """Log what the server lacks, in one line.
 
     Args:
         publishes: weights are sent to it, by the ways of `config`.
 
     Raises:
-        EngineStartError: it lacks what that needs.
+        EngineStartError: it lacks what that needs, or answers without token ids.
         EngineError: it cannot be asked.
     """
     missing = await missing_routes(engine)
     if not missing:
         return
-    name = await server_name(engine)
-    needed = _needed(config) if publishes else ()
+    name, tested = await engine.name(), engine.routes.tested
+    if (reason := await why_no_ids(engine, name, missing)) is not None:
+        why, remedy = reason
+        raise EngineStartError(f"the engine at {engine.url}{name and f' ({name})'} {why}; {remedy}")
+    needed = _needed(engine, config) if publishes else ()
     if fatal := [path for path in missing if path in needed]:
         raise EngineStartError(
-            f"the engine at {_told(engine, name, fatal)}; start SGLang {TESTED} or newer there; "
+            f"the engine at {_told(engine, name, fatal)}; start {tested} or newer there; "
             "`stepwell doctor --engine URL` says all that it lacks"
         )
-    log.warning("the engine at %s; tested is SGLang %s", _told(engine, name, missing), TESTED)
+    log.warning("the engine at %s; tested is %s", _told(engine, name, missing), tested)
 
 
-def _needed(config: EngineConfig) -> Collection[str]:
+async def why_no_ids(engine: Engine, name: str, missing: Collection[str]) -> tuple[str, str] | None:
+    """Reason that a server which lacks the engine's route of tokens cannot be used, and the remedy;
+    None: it has the route.
+
+    Args:
+        missing: routes of the engine's that it does not have.
+    """
+    routes = engine.routes
+    if routes.generate not in missing or not isinstance(engine, HttpEngine):
+        return None
+    if routes is SGLANG and name.startswith("vllm"):
+        return "is vLLM, which has an API of its own", "set engine.kind=vllm, with the same urls"
+    lacks = f"has no {routes.generate}"
+    if not await engine.has_route("/v1/chat/completions"):
+        return f"{lacks}: it is not {routes.tested}", f"start {routes.tested} there"
+    return (
+        f"{lacks}: it speaks OpenAI's API, which takes and gives text. Token ids and their "
+        "log-probs are lost on the way, and what is tokenized again is not what was sampled, so it "
+        "cannot be trained on",
+        f"start {routes.tested} there, or write an engine for it (docs/engines.md)",
+    )
+
+
+def _losses(engine: Engine) -> dict[str, str]:
+    routes = engine.routes
+    return {**routes.read, **routes.needed, **routes.optional}
+
+
+def _needed(engine: Engine, config: EngineConfig) -> Collection[str]:
     """Routes that training with `config` asks for; `/v1/models` only if no length is set."""
+    routes = engine.routes
     settings = [f"engine.weight_transport={config.weight_transport}"]
     if config.release_memory:
         settings.append("engine.release_memory=true")
-    chosen = {path for setting in settings for path in _FEATURES.get(setting, ())}
-    return {*READ, *NEEDED, *chosen} - {"/v1/models"}
+    chosen = {path for setting in settings for path in routes.features.get(setting, ())}
+    return {*routes.read, *routes.needed, *chosen} - {"/v1/models"}
 
 
-def _told(engine: EngineClient, name: str, missing: Iterable[str]) -> str:
+def _told(engine: Engine, name: str, missing: Iterable[str]) -> str:
     """Return text: each missing route, and what its loss costs the run."""
-    by_loss: dict[str, list[str]] = {}
+    losses, by_loss = _losses(engine), dict[str, list[str]]()
     for path in missing:
-        by_loss.setdefault(_LOST[path], []).append(path)
+        by_loss.setdefault(losses[path], []).append(path)
     lost = "; ".join(f"{', '.join(paths)} ({loss})" for loss, paths in by_loss.items())
     return f"{engine.url}{name and f' ({name})'} lacks {lost}"
-
-
-async def server_name(engine: EngineClient) -> str:
-    """Return the server's name for itself, e.g. "sglang 0.5.9" or "vllm"; empty if it has none."""
-    words: list[object] = []
-    with suppress(EngineError):
-        words.append((await engine.served_model()).get("owned_by"))
-    with suppress(EngineError):
-        words.append((await engine.server_info()).get("version"))
-    return " ".join(word for word in words if isinstance(word, str))

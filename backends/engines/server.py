@@ -26,6 +26,7 @@ import ray
 
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.kinds import connect
 from stepwell.backends.engines.supervisor import PROBE_INTERVAL_S, Supervisor
 from stepwell.backends.errors import EngineError, EngineStartError, EngineUnavailableError
 from stepwell.datapool.log_files import log_to_file
@@ -48,9 +49,7 @@ class EngineServer:
     ) -> None:
         log_to_file(Path(log_dir).absolute() / SUPERVISOR_LOG)
         self._config = config
-        self._supervisor = (
-            None if config.kind == "attach" else Supervisor(config, log_dir, weights_dir)
-        )
+        self._supervisor = None if config.is_attached else Supervisor(config, log_dir, weights_dir)
         self._urls = list(config.urls)
         """Return the urls of attached engines."""
         self._stopped = asyncio.Event()
@@ -125,11 +124,11 @@ class EngineServer:
         deadline = time.monotonic() + self._config.startup_timeout_s
         router = self._config.router_url
         whose = "engine.urls has" if router is None else f"the router {router} lists"
-        async with EngineClient(url, timeout_s=5.0) as client:
-            while not await client.health():
+        async with connect(self._config, url, timeout_s=5.0) as engine:
+            while not await engine.health():
                 if time.monotonic() >= deadline:
                     raise EngineStartError(
-                        f"{whose} {url!r}, which did not answer /health within "
+                        f"{whose} {url!r}, which did not answer that it is well within "
                         f"engine.startup_timeout_s={self._config.startup_timeout_s:g}; "
                         "is a server running there?"
                     )

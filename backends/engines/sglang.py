@@ -14,17 +14,18 @@ Tested against SGLang 0.5.23 by `make test-sglang`. Owns the flags. Does not own
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
 from pathlib import Path
 
 from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines.commands import CommandLine, Launch, common_flags
-from stepwell.backends.errors import EngineStartError
+from stepwell.backends.engines.commands import (
+    CommandLine,
+    Launch,
+    common_flags,
+    has_gpu,
+    interpreter,
+)
 
 _HERE = Path(__file__).resolve().parent
-_CHECKOUT = _HERE.parents[1]
 
 CPU_MAX_TOTAL_TOKENS = 32_768
 """Tokens of KV cache without a GPU: 128 rollouts of 256. `engine.extra_args` may say otherwise."""
@@ -72,7 +73,8 @@ def command(config: EngineConfig, launch: Launch) -> CommandLine:
     on_cpu = not has_gpu()
     if on_cpu and config.dtype == "auto":  # SGLang's own `auto` turns float32 into float16
         config = config.model_copy(update={"dtype": "float32"})
-    argv = [str(interpreter(config)), "-m", "sglang.launch_server", *common_flags(config, launch)]
+    python = interpreter(config, "sglang", "pip install 'sglang>=0.5.23'")
+    argv = [str(python), "-m", "sglang.launch_server", *common_flags(config, launch)]
     # A line per request in the log would push out what an error shows of it.
     argv += ["--random-seed", str(config.seed), "--log-level-http", "warning"]
     if on_cpu:
@@ -80,34 +82,3 @@ def command(config: EngineConfig, launch: Launch) -> CommandLine:
     elif config.release_memory:  # without a GPU the endpoints are there and free nothing
         argv += MEMORY_FLAGS
     return CommandLine([*argv, *launch.extra_args, *config.extra_args], CPU_ENV if on_cpu else {})
-
-
-def interpreter(config: EngineConfig) -> Path:
-    """The Python that has SGLang.
-
-    Raises:
-        EngineStartError: there is none.
-    """
-    if config.python is not None:
-        return Path(config.python)
-    if importlib.util.find_spec("sglang") is not None:
-        return Path(sys.executable)
-    own = [folder / ".venv-sglang" for folder in (Path.cwd(), _CHECKOUT)]
-    for folder in own:
-        if any(folder.glob("lib/python*/site-packages/sglang/__init__.py")):
-            return folder / "bin" / "python"
-    raise EngineStartError(
-        f"engine.kind is 'sglang', but the package sglang is neither installed here nor in "
-        f"{own[0]}; run `make install-sglang` in the source checkout, or pip install "
-        "'sglang>=0.5.23', or set engine.python to an interpreter that has it"
-    )
-
-
-def has_gpu() -> bool:
-    """True if an engine started here would see a GPU. Looks at device files: to ask torch takes
-    seconds and hundreds of MB, and the answer is of this environment's torch, not SGLang's."""
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-        if os.environ.get(name) in ("", "-1"):  # as Ray sets it for an actor without a GPU
-            return False
-    devices = (*Path("/dev").glob("nvidia[0-9]*"), Path("/dev/kfd"), Path("/dev/dxg"))
-    return any(device.exists() for device in devices)

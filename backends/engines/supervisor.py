@@ -46,13 +46,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines.client import (
-    CONTROL_TIMEOUT_S,
-    LOAD_TIMEOUT_S,
-    NOT_THERE,
-    EngineClient,
-)
-from stepwell.backends.engines.commands import Launch, command_line
+from stepwell.backends.engines.api import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S, Engine
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.commands import Launch
+from stepwell.backends.engines.kinds import command_line, connect
 from stepwell.backends.errors import EngineError, EngineStartError
 from stepwell.backends.processes import Child, last_lines, start_logged
 from stepwell.backends.weights import Published, StoreLock, check_version, read_current
@@ -90,8 +87,8 @@ class Supervisor:
     ) -> None:
         """`weights_dir`: the `WeightStore` whose committed version a restart serves; None always
         serves `config.model_path` as version 0."""
-        if config.kind == "attach":
-            raise ValueError("engine.kind is 'attach'; there is nothing to launch")
+        if config.is_attached:
+            raise ValueError("the engines are running already; there is nothing to launch")
         self.config = config
         self.log_file = Path(log_dir).absolute() / "engine.log"
         self.state: State = "new"
@@ -293,7 +290,7 @@ class Supervisor:
             code = child.process.poll()
             if code is not None:
                 raise self._failed(f"ended with exit code {code} before it was healthy")
-            if self._does(EngineClient.check, 2.0):
+            if self._does(lambda engine: engine.check(), 2.0):
                 return
             if time.monotonic() >= deadline:
                 raise self._failed(
@@ -320,14 +317,14 @@ class Supervisor:
     def _admit(self) -> bool:
         current = self._committed()
         try:
-            served = str(self._ask(EngineClient.model_info, 30.0)["weight_version"])
+            served = self._ask(lambda engine: engine.state(), 30.0)
         except EngineError:  # it died again
             return self._is_running()
-        names = (str(current.version), "default" if current.version == 0 else "")
-        if served not in names and not self._load(current):
+        is_current = served.version == current.version and not served.is_canary
+        if not is_current and not self._load(current):
             log.error("%s could not load version %d; it is restarted", self.url, current.version)
             self._signal_kill()
-        elif not self._does(EngineClient.continue_, CONTROL_TIMEOUT_S):
+        elif not self._does(lambda engine: engine.continue_(), CONTROL_TIMEOUT_S):
             log.error("%s does not continue; it is restarted", self.url)
             self._signal_kill()
         else:
@@ -342,8 +339,8 @@ class Supervisor:
         if self._weights_dir is not None:
             check_version(self._weights_dir, current.path)
 
-        async def load(engine: EngineClient) -> None:
-            if not current.adapter:
+        async def load(engine: Engine) -> None:
+            if not current.adapter or not isinstance(engine, EngineClient):
                 await engine.update_weights_from_disk(current.path, current.version)
                 return
             with suppress(EngineError):  # none was loaded
@@ -353,27 +350,28 @@ class Supervisor:
 
         return self._does(load, LOAD_TIMEOUT_S)
 
-    async def _asking(self, ask: Callable[[EngineClient], Awaitable[T]], timeout_s: float) -> T:
-        async with EngineClient(self.url, timeout_s=timeout_s) as engine:
+    async def _asking(self, ask: Callable[[Engine], Awaitable[T]], timeout_s: float) -> T:
+        async with connect(self.config, self.url, timeout_s=timeout_s) as engine:
             return await ask(engine)
 
-    def _ask(self, ask: Callable[[EngineClient], Awaitable[T]], timeout_s: float) -> T:
+    def _ask(self, ask: Callable[[Engine], Awaitable[T]], timeout_s: float) -> T:
         return asyncio.run(self._asking(ask, timeout_s))
 
-    def _does(self, ask: Callable[[EngineClient], Awaitable[object]], timeout_s: float) -> bool:
+    def _does(self, ask: Callable[[Engine], Awaitable[object]], timeout_s: float) -> bool:
         try:
             self._ask(ask, timeout_s)
         except EngineError:
             return False
         return True
 
-    def _status(self, path: str, timeout_s: float) -> int | None:
-        """The status of the answer; None: there is none in time."""
+    def _failure(
+        self, ask: Callable[[Engine], Awaitable[object]], timeout_s: float
+    ) -> EngineError | None:
         try:
-            self._ask(lambda engine: engine.check(path), timeout_s)
+            self._ask(ask, timeout_s)
         except EngineError as e:
-            return getattr(e, "status", None)
-        return 200
+            return e
+        return None
 
     @property
     def _starts_paused(self) -> bool:
@@ -392,19 +390,17 @@ class Supervisor:
         if self._child is None:
             return
         process = self._child.process
-        # An engine of a plug-in may have no such endpoint.
         limit_s = min(PROBE_TIMEOUT_S, self.config.hang_timeout_s)
-        answers = self._status("/model_info", limit_s) not in NOT_THERE
         silent_s = ailing_s = 0.0
         while True:
             try:
                 process.wait(PROBE_EVERY_S)
                 return
             except subprocess.TimeoutExpired:
-                if not answers:
-                    continue
+                pass
             asked = time.monotonic()
-            answered = self._status("/model_info", limit_s) is not None
+            failure = self._failure(lambda engine: engine.state(), limit_s)
+            answered = failure is None or hasattr(failure, "status")
             generates = answered and self._generates(limit_s)
             took_s = PROBE_EVERY_S + min(time.monotonic() - asked, 2 * limit_s)
             silent_s = 0.0 if answered else silent_s + took_s
@@ -425,8 +421,7 @@ class Supervisor:
         if self._publishes():
             return True
         before = self._committed()
-        status = self._status("/health_generate", limit_s)
-        if status == 200 or status in NOT_THERE:
+        if self._failure(lambda engine: engine.check_generates(), limit_s) is None:
             return True
         return self._publishes() or self._committed() != before  # paused while it was asked
 

@@ -13,13 +13,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-EMBEDDED: Final = "stepwell-embedded"
-"""`version` in `/server_info` of the engine whose hashes follow from the checkpoint."""
 _COMPUTED = ("cos_sin_cache", "cos_cache", "sin_cache", "inv_freq", "freqs_cis")
 """Buffers that an engine computes: not weights (SGLang leaves them out, too)."""
 

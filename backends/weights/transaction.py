@@ -45,8 +45,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from stepwell.backends.config import PublishMode, WeightTransport
-from stepwell.backends.engines.api import version_number
-from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.api import Engine
 from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,
@@ -56,7 +55,7 @@ from stepwell.backends.errors import (
     SupersededError,
     WeightUpdateError,
 )
-from stepwell.backends.weights.digest import EMBEDDED, RankHashes, checkpoint_hashes, compare
+from stepwell.backends.weights.digest import RankHashes, checkpoint_hashes, compare
 from stepwell.backends.weights.store import Published, WeightStore, check_version
 from stepwell.backends.weights.transports import ADAPTER_NAME, TRANSPORTS, Target, Update
 
@@ -96,7 +95,6 @@ class Publication:
 
 @dataclass(slots=True)
 class _Replica(Target):
-    embedded: bool = False
     paused: bool = False
     touched: bool = False
     """An update was sent, whatever came of it."""
@@ -106,7 +104,7 @@ class _Replica(Target):
 
 
 async def publish(
-    engines: Sequence[EngineClient],
+    engines: Sequence[Engine],
     path: str | os.PathLike[str],
     version: int,
     mode: PublishMode = "abort",
@@ -167,7 +165,7 @@ async def publish(
 class _Transaction:
     def __init__(
         self,
-        engines: Sequence[EngineClient],
+        engines: Sequence[Engine],
         path: str,
         version: int,
         mode: PublishMode,
@@ -281,14 +279,8 @@ class _Transaction:
             await self.hook(phase, when)
 
     async def _remember(self, replica: _Replica) -> None:
-        info = await replica.engine.model_info()
-        server = await replica.engine.server_info()
-        replica.path, replica.version = info["model_path"], info["weight_version"]
-        replica.dtype = str(server.get("dtype") or "auto")
-        replica.embedded = server.get("version") == EMBEDDED
-        replica.device = str(server.get("device") or "cuda").partition(":")[0]
-        sizes = [int(server.get(f"{kind}_size") or 1) for kind in ("tp", "pp")]
-        replica.ranks = sizes[0] * sizes[1]
+        replica.version = (await replica.engine.state()).version
+        replica.about = await replica.engine.about()
 
     async def _pause(self, replica: _Replica) -> None:
         replica.paused = True  # before the answer: a lost answer may still have paused it
@@ -336,7 +328,7 @@ class _Transaction:
 
     def _expected(self) -> dict[str, dict[str, str]]:
         """The hashes that live embedded engines must have, by replica. Reads the checkpoint."""
-        dtypes = {r.engine.url: r.dtype for r in self._live if r.embedded}
+        dtypes = {r.engine.url: r.about.dtype for r in self._live if r.about.is_embedded}
         if self.transport.adapter:
             dtypes = dict.fromkeys(dtypes, "auto")
         prefix = f"{ADAPTER_NAME}:" if self.transport.adapter else ""
@@ -345,10 +337,11 @@ class _Transaction:
         return {url: of[dtype] for url, dtype in dtypes.items()}
 
     async def _verify_version(self, replica: _Replica) -> None:
-        found = (await replica.engine.model_info())["weight_version"]
-        if found != self.update.name:
+        found = await replica.engine.state()
+        if found[:2] != (self.update.version, self.update.canary):
             raise WeightUpdateError(
-                f"{replica.engine.url} serves version {found!r} after loading {self.update.name}",
+                f"{replica.engine.url} serves version {found.name} after loading "
+                f"{self.update.name}",
                 replica=replica.engine.url,
             )
 
@@ -401,7 +394,7 @@ class _Transaction:
                     await self.transport.restore(replica, self._before(replica))
                 if replica.paused:
                     await engine.continue_()
-                return version_number((await engine.model_info())["weight_version"])
+                return await engine.weight_version()
             except (EngineError, ValueError):
                 return None
 
@@ -421,7 +414,9 @@ class _Transaction:
         """Version a replica goes back to: the committed one, which need not be what it had."""
         if self.committed is not None:
             return self.committed
-        return Published(version_number(replica.version), replica.path)
+        if replica.version is None or not replica.about.model_path:
+            raise ValueError(f"{replica.engine.url} does not say which weights it had")
+        return Published(replica.version, replica.about.model_path)
 
     # -- after the commit ---------------------------------------------------------------------
 
@@ -477,5 +472,5 @@ def _rank_hashes(rank: Mapping[str, Any], replica: _Replica) -> RankHashes:
         {k: v for k, v in place.items() if k not in ("dp_rank", "rank", "size")}
         for place in rank["parallelism_info"]
     ]
-    layout = repr((replica.device, replica.dtype, sorted(map(repr, places))))
+    layout = repr((replica.about.device, replica.about.dtype, sorted(map(repr, places))))
     return layout, dict(rank["checksums"])

@@ -20,13 +20,14 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Thread
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from stepwell.backends.config import WeightTransport
+from stepwell.backends.engines.api import Engine, EngineAbout
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import EngineRequestError
 from stepwell.backends.weights.store import Published
@@ -47,12 +48,9 @@ JOIN_TIMEOUT_S = 60.0
 class Target:
     """A replica, and what it was before the publication."""
 
-    engine: EngineClient
-    version: str = ""
-    path: str = ""
-    dtype: str = "auto"
-    device: str = "cpu"
-    ranks: int = 1
+    engine: Engine
+    version: int | None = None
+    about: EngineAbout = field(default_factory=EngineAbout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +110,13 @@ class Distributed(Transport):
     async def send(self, target: Target) -> None:
         from stepwell.backends.weights.collective import Group
 
-        engine, update = target.engine, self.update
+        engine, update = _sglang(target.engine), self.update
         if self._read is None:  # once for all replicas
             self._read = asyncio.ensure_future(asyncio.to_thread(_tensors, update.path))
         tensors = await asyncio.shield(self._read)
-        backend = "gloo" if target.device == "cpu" else "nccl"
+        backend = "gloo" if target.about.device == "cpu" else "nccl"
         name = f"stepwell-v{update.version}-{uuid.uuid4().hex[:8]}"
-        address, world = address_for(engine.url), 1 + target.ranks
+        address, world = address_for(engine.url), 1 + target.about.ranks
         store = Group.listen(address, world, JOIN_TIMEOUT_S)
         led = _in_thread(
             lambda: Group.lead(
@@ -164,11 +162,11 @@ class Lora(Transport):
     adapter = True
 
     async def send(self, target: Target) -> None:
-        await self._replace(target.engine, self.update.path, self.update.name)
+        await self._replace(_sglang(target.engine), self.update.path, self.update.name)
 
     async def restore(self, target: Target, to: Published) -> None:
         path = to.path if to.adapter else None
-        await self._replace(target.engine, path, str(to.version))
+        await self._replace(_sglang(target.engine), path, str(to.version))
 
     async def _replace(self, engine: EngineClient, path: str | None, version: str) -> None:
         try:
@@ -192,6 +190,17 @@ TRANSPORTS: Mapping[WeightTransport, type[Transport]] = MappingProxyType(
 
 
 # -- parts ------------------------------------------------------------------------------------
+
+
+def _sglang(engine: Engine) -> EngineClient:
+    """The engine, by whose API there are process groups and adapters.
+
+    Raises:
+        EngineRequestError: it speaks another API.
+    """
+    if not isinstance(engine, EngineClient):
+        raise EngineRequestError(f"{engine} takes weights from disk only: engine.weight_transport")
+    return engine
 
 
 async def _begin(engine: EngineClient) -> None:

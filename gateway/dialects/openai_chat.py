@@ -33,6 +33,7 @@ from stepwell.gateway.dialects.params import (
     NoPenalty,
     Params,
     Part,
+    Seed,
     StopIds,
     Temperature,
     Texts,
@@ -114,7 +115,9 @@ class CompletionParams(Params):
     max_tokens: MaxTokens | None = None
     stop: Annotated[Texts, Field(max_length=16)] = ()
     stop_token_ids: Annotated[StopIds, Field(max_length=16)] = ()
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    seed: Seed | None = None
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    """SGLang's and vLLM's: the reply matches it, where the engine has grammars."""
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(default=1, ge=1, le=16)
@@ -134,7 +137,10 @@ class CompletionParams(Params):
     def sampling(self) -> dict[str, Any]:
         """Fields that a `ChatRequest` has under the same names."""
         same = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed")
-        return {name: getattr(self, name) for name in (*same, "stream")}
+        found = {name: getattr(self, name) for name in (*same, "stream")}
+        if self.regex is not None:
+            found |= {"constraint": ("regex", self.regex), "constraint_field": "regex"}
+        return found
 
 
 class _Schema(Part):
@@ -175,6 +181,10 @@ class ChatParams(CompletionParams):
     top_logprobs: TopLogprobs | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_not_reserved)] | None = None
+    continue_final_message: bool = False
+    """vLLM's and SGLang's: the reply goes on from the last message, the assistant's."""
+    add_generation_prompt: bool | None = None
+    """Not asked of the model twice: true, and false with `continue_final_message`."""
     prediction: Any = None
     verbosity: Any = None
     function_call: Literal["none"] = "none"
@@ -203,17 +213,25 @@ class OpenAIChat(Dialect):
         if params.tools:
             tools = Tools(_tool(t, f"tools[{i}]") for i, t in enumerate(params.tools))
         forced_tool = None if params.tool_choice is None else _choice(params.tool_choice, tools)
-        constraint = params.response_format.constraint() if params.response_format else None
+        sampling = params.sampling()
+        if params.response_format and (form := params.response_format.constraint()) is not None:
+            if params.regex is not None:
+                raise wrong("regex", params.regex, "send it or response_format, not both")
+            sampling |= {"constraint": form, "constraint_field": "response_format"}
         parse_tools = bool(tools) and params.tool_choice != "none"
-        if constraint is not None and parse_tools:
+        if parse_tools and sampling.pop("constraint", None) is not None:
             # Constrained from its first token on, the reply could not call a tool.
-            ignored.append("response_format (beside tools)")
-            constraint = None
+            ignored.append(f"{sampling['constraint_field']} (beside tools)")
         template_args = params.chat_template_kwargs or {}
         if (effort := params.reasoning_effort) is not None:
             told = effort_args(effort, self._chat_template, "reasoning_effort", ignored)
             template_args = told | template_args
         messages = [_message(m, known.place(i)) for i, m in enumerate(params.messages)]
+        prefill = ""
+        if params.continue_final_message or params.add_generation_prompt is not None:
+            prefill = _continued(messages, params, known, forced_tool)
+        if params.continue_final_message:
+            messages.pop()
         if known.cuts is not None:
             _note_cuts(messages, known)
         call = ChatRequest(
@@ -222,11 +240,11 @@ class OpenAIChat(Dialect):
             template_args=template_args,
             max_tokens=params.max_completion_tokens or params.max_tokens,
             n_logprobs=params.top_logprobs or 0 if params.logprobs else None,
-            constraint=constraint,
             forced_tool=forced_tool,
+            prefill=prefill,
             parallel_tool_calls=params.parallel_tool_calls,
             parse_tools=parse_tools,
-            **params.sampling(),
+            **sampling,
         )
         return Parsed(
             call,
@@ -238,13 +256,13 @@ class OpenAIChat(Dialect):
 
     def answer(self, exchange: Exchange, replies: Sequence[LiveCall]) -> dict[str, Any]:
         """A `ChatCompletion`."""
-        wanted = exchange.parsed.options.logprobs
+        wanted, prefill = exchange.parsed.options.logprobs, exchange.parsed.call.prefill
         return {
             **head(exchange, "chatcmpl", "chat.completion"),
             "choices": [
                 {
                     "index": i,
-                    "message": _said(reply),
+                    "message": _said(reply, prefill),
                     "logprobs": logprobs(call.tokens, exchange.tokenizer) if wanted else None,
                     "finish_reason": reply.finish_reason,
                 }
@@ -321,6 +339,19 @@ class _ChatWriter(CompletionWriter):
     def __init__(self, exchange: Exchange, head: dict[str, Any], dialect: Dialect) -> None:
         super().__init__(exchange, head, dialect)
         self._n_calls = [0] * len(exchange.calls)
+        self._prefills = [exchange.parsed.call.prefill] * len(exchange.calls)
+        """Rest of the text that the client sent itself, by sample: the core's text begins with
+        it, and what is answered does not."""
+
+    def delta(self, sample: int, delta: Delta, tokens: Sequence[SampledToken]) -> bytes:
+        if isinstance(delta, ContentDelta) and (prefill := self._prefills[sample]):
+            n = min(len(delta.text), len(prefill))
+            if not prefill.startswith(delta.text[:n]):
+                n, prefill = 0, ""
+            self._prefills[sample], delta = prefill[n:], ContentDelta(delta.text[n:])
+            if not delta.text and not tokens:
+                return b""
+        return super().delta(sample, delta, tokens)
 
     def begin(self) -> bytes:
         # Log-probs not beside the role: the SDK's accumulator would count them twice.
@@ -376,14 +407,15 @@ def logprobs(tokens: Iterable[SampledToken], tokenizer: ChatTokenizer) -> dict[s
     return {"content": [token_entry(token, tokenizer) for token in tokens], "refusal": None}
 
 
-def _said(reply: LiveCall) -> dict[str, Any]:
+def _said(reply: LiveCall, prefill: str = "") -> dict[str, Any]:
     text = reply.text
-    message: dict[str, Any] = {"role": "assistant", "content": text.content, "refusal": None}
+    content = text.content.removeprefix(prefill)
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if text.reasoning:
         message["reasoning_content"] = text.reasoning
     if text.tool_calls:
         message["tool_calls"] = [c.entry() for c in text.tool_calls]
-        if not text.content.strip():
+        if not content.strip():
             message["content"] = None
     return message
 
@@ -418,6 +450,35 @@ def _choice(choice: Any, tools: list[Tool]) -> str | None:
         case {"type": "function", "function": {"name": str(name)}}:
             return must_call(tools, name, "tool_choice.function.name")
     raise wrong("tool_choice", choice, "send 'auto', 'none', 'required' or a function")
+
+
+def _continued(
+    messages: Sequence[Message], params: ChatParams, known: Known, forced_tool: str | None
+) -> str:
+    """Text of the last message that the reply goes on from; "" if it begins anew.
+
+    Raises:
+        RequestError: the last message cannot be continued, or the fields contradict one another.
+    """
+    if not params.continue_final_message:
+        if params.add_generation_prompt is False:
+            remedy = "leave it out: a reply begins behind it; or send continue_final_message: true"
+            raise wrong("add_generation_prompt", False, remedy)
+        return ""
+    if params.add_generation_prompt:
+        remedy = "send false, or leave it out: continue_final_message is true"
+        raise wrong("add_generation_prompt", True, remedy)
+    last, where = messages[-1], f"messages[{known.place(len(messages) - 1)}]"
+    if last["role"] != "assistant" or len(messages) == 1:
+        remedy = "end messages with the assistant's, behind another one"
+        raise wrong("continue_final_message", True, remedy)
+    if last.get("tool_calls") or last.get("reasoning_content"):
+        remedy = f"{where} has tool calls or thinking, and only text can be continued"
+        raise wrong("continue_final_message", True, remedy)
+    if forced_tool is not None:
+        raise wrong("continue_final_message", True, "leave out tool_choice: text goes on")
+    text: str = last["content"]
+    return text
 
 
 def _note_cuts(messages: Sequence[Message], known: Known) -> None:

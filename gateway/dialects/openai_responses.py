@@ -41,6 +41,7 @@ from stepwell.gateway.dialects.params import (
     NoPenalty,
     Params,
     Part,
+    Seed,
     Temperature,
     TopK,
     TopP,
@@ -128,7 +129,7 @@ class TextFormat(Part):
 
 class Text(Params):
     format: TextFormat = TextFormat()
-    verbosity: Any = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
     def constraint(self) -> tuple[str, str] | None:
         """Constraint that this format puts on the engine; None for plain text."""
@@ -154,6 +155,7 @@ class ResponsesParams(Params):
         "conversation": "send the whole input, or previous_response_id",
         "frequency_penalty": OTHER_POLICY,
         "presence_penalty": OTHER_POLICY,
+        "repetition_penalty": OTHER_POLICY,
         "prompt": "send instructions and input",
         "top_logprobs": "chat completions have log-probs",
     }
@@ -167,6 +169,7 @@ class ResponsesParams(Params):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
+    seed: Seed | None = None
     include: Annotated[list[Includable], Field(fail_fast=True)] | None = None
     reasoning: Reasoning = Reasoning()
     text: Text = Text()
@@ -181,6 +184,7 @@ class ResponsesParams(Params):
     # Not supported, but this value asks for nothing.
     frequency_penalty: NoPenalty = 0
     presence_penalty: NoPenalty = 0
+    repetition_penalty: Literal[1] = 1
 
     # Echoed.
     max_tool_calls: int | None = Field(default=None, ge=1)
@@ -264,6 +268,7 @@ class OpenAIResponses(Dialect):
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
+            seed=params.seed,
             constraint=constraint,
             constraint_field="text.format",
             forced_tool=forced_tool,

@@ -29,6 +29,7 @@ Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh",
 Temperature: TypeAlias = Annotated[float, Field(ge=0, le=2)]
 TopP: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 TopK: TypeAlias = Annotated[int, Field(ge=-1, lt=2**31)]
+Seed: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 NoPenalty: TypeAlias = Literal[0]
 """A penalty that asks for nothing."""
 OTHER_POLICY = "it would make the log-probs those of another policy"

@@ -19,11 +19,12 @@ import asyncio
 import logging
 from contextlib import suppress
 
-from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.api import Engine as Asked
 from stepwell.backends.engines.connections import ConnectionPool
+from stepwell.backends.engines.kinds import connect
 from stepwell.backends.errors import EngineError as AskingError
 from stepwell.backends.errors import EngineUnavailableError as NotThereError
-from stepwell.gateway.config import Tuning
+from stepwell.gateway.config import Wiring
 from stepwell.gateway.engine.fleet import Engine, Fleet
 
 log = logging.getLogger(__name__)
@@ -36,9 +37,10 @@ _AT_ONCE_S = 0.01
 class EngineChecks:
     """The checks of one fleet, over connections of their own. Owned by the client."""
 
-    def __init__(self, tuning: Tuning, fleet: Fleet) -> None:
+    def __init__(self, wiring: Wiring, fleet: Fleet) -> None:
         self._connections = ConnectionPool()
-        self._tuning = tuning
+        self._tuning = wiring.tuning
+        self._kind = wiring.engine
         self._fleet = fleet
         self._watchers: dict[Engine, asyncio.Task[None]] = {}
         self._wake: dict[Engine, asyncio.Event] = {}
@@ -75,9 +77,9 @@ class EngineChecks:
                 while not self._fleet.has_candidate(_now()):
                     await self._news.wait()
 
-    def asking(self, url: str, timeout_s: float | None = None) -> EngineClient:
+    def asking(self, url: str, timeout_s: float | None = None) -> Asked:
         timeout_s = timeout_s or self._tuning.engine_health_timeout_s
-        return EngineClient(url, timeout_s=timeout_s, connections=self._connections)
+        return connect(self._kind, url, timeout_s=timeout_s, connections=self._connections)
 
     async def context_length(self) -> int:
         """Tokens that fit in prompt and response, as the first engine says that says it.

@@ -35,9 +35,9 @@ from typing import Any
 import numpy as np
 
 from stepwell.backends.engines.api import GenerateRequest, Output, Sampling
-from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.connections import ConnectionPool
 from stepwell.backends.engines.ids_json import IdsJson
+from stepwell.backends.engines.kinds import connect
 from stepwell.backends.errors import EngineError as AskingError
 from stepwell.backends.errors import (
     EngineInternalError,
@@ -93,10 +93,15 @@ class Sampler:
         self.ids_json = IdsJson()
         self._connections = ConnectionPool(self.pace.keep)
         self._clients = {
-            engine: EngineClient(engine.url, connections=self._connections, ids_json=self.ids_json)
+            engine: connect(
+                wiring.engine,
+                engine.url,
+                connections=self._connections,
+                ids_json=self.ids_json,
+            )
             for engine in self._fleet
         }
-        self._checks = EngineChecks(wiring.tuning, self._fleet)
+        self._checks = EngineChecks(wiring, self._fleet)
         self._context_length = config.context_length
         self._aborts: set[asyncio.Task[None]] = set()
         self.resumes = 0

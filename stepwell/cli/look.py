@@ -105,6 +105,7 @@ def add_commands(commands: Commands) -> None:
     doctor.add_argument(
         "--engine", metavar="URL", help="of an engine: what Stepwell asks of it, and what it lacks"
     )
+    doctor.add_argument("--kind", help="the engine's `engine.kind`, if it does not name itself")
     doctor.add_argument(
         "overrides", nargs="*", metavar="RUN | KEY=VALUE", help="e.g. model.path=Qwen/Qwen3-0.6B"
     )
@@ -255,7 +256,9 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.engine is not None:
         if args.config is not None or args.overrides:
             raise ConfigError("give --engine URL alone: it looks at that server, at no run")
-        return _told(args, check_engine(args.engine), NAMES)
+        return _told(args, check_engine(args.engine, args.kind), NAMES)
+    if args.kind is not None:
+        raise ConfigError(f"--kind is {args.kind}, of an engine; give --engine URL with it")
     named = [word for word in args.overrides if "=" not in word]
     overrides = [word for word in args.overrides if "=" in word]
     if len(named) > 1 or (named and (args.config is not None or overrides)):

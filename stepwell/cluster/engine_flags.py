@@ -1,8 +1,8 @@
-"""SGLang's options that follow from the run's own keys, so that no number stands in two places.
+"""Options of SGLang and vLLM that follow from the run's own keys: no number stands in two places.
 
-    cluster.gpus_per_engine=4       --tp-size 4
+    cluster.gpus_per_engine=4       --tp-size 4 · vLLM: --tensor-parallel-size 4
     engine.weight_transport=lora    --enable-lora --max-lora-rank R --lora-target-modules …
-    trainer and engine on one GPU   --mem-fraction-static 0.4
+    trainer and engine on one GPU   --mem-fraction-static 0.4 · vLLM: --gpu-memory-utilization 0.4
 
 An option that `engine.extra_args` has is left to it. Pure. Does not own the options that every
 engine gets (`backends/engines/commands.py`, `sglang.py`).
@@ -23,6 +23,8 @@ _SPLITS = (
     "--pp-size",
     "--pipeline-parallel-size",
     "--pp",
+    "-tp",
+    "-pp",
     "--ep-size",
     "--expert-parallel-size",
     "--ep",
@@ -30,11 +32,11 @@ _SPLITS = (
     "--data-parallel-size",
     "--dp",
 )
-"""SGLang's names for how a model is split; one that is given says it all."""
+"""Names for how a model is split; one that is given says it all."""
 
 
 def flags_of_run(config: RunConfig, is_colocated: bool) -> tuple[str, ...]:
-    """Options of each SGLang server that the run starts; other engines get none.
+    """Options of each SGLang or vLLM server that the run starts; other engines get none.
 
     Args:
         is_colocated: a trainer's rank is on the same GPU.
@@ -43,17 +45,21 @@ def flags_of_run(config: RunConfig, is_colocated: bool) -> tuple[str, ...]:
         ConfigError: `backend.lora.target_modules` says the modules in a form that SGLang cannot
             read.
     """
-    if config.engine.kind != "sglang":
+    if config.engine.kind not in ("sglang", "vllm") or config.engine.is_attached:
         return ()
     given = {flag.partition("=")[0] for flag in config.engine.extra_args}
     flags: list[str] = []
+    is_vllm = config.engine.kind == "vllm"
 
     def add(name: str, *values: str) -> None:
         if name not in given:
             flags.extend((name, *values))
 
     if config.cluster.gpus_per_engine > 1 and not given & set(_SPLITS):
-        add("--tp-size", str(config.cluster.gpus_per_engine))
+        add(
+            "--tensor-parallel-size" if is_vllm else "--tp-size",
+            str(config.cluster.gpus_per_engine),
+        )
     lora = getattr(config.backend, "lora", None)
     if config.engine.weight_transport == "lora" and lora is not None:
         add("--enable-lora")
@@ -61,7 +67,7 @@ def flags_of_run(config: RunConfig, is_colocated: bool) -> tuple[str, ...]:
         if "--lora-target-modules" not in given:
             add("--lora-target-modules", *_modules(lora.target_modules))
     if is_colocated:
-        add("--mem-fraction-static", str(SHARED_MEMORY))
+        add("--gpu-memory-utilization" if is_vllm else "--mem-fraction-static", str(SHARED_MEMORY))
     return tuple(flags)
 
 

@@ -23,7 +23,8 @@ import ray
 from pydantic import SecretStr
 
 from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.api import Engine
+from stepwell.backends.engines.kinds import connect
 from stepwell.backends.engines.nodes import start_engine_group
 from stepwell.backends.engines.routes import check_routes
 from stepwell.backends.engines.server import start_engine, started
@@ -67,7 +68,7 @@ class Parts:
     """The running parts that a trainer needs."""
 
     pool: DataPoolClient
-    engines: Sequence[EngineClient]
+    engines: Sequence[Engine]
     workers: Sequence[WorkerHandle] = ()
     """Run agents; none, where agents come by themselves."""
     placement: Placement = field(default_factory=lambda: Placement(Plan("plain")))
@@ -143,12 +144,13 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
         here = {"scheduling_strategy": on_this_node()}
         configs = [
             network.engine(engine_config, gateway_config, placement.engine_ip(i))
-            for i in range(1 if engine_config.kind == "attach" else config.cluster.engines)
+            for i in range(1 if engine_config.is_attached else config.cluster.engines)
         ]
         urls = await _start_engines(config, configs, placement, here, stack, trains)
-        engines = [await stack.enter_async_context(EngineClient(url)) for url in urls]
+        engines = [await stack.enter_async_context(connect(engine_config, u)) for u in urls]
         wiring = Wiring(
             engine_urls=tuple(urls),
+            engine=engine_config,
             lora_path=ADAPTER_NAME if engine_config.weight_transport == "lora" else None,
             canary_share=config.publish.canary_share or 0.0,
             run_dir=folder,
@@ -189,7 +191,7 @@ async def _start_engines(
     publishes = trains and not (config.validation.only or config.trainer.debug_rollout_only)
 
     async def accept(url: str) -> None:
-        async with EngineClient(url) as engine:
+        async with connect(config.engine, url) as engine:
             await check_routes(engine, config.engine, publishes=publishes)
 
     folder = config.run.dir.absolute()

@@ -84,7 +84,8 @@ class Plan:
 def wanted_gpus(config: RunConfig) -> tuple[int, int]:
     """(trainer ranks that want a GPU each, engines that want `gpus_per_engine` each)."""
     ranks = 0 if config.backend.device == "cpu" else config.backend.ranks
-    on_cpu = config.engine.kind in ("embedded", "attach")  # SGLang's and a plug-in's want GPUs
+    # SGLang's, vLLM's and a plug-in's want GPUs.
+    on_cpu = config.engine.kind == "embedded" or config.engine.is_attached
     engines = 0 if on_cpu else config.cluster.engines
     return ranks, engines
 

@@ -33,8 +33,8 @@ from typing import Any
 
 import psutil
 
-from stepwell.backends.engines.commands import Launch, command_line
-from stepwell.backends.engines.sglang import has_gpu
+from stepwell.backends.engines.commands import Launch, has_gpu
+from stepwell.backends.engines.kinds import command_line, engine_class
 from stepwell.backends.errors import BackendError
 from stepwell.backends.masks import is_path, load_own
 from stepwell.backends.model_folder import (
@@ -212,7 +212,7 @@ def gateway_port(config: RunConfig) -> None:
 
 def engine_port(config: RunConfig) -> None:
     engine, count = config.engine, config.cluster.engines
-    if not engine.port or engine.kind == "attach":
+    if not engine.port or engine.is_attached:
         return
     if count > 1:
         raise ConfigError(
@@ -231,9 +231,21 @@ def engine_port(config: RunConfig) -> None:
 
 
 def engine(config: RunConfig) -> None:
-    """Its program is installed, and what it loads is there."""
+    """Its program is installed, what it loads is there, and it can do what is asked of it."""
     section = config.engine
-    if section.kind == "attach":
+    kind = engine_class(section.kind)
+    kind.own_options(section.options)
+    if section.weight_transport not in kind.transports:
+        raise ConfigError(
+            f"engine.weight_transport is {section.weight_transport!r}, and engine.kind "
+            f"{section.kind!r} takes {' and '.join(kind.transports)}; choose one of those"
+        )
+    if section.release_memory and not kind.lends_memory:
+        raise ConfigError(
+            f"engine.release_memory is true, and engine.kind {section.kind!r} lends no memory; set "
+            "it to false, and give engines GPUs of their own"
+        )
+    if section.is_attached:
         return
     path = section.model_path or config.model.path
     check_weights(path, "model.path" if path == config.model.path else "engine.model_path")

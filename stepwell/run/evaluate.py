@@ -68,7 +68,9 @@ def evaluation_of(
             f"the run in {what} learns from live traffic and has no tasks; evaluate an exported "
             "model instead (`stepwell export`), with --config or rollout.agent and data.val"
         )
-    if values["engine"]["kind"] == "attach" and holder(folder) is not None:
+    if (values["engine"].get("urls") or values["engine"].get("router_url")) and holder(
+        folder
+    ) is not None:
         urls = () if run_file.engines is None else run_file.engines.urls
         raise ConfigError(
             f"the run in {what} is alive, and its engines ({', '.join(urls)}) "

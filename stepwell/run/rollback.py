@@ -14,7 +14,8 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.kinds import connect as connect_engine
 from stepwell.backends.weights import WeightStore
 from stepwell.run.connection import connect
 from stepwell.run.folder import TRAINER_LOCK, holder, is_starting, live_run
@@ -32,7 +33,8 @@ async def roll_back(run_dir: Path, to: int | None) -> str:
     run = live_run(run_dir)
     if run.engines is None:
         raise is_starting(run_dir)
-    transport = run.config["engine"]["weight_transport"]
+    engine = EngineConfig.model_validate(run.config["engine"])
+    transport = engine.weight_transport
     store = WeightStore(
         run.engines.weights_dir,
         keep=run.config["trainer"]["keep_weights"],
@@ -41,7 +43,9 @@ async def roll_back(run_dir: Path, to: int | None) -> str:
     trains = holder(run_dir, TRAINER_LOCK) is not None
     async with AsyncExitStack() as stack:
         pool = await stack.enter_async_context(connect(run_dir))
-        engines = [await stack.enter_async_context(EngineClient(url)) for url in run.engines.urls]
+        engines = [
+            await stack.enter_async_context(connect_engine(engine, u)) for u in run.engines.urls
+        ]
         version = await publish_earlier(
             engines, store, pool, to, transport=transport, trains=trains
         )

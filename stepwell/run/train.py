@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from stepwell.backends.base import build_backend
-from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.kinds import connect
 from stepwell.backends.engines.routes import check_routes
 from stepwell.cluster.parts import Parts, generate_needs
 from stepwell.cluster.placement import place
@@ -319,7 +319,10 @@ async def attach(config: RunConfig, run: RunFile, checked: Checked | None = None
                     while_lives(lambda: holder(folder) == run.pid, lambda: ended)
                 )
             pool = connect_pool(run.pool.name, run.ray.namespace)
-            engines = [await stack.enter_async_context(EngineClient(u)) for u in run.engines.urls]
+            engines = [
+                await stack.enter_async_context(connect(config.engine, url))
+                for url in run.engines.urls
+            ]
             for engine in engines:
                 await check_routes(engine, config.engine, publishes=True)
             placement = await asyncio.to_thread(place, config, serves=False)

@@ -20,7 +20,6 @@ import shutil
 import statistics
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -35,7 +34,8 @@ from rich.text import Text
 
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.client import EngineClient
-from stepwell.backends.errors import BackendError
+from stepwell.backends.engines.kinds import connect
+from stepwell.backends.errors import BackendError, EngineError
 from stepwell.backends.weights.store import read_current
 from stepwell.cluster.ray import connected
 from stepwell.config.run import RunConfig
@@ -112,11 +112,13 @@ def examine(config: RunConfig | None, run: RunFile | None, folder: Path) -> Iter
             checks.append(("configuration", lambda: configuration(config)))
         checks.append(("tokenizer", lambda: tokenizer(path, config.model.path)))
         checks.append(("template", lambda: chat_template(path)))
-        if config.engine.kind == "attach" and run is None:
-            checks.append(("engine", lambda: engines(attached(config.engine))))
+        if config.engine.is_attached and run is None:
+            checks.append(("engine", lambda: engines(config.engine, attached(config.engine))))
     if run is not None:
         checks.append(("gateway", lambda: gateways(run)))
-        checks.append(("engine", lambda: engines(() if run.engines is None else run.engines.urls)))
+        urls = () if run.engines is None else run.engines.urls
+        engine = EngineConfig.model_validate(run.config["engine"])
+        checks.append(("engine", lambda: engines(engine, urls)))
     if (folder / RUN_FILE).is_file():
         checks.append(("files", lambda: files(folder)))
     if (folder / METRICS).is_file():
@@ -168,7 +170,7 @@ def packages() -> Iterator[Finding]:
 def torch_device(config: RunConfig | None) -> Iterator[Finding]:
     import torch
 
-    from stepwell.backends.engines.sglang import has_gpu
+    from stepwell.backends.engines.commands import has_gpu
 
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -420,12 +422,16 @@ def attached(config: EngineConfig) -> Sequence[str]:
     return asyncio.run(ask())
 
 
-def engines(urls: Iterable[str]) -> Iterator[Finding]:
+def engines(config: EngineConfig, urls: Iterable[str]) -> Iterator[Finding]:
+    async def ask(url: str) -> str:
+        async with connect(config, url, timeout_s=ANSWER_S) as engine:
+            version, path = (await engine.state()).name, (await engine.about()).model_path
+            return f"{url}: {path}, weights {version}"
+
     for url in urls:
         try:
-            with urllib.request.urlopen(f"{url}/model_info", timeout=ANSWER_S) as answer:
-                info = json.loads(answer.read())
-        except (OSError, ValueError) as e:
+            told = asyncio.run(ask(url))
+        except (EngineError, ValueError, LookupError) as e:
             yield Finding(
                 "engine",
                 "problem",
@@ -433,7 +439,6 @@ def engines(urls: Iterable[str]) -> Iterator[Finding]:
                 "start it, correct engine.urls, or see logs/engine.log",
             )
         else:
-            told = f"{url}: {info.get('model_path')}, weights {info.get('weight_version')}"
             yield Finding("engine", "ok", told)
 
 

@@ -8,21 +8,24 @@ table, for people, is in `docs/design/engines.md`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 from packaging.version import Version
 
-from stepwell.backends.engines.api import GenerateRequest, Output, Sampling, version_number
-from stepwell.backends.engines.client import EngineClient
-from stepwell.backends.engines.routes import (
-    NEEDED,
-    OPTIONAL,
-    READ,
-    TESTED,
-    missing_routes,
-    server_name,
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.api import (
+    Engine,
+    GenerateRequest,
+    Output,
+    Sampling,
+    version_number,
 )
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.kinds import connect
+from stepwell.backends.engines.routes import NEEDED, OPTIONAL, missing_routes, why_no_ids
+from stepwell.backends.engines.vllm import GENERATE, ROUTES
 from stepwell.backends.errors import EngineError
 from stepwell.gateway.engine.generation import Part
 from stepwell.gateway.errors import GatewayError
@@ -32,28 +35,43 @@ LIMIT_S = 60.0
 _N_TOKENS = 3
 
 
-def check_engine(url: str) -> Iterator[Finding]:
-    """A finding for each thing that is asked of an engine."""
-    yield from asyncio.run(_findings(url.rstrip("/")))
+def check_engine(url: str, kind: str | None = None) -> Iterator[Finding]:
+    """A finding for each thing that is asked of an engine.
+
+    Args:
+        kind: `engine.kind` of it; None: as it names itself, SGLang's API where it does not.
+
+    Raises:
+        BackendConfigError: there is no such kind here.
+    """
+    yield from asyncio.run(_findings(url.rstrip("/"), kind))
 
 
-async def _findings(url: str) -> list[Finding]:
-    async with EngineClient(url, timeout_s=LIMIT_S) as engine:
-        found = [await _finding(engine, name) for name in _READ]
+async def _findings(url: str, kind: str | None) -> list[Finding]:
+    async with EngineClient(url, timeout_s=LIMIT_S) as unknown:
+        name = await unknown.name()
+    if kind is None:
+        kind = "vllm" if name.startswith("vllm") else "attach"
+    async with connect(EngineConfig(kind=kind, urls=(url,)), url, timeout_s=LIMIT_S) as engine:
+        routes = engine.routes
+        found = [await _finding(engine, name, look, lost) for name, look, lost in _looks(engine)]
         if all(finding.state == "problem" for finding in found):
             return [Finding("engine", "problem", found[0].text, "start it, or correct the URL")]
         missing = await missing_routes(engine)
-        for path, lost in {**NEEDED, **OPTIONAL}.items():
+        for path, lost in {**routes.needed, **routes.optional}.items():
             if path not in missing:
                 found.append(Finding(path, "ok", "is there"))
             else:
-                state: State = "problem" if path in NEEDED else "warning"
+                state: State = "problem" if path in routes.needed else "warning"
                 found.append(Finding(path, state, "is missing", f"without it: {lost}"))
-        return [_server(await server_name(engine), missing), *found]
+        name = await engine.name()
+        if (reason := await why_no_ids(engine, name, missing)) is not None:
+            what, remedy = reason
+            return [Finding("engine", "problem", f"{name or 'the server'} {what}", remedy), *found]
+        return [_server(engine, name), *found]
 
 
-async def _finding(engine: EngineClient, name: str) -> Finding:
-    look, lost = _READ[name]
+async def _finding(engine: Engine, name: str, look: _Look, lost: str) -> Finding:
     try:
         told = await look(engine)
     except (EngineError, GatewayError, ConnectionError, TimeoutError, ValueError) as e:
@@ -62,27 +80,23 @@ async def _finding(engine: EngineClient, name: str) -> Finding:
     return told if isinstance(told, Finding) else Finding(name, "ok", told)
 
 
-def _server(name: str, missing: Collection[str]) -> Finding:
+def _server(engine: Engine, name: str) -> Finding:
     """Return a finding: the server that answers there."""
-    if "/generate" in missing:
-        return Finding(
-            "engine",
-            "problem",
-            f"{name or 'the server'} does not speak SGLang's API: Stepwell cannot sample from it "
-            "or train it",
-            f"start SGLang {TESTED} (`stepwell train … engine=sglang`), or write a plug-in that "
-            "starts a server with that API (examples/plugin)",
-        )
     kind, _, version = name.partition(" ")
-    if kind == "sglang" and version and Version(version) < Version(TESTED):
-        remedy = f"what it lacks is below; pip install 'sglang>={TESTED}'"
-        return Finding("engine", "warning", f"{name}; tested is {TESTED}", remedy)
+    tested = engine.routes.tested.partition(" ")[2]
+    if version and kind in ("sglang", "vllm") and Version(version) < Version(tested):
+        remedy = f"what it lacks is below; pip install '{kind}>={tested}'"
+        return Finding("engine", "warning", f"{name}; tested is {tested}", remedy)
     return Finding("engine", "ok", name or "does not say what it is")
 
 
-async def _health(engine: EngineClient) -> str:
+async def _state(engine: Engine) -> str:
+    return f"weights {await engine.weight_version()}"
+
+
+async def _health(engine: Engine) -> str:
     await engine.check()
-    return "answers 200"
+    return "is well"
 
 
 async def _model_info(engine: EngineClient) -> str:
@@ -103,19 +117,19 @@ async def _server_info(engine: EngineClient) -> str | Finding:
     return Finding("/server_info", "warning", told, "an engine on CPUs has to say device: cpu")
 
 
-async def _models(engine: EngineClient) -> str:
+async def _models(engine: Engine) -> str:
     return f"{await engine.max_model_len()} tokens fit"
 
 
-async def _generate(engine: EngineClient) -> str | Finding:
+async def _generate(engine: Engine) -> str | Finding:
     return await _sampled(engine, stream=False)
 
 
-async def _stream(engine: EngineClient) -> str | Finding:
+async def _stream(engine: Engine) -> str | Finding:
     return await _sampled(engine, stream=True)
 
 
-async def _sampled(engine: EngineClient, *, stream: bool) -> str | Finding:
+async def _sampled(engine: Engine, *, stream: bool) -> str | Finding:
     """Read an answer as the gateway reads it, with all that it refuses."""
     part, outputs = Part(_N_TOKENS), list[Output]()
     sampling = Sampling(_N_TOKENS, 1.0)
@@ -132,19 +146,39 @@ async def _sampled(engine: EngineClient, *, stream: bool) -> str | Finding:
     told = f"{len(generation.response_ids)} tokens of version {generation.policy_version}"
     if outputs[-1].spans is None:
         lost = "without it: tokens around a weight update get the older version"
-        name = "/generate (stream)" if stream else "/generate"
+        name = engine.routes.generate or "sample"
+        name = f"{name} (stream)" if stream else name
         return Finding(name, "warning", f"{told}; meta_info has no weight_versions", lost)
     return told
 
 
-_Look = Callable[[EngineClient], Awaitable[str | Finding]]
-_READ: Mapping[str, tuple[_Look, str]] = {
-    "/health": (_health, READ["/health"]),
-    "/model_info": (_model_info, READ["/model_info"]),
-    "/v1/models": (_models, READ["/v1/models"]),
-    "/server_info": (_server_info, READ["/server_info"]),
-    "/generate": (_generate, READ["/generate"]),
-    "/generate (stream)": (_stream, "no streamed call is answered"),
+_Look: TypeAlias = Callable[[Any], Awaitable[str | Finding]]
+_LOOKS: Mapping[str, _Look] = {
+    "/health": _health,
+    "/model_info": _model_info,
+    "/v1/models": _models,
+    "/server_info": _server_info,
+    "/weight_info": _state,
+    "/generate": _generate,
+    GENERATE: _generate,
 }
-NAMES = max(map(len, (*_READ, *NEEDED, *OPTIONAL)))
+
+
+def _looks(engine: Engine) -> list[tuple[str, _Look, str]]:
+    """Name, look and loss of each thing that is asked for real."""
+    routes = engine.routes
+    if not routes.read:  # an engine with no routes to look for: its methods
+        return [
+            ("check", _health, "the engine gets no calls"),
+            ("state", _state, "weights cannot be published"),
+            ("max_model_len", _models, "gateway.context_length has to be set"),
+            ("sample", _generate, "no call is answered"),
+            ("sample (stream)", _stream, "no streamed call is answered"),
+        ]
+    found = [(p, _LOOKS[p], lost) for p, lost in routes.read.items() if p in _LOOKS]
+    streams = (f"{routes.generate} (stream)", _stream, "no streamed call is answered")
+    return [*found, streams]
+
+
+NAMES = max(map(len, (*_LOOKS, *NEEDED, *OPTIONAL, *ROUTES.needed, f"{GENERATE} (stream)")))
 """Width of the findings' names."""

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepwell.backends.base import BACKENDS
-from stepwell.backends.engines.commands import ENGINES
+from stepwell.backends.engines.kinds import ENGINES
 from stepwell.backends.registry import Found
 from stepwell.trainer.algorithms.registry import ESTIMATORS, METHODS, POLICY_LOSSES
 

@@ -20,7 +20,8 @@ from stepwell.backends.base import (
     loop_backend,
 )
 from stepwell.backends.config import EngineConfig, TorchBackendConfig
-from stepwell.backends.engines.commands import ENGINES, CommandLine, Launch, command_line
+from stepwell.backends.engines.commands import CommandLine, Launch
+from stepwell.backends.engines.kinds import ENGINES, command_line
 from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import BackendConfigError, EngineStartError
 from stepwell.backends.registry import BACKEND_NAMES
@@ -245,7 +246,10 @@ def test_the_documented_backend_with_options_is_one(install: Install) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("trch", r"backend is 'trch'; did you mean torch\? choose torch, .* give a dotted path"),
+        (
+            "torcch",
+            r"backend is 'torcch'; did you mean torch\? choose torch, .* give a dotted path",
+        ),
         ("no.such:Thing", "'no.such:Thing' cannot be imported: ModuleNotFoundError"),
         ("stepwell.backends.base:Nothing", "cannot be imported: AttributeError"),
         ("stepwell.backends.base:TokenBatch", "is no TrainingBackend"),
@@ -266,8 +270,8 @@ def test_the_names_of_plug_ins_are_proposed_too(install: Install) -> None:
 
 
 def test_an_unknown_name_in_a_configuration_costs_no_start() -> None:
-    with pytest.raises(ConfigError, match=r"^trainer.backend is 'troch'; did you mean torch\?"):
-        load_config("quickstart", ["trainer.backend=troch"])
+    with pytest.raises(ConfigError, match=r"^trainer.backend is 'torcch'; did you mean torch\?"):
+        load_config("quickstart", ["trainer.backend=torcch"])
     with pytest.raises(ConfigError, match=r"^engine.kind is 'embeded'; did you mean embedded\?"):
         load_config("quickstart", ["engine.kind=embeded"])
 

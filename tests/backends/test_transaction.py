@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from stepwell.backends.config import PublishMode
+from stepwell.backends.engines.api import EngineAbout
 from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,
@@ -97,8 +98,8 @@ class Replica(FakeEngine):
                             break
                 await asyncio.sleep(0)
 
-    async def server_info(self) -> dict[str, Any]:
-        return {**await super().server_info(), "device": "cuda", "dtype": "float32", "tp_size": 2}
+    async def about(self) -> EngineAbout:
+        return (await super().about())._replace(device="cuda", dtype="float32", ranks=2)
 
     async def weight_hashes(self) -> list[dict[str, Any]] | None:
         await self.request("weight_hashes")
@@ -169,7 +170,7 @@ async def test_a_replica_that_cannot_be_shown_to_be_gone_stops_the_commit(
     a, b, c = replicas = three(store)
     c.fails["load 1"] = EngineTimeoutError("no answer")
     c.fails["pause"] = EngineTimeoutError("no answer")
-    c.fails["model_info"] = EngineTimeoutError("no answer")
+    c.fails["state"] = EngineTimeoutError("no answer")
     with pytest.raises(WeightUpdateError, match="no answer"):
         await put(replicas, 1, store)
     assert store.current() is None
@@ -198,7 +199,7 @@ async def test_a_replica_that_does_not_answer_but_is_paused_is_left_out_and_brou
 
 async def test_one_of_which_nothing_is_known_is_brought_back_from_disk(store: WeightStore) -> None:
     *_, c = replicas = three(store)
-    c.fails["server_info"] = EngineTimeoutError("no answer")
+    c.fails["about"] = EngineTimeoutError("no answer")
 
     async def healed(phase: str, when: str) -> None:
         if (phase, when) == ("commit", "after"):
@@ -241,7 +242,7 @@ async def test_one_that_lives_and_refuses_rolls_all_back(
     assert current.version == 1
 
 
-@pytest.mark.parametrize(("method", "mode"), [("server_info", "retract"), ("load 1", "drain")])
+@pytest.mark.parametrize(("method", "mode"), [("about", "retract"), ("load 1", "drain")])
 async def test_one_that_fails_before_it_was_paused_is_not_left_paused(
     store: WeightStore, method: str, mode: PublishMode
 ) -> None:

@@ -13,7 +13,8 @@ import pytest
 from aiohttp import web
 
 from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines.commands import Launch, command_line
+from stepwell.backends.engines.commands import Launch
+from stepwell.backends.engines.kinds import command_line
 from stepwell.backends.engines.ports import Host, node_launches
 from stepwell.backends.engines.server import EngineServer
 from stepwell.backends.errors import EngineStartError

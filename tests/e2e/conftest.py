@@ -17,10 +17,14 @@ from aiohttp import web
 
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.supervisor import Supervisor
+from stepwell.backends.engines.vllm import GENERATE
 from stepwell.config.load import load_config
 from stepwell.config.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
+KIND = os.environ.get("STEPWELL_TEST_ENGINES", "embedded")
+ATTACHED = "vllm" if KIND == "vllm" else "attach"
+"""`engine.kind` of a run that is attached to such an engine."""
 SMALL = [
     "logging.wandb=disabled",
     "logging.console=plain",
@@ -67,14 +71,17 @@ class EngineRecorder:
                 received += chunk
                 await out.write(chunk)
             await out.write_eof()
-        if request.path == "/generate":
+        if request.path in ("/generate", GENERATE):
             asked = json.loads(body)
             events = [
-                line.removeprefix(b"data: ")
+                json.loads(line.removeprefix(b"data: "))
                 for line in (received.splitlines() if asked.get("stream") else [received])
                 if line and line != b"data: [DONE]"
             ]
-            self.answers.append((asked["input_ids"], json.loads(events[-1])))
+            if request.path == GENERATE:
+                self.answers.append((asked["token_ids"], _of_vllm(events)))
+            else:
+                self.answers.append((asked["input_ids"], events[-1]))
         return out
 
     @asynccontextmanager
@@ -92,12 +99,24 @@ class EngineRecorder:
                 await runner.cleanup()
 
 
+def _of_vllm(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The ids and log-probs of vLLM's answer, as SGLang words them."""
+    choices = [choice for event in events for choice in event["choices"]]
+    entries = [e for choice in choices for e in choice["logprobs"]["content"]]
+    return {
+        "output_ids": [i for choice in choices for i in choice["token_ids"]],
+        "meta_info": {
+            "output_token_logprobs": [(e["logprob"], e["token_id"], None) for e in entries]
+        },
+    }
+
+
 @asynccontextmanager
 async def engine(log_dir: Path) -> AsyncIterator[str]:
     """The embedded engine on a free port, as a process of its own; yields its url. With
-    `STEPWELL_TEST_ENGINES=sglang` a real SGLang."""
+    `STEPWELL_TEST_ENGINES=sglang` a real SGLang, likewise a vLLM."""
     config = EngineConfig(
-        kind=os.environ.get("STEPWELL_TEST_ENGINES", "embedded"),
+        kind=KIND,
         model_path=ROOT / "examples" / "quickstart" / "model",
     )
     supervisor = Supervisor(config, log_dir)

@@ -18,7 +18,7 @@ from stepwell.datapool.types import Step, VersionSpan
 from stepwell.run.checks import training_prompts
 from stepwell.run.trainer import build_trainer
 from stepwell.trainer.recording import load_recording, recordings
-from tests.e2e.conftest import ROOT, EngineRecorder, engine, small_config
+from tests.e2e.conftest import ATTACHED, ROOT, EngineRecorder, engine, small_config
 
 pytestmark = pytest.mark.e2e
 
@@ -49,7 +49,7 @@ async def recorded_run(folder: Path) -> Run:
             folder,
             "trainer.keep_weights=100",
             "async_training.trigger_parameter_sync_step=1",
-            "engine.kind=attach",
+            f"engine.kind={ATTACHED}",
             f"engine.urls=[{recorder.url}]",
             f"trainer.save_debug_rollout_data={folder / 'batches'}",
         )

@@ -63,7 +63,7 @@ def test_the_command_lists_both_with_their_package(capsys: pytest.CaptureFixture
     assert main(["backends"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
     rows = {line.split()[0]: line for line in lines}
-    for name in ("jsonl", "background", "hinge", "quantile", "tempered"):
+    for name in ("jsonl", "background", "lines", "hinge", "quantile", "tempered"):
         assert "ready" in rows[name]
         assert "stepwell-example 0.1.0" in rows[name]
     assert "built in" in rows["torch"]

@@ -562,13 +562,14 @@ OURS = http_protocol(GatewayConfig())
 
 @asynccontextmanager
 async def serving(
-    app: Any, *, graceful: bool = True, http: Any = OURS, port: int = 0
+    app: Any, *, graceful: bool = True, http: Any = None, port: int = 0
 ) -> AsyncIterator[str]:
-    """`app` over HTTP, on a free port unless one is given, in this event loop."""
+    """`app` over HTTP, on a free port unless one is given, in this event loop. The protocol is the
+    gateway's own, which hands calls to its app directly, or uvicorn's for another app."""
     listening = bind("127.0.0.1", port)
     config = uvicorn.Config(
         app,
-        http=http,
+        http=http or (OURS if hasattr(app, "find_call") else "httptools"),
         log_config=None,  # to configure it for each test costs more than a call
         log_level="critical",
         timeout_keep_alive=75,  # as the gateway's: a busy machine outlasts uvicorn's 5 s

@@ -518,6 +518,9 @@ async def test_a_conversation_has_a_limit_of_tokens_that_what_tools_say_counts_f
         ("frequency_penalty", 0.5),
         ("presence_penalty", 0.5),
         ("repetition_penalty", 1.1),
+        ("regex", ""),
+        ("add_generation_prompt", False),
+        ("continue_final_message", True),
         ("logit_bias", {"5": 1}),
         ("ignore_eos", True),
         ("min_p", 2),
@@ -1397,3 +1400,70 @@ async def test_who_may_call_no_tool_gets_the_markup_of_a_call_as_text(
     got = await client.chat.completions.create(**asked)
     assert (got.choices[0].message.content, got.choices[0].message.tool_calls) == (text, None)
     assert got.choices[0].finish_reason == "stop"
+
+
+# -- what SGLang's and vLLM's clients send ----------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_reply_goes_on_from_the_final_message(worlds: Any, stream: bool) -> None:
+    world = await worlds(family="qwen3")
+    client = await world.client()
+    world.say(" two three")
+    messages = [user("count"), {"role": "assistant", "content": "one"}]
+    extra = {"continue_final_message": True, "add_generation_prompt": False}
+    create = client.chat.completions.create
+    if stream:
+        chunks = await create(model="m", messages=messages, extra_body=extra, stream=True)
+        said = "".join([c.choices[0].delta.content or "" async for c in chunks])
+    else:
+        said = (
+            (await create(model="m", messages=messages, extra_body=extra))
+            .choices[0]
+            .message.content
+        )
+    assert said == " two three"
+    sent = world.tokenizer.decode(world.engine.requests[-1]["input_ids"])
+    assert sent.endswith("<|im_start|>assistant\none")
+    (step,) = world.stored()
+    assert step.metadata["prefilled"] is True
+    whole = {"role": "assistant", "content": "one two three"}
+    await create(model="m", messages=[messages[0], whole, user("go on")])
+    assert world.stored()[1].parent_index == 0
+    world.check_exact()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"messages": [user("hi")]}, "end messages with the assistant's"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "behind another one"),
+        ({"add_generation_prompt": True}, "continue_final_message is true"),
+        (
+            {"messages": [user("hi"), {"role": "assistant", "content": "x", "reasoning": "y"}]},
+            "only text can be continued",
+        ),
+    ],
+)
+async def test_what_cannot_be_continued_is_said_so(world: Any, body: Any, words: str) -> None:
+    client = await world.client()
+    own = {"messages": [user("hi"), {"role": "assistant", "content": "x"}]} | body
+    messages = own.pop("messages")
+    with pytest.raises(openai.BadRequestError, match=words):
+        await client.chat.completions.create(
+            model="m", messages=messages, extra_body={"continue_final_message": True, **own}
+        )
+
+
+async def test_a_regex_is_the_engines_where_it_has_grammars(world: Any) -> None:
+    client = await world.client()
+    create = client.chat.completions.create
+    await create(model="m", messages=[user("hi")], extra_body={"regex": "a|b"})
+    assert world.engine.requests[-1]["sampling_params"]["regex"] == "a|b"
+    await client.completions.create(model="m", prompt="hi", extra_body={"regex": "c"})
+    assert world.engine.requests[-1]["sampling_params"]["regex"] == "c"
+    form = {"type": "json_object"}
+    with pytest.raises(openai.BadRequestError, match="send it or response_format, not both"):
+        await create(
+            model="m", messages=[user("hi")], response_format=form, extra_body={"regex": "a"}
+        )

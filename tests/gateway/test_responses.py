@@ -715,7 +715,8 @@ def test_malformed_tools_are_refused_by_name(tools: Any, param: str) -> None:
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"moderation": {"model": "m"}}, "moderation"),
-        ({"seed": 1}, "seed"),
+        ({"seed": "x"}, "seed"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"truncation": "some"}, "truncation"),
         ({"temperature": 3}, "temperature"),
         ({"top_p": 0}, "top_p"),
@@ -726,6 +727,7 @@ def test_malformed_tools_are_refused_by_name(tools: Any, param: str) -> None:
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"text": {"format": "text"}}, "text.format"),
+        ({"text": {"verbosity": "huge"}}, "text.verbosity"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
         ({"reasoning": {"budget": 3}}, "reasoning.budget"),
@@ -751,11 +753,16 @@ def test_unsupported_fields_are_refused_by_name(body: Any, param: str) -> None:
         {"include": ["web_search_call.action.sources"], "safety_identifier": "me"},
         {"reasoning": {"effort": "high", "context": "auto"}, "text": {"verbosity": "high"}},
         {"model": "gpt-5", "prompt_cache_retention": "24h"},
-        {"presence_penalty": 0.0, "frequency_penalty": 0},
+        {"presence_penalty": 0.0, "frequency_penalty": 0, "repetition_penalty": 1},
     ],
 )
 def test_fields_that_ask_for_nothing_are_accepted_in_silence(body: Any) -> None:
     assert parsed("x", **body).ignored == ()
+
+
+def test_a_seed_is_the_engines() -> None:
+    assert parsed("x", seed=7).call.seed == 7
+    assert parsed("x").call.seed is None
 
 
 def test_nothing_is_ignored_in_silence() -> None:

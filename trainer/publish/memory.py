@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 
-from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.api import Engine
 from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,
@@ -47,11 +47,11 @@ class EngineMemory:
         lock: of the weight store.
     """
 
-    def __init__(self, engines: Sequence[EngineClient], lock: StoreLock, *, lends: bool) -> None:
+    def __init__(self, engines: Sequence[Engine], lock: StoreLock, *, lends: bool) -> None:
         self.lends = lends
         self._engines = list(engines)
         self._lock = lock
-        self._lent: list[EngineClient] | None = None
+        self._lent: list[Engine] | None = None
         self._held = AsyncExitStack()
         """Holds the lock while memory is lent."""
         self._returned = -GAP_S
@@ -91,7 +91,7 @@ class EngineMemory:
             await self._held.aclose()
             self._returned = time.monotonic()
 
-    async def _release(self, engine: EngineClient, lent: list[EngineClient]) -> None:
+    async def _release(self, engine: Engine, lent: list[Engine]) -> None:
         asked = False
         try:
             await engine.pause("abort")
@@ -110,7 +110,7 @@ class EngineMemory:
             await engine.continue_()
             raise
 
-    async def _resume(self, engine: EngineClient) -> None:
+    async def _resume(self, engine: Engine) -> None:
         try:
             await engine.resume_memory()
             await engine.continue_()

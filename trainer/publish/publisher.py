@@ -41,7 +41,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from stepwell.backends.config import PublishMode, WeightTransport
-from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.api import Engine
 from stepwell.backends.errors import (
     EngineError,
     SupersededError,
@@ -88,7 +88,7 @@ class Publisher:
         self,
         config: PublishConfig,
         async_training: AsyncTrainingConfig,
-        engines: Sequence[EngineClient],
+        engines: Sequence[Engine],
         store: WeightStore,
         updater: Updater,
         compute: ComputeThread,
@@ -377,7 +377,7 @@ class Publisher:
         raise failure
 
     async def _publish_to(
-        self, engines: Sequence[EngineClient], path: Path, version: int, *, canary: bool = False
+        self, engines: Sequence[Engine], path: Path, version: int, *, canary: bool = False
     ) -> Publication:
         if not engines:
             self._store.commit(version, path, adapter=self._transport == "lora")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from stepwell.backends.config import WeightTransport
-from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.api import Engine
 from stepwell.backends.errors import (
     EngineError,
     SupersededError,
@@ -26,7 +26,7 @@ from stepwell.datapool.types import TRAIN
 
 
 async def roll_back(
-    engines: Sequence[EngineClient],
+    engines: Sequence[Engine],
     store: WeightStore,
     pool: DataPoolClient,
     to: int | None,

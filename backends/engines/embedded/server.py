@@ -25,6 +25,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
 from stepwell.backends.config import PauseMode
+from stepwell.backends.engines.client import EMBEDDED
 from stepwell.backends.engines.embedded.loop import EngineStoppedError, GenerationLoop
 from stepwell.backends.engines.embedded.reply import Reply
 from stepwell.backends.engines.embedded.request import (
@@ -35,7 +36,6 @@ from stepwell.backends.engines.embedded.request import (
 )
 from stepwell.backends.engines.embedded.scheduler import Scheduler
 from stepwell.backends.engines.embedded.updates import add_update_routes
-from stepwell.backends.weights.digest import EMBEDDED
 
 VERSION = EMBEDDED
 HEALTH_TIMEOUT_S = 20.0

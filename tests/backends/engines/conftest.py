@@ -58,14 +58,14 @@ def save_tokenizer(path: Path) -> None:
 VOCAB = len(SPECIALS) + 94 + 2
 
 
-def save_qwen3(path: Path, seed: int, hidden: int = 32) -> Path:
+def save_qwen3(path: Path, seed: int, hidden: int = 32, head_dim: int = 16) -> Path:
     torch.manual_seed(seed)
     config = Qwen3Config(
         hidden_size=hidden,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         intermediate_size=64,
         vocab_size=VOCAB,
         max_position_embeddings=CONTEXT,

@@ -15,7 +15,7 @@ from pathlib import Path
 import aiohttp
 
 from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines.sglang import interpreter
+from stepwell.backends.engines.commands import interpreter
 from stepwell.backends.engines.supervisor import Supervisor
 from tests.backends.engines import doctor_answers
 from tests.backends.engines.exchanges import EXCHANGES, FIXTURES, MODEL, Asker, save_new
@@ -36,7 +36,7 @@ async def record(url: str, new: Path, engine: str) -> None:
 def main() -> None:
     config = EngineConfig(kind="sglang", model_path=MODEL, max_running_requests=8)
     version = "import importlib.metadata as m; print('sglang', m.version('sglang'))"
-    argv = [str(interpreter(config)), "-c", version]
+    argv = [str(interpreter(config, "sglang", "make install-sglang")), "-c", version]
     engine = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
     for old in FIXTURES.glob("*.json"):
         old.unlink()

@@ -11,8 +11,9 @@ import pytest
 from pydantic import ValidationError
 
 from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines.commands import Launch, command_line, embedded
+from stepwell.backends.engines.commands import Launch, embedded
 from stepwell.backends.engines.embedded.__main__ import parse_args
+from stepwell.backends.engines.kinds import command_line
 from stepwell.backends.errors import BackendConfigError
 
 
@@ -50,6 +51,6 @@ def test_the_configuration_loads_no_torch() -> None:
 
 
 def test_an_engine_of_a_kind_that_nobody_registered_has_no_command_line() -> None:
-    config = EngineConfig(kind="vllm", model_path=Path("/m"))
-    with pytest.raises(BackendConfigError, match="'vllm'; choose embedded, sglang, attach"):
+    config = EngineConfig(kind="tgi", model_path=Path("/m"))
+    with pytest.raises(BackendConfigError, match="'tgi'; choose embedded, sglang, vllm, attach"):
         command_line(config, Launch(port=1, model_path="/m"))

@@ -18,9 +18,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from stepwell.backends.engines.routes import NEEDED, OPTIONAL, READ
+from stepwell.backends.engines.vllm import GENERATE, ROUTES
 from stepwell.cli.main import main
 from stepwell.show.engine import check_engine
-from tests.backends.engines.doctor_answers import given_again, read, run_doctor
+from tests.backends.engines import table
+from tests.backends.engines.doctor_answers import Answer, given_again, read, run_doctor
 from tests.gateway.conftest import serving
 
 
@@ -61,18 +63,44 @@ async def test_what_is_taken_from_a_real_sglang_is_missed(path: str) -> None:
         assert (told[name].remedy or "").startswith("without it: ")
 
 
-async def test_a_real_vllm_is_told_to_have_another_api_and_what_it_lacks_of_this_one() -> None:
+async def test_a_real_vllm_lacks_nothing() -> None:
     async with serving(given_again(read("vllm"))) as url:
         code, told = await run_doctor(url)
+    assert {name: f["text"] for name, f in told.items() if f["state"] != "ok"} == {}
+    assert code == 0
+    assert told["engine"]["text"] == "vllm 0.32.0"
+    assert told["/v1/models"]["text"] == "2048 tokens fit"
+    assert told.keys() >= {*ROUTES.read, *ROUTES.needed, *ROUTES.optional}
+
+
+@pytest.mark.parametrize("path", [*ROUTES.read, *ROUTES.needed, *ROUTES.optional])
+async def test_what_is_taken_from_a_real_vllm_is_missed(path: str) -> None:
+    async with serving(given_again([a for a in read("vllm") if a.path != path])) as url:
+        found = await asyncio.to_thread(lambda: [*check_engine(url, "vllm")])
+    told = {each.name: each for each in found}
+    names = {path, f"{path} (stream)"} & told.keys()
+    if path == GENERATE:
+        names.add("engine")
+        assert "has no /inference/v1/generate" in told["engine"].text
+    assert {name for name, f in told.items() if f.state != "ok"} == names
+    state = "warning" if path in ROUTES.optional else "problem"
+    for name in names - {"engine"}:
+        assert told[name].state == state
+        assert (told[name].remedy or "").startswith("without it: ")
+
+
+async def test_a_server_that_gives_text_without_ids_is_refused_with_the_reason() -> None:
+    """The answers of a real vLLM of which only OpenAI's routes are left."""
+    answers = [a for a in read("vllm") if a.path in ("/health", "/v1/models")]
+    answers = [a._replace(text=a.text.replace('"vllm"', '"somebody"')) for a in answers]
+    chat = Answer("OPTIONS", "/v1/chat/completions", False, 405, "application/json", "{}")
+    async with serving(given_again([*answers, chat])) as url:
+        code, told = await run_doctor(url)
     assert code == 1
-    states = {name: f["state"] for name, f in told.items()}
-    assert states.pop("engine") == "problem"
-    assert told["engine"]["text"].startswith("vllm does not speak SGLang's API: Stepwell cannot")
-    assert told["engine"]["remedy"].startswith("start SGLang 0.5.23 (")
-    well = {name for name, state in states.items() if state == "ok"}
-    assert well == {"/health", "/v1/models", "/update_weight_version"}
-    assert states["/generate"] == states["/model_info"] == states["/abort_request"] == "problem"
-    assert told["/generate"]["remedy"] == "without it: no call is answered"
+    assert told["engine"]["state"] == "problem"
+    assert "somebody has no /generate: it speaks OpenAI's API" in told["engine"]["text"]
+    assert "Token ids and their log-probs are lost" in told["engine"]["text"]
+    assert "start SGLang 0.5.23" in told["engine"]["remedy"]
 
 
 async def test_an_older_sglang_is_told_to_be_one() -> None:
@@ -101,7 +129,7 @@ async def test_the_names_of_routes_are_whole_on_a_terminal() -> None:
         )
         out, _ = await process.communicate()
     assert "/update_weights_from_distributed is there" in out.decode()
-    assert "/health                          answers 200" in out.decode()
+    assert "/health                          is well" in out.decode()
 
 
 def incomplete(**changes: Any) -> Starlette:
@@ -178,4 +206,13 @@ def test_the_table_of_the_docs_names_every_route_that_is_looked_for() -> None:
     page = (Path(__file__).parents[3] / "docs/design/engines.md").read_text()
     table = page.split("## What an engine has to answer")[1].split("\n## ")[0]
     named = set(re.findall(r"(/[\w/]+)`", table))
-    assert named == {*NEEDED, *OPTIONAL, *READ}
+    vllm = {*ROUTES.read, *ROUTES.needed, *ROUTES.optional}
+    assert named == {*NEEDED, *OPTIONAL, *READ, *vllm}
+
+
+def test_the_table_of_the_contract_is_what_the_suite_found() -> None:
+    """`python -m tests.backends.engines.table` writes it."""
+    assert table.PAGE.read_text() == table.page()
+    for kind in table.COLUMNS:
+        tests = json.loads(table.RESULTS.read_text())[kind]["tests"]
+        assert tests == dict.fromkeys(table.rows(), "passed"), kind

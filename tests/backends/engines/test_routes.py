@@ -110,6 +110,5 @@ async def test_a_training_run_on_a_server_with_another_api_ends_in_one_line(tmp_
     said = [line for line in lines if line.startswith("stepwell: the engine")]
     assert len(said) == 1
     assert not [line for line in lines if "EngineServer.serve" in line], "Ray's own words"
-    assert f"the engine at {url} (vllm) lacks /model_info" in said[0]
-    assert "/generate (no call is answered)" in said[0]
-    assert "/v1/loads" not in said[0]
+    assert f"the engine at {url} (vllm) is vLLM, which has an API of its own" in said[0]
+    assert "set engine.kind=vllm" in said[0]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines import sglang
-from stepwell.backends.engines.commands import CommandLine, Launch
+from stepwell.backends.engines import commands, sglang
+from stepwell.backends.engines.commands import CommandLine, Launch, interpreter
 from stepwell.backends.errors import EngineStartError
 
 HOOK = Path(sglang.__file__).resolve().with_name("sglang_cpu")
@@ -73,10 +73,10 @@ def test_a_process_from_which_ray_hides_the_gpus_has_none(monkeypatch: pytest.Mo
     monkeypatch.setattr(Path, "exists", lambda _: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
-    assert sglang.has_gpu()
+    assert commands.has_gpu()
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert not sglang.has_gpu()
+        assert not commands.has_gpu()
 
 
 def test_its_interpreter_is_the_given_one_else_this_one_else_the_environment_beside(
@@ -84,31 +84,31 @@ def test_its_interpreter_is_the_given_one_else_this_one_else_the_environment_bes
 ) -> None:
     config = EngineConfig(kind="sglang", model_path=Path("/m"))
     given = config.model_copy(update={"python": "/opt/bin/python"})
-    assert sglang.interpreter(given) == Path("/opt/bin/python")
+    assert interpreter(given, "sglang", "…") == Path("/opt/bin/python")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sglang, "_CHECKOUT", tmp_path / "checkout")
-    monkeypatch.setattr(sglang.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(commands, "_CHECKOUT", tmp_path / "checkout")
+    monkeypatch.setattr(commands.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(EngineStartError, match="make install-sglang") as e:
-        sglang.interpreter(config)
+        interpreter(config, "sglang", "…")
     assert "engine.python" in str(e.value)
     for folder in (tmp_path / "checkout" / ".venv-sglang", tmp_path / ".venv-sglang"):
-        before = None if folder.parent.name == "checkout" else sglang.interpreter(config)
+        before = None if folder.parent.name == "checkout" else interpreter(config, "sglang", "…")
         python = folder / "bin" / "python"
         python.parent.mkdir(parents=True)
         python.touch()
         if before is None:  # an installation that was cut off
             with pytest.raises(EngineStartError, match="make install-sglang"):
-                sglang.interpreter(config)
+                interpreter(config, "sglang", "…")
         else:
-            assert sglang.interpreter(config) == before
+            assert interpreter(config, "sglang", "…") == before
         package = folder / "lib" / "python3.12" / "site-packages" / "sglang"
         package.mkdir(parents=True)
         (package / "__init__.py").touch()
-        assert sglang.interpreter(config) == python
+        assert interpreter(config, "sglang", "…") == python
 
-    monkeypatch.setattr(sglang.importlib.util, "find_spec", lambda _: object())
-    assert sglang.interpreter(config) == Path(sys.executable)
+    monkeypatch.setattr(commands.importlib.util, "find_spec", lambda _: object())
+    assert interpreter(config, "sglang", "…") == Path(sys.executable)
 
 
 def run_with_hook(code: str, *paths: Path) -> str:

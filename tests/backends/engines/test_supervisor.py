@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines import sglang
+from stepwell.backends.engines import commands
 from stepwell.backends.engines import supervisor as supervising
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.supervisor import Supervisor
@@ -405,7 +405,7 @@ def test_a_missing_model_and_a_missing_package_are_named(
     config = EngineConfig(model_path=tmp_path / "absent")
     with pytest.raises(EngineStartError, match=r"engine\.model_path is .*absent"):
         Supervisor(config, tmp_path).start()
-    monkeypatch.setattr(sglang, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(commands, "_CHECKOUT", tmp_path)
     monkeypatch.chdir(tmp_path)
     config = EngineConfig(kind="sglang", model_path=model_dirs.base)
     with pytest.raises(

@@ -16,10 +16,9 @@ from aiohttp import web
 from safetensors.torch import load_file, save_file
 
 from stepwell.backends.config import WeightTransport
-from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.client import EMBEDDED, EngineClient
 from stepwell.backends.errors import EngineRequestError, WeightUpdateError
 from stepwell.backends.weights import WeightStore, publish
-from stepwell.backends.weights.digest import EMBEDDED
 from stepwell.datapool.sealed import seal
 
 PROMPT = [40, 41, 42, 43]

@@ -1,0 +1,529 @@
+"""vLLM as an engine: its token-in-token-out API as `api.Engine`, and its command line.
+
+    sample    /inference/v1/generate             ids, processed log-probs; spans in the last event
+    abort     /inference/v1/abort_requests · all: /abort_requests
+    pause     /pause?mode=abort|keep, and of `retract` /reset_prefix_cache?reset_running_requests
+    update    (pause?mode=wait ─►) /collective_rpc reload_weights ─► /update_weight_version
+              ─► /reset_prefix_cache (─► resume)
+    state     /weight_info
+
+    engine.kind=vllm                            started and supervised, at `engine.model_path`
+    engine.kind=vllm engine.urls=[http://…]     attached: started with `FLAGS` and `ENV`
+
+Log-probs are those of the distribution that was sampled from: after the temperature, and after
+top-p, top-k and min-p where a request has them (SGLang's are before these three). An update that
+vLLM cannot load ends its engine core, so a directory is looked at before it is sent.
+
+Tested against vLLM 0.32.0 by `make test-vllm`. Does not own running the process (`supervisor.py`),
+or which version goes where (`weights/`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import orjson
+
+from stepwell.backends.config import EngineConfig, PauseMode
+from stepwell.backends.engines.api import (
+    LOAD_TIMEOUT_S,
+    EngineAbout,
+    EngineState,
+    GenerateRequest,
+    OnOutput,
+    Output,
+    Routes,
+    Sampling,
+    TopLogProbs,
+    UpdateResult,
+    is_canary,
+    version_number,
+)
+from stepwell.backends.engines.commands import CommandLine, Launch, has_gpu, interpreter
+from stepwell.backends.engines.http import HttpEngine, is_missing, refusal, unavailable
+from stepwell.backends.errors import (
+    EngineError,
+    EngineInternalError,
+    EngineRequestError,
+    EngineUnavailableError,
+)
+from stepwell.datapool.types import VersionSpan
+
+TESTED = "0.32.0"
+"""vLLM's version that `make test-vllm` runs."""
+GENERATE: Final = "/inference/v1/generate"
+_NO_PUBLISHING = "weights cannot be published"
+_NO_CLEAN_ABORT = "calls that nobody waits for are sampled to their end"
+ROUTES = Routes(
+    read=MappingProxyType(
+        {
+            "/health": "the engine gets no calls",
+            "/v1/models": "gateway.context_length and engine.context_length have to be set",
+            "/weight_info": "its weight version is not known (VLLM_SERVER_DEV_MODE=1)",
+            GENERATE: "no call is answered (--enable-scale-out)",
+        }
+    ),
+    needed=MappingProxyType(
+        {
+            "/inference/v1/abort_requests": _NO_CLEAN_ABORT,
+            "/abort_requests": _NO_CLEAN_ABORT,
+            **dict.fromkeys(
+                (
+                    "/pause",
+                    "/resume",
+                    "/is_paused",
+                    "/collective_rpc",
+                    "/update_weight_version",
+                    "/reset_prefix_cache",
+                ),
+                f"{_NO_PUBLISHING} (VLLM_SERVER_DEV_MODE=1)",
+            ),
+        }
+    ),
+    optional=MappingProxyType(
+        {"/weight_checker": "publications do not verify the weights that an engine has"}
+    ),
+    tested=f"vLLM {TESTED}",
+    generate=GENERATE,
+)
+
+MOST_TOPS = 20
+"""Alternatives per token that agents may ask for."""
+FLAGS = (
+    "--enable-scale-out",  # the route that takes and gives token ids
+    "--enable-prompt-tokens-details",  # cached tokens of a prompt
+    "--logprobs-mode",
+    "processed_logprobs",
+    "--max-logprobs",
+    str(MOST_TOPS + 1),
+)
+"""Flags without which a server does not answer as a run needs it."""
+ENV: Mapping[str, str] = MappingProxyType({"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"})
+"""Environment likewise: the routes of weights and pauses are there in this mode alone."""
+CPU_ENV: Mapping[str, str] = MappingProxyType(
+    {
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the machine is not vLLM's alone
+        "HF_HUB_OFFLINE": "1",
+        "OMP_WAIT_POLICY": "passive",
+        "PYTHONPATH": str(Path(__file__).resolve().parent / "vllm_cpu"),
+    }
+)
+_EMPTY_HASH = hashlib.sha256().hexdigest()
+
+
+class VllmEngine(HttpEngine):
+    """A real vLLM server."""
+
+    routes = ROUTES
+
+    @classmethod
+    def command_line(cls, config: EngineConfig, launch: Launch) -> CommandLine:
+        """vLLM's OpenAI server with its token-in-token-out route, on GPUs or without."""
+        on_cpu = not has_gpu()
+        dtype = "float32" if on_cpu and config.dtype == "auto" else config.dtype
+        python = interpreter(config, "vllm", "pip install vllm")
+        argv = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
+        argv += ["--model", launch.model_path, "--tokenizer", str(config.model_path)]
+        argv += ["--host", config.host, "--port", str(launch.port), "--dtype", dtype]
+        argv += ["--max-num-seqs", str(config.max_running_requests), "--seed", str(config.seed)]
+        argv += ["--stream-interval", str(config.stream_interval), *FLAGS]
+        # A line per request in the log would push out what an error shows of it.
+        argv += ["--uvicorn-log-level", "warning"]
+        if config.context_length is not None:
+            argv += ["--max-model-len", str(config.context_length)]
+        if on_cpu:
+            argv.append("--enforce-eager")
+        env = {**ENV, **(CPU_ENV if on_cpu else {})}
+        return CommandLine([*argv, *launch.extra_args, *config.extra_args], env)
+
+    # -- generation ---------------------------------------------------------------------------
+
+    async def sample(self, request: GenerateRequest, on_output: OnOutput) -> None:
+        url = f"{self.url}{GENERATE}"
+        reader = _Reader(url, request, on_output)
+        try:
+            status, content = await self.connections.request(
+                "POST", url, self._body(request), on_data=reader.feed if request.stream else None
+            )
+        except ConnectionError as e:
+            raise unavailable(url, e) from e
+        if status != 200:
+            words = content.decode(errors="replace")[:300]
+            raise refusal(url, status, f"answered {status}", words)
+        if not request.stream:
+            reader.take(content)
+            reader.end()
+        elif not reader.has_ended:
+            raise EngineUnavailableError(f"{url}: the stream ended without a finish reason")
+
+    def _body(self, request: GenerateRequest) -> bytes:
+        fields: dict[str, Any] = {
+            "request_id": request.rid,
+            "sampling_params": _params(request.sampling, request.max_new_tokens),
+            "stream": request.stream,
+        }
+        if request.stream:
+            fields["stream_options"] = {"include_usage": True}
+        if request.adapter is not None:
+            fields["model"] = request.adapter
+        if request.pieces:
+            ids = self._ids_json.parts(request.pieces)
+        else:
+            array = np.ascontiguousarray(request.input_ids)
+            ids = [orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)]
+        return b"".join((orjson.dumps(fields)[:-1], b',"token_ids":', *ids, b"}"))
+
+    async def abort(self, rid: str | None = None) -> None:
+        if rid is None:
+            await self._ask("/abort_requests", {})
+        else:
+            ids = [f"generate-tokens-{rid}"]  # as its route names them
+            await self._ask("/inference/v1/abort_requests", {"request_ids": ids})
+
+    async def pause(self, mode: PauseMode = "abort", *, timeout_s: float | None = None) -> None:
+        limit = timeout_s or self.timeout_s
+        its = "abort" if mode == "abort" else "keep"
+        await self._ask(f"/pause?mode={its}", {}, timeout_s=limit)
+        if mode == "retract":
+            await self._drop_cache(limit)
+
+    async def continue_(self) -> None:
+        await self._ask("/resume", {})
+
+    # -- weights ------------------------------------------------------------------------------
+
+    async def update_weights_from_disk(
+        self,
+        path: str,
+        version: int | str,
+        *,
+        flush_cache: bool = True,
+        timeout_s: float = LOAD_TIMEOUT_S,
+    ) -> UpdateResult:
+        """Load weights from a directory that the engine's machine and this one can read.
+
+        Raises:
+            EngineRequestError: they do not fit what it serves, or are not whole; nothing changed.
+            EngineInternalError: it could not load them. Its core has ended then.
+        """
+        base = (await self.about()).model_path
+        await asyncio.to_thread(_check_loadable, str(path), base)
+        # Its version is set by a request of its own: what is sampled between the two would be
+        # named wrongly, so nothing is.
+        waits = not (await self._object("/is_paused", has=("is_paused",)))["is_paused"]
+        if waits:
+            await self._ask("/pause?mode=wait", {}, timeout_s=timeout_s)
+        try:
+            load = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+            await self._ask("/collective_rpc", load, timeout_s=timeout_s)
+            await self._ask("/update_weight_version", {"new_version": str(version)})
+            if flush_cache:
+                await self._drop_cache(self.timeout_s)
+        finally:
+            if waits:
+                await self.continue_()
+        return UpdateResult(True, f"loaded {path} as version {version}")
+
+    async def _drop_cache(self, timeout_s: float) -> None:
+        """Forget all prefixes; requests that are held compute theirs again."""
+        path = "/reset_prefix_cache?reset_running_requests=true"
+        answer = await self._object(path, {}, has=("success",), timeout_s=timeout_s)
+        if not answer["success"]:
+            raise EngineInternalError(f"{self.url}{path} did not drop the cache: {answer!r:.200}")
+
+    async def state(self) -> EngineState:
+        version = (await self._object("/weight_info", has=("weight_version",)))["weight_version"]
+        try:
+            return EngineState(version_number(version), is_canary(version))
+        except ValueError:  # another publisher's
+            return EngineState(None)
+
+    async def about(self) -> EngineAbout:
+        return EngineAbout(str((await self.served_model()).get("root") or ""))
+
+    async def weight_hashes(self) -> list[dict[str, Any]] | None:
+        try:
+            answer = await self._object(
+                "/weight_checker",
+                {"action": "checksum"},
+                has=("checksums",),
+                timeout_s=LOAD_TIMEOUT_S,
+            )
+        except EngineError as e:
+            if is_missing(e):
+                return None
+            raise
+        hashes: dict[str, str] = answer["checksums"]
+        # On a CPU it packs weights for its kernels and hashes the tensors that are left empty.
+        if _EMPTY_HASH in hashes.values():
+            return None
+        return [{"checksums": hashes, "parallelism_info": []}]
+
+    # -- information --------------------------------------------------------------------------
+
+    async def check(self) -> None:
+        await self._ask("/health")
+
+    async def name(self) -> str:
+        words: list[object] = []
+        with suppress(EngineError):
+            words.append((await self.served_model()).get("owned_by"))
+        with suppress(EngineError):
+            words.append((await self._object("/version")).get("version"))
+        return " ".join(word for word in words if isinstance(word, str))
+
+
+def _params(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "max_tokens": max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        # The sampled token is listed first, whatever its rank, and counts.
+        "logprobs": sampling.n_top_logprobs + 1 if sampling.n_top_logprobs else 0,
+        "detokenize": bool(sampling.stop),
+    }
+    if sampling.stop:
+        params["stop"] = sampling.stop
+        params["skip_special_tokens"] = False  # they are looked for in the whole text
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = sampling.stop_token_ids
+    if sampling.seed is not None:
+        params["seed"] = sampling.seed
+    if sampling.min_p:
+        params["min_p"] = sampling.min_p
+    if sampling.constraint is not None:
+        kind, text = sampling.constraint
+        params["structured_outputs"] = {_CONSTRAINTS[kind]: text}
+    return params
+
+
+_CONSTRAINTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "json_schema": "json",
+        "regex": "regex",
+        "ebnf": "grammar",
+        "structural_tag": "structural_tag",
+    }
+)
+"""Our name of a constraint -> vLLM's."""
+
+
+# -- what the route answers -----------------------------------------------------------------------
+
+
+class _TopEntry(msgspec.Struct):
+    token_id: int
+    logprob: float
+    rank: int | None = None
+
+
+class _Entry(msgspec.Struct):
+    token_id: int
+    logprob: float
+    top_logprobs: list[_TopEntry] = msgspec.field(default_factory=list)
+
+
+class _LogProbs(msgspec.Struct):
+    content: list[_Entry] = msgspec.field(default_factory=list)
+
+
+class _Span(msgspec.Struct):
+    version: Any
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    logprobs: _LogProbs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Cached(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Cached | None = None
+
+
+class _Answer(msgspec.Struct):
+    """An answer, whole or an event: the choices hold what is new."""
+
+    choices: list[_Choice] = msgspec.field(default_factory=list)
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_answers = msgspec.json.Decoder(_Answer)
+
+
+class _Reader:
+    """Answers of the route → outputs. The last one waits for the usage, which comes behind it."""
+
+    def __init__(self, url: str, request: GenerateRequest, on_output: OnOutput) -> None:
+        self.has_ended = False
+        self._url = url
+        self._n_tops = request.sampling.n_top_logprobs
+        self._on_output = on_output
+        self._rest = b""
+        self._n = 0
+        """Tokens so far."""
+        self._last_id: int | None = None
+        self._last: Output | None = None
+        self._cached = 0
+
+    def feed(self, data: bytes) -> bool:
+        """Take a piece of a stream; return true when it has ended."""
+        *events, self._rest = (self._rest + data).replace(b"\r", b"").split(b"\n\n")
+        for event in events:
+            payload = event[5:].strip() if event.startswith(b"data:") else b""
+            if payload == b"[DONE]":
+                self.end()
+            elif payload:
+                self.take(payload)
+        return self.has_ended
+
+    def end(self) -> None:
+        """Hand on the output with the finish reason, if there was one."""
+        if self._last is not None:
+            self.has_ended = True
+            self._on_output(self._last._replace(cached_tokens=self._cached))
+
+    def take(self, payload: bytes) -> None:
+        """Read an answer, whole or an event."""
+        try:
+            answer = _answers.decode(payload)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+            what = f"the engine answered in another shape than vLLM's {GENERATE} ({e})"
+            raise self._nonsense(what, f"{payload[:200]!r}") from e
+        if answer.error is not None:
+            words = f"{answer.error!s:.300}"
+            raise EngineInternalError(
+                f"{self._url} failed: {words}", what="the engine failed", words=words
+            )
+        if answer.usage is not None and answer.usage.prompt_tokens_details is not None:
+            self._cached = answer.usage.prompt_tokens_details.cached_tokens or 0
+        for choice in answer.choices:
+            output = self._output(choice)
+            if choice.finish_reason is None:
+                self._on_output(output)
+            else:
+                self._last = output
+
+    def _output(self, choice: _Choice) -> Output:
+        ids = choice.token_ids
+        entries = [] if choice.logprobs is None else choice.logprobs.content
+        if [e.token_id for e in entries] != ids:
+            raise self._nonsense("the engine returned log-probs of other tokens than token_ids")
+        tops: list[TopLogProbs] = []
+        if self._n_tops:
+            tops = [_tops(e.top_logprobs, self._n_tops) for e in entries]
+        self._n += len(ids)
+        if ids:
+            self._last_id = ids[-1]
+        log_probs = [e.logprob for e in entries]
+        if choice.finish_reason is None:
+            return Output(ids, log_probs, tops)
+        matched = choice.stop_reason
+        if matched is None and choice.finish_reason == "stop":
+            matched = self._last_id  # the model's own end: vLLM names others only
+        version, canary, spans = self._versions(choice.weight_versions)
+        return Output(
+            ids, log_probs, tops, version, canary, choice.finish_reason, matched, 0, spans
+        )
+
+    def _versions(
+        self, reported: Sequence[_Span] | None
+    ) -> tuple[int | None, bool, Sequence[VersionSpan] | None]:
+        """The version that sampled last, true if it is a canary's, and the spans of all tokens."""
+        if not reported:
+            if self._n:
+                raise self._nonsense(
+                    "the engine's answer has no weight_versions: it is older than vLLM "
+                    f"{TESTED}; see `stepwell doctor --engine URL`"
+                )
+            return None, False, None
+        try:
+            spans = [VersionSpan(version_number(s.version), s.start, s.end) for s in reported]
+        except ValueError as e:
+            what = "the engine's weight_version is no number; publish decimal integers"
+            raise self._nonsense(what, f"but {[s.version for s in reported]!r:.200}") from e
+        return spans[-1].version, is_canary(reported[-1].version), spans
+
+    def _nonsense(self, what: str, words: str = "") -> EngineInternalError:
+        return EngineInternalError(
+            f"{self._url}: {what} {words}".rstrip(), status=200, what=what, words=words
+        )
+
+
+def _tops(entries: list[_TopEntry], n: int) -> TopLogProbs:
+    """The n likeliest: the sampled token is listed even if it is none of them."""
+    best = sorted(entries, key=lambda e: e.rank or n + 1)
+    return tuple((e.token_id, e.logprob) for e in best[:n] if (e.rank or n + 1) <= n)
+
+
+# -- weights that would end the engine ------------------------------------------------------------
+
+
+def _check_loadable(path: str, base: str) -> None:
+    """Look at a directory of weights as vLLM will read it.
+
+    Args:
+        base: directory of the weights that it was started with; not readable here, shapes are not
+            compared.
+
+    Raises:
+        EngineRequestError: it lacks files, one is cut short, or a tensor has another shape.
+    """
+    shapes = _shapes(Path(path))
+    try:
+        wanted = _shapes(Path(base))
+    except EngineRequestError:
+        wanted = {}
+    for name in shapes.keys() & wanted.keys():
+        if shapes[name] != wanted[name]:
+            raise _not_loadable(
+                path, f"{name} has the shape {shapes[name]}, and the engine's {wanted[name]}"
+            )
+    if wanted and not shapes.keys() & wanted.keys():
+        raise _not_loadable(path, f"it has no tensor of the engine's, but {sorted(shapes)[:3]}")
+
+
+def _shapes(folder: Path) -> dict[str, list[int]]:
+    """Shape of every tensor in the folder's safetensors files."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise _not_loadable(str(folder), "there are no safetensors files on this machine")
+    shapes: dict[str, list[int]] = {}
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                header: dict[str, Any] = json.loads(stream.read(size))
+            tensors = {n: t for n, t in header.items() if n != "__metadata__"}
+            end = 8 + size + max((t["data_offsets"][1] for t in tensors.values()), default=0)
+            if file.stat().st_size != end:
+                raise ValueError(f"it has {file.stat().st_size} bytes instead of {end}")
+            shapes |= {name: t["shape"] for name, t in tensors.items()}
+        except (OSError, ValueError, LookupError, TypeError, OverflowError, MemoryError) as e:
+            raise _not_loadable(str(folder), f"{file.name} is damaged: {e}") from e
+    return shapes
+
+
+def _not_loadable(path: str, why: str) -> EngineRequestError:
+    words = f"Failed to load {path}: {why}"
+    return EngineRequestError(words, status=400, what="the engine was not given it", words=words)
