@@ -28,7 +28,8 @@ import ray
 from stepwell.datapool.codec import PackedLease, decoder, encoder, in_trajectories, pack
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.errors import InvalidStepError, PoolReplacedError
-from stepwell.datapool.heap import return_large_blocks, use_one_heap
+from stepwell.datapool.heap import return_large_blocks, settle_heap, use_one_heap
+from stepwell.datapool.log_files import log_to_file
 from stepwell.datapool.ops import (
     Ack,
     CompleteTrajectory,
@@ -40,7 +41,6 @@ from stepwell.datapool.ops import (
     metadata_of,
     outcomes_or_raise,
 )
-from stepwell.datapool.process import log_to_file, settle_heap
 from stepwell.datapool.questions import GetStatistics
 from stepwell.datapool.remote.incarnation import previous_of, record
 from stepwell.datapool.remote.service import Applied, PoolService
