@@ -511,9 +511,12 @@ class AccessControl:
         return caller
 
     async def read_body(
-        self, scope: Scope, connection: Connection, receive: Receive, needed: Access
+        self, scope: Scope, receive: Receive, needed: Access, *, is_complete: bool
     ) -> bytes:
         """The whole body of an admitted request.
+
+        Args:
+            is_complete: it has arrived.
 
         Raises:
             ClientTimeoutError, BodyTooLargeError, MediaTypeError: the rest of the body is not read,
@@ -525,7 +528,7 @@ class AccessControl:
             return b""
         kind, most = headers.get(b"content-type", b""), self._config.max_body_bytes
         most = min(most, MAX_OPEN_BODY) if needed == "open" else most
-        if connection.is_complete:  # the rule, which needs no clock
+        if is_complete:  # the rule, which needs no clock
             body = await self._read(receive, kind, most)
         else:
             timeout_s = self._tuning.body_timeout_s

@@ -97,7 +97,9 @@ class _App(FastAPI):
                 call.common_headers = await _cors_headers(self._cors, scope)
             connection, access = call.connection, services.access
             call.caller = access.admit(scope, connection, needed, call.url)
-            call.content = await access.read_body(scope, connection, call.receive, needed)
+            call.content = await access.read_body(
+                scope, call.receive, needed, is_complete=not call.more_body
+            )
             await endpoint.handler(services, call)
         except ConnectionResetError:  # nobody is left to answer
             return
@@ -116,7 +118,9 @@ class _App(FastAPI):
         try:
             connection, access = connection_of(scope), services.access
             caller = access.admit(scope, connection, needed, url)
-            keep(scope, caller, await access.read_body(scope, connection, receive, needed))
+            is_complete = connection.is_complete
+            body = await access.read_body(scope, receive, needed, is_complete=is_complete)
+            keep(scope, caller, body)
             if endpoint is None:
                 services.hosts.name_own(scope)  # a redirect goes there
                 await super().__call__(scope, receive, send)

@@ -111,8 +111,14 @@ class DirectCall(RequestResponseCycle):
     content: bytes
     """The body, until its handler takes it."""
 
-    def __init__(self, connection: HttpProtocol, found: Any, keep_alive: bool) -> None:
-        """`found`: the application's `find_call` of its path."""
+    def __init__(
+        self, connection: HttpProtocol, found: Any, keep_alive: bool, is_forwarded: bool
+    ) -> None:
+        """
+        Args:
+            found: the application's `find_call` of its path.
+            is_forwarded: a proxy says for whom it asks.
+        """
         super().__init__(
             scope=connection.scope,
             transport=connection.transport,
@@ -128,6 +134,7 @@ class DirectCall(RequestResponseCycle):
         )
         self.connection = connection
         self.found = found
+        self._is_forwarded = is_forwarded
         self.common_headers = b""
         """Headers of every answer to it, as lines."""
 
@@ -135,7 +142,7 @@ class DirectCall(RequestResponseCycle):
         """Answer it. uvicorn's `app` rewrites what a proxy says of its client, and comes back to
         `answer_call`."""
         try:
-            if any(name.startswith(b"x-forwarded-") for name, _ in self.scope["headers"]):
+            if self._is_forwarded:
                 self.scope["extensions"][CALL] = self
                 await app(self.scope, self.receive, self.send)
             else:
@@ -169,6 +176,8 @@ class DirectCall(RequestResponseCycle):
 
     def _head(self, status: int, headers: Mapping[str, str]) -> bytes:
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        if lines.count("\r") + lines.count("\n") != 2 * len(headers):
+            raise ValueError(f"a header of the answer has a line break: {lines!r:.200}")
         closing = b"" if self.keep_alive else b"connection: close\r\n"
         return STATUS_LINE[status] + lines.encode("latin-1") + self.common_headers + closing
 
@@ -307,7 +316,10 @@ class HttpProtocol(HttpToolsProtocol):
         self.scope["extensions"] = extensions
 
     def on_headers_complete(self) -> None:
-        n = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        n, is_forwarded = len(self.url), False
+        for name, value in self.headers:
+            n += len(name) + len(value) + 4
+            is_forwarded = is_forwarded or name.startswith(b"x-forwarded-")
         if n > self._limits.max_header_bytes:
             refused = self._too_large()
             self._refuse(refused)
@@ -324,10 +336,10 @@ class HttpProtocol(HttpToolsProtocol):
         if found is None:
             super().on_headers_complete()
         else:
-            self._take_call(found, path, url)
+            self._take_call(found, path, url, is_forwarded)
         self.headers = []  # those of the scope are complete: trailers are none of them
 
-    def _take_call(self, found: Any, path: str, url: Any) -> None:
+    def _take_call(self, found: Any, path: str, url: Any, is_forwarded: bool) -> None:
         """Start a call, or queue it behind the request that is being answered."""
         scope, version = self.scope, self.parser.get_http_version()
         scope["method"], scope["http_version"] = "POST", version
@@ -335,7 +347,7 @@ class HttpProtocol(HttpToolsProtocol):
         scope["query_string"] = url.query or b""
         before = self.cycle
         keep_alive = version != "1.0" and self.parser.should_keep_alive()
-        self.cycle = call = DirectCall(self, found, keep_alive)
+        self.cycle = call = DirectCall(self, found, keep_alive, is_forwarded)
         if before is None or before.response_complete:
             self._start_asgi_task(call, self.app)
         else:

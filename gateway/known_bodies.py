@@ -36,12 +36,11 @@ from cachetools import LRUCache
 from xxhash import xxh3_128
 
 from stepwell.gateway.access import Named, Principal
-from stepwell.gateway.bodies import BIG
 from stepwell.gateway.dialects.base import KEPT_CUTS, Cut, Dialect, Known, Parsed
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import KnownMessages, Message, Prefix
-from stepwell.gateway.web import body_digest, parse_object
+from stepwell.gateway.web import parse_object
 
 LEAST_BYTES = 8192
 """Shorter bodies are read as fast as they are compared."""
@@ -141,34 +140,25 @@ class KnownBodies:
         self._tools.clear()
 
     def read(
-        self,
-        dialect: Dialect,
-        body: bytes,
-        reader: Principal,
-        url: Named | None,
-        digest: str | None = None,
-    ) -> Parsed:
-        """Parse a body.
+        self, dialect: Dialect, body: bytes, reader: Principal, url: Named | None
+    ) -> Parsed | None:
+        """Parse a body of `LEAST_BYTES` or more; None: the dialect is to read all of it, and to say
+        what is wrong with it.
 
         Args:
             url: the trajectory that the request's URL names.
-            digest: `body_digest`, if it was made before.
-
-        Raises:
-            RequestError, and what else `Dialect.parse` raises.
         """
-        if dialect.list_name is not None and LEAST_BYTES <= len(body) <= BIG:
-            place = dialect.name, url or (reader, body[:BEGINNING_BYTES])
-            passed = _passed(self._marks.get(place, ()), body)
-            texts = [_without_known(body, *each) for each in passed[: -1 - MAX_TRIES : -1]]
-            for text in (*texts, _Text(body, None, xxh3_128(seed=_SEED))):
-                if text is not None and (read := self._read(dialect, body, text, reader)):
-                    self.n_known += text.mark is not None
-                    older = [mark for mark, _ in passed if mark is not text.mark]
-                    return self._reading(dialect, body, text, read, place, older)
-        parsed = dialect.parse(parse_object(body), reader)
-        parsed.digest = digest or body_digest(body)
-        return parsed
+        if dialect.list_name is None:
+            return None
+        place = dialect.name, url or (reader, body[:BEGINNING_BYTES])
+        passed = _passed(self._marks.get(place, ()), body)
+        texts = [_without_known(body, *each) for each in passed[: -1 - MAX_TRIES : -1]]
+        for text in (*texts, _Text(body, None, xxh3_128(seed=_SEED))):
+            if text is not None and (read := self._read(dialect, body, text, reader)):
+                self.n_known += text.mark is not None
+                older = [mark for mark, _ in passed if mark is not text.mark]
+                return self._reading(dialect, body, text, read, place, older)
+        return None
 
     def _read(self, dialect: Dialect, body: bytes, text: _Text, reader: Principal) -> _Read | None:
         """Parse `text`, and find its parts; None: the whole body is to be read."""

@@ -125,12 +125,9 @@ class Pace:
             await turn
             return
         if self._passed == 0:
-            self._begin(loop)
+            self._began = time.perf_counter()
+            loop.call_soon(self._next, loop)  # behind all that passes in this turn
         self._passed += 1
-
-    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._began = time.perf_counter()
-        loop.call_soon(self._next, loop)  # behind all that passes in this turn
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
         took = time.perf_counter() - self._began
@@ -145,4 +142,5 @@ class Pace:
                 turn.set_result(None)
                 self._passed += 1
         if self._passed:
-            self._begin(loop)
+            self._began = time.perf_counter()
+            loop.call_soon(self._next, loop)

@@ -28,6 +28,7 @@ from starlette.responses import RedirectResponse, Response
 
 from stepwell.datapool.errors import InvalidStepError
 from stepwell.datapool.types import Step
+from stepwell.gateway import known_bodies
 from stepwell.gateway.access import caller_of, named, quoted, take_body, uid_of
 from stepwell.gateway.bodies import BIG
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages, CountParams
@@ -125,11 +126,17 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
     began_at = time.perf_counter()
     principal, url = request.caller, request.url
     headers = Headers(scope=request.scope)
-    digest: str | None = None
-    if is_big := len(body) > BIG:
-        loop = asyncio.get_running_loop()
-        digest = await loop.run_in_executor(services.threads, body_digest, body)
-    parsed = services.known_bodies.read(dialect, body, principal, url, digest)
+    parsed: Parsed | None = None
+    is_big = len(body) > BIG
+    if len(body) >= known_bodies.LEAST_BYTES and not is_big:
+        parsed = services.known_bodies.read(dialect, body, principal, url)
+    if parsed is None:
+        parsed = dialect.parse(parse_object(body), principal)
+        if is_big:
+            loop = asyncio.get_running_loop()
+            parsed.digest = await loop.run_in_executor(services.threads, body_digest, body)
+        else:
+            parsed.digest = body_digest(body)
     del body  # as large as all that is parsed of it, and the call may take minutes
     retry = retry_key(headers, parsed.digest, dialect.name)
     if is_big:
