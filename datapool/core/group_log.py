@@ -3,7 +3,7 @@ one; and the deletion of these rows.
 
     change of a live group ──write──► row, before anything that follows from it
     steps ──add_step──► buffered ──write_steps──► one row of a group's steps
-    group gone ──close──► its rows deleted, a tombstone written
+    group gone ──close──► its rows deleted, or kept until they are archived; a tombstone written
     trajectory deleted ──erase──► the group's rows written anew without it
 
 Before there is a log nothing is written. Owns the rows' numbers and the order in which they are
@@ -18,13 +18,25 @@ from collections import deque
 import msgspec
 
 from stepwell.datapool.codec import PackedStep
+from stepwell.datapool.core.departures import Departure
 from stepwell.datapool.core.erasure import Erasure
-from stepwell.datapool.core.log_rows import GroupClosed, PromptStored, StepsStored, Writer
+from stepwell.datapool.core.log_rows import (
+    GroupClosed,
+    GroupLeft,
+    PromptStored,
+    RewardCameLate,
+    StepCameLate,
+    StepsStored,
+    Writer,
+)
 from stepwell.datapool.core.payloads import Payloads
 from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
 
 ROW_BYTES = 64 << 10
 """Bytes of steps after which their row is written: it is read as a whole, also for one of them."""
+
+ROW_COST = 100
+"""Bytes of a row besides its payload, about."""
 
 
 class GroupLog:
@@ -91,20 +103,45 @@ class GroupLog:
         row = self._writer.write(self._channel, record, now, group.number, *payload)
         if row is not None:
             group.rows.append(row)
+            group.n_bytes += sum(map(len, payload))
         return row
 
     # -- what is gone ------------------------------------------------------------------------
 
-    def close(self, group: GroupRecord, now: float, *, erased: bool) -> None:
-        """Delete the rows of a group.
+    def close(self, group: GroupRecord, left: GroupLeft, now: float, *, erased: bool) -> None:
+        """Delete the rows of a group, or leave them to the archive.
 
         Args:
             erased: nobody may read them any more, within seconds.
         """
         self.write_steps(now)
+        departures = self._writer.departures
+        if not erased and group.rows and departures.has_room(_cost(group)):
+            self._append(group, left, now)
+            self.depart(group, left)
+            return
         self._writer.delete(group.rows)
         if erased:
             self._writer.scrub()
+
+    def depart(self, group: GroupRecord, left: GroupLeft) -> None:
+        """Leave the rows of a group, of which the last one says that it left, to the archive."""
+        uids = tuple(record.trajectory_uid for record in group.trajectories)
+        of = self._channel, left.prompt_uid, uids
+        self._writer.departures.add(Departure(group.rows[-1], *of, group.rows, _cost(group)))
+
+    def keep_late(self, late: StepCameLate | RewardCameLate, now: float, payload: bytes) -> None:
+        """Write what came too late, for the archive alone; nothing without one."""
+        n_bytes = ROW_COST + len(payload)
+        if self._writer.departures.has_archive and self._writer.departures.has_room(n_bytes):
+            row = self._writer.write(self._channel, late, now, 0, payload)
+            if row is not None:
+                self.depart_late(late, row, n_bytes)
+
+    def depart_late(self, late: StepCameLate | RewardCameLate, row: int, n_bytes: int) -> None:
+        """Leave a row of what came too late to the archive."""
+        of = self._channel, late.prompt_uid, (late.trajectory_uid,)
+        self._writer.departures.add(Departure(row, *of, array("q", [row]), n_bytes))
 
     def write_tombstone(self, closed: GroupClosed, now: float) -> None:
         self.is_changed = True
@@ -139,3 +176,8 @@ class GroupLog:
 
     def scrub(self) -> None:
         self._writer.scrub()
+
+
+def _cost(group: GroupRecord) -> int:
+    """About the bytes that the group's rows take in the log."""
+    return group.n_bytes + ROW_COST * len(group.rows)

@@ -60,7 +60,7 @@ class DataPool:
     ) -> None:
         self.config = config or PoolConfig()
         self.epoch = epoch
-        self._writer = Writer(self.config.remembered_uids)
+        self._writer = Writer(self.config.remembered_uids, self.config.backlog_bytes)
         self.events = EventLog(life or epoch)
         self.channels: dict[str, Channel] = {}
         self.leases = LeaseBook(self._writer)
@@ -110,6 +110,8 @@ class DataPool:
         for name in self.channels:
             if not found.more:
                 found += self._at(name, now).delete(op)
+        if op.trajectory_uid is not None:
+            found += self._delete_departed(op.trajectory_uid)
         self._writer.scrub()  # also what was acked before
         return found
 
@@ -118,9 +120,57 @@ class DataPool:
         try:
             for name in self.channels:
                 found += self._at(name, now).delete_trajectory(op)
+            found += self._delete_departed(op.trajectory_uid)
         finally:
             self._writer.scrub()
         return found
+
+    def _delete_departed(self, uid: str) -> ops.Deleted:
+        """Delete what waits to be archived of a trajectory; with it goes what waits of its
+        group."""
+        gone = self._writer.departures.delete((uid,))
+        self._writer.delete(gone)
+        return ops.Deleted((uid,)) if gone else ops.Deleted()
+
+    # -- the archive -------------------------------------------------------------------------
+
+    def _list_departed(self, op: asked.ListDeparted, now: float) -> asked.DepartedPage:
+        departures, log = self._writer.departures, self._writer.log
+        found: list[asked.Departed] = []
+        n_bytes = 0
+        for departure in departures:
+            if departure.row <= op.after:
+                continue
+            places = None if log is None else log.places(departure.rows)
+            if n_bytes >= op.max_bytes or places is None:
+                break
+            found.append(asked.Departed(departure.row, departure.channel, places))
+            n_bytes += departure.n_bytes
+        return asked.DepartedPage(found, len(departures), departures.n_bytes)
+
+    def _read_departed(self, op: asked.ReadDeparted, now: float) -> list[asked.DepartedRows]:
+        found: list[asked.DepartedRows] = []
+        if (log := self._writer.log) is None:
+            return found
+        for departure in self._writer.departures.of(op.uid):
+            heads, payloads = log.heads(departure.rows), log.read(departure.rows)
+            both = zip(departure.rows, heads, payloads, strict=True)
+            rows = [(row, kind, head, payload) for row, (kind, head), payload in both]
+            found.append(asked.DepartedRows(departure.channel, rows))
+        return found
+
+    def _release_departed(self, op: ops.ReleaseDeparted, now: float) -> None:
+        self._writer.delete(self._writer.departures.release(op.through, unarchived=op.unarchived))
+
+    @property
+    def backlog(self) -> dict[str, int]:
+        """Counts of what waits to be archived, and of what left unarchived."""
+        departures = self._writer.departures
+        return {
+            "waiting": len(departures),
+            "waiting_bytes": departures.n_bytes,
+            "unarchived": departures.n_unarchived,
+        }
 
     # -- consumers ---------------------------------------------------------------------------
 
@@ -227,6 +277,8 @@ class DataPool:
     def attach(self, log: Log) -> None:
         """Write every change down from now on, and read payloads back that are only there."""
         self._writer.log = log
+        if not (departures := self._writer.departures).has_archive and len(departures):
+            log.delete(departures.release(max(d.row for d in departures)))  # it was turned off
 
     def write_counts(self) -> None:
         """Put the counts that changed into the log. Before a flush."""
@@ -301,6 +353,9 @@ _ANSWERS: Final[Mapping[type, Callable[[DataPool, Any, float], Any]]] = {
     ops.Renew: DataPool._renew,
     ops.ReleaseLeases: DataPool._release_leases,
     ops.Shutdown: DataPool._close,
+    ops.ReleaseDeparted: DataPool._release_departed,
+    asked.ListDeparted: DataPool._list_departed,
+    asked.ReadDeparted: DataPool._read_departed,
     asked.GetStatistics: DataPool._statistics,
     asked.GetEvents: DataPool._events,
     asked.ListGroups: DataPool._list,

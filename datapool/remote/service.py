@@ -381,6 +381,8 @@ class PoolService:
                 "recovery_s": self._recovery_s,
                 **self._journal.statistics(),
             }
+            if self._pool.config.archive_dir is not None:
+                described["archive"] = self._pool.backlog
         return described
 
     def _follow(self, channel: str | None) -> None:

@@ -192,6 +192,10 @@ class Journal:
         stored = self._log.stored_heads([row for row in rows if row not in records])
         return [head_of(records[row][0]) if row in records else stored[row] for row in rows]
 
+    def places(self, rows: Iterable[int]) -> list[tuple[int, int, int, int]] | None:
+        """Row, segment, offset and size of stored rows; None if one of them is only buffered."""
+        return self._log.places(rows)
+
     @property
     def identity(self) -> str:
         """32 hex digits that no other journal has; made with it, and never changed."""
