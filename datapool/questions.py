@@ -179,7 +179,7 @@ class DepartedPage(NamedTuple):
 
 
 class DepartedRows(NamedTuple):
-    """The rows of a group that waits to be archived."""
+    """The rows of a group in the journal."""
 
     channel: str
     rows: list[tuple[int, str, bytes, bytes]]
@@ -196,7 +196,8 @@ class ListDeparted(Op[DepartedPage], frozen=True, array_like=True):
 
 
 class ReadDeparted(Op[list[DepartedRows]], frozen=True, array_like=True):
-    """Content of what waits to be archived of a trajectory or a group.
+    """Content of what waits to be archived of a trajectory or a group; or of the live group of a
+    trajectory that was aborted, whose steps nobody is served.
 
     Raises:
         JournalError: a row cannot be read.

@@ -152,11 +152,15 @@ class DataPool:
         found: list[asked.DepartedRows] = []
         if (log := self._writer.log) is None:
             return found
-        for departure in self._writer.departures.of(op.uid):
-            heads, payloads = log.heads(departure.rows), log.read(departure.rows)
-            both = zip(departure.rows, heads, payloads, strict=True)
+        groups = [(d.channel, d.rows) for d in self._writer.departures.of(op.uid)]
+        for name, channel in self.channels.items():
+            record = channel.records.trajectories.get(op.uid)
+            if record is not None and record.closing is not None and not record.is_complete:
+                groups.append((name, channel.records.groups[record.prompt_uid].rows))
+        for name, numbers in groups:
+            both = zip(numbers, log.heads(numbers), log.read(numbers), strict=True)
             rows = [(row, kind, head, payload) for row, (kind, head), payload in both]
-            found.append(asked.DepartedRows(departure.channel, rows))
+            found.append(asked.DepartedRows(name, rows))
         return found
 
     def _release_departed(self, op: ops.ReleaseDeparted, now: float) -> None:

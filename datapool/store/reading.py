@@ -193,6 +193,8 @@ class StoppedJournal(LogReader):
                 raise JournalError(f"{self.folder} holds no journal")
             found = self._load(acked)
         self.index, self._states = found.index, found.states
+        self.identity = acked.journal.hex()
+        """As of `Journal`."""
 
     def states(self) -> dict[str, bytes]:
         return self._states

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -24,13 +25,17 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from stepwell.datapool.files.archive.reader import ArchiveReader, fate, waiting
 from stepwell.datapool.files.columns import Row, to_rows
 from stepwell.datapool.files.export import read
 from stepwell.datapool.files.trained import TRAINED as FOLDER
 from stepwell.datapool.files.trained import with_rewards
 from stepwell.datapool.inspect.rows import ExportedTrajectory, GroupRow, TrajectoryRow
+from stepwell.datapool.questions import ReadDeparted
 from stepwell.gateway.errors import GatewayConfigError
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.run.folder import archive_folder
+from stepwell.show.archive import archive_rest
 from stepwell.show.run import RunView, open_run
 from stepwell.track.console import all_safe, safe
 from stepwell.trainer.errors import ConfigError
@@ -238,17 +243,29 @@ class Opened(NamedTuple):
     """Tokenizer that gives the tokens' text; None: there is none."""
     trained: dict[str, Any] | None = None
     """Optimizer `step`, mean `advantage` and `weight` if it was trained and sampled, else None."""
+    archived: dict[str, Any] | None = None
+    """The catalogue's row, if it is in the archive, with `feedback` that came late."""
 
 
-async def open_trajectory(uid: str, where: str | None) -> Opened:
-    """
+class Several(NamedTuple):
+    """Trajectories that one uid leads to: those of a group, or whose uids begin with it."""
+
+    items: list[dict[str, Any]]
+    """Rows of the archive's catalogue."""
+
+
+async def open_trajectory(uid: str, where: str | None) -> Opened | Several:
+    """Open what a uid names: a trajectory, live, archived or trained; or a group.
+
     Args:
+        uid: of a trajectory or an archived group, or the beginning of one.
         where: the run, or an exported file.
 
     Raises:
         ConfigError: it is not there.
     """
     trained: dict[str, Any] | None = None
+    archived: dict[str, Any] | None = None
     masks: dict[int, list[float]] = {}
     if where is not None and Path(where).suffix in (".parquet", ".jsonl"):
         exported = await asyncio.to_thread(_in_file, uid, Path(where))
@@ -256,8 +273,24 @@ async def open_trajectory(uid: str, where: str | None) -> Opened:
     else:
         async with open_run(where) as view:
             tokens = _tokenizer(view)
-            if (live := await _in_pool(uid, view)) is not None:
+            if not view.is_alive:
+                await archive_rest(view.folder, view.run)
+            archive = ArchiveReader(archive_folder(view.folder))
+            found = await asyncio.to_thread(archive.find, uid)
+            if found and len({row["uid"] for row in found}) > 1:
+                return Several(found)
+            live = await _in_pool(uid, view)
+            if found and (live is None or not live.trajectory.steps):
+                uid = found[0]["uid"]
+                archived = found[0] | {"feedback": archive.feedback(uid)}
+                exported = await asyncio.to_thread(_archived, uid, archive)
+                if view.files.trained(uid) is not None:
+                    exported, trained, masks = await asyncio.to_thread(_in_sample, uid, view)
+            elif live is not None:
                 exported = live
+            elif (deleted := archive.was_deleted(uid)) is not None:
+                at = datetime.fromtimestamp(deleted).strftime("%Y-%m-%d %H:%M:%S")
+                raise ConfigError(f"trajectory {uid!r} was deleted at {at}; nothing of it is kept")
             else:
                 exported, trained, masks = await asyncio.to_thread(_in_sample, uid, view)
     if not exported.trajectory.steps:
@@ -275,15 +308,23 @@ async def open_trajectory(uid: str, where: str | None) -> Opened:
             mask = masks.get(step["step_index"], [0.0] * (end - start))
             both = zip(row["loss_mask"][start:end], mask, strict=True)
             row["loss_mask"][start:end] = [int(a and b > 0) for a, b in both]
-    return Opened(rows, tokens, trained)
+    return Opened(rows, tokens, trained, archived)
+
+
+def _archived(uid: str, archive: ArchiveReader) -> ExportedTrajectory:
+    if (found := archive.read(uid)) is None:
+        raise ConfigError(f"trajectory {uid!r} left the archive meanwhile; it was the oldest")
+    return found
 
 
 async def _in_pool(uid: str, view: RunView) -> ExportedTrajectory | None:
     for channel in await view.pool.get_statistics():
         page = await view.pool.read_trajectories(channel, trajectory_uid=uid)
         for exported in page.unpack():
-            return exported
-    return None
+            if exported.state != "aborted":
+                return exported
+    found = await view.pool.call(ReadDeparted(uid))
+    return next((each for each in waiting(found) if each.trajectory.trajectory_uid == uid), None)
 
 
 def _in_sample(
@@ -303,9 +344,10 @@ def _in_sample(
         )
         raise ConfigError(
             f"trajectory {uid!r} is not in the pool of {view.folder} (`stepwell groups --prompt "
-            "UID` lists those of a group), nor in its sample of what was trained: "
-            "trainer.sample_groups groups of each optimizer step, in "
-            f"{view.folder / FOLDER}{next((f'; the newest there is {k}' for k in kept), '')}"
+            "UID` lists those of a group), nor in its archive (`stepwell data query ''` lists it), "
+            "nor in its sample of what was trained: trainer.sample_groups groups of each optimizer "
+            f"step, in {view.folder / FOLDER}"
+            f"{next((f'; the newest there is {k}' for k in kept), '')}"
         )
     step, trained = found
     head = next((h for h in heads(step) if h["trajectory_uid"] == uid), {})
@@ -335,7 +377,7 @@ def _tokenizer(view: RunView) -> Tokens | None:
 
 
 def trajectory_screen(opened: Opened) -> RenderableType:
-    rows, tokens, trained = opened
+    rows, tokens, trained, archived = opened
     head, marks = rows[0], rows[0]["marks"]
     steps = _steps(rows)
     n_masked = sum(sum(row["loss_mask"]) for row in rows)
@@ -348,6 +390,7 @@ def trajectory_screen(opened: Opened) -> RenderableType:
             "  ",
             (state, STATES.get(state, "")),
             f"  reward {_number(head['reward'])}",
+            ("" if trained or not head["reason"] else f"  {head['reason']}", "red"),
         ),
         Text(
             f"group {head['prompt_uid']} ({group_state}) · "
@@ -361,6 +404,11 @@ def trajectory_screen(opened: Opened) -> RenderableType:
         said = [f"trained at optimizer step {trained['step']}"]
         said += [f"{k} {v:+.3f}" for k, v in trained.items() if k != "step" and v is not None]
         lines.append(Text(" · ".join(said), "cyan"))
+    if archived is not None:
+        lines.append(Text(fate(all_safe(archived)), "red" if archived["drop_reason"] else "cyan"))
+        for late in archived["feedback"]:
+            told = f"reward {late['reward']:g} came too late: {late['why']}"
+            lines.append(Text(told, "yellow"))
     if marks is not None:
         lines.append(Text(f"marks {marks}", "yellow"))
     if len(rows) > 1:
@@ -487,7 +535,7 @@ def _block(texts: Iterable[str], gutter: tuple[str, str], shades: Sequence[str])
 
 def token_lines(opened: Opened) -> Text:
     """A line per token of each branch: place, mask, id, log-prob, version, text."""
-    rows, tokens, _ = opened
+    rows, tokens, *_ = opened
     out = Text()
     for row in rows:
         if len(rows) > 1:

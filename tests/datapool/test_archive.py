@@ -12,10 +12,12 @@ from stepwell.datapool import ChannelConfig
 from stepwell.datapool.config import ArchiveConfig
 from stepwell.datapool.errors import DamagedFileError, InvalidRequestError
 from stepwell.datapool.files.archive import archiver
-from stepwell.datapool.files.archive.archiver import Archive, Settings, archive_waiting
+from stepwell.datapool.files.archive.archiver import Archive, archive_waiting
 from stepwell.datapool.files.archive.catalogue import match_of
-from stepwell.datapool.files.archive.reader import ArchiveReader, parse
+from stepwell.datapool.files.archive.launch import Settings
+from stepwell.datapool.files.archive.reader import ArchiveReader, parse, waiting
 from stepwell.datapool.ops import Mark, OpenGroup, OpenTrajectory, ReleaseDeparted
+from stepwell.datapool.questions import ReadDeparted
 from stepwell.datapool.types import Step
 from tests.datapool.conftest import JournaledPool
 
@@ -410,3 +412,19 @@ def test_prompts_that_never_get_a_reward_are_listed(run):
     assert run.reader.prompts(never_rewarded=True) == []
     run.reader.delete("trajectory", "t02")
     assert len(run.reader.prompts(never_rewarded=True)) == 1
+
+
+def test_the_text_of_an_aborted_trajectory_is_there_while_its_group_is_live(run):
+    run.turn("a", "first try", "failed", "p")
+    run.pool("abort_trajectory", "a", "timeout", True)
+    found = waiting(run.pool.pool.apply(ReadDeparted("a"), run.pool.now))
+    (one,) = [each for each in found if each.trajectory.trajectory_uid == "a"]
+    assert (one.state, one.reason) == ("aborted", "timeout")
+    assert one.trajectory.steps[0].metadata["messages"][1]["content"] == "failed"
+
+
+def test_what_waits_can_be_read(run):
+    run.train("t", "question", "answer")
+    (one,) = waiting(run.pool.pool.apply(ReadDeparted("p-t"), run.pool.now))
+    assert one.trajectory.steps[0].metadata["messages"][0]["content"] == "question"
+    assert one.outcome == 1.0

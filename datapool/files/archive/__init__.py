@@ -7,6 +7,7 @@
     parquet.py         trajectories ──► a sealed file, and back
     folder.py          names, lock, tombstones, bounds
     catalogue.py       the index of the files: search, filters, a table per prompt
+    launch.py          how a pool starts it
     archiver.py        the process of a pool that writes them
     reader.py          what anybody asks of an archive: find, list, query, check, delete
 

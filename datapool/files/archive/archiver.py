@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -39,10 +38,13 @@ from stepwell.datapool.files.archive.folder import (
     FileName,
     Tombstone,
 )
+from stepwell.datapool.files.archive.launch import Settings
 from stepwell.datapool.ops import ReleaseDeparted
 from stepwell.datapool.process import log_to_file
 from stepwell.datapool.questions import Departed, DepartedPage, ListDeparted
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.link import Caller, Link
+from stepwell.datapool.remote.stopped import StoppedPort
 from stepwell.datapool.remote.wire import Door
 from stepwell.datapool.store.reading import rows_at_places
 from stepwell.datapool.store.segments import Row
@@ -58,40 +60,6 @@ MERGED: Final = 16
 SMALL_BYTES: Final = 32 << 20
 TRIES: Final = 5
 """Tries to read rows that the journal moves meanwhile."""
-DAY_S: Final = 86_400.0
-
-
-class Settings(msgspec.Struct, frozen=True):
-    """What the archiver is started with."""
-
-    folder: str
-    """Of the archive."""
-    journal: str
-    """Folder of the shard's journal."""
-    journal_id: str
-    shard: int
-    keep_s: float
-    max_bytes: int
-    """Of this shard."""
-    log_file: str | None = None
-    unix: str = ""
-    """Address and secret of the pool."""
-    secret: bytes = b""
-
-    @classmethod
-    def of(cls, config: PoolConfig, journal: Path, journal_id: str, shard: int) -> Settings | None:
-        """The settings for a shard of this pool; None if it has no archive."""
-        if config.archive_dir is None:
-            return None
-        days = min(config.archive.keep_days, config.retention_days or config.archive.keep_days)
-        return cls(
-            folder=str(config.archive_dir.absolute()),
-            journal=str(journal),
-            journal_id=journal_id[:8],
-            shard=shard,
-            keep_s=days * DAY_S,
-            max_bytes=int(config.archive.max_gb * 1e9) // config.shards,
-        )
 
 
 class NoSpaceError(Exception):
@@ -271,6 +239,26 @@ def _kept(table: Any, tombstones: Sequence[Tombstone]) -> Any:
     return parquet.without(table, gone) if gone else table
 
 
+async def archive_stopped(pool: DataPoolClient, config: PoolConfig) -> None:
+    """Archive what waited when a pool ended, of which only the journals are left
+    (`stopped_pool`). What they hold stays; a later start of the pool deletes it.
+
+    Args:
+        config: what the pool ran with.
+    """
+    for shard, port in enumerate(pool.ports):
+        if not isinstance(port, StoppedPort) or not port.backlog["waiting"]:
+            continue
+        if (settings := Settings.of(config, port.folder, port.journal_id, shard)) is None:
+            return
+        archive = await asyncio.to_thread(Archive, settings)
+        try:
+            while await archive_waiting(archive, port):
+                pass
+        finally:
+            archive.close()
+
+
 # -- the process -------------------------------------------------------------------------------
 
 
@@ -345,18 +333,6 @@ async def run(settings: Settings) -> None:
             n = 0
         if not n or time.monotonic() - began < INTERVAL_S / 4:
             await asyncio.sleep(INTERVAL_S)
-
-
-def start(settings: Settings, door: Door) -> subprocess.Popen[bytes]:
-    """Start the archiver of a pool; it ends with this process, whose end closes its input."""
-    settings = msgspec.structs.replace(settings, unix=door.unix, secret=door.secret)
-    command = [sys.executable, "-m", "stepwell.datapool.files.archive.archiver"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    if process.stdin is not None:
-        data = msgspec.msgpack.encode(settings)
-        process.stdin.write(len(data).to_bytes(4, "little") + data)
-        process.stdin.flush()
-    return process
 
 
 def _be_idle() -> None:

@@ -54,12 +54,12 @@ class Conversation:
     part: int = 0
     """0: the trajectory with its group; else the journal's row of what came late."""
     attempt: int = 0
-    state: str = "aborted"
-    """`complete`, `aborted` or `late`."""
+    state: str = "open"
+    """`complete`, `aborted` or `late`; `open` or `complete` in a live group."""
     reason: str | None = None
     """Why it was aborted."""
-    left: str = "acked"
-    """`acked` (a trainer took its group) or `dropped`."""
+    left: str = "live"
+    """`acked` (a trainer took its group), `dropped` or `late`; `live`: its group has not left."""
     drop_reason: str | None = None
     outcome: float | None = None
     step_rewards: dict[int, float] = field(default_factory=dict)
@@ -194,10 +194,11 @@ class _Group:
             case ops.CompleteTrajectory():
                 ended = self._of(record.trajectory_uid, now)
                 ended.metadata |= record.metadata
-                ended.closed_at = now
+                ended.state, ended.closed_at = "complete", now
                 ended.outcome = ended.outcome if record.reward is None else record.reward
             case ops.AbortTrajectory():
-                self._of(record.trajectory_uid, now).closed_at = now
+                aborted = self._of(record.trajectory_uid, now)
+                aborted.state, aborted.reason, aborted.closed_at = "aborted", record.reason, now
             case ops.SetReward(step_index=None):
                 self._of(record.trajectory_uid, now).outcome = record.reward
             case ops.SetReward(step_index=int() as index):

@@ -34,6 +34,7 @@ from stepwell.datapool.files.archive.conversations import (
 )
 from stepwell.datapool.files.columns import dumps, loads
 from stepwell.datapool.inspect.rows import ExportedTrajectory
+from stepwell.datapool.selection import UNMARKED, Marks
 from stepwell.datapool.types import Step, Trajectory, VersionSpan
 
 FORM: Final = "1"
@@ -114,6 +115,11 @@ def _json(value: Any, what: str) -> str | None:
         return dumps(value, what)
 
 
+def _marks(marks: Marks) -> str | None:
+    """Marks as JSON; null where nobody has marked it."""
+    return None if marks == UNMARKED else _json(marks.as_dict(), "marks")
+
+
 def _micros(seconds: float | None) -> int | None:
     return None if seconds is None else round(seconds * 1e6)
 
@@ -192,8 +198,8 @@ def trajectory_table(conversations: Sequence[Conversation]) -> Any:
             "last_reply": last,
             "metadata": _json(each.metadata, "metadata"),
             "group_metadata": _json(dict(each.group_metadata), "group_metadata"),
-            "marks": _json(each.marks.as_dict(), "marks"),
-            "group_marks": _json(each.group_marks.as_dict(), "group_marks"),
+            "marks": _marks(each.marks),
+            "group_marks": _marks(each.group_marks),
         }
         for name, column in columns.items():
             column.append(row[name])

@@ -17,13 +17,15 @@ from __future__ import annotations
 import ast
 import heapq
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from stepwell.datapool.errors import DamagedFileError, InvalidRequestError
 from stepwell.datapool.files.archive.catalogue import FACTS, Catalogue, match_of
+from stepwell.datapool.files.archive.conversations import Conversation, conversations
 from stepwell.datapool.files.archive.folder import (
     FEEDBACK,
     TRAJECTORIES,
@@ -33,6 +35,8 @@ from stepwell.datapool.files.archive.folder import (
     tombstone,
 )
 from stepwell.datapool.inspect.rows import ExportedTrajectory
+from stepwell.datapool.questions import DepartedRows
+from stepwell.datapool.store.segments import Row
 
 ORDERS: Final = ("time", "reward", "turns", "tokens", "version")
 MOST: Final = 1000
@@ -410,6 +414,19 @@ class ArchiveReader:
             "`stepwell archive check`"
         )
 
+    def read_all(
+        self, where: Filter = ALL, search: str | None = None
+    ) -> Iterator[ExportedTrajectory]:
+        """All trajectories that pass, whole, the newest first."""
+        cursor = None
+        while True:
+            page = self.rows(where, search, cursor=cursor)
+            for row in page.items:
+                if row["part"] == 0 and (found := self.read(row["uid"])) is not None:
+                    yield found
+            if (cursor := page.cursor) is None:
+                return
+
     # -- operators ---------------------------------------------------------------------------
 
     def delete(self, kind: Kind, value: str) -> list[str]:
@@ -484,7 +501,8 @@ def _sound(path: Path) -> list[str]:
 
 
 def _opened(path: Path, shard: int) -> Any:
-    from stepwell.datapool.files.archive.archiver import Archive, Settings
+    from stepwell.datapool.files.archive.archiver import Archive
+    from stepwell.datapool.files.archive.launch import Settings
 
     return Archive(Settings(str(path), "", "", shard, float("inf"), 1 << 62))
 
@@ -527,3 +545,39 @@ def _written(after: dict[str, Any]) -> str:
     import orjson
 
     return orjson.dumps(after).hex()
+
+
+def fate(row: Mapping[str, Any]) -> str:
+    """How a trajectory ended: trained, dropped or aborted, and why."""
+    if row["state"] == "late":
+        return "came too late: its trajectory was closed"
+    group = {"acked": "its group was taken by a trainer", "dropped": "its group was dropped"}
+    said = group.get(row["left"], str(row["left"]))
+    if row["drop_reason"]:
+        said += f" ({row['drop_reason']})"
+    if row["state"] == "aborted":
+        return f"aborted ({row['reason']}); {said}"
+    return said
+
+
+def waiting(found: Sequence[DepartedRows]) -> list[ExportedTrajectory]:
+    """Trajectories that wait to be archived, of rows that `ReadDeparted` answered."""
+    from stepwell.datapool.files.archive import parquet
+
+    parts: dict[str, list[Conversation]] = {}
+    for each in found:
+        rows = [Row(row, each.channel, kind, head, data) for row, kind, head, data in each.rows]
+        for one in conversations(each.channel, rows):
+            if isinstance(one, Conversation):
+                parts.setdefault(one.trajectory_uid, []).append(one)
+    whole: list[ExportedTrajectory] = []
+    for of_one in parts.values():
+        table = parquet.trajectory_table(of_one)
+        rows_of = table.drop_columns(["token_ids", "log_probs"]).to_pylist()
+        for i, row in enumerate(rows_of):
+            for name in ("token_ids", "log_probs"):
+                row[name] = table[name].combine_chunks()[i].values.to_numpy(zero_copy_only=False)
+        is_live = of_one[0].left == "live"
+        found_one = parquet.exported(rows_of)
+        whole.append(replace(found_one, group_state="live") if is_live else found_one)
+    return whole
