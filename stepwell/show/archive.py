@@ -18,7 +18,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stepwell.datapool.errors import JournalError
 from stepwell.datapool.files.archive.reader import ArchiveReader, fate
 from stepwell.run.folder import RunFile, archive_folder, holder, journal_folder, read_run
 from stepwell.show.run import choose_run, limits_of
@@ -61,7 +60,7 @@ async def archive_rest(folder: Path, run: RunFile) -> None:
         return
     try:
         await archive_stopped(stopped_pool(journal_folder(folder), config), config)
-    except JournalError:  # it never had one, or `stepwell data salvage` is due: others say so
+    except OSError:  # no journal, a damaged one (others say so), or a folder that is only read
         return
 
 

@@ -46,6 +46,7 @@ _NAMES: Final = {name: f't."{name}"' for name in FACTS} | {
     "uid": "t.uid",
     "prompt": "t.prompt_uid",
     "prompt_uid": "t.prompt_uid",
+    "prompt_key": "t.prompt",
     "error": "t.reason",
 }
 _OPERATORS: Final[dict[type[ast.cmpop], str]] = {
