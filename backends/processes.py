@@ -12,13 +12,23 @@ leaves the group (`setsid`) is not followed: a namespace of its own ends that.
 Time limits are the caller's: it waits as long as it likes, and kills. A child is not interrupted by
 Ctrl-C in the terminal: whoever started it ends it in order.
 
-Owns sessions, limits and the guard. Does not own what is run: engines (`engines/supervisor.py`),
-rewards and programs of models (`trainer/`), rollout generators (`gateway/slime_buffer/`).
+    run_job ──► a reaper, one small process ──► the command in a session of its own, bounded
+                  │                                └── ended, or exceeded a bound: all that it
+                  │                                    started is killed, in whatever session
+                  └── its stdin closes: this process ended, or wants it to: the same
+
+A job is foreign code that may fork, hang and fill the disk: an agent's harness. Its reaper adopts
+orphans, so what leaves the group ends, too (on Linux).
+
+Owns sessions, limits, bounds, the guard and the reaper. Does not own what is run: engines
+(`engines/supervisor.py`), rewards, programs of models and agents' harnesses (`trainer/`), rollout
+generators (`gateway/slime_buffer/`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -26,9 +36,9 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 _HELPER = str(Path(__file__).with_name("child.py"))
 _LINES = 20
@@ -50,8 +60,7 @@ class Limits:
     processes: int | None = None
     """Processes and threads of its user; in a user namespace, of that."""
 
-    def command(self, *command: str) -> list[str]:
-        """`command` under these limits; `-c` and a source instead: that, in Python."""
+    def as_text(self) -> str:
         limits = {
             "CPU": None if self.cpu_s is None else f"{self.cpu_s}:{self.cpu_s + 1}",
             "AS": self.memory,
@@ -60,8 +69,11 @@ class Limits:
             "NPROC": self.processes,
             "CORE": 0,
         }
-        given = ",".join(f"{name}={value}" for name, value in limits.items() if value is not None)
-        return [sys.executable, "-I", _HELPER, "limited", given, *command]
+        return ",".join(f"{name}={value}" for name, value in limits.items() if value is not None)
+
+    def command(self, *command: str) -> list[str]:
+        """`command` under these limits; `-c` and a source instead: that, in Python."""
+        return [sys.executable, "-I", _HELPER, "limited", self.as_text(), *command]
 
 
 class Child(Generic[Process]):
@@ -112,6 +124,108 @@ def start_logged(
         out.flush()
         given, merged = subprocess.DEVNULL, subprocess.STDOUT
         return start(argv, stdin=given, stdout=out, stderr=merged, env=env)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Most that all processes of a job use together; None: anything. They are looked at twice a
+    second, so a little more may be used."""
+
+    cpu_s: int | None = None
+    memory: int | None = None
+    """Resident bytes."""
+    processes: int | None = None
+    disk: int | None = None
+    """Bytes in the job's folders."""
+    files: int | None = None
+    """Files and folders in them."""
+    output: int | None = None
+    """Bytes in its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A command that is run to its end, with all that it starts."""
+
+    argv: Sequence[str]
+    cwd: Path
+    env: Mapping[str, str]
+    log: Path
+    """File that its output is appended to."""
+    timeout_s: float
+    bounds: Bounds = Bounds()
+    limits: Limits = field(default_factory=Limits)
+    folders: Sequence[Path] = ()
+    """Folders that `bounds` is about."""
+    after: Sequence[str] = ()
+    """Command that is run at its end, however it ends: to stop what runs elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of a job."""
+
+    how: Literal["exited", "signal", "bound", "stopped", "timeout", "unstarted", "lost"]
+    """`bound`: it exceeded one. `unstarted`: it cannot be run. `lost`: its reaper was killed."""
+    code: int = 0
+    """Exit status, or number of the signal."""
+    said: str = ""
+    """Which bound, or why it cannot be run."""
+
+
+async def run_job(job: Job) -> Ended:
+    """Run `job`; when this returns or raises (the caller may be cancelled), all that it started
+    has been killed.
+
+    Raises:
+        OSError: the reaper cannot be started.
+    """
+    asked = {
+        "log": str(job.log),
+        "limits": job.limits.as_text(),
+        "bounds": {name: most for name, most in asdict(job.bounds).items() if most is not None},
+        "folders": [str(folder) for folder in job.folders],
+        "after": list(job.after),
+    }
+    reaper = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-IS", _HELPER, "reaper", json.dumps(asked), *job.argv),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=job.cwd,
+        env=job.env,
+        start_new_session=True,
+    )
+    told = asyncio.create_task(_told_by(reaper))
+    try:
+        async with asyncio.timeout(job.timeout_s) as limit:
+            return await asyncio.shield(told)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        return Ended("timeout")
+    finally:
+        if reaper.stdin is not None:
+            reaper.stdin.close()
+        await _ended(told)
+
+
+async def _told_by(reaper: asyncio.subprocess.Process) -> Ended:
+    said = b"" if reaper.stdout is None else await reaper.stdout.read()
+    await reaper.wait()
+    return Ended(**json.loads(said)) if said else Ended("lost")
+
+
+async def _ended(reaper: asyncio.Task[Ended]) -> None:
+    """Returns when the task has, also if the caller is cancelled again meanwhile."""
+    cancelled = False
+    while not reaper.done():
+        try:
+            await asyncio.shield(reaper)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
 
 
 def last_lines(log_file: Path) -> str:

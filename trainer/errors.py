@@ -23,6 +23,8 @@ the matching built-in::
     ├── ColumnError(LookupError, ValueError)  a token column is missing or has the wrong length
     ├── StarvedError(TimeoutError)            no group became ready for too long
     ├── RolloutError(RuntimeError)            no agent can be run (import, gateway)
+    ├── HarnessError(RuntimeError)            a rollout's command failed, or cannot be graded
+    ├── InfrastructureError(RuntimeError)     the machine failed a rollout; it is made again
     └── RayEndedError(ConnectionError)        the Ray of the run has ended under it
 """
 
@@ -68,6 +70,15 @@ class DataExhaustedError(TrainerError, LookupError):
 
 class RolloutError(TrainerError, RuntimeError):
     """No rollout can be run at all; the failure of one is an abort reason, not an error."""
+
+
+class HarnessError(TrainerError, RuntimeError):
+    """The agent failed, or what it left cannot be graded: the rollout is lost, and has no score."""
+
+
+class InfrastructureError(TrainerError, RuntimeError):
+    """The machine, a container or a service failed a rollout, not its agent: the attempt is made
+    again and not counted."""
 
 
 class RewardError(TrainerError, ValueError):

@@ -20,7 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from stepwell.backends.base import TokenBatch, TrainingBackend
 from stepwell.backends.torch.critic import Critic
 from stepwell.datapool.types import Group
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
+from stepwell.trainer.algorithms.branches import of_kinds
 from stepwell.trainer.algorithms.kl import kl_in_reward, next_coef
 from stepwell.trainer.algorithms.losses import (
     BatchLoss,
@@ -44,6 +45,7 @@ from stepwell.trainer.algorithms.losses import (
 from stepwell.trainer.algorithms.off_policy.correction import TokenWeights, correct, lags
 from stepwell.trainer.algorithms.off_policy.proximal import is_first_forward, proximal_log_probs
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
+from stepwell.trainer.config.rollout import BranchKind
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.sampling import is_sft
 from stepwell.trainer.trajectory_metrics import tool_use, trajectory_metrics
@@ -83,6 +85,7 @@ class Updater:
     Args:
         critic: trained beside the model, for an estimator that needs one.
         seed: seeds the draws of a loss, together with the number of the update.
+        branches: kinds of calls that are trained; all of them by default.
     """
 
     def __init__(
@@ -93,7 +96,9 @@ class Updater:
         critic: Critic | None = None,
         *,
         seed: int = 0,
+        branches: Sequence[BranchKind] = get_args(BranchKind),
     ) -> None:
+        self._branches = branches if set(branches) < set(get_args(BranchKind)) else None
         self._algorithm = algorithm
         self._async = async_training
         self.critic = critic
@@ -209,6 +214,10 @@ class Updater:
             whole = untruncated(batch.steps, batch.lengths)
             mask = whole if mask is None else mask * whole
             metrics["policy/truncated_share"] = 1 - float(whole.mean())
+        work = of_kinds(batch.steps, batch.lengths, self._branches) if self._branches else None
+        if work is not None:
+            mask = work if mask is None else mask * work
+            metrics["policy/untrained_branches_share"] = 1 - float(work.mean())
         step_lags = lags(
             [s.policy_version for s in batch.steps],
             # A copy: a publication may end meanwhile, in the event loop's thread.
@@ -224,7 +233,7 @@ class Updater:
         def weigh(prox: Tensor) -> Weighed:
             prox = prox[: len(mu)]  # conversations come behind
             behaviour = mu if self._async.use_rollout_log_probs else prox
-            correction = correct(
+            weights, measured = correct(
                 prox,
                 behaviour,
                 batch.lengths,
@@ -234,14 +243,14 @@ class Updater:
                 advantages=advantage_column,
                 mask=mask,
             )
-            measured = correction.metrics | {"off_policy/missing_steps": without}
+            measured["off_policy/missing_steps"] = without
             # How exactly engine and trainer agree, μ as the engine said.
             gap = (prox - mu)[sampled_now].abs()
             gap = gap[torch.isfinite(gap)]
             if algorithm.off_policy.proximal == "recompute" and len(gap):
                 measured["log_prob_gap"] = float(gap.max())
             found = {"prox_log_probs": prox, "rollout_log_probs": behaviour}
-            return {**found, "weights": correction.weights}, measured
+            return {**found, "weights": weights}, measured
 
         if prox is None:
             columns["lag"] = batch.expand(step_lags)

@@ -9,7 +9,7 @@ while the run goes on and after it.
 A prompt is stored without the tokens of the step that it extends. Columns have one number for each
 response token, with six decimals: `advantages`, `weights`, `mask`, `prox_log_probs`, …; their names
 are the trainer's. Owns the format and the folder's bound. Does not own which trajectories are in it
-(`trainer/trained.py`).
+(`trainer/samples.py`).
 """
 
 from __future__ import annotations

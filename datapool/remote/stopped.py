@@ -38,7 +38,7 @@ class StoppedPort:
         journal = StoppedJournal(folder)
         self.journal_id = journal.identity
         restore(self._pool, journal)
-        self._pool.written()
+        self._pool.spill()
         self.now = max(channel.now for channel in self._pool.channels.values())
         """Pool clock, seconds: when the last change was made."""
 

@@ -69,9 +69,10 @@ class LastCommit(NamedTuple):
         body = _FORMAT.pack(_MAGIC, *self)
         return body + xxh3(body).to_bytes(_SUM_BYTES, "little")
 
-    def owns(self, file: int) -> bool:
-        """True if the record in `file` was written by the same opening of the journal."""
-        return os.pread(file, _OWNER_BYTES, 0) == self.pack()[:_OWNER_BYTES]
+    @property
+    def owner(self) -> bytes:
+        """First bytes of the record: one opening of the journal writes them, and no other."""
+        return self.pack()[:_OWNER_BYTES]
 
     @property
     def is_promised(self) -> bool:

@@ -12,6 +12,7 @@ line.
                      --from slime NAME …                 what another framework's names are here
     stepwell export  RUN [--step N|latest|best] --to DIR write a checkpoint as a model directory
     stepwell rollback RUN [--to K]                       serve an earlier version's weights again
+    stepwell try     HARNESS "PROMPT" [--config … | --run RUN]   one rollout of a command-line agent
     stepwell eval    RUN|MODEL [--config …]              evaluate, and train nothing
     stepwell status|top|groups|view [RUN]                look into a run, alive or ended
     stepwell show    TRAJECTORY [RUN]                    its tokens, and which are trained
@@ -171,6 +172,15 @@ def command_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--step", default="latest", metavar="N", help="a step, latest or best")
     evaluate.add_argument("--config", help="of a MODEL: the preset or file with the tasks")
     evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. validation.n=8")
+    text = "run one rollout of a command-line agent, and show the tree of its calls"
+    once = add_command(commands, "try", _try, text)
+    once.add_argument("harness", metavar="HARNESS", help="e.g. claude_code, or a configuration")
+    once.add_argument("prompt", metavar="PROMPT", help="what the agent is told")
+    once.add_argument("--config", help="the preset or file whose model is served")
+    once.add_argument(
+        "--run", dest="where", metavar="RUN", help="a live run, whose gateway is called instead"
+    )
+    once.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. model.path=DIR")
     add_commands(commands)
     data = commands.add_parser("data", help="look after the pool's data: files of it, its journal")
     actions = data.add_subparsers(metavar="ACTION", required=True)
@@ -341,6 +351,19 @@ def _eval(args: argparse.Namespace) -> None:
     evaluation = summary["evals"][-1]
     told = {"run": config.run.name, "folder": str(config.run.dir), **evaluation}
     answer(args, told, lambda _: score_screen(evaluation, config.run.dir))
+
+
+def _try(args: argparse.Namespace) -> int:
+    from stepwell.show.attempt import attempt, attempt_at, config_of_try, try_screen
+
+    config = config_of_try(args.harness, args.prompt, args.config, args.overrides)
+    if args.where is None:
+        once = attempt(config, args.prompt)
+    else:
+        once = attempt_at(config, args.prompt, args.where)
+    tried = asyncio.run(interruptible(once))
+    answer(args, tried.as_json(), lambda _: try_screen(tried))
+    return int(tried.ended != "complete")
 
 
 def _rollback(args: argparse.Namespace) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from stepwell.config.run import RunConfig
+from stepwell.trainer.config.harness import HarnessConfig
 from stepwell.trainer.errors import ConfigError, RolloutError
 from stepwell.trainer.rollout.agents import agent_of_workers, load_agent
 from stepwell.version import versions
@@ -46,6 +47,8 @@ class Look:
     """`run.dir`, if the node has to see the driver's."""
     nonce: str = ""
     """File in `shared` that the driver has written."""
+    harness: HarnessConfig | None = None
+    """`rollout.harness`."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def look(wanted: Look) -> Seen:
     if wanted.agent is not None:
         sys.path.insert(0, os.getcwd())
         try:
-            load_agent(wanted.agent)
+            load_agent(wanted.agent, harness=wanted.harness)
         except RolloutError as e:
             error = str(e)
     is_shared, mark = True, secrets.token_hex(4)
@@ -87,7 +90,7 @@ def lacks_project(config: RunConfig) -> bool:
     agent = config.rollout.agent
     if agent is None or not (others := _others()):
         return False
-    wanted = Look(agent_of_workers(agent))
+    wanted = Look(agent_of_workers(agent), harness=config.rollout.harness)
     return any(seen.agent_error for seen in _ask(others, dict.fromkeys(others, wanted)).values())
 
 
@@ -135,11 +138,12 @@ def needs_of(config: RunConfig, node: str, used: Sequence[str], nonce: str = "")
         nonce: file that the driver has written in `run.dir`.
     """
     agent = config.rollout.agent and agent_of_workers(config.rollout.agent)
+    harness = config.rollout.harness
     if node not in used:
-        return Look(agent)
+        return Look(agent, harness=harness)
     is_shared = config.engine.weight_transport != "distributed"
     folder = config.run.dir.absolute() if is_shared else None
-    return Look(agent, (config.model.path.absolute(),), folder, nonce)
+    return Look(agent, (config.model.path.absolute(),), folder, nonce, harness)
 
 
 def differences(ip: str, wanted: Look, seen: Seen, here: Mapping[str, str]) -> list[str]:

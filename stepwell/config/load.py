@@ -133,9 +133,11 @@ def load_config(
     path = None if name is None else _named(name)
     given, lines = _read_overrides(overrides)
     layers = [*(_read_files(path, ()) if path else ()), Layer(None, given)]
-    model = _merged(layers).get("model")
+    merged = _merged(layers)
+    model, rollout = merged.get("model"), merged.get("rollout")
     has_model = isinstance(model, dict) and "path" in model
-    beneath = [] if has_model else [_for_the_quickstarts_model()]
+    has_harness = isinstance(rollout, dict) and rollout.get("harness") is not None
+    beneath = [] if has_model else [_for_the_quickstarts_model(has_harness=has_harness)]
     config = _validated([*beneath, *layers], lines, path, here)
     for layer in beneath:
         _tell_settings(layer, layers)
@@ -323,11 +325,15 @@ def _merged(layers: Sequence[Layer]) -> Raw:
     return merged
 
 
-def _for_the_quickstarts_model() -> Layer:
-    """The quickstart's model and the settings that suit it, without its agent and tasks."""
+def _for_the_quickstarts_model(*, has_harness: bool) -> Layer:
+    """The quickstart's model and the settings that suit it, without its agent and tasks; a harness
+    has times of its own."""
     path = _PACKAGE / "configs" / "quickstart.yaml"
     (layer,) = _read_files(path, ())
-    rollout = {key: value for key, value in layer.values["rollout"].items() if key != "agent"}
+    not_taken = {"agent"}
+    if has_harness:
+        not_taken |= {"timeout_s", "group_deadline_s", "concurrency"}
+    rollout = {k: value for k, value in layer.values["rollout"].items() if k not in not_taken}
     values = {key: value for key, value in layer.values.items() if key != "data"}
     return Layer(path, values | {"rollout": rollout})
 

@@ -26,6 +26,7 @@ from stepwell.trainer.config import (
     AlgorithmConfig,
     AsyncTrainingConfig,
     DataConfig,
+    HarborSource,
     PublishConfig,
     RolloutConfig,
     SamplingConfig,
@@ -309,6 +310,12 @@ class RunConfig(Section):
                 f"rollout.agent is {agent!r}, but data is missing: there are no tasks to run it "
                 "on; give some, e.g. data: tasks.jsonl, or set rollout.agent to null if agents "
                 "call the gateway by themselves"
+            )
+        sources = () if self.data is None else (self.data.train, self.data.val)
+        if self.rollout.harness is None and any(isinstance(s, HarborSource) for s in sources):
+            raise ValueError(
+                "data is of kind harbor, whose tasks a harness works on, but rollout.harness is "
+                "missing; name one, e.g. rollout.harness: claude_code"
             )
         if agent is None and self.has_tasks:
             raise ValueError(

@@ -55,11 +55,13 @@ from stepwell.run.folder import refuse_second_run
 from stepwell.run.resume import check_resumed, check_same_data
 from stepwell.track.prometheus import check_address
 from stepwell.trainer.checkpoint import CheckpointStore
-from stepwell.trainer.config import DataConfig
+from stepwell.trainer.config import DataConfig, HarborSource
 from stepwell.trainer.data import PromptSource, Task, open_conversations
+from stepwell.trainer.data.harbor import HarborTasks, refuse_image
 from stepwell.trainer.errors import ConfigError, TrainerError
 from stepwell.trainer.rewards import RewardManager
 from stepwell.trainer.rollout.agents import load_agent
+from stepwell.trainer.rollout.harbor import BUILDS
 from stepwell.trainer.sampling import GroupFilter
 
 _KNOWN = (TrainerError, BackendError, GatewayError, DataPoolError)
@@ -357,8 +359,17 @@ def _is_here(config: RunConfig) -> bool:
 
 
 def agent(config: RunConfig) -> None:
-    if config.rollout.agent is not None:  # else agents come by themselves
-        load_agent(config.rollout.agent, config.rollout.agent_args)
+    rollout = config.rollout
+    if rollout.agent is not None:  # else agents come by themselves
+        load_agent(rollout.agent, rollout.agent_args, rollout.harness)
+    if rollout.harness is not None and config.data is not None:
+        kind = rollout.harness.sandbox.kind
+        for name in ("train", "val"):
+            source = getattr(config.data, name)
+            for task in HarborTasks(source) if isinstance(source, HarborSource) else ():
+                with named(f"data.{name}"):
+                    if kind not in BUILDS:
+                        refuse_image(Path(task["harbor"]["folder"]), kind)
 
 
 def reward(config: RunConfig) -> None:

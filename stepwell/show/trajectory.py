@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import orjson
@@ -25,6 +26,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from stepwell.datapool import DataPoolClient
 from stepwell.datapool.files.archive.reader import ArchiveReader, fate, waiting
 from stepwell.datapool.files.columns import Row, to_rows
 from stepwell.datapool.files.export import read
@@ -279,7 +281,8 @@ async def open_trajectory(uid: str, where: str | None) -> Opened | Several:
             found = await asyncio.to_thread(archive.find, uid)
             if found and len({row["uid"] for row in found}) > 1:
                 return Several(found)
-            live = await _in_pool(uid, view)
+            channels = [*await view.pool.get_statistics()]
+            live = await in_pool(uid, view.pool, channels)
             if found and (live is None or not live.trajectory.steps):
                 uid = found[0]["uid"]
                 archived = found[0] | {"feedback": archive.feedback(uid)}
@@ -299,6 +302,20 @@ async def open_trajectory(uid: str, where: str | None) -> Opened | Several:
             f"trajectory {uid!r} is {exported.state}{why} and has no step; an aborted one keeps "
             "none"
         )
+    return opened_of(exported, tokens, trained, masks)._replace(archived=archived)
+
+
+def opened_of(
+    exported: ExportedTrajectory,
+    tokens: Tokens | None,
+    trained: dict[str, Any] | None = None,
+    masks: Mapping[int, list[float]] = MappingProxyType({}),
+) -> Opened:
+    """A trajectory with steps, to be shown.
+
+    Args:
+        masks: weights of its trained tokens, by step.
+    """
     rows = [dict(row) for row in to_rows(exported, 0, {})]
     for row in rows:
         row.update({k: v.tolist() for k, v in row.items() if hasattr(v, "tolist")})
@@ -308,7 +325,7 @@ async def open_trajectory(uid: str, where: str | None) -> Opened | Several:
             mask = masks.get(step["step_index"], [0.0] * (end - start))
             both = zip(row["loss_mask"][start:end], mask, strict=True)
             row["loss_mask"][start:end] = [int(a and b > 0) for a, b in both]
-    return Opened(rows, tokens, trained, archived)
+    return Opened(rows, tokens, trained)
 
 
 def _archived(uid: str, archive: ArchiveReader) -> ExportedTrajectory:
@@ -317,13 +334,16 @@ def _archived(uid: str, archive: ArchiveReader) -> ExportedTrajectory:
     return found
 
 
-async def _in_pool(uid: str, view: RunView) -> ExportedTrajectory | None:
-    for channel in await view.pool.get_statistics():
-        page = await view.pool.read_trajectories(channel, trajectory_uid=uid)
+async def in_pool(
+    uid: str, pool: DataPoolClient, channels: Sequence[str]
+) -> ExportedTrajectory | None:
+    """The trajectory, as the pool has it in one of these channels."""
+    for channel in channels:
+        page = await pool.read_trajectories(channel, trajectory_uid=uid)
         for exported in page.unpack():
             if exported.state != "aborted":
                 return exported
-    found = await view.pool.call(ReadDeparted(uid))
+    found = await pool.call(ReadDeparted(uid))
     return next((each for each in waiting(found) if each.trajectory.trajectory_uid == uid), None)
 
 

@@ -41,7 +41,7 @@ def train(pool, uid="t", prompt_uid="p", text="said"):
 def test_a_trained_group_waits_with_its_rows_and_goes_once_it_is_archived(pool):
     train(pool, text="a secret of somebody")
     (departed,) = waiting(pool)
-    expected = ["PromptStored", "StepsStored", "CompleteTrajectory", "GroupDecided"]
+    expected = ["PromptStored", "StepsStored", "CompleteTrajectory"]
     assert kinds(pool, departed) == [*expected, "GroupLeased", "GroupLeft"]
     pool.erase()
     assert pool.holds("a secret of somebody")

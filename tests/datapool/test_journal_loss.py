@@ -23,7 +23,7 @@ from stepwell.datapool.errors import (
     JournalLockedError,
     JournalVersionError,
 )
-from stepwell.datapool.store import log as log_module
+from stepwell.datapool.store import journal as journal_module
 from stepwell.datapool.store.folder import ACKED_NAME
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.segments import segment_path, segments_in
@@ -126,7 +126,7 @@ def test_a_log_that_was_removed_or_cut_is_missed(left: Path, durability: Durabil
 @pytest.fixture
 def segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A closed journal of 20 rows in as many transactions, in several segments."""
-    monkeypatch.setattr(log_module, "SEGMENT_BYTES", 300)
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 300)
     folder = tmp_path / "segments"
     journal = Journal(folder, "process")
     for k in range(20):

@@ -11,12 +11,24 @@ from pathlib import Path
 import pytest
 import ray
 
+import stepwell
 from stepwell import RunUnavailableError, load_config
 from stepwell.cli.main import main
+from stepwell.cluster.parts import POOL_NAME
+from stepwell.cluster.ray import ray_here
 from stepwell.config.load import attached_config
 from stepwell.config.run import RunConfig
+from stepwell.datapool import start_data_pool
+from stepwell.layout import RUN_FILE
 from stepwell.run.find import find_run
-from stepwell.run.folder import begin, left_by_trainer, only_trainer_in, refuse_second_trainer
+from stepwell.run.folder import (
+    PoolPart,
+    RunFile,
+    begin,
+    left_by_trainer,
+    only_trainer_in,
+    refuse_second_trainer,
+)
 from stepwell.run.record import record_run
 from stepwell.run.serve import forget_weights
 from stepwell.trainer.errors import ConfigError
@@ -156,24 +168,43 @@ def test_a_second_trainer_is_told_which_process_trains_and_a_killed_one_is_notic
 # -- where the run is ----------------------------------------------------------------------------
 
 
-async def test_a_run_is_found_by_the_address_of_its_ray(cluster: str, tmp_path: Path) -> None:
+async def test_a_run_is_found_by_the_address_of_its_ray_alone(cluster: str, tmp_path: Path) -> None:
     address = ray.get_runtime_context().gcs_address
     with pytest.raises(RunUnavailableError, match=f"the Ray at {address} has no run"):
         find_run(address)
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    one = begin(live(tmp_path / "one", "run.name=one"))
-    two = begin(live(tmp_path / "two", "run.name=two"))
-    records = [await record_run(one, f"{cluster}-one")]
+    pools = {}
+
+    def up(name: str) -> RunFile:
+        """A run as far as another process sees it: a pool in its Ray, and what it recorded."""
+        (tmp_path / name).mkdir(exist_ok=True)
+        ray_part = ray_here(f"{cluster}-{name}")
+        pools[name] = start_data_pool(name=POOL_NAME, namespace=ray_part.namespace)
+        begun = begin(live(tmp_path / name, f"run.name={name}"))
+        run = begun.model_copy(update={"ray": ray_part, "pool": PoolPart(name=POOL_NAME)})
+        record_run(run, ray_part.namespace)
+        return run
+
+    one = up("one")
     assert find_run(address) == (tmp_path / "one", one)
-    records.append(await record_run(two, f"{cluster}-two"))
+    two = up("two")
+    (tmp_path / "two" / RUN_FILE).unlink()  # as on a machine that has no such folder
     with pytest.raises(RunUnavailableError, match=f"several runs; name one: {address}/one in .*"):
         find_run(address)
     assert find_run(f"{address}/two") == (tmp_path / "two", two)
+    async with stepwell.connect(f"{address}/two") as pool:
+        await pool.open_group("of two", 2)
+        assert [group.prompt_uid for group in (await pool.list_groups()).items] == ["of two"]
     with pytest.raises(RunUnavailableError, match="has no run 'three'"):
         find_run(f"{address}/three")
-    for record in records:
-        ray.kill(record)
+
+    ray.kill(pools["two"])  # as Ray does when a run is killed
+    assert find_run(address) == (tmp_path / "one", one)
+    ray.kill(pools["one"])
+    del pools["one"]
+    start_again = start_data_pool(name=POOL_NAME, namespace=f"{cluster}-one")
+    with pytest.raises(RunUnavailableError, match=f"the Ray at {address} has no run"):
+        find_run(address)  # another run of that name, which is not up yet
+    ray.kill(start_again)
 
 
 def test_engines_begin_with_the_weights_of_the_last_run_if_it_had_the_same_model(

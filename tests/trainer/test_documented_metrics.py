@@ -14,7 +14,7 @@ from stepwell.trainer.sampling import CHANNEL
 from stepwell.trainer.updater import Updater, record_of
 from tests.documented_metrics import documented, undocumented, unseen
 from tests.trainer.small_run import small_config, small_run
-from tests.trainer.test_loop_losses import groups, train, updater_of
+from tests.trainer.test_loop_losses import groups, train, updater_of, with_side_call
 
 CRITIC = (
     "algorithm.adv_estimator=gae",
@@ -116,5 +116,7 @@ async def test_the_figures_of_settings_are_those_of_the_page(tmp_path: Path) -> 
             keys |= (await asyncio.to_thread(train, updater))[1].keys()
     with updater_of(tmp_path) as updater:
         keys |= (await asyncio.to_thread(mixed, updater)).keys()
+    with updater_of(tmp_path, "rollout.train_branches=main") as updater:
+        keys |= updater.prepare([with_side_call(group) for group in groups()]).metrics.keys()
     assert undocumented(keys) == set()
     assert unseen(documented(always=False), keys) == set()

@@ -191,6 +191,33 @@ def test_a_reply_that_nobody_saw_trains_nothing_unless_that_is_wanted(
     assert ("policy/superseded_share" in prepared.metrics) is masked
 
 
+def with_side_call(group: Group) -> Group:
+    """The last call of each trajectory is one of its own, offered no tools."""
+
+    def ended(t: Trajectory) -> Trajectory:
+        *others, last = t.steps
+        offered = [replace(s, metadata={**s.metadata, "tool_calls": 0}) for s in others]
+        title = replace(last, prompt_ids=last.prompt_ids[::-1].copy(), parent_index=None)
+        return replace(t, steps=(*offered, title if others else last))
+
+    return replace(group, trajectories=tuple(map(ended, group.trajectories)))
+
+
+@pytest.mark.parametrize("kinds", ["main", "all"])
+def test_a_side_call_trains_nothing_unless_that_is_wanted_and_its_reward_stays(
+    tmp_path: Path, kinds: str
+) -> None:
+    with updater_of(tmp_path, f"rollout.train_branches={kinds}") as updater:
+        prepared = updater.prepare([with_side_call(g) for g in groups()])
+    trained = prepared.batch.columns["coef"] != 0
+    index = [s.step_index for s in prepared.batch.steps for _ in s.response_ids]
+    left_out = {i for i, live in zip(index, trained.tolist(), strict=True) if not live}
+    assert left_out == ({1} if kinds == "main" else set())
+    assert prepared.batch.columns["coef"].sum() == pytest.approx(1)
+    assert prepared.batch.columns["advantages"].isfinite().all()
+    assert ("policy/untrained_branches_share" in prepared.metrics) is (kinds == "main")
+
+
 def test_a_kl_in_the_reward_lowers_it_and_adapts_its_coefficient(tmp_path: Path) -> None:
     options = ("algorithm.kl.place=reward", "algorithm.kl.estimator=k1", "algorithm.kl.kl_coef=0.5")
     target = ("algorithm.kl.target_kl=1.0", "algorithm.kl.horizon=30")
@@ -341,13 +368,11 @@ async def test_the_last_groups_are_trained_though_generation_ends_before_they_ar
     batches = Batches(
         config.trainer,
         config.async_training,
-        config.algorithm.estimator,
-        pool=pool,
-        channels=[TrainedChannel(TRAIN, cast(Any, producer), LeaseKeeper(pool, TRAIN, 600.0))],
-        scorer=cast(Any, None),
-        group_filter=GroupFilter(config.sampling),
-        progress=Progress(),
-        phases=Phases(),
+        [TrainedChannel(TRAIN, cast(Any, producer), LeaseKeeper(pool, TRAIN, 600.0), pool, 60.0)],
+        cast(Any, None),
+        GroupFilter(config.sampling),
+        Progress(),
+        Phases(),
         folder=tmp_path,
     )
     assert await batches.lease() == list(last)

@@ -24,6 +24,7 @@ from stepwell.trainer.config.algorithm import (
 from stepwell.trainer.config.data import (
     CustomSource,
     DataConfig,
+    HarborSource,
     HuggingFaceSource,
     JsonlSource,
     ParquetSource,
@@ -68,6 +69,7 @@ __all__ = [
     "CustomSource",
     "DataConfig",
     "GuardConfig",
+    "HarborSource",
     "HuggingFaceSource",
     "JsonlSource",
     "LossConfig",

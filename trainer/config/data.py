@@ -75,6 +75,14 @@ class ReasoningGymSource(_Source):
         return range(self.seed, self.seed + self.size)
 
 
+class HarborSource(_Source):
+    """Harbor task folders, which `rollout.harness` works on and their own tests score."""
+
+    kind: Literal["harbor"]
+    path: Path
+    """Folder of task folders, or one task's own."""
+
+
 class RowSource(_Source):
     """Rows of a table; a key with dots reaches into objects (`reward_model.ground_truth`)."""
 
@@ -178,7 +186,7 @@ class CustomSource(RowSource):
 
 TableConfig: TypeAlias = JsonlSource | ParquetSource | HuggingFaceSource | CustomSource
 SourceConfig: TypeAlias = Annotated[
-    Annotated[ReasoningGymSource | TableConfig, Field(discriminator="kind")],
+    Annotated[ReasoningGymSource | TableConfig | HarborSource, Field(discriminator="kind")],
     BeforeValidator(lambda value: source_of(value) if isinstance(value, str) else value),
 ]
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from stepwell.datapool.config import Section
 from stepwell.trainer.config.calls import CallSampling
+from stepwell.trainer.config.harness import HARNESS, SETTLE_S, HarnessConfig
 
 _HEAVY = {"math", "deepscaler", "dapo", "code"}
 """Built-ins that compute: with sympy, now and then seconds for one answer, or for ever; or by
@@ -17,6 +19,9 @@ CODE = "code"
 """The built-in that runs programs."""
 _MANAGERS = {"dapo": "auto", "prime": "parallel", "remote": "parallel"}
 """verl's names of managers, and ours."""
+
+
+BranchKind: TypeAlias = Literal["main", "sub_agent", "side"]
 
 
 class _Scoring(Section):
@@ -127,6 +132,12 @@ class RewardConfig(_Scoring):
         return min(4, os.cpu_count() or 1) if heavy or self.manager == "parallel" else 0
 
 
+def _listed_kinds(value: Any) -> Any:
+    if value == "all":
+        return get_args(BranchKind)
+    return (value,) if isinstance(value, str) else value
+
+
 class RolloutConfig(CallSampling):
     agent: str | None = None
     """`package.module:name` or `path/to/file.py:name` of `async def agent(task, base_url, api_key)
@@ -137,6 +148,17 @@ class RolloutConfig(CallSampling):
     agent_args: dict[str, Any] = Field(default_factory=dict)
     """Fields of slime's `args`, over those that Stepwell knows, for a `generate` of slime's form:
     `{apply_chat_template: true}` has prompts as text."""
+    harness: HarnessConfig | None = None
+    """An agent that is a command: a preset's name (`claude_code`, `codex`, `mini_swe_agent`, …), or
+    a section. Then `agent` is `harness`; and by default `timeout_s` is what the harness and its
+    grading may take, `group_deadline_s` 1.5 times all attempts, `concurrency` 16."""
+    train_branches: Annotated[tuple[BranchKind, ...], BeforeValidator(_listed_kinds)] | None = (
+        Field(default=None, min_length=1)
+    )
+    """Calls that are trained, by what they are for: `main`, `all`, or a list of `main`,
+    `sub_agent` (a conversation of its own, while another goes on) and `side` (titles, summaries,
+    probes: offered no tools where others are, or one token long). null: `[main, sub_agent]` of
+    harnesses and of agents that nobody here starts, `all` of an agent's function."""
     skip_special_tokens: bool = True
     """Special tokens are left out of the responses' texts that rewards, and functions of slime's
     form, get. slime's default is false."""
@@ -162,6 +184,44 @@ class RolloutConfig(CallSampling):
     overlong_buffer: OverlongBufferConfig | None = None
     """Taken off the reward of a long trajectory, whoever gave it; null: nothing."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_the_harness_needs(cls, raw: Any) -> Any:
+        if not isinstance(raw, Mapping) or (harness := raw.get("harness")) is None:
+            return raw
+        whole = SETTLE_S
+        for section, seconds in ((harness, 600.0), (_part(harness, "grade"), 120.0)):
+            given = _part(section, "timeout_s", seconds)
+            if section is not None and isinstance(given, int | float):
+                whole += given
+        timeout_s, attempts = raw.get("timeout_s", whole), raw.get("max_attempts", 2)
+        filled: dict[str, Any] = {"timeout_s": timeout_s, "concurrency": 16}
+        if raw.get("agent") is None:
+            filled["agent"] = HARNESS
+        if isinstance(timeout_s, int | float) and isinstance(attempts, int):
+            filled["group_deadline_s"] = 1.5 * timeout_s * attempts
+        return {**filled, **{k: v for k, v in raw.items() if k != "agent" or v is not None}}
+
+    @model_validator(mode="after")
+    def _harness_is_the_agent(self) -> RolloutConfig:
+        if self.harness is None and self.agent == HARNESS:
+            raise ValueError(
+                "agent is 'harness', but harness is missing; name one, e.g. harness: claude_code"
+            )
+        if self.harness is None:
+            return self
+        if self.agent != HARNESS:
+            raise ValueError(
+                f"agent is {self.agent!r}, but harness is given, too; leave one of them out"
+            )
+        if self.timeout_s < (needed := self.harness.whole_s - SETTLE_S):
+            grading = "" if self.harness.grade is None else " + grade.timeout_s"
+            raise ValueError(
+                f"timeout_s is {self.timeout_s:g}, but harness.timeout_s{grading} is {needed:g}: "
+                "it could never end; leave timeout_s out"
+            )
+        return self
+
     @model_validator(mode="after")
     def _bounds(self) -> RolloutConfig:
         if self.agent is None and self.agent_args:
@@ -181,3 +241,18 @@ class RolloutConfig(CallSampling):
                 f"group_deadline_s ({self.group_deadline_s:g}); the last attempt could never finish"
             )
         return self
+
+    @property
+    def trained_branches(self) -> tuple[BranchKind, ...]:
+        """Kinds of calls that are trained."""
+        if self.train_branches is not None:
+            return self.train_branches
+        is_function = self.agent not in (None, HARNESS)
+        return get_args(BranchKind) if is_function else ("main", "sub_agent")
+
+
+def _part(section: Any, key: str, default: Any = None) -> Any:
+    """A key's value, as given in a section that may be text, a mapping, or made already."""
+    if isinstance(section, Mapping):
+        return section.get(key, default)
+    return getattr(section, key, default)

@@ -2,6 +2,7 @@
 
     jsonl, parquet, huggingface    a row of a table (`tables.py`), read when its task is asked for
     reasoning_gym                  a problem, generated when its task is asked for
+    harbor                         a task folder (`harbor.py`)
 
 Opening a table reads every row once and keeps none: bad rows, ids that occur twice and over-long
 prompts are found before training starts, and memory grows by some bytes a row only.
@@ -26,9 +27,10 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from stepwell.trainer.config import ReasoningGymSource, SourceConfig, TableConfig
+from stepwell.trainer.config import HarborSource, ReasoningGymSource, SourceConfig, TableConfig
+from stepwell.trainer.data.columns import lookup, refuse_media, refuse_placeholders
+from stepwell.trainer.data.harbor import HarborTasks
 from stepwell.trainer.data.prompt_length import PromptMeter
-from stepwell.trainer.data.rows import lookup, refuse_media, refuse_placeholders
 from stepwell.trainer.data.tables import Table, describe, open_table
 from stepwell.trainer.errors import DataError
 
@@ -59,6 +61,8 @@ def open_tasks(config: SourceConfig, tokenizer_path: Path | None = None) -> Task
     """
     if isinstance(config, ReasoningGymSource):
         return _ReasoningGym(config)
+    if isinstance(config, HarborSource):
+        return HarborTasks(config)
     meter = None
     if config.max_prompt_tokens is not None:
         if tokenizer_path is None:
@@ -204,8 +208,8 @@ class _RowTasks:
                     f"{where}: all {n} prompts are longer than max_prompt_tokens = {limit} (the "
                     f"shortest has {lengths.min()}); raise it"
                 )
-            told = "%s: %d of %d prompts are left out, longer than max_prompt_tokens = %d (the"
-            log.info(f"{told} longest has %d)", where, len(long), n, limit, lengths.max())
+            message = "%s: %d of %d prompts are left out, longer than max_prompt_tokens = %d (the"
+            log.info(f"{message} longest has %d)", where, len(long), n, limit, lengths.max())
             self._kept = np.flatnonzero(lengths <= limit)
         elif self._config.truncation == "error":
             raise DataError(
@@ -218,9 +222,9 @@ class _RowTasks:
             cut = 0
             for row in long.tolist():  # what cannot be cut shows now, not in the middle of a run
                 cut += self._truncated(row, self._task(row, self._table[row]))["truncated_tokens"]
-            told = "%s: %d of %d prompts are cut to max_prompt_tokens = %d (truncation: %s), %d"
+            message = "%s: %d of %d prompts are cut to max_prompt_tokens = %d (truncation: %s), %d"
             side = self._config.truncation
-            log.warning(f"{told} tokens in all", where, len(long), n, limit, side, cut)
+            log.warning(f"{message} tokens in all", where, len(long), n, limit, side, cut)
 
     def _truncated(self, row: int, task: Task) -> Task:
         """`task` of `row`, cut to the limit.

@@ -17,7 +17,9 @@ from types import ModuleType
 from typing import Any, TypeAlias, cast
 
 from stepwell.datapool import dotted
+from stepwell.trainer.config.harness import HarnessConfig
 from stepwell.trainer.errors import RolloutError, ToolConfigError
+from stepwell.trainer.rollout.harness import Harness
 
 Agent: TypeAlias = Callable[
     [Mapping[str, Any], str, str], Awaitable[float | list[float | None] | None]
@@ -29,19 +31,27 @@ GENERATE_FORM = "async def generate(args, sample, sampling_params) -> Sample"
 """slime's `--custom-generate-function-path`."""
 
 
-def load_agent(path: str, agent_args: Mapping[str, Any] | None = None) -> Agent:
+def load_agent(
+    path: str,
+    agent_args: Mapping[str, Any] | None = None,
+    harness: HarnessConfig | None = None,
+) -> Agent:
     """The coroutine function, or object with an `async def __call__`, at `package.module:name` (or
     `package.module.name`) or `path/to/file.py:name`, in the form of an agent or of slime's generate
-    functions (`is_generate`); of a file of tools (`.yaml`), the agent that uses them.
+    functions (`is_generate`); of a file of tools (`.yaml`), the agent that uses them; with a
+    harness, the agent that runs it.
 
     Args:
         agent_args: `rollout.agent_args`.
+        harness: `rollout.harness`.
 
     Raises:
         RolloutError: it cannot be imported, or is neither; the arguments are for nobody; or a tool
             cannot be made.
     """
     whose = f"rollout.agent is {path!r}"
+    if harness is not None:
+        return Harness(harness)
     if path.endswith(_TOOLS):
         return _with_tools(whose, path)
     if path.endswith(".py"):
@@ -138,8 +148,8 @@ def _import(whose: str, name: str) -> ModuleType:
         elif name.endswith(".py") and not Path(name).expanduser().is_file():
             why = f"there is no file {Path(name).expanduser().absolute()}; name an existing one"
         else:
-            said = e.msg if isinstance(e, SyntaxError) else e
-            why = f"importing {name} fails{_at(e)}: {type(e).__name__}: {said}; mend it"
+            reason = e.msg if isinstance(e, SyntaxError) else e
+            why = f"importing {name} fails{_at(e)}: {type(e).__name__}: {reason}; mend it"
         raise RolloutError(f"{whose}, but {why}") from e
 
 

@@ -111,6 +111,12 @@ class GatewayClient:
             await asyncio.sleep(pause_s)
         raise RolloutError("there is no gateway to reach")
 
+    async def transcript(self, base_url: str) -> list[dict[str, Any]]:
+        """The calls so far of the trajectory at `base_url`, in order. Raises as `ask`."""
+        origin, uid, _ = base_url.rsplit("/", 2)
+        found = await self.ask(f"{origin}/ui/api/trajectory?trajectory_uid={uid}", None)
+        return cast(list[dict[str, Any]], found["steps"])
+
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()

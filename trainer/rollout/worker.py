@@ -11,8 +11,9 @@ the gateway by HTTP only, like any agent. One rollout::
 
 A failed rollout is aborted with its reason and never scored 0. Whose failure it was, the gateway
 says (`GET /health`, `undisturbed_s`): an attempt during which the gateway was restarted, or lost
-its engines or the pool, has failed through no fault of the agent's. It does not count against
-`rollout.max_attempts`, and is made again as soon as an engine answers::
+its engines or the pool, has failed through no fault of the agent's, and so has one that raised
+`InfrastructureError`. It does not count against `rollout.max_attempts`, and is made again as soon
+as an engine answers::
 
     attempt fails ──undisturbed──► the agent's: counted; the last one loses the rollout
         └──disturbed──► aborted, to be made again ──an engine answers──► next attempt
@@ -43,7 +44,7 @@ from stepwell.datapool.process import log_to_file, numbered_log, settle_heap
 from stepwell.datapool.types import GREEDY, MAX_REWARD, TRAIN, is_reward
 from stepwell.trainer.config import RolloutConfig, ValidationConfig
 from stepwell.trainer.data import Task
-from stepwell.trainer.errors import RolloutError
+from stepwell.trainer.errors import InfrastructureError, RolloutError
 from stepwell.trainer.rollout.agents import agent_of_workers, is_generate, load_agent
 from stepwell.trainer.rollout.gateway import (
     PATIENCE_S,
@@ -52,6 +53,7 @@ from stepwell.trainer.rollout.gateway import (
     GatewayClient,
     UnreachableError,
 )
+from stepwell.trainer.rollout.harness import Harness
 from stepwell.trainer.slime.generate import GenerateRollouts
 
 log = logging.getLogger(__name__)
@@ -101,6 +103,7 @@ class RolloutWorker:
         gateway_urls: of the gateway's replicas.
         key: the gateway's admin key; None: it has no keys.
         log_file: what the process logs, and what agents print, goes there, too.
+        logs: folder of the logs of harnesses, one a rollout; None: they are not kept.
         tokenizer_path, validation: for functions of slime's form, see `GenerateRollouts`.
     """
 
@@ -111,13 +114,17 @@ class RolloutWorker:
         key: SecretStr | None = None,
         log_file: Path | None = None,
         *,
+        logs: Path | None = None,
         tokenizer_path: Path | None = None,
         validation: ValidationConfig | None = None,
     ) -> None:
         log_to_file(log_file)
         self._config = config
         self._gateway = GatewayClient(gateway_urls, key)
-        self._agent = load_agent(config.agent or "", config.agent_args)
+        if config.harness is None:
+            self._agent = load_agent(config.agent or "", config.agent_args)
+        else:
+            self._agent = Harness(config.harness, logs=logs, transcript=self._gateway.transcript)
         self._generate: GenerateRollouts | None = None
         if is_generate(self._agent):
             self._generate = GenerateRollouts(
@@ -220,6 +227,7 @@ class RolloutWorker:
             log.warning("a rollout of %s could not begin: %s", prompt_uid, e)
             return INFRASTRUCTURE
         base_url: str = started["base_url"]
+        machine_failed = False
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 result = await self._run(task, started, mark, channel)
@@ -235,10 +243,11 @@ class RolloutWorker:
             log.info("a rollout of %s had ended already: %s", prompt_uid, closed)
             return CLOSED
         except (Exception, SystemExit) as e:  # an agent is foreign code
+            machine_failed = isinstance(e, InfrastructureError)
             # Without the rollout's own URL: the same failure of many rollouts is one reason.
             path = urlsplit(base_url).path or base_url
-            said = str(e).replace(base_url, "{base_url}").replace(path, "{base_url}")
-            reason = f"{type(e).__name__}: {said}"[:200]
+            text = str(e).replace(base_url, "{base_url}").replace(path, "{base_url}")
+            reason = f"{type(e).__name__}: {text}"[:200]
             frame = traceback.extract_tb(e.__traceback__)[-1]
             if (place := (frame.filename, frame.lineno)) not in self._traced:
                 self._traced.add(place)
@@ -246,7 +255,7 @@ class RolloutWorker:
         else:
             return NO_STEPS if ended.get("outcome") == "aborted" else COMPLETE
         origin = base_url.rsplit("/", 2)[0]
-        disturbed = await self._gateway.was_disturbed(began, origin)
+        disturbed = machine_failed or await self._gateway.was_disturbed(began, origin)
         log.warning(
             "rollout %d of %s failed (attempt %d%s): %s",
             mark["rollout_index"],
@@ -360,6 +369,6 @@ def start_workers(
     )
     if config.agent is not None:
         config = config.model_copy(update={"agent": agent_of_workers(config.agent)})
-    n = config.workers
+    n, generate = config.workers, {**generate, "logs": log_dir and log_dir / "harness"}
     logs = [numbered_log(log_dir, "rollout", k, n) for k in range(n)]
     return [_RemoteWorker(actor.remote(config, gateway_urls, key, log, **generate)) for log in logs]

@@ -10,6 +10,7 @@ import { Archive, Find, Finder } from "./archive.js";
 import { Batch, Batches } from "./batches.js";
 import { Curation, Done } from "./curation.js";
 import { Pool } from "./pool.js";
+import { Runs } from "./runs.js";
 
 /** @type {Record<string, [string, any]>} */
 const PAGES = {
@@ -20,6 +21,7 @@ const PAGES = {
   batches: ["Batches", Batches],
   curation: ["Curation", Curation],
   pool: ["Pool", Pool],
+  runs: ["Runs", Runs],
 };
 /** @type {Record<string, [string, any]>} */
 const DETAILS = {

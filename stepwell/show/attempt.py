@@ -1,0 +1,180 @@
+"""This module runs one rollout of a harness and shows what came of it: `stepwell try`.
+
+    HARNESS ──► configuration ──► a gateway of its own, or that of a live run ──► one rollout
+                                                                                     │
+        the tree of its calls, its reward; or why it failed and the end of its log ◄─┘
+
+The rollout is of a channel of its own, which nobody trains. Owns which configuration that is. Does
+not own the rollout (`trainer/rollout/`) nor how trees are drawn (`trajectory.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from stepwell.backends.processes import last_lines
+from stepwell.config.load import load_config
+from stepwell.config.run import RunConfig
+from stepwell.datapool import DataPoolClient
+from stepwell.gateway.errors import GatewayConfigError
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.layout import LOGS, SERVE_LOG
+from stepwell.run.checks import agent, check_serving
+from stepwell.run.folder import only_run_in
+from stepwell.run.serve import logged, start_run, starting
+from stepwell.show.run import open_run
+from stepwell.show.trajectory import Opened, in_pool, opened_of, trajectory_screen
+from stepwell.track.console import safe
+from stepwell.trainer.config.harness_presets import PRESETS
+from stepwell.trainer.errors import ConfigError
+from stepwell.trainer.rollout.producer import new_uid
+from stepwell.trainer.rollout.worker import RolloutWorker
+
+CHANNEL = "try"
+LOG = "harness"
+"""Folder of harnesses' logs, in a run's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """The end of the rollout."""
+
+    ended: str
+    """`complete`, or why it failed."""
+    log: Path
+    """What the harness printed."""
+    opened: Opened | None = None
+    """Its calls; None: it made none, or failed."""
+
+    def as_json(self) -> dict[str, Any]:
+        branches = None if self.opened is None else self.opened.rows
+        return {"ended": self.ended, "log": str(self.log), "branches": branches}
+
+
+def config_of_try(
+    harness: str, prompt: str, name: str | None, overrides: Sequence[str]
+) -> RunConfig:
+    """The configuration of one rollout of `harness` on `prompt`.
+
+    Args:
+        harness: a preset of `rollout.harness`, or a configuration that has one.
+        name: of the configuration that says which model is served.
+
+    Raises:
+        ConfigError: it is neither, or a key is wrong.
+    """
+    chosen = [f"rollout.harness={harness}"]
+    if harness not in PRESETS:
+        if name is not None or not harness.endswith((".yaml", ".yml")):
+            raise ConfigError(
+                f"HARNESS is {harness!r}; give one of {', '.join(PRESETS)}, or a configuration "
+                "with rollout.harness, such as mine.yaml"
+            )
+        name, chosen = harness, []
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as tasks:
+        json.dump({"instance_id": "try", "question": prompt, "answer": None}, tasks)
+        tasks.flush()
+        own = ["run.name=try", "run.resume=never", "rollout.agent=null", f"data={tasks.name}"]
+        once = ["rollout.n=1", "rollout.min_n=1", "rollout.max_attempts=1", "gateway.port=0"]
+        config = load_config(name, [*own, *once, *chosen, *overrides])
+    if config.rollout.harness is None:
+        raise ConfigError(f"{harness} has no rollout.harness; name one, e.g. claude_code")
+    agent(config)
+    return config
+
+
+async def attempt(config: RunConfig, prompt: str) -> Tried:
+    """Run the rollout against a gateway of its own.
+
+    Raises:
+        ConfigError: it cannot be run here.
+    """
+    check_serving(config)
+    folder = config.run.dir
+    with only_run_in(folder), logged(folder, SERVE_LOG):
+        print(starting(config), file=sys.stderr, flush=True)
+        async with start_run(config, trains=False) as cluster:
+            keys = config.gateway.admin_keys
+            tokenizer = config.gateway.tokenizer_path or config.model.path
+            return await _rollout(
+                config,
+                prompt,
+                cluster.pool,
+                cluster.gateway_urls,
+                keys[0] if keys else None,
+                str(tokenizer),
+            )
+
+
+async def attempt_at(config: RunConfig, prompt: str, run: str) -> Tried:
+    """Run the rollout against the gateway of the live run at `run`.
+
+    Raises:
+        ConfigError: it is not alive, or serves nobody.
+    """
+    async with open_run(run) as view:
+        if not view.is_alive or view.run.gateway is None:
+            raise ConfigError(f"--run is {run!r}, which serves nobody now; start `stepwell serve`")
+        gateway = view.run.gateway
+        tokenizer = view.tokenizer_path()
+        return await _rollout(config, prompt, view.pool, gateway.urls, gateway.key(), tokenizer)
+
+
+async def _rollout(
+    config: RunConfig,
+    prompt: str,
+    pool: DataPoolClient,
+    urls: Sequence[str],
+    key: SecretStr | None,
+    tokenizer: str | None,
+) -> Tried:
+    task: dict[str, Any] = {"instance_id": "try", "data_source": "try", "question": prompt}
+    task |= {"answer": None, "metadata": {}}
+    prompt_uid = new_uid(task)
+    deadline_s = config.rollout.group_deadline_s
+    about = {"task": task}
+    await pool.open_group(prompt_uid, 1, deadline_s, metadata=about, channel=CHANNEL)
+    folder = config.run.dir.absolute() / LOGS / LOG
+    worker = RolloutWorker(config.rollout, urls, key, logs=folder)
+    try:
+        (ended,) = await worker.run_group(task, prompt_uid, 1, CHANNEL)
+    finally:
+        await worker.close()
+    logs = sorted(folder.glob("*.log"), key=lambda file: file.stat().st_mtime)
+    log = logs[-1] if logs else folder
+    page = await pool.list_trajectories(CHANNEL, limit=10, prompt_uid=prompt_uid)
+    for row in page.items:
+        found = await in_pool(row.trajectory_uid, pool, [CHANNEL])
+        if found is not None and found.trajectory.steps:
+            return Tried(ended, log, opened_of(found, _tokens(tokenizer)))
+    return Tried(ended, log)
+
+
+def _tokens(path: str | None) -> ChatTokenizer | None:
+    try:
+        return None if path is None else ChatTokenizer.load(path)
+    except GatewayConfigError:  # ids are shown
+        return None
+
+
+def try_screen(tried: Tried) -> RenderableType:
+    """The tree and text of the rollout; of one that failed, why, and the end of its log."""
+    lines: list[RenderableType] = []
+    if tried.opened is not None:
+        lines += [trajectory_screen(tried.opened), ""]
+    if tried.ended != "complete":
+        lines.append(Text(f"failed: {tried.ended}", "red"))
+        said = last_lines(tried.log) if tried.log.is_file() else ""
+        lines += [Text(safe(line), "dim") for line in said.splitlines()]
+    lines.append(Text(f"log: {tried.log}", no_wrap=True, overflow="ignore"))
+    return Group(*lines)

@@ -1,0 +1,57 @@
+"""`stepwell try`: one rollout of a harness, its tree, or why it failed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from stepwell.cli.main import main
+
+pytestmark = pytest.mark.e2e
+
+ASKS = """
+import json, os, sys, urllib.request
+messages = [{"role": "user", "content": sys.argv[1]}]
+for _ in range(2):
+    body = {"model": "m", "messages": messages, "max_tokens": 8}
+    request = urllib.request.Request(
+        os.environ["BASE"] + "/chat/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json", "authorization": "Bearer " + os.environ["KEY"]},
+    )
+    answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+    messages += [answer, {"role": "user", "content": "And now?"}]
+print("asked twice")
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def harness(folder: Path, status: int) -> str:
+    (folder / "asks.py").write_text(ASKS)
+    command = [sys.executable, str(folder / "asks.py"), "{task.prompt}", str(status)]
+    env = {"BASE": "{base_url}/v1", "KEY": "{api_key}"}
+    section = {"rollout": {"harness": {"command": command, "env": env}}}
+    (folder / "mine.yaml").write_text(json.dumps(section))
+    return str(folder / "mine.yaml")
+
+
+def test_a_rollout_is_shown_as_its_tree_and_one_that_fails_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ["try", harness(tmp_path, 0), "What is 12 + 30?", "--json"]
+    assert main(argv) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ended"] == "complete"
+    (branch,) = told["branches"]
+    assert [step["step_index"] for step in branch["steps"]] == [0, 1]
+    assert sum(branch["loss_mask"]) > 0
+    assert "asked twice" in Path(told["log"]).read_text()
+
+    assert main(["try", harness(tmp_path, 3), shlex.quote("What?")]) == 1
+    shown = capsys.readouterr().out
+    assert "failed: HarnessError: exit status 3: asked twice" in shown

@@ -1,0 +1,1 @@
+grep -q "$GREETING" /app/greeting.txt && test -f /app/data/name.txt

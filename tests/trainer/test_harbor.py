@@ -1,0 +1,161 @@
+"""Harbor task folders are tasks: laid out as their images have it, scored by their own tests, and
+refused by name where something of them is not read."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepwell.trainer.config import HarborSource, RolloutConfig
+from stepwell.trainer.config.harness import HarnessConfig, HarnessLimits, SandboxChoice
+from stepwell.trainer.data.harbor import HarborTasks
+from stepwell.trainer.data.tasks import open_tasks
+from stepwell.trainer.errors import DataError, HarnessError
+from stepwell.trainer.rollout.harbor import HarborLayout
+from stepwell.trainer.rollout.harness import Harness
+from stepwell.trainer.rollout.sandboxes import SANDBOXES, SandboxRequest
+from stepwell.trainer.rollout.worker import RolloutWorker
+from tests.trainer.test_rollout import RecordingGateway, gateway
+
+__all__ = ["gateway"]
+
+TASKS = Path(__file__).parent / "harbor_tasks"
+URL = "http://127.0.0.1:9/u/p"
+SOLVE = """\
+
+    case "$1" in
+        *greeting*) cat data/name.txt && case "$1" in *"$PWD/greeting.txt"*) echo hello ;; esac \\
+            > greeting.txt ;;
+        *) wc -l < lines.txt | tr -d ' ' > count.txt ;;
+    esac
+"""
+
+
+def tasks(path: Path = TASKS) -> list[dict[str, Any]]:
+    return [*open_tasks(HarborSource(kind="harbor", path=path))]
+
+
+def harness(tmp_path: Path, script: str) -> Harness:
+    return Harness(
+        HarnessConfig.model_validate(
+            {"command": ["sh", "-c", script, "sh", "{task.prompt}"], "scratch": tmp_path / "s"}
+        ),
+        logs=tmp_path / "logs",
+    )
+
+
+def test_a_folder_of_tasks_and_a_task_alone_are_data() -> None:
+    count, greet = tasks()
+    assert (count["instance_id"], greet["instance_id"]) == ("count", "stepwell/greet")
+    assert greet["question"].startswith("Write the text hello into /app/greeting.txt.")
+    assert greet["metadata"] == {"difficulty": "easy", "harbor_task": "greet"}
+    assert greet["harbor"]["verifier_env"] == {"GREETING": "hello"}
+    assert tasks(TASKS / "greet") == [greet]
+
+
+@pytest.mark.parametrize(
+    ("script", "rewards"), [(SOLVE, [0.75, 1.0]), ("true", [0.0, 0.0]), ("exit 1", None)]
+)
+async def test_a_tasks_own_tests_score_it(
+    tmp_path: Path, script: str, rewards: list[float] | None
+) -> None:
+    run = harness(tmp_path, script)
+    for i, task in enumerate(tasks()):
+        if rewards is None:
+            with pytest.raises(HarnessError, match="exit status 1"):
+                await run(task, URL, "key")
+        else:
+            assert await run(task, URL, "key") == rewards[i]
+
+
+async def test_a_reward_that_the_agent_wrote_is_none_and_none_at_all_is_a_loss(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "cheat"
+    shutil.copytree(TASKS / "greet", folder)
+    (folder / "tests" / "test.sh").write_text("echo nothing to say\n")
+    (task,) = tasks(folder)
+    cheat = "mkdir -p ../logs/verifier && echo 1 > ../logs/verifier/reward.txt"
+    with pytest.raises(HarnessError, match=r"grading: verifier wrote no reward.*nothing to say"):
+        await harness(tmp_path, cheat)(task, URL, "key")
+
+
+async def test_rollouts_of_a_task_complete_with_its_reward(
+    tmp_path: Path, gateway: RecordingGateway
+) -> None:
+    section = {"command": ["sh", "-c", SOLVE, "sh", "{task.prompt}"], "scratch": tmp_path / "s"}
+    worker = RolloutWorker(RolloutConfig.model_validate({"harness": section}), [gateway.url])
+    for task in tasks():
+        assert await worker.run_group(task, "g", 2) == {"complete": 2}
+    await worker.close()
+    assert [body["reward"] for body in gateway.told("complete")] == [0.75, 0.75, 1.0, 1.0]
+
+
+REFUSED: Mapping[str, tuple[str, str]] = {
+    "steps": ('[[steps]]\nname = "a"', "has steps, which Stepwell does not read"),
+    "mcp": ('[[environment.mcp_servers]]\nname = "x"', r"has environment\.mcp_servers, which"),
+    "verifier": (
+        '[verifier]\nenvironment_mode = "separate"',
+        r"verifier\.environment_mode is 'separate', which Stepwell does not do",
+    ),
+    "network": ("[environment]\nallow_internet = false", "allow_internet is False"),
+    "gpu": ("[environment]\ngpus = 1", r"environment\.gpus is 1"),
+    "user": ('[agent]\nuser = "agent"', r"has agent\.user"),
+    "health": ('[environment.healthcheck]\ncommand = "x"', r"has environment\.healthcheck"),
+    "schema": ('schema_version = "2.0"', "schema_version is '2.0'; 1.0, 1.1, 1.2, 1.3, 1.4"),
+    "secret": ('[verifier.env]\nKEY = "${KEY}"', "of this machine's environment; write the value"),
+    "toml": ("[", "a Harbor task has task.toml and instruction.md"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_read_of_a_task_is_refused_by_name(tmp_path: Path, what: str) -> None:
+    shutil.copytree(TASKS / "greet", tmp_path / "t")
+    text, why = REFUSED[what]
+    (tmp_path / "t" / "task.toml").write_text(text)
+    with pytest.raises(DataError, match=why):
+        tasks(tmp_path)
+
+
+def test_an_image_that_only_a_container_builds_is_refused_elsewhere(tmp_path: Path) -> None:
+    shutil.copytree(TASKS / "greet", tmp_path / "t")
+    with (tmp_path / "t" / "environment" / "Dockerfile").open("a") as out:
+        out.write("RUN apt-get update && \\\n  apt-get install -y curl\n")
+    (task,) = HarborTasks(HarborSource(kind="harbor", path=tmp_path))
+    with pytest.raises(DataError, match=r"has RUN apt-get update .*only a container does"):
+        HarborLayout(task["harbor"], tmp_path / "r", tmp_path / "r" / "work", "process")
+    HarborLayout(task["harbor"], tmp_path / "r", tmp_path / "r" / "work", "docker")
+    with pytest.raises(DataError, match=r"where no folder has a task\.toml"):
+        tasks(tmp_path / "t" / "tests")
+
+
+@pytest.mark.parametrize("kind", ["bubblewrap", "docker"])
+def test_sandboxes_have_the_folders_at_the_names_that_a_task_knows(kind: str) -> None:
+    task = tasks()[1]
+    root = Path("/s/r")
+    layout = HarborLayout(task["harbor"], root, root / "work", kind)
+    request = SandboxRequest(
+        name="n",
+        command=["bash", "/tests/test.sh"],
+        root=root,
+        workdir=root / "work",
+        env={"HOME": "/s/r/home"},
+        choice=SandboxChoice(kind=kind, image="x" if kind == "docker" else None),
+        limits=HarnessLimits(),
+        image=layout.image or layout.tag,
+        mounts=layout.mounts(grading=True),
+    )
+    argv = " ".join(SANDBOXES[kind](request).argv)
+    if kind == "docker":
+        assert "--volume /s/r/work:/app --volume /s/r/logs:/logs --volume /s/r/tests:/tests" in argv
+        assert argv.endswith(
+            "--workdir /app --env HOME stepwell-harbor/greet:latest bash /tests/test.sh"
+        )
+    else:
+        assert "--bind /s/r/work /app --bind /s/r/logs /logs --bind /s/r/tests /tests" in argv
+        assert argv.endswith("--chdir /app -- bash /tests/test.sh")
+    assert "/tests" not in layout.mounts(grading=False)

@@ -1,0 +1,339 @@
+"""A harness is run whole and ended whole: each of its losses has a reason, none is scored 0, and
+nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from pydantic import ValidationError
+
+from stepwell.trainer.config import RolloutConfig
+from stepwell.trainer.config.harness import HarnessConfig
+from stepwell.trainer.config.harness_presets import PRESETS
+from stepwell.trainer.errors import HarnessError, InfrastructureError, RolloutError
+from stepwell.trainer.rollout.agents import load_agent
+from stepwell.trainer.rollout.harness import FOLDER, Harness, remove_abandoned
+from stepwell.trainer.rollout.worker import RolloutWorker
+from tests.trainer.test_rollout import RecordingGateway, gateway
+
+__all__ = ["gateway"]
+
+TASK = {"instance_id": "t/1", "question": "What is 2 + 3?", "answer": "5"}
+URL = "http://127.0.0.1:9/u/p"
+
+
+def shell(script: str, **keys: Any) -> dict[str, Any]:
+    return {"command": ["sh", "-c", script], "timeout_s": 20, **keys}
+
+
+def harness(tmp_path: Path, script: str, **keys: Any) -> Harness:
+    config = HarnessConfig.model_validate(shell(script, scratch=str(tmp_path / "s"), **keys))
+    return Harness(config, logs=tmp_path / "logs")
+
+
+async def test_a_command_is_given_its_rollout_a_fresh_folder_and_a_clean_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_OF_MINE", "s")
+    (tmp_path / "template").mkdir()
+    (tmp_path / "template" / "given.txt").write_text("here")
+    script = """
+        echo "$1" "$URL" "$HOME"; env; cat given.txt; echo more >> given.txt; cat "$HOME/a/b.cfg"
+    """
+    run = harness(
+        tmp_path,
+        script,
+        command=["sh", "-c", script, "sh", "{task.prompt}; {{model}}"],
+        env={"URL": "{base_url}/v1"},
+        files={"a/b.cfg": '{"m": {"{model}": {"k": "{api_key}"}}}'},
+        workdir=str(tmp_path / "template"),
+    )
+    for _ in range(2):
+        assert await run(TASK, URL, "key") is None
+    said = sorted((tmp_path / "logs").iterdir())
+    assert len(said) == 2
+    for log in said:
+        text = log.read_text()
+        assert f"What is 2 + 3?; {{model}} {URL}/v1" in text
+        assert '{"m": {"policy": {"k": "key"}}}' in text
+        assert "SECRET_OF_MINE" not in text
+        assert text.count("here") == 1  # nobody else's folder
+        assert "more" not in text
+    assert (tmp_path / "template" / "given.txt").read_text() == "here"
+    assert not [*(tmp_path / "s" / f"{FOLDER}{os.getpid()}").iterdir()]
+
+
+GRADED = {"command": ["sh", "-c", 'test "$(cat answer)" = {task.answer}']}
+
+
+@pytest.mark.parametrize(
+    ("script", "grade", "reward"),
+    [
+        ("echo 5 > answer", GRADED, 1.0),
+        ("echo 6 > answer", GRADED, 0.0),
+        ("exit 7", GRADED, 0.0),  # it gave up
+        ("sleep 60", GRADED, 0.0),  # on_timeout: grade
+        ("true", {"command": ["sh", "-c", "echo 0.25 > r"], "file": "r"}, 0.25),
+        ("echo 9 > r", {"command": ["sh", "-c", "echo -1 > r; exit 3"], "file": "r"}, -1.0),
+        ("echo 5 > answer", f"{__file__}:grade", 0.5),
+        ("true", None, None),
+    ],
+)
+async def test_a_reward_is_what_the_grader_says(
+    tmp_path: Path, script: str, grade: Any, reward: float | None
+) -> None:
+    timeout_s = 1 if "sleep" in script else 20
+    how = {"gave_up": [7], "on_timeout": "grade", "timeout_s": timeout_s, "grade": grade}
+    assert await harness(tmp_path, script, **how)(TASK, URL, "key") == reward
+
+
+def grade(folder: Path, transcript: list[dict[str, Any]], task: Mapping[str, Any]) -> float:
+    return 0.5 if (folder / "answer").read_text().strip() == task["answer"] else 0.0
+
+
+def fails(folder: Path, transcript: list[dict[str, Any]], task: Mapping[str, Any]) -> float:
+    raise KeyError("none")
+
+
+async def test_hidden_tests_come_over_what_the_agent_left(tmp_path: Path) -> None:
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "test.sh").write_text("exit 1")
+    grade = {"command": ["sh", "test.sh"], "files": str(tmp_path / "hidden")}
+    assert await harness(tmp_path, "echo exit 0 > test.sh", grade=grade)(TASK, URL, "k") == 0.0
+
+
+SMALL = {"processes": 12, "disk_mb": 2, "files": 200, "output_mb": 1, "memory_mb": 128}
+LOSSES: Mapping[str, tuple[str, type[Exception], str]] = {
+    "crash": ("echo oops >&2; exit 3", HarnessError, "exit status 3: oops"),
+    "signal": ("kill -SEGV $$", HarnessError, "killed by SIGSEGV"),
+    "hang": ("trap '' TERM; sleep 600", TimeoutError, "ran longer than 1 s"),
+    "forks": (
+        "for i in $(seq 30); do (setsid sleep 600 &) ; done; sleep 600",
+        HarnessError,
+        "limits: processes",
+    ),
+    "disk": ("head -c 40000000 /dev/zero > big; sleep 600", HarnessError, "limits: disk"),
+    "files": ("for i in $(seq 400); do : > $i; done; sleep 600", HarnessError, "limits: files"),
+    "output": ("while :; do echo xxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done", HarnessError, "output"),
+    "memory": (
+        f"{sys.executable} -c \"x = b'x' * (400 << 20); import time; time.sleep(600)\"",
+        HarnessError,
+        "limits: memory",
+    ),
+    "children": ("(setsid sleep 600 &); nohup sleep 601 & exit 4", HarnessError, "exit status 4"),
+    "service": ("exit 75", InfrastructureError, "exit status 75"),
+    "no_score": ("exit 0", HarnessError, "grading: r holds 'many', no number"),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+async def test_each_loss_has_its_reason_and_leaves_nothing(tmp_path: Path, loss: str) -> None:
+    script, error, why = LOSSES[loss]
+    run = harness(tmp_path, script, **losing(loss))
+    with pytest.raises(error, match=why):
+        await run(TASK, URL, "key")
+    left_nothing(tmp_path)
+
+
+def losing(loss: str) -> dict[str, Any]:
+    return {
+        # A machine with other work to do may take seconds to start a shell.
+        "timeout_s": 1 if loss == "hang" else 60,
+        "limits": SMALL | ({"disk_mb": 512} if loss == "output" else {}),
+        "infrastructure": [75],
+        "grade": {"command": ["sh", "-c", "echo many > r"], "file": "r"},
+    }
+
+
+def left_nothing(tmp_path: Path) -> None:
+    assert not [*(tmp_path / "s" / f"{FOLDER}{os.getpid()}").iterdir()]
+    scratch = str(tmp_path / "s")
+    for process in psutil.process_iter():
+        try:
+            assert not process.environ().get("HOME", "").startswith(scratch), process.cmdline()
+        except psutil.Error:
+            continue
+
+
+@pytest.mark.parametrize(
+    ("grade", "why"),
+    [
+        ({"command": ["sh", "-c", "kill -9 $$"]}, "grading: sh: killed by SIGKILL"),
+        ({"command": ["sh", "-c", "nowhere"]}, "grading: sh: is not there"),
+        ({"command": ["sh", "-c", "sleep 60"], "timeout_s": 1}, "grading: sh took more than 1 s"),
+        ({"command": ["true"], "file": "r"}, "grading: no r was written"),
+        ({"command": ["sh", "-c", "echo nan > r"], "file": "r"}, "write a finite number"),
+        (f"{__file__}:fails", "grading: .*: KeyError: 'none'"),
+    ],
+)
+async def test_what_cannot_be_graded_has_no_score(tmp_path: Path, grade: Any, why: str) -> None:
+    with pytest.raises(HarnessError, match=why):
+        await harness(tmp_path, "true", grade=grade)(TASK, URL, "key")
+
+
+async def test_a_cancelled_rollout_leaves_nothing(tmp_path: Path) -> None:
+    run = harness(tmp_path, "setsid sleep 600 & touch $HOME/begun; sleep 600", timeout_s=600)
+    rollout = asyncio.ensure_future(run(TASK, URL, "key"))
+    while not [*(tmp_path / "s").glob("*/*/home/begun")]:  # noqa: ASYNC110 - another process
+        await asyncio.sleep(0.01)
+    rollout.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await rollout
+    left_nothing(tmp_path)
+
+
+async def test_a_hundred_rollouts_of_bad_harnesses_are_lost_each_with_its_reason(
+    tmp_path: Path, gateway: RecordingGateway
+) -> None:
+    kinds = [name for name in LOSSES if name not in ("service", "no_score")]
+    cases = "\n".join(f"{name}) {LOSSES[name][0]} ;;" for name in kinds)
+    command = ["sh", "-c", f'case "$1" in\n{cases}\nesac', "sh", "{task.prompt}"]
+    ends: Counter[str] = Counter()
+
+    async def run(timeout_s: float, kinds: Sequence[str]) -> None:
+        harness = {"command": command, "timeout_s": timeout_s, "limits": SMALL}
+        harness |= {"scratch": str(tmp_path / "s"), "grade": {"command": ["true"]}}
+        config = RolloutConfig.model_validate({"harness": harness, "max_attempts": 1, "n": 10})
+        worker = RolloutWorker(config, [gateway.url], logs=tmp_path / "logs")
+        groups = (
+            worker.run_group({"instance_id": kind, "question": kind}, f"{kind}-{i}", 10)
+            for i, kind in enumerate(kinds)
+        )
+        for done in await asyncio.gather(*groups):
+            ends.update(done)
+        await worker.close()
+
+    others = [kind for kind in kinds if kind != "hang"]
+    await asyncio.gather(run(1, ["hang"]), run(120, [*others, "disk"]))
+    assert ends.total() == 100
+    assert not gateway.told("complete")  # nothing is scored, so nothing is scored 0
+    assert ends["timeout"] == 10
+    assert len(gateway.told("abort")) == 100
+    reasons = [body["reason"] for body in gateway.told("abort")]
+    assert all(r == "timeout" or r.startswith("HarnessError: ") for r in reasons), reasons
+    for kind in kinds:
+        why = LOSSES[kind][2] if kind != "hang" else "timeout"
+        assert sum(why in r for r in reasons) >= 10, (kind, reasons)
+    assert len([*(tmp_path / "logs").iterdir()]) == 100
+    left_nothing(tmp_path)
+
+
+async def test_an_attempt_that_the_machine_failed_is_made_again_and_not_counted(
+    tmp_path: Path, gateway: RecordingGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepwell.trainer.rollout.worker.OUTAGE_PAUSE_S", (0.0, 0.0))
+    counter = tmp_path / "attempts"
+    script = f"echo x >> {counter}; test $(wc -l < {counter}) -ge 3 || exit 75"
+    config = RolloutConfig.model_validate(
+        {
+            "harness": shell(script, infrastructure=[75], grade={"command": ["true"]}),
+            "max_attempts": 1,
+        }
+    )
+    worker = RolloutWorker(config, [gateway.url])
+    worker.ready = ready  # type: ignore[method-assign]
+    assert await worker.run_group(TASK, "g", 1) == {"complete": 1}
+    await worker.close()
+    assert [body["reward"] for body in gateway.told("complete")] == [1.0]
+    aborted = gateway.told("abort")
+    assert len(aborted) == 2
+    assert all(b["reason"].startswith("infrastructure: InfrastructureError") for b in aborted)
+    assert all(b["will_retry"] for b in aborted)
+
+
+async def ready(patience_s: float = 0.0) -> None:
+    return
+
+
+def test_folders_of_a_worker_that_was_killed_are_removed(tmp_path: Path) -> None:
+    dead, mine = tmp_path / f"{FOLDER}4194305", tmp_path / f"{FOLDER}{os.getpid()}"
+    for folder in (dead, mine):
+        (folder / "x" / "work").mkdir(parents=True)
+    remove_abandoned(tmp_path)
+    assert not dead.exists()
+    assert mine.exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "why"),
+    [
+        ({"metadata": {"repo": "../../etc"}}, "'../../etc', which is no folder's name"),
+        ({"metadata": {"repo": ".."}}, "which is no folder's name"),
+        ({"metadata": {"repo": "none"}}, "there is no folder"),
+        ({}, "the task has no 'metadata'"),
+    ],
+)
+async def test_a_task_names_no_path(tmp_path: Path, task: dict[str, Any], why: str) -> None:
+    run = harness(tmp_path, "true", workdir=f"{tmp_path}/{{task.metadata.repo}}")
+    with pytest.raises(HarnessError, match=why):
+        await run(task, URL, "key")
+
+
+BAD: Mapping[str, tuple[dict[str, Any] | str, str]] = {
+    "preset": ("claude", "preset is 'claude', which is none of claude_code, codex"),
+    "empty": ({"env": {}}, "command is empty; give one, or a preset"),
+    "placeholder": ({"command": ["a", "{base}"]}, r"\{base\}, which is none of \{api_key\}"),
+    "home": ({"command": ["a"], "files": {"/etc/x": ""}}, "name files by their path in the home"),
+    "codes": ({"command": ["a"], "gave_up": [3], "infrastructure": [3]}, "both hold 3"),
+    "success": ({"command": ["a"], "gave_up": [0]}, "holds 0, which is success"),
+    "image": ({"command": ["a"], "sandbox": "docker"}, "image is missing"),
+    "no_image": ({"command": ["a"], "sandbox": {"image": "x"}}, "which has none"),
+    "grade": ({"command": ["a"], "grade": {}}, "give one of them"),
+    "file": ({"command": ["a"], "grade": {"command": ["b"], "file": "/r"}}, "inside the work"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_mistake_in_the_section_names_key_value_and_remedy(bad: str) -> None:
+    given, why = BAD[bad]
+    with pytest.raises(ValidationError, match=why):
+        RolloutConfig.model_validate({"harness": given})
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"command": ["nowhere-at-all"]}, "'nowhere-at-all', which is not on the PATH; install"),
+        ({"workdir": "no/folder"}, "workdir is 'no/folder', which is no folder in"),
+        ({"grade": {"command": ["b"], "files": "no"}}, "grade.files is 'no', which is no folder"),
+        ({"grade": "nowhere:f"}, "grade.function is 'nowhere:f', which cannot be imported"),
+        ({"grade": f"{__file__}:shell"}, r"write it as grade\(folder, transcript, task\)"),
+        ({"sandbox": "podmann"}, "none of process, bubblewrap, docker, podman"),
+    ],
+)
+def test_what_is_not_here_is_refused_before_anything_is_started(
+    keys: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(RolloutError, match=why):
+        load_agent("harness", None, HarnessConfig.model_validate(shell("true") | keys))
+
+
+def test_a_preset_that_is_not_installed_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name, preset in PRESETS.items():
+        with pytest.raises(RolloutError, match=preset.install.partition(" ")[0]) as raised:
+            load_agent("harness", None, HarnessConfig(preset=name))
+        assert preset.needs in str(raised.value)
+
+
+def test_times_follow_from_the_harness_and_one_that_cannot_end_is_refused() -> None:
+    harness = shell("true", timeout_s=100, grade={"command": ["true"], "timeout_s": 40})
+    config = RolloutConfig.model_validate({"harness": harness})
+    assert config.agent == "harness"
+    assert (config.timeout_s, config.group_deadline_s, config.concurrency) == (200, 600, 16)
+    with pytest.raises(ValidationError, match=r"timeout_s is 120, but harness\.timeout_s"):
+        RolloutConfig.model_validate({"harness": harness, "timeout_s": 120})
+    with pytest.raises(ValidationError, match="agent is 'a:b', but harness is given, too"):
+        RolloutConfig.model_validate({"harness": harness, "agent": "a:b"})
+    with pytest.raises(ValidationError, match="agent is 'harness', but harness is missing"):
+        RolloutConfig(agent="harness")

@@ -1,0 +1,96 @@
+"""The command lines of sandboxes, which need no sandbox to be planned."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stepwell.trainer.config.harness import HarnessLimits, SandboxChoice
+from stepwell.trainer.errors import RolloutError
+from stepwell.trainer.rollout.sandboxes import (
+    SANDBOXES,
+    SandboxPlan,
+    SandboxRequest,
+    find_sandbox,
+)
+
+ROOT = Path("/tmp/r")
+URL = "http://127.0.0.1:8100/t/p/v1"
+REQUEST = SandboxRequest(
+    name="stepwell-harness-a",
+    command=["agent", "-p", "do it", URL],
+    root=ROOT,
+    workdir=ROOT / "work",
+    env={"PATH": "/bin", "HOME": "/tmp/r/home", "OPENAI_BASE_URL": URL, "KEY": "secret"},
+    choice=SandboxChoice(),
+    limits=HarnessLimits(memory_mb=512, processes=64, cpu_s=100),
+)
+USER = f"{os.getuid()}:{os.getgid()}"
+
+
+def plan(**choice: object) -> SandboxPlan:
+    chosen = SandboxChoice.model_validate(choice)
+    return SANDBOXES[chosen.kind](replace(REQUEST, choice=chosen))
+
+
+def test_a_process_is_the_command_itself() -> None:
+    assert plan() == SandboxPlan(("agent", "-p", "do it", URL), REQUEST.env)
+
+
+def test_bubblewrap_sees_nobodys_home_and_writes_in_the_rollouts_folder_alone() -> None:
+    argv = " ".join(plan(kind="bubblewrap", visible=["/root/tools"]).argv)
+    assert argv == (
+        "bwrap --die-with-parent --new-session --unshare-pid --unshare-ipc --unshare-uts "
+        "--ro-bind / / --dev /dev --proc /proc "
+        "--tmpfs /home --tmpfs /root --tmpfs /run --tmpfs /tmp --tmpfs /var/tmp "
+        "--ro-bind /root/tools /root/tools "
+        f"--bind /tmp/r /tmp/r --chdir /tmp/r/work -- agent -p do it {URL}"
+    )
+
+
+CONTAINER = (
+    "{program} run --rm --init --name stepwell-harness-a --network host --user {user}{more} "
+    "--cap-drop ALL --security-opt no-new-privileges --memory 512m --pids-limit 64 --cpus 1.5 "
+    "--ulimit cpu=100 --volume /tmp/r:/tmp/r --volume /opt/node:/opt/node:ro "
+    "--workdir /tmp/r/work --env HOME --env KEY --env OPENAI_BASE_URL "
+    "node:22 agent -p do it {url}"
+)
+
+
+@pytest.mark.parametrize(("program", "more"), [("docker", ""), ("podman", " --userns keep-id")])
+def test_a_container_is_bounded_and_removed_and_no_key_is_in_its_command_line(
+    program: str, more: str
+) -> None:
+    planned = plan(kind=program, image="node:22", visible=["/opt/node"], cpus=1.5)
+    expected = CONTAINER.format(program=program, user=USER, more=more, url=URL)
+    assert " ".join(planned.argv) == expected
+    assert "secret" not in expected
+    assert planned.env == REQUEST.env
+    assert list(planned.after) == [program, "rm", "--force", "stepwell-harness-a"]
+
+
+@pytest.mark.parametrize(
+    ("program", "host"),
+    [("docker", "host.docker.internal"), ("podman", "host.containers.internal")],
+)
+def test_a_container_of_another_network_calls_the_host_by_its_name(program: str, host: str) -> None:
+    planned = plan(kind=program, image="node:22", network="agents")
+    called = URL.replace("127.0.0.1", host)
+    assert planned.env["OPENAI_BASE_URL"] == called
+    assert planned.argv[-1] == called
+    assert ("--add-host" in planned.argv) == (program == "docker")
+
+
+def mine(request: SandboxRequest) -> SandboxPlan:
+    return SandboxPlan(["ssh", "box", *request.command], request.env)
+
+
+def test_a_sandbox_of_yours_is_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_sandbox(SandboxChoice(kind=f"{__file__}:mine"))(REQUEST).argv[:2] == ["ssh", "box"]
+    monkeypatch.setenv("PATH", "/nowhere")
+    for kind, program in (("bubblewrap", "bwrap"), ("podman", "podman")):
+        with pytest.raises(RolloutError, match=f"there is no {program} on the PATH; install"):
+            find_sandbox(SandboxChoice(kind=kind, image="i" if kind == "podman" else None))

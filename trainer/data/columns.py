@@ -1,0 +1,112 @@
+"""Rows as plain objects: which columns tasks are made of, and what JSON makes of their values.
+
+A row that is about an image, a video or a sound is refused, since a model would be trained on the
+text without it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+from stepwell.trainer.config import TableConfig
+from stepwell.trainer.errors import DataError
+
+DataRow: TypeAlias = dict[str, Any]
+
+MEDIA = (
+    "image",
+    "images",
+    "video",
+    "videos",
+    "audio",
+    "audios",
+    "multi_modal_data",
+    "multi_modal_inputs",
+)
+"""Names under which rows hold what is not text: those of slime and of verl."""
+_PLACEHOLDER = re.compile("<(?:image|video|audio)>")
+_PARTS = frozenset({"image", "image_url", "input_image", "video", "audio", "input_audio"})
+
+
+def refuse_media(row: Mapping[str, Any], where: str) -> None:
+    """
+    Raises:
+        DataError: the row holds an image, a video or a sound.
+    """
+    for name in MEDIA:
+        value = row.get(name)
+        if value is not None and (not hasattr(value, "__len__") or len(value)):
+            raise holds_media(where, name)
+
+
+def refuse_placeholders(prompt: str | list[DataRow], key: str, where: str) -> None:
+    """
+    Raises:
+        DataError: a text or a message stands for an image, a video or a sound.
+    """
+    contents = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
+    for content in contents:
+        parts = content if isinstance(content, list) else [content]
+        for part in parts:
+            kind, text = (
+                (part.get("type"), part.get("text")) if isinstance(part, dict) else ("", part)
+            )
+            if kind in _PARTS:
+                raise holds_media(where, f"a part of type {kind!r} in {key}")
+            if isinstance(text, str) and (found := _PLACEHOLDER.search(text)) is not None:
+                raise holds_media(where, f"{found[0]} in {key}")
+
+
+def holds_media(where: str, what: str) -> DataError:
+    return DataError(
+        f"{where} has {what}; images, videos and sounds are not trained yet, and its text is not "
+        "without them: leave such rows out (a column that is none of these: rename it)"
+    )
+
+
+def lookup(row: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """The value of `key`, or, reaching into objects, of `key.with.dots`."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return default
+        value = value[part]
+    return value
+
+
+class Columns:
+    """The columns of a source that tasks are made of."""
+
+    def __init__(self, config: TableConfig) -> None:
+        self._lists = [key for key in (config.prompt_key, config.tool_key) if key is not None]
+        keys = (*self._lists, config.label_key, config.metadata_key, "instance_id", "data_source")
+        self._wanted = {part for key in keys if key for part in (key, key.partition(".")[0])}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._wanted
+
+    def read(self, stored: Mapping[str, Any]) -> DataRow:
+        """The row as JSON has it; of other columns the names alone, which a message may tell."""
+        known = {k: v if k in self else None for k, v in stored.items()}
+        row: DataRow = json.loads(json.dumps(known, default=_plain))
+        # A table gives every message and tool the fields of all; null is how it says "has none".
+        for key in self._lists:
+            if isinstance(value := lookup(row, key), list):
+                value[:] = [_without_nulls(v, keep=("content",)) for v in value]
+        return row
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and tensors as lists, anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _without_nulls(value: Any, keep: Iterable[str] = ()) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None or k in keep}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value

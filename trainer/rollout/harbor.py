@@ -1,0 +1,167 @@
+"""This module lays a Harbor task out in a rollout's folder, and reads its verifier's reward.
+
+    environment/ ──► root/work      as the image's working folder (/app)
+    tests/       ──► root/tests     as /tests, only when the agent has ended
+                     root/logs      as /logs; verifier/reward.txt or reward.json is the score
+
+Containers and bubblewrap mount these folders at their names. A process of this machine has no names
+of its own: there `/app`, `/tests` and `/logs` are written out in the instruction and in the text
+files of tests/. Does not own running (`harness.py`) or reading task.toml (`data/harbor.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stepwell.trainer.data.harbor import dockerfile, refuse_image
+from stepwell.trainer.errors import HarnessError
+
+BUILDS = ("docker", "podman")
+TEST = "test.sh"
+VERIFIER_S = 600.0
+"""Seconds of a verifier whose task names none, as in Harbor."""
+
+
+class HarborLayout:
+    """A Harbor task in the folder of a rollout.
+
+    Args:
+        about: `harbor` of the task.
+        sandbox: kind of the sandbox.
+
+    Raises:
+        DataError: the sandbox does not build what the task needs.
+    """
+
+    def __init__(self, about: Mapping[str, Any], root: Path, work: Path, sandbox: str) -> None:
+        self.task = Path(about["folder"])
+        self._about = about
+        self._root, self._work = root, work
+        self._sandbox = sandbox
+        self.tests, self.logs = root / "tests", root / "logs"
+        if sandbox not in BUILDS:
+            refuse_image(self.task, sandbox)
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {name: self.here(value) for name, value in self._about["env"].items()}
+
+    @property
+    def verifier_env(self) -> dict[str, str]:
+        return self.env | {n: self.here(v) for n, v in self._about["verifier_env"].items()}
+
+    @property
+    def workdir(self) -> str:
+        """Working folder of the image."""
+        return str(self._about["workdir"])
+
+    @property
+    def verifier_timeout_s(self) -> float:
+        return float(self._about["verifier_timeout_s"] or VERIFIER_S)
+
+    @property
+    def image(self) -> str | None:
+        """Image that is pulled; None: the task's Dockerfile is built (`tag`)."""
+        image: str | None = self._about["image"]
+        return image
+
+    @property
+    def tag(self) -> str:
+        name = re.sub(r"[^a-z0-9]+", "-", self.task.name.lower()).strip("-") or "task"
+        return f"stepwell-harbor/{name}:latest"
+
+    def mounts(self, *, grading: bool) -> dict[str, Path]:
+        """Folders by their names inside; none for processes, which see the folders themselves."""
+        if self._sandbox == "process":
+            return {}
+        inside = {self._about["workdir"]: self._work, "/logs": self.logs}
+        return inside | {"/tests": self.tests} if grading else inside
+
+    def prepare(self) -> None:
+        """Raises OSError."""
+        (self.logs / "verifier").mkdir(parents=True)
+        (self.logs / "agent").mkdir()
+        if self._sandbox in BUILDS:
+            return  # the image has it
+        environment = self.task / "environment"
+        for name, rest in dockerfile(self.task):
+            if name == "COPY":
+                self._copy(environment, shlex.split(rest))
+
+    def _copy(self, environment: Path, arguments: list[str]) -> None:
+        *sources, to = [a for a in arguments if not a.startswith("--")]
+        inside = Path(self._about["workdir"], to)
+        if not inside.is_relative_to(self._about["workdir"]):
+            raise HarnessError(
+                f"{environment}/Dockerfile copies to {to}, outside {self._about['workdir']}, which "
+                "only a container has; set rollout.harness.sandbox.kind to docker or podman"
+            )
+        target = self._work / inside.relative_to(self._about["workdir"])
+        for source in sources:
+            found = environment / source
+            if found.is_dir():
+                shutil.copytree(found, target, symlinks=True, dirs_exist_ok=True)
+            elif len(sources) > 1 or to.endswith(("/", ".")):
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(found, target / found.name)
+            else:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(found, target)
+        (self._work / "Dockerfile").unlink(missing_ok=True)
+
+    def bring_tests(self) -> list[str]:
+        """Copy the tests; returns the command that runs them. Raises OSError."""
+        shutil.copytree(self.task / "tests", self.tests, symlinks=True)
+        shutil.rmtree(self.logs / "verifier")  # what the agent may have written is no score
+        (self.logs / "verifier").mkdir()
+        if self._sandbox == "process":
+            for file in self.tests.rglob("*"):
+                if file.is_file() and not file.is_symlink():
+                    try:
+                        text = file.read_text()
+                    except UnicodeDecodeError:
+                        continue
+                    file.write_text(self.here(text))
+            return ["bash", str(self.tests / TEST)]
+        return ["bash", f"/tests/{TEST}"]
+
+    def here(self, text: str) -> str:
+        """`text` with the names of folders inside as a process has to call them."""
+        if self._sandbox != "process":
+            return text
+        names = {self._about["workdir"]: self._work, "/tests": self.tests, "/logs": self.logs}
+        pattern = "|".join(re.escape(n.rstrip("/")) for n in sorted(names, key=len, reverse=True))
+        found = re.compile(rf"(?<![\w./$}}-])({pattern})(?![\w.-])")
+        return found.sub(lambda m: str(names.get(m[1], names.get(m[1] + "/"))), text)
+
+    def reward(self, said: str) -> float:
+        """
+        Raises:
+            HarnessError: the verifier wrote none.
+        """
+        folder = self.logs / "verifier"
+        try:
+            if (file := folder / "reward.json").is_file():
+                values = json.loads(file.read_text())
+                value = values["reward"] if "reward" in values else _only(values)
+            else:
+                file = folder / "reward.txt"
+                value = float(file.read_text())
+            reward = float(value)
+        except (OSError, ValueError, TypeError, KeyError) as e:
+            raise HarnessError(f"grading: {folder.name} wrote no reward: {e} ({said})") from e
+        if not abs(reward) < float("inf"):
+            raise HarnessError(f"grading: the verifier's reward is {reward}; write a finite number")
+        return reward
+
+
+def _only(values: Mapping[str, Any]) -> Any:
+    if len(values) != 1:
+        raise KeyError(f"reward.json has {', '.join(values)} and no reward")
+    return next(iter(values.values()))

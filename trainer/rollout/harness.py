@@ -1,0 +1,599 @@
+"""This module runs an agent that is a command, so that a rollout is one process tree in one folder,
+of which nothing is left but its calls, its score and its log.
+
+    template ──copy──► root/work ──► command, bounded ──► how it ended ──► grade ──► reward
+                       root/home       │                      │
+                       root/tmp        └─ logs/harness/…      ├─ 0, gave_up      graded
+                                                              ├─ another status  HarnessError: lost
+                                                              ├─ too long        as on_timeout says
+                                                              └─ not the agent's InfrastructureError
+
+A reward comes from the grader alone: what cannot be graded has none, and is lost with its reason.
+An `InfrastructureError` does not count against the agent, and its attempt is made again.
+
+Owns the folders of a rollout, the placeholders, what an exit means, and grading. Does not own the
+processes (`backends/processes.py`), the sandboxes (`sandboxes.py`), attempts (`worker.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from stepwell.backends.processes import Bounds, Ended, Job, Limits, last_lines, run_job
+from stepwell.datapool import dotted
+from stepwell.trainer.config.harness import PLACEHOLDER, GradeConfig, HarnessConfig, HarnessLimits
+from stepwell.trainer.config.harness_presets import PRESETS
+from stepwell.trainer.errors import HarnessError, InfrastructureError, RolloutError
+from stepwell.trainer.rollout.harbor import BUILDS, HarborLayout
+from stepwell.trainer.rollout.sandboxes import SandboxRequest, find_sandbox
+from stepwell.trainer.threads import in_thread
+
+log = logging.getLogger(__name__)
+
+Transcript: TypeAlias = list[dict[str, Any]]
+"""Calls in order: `index`, `parent` (index of the call that it goes on from, or None), `messages`
+(what it added to the conversation, its reply last), `finish_reason`, …"""
+TranscriptReader: TypeAlias = Callable[[str], Awaitable[Transcript]]
+
+FOLDER = "stepwell-harness-"
+PULL_S = 1800.0
+"""Seconds that an image may take to be pulled."""
+_MB = 1 << 20
+_UNSTARTED = {126: "cannot be executed", 127: "is not there"}
+"""Exit statuses with which shells and containers say that there is no such command."""
+_DAEMON = 125
+"""Exit status with which docker and podman say that they failed themselves."""
+
+
+class Harness:
+    """Runs rollouts of a command; an agent, for any number of rollouts at once.
+
+    Args:
+        logs: folder of the rollouts' logs; None: they are not kept.
+        transcript: reads the calls of the trajectory at a base URL, for a grading function.
+
+    Raises:
+        RolloutError: its command, template, sandbox or grader is not here.
+    """
+
+    def __init__(
+        self,
+        config: HarnessConfig,
+        *,
+        logs: Path | None = None,
+        transcript: TranscriptReader | None = None,
+    ) -> None:
+        self.config = config
+        self._logs = logs
+        self._transcript = transcript
+        self._sandbox = find_sandbox(config.sandbox)
+        self._grader = _grader(config.grade)
+        self._images: dict[str, asyncio.Task[Ended]] = {}
+        """Pulls, by image."""
+        self._path = path_of(os.environ.get("PATH", os.defpath))
+        self._check()
+        self._scratch = config.scratch or Path(tempfile.gettempdir())
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(self._scratch)
+
+    async def __call__(self, task: Mapping[str, Any], base_url: str, api_key: str) -> float | None:
+        """Run one rollout of `task`; its reward, or None where `rollout.reward` scores.
+
+        Raises:
+            HarnessError: the agent failed, or what it left cannot be graded.
+            InfrastructureError: the machine failed.
+            TimeoutError: it ran too long.
+        """
+        config = self.config
+        values = {"base_url": base_url, "api_key": api_key, "model": config.model}
+        name = f"{_slug(task.get('instance_id', 'task'))}-{uuid.uuid4().hex[:12]}"
+        root = self._scratch / f"{FOLDER}{os.getpid()}" / name
+        rollout = Rollout(self, name, root, task, values)
+        try:
+            with _log_kept(rollout.log, self._logs, config.keep_logs):
+                with _room_needed(root):
+                    await in_thread(rollout.prepare)
+                if config.sandbox.kind in BUILDS:
+                    await self._image_ready(rollout)
+                ended = await rollout.run(rollout.fill(config.command), config.timeout_s)
+                rollout.judge(ended)
+                return await self._grade(rollout, task, base_url)
+        finally:
+            await _to_the_end(in_thread(_remove, root))
+
+    async def _image_ready(self, rollout: Rollout) -> None:
+        """Pull or build an image once, before any time of a rollout runs; and put what it has in
+        its working folder into the rollout's.
+
+        Raises:
+            InfrastructureError: it cannot be had.
+        """
+        program, image, harbor = self.config.sandbox.kind, rollout.image, rollout.harbor
+        script, more = 'exec "$0" pull "$1"', []
+        if harbor is not None and harbor.image is None:
+            script, more = 'exec "$0" build -t "$1" "$2"', [str(harbor.task / "environment")]
+        if image not in self._images:
+            had = '"$0" image inspect "$1" > /dev/null 2>&1 ||'
+            argv = ["sh", "-c", f"{had} {script}", program, image, *more]
+            self._images[image] = asyncio.ensure_future(self._do(argv))
+        ended = await asyncio.shield(self._images[image])
+        if ended.how == "exited" and not ended.code and harbor is not None:
+            copy = ["sh", "-c", f"cp -a {shlex.quote(harbor.workdir)}/. /stepwell/ || true"]
+            mount = f"{rollout.work}:/stepwell"
+            ended = await self._do([program, "run", "--rm", "--volume", mount, image, *copy])
+        elif ended.how != "exited" or ended.code:
+            self._images.pop(image, None)  # the next rollout asks again
+        if ended.how != "exited" or ended.code:
+            raise InfrastructureError(f"{program}: image {image}: {ended.how} {ended.code}")
+
+    async def _do(self, argv: Sequence[str]) -> Ended:
+        return await run_job(
+            Job(
+                argv=argv,
+                cwd=self._scratch,
+                env={"PATH": self._path, "HOME": os.environ.get("HOME", "/")},
+                log=self._scratch / f"{FOLDER}{os.getpid()}" / f"image-{uuid.uuid4().hex}.log",
+                timeout_s=PULL_S,
+            )
+        )
+
+    async def _grade(
+        self, rollout: Rollout, task: Mapping[str, Any], base_url: str
+    ) -> float | None:
+        grade = self.config.grade
+        if rollout.harbor is not None:
+            with _room_needed(rollout.root):
+                command = await in_thread(rollout.harbor.bring_tests)
+            return await rollout.grade_by_harbor(rollout.harbor, command)
+        if grade is None:
+            return None
+        if grade.files is not None:
+            with _room_needed(rollout.work):
+                await in_thread(_copy, grade.files, rollout.work)
+        if grade.command is not None:
+            return await rollout.grade_by_command(grade)
+        transcript = [] if self._transcript is None else await self._transcript(base_url)
+        try:
+            async with asyncio.timeout(grade.timeout_s) as limit:
+                if inspect.iscoroutinefunction(self._grader):
+                    reward = await self._grader(rollout.work, transcript, task)
+                else:
+                    reward = await in_thread(self._grader, rollout.work, transcript, task)
+        except TimeoutError as e:
+            if not limit.expired():
+                raise
+            why = f"grading: {grade.function} took more than {grade.timeout_s:g} s"
+            raise HarnessError(why) from e
+        except Exception as e:  # foreign code: no score is not 0
+            raise HarnessError(f"grading: {grade.function}: {type(e).__name__}: {e}") from e
+        if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+            raise HarnessError(
+                f"grading: {grade.function} returned a {type(reward).__name__}; return a number"
+            )
+        return None if reward is None else float(reward)
+
+    def _check(self) -> None:
+        """
+        Raises:
+            RolloutError: what every rollout needs is missing.
+        """
+        config = self.config
+        program = config.command[0]
+        is_here = config.sandbox.kind in ("process", "bubblewrap") and "{" not in program
+        if is_here and shutil.which(program, path=self._path) is None:
+            raise RolloutError(
+                f"rollout.harness.command is {program!r}, which is not on the PATH; "
+                + install_hint(config.preset)
+            )
+        for key, folder in (
+            ("workdir", None if "{" in (config.workdir or "{") else Path(config.workdir or "")),
+            ("grade.files", None if config.grade is None else config.grade.files),
+        ):
+            if folder is not None and not folder.is_dir():
+                raise RolloutError(
+                    f"rollout.harness.{key} is {str(folder)!r}, which is no folder in {Path.cwd()};"
+                    " name the folder that is copied"
+                )
+
+
+class Rollout:
+    """The folders of one rollout, and what is run in them."""
+
+    def __init__(
+        self,
+        harness: Harness,
+        name: str,
+        root: Path,
+        task: Mapping[str, Any],
+        values: Mapping[str, str],
+    ) -> None:
+        self._harness = harness
+        self._config = harness.config
+        self._name = name
+        self.root = root
+        self.work, self.home, self.tmp = (root / part for part in ("work", "home", "tmp"))
+        self._task = task
+        self._values = {**values, "workdir": str(self.work), "home": str(self.home)}
+        self.harbor: HarborLayout | None = None
+        if "harbor" in task:
+            kind = self._config.sandbox.kind
+            self.harbor = HarborLayout(task["harbor"], root, self.work, kind)
+        self._own = (0, 0)
+        """Bytes and files that the template has brought."""
+        self.log = root / "output.log"
+        self._runs = 0
+
+    def prepare(self) -> None:
+        """Make the folders, copy the template and write the files of the home.
+
+        Raises:
+            HarnessError: the task names a template that is not there.
+            OSError: there is no room.
+        """
+        for folder in (self.work, self.home, self.tmp):
+            folder.mkdir(parents=True)
+        if self.harbor is not None:
+            self.harbor.prepare()
+        if self._config.workdir is not None:
+            template = Path(self._inside(self._config.workdir))
+            if not template.is_dir():
+                raise HarnessError(f"workdir: there is no folder {template}; correct the task")
+            _copy(template, self.work)
+        for name, text in self._config.files.items():
+            file = self.home / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(self.fill_text(text))
+        self._own = _size(self.root)
+
+    def fill(self, texts: Sequence[str]) -> list[str]:
+        return [self.fill_text(text) for text in texts]
+
+    def fill_text(self, text: str, values: Callable[[str], str] | None = None) -> str:
+        """`text` with its placeholders filled.
+
+        Raises:
+            HarnessError: the task has no such value.
+        """
+        value = values or self._value
+        return PLACEHOLDER.sub(lambda found: found[1] or value(found[3]), text)
+
+    def _value(self, name: str) -> str:
+        if name in self._values:
+            return self._values[name]
+        _, _, path = name.partition(".")
+        if path != "prompt":
+            return task_value(self._task, path)
+        prompt = prompt_of(self._task)
+        return prompt if self.harbor is None else self.harbor.here(prompt)
+
+    def _inside(self, text: str) -> str:
+        """A path whose placeholders name one folder each: tasks lead nowhere else."""
+
+        def part(name: str) -> str:
+            value = self._value(name)
+            if name.startswith("task.") and not re.fullmatch(r"(?!\.+$)[\w.@+-]+", value):
+                raise HarnessError(f"workdir: {{{name}}} is {value!r}, which is no folder's name")
+            return value
+
+        return self.fill_text(text, part)
+
+    @property
+    def image(self) -> str:
+        """Image of a container."""
+        if self.harbor is None:
+            return self._config.sandbox.image or ""
+        return self.harbor.image or self.harbor.tag
+
+    async def run(
+        self, command: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None
+    ) -> Ended:
+        """Run a command in the sandbox, in the work folder.
+
+        Args:
+            env: over the environment, when a Harbor task is graded.
+        """
+        config, grading = self._config, env is not None
+        self._runs += 1
+        own = {} if self.harbor is None else self.harbor.env
+        whole = {
+            "PATH": self._harness._path,
+            "HOME": str(self.home),
+            "TMPDIR": str(self.tmp),
+            "LANG": "C.UTF-8",
+            "TERM": "dumb",
+            **own,
+            **{name: self.fill_text(value) for name, value in config.env.items()},
+            **(env or {}),
+        }
+        request = SandboxRequest(
+            name=f"{FOLDER}{self._name}-{self._runs}",
+            command=command,
+            root=self.root,
+            workdir=self.work,
+            env=whole,
+            choice=config.sandbox,
+            limits=config.limits,
+            image=self.image or None,
+            mounts={} if self.harbor is None else self.harbor.mounts(grading=grading),
+        )
+        plan = self._harness._sandbox(request)
+        limits = config.limits
+        disk = None if limits.disk_mb is None else limits.disk_mb * _MB
+        job = Job(
+            argv=plan.argv,
+            cwd=self.work,
+            env=plan.env,
+            log=self.log,
+            timeout_s=timeout_s,
+            bounds=_bounds(limits, self._own),
+            limits=Limits(file_size=disk),
+            folders=(self.root,),
+            after=plan.after,
+        )
+        try:
+            return await run_job(job)
+        except OSError as e:
+            raise InfrastructureError(f"no process can be started: {e}") from e
+
+    def judge(self, ended: Ended) -> None:
+        """Returns if what was done is to be graded.
+
+        Raises:
+            HarnessError, InfrastructureError, TimeoutError
+        """
+        config, code = self._config, ended.code
+        if ended.how == "timeout":
+            if config.on_timeout == "grade":
+                return
+            raise TimeoutError(f"it ran longer than {config.timeout_s:g} s")
+        if ended.how == "exited" and (code == 0 or code in config.gave_up):
+            return
+        if ended.how == "exited" and code in config.infrastructure:
+            raise InfrastructureError(f"exit status {code}: {self._last_line()}")
+        self._raise_if_not_run(ended, config.command[0])
+        if ended.how == "exited":
+            raise HarnessError(f"exit status {code}: {self._last_line()}")
+        raise HarnessError(_how(ended))
+
+    def _raise_if_not_run(self, ended: Ended, program: str) -> None:
+        """
+        Raises:
+            InfrastructureError: the command was not run at all, or nobody knows how it ended.
+        """
+        if ended.how in ("unstarted", "lost", "stopped"):
+            raise InfrastructureError(f"{program}: {ended.said or ended.how}")
+        in_container = self._config.sandbox.kind in BUILDS
+        if in_container and ended.how == "exited" and ended.code in (_DAEMON, *_UNSTARTED):
+            why = _UNSTARTED.get(ended.code, "cannot be run")
+            raise InfrastructureError(f"{program} {why} in the container: {self._last_line()}")
+
+    async def grade_by_command(self, grade: GradeConfig) -> float:
+        """
+        Raises:
+            HarnessError: there is no score.
+            InfrastructureError: the machine failed.
+        """
+        command = self.fill(grade.command or ())
+        reward_file = None if grade.file is None else self.work / grade.file
+        if reward_file is not None:  # what the agent may have written there is no score
+            reward_file.unlink(missing_ok=True)
+        ended = await self.run(command, grade.timeout_s)
+        self._raise_if_not_run(ended, command[0])
+        if ended.how == "timeout":
+            raise HarnessError(f"grading: {command[0]} took more than {grade.timeout_s:g} s")
+        if ended.how != "exited" or ended.code in _UNSTARTED:
+            why = _how(ended) if ended.how != "exited" else _UNSTARTED[ended.code]
+            raise HarnessError(f"grading: {command[0]}: {why}")
+        if reward_file is None:
+            return 1.0 if ended.code == 0 else 0.0
+        return read_number(reward_file, f"exit status {ended.code}: {self._last_line()}")
+
+    async def grade_by_harbor(self, harbor: HarborLayout, command: Sequence[str]) -> float:
+        """Run a Harbor task's tests. Raises as `grade_by_command`."""
+        timeout_s = harbor.verifier_timeout_s
+        ended = await self.run(command, timeout_s, harbor.verifier_env)
+        self._raise_if_not_run(ended, command[0])
+        if ended.how == "timeout":
+            raise HarnessError(f"grading: tests/test.sh took more than {timeout_s:g} s")
+        if ended.how != "exited":
+            raise HarnessError(f"grading: tests/test.sh: {_how(ended)}")
+        return harbor.reward(f"exit status {ended.code}: {self._last_line()}")
+
+    def _last_line(self) -> str:
+        lines = [line.strip() for line in last_lines(self.log).splitlines() if line.strip()]
+        return lines[-1][:160] if lines else "no output"
+
+
+@contextmanager
+def _room_needed(folder: Path) -> Iterator[None]:
+    """
+    Raises:
+        InfrastructureError: there is no room in the folder, or it cannot be written.
+    """
+    try:
+        yield
+    except OSError as e:
+        raise InfrastructureError(f"the rollout's folder {folder}: {e}") from e
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work` also if the caller is cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+
+
+@contextmanager
+def _log_kept(file: Path, logs: Path | None, most: int) -> Iterator[None]:
+    """Keep a rollout's log at the end of the block, with the reason if it failed."""
+    why = ""
+    try:
+        yield
+    except BaseException as e:
+        why = f"\n--- {type(e).__name__}: {e}\n"
+        raise
+    finally:
+        if logs is not None and most:
+            with suppress(OSError):  # a full disk: the rollout's end is what counts
+                logs.mkdir(parents=True, exist_ok=True)
+                said = file.read_bytes() if file.is_file() else b""
+                (logs / f"{file.parent.name}.log").write_bytes(said + why.encode())
+                kept = sorted(logs.glob("*.log"), key=lambda each: each.stat().st_mtime)
+                for old in kept[:-most]:
+                    old.unlink(missing_ok=True)
+
+
+def _how(ended: Ended) -> str:
+    if ended.how == "signal":
+        names = {number.value: number.name for number in signal.Signals}
+        return f"killed by {names.get(ended.code, ended.code)}"
+    if ended.how == "bound":
+        return f"rollout.harness.limits: {ended.said}"
+    return ended.how
+
+
+def _bounds(limits: HarnessLimits, own: tuple[int, int]) -> Bounds:
+    def bytes_of(mb: int | None, more: int = 0) -> int | None:
+        return None if mb is None else mb * _MB + more
+
+    return Bounds(
+        cpu_s=limits.cpu_s,
+        memory=bytes_of(limits.memory_mb),
+        processes=limits.processes,
+        disk=bytes_of(limits.disk_mb, own[0]),
+        files=None if limits.files is None else limits.files + own[1],
+        output=bytes_of(limits.output_mb),
+    )
+
+
+def prompt_of(task: Mapping[str, Any]) -> str:
+    """The task's question, or the last message of its user."""
+    if "question" in task:
+        return str(task["question"])
+    said = [m.get("content") for m in task.get("messages") or () if m.get("role") == "user"]
+    content = said[-1] if said else ""
+    if isinstance(content, list):
+        content = "\n".join(str(part.get("text", "")) for part in content)
+    return str(content)
+
+
+def task_value(task: Mapping[str, Any], path: str) -> str:
+    """The value at a path with dots, as text.
+
+    Raises:
+        HarnessError: the task has none.
+    """
+    value: Any = task
+    for part in path.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise HarnessError(f"{{task.{path}}}: the task has no {part!r}; it has {list(task)}")
+        value = value[part]
+    return value if isinstance(value, str) else str(value)
+
+
+def read_number(file: Path, said: str) -> float:
+    """
+    Raises:
+        HarnessError: it holds no finite number.
+    """
+    try:
+        text = file.read_text()[:100].strip()
+        number = float(text)
+    except OSError as e:
+        raise HarnessError(f"grading: no {file.name} was written ({said})") from e
+    except ValueError as e:
+        raise HarnessError(f"grading: {file.name} holds {text!r}, no number ({said})") from e
+    if number != number or number in (float("inf"), float("-inf")):
+        raise HarnessError(f"grading: {file.name} holds {text!r}; write a finite number")
+    return number
+
+
+def install_hint(preset: str | None) -> str:
+    """What to do for a command that is missing."""
+    if preset is None:
+        return "install it, or give its path"
+    known = PRESETS[preset]
+    return f"install {known.title}: {known.install} ({known.needs})"
+
+
+def path_of(path: str) -> str:
+    """PATH of harnesses: commands beside this Python are found, too."""
+    return os.pathsep.join([path, str(Path(sys.executable).parent)])
+
+
+def remove_abandoned(scratch: Path) -> None:
+    """Remove folders of workers that were killed."""
+    for folder in scratch.glob(f"{FOLDER}*"):
+        pid = folder.name.removeprefix(FOLDER)
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists() and Path("/proc").exists():
+            _remove(folder)
+
+
+def _grader(grade: GradeConfig | None) -> Any:
+    """
+    Raises:
+        RolloutError: the function cannot be found.
+    """
+    if grade is None or grade.function is None:
+        return None
+    key = f"rollout.harness.grade.function is {grade.function!r}"
+    try:
+        found = dotted.resolve(grade.function)
+    except Exception as e:  # foreign code
+        raise RolloutError(
+            f"{key}, which cannot be imported ({type(e).__name__}: {e}); name "
+            "package.module:function or path/to/file.py:function"
+        ) from e
+    try:
+        inspect.signature(found).bind("folder", "transcript", "task")
+    except TypeError as e:
+        raise RolloutError(f"{key}: {e}; write it as grade(folder, transcript, task)") from e
+    return found
+
+
+def _slug(text: object) -> str:
+    return re.sub(r"[^A-Za-z0-9-]+", "-", str(text))[:40].strip("-") or "task"
+
+
+def _copy(source: Path, to: Path) -> None:
+    shutil.copytree(source, to, symlinks=True, dirs_exist_ok=True)
+
+
+def _size(folder: Path) -> tuple[int, int]:
+    """Bytes on disk, and entries."""
+    entries = [*folder.rglob("*")]
+    return sum(e.lstat().st_blocks * 512 for e in entries), len(entries)
+
+
+def _remove(root: Path) -> None:
+    """Remove a folder whatever its rights; what cannot be is told."""
+
+    def allowed(function: Any, path: str, error: BaseException) -> None:
+        with suppress(OSError):
+            os.chmod(os.path.dirname(path), 0o700)
+            os.chmod(path, 0o700)
+            function(path)
+
+    if sys.version_info >= (3, 12):
+        shutil.rmtree(root, onexc=allowed)
+    else:
+        shutil.rmtree(root, onerror=lambda f, p, info: allowed(f, p, info[1]))
+    if root.exists():
+        log.warning("the folder of a rollout could not be removed: %s", root)

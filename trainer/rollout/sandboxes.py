@@ -1,0 +1,183 @@
+"""Plans how a command of a rollout is run: as a process, in bubblewrap, or in a container.
+
+    SandboxRequest ──kind──► SandboxPlan: the command line for this machine, and what ends it
+
+Pure: a plan is made without the sandbox being there. `process` bounds and ends what goes wrong by
+itself and is no wall: it reads what its user reads. `bubblewrap` and containers see their own
+folders, what `visible` names, and the network, since they have to reach the gateway. Does not own
+running it (`harness.py`), nor limits of processes of this machine (`backends/processes.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+from stepwell.datapool import dotted
+from stepwell.trainer.config.harness import HarnessLimits, SandboxChoice
+from stepwell.trainer.errors import RolloutError
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxRequest:
+    """A command that is to be run in a sandbox."""
+
+    name: str
+    """Unique here: letters, digits and dashes."""
+    command: Sequence[str]
+    root: Path
+    """Folder of the rollout, which holds all that it may write."""
+    workdir: Path
+    """Where the command runs."""
+    env: Mapping[str, str]
+    choice: SandboxChoice
+    limits: HarnessLimits
+    image: str | None = None
+    """Image of this rollout's task; None: the choice's."""
+    mounts: Mapping[str, Path] = field(default_factory=dict)
+    """Folders of `root` by the path that they have inside bubblewrap or a container."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxPlan:
+    """What is run on this machine."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    after: Sequence[str] = ()
+    """Command that ends what `argv` may leave running elsewhere."""
+
+
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/opt", "/var", "/nix", "/srv")
+"""Folders of a system that programs are in."""
+
+
+def process(request: SandboxRequest) -> SandboxPlan:
+    return SandboxPlan(tuple(request.command), request.env)
+
+
+def bubblewrap(request: SandboxRequest) -> SandboxPlan:
+    """A read-only file system without anybody's home, in which only `root` can be written."""
+    root = str(request.root)
+    argv = ["bwrap", "--die-with-parent", "--new-session"]
+    argv += ["--unshare-pid", "--unshare-ipc", "--unshare-uts"]
+    if request.mounts:  # their names may not be there, and nothing can be made in a read-only root
+        argv += ["--tmpfs", "/"]
+        for folder in _SYSTEM:
+            argv += ["--ro-bind-try", folder, folder]
+        argv += ["--dev", "/dev", "--proc", "/proc"]
+    else:
+        argv += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
+    for folder in ("/home", "/root", "/run", "/tmp", "/var/tmp"):
+        argv += ["--tmpfs", folder]
+    for path in request.choice.visible:
+        argv += ["--ro-bind", str(path), str(path)]
+    argv += ["--bind", root, root]
+    for inside, mounted in request.mounts.items():
+        argv += ["--bind", str(mounted), inside]
+    argv += ["--chdir", _inside(request), "--", *request.command]
+    return SandboxPlan(argv, request.env)
+
+
+def _inside(request: SandboxRequest) -> str:
+    """The working folder, as the sandbox calls it."""
+    named = (at for at, folder in request.mounts.items() if folder == request.workdir)
+    return next(named, str(request.workdir))
+
+
+def _container(program: str, request: SandboxRequest) -> SandboxPlan:
+    choice, limits = request.choice, request.limits
+    root = str(request.root)
+    argv = [program, "run", "--rm", "--init", "--name", request.name]
+    argv += ["--network", choice.network]
+    if not request.mounts:  # tests of a Harbor task install what they need, as root
+        argv += ["--user", f"{os.getuid()}:{os.getgid()}"]
+        if program == "podman":
+            argv += ["--userns", "keep-id"]
+        argv += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+    if limits.memory_mb is not None:
+        argv += ["--memory", f"{limits.memory_mb}m"]
+    if limits.processes is not None:
+        argv += ["--pids-limit", str(limits.processes)]
+    if choice.cpus is not None:
+        argv += ["--cpus", f"{choice.cpus:g}"]
+    if limits.cpu_s is not None:
+        argv += ["--ulimit", f"cpu={limits.cpu_s}"]
+    env = dict(request.env)
+    if choice.network != "host":
+        host = f"host.{'docker' if program == 'docker' else 'containers'}.internal"
+        if program == "docker":
+            argv += ["--add-host", f"{host}:host-gateway"]
+        env = {name: _at_host(value, host) for name, value in env.items()}
+    argv += ["--volume", f"{root}:{root}"]
+    for inside, folder in request.mounts.items():
+        argv += ["--volume", f"{folder}:{inside}"]
+    for path in choice.visible:
+        argv += ["--volume", f"{path}:{path}:ro"]
+    argv += ["--workdir", _inside(request)]
+    # Values come from this process's environment: keys are in no command line. PATH is the image's.
+    for name in sorted(env.keys() - {"PATH"}):
+        argv += ["--env", name]
+    command = request.command
+    if choice.network != "host":
+        command = [_at_host(part, host) for part in command]
+    argv += [request.image or choice.image or "", *command]
+    env.setdefault("PATH", os.defpath)  # finds the program itself
+    return SandboxPlan(argv, env, (program, "rm", "--force", request.name))
+
+
+def _at_host(text: str, host: str) -> str:
+    """A text that is a URL of this machine's loopback, as a container of another network calls
+    it."""
+    url = urlsplit(text) if text.startswith(("http://", "https://")) else None
+    if url is None or url.hostname not in ("127.0.0.1", "localhost", "0.0.0.0", "::1"):
+        return text
+    at = host if url.port is None else f"{host}:{url.port}"
+    return urlunsplit(url._replace(netloc=at))
+
+
+def docker(request: SandboxRequest) -> SandboxPlan:
+    return _container("docker", request)
+
+
+def podman(request: SandboxRequest) -> SandboxPlan:
+    return _container("podman", request)
+
+
+Sandbox = Callable[[SandboxRequest], SandboxPlan]
+SANDBOXES: Mapping[str, Sandbox] = {
+    "process": process,
+    "bubblewrap": bubblewrap,
+    "docker": docker,
+    "podman": podman,
+}
+_PROGRAMS = {"bubblewrap": "bwrap", "docker": "docker", "podman": "podman"}
+
+
+def find_sandbox(choice: SandboxChoice) -> Sandbox:
+    """The function that plans commands of the sandbox.
+
+    Raises:
+        RolloutError: it is not here.
+    """
+    key = f"rollout.harness.sandbox.kind is {choice.kind!r}"
+    program = _PROGRAMS.get(choice.kind)
+    if program is not None and shutil.which(program) is None:
+        remedy = f"install {'bubblewrap' if program == 'bwrap' else program}, or set it to process"
+        raise RolloutError(f"{key}, but there is no {program} on the PATH; {remedy}")
+    if choice.kind in SANDBOXES:
+        return SANDBOXES[choice.kind]
+    try:
+        found: Sandbox = dotted.resolve(choice.kind)
+    except Exception as e:  # foreign code
+        raise RolloutError(
+            f"{key}, none of {', '.join(SANDBOXES)}, nor a function that can be imported "
+            f"({type(e).__name__}: {e}); name package.module:function"
+        ) from e
+    if not callable(found):
+        raise RolloutError(f"{key}, which is no function; write (SandboxRequest) -> SandboxPlan")
+    return found
