@@ -75,7 +75,8 @@ def rows_screen(items: Sequence[Mapping[str, Any]]) -> RenderableType:
     for row in all_safe(list(items)):
         lines.append(Text(row["uid"], "bold", overflow="fold"))
         lines.append(Text(f"  {outcome(row)}", overflow="fold"))
-        lines.append(Text(f"  {_short(row['first'])} → {_short(row['last'])}", "dim"))
+        if row["first"] or row["last"]:
+            lines.append(Text(f"  {_short(row['first'])} → {_short(row['last'])}", "dim"))
     return Group(*lines)
 
 
@@ -85,8 +86,9 @@ def outcome(row: Mapping[str, Any]) -> str:
     said = [reward, f"{row['turns']} turns", f"{row['tokens']:,} tokens"]
     if row["version"] is not None:
         said.append(f"v{row['version']}")
-    said += [datetime.fromtimestamp(row["time"] or 0).strftime("%Y-%m-%d %H:%M:%S"), fate(row)]
-    return " · ".join(said)
+    if row["time"] is not None:
+        said.append(datetime.fromtimestamp(row["time"]).strftime("%Y-%m-%d %H:%M:%S"))
+    return " · ".join([*said, fate(row)])
 
 
 def _short(text: str | None) -> str:

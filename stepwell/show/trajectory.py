@@ -291,6 +291,8 @@ async def open_trajectory(uid: str, where: str | None) -> Opened | Several:
                     exported, trained, masks = await asyncio.to_thread(_in_sample, uid, view)
             elif live is not None:
                 exported = live
+            elif rows_of := await _group_in_pool(uid, view.pool, channels):
+                return Several(rows_of)
             elif (deleted := archive.was_deleted(uid)) is not None:
                 at = datetime.fromtimestamp(deleted).strftime("%Y-%m-%d %H:%M:%S")
                 raise ConfigError(f"trajectory {uid!r} was deleted at {at}; nothing of it is kept")
@@ -326,6 +328,36 @@ def opened_of(
             both = zip(row["loss_mask"][start:end], mask, strict=True)
             row["loss_mask"][start:end] = [int(a and b > 0) for a, b in both]
     return Opened(rows, tokens, trained)
+
+
+async def _group_in_pool(
+    prompt_uid: str, pool: DataPoolClient, channels: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The trajectories of a live group, as rows of the archive's catalogue; none: there is no such
+    group."""
+    for channel in channels:
+        page = await pool.list_trajectories(channel, limit=1000, prompt_uid=prompt_uid)
+        if page.items:
+            return [
+                {
+                    "uid": row.trajectory_uid,
+                    "prompt_uid": row.prompt_uid,
+                    "channel": channel,
+                    "state": row.state,
+                    "reason": row.reason,
+                    "left": "live",
+                    "drop_reason": None,
+                    "reward": row.reward,
+                    "turns": row.n_steps,
+                    "tokens": row.n_tokens,
+                    "version": row.newest_version,
+                    "time": None,
+                    "first": None,
+                    "last": None,
+                }
+                for row in page.items
+            ]
+    return []
 
 
 def _archived(uid: str, archive: ArchiveReader) -> ExportedTrajectory:

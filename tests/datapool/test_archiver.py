@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 from contextlib import contextmanager
 
@@ -19,7 +20,7 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.link import LocalPort
 from stepwell.datapool.remote.stopped import stopped_pool
 from tests.builders import step_of, until
-from tests.datapool.pools import serving
+from tests.datapool.pools import PoolProcess, serving
 
 
 def config_of(tmp_path, **fields):
@@ -67,6 +68,56 @@ async def test_an_archiver_that_is_killed_again_and_again_loses_nothing(tmp_path
     found = {row["uid"]: row for row in reader.rows().items}
     assert set(found) == {f"t{life}-{i}" for life in range(3) for i in range(10)}
     assert all(row["last"] == "re: said" for row in found.values())
+    assert reader.check() == []
+
+
+async def test_nothing_acknowledged_is_missing_when_pool_and_archiver_are_killed(tmp_path):
+    """Trajectories that are trained, dropped, aborted or open are in the pool or in the archive."""
+    folder, draw = tmp_path / "pool", random.Random(7)
+    process = PoolProcess(folder, archive=tmp_path / "archive")
+    pool = DataPoolClient([process.link])
+    expected: dict[str, str] = {}
+    for life in range(4):
+        await process.start()
+        await pool.describe()  # the link learns which pool it is
+        settings = Settings.of(config_of(tmp_path), folder, process.link.met.pool, 0)
+        archiver = start(settings, process.link.door)
+        for i in range(12):
+            uid = f"t{life}-{i}"
+            fate = draw.choice(["acked", "dropped", "aborted", "live"])
+            messages = [{"role": "assistant", "content": f"said by {uid}"}]
+            step = step_of(uid, f"p-{uid}", metadata={"messages": messages})
+            await pool.submit_step(step)
+            expected[uid] = fate
+            if fate == "acked":
+                await pool.complete_trajectory(uid, 1.0)
+                lease = await pool.lease_batch(1, timeout_s=10)
+                await pool.ack(lease.lease_id)
+            elif fate == "aborted":
+                await pool.abort_trajectory(uid, "timeout")
+            if fate in ("dropped", "aborted"):
+                await pool.drop_group(f"p-{uid}", "test")
+        await asyncio.sleep(draw.uniform(0, 2.5))  # before, in or after what it does every 2 s
+        archiver.kill()
+        archiver.wait()
+        archiver.stdin.close()
+        await process.kill()
+    await pool.close()
+    stopped = stopped_pool(folder, config_of(tmp_path))
+    await archive_stopped(stopped, config_of(tmp_path))
+    reader = ArchiveReader(tmp_path / "archive")
+    for uid, fate in expected.items():
+        rows = reader.find(uid)
+        if fate == "live":
+            (live,) = [*(await stopped.read_trajectories(trajectory_uid=uid)).unpack()]
+            assert live.trajectory.steps
+            assert rows == []
+            continue
+        (row,) = rows
+        assert row["last"] == f"said by {uid}"
+        assert row["left"] == ("acked" if fate == "acked" else "dropped")
+        assert row["state"] == ("complete" if fate == "acked" else "aborted")
+    assert reader.counts()["trajectories"] == sum(fate != "live" for fate in expected.values())
     assert reader.check() == []
 
 

@@ -393,6 +393,12 @@ def test_show_finds_an_aborted_trajectory_with_its_reason_and_what_was_sampled(
     assert "step 0 · version 0 · prompt 1 · response 1" in told
 
 
+def test_show_opens_a_group_by_its_uid(run: Path, capsys: Capture) -> None:
+    told = said(capsys, "show", "runs", str(run))
+    assert "runs-0" in told
+    assert "its group is in the pool" in told
+
+
 @pytest.mark.parametrize(
     ("argv", "why"),
     [

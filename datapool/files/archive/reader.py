@@ -553,12 +553,13 @@ def fate(row: Mapping[str, Any]) -> str:
     if row["state"] == "late":
         return "came too late: its trajectory was closed"
     group = {"acked": "its group was taken by a trainer", "dropped": "its group was dropped"}
+    group["live"] = "its group is in the pool"
     said = group.get(row["left"], str(row["left"]))
     if row["drop_reason"]:
         said += f" ({row['drop_reason']})"
     if row["state"] == "aborted":
         return f"aborted ({row['reason']}); {said}"
-    return said
+    return f"{row['state']}; {said}" if row["left"] == "live" else said
 
 
 def waiting(found: Sequence[DepartedRows]) -> list[ExportedTrajectory]:
