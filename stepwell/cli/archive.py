@@ -17,6 +17,8 @@ from pathlib import Path
 from stepwell.cli.look import Commands, add_command, add_run, answer
 from stepwell.trainer.errors import ConfigError
 
+ORDERS = ("time", "reward", "turns", "tokens", "version", "relevance")
+
 
 def add_archive_commands(commands: Commands, data: Commands) -> None:
     text = "list the prompts of a run with the rewards of all their tries"
@@ -63,6 +65,7 @@ def _prompts(args: argparse.Namespace) -> None:
 
 
 def _query(args: argparse.Namespace) -> None:
+    from stepwell.datapool.errors import InvalidRequestError
     from stepwell.datapool.files.archive.reader import parse
     from stepwell.show.archive import open_archive, rows_screen
 
@@ -70,7 +73,15 @@ def _query(args: argparse.Namespace) -> None:
         raise ConfigError(f"--limit is {args.limit}; give 1 or more")
     if args.to is not None and args.to.exists():
         raise ConfigError(f"--to is {str(args.to)!r}, which exists; name a new file")
-    where, reader = parse(args.query), open_archive(args.where)
+    if args.order not in (None, *ORDERS):
+        raise ConfigError(f"--order is {args.order!r}; there are {', '.join(ORDERS)}")
+    if args.order == "relevance" and not args.search:
+        raise ConfigError("--order is relevance, which is of --search TEXT")
+    try:
+        where = parse(args.query)
+    except InvalidRequestError as e:
+        raise ConfigError(str(e)) from e
+    reader = open_archive(args.where)
     how = {"order": args.order or "time", "descending": not args.ascending, "limit": args.limit}
     if args.to is None:
         page = reader.rows(where, args.search, **how)

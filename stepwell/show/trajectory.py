@@ -283,14 +283,16 @@ async def open_trajectory(uid: str, where: str | None) -> Opened | Several:
                 return Several(found)
             channels = [*await view.pool.get_statistics()]
             live = await in_pool(uid, view.pool, channels)
-            if found and (live is None or not live.trajectory.steps):
+            if live is not None and live.state == "aborted":
+                live = None  # its steps are in the journal alone
+            if found and live is None:
                 uid = found[0]["uid"]
                 archived = found[0] | {"feedback": archive.feedback(uid)}
                 exported = await asyncio.to_thread(_archived, uid, archive)
                 if view.files.trained(uid) is not None:
                     exported, trained, masks = await asyncio.to_thread(_in_sample, uid, view)
-            elif live is not None:
-                exported = live
+            elif (known := live or await _waiting(uid, view.pool)) is not None:
+                exported = known
             elif rows_of := await _group_in_pool(uid, view.pool, channels):
                 return Several(rows_of)
             elif (deleted := archive.was_deleted(uid)) is not None:
@@ -373,8 +375,12 @@ async def in_pool(
     for channel in channels:
         page = await pool.read_trajectories(channel, trajectory_uid=uid)
         for exported in page.unpack():
-            if exported.state != "aborted":
-                return exported
+            return exported
+    return None
+
+
+async def _waiting(uid: str, pool: DataPoolClient) -> ExportedTrajectory | None:
+    """A trajectory that waits to be archived, or was aborted in a live group."""
     found = await pool.call(ReadDeparted(uid))
     return next((each for each in waiting(found) if each.trajectory.trajectory_uid == uid), None)
 

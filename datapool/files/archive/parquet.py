@@ -24,6 +24,7 @@ import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
 import pyarrow.parquet as pq  # type: ignore[import-untyped,unused-ignore]
 from xxhash import xxh3_128_hexdigest
 
+from stepwell.datapool.core.channel import GROUP_DROPPED
 from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.files.archive.conversations import (
     MESSAGES,
@@ -375,7 +376,7 @@ def exported(rows: Sequence[dict[str, Any]]) -> ExportedTrajectory:
         trajectory=trajectory,
         channel=head["channel"],
         state=head["state"],
-        reason=head["reason"] or head["drop_reason"],
+        reason=head["drop_reason"] if head["reason"] in (None, GROUP_DROPPED) else head["reason"],
         outcome=head["outcome"],
         n_rollouts=head["n_rollouts"],
         marks=loads(head["marks"]),
