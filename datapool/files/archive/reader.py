@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import heapq
+import re
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -40,6 +41,9 @@ from stepwell.datapool.store.segments import Row
 
 ORDERS: Final = ("time", "reward", "turns", "tokens", "version")
 MOST: Final = 1000
+FEW: Final = 5000
+"""Trajectories that pass a filter up to which they are looked up one by one; of more, the first
+page is found soon by going through all in order."""
 NEWEST_HITS: Final = 10_000
 """The newest hits of a search among which the most relevant ones are looked for."""
 _NAMES: Final = {name: f't."{name}"' for name in FACTS} | {
@@ -245,13 +249,15 @@ class ArchiveReader:
         before = _cursor(cursor)
         found: list[tuple[int, list[dict[str, Any]]]] = []
         for shard, catalogue in self._catalogues():
-            bound, more = sql, list(values)
+            few = _few(catalogue, where)
+            bound = f"{sql} AND {few}" if few else sql
+            fixed, more = bound, list(values)
             if before is not None and str(shard) in before:
                 key, last = before[str(shard)]
                 if order == "time":
-                    bound, more = f"{sql} AND {column} {sign} ?", [*values, last]
+                    bound, more = f"{fixed} AND {column} {sign} ?", [*values, last]
                 else:
-                    bound = f"{sql} AND ({column}, t.id) {sign} (?, ?)"
+                    bound = f"{fixed} AND ({column}, t.id) {sign} (?, ?)"
                     more = [*values, key, last]
             ordered = f"{column} {way}" + ("" if order == "time" else f", t.id {way}")
             # The rows that pass first, of an index; then what is shown of them.
@@ -484,6 +490,18 @@ class ArchiveReader:
         except (DamagedFileError, OSError) as e:
             return [str(e)]
         return []
+
+
+def _few(catalogue: Catalogue, where: Filter) -> str | None:
+    """A condition that names the few trajectories that pass; None: they are many. One index has all
+    that filters look at, so that a filter without hits reads that alone."""
+    if where == ALL:
+        return None
+    names = set(re.findall(r'\bt\."?(\w+)', where.sql)) - {"id"}
+    index = " INDEXED BY facts" if names and names <= set(FACTS) else ""
+    sql = f"SELECT t.id FROM trajectories t{index} WHERE {where.sql} LIMIT {FEW + 1}"
+    found = catalogue.query(sql, where.values)
+    return None if len(found) > FEW else f"t.id IN ({', '.join(str(row['id']) for row in found)})"
 
 
 def _sound(path: Path) -> list[str]:
