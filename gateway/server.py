@@ -46,8 +46,8 @@ from urllib.parse import urlsplit
 import uvicorn
 import uvloop
 
-from stepwell.datapool.heap import return_free_pages, return_large_blocks, use_one_heap
-from stepwell.datapool.process import log_to_file, numbered_log, settle_heap
+from stepwell.datapool.heap import return_free_pages, return_large_blocks, settle_heap, use_one_heap
+from stepwell.datapool.log_files import log_to_file, numbered_log
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.config import TUNING, GatewayConfig, Tuning, Wiring
 from stepwell.gateway.errors import GatewayError, PortInUseError

@@ -31,7 +31,7 @@ from benchmarks.pool.workload import (
     workload_a,
 )
 from benchmarks.system import paired
-from stepwell.datapool.process import settle_heap
+from stepwell.datapool.heap import settle_heap
 
 
 @dataclass(frozen=True, slots=True)

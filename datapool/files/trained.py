@@ -29,7 +29,7 @@ from stepwell.datapool.sealed import damaged, read_lines, sealed, write_durably
 from stepwell.datapool.types import Step, Trajectory
 
 if TYPE_CHECKING:
-    from stepwell.datapool.inspect.rows import GroupRow
+    from stepwell.datapool.inspect.pages import GroupRow
 
 TRAINED: Final = "trained"
 """The folder's name in a run's folder."""

@@ -30,7 +30,8 @@ from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.errors import InvalidStepError, PoolReplacedError
 from stepwell.datapool.files.archive.launch import Settings
 from stepwell.datapool.files.archive.launch import start as start_archiver
-from stepwell.datapool.heap import return_large_blocks, use_one_heap
+from stepwell.datapool.heap import return_large_blocks, settle_heap, use_one_heap
+from stepwell.datapool.log_files import log_to_file
 from stepwell.datapool.ops import (
     Ack,
     CompleteTrajectory,
@@ -42,7 +43,6 @@ from stepwell.datapool.ops import (
     metadata_of,
     outcomes_or_raise,
 )
-from stepwell.datapool.process import log_to_file, settle_heap
 from stepwell.datapool.questions import GetStatistics
 from stepwell.datapool.remote.incarnation import previous_of, record
 from stepwell.datapool.remote.service import Applied, PoolService

@@ -48,8 +48,8 @@ from stepwell.datapool.errors import (
     LeaseClosedError,
     LeaseExpiredError,
 )
+from stepwell.datapool.heap import growing_heap
 from stepwell.datapool.ops import Change, LeaseBatch, Op, Shutdown
-from stepwell.datapool.process import growing_heap
 from stepwell.datapool.questions import (
     Describe,
     GetEvents,

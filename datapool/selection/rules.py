@@ -17,7 +17,7 @@ from stepwell.datapool.selection.built_in import (
     build,
     fifo,
 )
-from stepwell.datapool.selection.groups import Drop, Filter, GroupInfo, Hold, Order, Verdict
+from stepwell.datapool.selection.info import Drop, Filter, GroupInfo, Hold, Order, Verdict
 
 
 class Selection:

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest as xxh3
 
+from stepwell.datapool.clock import boot_id
 from stepwell.datapool.errors import JournalError, JournalLockedError, JournalVersionError
-from stepwell.datapool.process import boot_id
 from stepwell.datapool.sealed import write_durably
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class LastCommit(NamedTuple):
     checksum: int = 0
     """Checksum of the transaction's block, which stands for all before it."""
     boot: bytes = SYNCED
-    """`process.boot_id` of the machine that must go on running lest the end of the log be lost.
+    """`clock.boot_id` of the machine that must go on running lest the end of the log be lost.
     SYNCED: nothing of it can be missing, whatever the machine did."""
 
     def pack(self) -> bytes:

@@ -46,8 +46,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from stepwell.datapool.clock import boot_id
 from stepwell.datapool.errors import JournalError, JournalFencedError
-from stepwell.datapool.process import boot_id
 from stepwell.datapool.store.cleaning import Cleaner
 from stepwell.datapool.store.folder import (
     ACKED_NAME,

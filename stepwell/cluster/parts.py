@@ -47,7 +47,7 @@ from stepwell.cluster.ray import (
     while_raylet_lives,
 )
 from stepwell.config.run import RunConfig
-from stepwell.datapool.process import settle_heap
+from stepwell.datapool.heap import settle_heap
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.start import client_of, start_shards
 from stepwell.datapool.types import TRAIN, VAL

@@ -23,7 +23,7 @@ from stepwell.backends.weights import Published, WeightStore, publish
 from stepwell.cluster.parts import POOL_NAME, Cluster, start_cluster
 from stepwell.config.run import RunConfig
 from stepwell.datapool.files.trained import TRAINED
-from stepwell.datapool.process import logging_to
+from stepwell.datapool.log_files import logging_to
 from stepwell.datapool.sealed import remove_drafts
 from stepwell.datapool.store.folder import holder
 from stepwell.datapool.types import TRAIN

@@ -32,7 +32,7 @@ from stepwell.datapool.files.trained import (
     read_trained,
     write_trained,
 )
-from stepwell.datapool.inspect.rows import ExportedTrajectory
+from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.remote.start import _note_started, _was_started
 from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.gateway.ui.run_folder import RunFolder
@@ -330,7 +330,8 @@ async def run(
     result.zero(failures=len(found["failures"]))
     for key, value in found.items():
         if key == "failures":
-            result.figures |= {key: [{"failure": str(each)} for each in value]} if value else {}
+            if value:
+                result.figures[key] = [{"failure": str(each)} for each in value]
         elif isinstance(value, dict):
             result.figures[key] = [{key: name, "trials": str(n)} for name, n in value.items()]
         else:

@@ -378,7 +378,8 @@ async def run(
     result.zero(failures=len(found["failures"]))
     for key, value in found.items():
         if key == "failures":
-            result.figures |= {key: [{"failure": str(each)} for each in value]} if value else {}
+            if value:
+                result.figures[key] = [{"failure": str(each)} for each in value]
         elif isinstance(value, dict):
             result.figures[key] = [{key: name, "trials": str(n)} for name, n in value.items()]
         else:

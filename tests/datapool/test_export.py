@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from stepwell.datapool.errors import DamagedFileError, ExportError
 from stepwell.datapool.files.columns import SCHEMA_VERSION, schema
 from stepwell.datapool.files.export import read, write
-from stepwell.datapool.inspect.rows import ExportedTrajectory
+from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.sealed import sidecar_of
 from stepwell.datapool.types import Step, Trajectory, VersionSpan
 from tests.builders import step
@@ -554,7 +554,7 @@ def test_a_full_disk_raises_and_leaves_nothing_behind(tmp_path):
 import resource, signal, sys
 from pathlib import Path
 from stepwell.datapool.files.export import write
-from stepwell.datapool.inspect.rows import ExportedTrajectory
+from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.types import Step, Trajectory
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

@@ -15,7 +15,7 @@ from typing import Literal
 
 import pytest
 
-from stepwell.datapool import process
+from stepwell.datapool import clock
 from stepwell.datapool.errors import (
     JournalCorruptError,
     JournalError,
@@ -201,7 +201,7 @@ def restarted(
 ) -> Callable[[], None]:
     boot_id = tmp_path_factory.mktemp("machine") / "boot_id"
     boot_id.write_text(f"{uuid.uuid4()}\n")
-    return lambda: monkeypatch.setattr(process, "BOOT_ID", boot_id)
+    return lambda: monkeypatch.setattr(clock, "BOOT_ID", boot_id)
 
 
 def test_a_machine_that_restarted_may_cost_the_tail_that_was_never_promised(

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -172,21 +173,22 @@ async def test_a_run_is_found_by_the_address_of_its_ray_alone(cluster: str, tmp_
     address = ray.get_runtime_context().gcs_address
     with pytest.raises(RunUnavailableError, match=f"the Ray at {address} has no run"):
         find_run(address)
-    pools = {}
 
-    def up(name: str) -> RunFile:
-        """A run as far as another process sees it: a pool in its Ray, and what it recorded."""
-        (tmp_path / name).mkdir(exist_ok=True)
-        ray_part = ray_here(f"{cluster}-{name}")
-        pools[name] = start_data_pool(name=POOL_NAME, namespace=ray_part.namespace)
-        begun = begin(live(tmp_path / name, f"run.name={name}"))
-        run = begun.model_copy(update={"ray": ray_part, "pool": PoolPart(name=POOL_NAME)})
-        record_run(run, ray_part.namespace)
-        return run
+    def up(name: str) -> tuple[RunFile, Any]:
+        """A run as far as another process sees it, that has not recorded itself yet; its pool."""
+        (tmp_path / name).mkdir()
+        part = ray_here(f"{cluster}-{name}")
+        pool = start_data_pool(name=POOL_NAME, namespace=part.namespace)
+        parts = {"ray": part, "pool": PoolPart(name=POOL_NAME)}
+        return begin(live(tmp_path / name, f"run.name={name}")).model_copy(update=parts), pool
 
-    one = up("one")
+    one, pool_of_one = up("one")
+    with pytest.raises(RunUnavailableError, match=f"the Ray at {address} has no run"):
+        find_run(address)  # it is still starting
+    record_run(one, f"{cluster}-one")
     assert find_run(address) == (tmp_path / "one", one)
-    two = up("two")
+    two, pool_of_two = up("two")
+    record_run(two, f"{cluster}-two")
     (tmp_path / "two" / RUN_FILE).unlink()  # as on a machine that has no such folder
     with pytest.raises(RunUnavailableError, match=f"several runs; name one: {address}/one in .*"):
         find_run(address)
@@ -196,15 +198,11 @@ async def test_a_run_is_found_by_the_address_of_its_ray_alone(cluster: str, tmp_
         assert [group.prompt_uid for group in (await pool.list_groups()).items] == ["of two"]
     with pytest.raises(RunUnavailableError, match="has no run 'three'"):
         find_run(f"{address}/three")
-
-    ray.kill(pools["two"])  # as Ray does when a run is killed
+    ray.kill(pool_of_two)  # as Ray does when a run is killed
     assert find_run(address) == (tmp_path / "one", one)
-    ray.kill(pools["one"])
-    del pools["one"]
-    start_again = start_data_pool(name=POOL_NAME, namespace=f"{cluster}-one")
+    ray.kill(pool_of_one)
     with pytest.raises(RunUnavailableError, match=f"the Ray at {address} has no run"):
-        find_run(address)  # another run of that name, which is not up yet
-    ray.kill(start_again)
+        find_run(address)
 
 
 def test_engines_begin_with_the_weights_of_the_last_run_if_it_had_the_same_model(

@@ -40,7 +40,8 @@ from urllib.parse import urlsplit
 import ray
 from pydantic import SecretStr
 
-from stepwell.datapool.process import log_to_file, numbered_log, settle_heap
+from stepwell.datapool.heap import settle_heap
+from stepwell.datapool.log_files import log_to_file, numbered_log
 from stepwell.datapool.types import GREEDY, MAX_REWARD, TRAIN, is_reward
 from stepwell.trainer.config import RolloutConfig, ValidationConfig
 from stepwell.trainer.data import Task

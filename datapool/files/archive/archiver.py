@@ -39,8 +39,8 @@ from stepwell.datapool.files.archive.folder import (
     Tombstone,
 )
 from stepwell.datapool.files.archive.launch import Settings
+from stepwell.datapool.log_files import log_to_file
 from stepwell.datapool.ops import ReleaseDeparted
-from stepwell.datapool.process import log_to_file
 from stepwell.datapool.questions import Departed, DepartedPage, ListDeparted
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.link import Caller, Link

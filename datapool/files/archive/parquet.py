@@ -34,7 +34,7 @@ from stepwell.datapool.files.archive.conversations import (
     user_of,
 )
 from stepwell.datapool.files.columns import dumps, loads
-from stepwell.datapool.inspect.rows import ExportedTrajectory
+from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.selection import UNMARKED, Marks
 from stepwell.datapool.types import Step, Trajectory, VersionSpan
 

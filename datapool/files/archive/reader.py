@@ -35,7 +35,7 @@ from stepwell.datapool.files.archive.folder import (
     Kind,
     tombstone,
 )
-from stepwell.datapool.inspect.rows import ExportedTrajectory
+from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.questions import DepartedRows
 from stepwell.datapool.store.segments import Row
 
