@@ -260,6 +260,25 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
         return self.payload[_HEADER.size : _HEADER.size + 4 * (n_new + n_response)]
 
     @property
+    def log_probs(self) -> bytes | None:
+        """Log-probs of the response, float32; None if it has none."""
+        if not self.payload[_FLAGS_AT] & _LOG_PROBS:
+            return None
+        n_new, n_response = _N_OWN.unpack_from(self.payload)
+        at = _HEADER.size + 4 * (n_new + n_response)
+        return self.payload[at : at + 4 * n_response]
+
+    @property
+    def extra(self) -> list[Any]:
+        """Metadata; with version spans, multi-modal data and routed experts if it has one of
+        them."""
+        n_new, n_response = _N_OWN.unpack_from(self.payload)
+        n_columns = n_new + n_response * (2 if self.payload[_FLAGS_AT] & _LOG_PROBS else 1)
+        at = _HEADER.size + 4 * n_columns
+        extra: list[Any] = _extra_decoder.decode(memoryview(self.payload)[at:])
+        return extra
+
+    @property
     def is_hollow(self) -> bool:
         """True for an erased step: not even its prompt is left."""
         return self.prompt is None and self.header.base_index < 0

@@ -127,6 +127,32 @@ class ChannelConfig(Section):
         return self
 
 
+class ArchiveConfig(Section):
+    """What left the pool, trained or dropped, in files: every trajectory with its text, tokens,
+    reward and the reason."""
+
+    enabled: bool = True
+    """False: what is consumed or dropped is erased from the journal within an hour and kept
+    nowhere."""
+
+    dir: Path | None = None
+    """Folder of the files, on a disk of the node that each shard is on; null = `archive` in the
+    run's folder. A pool that no run starts has no archive unless this names one."""
+
+    keep_days: float = Field(default=30.0, gt=0)
+    """Days after a trajectory left the pool that its file is removed; sooner with a shorter
+    `retention_days`."""
+
+    max_gb: float = Field(default=10.0, gt=0)
+    """Gigabytes (10^9 bytes) of files and catalogue of all shards together; beyond it the oldest
+    files go."""
+
+
+BACKLOG_BYTES = 1 << 30
+"""Bytes of journal rows of a pool that wait for the archiver at most; what leaves beyond it is not
+archived."""
+
+
 class PoolConfig(Section):
     """The DataPool: a default for every channel, and channels that differ."""
 
@@ -156,9 +182,13 @@ class PoolConfig(Section):
 
     retention_days: float | None = Field(default=None, gt=0)
     """Days after its first step or declaration that a group is dropped, as `retention`, whatever
-    became of it, and erased from the journal's files some seconds later. What was consumed or
-    dropped before is erased within an hour. Stored Responses in a gateway's memory have no age.
-    null = kept until it is consumed or dropped."""
+    became of it, and erased from the journal's files some seconds later; it is not archived. What
+    was consumed or dropped before is erased from the journal within an hour of its archiving
+    (`archive`; without one, of its leaving), and from the archive after this age, too. Stored
+    Responses in a gateway's memory have no age. null = kept until it is consumed or dropped."""
+
+    archive: ArchiveConfig = ArchiveConfig()
+    """Files of what left the pool."""
 
     remembered_uids: int = Field(default=1_000_000, ge=0)
     """Uids of closed trajectories, groups and leases remembered (of each, per channel) so that a
@@ -167,6 +197,17 @@ class PoolConfig(Section):
     def channel(self, name: str) -> ChannelConfig:
         """The configuration of channel `name`."""
         return self.channels.get(name, self.default)
+
+    @property
+    def archive_dir(self) -> Path | None:
+        """The folder of the archive; None if there is none."""
+        archived = self.archive.enabled and self.durability != "none"
+        return self.archive.dir if archived else None
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes of rows of one shard that may wait to be archived."""
+        return 0 if self.archive_dir is None else BACKLOG_BYTES // self.shards
 
     @model_validator(mode="after")
     def _has_a_disk(self) -> PoolConfig:

@@ -487,6 +487,15 @@ class Shutdown(Change[None], frozen=True, array_like=True):
     channel: Text | None = None
 
 
+class ReleaseDeparted(Change[None], frozen=True, array_like=True):
+    """Delete the rows of all that left the pool, up to one of `ListDeparted`: they are archived."""
+
+    through: int
+    """`Departed.row` of the last one."""
+    unarchived: str | None = None
+    """Why they are not archived after all; None: they are, durably."""
+
+
 CHANGES: Final = tuple(Change.__subclasses__())
 
 

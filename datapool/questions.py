@@ -158,6 +158,54 @@ class WaitCredit(Op[Credit], frozen=True, array_like=True):
         return all(now[0] >= before[0] and now[1] <= before[1] for now, before in pairs)
 
 
+class Departed(NamedTuple):
+    """A group that left the pool and waits to be archived, or one row that came late for one."""
+
+    row: int
+    channel: str
+    places: list[tuple[int, int, int, int]]
+    """Places of its rows in the journal's files: row, segment, offset, size. They move; what is
+    read there is checked."""
+
+
+class DepartedPage(NamedTuple):
+    """Some of what waits to be archived, the oldest first."""
+
+    items: list[Departed]
+    n_waiting: int
+    """All that waits."""
+    n_bytes: int
+    """About the bytes of all that waits."""
+
+
+class DepartedRows(NamedTuple):
+    """The rows of a group in the journal."""
+
+    channel: str
+    rows: list[tuple[int, str, bytes, bytes]]
+    """Number, kind, head and payload."""
+
+
+class ListDeparted(Op[DepartedPage], frozen=True, array_like=True):
+    """What left the pool and waits to be archived, as far as it is durable."""
+
+    after: int = 0
+    """Only what left after this row."""
+    max_bytes: int = 8 << 20
+    """About the bytes of rows that one page names."""
+
+
+class ReadDeparted(Op[list[DepartedRows]], frozen=True, array_like=True):
+    """Content of what waits to be archived of a trajectory or a group; or of the live group of a
+    trajectory that was aborted, whose steps nobody is served.
+
+    Raises:
+        JournalError: a row cannot be read.
+    """
+
+    uid: Text
+
+
 QUESTIONS: tuple[type[Op[Any]], ...] = (
     GetStatistics,
     Describe,
@@ -167,6 +215,8 @@ QUESTIONS: tuple[type[Op[Any]], ...] = (
     IndexTrajectories,
     ReadTrajectories,
     WhyClosed,
+    ListDeparted,
+    ReadDeparted,
     GetEvents,
     WaitAvailable,
     WaitCredit,

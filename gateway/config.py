@@ -422,6 +422,8 @@ class Wiring:
     """Origins of all of them."""
     run_dir: Path | None = None
     """Folder of the run, whose files the dashboard shows; None: there is none."""
+    archive_dir: Path | None = None
+    """Folder of what left the pool; None: there is none."""
     tuning: Tuning = TUNING
     read_only: bool = False
     """The run is over: the pool is only read."""

@@ -59,6 +59,7 @@ class Services:
         self.tuning = tuning = wiring.tuning
         self.reward = config.function("reward_fn")
         self.threads = ThreadPoolExecutor(RENDER_THREADS, "gateway-render")
+        self.archive_dir = wiring.archive_dir
         self.access = AccessControl(config, self.threads, wiring.replica_urls, tuning)
         self.keys, self.hosts = self.access.keys, self.access.hosts
         self.replicas = Replicas(wiring, config.public_url)
@@ -114,6 +115,7 @@ class Services:
             statistics=self.statistics,
             running=lambda uid: len(t.in_flight) if (t := self.trajectories.known(uid)) else 0,
             folder=wiring.run_dir,
+            archive=wiring.archive_dir,
             read_only=wiring.read_only,
         )
 

@@ -111,6 +111,7 @@ LANGUAGES = {
     "yaml": "loaded by tests/stepwell/test_documented_configuration.py",
     "js": "docs/agents.md's are run by make test-newcomer, with the packages from npm",
     "bash": "the lines that name stepwell are read there, too; others are the reader's shell",
+    "sql": "docs/archive.md's are run by tests/stepwell/test_archive_page.py",
     "": "output, a picture, or lines that test reads",
 }
 """Check of a block of code, by its language."""

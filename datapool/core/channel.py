@@ -38,6 +38,7 @@ from stepwell.datapool.config import ChannelConfig, SelectionConfig
 from stepwell.datapool.core import limits
 from stepwell.datapool.core import log_rows as rows
 from stepwell.datapool.core.accounting import Counts, count_reason
+from stepwell.datapool.core.departures import Departures
 from stepwell.datapool.core.erasure import only_owner
 from stepwell.datapool.core.group_log import GroupLog
 from stepwell.datapool.core.orders import KeyedOrder, NextTick, ReadyQueue
@@ -108,6 +109,7 @@ class Channel:
         retention_s: float | None,
         next_tick: NextTick,
         may_spill: bool,
+        departures: Departures,
     ) -> None:
         self.name = name
         self.config = config
@@ -117,7 +119,7 @@ class Channel:
         self.replaying = False
         """True while nothing is decided, refused, dropped or told of."""
         self.records = Records(name, remembered)
-        self.log = GroupLog(name, remembered, may_spill)
+        self.log = GroupLog(name, remembered, may_spill, departures)
         self.steps = StepStore(name, self.log)
         self.queue = ReadyQueue()
         self.rules = Rules.of(name, config, retention_s, self._sequence)
@@ -424,8 +426,9 @@ class Channel:
             return "aborted"
         closing = self.records.closing(op.trajectory_uid)
         if closing.by == "pool":
-            return self._late()
+            return self._late(op.trajectory_uid, closing, op.reward)
         if closing.by == "abort" or closing.reward != op.reward:
+            self._keep_late_reward(op.trajectory_uid, closing, op.reward)
             raise errors.TrajectoryClosedError(
                 f"trajectory {op.trajectory_uid!r} in channel {self.name!r} was already "
                 f"{closing.describe()}; it cannot be completed with reward {op.reward}. "
@@ -444,7 +447,7 @@ class Channel:
             return "aborted"
         closing = self.records.closing(op.trajectory_uid)
         if closing.by == "pool":
-            return self._late()
+            return self._late(op.trajectory_uid, closing)
         if closing.aborted is None or (op.will_retry and not closing.will_retry):
             raise errors.TrajectoryClosedError(
                 f"trajectory {op.trajectory_uid!r} in channel {self.name!r} was already "
@@ -560,6 +563,7 @@ class Channel:
         except errors.StepConflictError:
             record = self.records.trajectories.get(op.trajectory_uid)
             if record is None or record.closing is not None:
+                self._keep_late_step(op.trajectory_uid, op.prompt_uid, op.step)
                 return "late"
             return ops.Resumed("duplicate", self.name, self.packed(record))
         self.log.write_steps(self.now)
@@ -583,8 +587,18 @@ class Channel:
             counts.duplicate += 1
         else:
             counts.late += 1
+            self._keep_late_step(uid, prompt_uid, step)
         self.log.is_changed = True
         return outcome
+
+    def _keep_late_step(self, uid: str, prompt_uid: str, step: PackedStep) -> None:
+        """Keep a step that its agent has seen and nobody trains on, for the archive."""
+        known = self.records.known(uid)
+        closing = known.closing if isinstance(known, TrajectoryRecord) else known
+        if closing is not None and not closing.is_deleted:
+            prompt = bytes(step.prompt or b"")
+            late = rows.StepCameLate(prompt_uid, uid, len(prompt))
+            self.log.keep_late(late, self.now, prompt + bytes(step.payload))
 
     def _count_refusal(self, error: errors.DataPoolError) -> None:
         counts, is_conflict = self.counts.steps, isinstance(error, errors.StepConflictError)
@@ -658,6 +672,7 @@ class Channel:
         group = self.records.groups.get(uid) or self._begin_group(uid)
         group.prompts[prompt] = prompt, row
         group.rows.append(row)
+        group.n_bytes += len(prompt)
         self.steps.memory_bytes += len(prompt)
 
     def adopt(
@@ -671,6 +686,7 @@ class Channel:
         prompt_uid, trajectories = stored.prompt_uid, self.records.trajectories
         group = self.records.groups.get(prompt_uid) or self._begin_group(prompt_uid)
         group.rows.append(row)
+        group.n_bytes += len(payload)
         steps: list[PackedStep] = []
         at = 0
         for uid, prompt_row, n_bytes in stored.steps:
@@ -689,11 +705,11 @@ class Channel:
         self._check_owner(op.owner, op.trajectory_uid)
         record = self.records.trajectories.get(op.trajectory_uid)
         if record is None:
-            self.records.closing(op.trajectory_uid)
-            return self._late()
+            closing = self.records.closing(op.trajectory_uid)
+            return self._late(op.trajectory_uid, closing, op.reward, op.step_index)
         group = self.records.groups[record.prompt_uid]
         if group.is_frozen or (record.closing is not None and record.closing.aborted is not None):
-            return self._late()
+            return self._late(op.trajectory_uid, record.closing, op.reward, op.step_index)
         if op.step_index is None:
             record.outcome = op.reward
         elif record.step(op.step_index) is not None:
@@ -710,7 +726,9 @@ class Channel:
         return "accepted"
 
     def why_closed(self, op: questions.WhyClosed) -> str:
-        closing = self.records.closing(op.trajectory_uid)
+        return self._why_closed(self.records.closing(op.trajectory_uid))
+
+    def _why_closed(self, closing: Closing) -> str:
         if closing.is_deleted:
             return "it was deleted"
         if closing.by != "pool" and closing.aborted is not None:
@@ -1140,18 +1158,29 @@ class Channel:
 
     def _close(self, group: GroupRecord, how: str, *, erased: bool) -> int:
         """Forget the group's content, remember its uids; how many steps that released."""
-        n_steps = 0
-        closings: dict[str, Closing] = {}
-        self.log.close(group, self.now, erased=erased)
-        for record in group.trajectories:
-            if record.closing is not None:
-                closings[record.trajectory_uid] = record.closing
-            n_steps += self._forget_steps(record)
+        closings = {t.trajectory_uid: t.closing for t in group.trajectories if t.closing}
+        left = rows.GroupLeft(group.prompt_uid, how, closings)
+        self.log.close(group, left, self.now, erased=erased)
+        n_steps = self._forget(group)
+        self._remember(rows.GroupClosed(group.prompt_uid, how, closings))
+        return n_steps
+
+    def _forget(self, group: GroupRecord) -> int:
+        """Forget the group's content; how many steps that released."""
+        n_steps = sum(self._forget_steps(record) for record in group.trajectories)
         self.records.remove(group)
         self.counts.trajectories.complete -= len(group.complete)
         self.steps.memory_bytes -= sum(map(len, group.prompts))
-        self._remember(rows.GroupClosed(group.prompt_uid, how, closings))
         return n_steps
+
+    def leave(self, left: rows.GroupLeft, row: int) -> None:
+        """Let a group of before leave, whose rows are not archived yet."""
+        group = self.records.groups[left.prompt_uid]
+        group.rows.append(row)
+        self._leased.pop(group.prompt_uid, None)
+        self._unqueue(group)
+        self.log.depart(group, left)
+        self._forget(group)
 
     def _remember(self, closed: rows.GroupClosed) -> None:
         """Leave behind how a group and its trajectories were closed."""
@@ -1314,11 +1343,28 @@ class Channel:
         if metadata:
             record.metadata = {**record.metadata, **metadata}
 
-    def _late(self) -> Literal["late"]:
+    def _late(
+        self,
+        uid: str,
+        closing: Closing | None,
+        reward: float | None = None,
+        step_index: int | None = None,
+    ) -> Literal["late"]:
         """Count a call about a trajectory whose group went on without it; "late" is its answer."""
         self.counts.trajectories.late += 1
         self.log.is_changed = True
+        if closing is not None:
+            self._keep_late_reward(uid, closing, reward, step_index)
         return "late"
+
+    def _keep_late_reward(
+        self, uid: str, closing: Closing, reward: float | None, step_index: int | None = None
+    ) -> None:
+        """Keep a reward that changes nothing any more, for the archive."""
+        if reward is not None and not closing.is_deleted:
+            why = self._why_closed(closing)
+            late = rows.RewardCameLate(closing.prompt_uid, uid, reward, step_index, why)
+            self.log.keep_late(late, self.now, b"")
 
 
 def _is_past(time: float | None, now: float) -> bool:

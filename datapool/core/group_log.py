@@ -3,7 +3,7 @@ they are deleted with the group.
 
     change of a live group ──write──► row, before anything that follows from it
     steps ──add_step──► buffered ──write_steps──► one row of a group's steps
-    group gone ──close──► its rows deleted, a tombstone written
+    group gone ──close──► its rows deleted, or kept until they are archived; a tombstone written
     trajectory deleted ──erase──► the group's rows written anew without it
 
 Before there is a log nothing is written. Owns the rows' numbers and the order in which they are
@@ -19,18 +19,25 @@ from collections.abc import Iterable
 import msgspec
 
 from stepwell.datapool.codec import PackedStep, Place, encoder
+from stepwell.datapool.core.departures import Departure, Departures
 from stepwell.datapool.core.erasure import Erasure
 from stepwell.datapool.core.log_rows import (
     GroupClosed,
+    GroupLeft,
     LeaseEnded,
     Log,
     PromptStored,
+    RewardCameLate,
+    StepCameLate,
     StepsStored,
 )
 from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
 
 ROW_BYTES = 64 << 10
 """Bytes of steps after which their row is written: it is read as a whole, also for one of them."""
+
+ROW_COST = 100
+"""Bytes of a row besides its payload, about."""
 
 
 class RowLog:
@@ -61,6 +68,7 @@ class RowLog:
         row = self.journal.append(self._channel, type(record).__name__, head, *payload)
         if group is not None:
             group.rows.append(row)
+            group.n_bytes += sum(map(len, payload))
         return row
 
     def delete(self, rows: Iterable[int]) -> None:
@@ -87,11 +95,15 @@ class GroupLog(RowLog):
 
     Args:
         may_spill: payloads may leave memory.
+        departures: of the pool: take the rows of groups that leave.
     """
 
-    def __init__(self, channel: str, remembered: int, may_spill: bool) -> None:
+    def __init__(
+        self, channel: str, remembered: int, may_spill: bool, departures: Departures
+    ) -> None:
         super().__init__(channel, remembered)
         self.may_spill = may_spill
+        self._departures = departures
         self.spillable: list[tuple[PackedStep, Place]] = []
         """Steps of rows that were written since this list was last taken, if they may spill."""
         self._steps: list[tuple[TrajectoryRecord, int | None, PackedStep]] = []
@@ -149,16 +161,39 @@ class GroupLog(RowLog):
 
     # -- what is gone ------------------------------------------------------------------------
 
-    def close(self, group: GroupRecord, now: float, *, erased: bool) -> None:
-        """Delete the rows of a group.
+    def close(self, group: GroupRecord, left: GroupLeft, now: float, *, erased: bool) -> None:
+        """Delete the rows of a group, or leave them to the archive.
 
         Args:
             erased: nobody may read them any more, within seconds.
         """
         self.write_steps(now)
+        if not erased and group.rows and self._departures.has_room(_cost(group) + ROW_COST):
+            self.append(left, now, group)
+            self.depart(group, left)
+            return
         self.delete(group.rows)
         if erased:
             self.scrub()
+
+    def depart(self, group: GroupRecord, left: GroupLeft) -> None:
+        """Leave the rows of a group, of which the last one says that it left, to the archive."""
+        uids = tuple(record.trajectory_uid for record in group.trajectories)
+        of = self._channel, left.prompt_uid, uids
+        self._departures.add(Departure(group.rows[-1], *of, group.rows, _cost(group)))
+
+    def keep_late(self, late: StepCameLate | RewardCameLate, now: float, payload: bytes) -> None:
+        """Write what came too late, for the archive alone; nothing without one."""
+        n_bytes = ROW_COST + len(payload)
+        if self._departures.has_archive and self._departures.has_room(n_bytes):
+            row = self.append(late, now, None, payload)
+            if row is not None:
+                self.depart_late(late, row, n_bytes)
+
+    def depart_late(self, late: StepCameLate | RewardCameLate, row: int, n_bytes: int) -> None:
+        """Leave a row of what came too late to the archive."""
+        of = self._channel, late.prompt_uid, (late.trajectory_uid,)
+        self._departures.add(Departure(row, *of, array("q", [row]), n_bytes))
 
     def erasure(self, group: GroupRecord, *uids: str) -> Erasure:
         """Return the changes of the group's rows that erase these trajectories.
@@ -182,3 +217,8 @@ class GroupLog(RowLog):
             log.put(row, self._channel, kind, head, payload)
         gone = set(erasure.deleted)
         group.rows = array("q", (row for row in group.rows if row not in gone))
+
+
+def _cost(group: GroupRecord) -> int:
+    """About the bytes that the group's rows take in the log."""
+    return group.n_bytes + ROW_COST * len(group.rows)

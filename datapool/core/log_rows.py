@@ -4,11 +4,12 @@
     ────   ────                              ───────
     Op     [now, number, op]                             what a caller asked for, as in `ops.py`
     here   [now, number, record]                         what the pool did by itself
-    StepsStored, PromptStored                their bytes
+    StepsStored, PromptStored, StepCameLate  their bytes
 
 A row's kind is the name of the record's class. `now` is when it was written, `number` that of its
-group (0: of none). A row stands for one change of one group and goes with it; `GroupClosed` and
-`LeaseEnded` are what is left, as long as uids are remembered.
+group (0: of none). A row stands for one change of one group and goes with it, or stays until the
+group is archived (`departures.py`); `GroupClosed` and `LeaseEnded` are what is left, as long as
+uids are remembered.
 
 Owns the form of rows. Does not decide when they are written (`core/`), read (`store/replay.py`) or
 where they are kept (`store/journal.py`).
@@ -28,6 +29,8 @@ from stepwell.datapool.core.records import Closing, Readiness
 POOL = ""
 """Channel of the rows that belong to none."""
 
+Place: TypeAlias = tuple[int, int, int, int]
+"""Row, number of its segment, offset and size in that."""
 LeaseEnd: TypeAlias = Literal["acked", "nacked", "expired"]
 
 
@@ -51,6 +54,9 @@ class Log(Protocol):
 
     def read(self, rows: Sequence[int]) -> Sequence[bytes]:
         """The payloads of rows."""
+
+    def places(self, rows: Iterable[int]) -> list[Place] | None:
+        """Places of stored rows in the files; None if one of them is not stored yet."""
 
     def scrub(self) -> None:
         """Erase the rows that were forgotten, so that nobody can read them any more."""
@@ -105,10 +111,33 @@ class GroupReturned(_Record, frozen=True, array_like=True, gc=False):
 
 
 class GroupLeft(_Record, frozen=True, array_like=True, gc=False):
-    """A group left and its rows stay until they are archived. Reserved: not written yet."""
+    """A group left, and its rows stay until they are archived."""
 
     prompt_uid: str
     how: str
+    """`acked`, or `dropped (reason)`."""
+    closings: dict[str, Closing]
+    """Ends of its trajectories, by uid."""
+
+
+class StepCameLate(_Record, frozen=True, array_like=True, gc=False):
+    """A step came for a trajectory that takes none any more; kept for the archive alone. The
+    payload is its prompt, if it has one, and its own."""
+
+    prompt_uid: str
+    trajectory_uid: str
+    n_prompt_bytes: int
+
+
+class RewardCameLate(_Record, frozen=True, array_like=True, gc=False):
+    """A reward came for a trajectory that takes none any more; kept for the archive alone."""
+
+    prompt_uid: str
+    trajectory_uid: str
+    reward: float | None
+    step_index: int | None
+    why: str
+    """What had become of the trajectory."""
 
 
 class GroupClosed(_Record, frozen=True, array_like=True, gc=False):

@@ -29,6 +29,7 @@ from stepwell.datapool.codec import PackedLease, decoder, encoder
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.core.accounting import Counts
 from stepwell.datapool.core.channel import METHODS, Channel
+from stepwell.datapool.core.departures import Departures
 from stepwell.datapool.core.leases import STATE as LEASES
 from stepwell.datapool.core.leases import LeaseBook
 from stepwell.datapool.core.log_rows import GroupReturned, LeaseRecord, Log
@@ -63,6 +64,8 @@ class DataPool:
         self.config = config or PoolConfig()
         self.epoch = epoch
         self._journal: Log | None = None
+        self.departures = Departures(self.config.backlog_bytes)
+        """What left and waits to be archived."""
         self.events = EventLog(life or epoch)
         self.channels: dict[str, Channel] = {}
         self.next_tick = NextTick()
@@ -121,6 +124,8 @@ class DataPool:
         for name in self.channels:
             if not found.more:
                 found += self._at(name, now).delete(op)
+        if op.trajectory_uid is not None:
+            found += self._delete_departed(op.trajectory_uid)
         self.leases.log.scrub()  # also what was acked before
         return found
 
@@ -129,9 +134,61 @@ class DataPool:
         try:
             for name in self.channels:
                 found += self._at(name, now).delete_trajectory(op)
+            found += self._delete_departed(op.trajectory_uid)
         finally:
             self.leases.log.scrub()
         return found
+
+    def _delete_departed(self, uid: str) -> ops.Deleted:
+        """Delete what waits to be archived of a trajectory; with it goes what waits of its
+        group."""
+        gone = self.departures.delete((uid,))
+        self.leases.log.delete(gone)
+        return ops.Deleted((uid,)) if gone else ops.Deleted()
+
+    # -- the archive -------------------------------------------------------------------------
+
+    def _list_departed(self, op: asked.ListDeparted, now: float) -> asked.DepartedPage:
+        departures, log = self.departures, self._journal
+        found: list[asked.Departed] = []
+        n_bytes = 0
+        for departure in departures:
+            if departure.row <= op.after:
+                continue
+            places = None if log is None else log.places(departure.rows)
+            if n_bytes >= op.max_bytes or places is None:
+                break
+            found.append(asked.Departed(departure.row, departure.channel, places))
+            n_bytes += departure.n_bytes
+        return asked.DepartedPage(found, len(departures), departures.n_bytes)
+
+    def _read_departed(self, op: asked.ReadDeparted, now: float) -> list[asked.DepartedRows]:
+        found: list[asked.DepartedRows] = []
+        if (log := self._journal) is None:
+            return found
+        groups = [(d.channel, d.rows) for d in self.departures.of(op.uid)]
+        for name, channel in self.channels.items():
+            record = channel.records.trajectories.get(op.uid)
+            if record is not None and record.closing is not None and not record.is_complete:
+                groups.append((name, channel.records.groups[record.prompt_uid].rows))
+        for name, numbers in groups:
+            both = zip(numbers, log.heads(numbers), log.read(numbers), strict=True)
+            rows = [(row, kind, head, payload) for row, (kind, head), payload in both]
+            found.append(asked.DepartedRows(name, rows))
+        return found
+
+    def _release_departed(self, op: ops.ReleaseDeparted, now: float) -> None:
+        self.leases.log.delete(self.departures.release(op.through, unarchived=op.unarchived))
+
+    @property
+    def backlog(self) -> dict[str, int]:
+        """Counts of what waits to be archived, and of what left unarchived."""
+        departures = self.departures
+        return {
+            "waiting": len(departures),
+            "waiting_bytes": departures.n_bytes,
+            "unarchived": departures.n_unarchived,
+        }
 
     # -- consumers ---------------------------------------------------------------------------
 
@@ -242,6 +299,8 @@ class DataPool:
         self._journal = self.leases.log.journal = log
         for channel in self.channels.values():
             channel.log.journal = log
+        if not self.departures.has_archive and len(self.departures):  # it was turned off
+            log.delete(self.departures.release(max(d.row for d in self.departures)))
 
     def write_counts(self) -> None:
         """Put the counts that changed into the log. Before a flush."""
@@ -298,6 +357,7 @@ class DataPool:
             retention_s,
             self.next_tick,
             self.may_spill,
+            self.departures,
         )
         channel.log.journal = self._journal
         channel.counts.shut_down = self._shut_down
@@ -327,6 +387,9 @@ _ANSWERS: Final[Mapping[type, Callable[[DataPool, Any, float], Any]]] = {
     ops.Renew: DataPool._renew,
     ops.ReleaseLeases: DataPool._release_leases,
     ops.Shutdown: DataPool._close,
+    ops.ReleaseDeparted: DataPool._release_departed,
+    asked.ListDeparted: DataPool._list_departed,
+    asked.ReadDeparted: DataPool._read_departed,
     asked.GetStatistics: DataPool._statistics,
     asked.GetEvents: DataPool._events,
     asked.ListGroups: DataPool._list,

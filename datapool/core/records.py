@@ -224,6 +224,8 @@ class GroupRecord(msgspec.Struct, eq=False, gc=False):
     """Prompts of its root steps, each kept once, and the rows of the log that hold them."""
     rows: array[int] = msgspec.field(default_factory=lambda: array("q"))
     """Rows of the log that are about this group; they go with it."""
+    n_bytes: int = 0
+    """Bytes of their payloads, those of erased trajectories included."""
     n_open: int = 0
     n_aborted: int = 0
     n_final: int = 0

@@ -1,1 +1,1 @@
-"""Trajectories in files: export, import, deletion."""
+"""Trajectories in files: archive, export, import, deletion."""

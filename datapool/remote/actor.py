@@ -28,6 +28,8 @@ import ray
 from stepwell.datapool.codec import PackedLease, decoder, encoder, in_trajectories, pack
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.errors import InvalidStepError, PoolReplacedError
+from stepwell.datapool.files.archive.launch import Settings
+from stepwell.datapool.files.archive.launch import start as start_archiver
 from stepwell.datapool.heap import return_large_blocks, settle_heap, use_one_heap
 from stepwell.datapool.log_files import log_to_file
 from stepwell.datapool.ops import (
@@ -57,6 +59,8 @@ SHARDS_FILE = "shards"
 WAITING = "waiting"
 FINDING = "finding"
 """Clients do not wait behind bare handles' calls to be told where the pool is."""
+ARCHIVER_PAUSE_S = 2.0
+"""Seconds before an archiver that ended is started again."""
 N_WAITING = 16
 """Bare handles' `fetch_batch` calls that may wait at a time."""
 
@@ -100,10 +104,27 @@ class DataPoolActor:
             return service, Server(service, ray.get_runtime_context().get_node_id())
 
         self._service, self._server = self._run(start())
+        if folder is not None and self._service.incarnation is not None:
+            identity = self._service.incarnation.pool
+            settings = Settings.of(config or PoolConfig(), folder, identity, shard, log_file)
+            if settings is not None:
+                self._archiving = asyncio.run_coroutine_threadsafe(
+                    self._keep_archiver(settings), self._loop
+                )
         if self._service.incarnation is not None:
             record(self._service.incarnation)
         settle_heap()
         return_large_blocks(1 << 17)
+
+    async def _keep_archiver(self, settings: Settings) -> None:
+        """Run the archiver, again whenever it ends."""
+        door = await self._server.door()
+        while True:
+            process = await asyncio.to_thread(start_archiver, settings, door)
+            self._service.archiver_pid = process.pid
+            code = await asyncio.to_thread(process.wait)
+            logger.error("DataPool: the archiver ended with %d; it is started again", code)
+            await asyncio.sleep(ARCHIVER_PAUSE_S)
 
     @ray.method(concurrency_group=FINDING)
     def door(self, from_node: str) -> Door:

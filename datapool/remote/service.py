@@ -141,6 +141,8 @@ class PoolService:
         self._fenced = fenced
         self._clock = Clock.start()
         self.incarnation: Known = None
+        self.archiver_pid: int | None = None
+        """Process that archives what leaves; None: there is none, or it is only starting."""
         self._journal: Journal | None = None
         if folder is not None:
             self._journal = self._recover(folder, restarted, previous)
@@ -389,6 +391,8 @@ class PoolService:
                 "recovery_s": self._recovery_s,
                 **self._journal.statistics(),
             }
+            if self._pool.config.archive_dir is not None:
+                described["archive"] = {"pid": self.archiver_pid, **self._pool.backlog}
         return described
 
     def _follow(self, channel: str | None) -> None:

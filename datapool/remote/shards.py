@@ -490,6 +490,7 @@ _MERGE: Final[Mapping[type, Callable[[Any, Any], Any]]] = {
     ops.Delete: _deleted,
     ops.DeleteTrajectory: _deleted,
     asked.GetStatistics: _statistics,
+    asked.ReadDeparted: lambda op, found: [group for groups in found for group in groups],
     asked.Describe: lambda op, found: {"n_shards": len(found), "shards": found},
     # Of one shard after the other: a fetch gets its part of the first ones of each.
     asked.DryRunOf: lambda op, runs: DryRun(

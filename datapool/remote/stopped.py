@@ -14,7 +14,7 @@ from pathlib import Path
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.errors import PoolUnavailableError
-from stepwell.datapool.ops import Op, R
+from stepwell.datapool.ops import Op, R, ReleaseDeparted
 from stepwell.datapool.questions import QUESTIONS, Describe
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.incarnation import Known
@@ -32,20 +32,29 @@ class StoppedPort:
     met: Known = None
 
     def __init__(self, folder: Path, config: PoolConfig) -> None:
+        self.folder = folder
+        """Folder of the journal."""
         self._pool = DataPool(config.model_copy(update={"memory_limit_bytes": MEMORY_BYTES}))
-        restore(self._pool, StoppedJournal(folder))
+        journal = StoppedJournal(folder)
+        self.journal_id = journal.identity
+        restore(self._pool, journal)
         self._pool.spill()
         self.now = max(channel.now for channel in self._pool.channels.values())
         """Pool clock, seconds: when the last change was made."""
 
     async def call(self, op: Op[R], timeout_s: float | None = 0.0) -> R:
         """Answer a question from the journal; nothing comes later, so nobody waits."""
-        if not isinstance(op, QUESTIONS) or isinstance(op, Describe):
+        if not isinstance(op, (*QUESTIONS, ReleaseDeparted)) or isinstance(op, Describe):
             raise PoolUnavailableError(
                 f"{type(op).__name__} needs a running pool, and this run has ended; run its "
                 "command again (`stepwell train` or `stepwell serve`)"
             )
         return self._pool.apply(op, self.now)
+
+    @property
+    def backlog(self) -> dict[str, int]:
+        """Counts of what waits to be archived."""
+        return self._pool.backlog
 
     def close(self) -> None: ...
 

@@ -78,6 +78,15 @@ class LogReader:
             fronts |= dict(self._records(long))
             return {row: head_of(front) for row, front in fronts.items()}
 
+    def places(self, rows: Iterable[int]) -> list[tuple[int, int, int, int]] | None:
+        """Row, segment, offset and size of stored rows; None if one of them is not stored."""
+        found = []
+        for row in rows:
+            if (place := self.index.find(row)) is None:
+                return None
+            found.append((row, *place))
+        return found
+
     def _records(self, rows: Iterable[int], most: int | None = None) -> Iterator[tuple[int, bytes]]:
         """Records of these rows, or at most `most` first bytes of each."""
         files: dict[int, int] = {}
@@ -147,6 +156,23 @@ class LogReader:
         )
 
 
+def rows_at_places(folder: Path, places: Sequence[tuple[int, int, int, int]]) -> list[Row]:
+    """Rows of a journal that another process may be writing, by their places (`LogReader.places`).
+
+    Raises:
+        OSError, ValueError: a row is not there any more: ask for its place again.
+    """
+    found: list[Row] = []
+    files: dict[int, int] = {}
+    with contextlib.ExitStack() as opened:
+        for row, number, offset, size in places:
+            if number not in files:
+                files[number] = private(segment_path(folder, number), os.O_RDONLY)
+                opened.callback(os.close, files[number])
+            found.append(row_at(os.pread(files[number], size, offset), row, 0))
+    return found
+
+
 class StoppedJournal(LogReader):
     """The journal of a pool that nobody runs: what a `DataPool` is restored from, and looked at.
     Nothing is written, whatever is put into it, and nothing is locked: its run may begin again.
@@ -167,6 +193,8 @@ class StoppedJournal(LogReader):
                 raise JournalError(f"{self.folder} holds no journal")
             found = self._load(acked)
         self.index, self._states = found.index, found.states
+        self.identity = acked.journal.hex()
+        """As of `Journal`."""
 
     def states(self) -> dict[str, bytes]:
         return self._states

@@ -1,6 +1,7 @@
 """The replay of a journal: its content is made into the state of a pool again.
 
     rows of live groups, in order ──► the methods that wrote them ──► Channel
+    GroupLeft, rows that came late ──► what waits to be archived
     GroupClosed, LeaseEnded       ──► the memory of what is gone
     states                        ──► counts, as they were, over what the replay counted
 
@@ -93,6 +94,10 @@ def _apply(pool: DataPool, row: Row, prompts: dict[int, bytes]) -> None:
         channel.adopt_prompt(record, prompts[number], number)
     elif isinstance(record, kinds.GroupClosed):
         channel.recall(record, number)
+    elif isinstance(record, kinds.GroupLeft):
+        channel.leave(record, number)
+    elif isinstance(record, kinds.StepCameLate | kinds.RewardCameLate):
+        channel.log.depart_late(record, number, len(payload))
     else:
         METHODS[type(record)](channel, record)
         channel.records.group_of(record).rows.append(number)

@@ -17,6 +17,10 @@ STARVING_S: Final = 120.0
 """An open group of this age with nothing running is starving."""
 GAP: Final = 0.1
 """max |log π - log μ| of on-policy tokens; float32 on both sides stays below 0.01."""
+UNRECORDED: Final = 1e-3
+"""Share of the calls: one call for a closed conversation in thousands is no fault."""
+SOLVED: Final = 0.9
+"""Mean reward from which on groups without a signal are solved: rewards are 0 to 1 then."""
 WAITING: Final = 0.5
 """Share of a step's wall time."""
 DROPPED: Final = 0.2
@@ -57,9 +61,14 @@ def _gateway(gateway: Mapping[str, Any]) -> Iterator[Alert]:
                 f"Engine {engine['url']} has old weights",
                 f"it serves version {engine['version']} and gets calls only if no other can",
             )
-    if share := gateway.get("recording", {}).get("unrecorded_share"):
-        causes = ", ".join(f"{n} {why}" for why, n in gateway["recording"]["unrecorded"].items())
-        yield Alert("warning", f"{share:.0%} of the calls are not stored", causes)
+    recording = gateway.get("recording", {})
+    if (share := recording.get("unrecorded_share") or 0) >= UNRECORDED:
+        causes = ", ".join(f"{n} {why}" for why, n in recording["unrecorded"].items())
+        yield Alert("warning", f"{_rate(share)} of the calls are not stored", causes)
+
+
+def _rate(share: float) -> str:
+    return f"{share:.1%}" if share < 0.01 else f"{share:.0%}"
 
 
 def _channel(name: str, channel: Mapping[str, Any]) -> Iterator[Alert]:
@@ -104,6 +113,8 @@ def _trainer(metrics: Mapping[str, Any]) -> Iterator[Alert]:
     if (share := metrics.get("wait/generation_saturated") or 0) > WAITING:
         why = "training is the bottleneck: what is generated meanwhile would be too old"
         yield Alert("warning", f"Generation waits for the trainer {share:.0%} of the time", why)
-    if (share := metrics.get("groups/no_signal") or 0) > WAITING:
+    mean = metrics.get("reward/mean")
+    is_solved = mean is not None and SOLVED <= mean <= 1
+    if (share := metrics.get("groups/no_signal") or 0) > WAITING and not is_solved:
         why = "all their rollouts have the same reward: choose harder or easier tasks, or filter"
         yield Alert("warning", f"{share:.0%} of the groups teach nothing", why)

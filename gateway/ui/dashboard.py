@@ -12,19 +12,21 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import orjson
 
 from stepwell.datapool.branches import parents
 from stepwell.datapool.config import SelectionConfig
-from stepwell.datapool.errors import DataPoolError, SelectionError
+from stepwell.datapool.errors import DataPoolError, InvalidRequestError, SelectionError
 from stepwell.datapool.files.trained import with_rewards
 from stepwell.datapool.inspect.events import Event
 from stepwell.datapool.ops import Mark
+from stepwell.datapool.questions import ReadDeparted
 from stepwell.datapool.selection.built_in import FILTERS, ORDERS, read_name
 from stepwell.datapool.types import TRAIN, Trajectory
 from stepwell.gateway.errors import RequestError, UnknownItemError
@@ -36,17 +38,22 @@ from stepwell.gateway.ui.live import Live
 from stepwell.gateway.ui.run_folder import RunFolder
 from stepwell.gateway.ui.trajectories import last_words, prefixes, said, shown, tokens
 
+if TYPE_CHECKING:
+    from stepwell.datapool.files.archive.reader import ArchiveReader
+
 PAGE: Final = 100
 EVENTS_A_TICK: Final = 200
 EVENTS_A_PAGE: Final = 1000
 MOST_TRIED: Final = 2000
 """Ready groups of a dry run: some 0.3 ms each, during which the pool answers nobody else."""
+MOST_SHOWN: Final = 64
+"""Trajectories of an archived group that are laid side by side."""
 LAST_RECORDS: Final = 20
 """Optimizer steps that the lag histogram sums up."""
 
 
 class _Found(NamedTuple):
-    """A trajectory that somebody looks at."""
+    """A trajectory that somebody looks at: of the pool, of the archive, or of a sample."""
 
     trajectory: Trajectory
     columns: Sequence[Mapping[str, Any]] | None
@@ -55,6 +62,8 @@ class _Found(NamedTuple):
     """Channel of the pool that it is in; None: it is not from the pool."""
     step: int | None
     """The optimizer step that trained on it."""
+    archived: dict[str, Any] | None = None
+    """The archive's row of it, with its `fate` and late `feedback`."""
 
 
 class Dashboard:
@@ -64,6 +73,7 @@ class Dashboard:
         statistics: the gateway's own figures.
         running: how many calls of a trajectory are generated now.
         folder: of the run; None: this gateway knows none.
+        archive: folder of what left the pool; None: there is none.
         read_only: the run is over; nothing can be marked.
     """
 
@@ -75,6 +85,7 @@ class Dashboard:
         statistics: Callable[[], dict[str, Any]],
         running: Callable[[str], int],
         folder: Path | None,
+        archive: Path | None,
         read_only: bool,
     ) -> None:
         self.pool, self.ask = pool_access.pool, pool_access.ask
@@ -82,6 +93,7 @@ class Dashboard:
         self.live = Live(self.tick)
         self._statistics, self._running = statistics, running
         self._folder = None if folder is None else RunFolder(folder)
+        self._archive = archive
         self._comparison = None if folder is None else Comparison(folder)
         self._decode = tokenizer.decode
         self._text_of = lru_cache(1 << 16)(tokenizer.token_text)
@@ -96,6 +108,7 @@ class Dashboard:
         return {
             "run": run,
             "read_only": self.read_only,
+            "has_archive": self._archive is not None,
             "channels": list(await self.ask(self.pool.get_statistics())),
             "filters": [name for name, rule in FILTERS.items() if callable(rule)],
             "orders": list(ORDERS),
@@ -238,17 +251,38 @@ class Dashboard:
             )
         page = await self.ask(self.pool.list_groups(channel, None, 1, **named))
         if not page.items:
-            raise UnknownItemError(
-                f"prompt_uid is {prompt_uid!r:.200}, which is not in channel {channel!r} any more; "
-                "groups that were trained on are under Batches, others under Recently gone",
-                "prompt_uid",
-            )
+            return await self._archived_group(channel, prompt_uid)
         listed = await self.ask(self.pool.list_trajectories(channel, None, 1000, **named))
         whole = await self.ask(self.pool.read_trajectories(channel, None, 1000, **named))
         found = await asyncio.to_thread(lambda: [each.trajectory for each in whole.unpack()])
         both = await self._side_by_side(found)
         both["prefixes"]["partial"] = whole.cursor is not None
         return {"group": page.items[0], "trajectories": listed.items, "step": None} | both
+
+    async def _archived_group(self, channel: str, prompt_uid: str) -> dict[str, Any]:
+        """A group that left the pool, as it was archived."""
+
+        def read() -> tuple[list[dict[str, Any]], list[Trajectory]]:
+            with _reader(self._archive) as archive:
+                rows = [row for row in archive.find(prompt_uid) if row["prompt_uid"] == prompt_uid]
+                whole = [archive.read(row["uid"]) for row in rows[:MOST_SHOWN] if not row["part"]]
+            return rows, [each.trajectory for each in whole if each is not None]
+
+        rows, whole = await asyncio.to_thread(read) if self._archive is not None else ([], [])
+        if not rows:
+            raise UnknownItemError(
+                f"prompt_uid is {prompt_uid!r:.200}, which is neither in channel {channel!r} nor "
+                "in the archive; groups that were trained on are under Batches, others under "
+                "Recently gone",
+                "prompt_uid",
+            )
+        both = await self._side_by_side(whole)
+        return {
+            "group": None,
+            "trajectories": _as_listed(rows),
+            "step": None,
+            "archived": True,
+        } | both
 
     async def _side_by_side(self, of: Sequence[Trajectory]) -> dict[str, Any]:
         tree = await asyncio.to_thread(prefixes, of, self._decode)
@@ -276,6 +310,7 @@ class Dashboard:
             "running": self._running(trajectory_uid),
             "step": found.step,
             "row": row,
+            "archived": found.archived,
             **tree,
         }
 
@@ -308,17 +343,126 @@ class Dashboard:
                     self.pool.read_trajectories(name, None, 1, trajectory_uid=uid)
                 )
                 for exported in await asyncio.to_thread(list, page.unpack()):
-                    return _Found(exported.trajectory, None, name, None)
+                    if exported.state != "aborted":
+                        return _Found(exported.trajectory, None, name, None)
+        archived = None
+        if step is None and self._archive is not None:
+            archived = await self._in_archive(uid)
         if self._folder is not None:
             trained = await asyncio.to_thread(self._folder.trained, uid, step)
             if trained is not None:
-                return _Found(trained[1].trajectory, trained[1].columns, None, trained[0])
+                row = None if archived is None else archived.archived
+                return _Found(trained[1].trajectory, trained[1].columns, None, trained[0], row)
+        if archived is not None:
+            return archived
         raise UnknownItemError(
             f"trajectory_uid is {uid!r:.200}, which is neither in the pool nor in a sample of what "
-            "was trained on; of the groups that left the pool, a sample is kept "
-            "(trainer.sample_groups)",
+            "was trained on"
+            + (", nor in the archive" if self._archive is not None else "")
+            + "; look for the beginning of it under Archive",
             "trajectory_uid",
         )
+
+    # -- the archive -------------------------------------------------------------------------
+
+    async def archive(
+        self,
+        query: str | None,
+        search: str | None,
+        order: str | None,
+        ascending: str | None,
+        cursor: str | None,
+    ) -> dict[str, Any]:
+        """Trajectories that left the pool, filtered, searched and sorted, page by page."""
+
+        def read() -> dict[str, Any]:
+            from stepwell.datapool.files.archive.reader import parse
+
+            with _reader(self._archive) as archive:
+                page = archive.rows(
+                    parse(query or ""),
+                    search,
+                    order=order or "time",
+                    descending=not ascending,
+                    cursor=cursor,
+                    limit=PAGE,
+                )
+            return {"items": [_told(row) for row in page.items], "cursor": page.cursor}
+
+        return await self._of_archive(read)
+
+    async def prompts(self, which: str | None) -> dict[str, Any]:
+        """Prompts with the rewards of all their tries; `which`: `never` or `always` rewarded."""
+
+        def read() -> dict[str, Any]:
+            with _reader(self._archive) as archive:
+                rows = archive.prompts(
+                    never_rewarded=which == "never", always=which == "always", limit=PAGE
+                )
+            return {"items": rows, "cursor": None}
+
+        return await self._of_archive(read)
+
+    async def find(self, uid: str) -> dict[str, Any]:
+        """Where a uid, or the beginning of one, leads: `page` and `params` of the page, or `items`
+        to choose from; or that it was `deleted`."""
+        for name in await self.ask(self.pool.get_statistics()):
+            if (await self.ask(self.pool.list_groups(name, None, 1, prompt_uid=uid))).items:
+                return {"page": "group", "params": {"prompt_uid": uid, "channel": name}}
+            listed = self.pool.list_trajectories(name, None, 1, trajectory_uid=uid)
+            if (await self.ask(listed)).items:
+                return {"page": "trajectory", "params": {"uid": uid, "channel": name}}
+
+        def read() -> dict[str, Any]:
+            with _reader(self._archive) as archive:
+                rows, deleted = archive.find(uid), archive.was_deleted(uid)
+            if rows and rows[0]["prompt_uid"] == uid != rows[0]["uid"]:
+                params = {"prompt_uid": uid, "channel": rows[0]["channel"]}
+                return {"page": "group", "params": params}
+            if len({row["uid"] for row in rows}) == 1:
+                return {"page": "trajectory", "params": {"uid": rows[0]["uid"]}}
+            return {"items": [_told(row) for row in rows], "deleted": deleted}
+
+        found = await self._of_archive(read) if self._archive is not None else {"items": []}
+        if "items" in found and not found["items"] and not found.get("deleted"):
+            await self._find(None, uid, None)  # waiting to be archived, or of a sample
+            return {"page": "trajectory", "params": {"uid": uid}}
+        return found
+
+    async def _of_archive(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        if self._archive is None:
+            raise RequestError("this run has no archive (pool.archive.enabled is false)", None)
+        try:
+            return await asyncio.to_thread(read)
+        except InvalidRequestError as e:
+            raise RequestError(str(e), "query") from e
+
+    async def _in_archive(self, uid: str) -> _Found | None:
+        """A trajectory that left the pool, or waits to be archived."""
+        waiting = await self.ask(self.pool.call(ReadDeparted(uid)))
+
+        def read() -> _Found | None:
+            from stepwell.datapool.files.archive import reader
+
+            with _reader(self._archive) as archive:
+                found = archive.read(uid)
+                if found is not None:
+                    row = _told(archive.find(uid)[0]) | {"feedback": archive.feedback(uid)}
+                    return _Found(found.trajectory, None, None, None, row)
+                if (deleted := archive.was_deleted(uid)) is not None:
+                    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(deleted))
+                    raise UnknownItemError(
+                        f"trajectory {uid!r:.200} was deleted at {at}; nothing of it is kept",
+                        "trajectory_uid",
+                    )
+            for each in reader.waiting(waiting):
+                if each.trajectory.trajectory_uid == uid:
+                    why = each.reason or "it left the pool a moment ago"
+                    about = {"state": each.state, "fate": f"{each.state}: {why}", "feedback": []}
+                    return _Found(each.trajectory, None, None, None, about)
+            return None
+
+        return await asyncio.to_thread(read)
 
     # -- curation ----------------------------------------------------------------------------
 
@@ -372,6 +516,37 @@ class Dashboard:
 
     def close(self) -> None:
         self.live.close()
+
+
+@contextmanager
+def _reader(path: Path | None) -> Iterator[ArchiveReader]:
+    """The archive at `path`. Loads Arrow: 30 MB that a gateway whose archive nobody reads need not
+    have."""
+    from stepwell.datapool.files.archive.reader import ArchiveReader
+
+    yield ArchiveReader(path or Path())
+
+
+def _told(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of the archive with what became of it in words."""
+    from stepwell.datapool.files.archive.reader import fate
+
+    return row | {"fate": fate(row)}
+
+
+def _as_listed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of the archive with the names that the pool's listings have."""
+    return [
+        _told(row)
+        | {
+            "trajectory_uid": row["uid"],
+            "n_steps": row["turns"],
+            "n_tokens": row["tokens"],
+            "newest_version": row["version"],
+        }
+        for row in rows
+        if not row["part"]
+    ]
 
 
 def _built_in(rules: SelectionConfig) -> SelectionConfig:

@@ -302,6 +302,11 @@ QUESTIONS: Final[Mapping[str, Handler]] = {
     "trajectory": _question(
         Dashboard.trajectory, channel=_text, trajectory_uid=_needed, step=_number
     ),
+    "archive": _question(
+        Dashboard.archive, query=_text, search=_text, order=_text, ascending=_text, cursor=_text
+    ),
+    "prompts": _question(Dashboard.prompts, which=_text),
+    "find": _question(Dashboard.find, uid=_needed),
     "tokens": _question(
         Dashboard.tokens,
         channel=_text,

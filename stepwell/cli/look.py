@@ -232,13 +232,17 @@ def _groups(args: argparse.Namespace) -> None:
 
 
 def _show(args: argparse.Namespace) -> None:
-    from stepwell.show.trajectory import open_trajectory, token_lines, trajectory_screen
+    from stepwell.show.archive import rows_screen
+    from stepwell.show.trajectory import Several, open_trajectory, token_lines, trajectory_screen
 
     opened = asyncio.run(open_trajectory(args.trajectory_uid, args.where))
+    if isinstance(opened, Several):
+        answer(args, {"trajectories": opened.items}, lambda _: rows_screen(opened.items))
+        return
     if args.tokens and not args.json:
         console().print(token_lines(opened), soft_wrap=True)
         return
-    told = {"branches": opened.rows, "trained": opened.trained}
+    told = {"branches": opened.rows, "trained": opened.trained, "archived": opened.archived}
     told = {"trajectory_uid": args.trajectory_uid, **told}
     answer(args, told, lambda _: trajectory_screen(opened))
 

@@ -44,6 +44,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from stepwell.cli.archive import add_archive_commands
 from stepwell.cli.look import (
     add_command,
     add_commands,
@@ -184,6 +185,7 @@ def command_parser() -> argparse.ArgumentParser:
     data = commands.add_parser("data", help="look after the pool's data: files of it, its journal")
     actions = data.add_subparsers(metavar="ACTION", required=True)
     add_data_commands(actions)
+    add_archive_commands(commands, actions)
     text = "make a usable journal of a damaged one, and say what is lost"
     salvage = add_command(actions, "salvage", _salvage, text)
     salvage.add_argument("path", metavar="PATH", type=Path, help="e.g. runs/me, or its pool folder")

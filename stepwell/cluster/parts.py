@@ -154,6 +154,7 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
             lora_path=ADAPTER_NAME if engine_config.weight_transport == "lora" else None,
             canary_share=config.publish.canary_share or 0.0,
             run_dir=folder,
+            archive_dir=config.pool_of_run.archive_dir,
             sampling=channel_sampling(config.rollout, config.validation, config.gateway.channels),
         )
         gateway_urls = await _start_gateways(gateway_config, wiring, folder / LOGS, stack)

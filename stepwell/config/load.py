@@ -243,7 +243,8 @@ def eval_config(
     own = values | {
         "run": run | {"name": f"{run['name']}-eval", "dir": str(run_dir / EVAL)},
         "validation": values["validation"] | {"only": True},
-        "pool": values["pool"] | {"journal_dir": None},
+        "pool": values["pool"]
+        | {"journal_dir": None, "archive": values["pool"].get("archive", {}) | {"dir": None}},
         "logging": {"wandb": "disabled", "console": "quiet"},
     }
     own["run"]["resume"] = str(checkpoint)

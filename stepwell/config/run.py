@@ -20,7 +20,7 @@ from stepwell.backends.registry import BACKEND_NAMES, ENGINE_NAMES
 from stepwell.datapool.config import ChannelConfig, PoolConfig, Section
 from stepwell.datapool.types import SFT, TRAIN
 from stepwell.gateway.config import GatewayConfig
-from stepwell.layout import POOL
+from stepwell.layout import ARCHIVE, POOL
 from stepwell.trainer.config import (
     SLIME_FORM,
     AlgorithmConfig,
@@ -276,7 +276,12 @@ class RunConfig(Section):
         # Absolute: an actor's working directory need not be ours.
         journal = self.pool.journal_dir or self.run.dir.absolute() / POOL
         channels = {**self.pool.channels, **self.trained_channels}
-        return self.pool.model_copy(update={"channels": channels, "journal_dir": journal})
+        archive = self.pool.archive.dir or self.run.dir / ARCHIVE
+        places = {
+            "journal_dir": journal,
+            "archive": self.pool.archive.model_copy(update={"dir": archive.absolute()}),
+        }
+        return self.pool.model_copy(update={"channels": channels, **places})
 
     @property
     def pool_of_served(self) -> PoolConfig:

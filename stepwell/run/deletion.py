@@ -1,6 +1,7 @@
 """This module deletes a trajectory, or all that is marked with a tag, from a run and from files
 exported of it, so that nothing of what somebody said is kept.
 
+    both      the run's archive: files and catalogue are written anew
     alive     the run's pool, through `connect` ──► its gateways forget the trajectories, too
     stopped   its journal
     both      exported files are written anew without the rows
@@ -17,11 +18,14 @@ from pathlib import Path
 from urllib.parse import quote
 
 from stepwell.datapool.errors import JournalError
+from stepwell.datapool.files.archive.folder import Kind
+from stepwell.datapool.files.archive.reader import ArchiveReader
 from stepwell.datapool.files.deletion import delete_from_export, delete_from_journals
 from stepwell.datapool.ops import Deleted
 from stepwell.datapool.store.salvage import journals_in
+from stepwell.layout import RUN_FILE
 from stepwell.run.connection import connect
-from stepwell.run.folder import GatewayPart, holder, journal_folder, live_run
+from stepwell.run.folder import GatewayPart, archive_folder, holder, journal_folder, live_run
 
 
 async def delete(
@@ -53,11 +57,25 @@ async def delete(
             "when it acks or returns them"
         )
     lines += notes
+    lines += _from_archive(run_dir, trajectory_uid, tag)
     for path in exports:
         lines.append(f"{path}: deleted {_named(delete_from_export(path, trajectory_uid, tag))}")
     for aside in _copies(journal_folder(run_dir)):
         lines.append(f"{aside}: a copy of a damaged journal, not searched; remove it")
     return lines
+
+
+def _from_archive(run_dir: Path, trajectory_uid: str | None, tag: str | None) -> Iterator[str]:
+    """Delete from the run's archive; a line of what was there, and of what is not reached."""
+    if not (run_dir / RUN_FILE).is_file():
+        return
+    reader = ArchiveReader(archive_folder(run_dir))
+    if not reader.folder.exists():
+        return
+    kind: Kind = "tag" if trajectory_uid is None else "trajectory"
+    gone = reader.delete(kind, trajectory_uid or tag or "")
+    yield f"{reader.folder.path}: deleted {_named(gone)}"
+    yield "not reached: copies that somebody made of the archive's files, and exports not named"
 
 
 def _copies(path: Path) -> Iterator[Path]:

@@ -34,7 +34,7 @@ from stepwell.config.run import RunConfig
 from stepwell.config.secrets import without_secrets
 from stepwell.datapool.sealed import read_sealed, sealed, write_durably
 from stepwell.errors import NoRunError, RunUnavailableError
-from stepwell.layout import RUN_FILE
+from stepwell.layout import ARCHIVE, RUN_FILE
 from stepwell.trainer.errors import ConfigError
 from stepwell.version import versions
 
@@ -207,6 +207,17 @@ def journal_folder(run_dir: Path) -> Path:
     run = read_run(run_dir)
     chosen: str | None = run.config.get("pool", {}).get("journal_dir")
     return run_dir if chosen is None else run.folder / chosen
+
+
+def archive_folder(run_dir: Path) -> Path:
+    """Folder of the archive of the run in `run_dir`, whether there is one or not.
+
+    Raises:
+        NoRunError, RunUnavailableError, DamagedFileError: as `read_run`.
+    """
+    run = read_run(run_dir)
+    chosen = run.config.get("pool", {}).get("archive", {}).get("dir")
+    return run_dir / ARCHIVE if chosen is None else run.folder / chosen
 
 
 def is_starting(run_dir: Path) -> RunUnavailableError:

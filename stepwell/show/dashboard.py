@@ -14,6 +14,8 @@ import asyncio
 from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.errors import GatewayConfigError, PortInUseError
 from stepwell.gateway.server import HttpServer
+from stepwell.run.folder import archive_folder
+from stepwell.show.archive import archive_rest
 from stepwell.show.run import open_run
 from stepwell.trainer.errors import ConfigError
 
@@ -36,7 +38,10 @@ async def view(where: str | None, port: int) -> None:
             print(f"{opened.run.name} is {at}")
             return
         config = GatewayConfig(port=port, tokenizer_path=opened.tokenizer_path())
-        wiring = Wiring(run_dir=opened.folder.absolute(), read_only=True)
+        folder = opened.folder.absolute()
+        await archive_rest(folder, opened.run)
+        archive = archive_folder(folder).absolute()
+        wiring = Wiring(run_dir=folder, archive_dir=archive, read_only=True)
         server = HttpServer(config, wiring, opened.pool)
         try:
             url = await asyncio.to_thread(server.start)

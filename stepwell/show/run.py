@@ -113,7 +113,7 @@ async def open_run(where: str | None) -> AsyncIterator[RunView]:
         async with connect(place) as pool:
             yield RunView(folder, run, True, pool, files)
     else:
-        pool = stopped_pool(journal_folder(folder), _limits(run))
+        pool = stopped_pool(journal_folder(folder), limits_of(run))
         yield RunView(folder, run, False, pool, files)
 
 
@@ -125,7 +125,7 @@ def _found(place: Path | str) -> tuple[Path, RunFile, bool]:
     return folder, read_run(folder), holder(folder) is not None
 
 
-def _limits(run: RunFile) -> PoolConfig:
+def limits_of(run: RunFile) -> PoolConfig:
     """Return the limits by which groups were held or dropped."""
     try:
         return RunConfig.model_validate(run.config, context={"here": False}).pool_of_run

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -26,13 +27,17 @@ from rich.table import Table
 from rich.text import Text
 
 from stepwell.datapool import DataPoolClient
+from stepwell.datapool.files.archive.reader import ArchiveReader, fate, waiting
 from stepwell.datapool.files.columns import Row, to_rows
 from stepwell.datapool.files.export import read
 from stepwell.datapool.files.trained import TRAINED as FOLDER
 from stepwell.datapool.files.trained import with_rewards
 from stepwell.datapool.inspect.pages import ExportedTrajectory, GroupRow, TrajectoryRow
+from stepwell.datapool.questions import ReadDeparted
 from stepwell.gateway.errors import GatewayConfigError
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.run.folder import archive_folder
+from stepwell.show.archive import archive_rest
 from stepwell.show.run import RunView, open_run
 from stepwell.track.console import all_safe, safe
 from stepwell.trainer.errors import ConfigError
@@ -240,17 +245,29 @@ class Opened(NamedTuple):
     """Tokenizer that gives the tokens' text; None: there is none."""
     trained: dict[str, Any] | None = None
     """Optimizer `step`, mean `advantage` and `weight` if it was trained and sampled, else None."""
+    archived: dict[str, Any] | None = None
+    """The catalogue's row, if it is in the archive, with `feedback` that came late."""
 
 
-async def open_trajectory(uid: str, where: str | None) -> Opened:
-    """
+class Several(NamedTuple):
+    """Trajectories that one uid leads to: those of a group, or whose uids begin with it."""
+
+    items: list[dict[str, Any]]
+    """Rows of the archive's catalogue."""
+
+
+async def open_trajectory(uid: str, where: str | None) -> Opened | Several:
+    """Open what a uid names: a trajectory, live, archived or trained; or a group.
+
     Args:
+        uid: of a trajectory or an archived group, or the beginning of one.
         where: the run, or an exported file.
 
     Raises:
         ConfigError: it is not there.
     """
     trained: dict[str, Any] | None = None
+    archived: dict[str, Any] | None = None
     masks: dict[int, list[float]] = {}
     if where is not None and Path(where).suffix in (".parquet", ".jsonl"):
         exported = await asyncio.to_thread(_in_file, uid, Path(where))
@@ -258,9 +275,29 @@ async def open_trajectory(uid: str, where: str | None) -> Opened:
     else:
         async with open_run(where) as view:
             tokens = _tokenizer(view)
+            if not view.is_alive:
+                await archive_rest(view.folder, view.run)
+            archive = ArchiveReader(archive_folder(view.folder))
+            found = await asyncio.to_thread(archive.find, uid)
+            if found and len({row["uid"] for row in found}) > 1:
+                return Several(found)
             channels = [*await view.pool.get_statistics()]
-            if (live := await in_pool(uid, view.pool, channels)) is not None:
-                exported = live
+            live = await in_pool(uid, view.pool, channels)
+            if live is not None and live.state == "aborted":
+                live = None  # its steps are in the journal alone
+            if found and live is None:
+                uid = found[0]["uid"]
+                archived = found[0] | {"feedback": archive.feedback(uid)}
+                exported = await asyncio.to_thread(_archived, uid, archive)
+                if view.files.trained(uid) is not None:
+                    exported, trained, masks = await asyncio.to_thread(_in_sample, uid, view)
+            elif (known := live or await _waiting(uid, view.pool)) is not None:
+                exported = known
+            elif rows_of := await _group_in_pool(uid, view.pool, channels):
+                return Several(rows_of)
+            elif (deleted := archive.was_deleted(uid)) is not None:
+                at = datetime.fromtimestamp(deleted).strftime("%Y-%m-%d %H:%M:%S")
+                raise ConfigError(f"trajectory {uid!r} was deleted at {at}; nothing of it is kept")
             else:
                 exported, trained, masks = await asyncio.to_thread(_in_sample, uid, view)
     if not exported.trajectory.steps:
@@ -269,7 +306,7 @@ async def open_trajectory(uid: str, where: str | None) -> Opened:
             f"trajectory {uid!r} is {exported.state}{why} and has no step; an aborted one keeps "
             "none"
         )
-    return opened_of(exported, tokens, trained, masks)
+    return opened_of(exported, tokens, trained, masks)._replace(archived=archived)
 
 
 def opened_of(
@@ -295,6 +332,42 @@ def opened_of(
     return Opened(rows, tokens, trained)
 
 
+async def _group_in_pool(
+    prompt_uid: str, pool: DataPoolClient, channels: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The trajectories of a live group, as rows of the archive's catalogue; none: there is no such
+    group."""
+    for channel in channels:
+        page = await pool.list_trajectories(channel, limit=1000, prompt_uid=prompt_uid)
+        if page.items:
+            return [
+                {
+                    "uid": row.trajectory_uid,
+                    "prompt_uid": row.prompt_uid,
+                    "channel": channel,
+                    "state": row.state,
+                    "reason": row.reason,
+                    "left": "live",
+                    "drop_reason": None,
+                    "reward": row.reward,
+                    "turns": row.n_steps,
+                    "tokens": row.n_tokens,
+                    "version": row.newest_version,
+                    "time": None,
+                    "first": None,
+                    "last": None,
+                }
+                for row in page.items
+            ]
+    return []
+
+
+def _archived(uid: str, archive: ArchiveReader) -> ExportedTrajectory:
+    if (found := archive.read(uid)) is None:
+        raise ConfigError(f"trajectory {uid!r} left the archive meanwhile; it was the oldest")
+    return found
+
+
 async def in_pool(
     uid: str, pool: DataPoolClient, channels: Sequence[str]
 ) -> ExportedTrajectory | None:
@@ -304,6 +377,12 @@ async def in_pool(
         for exported in page.unpack():
             return exported
     return None
+
+
+async def _waiting(uid: str, pool: DataPoolClient) -> ExportedTrajectory | None:
+    """A trajectory that waits to be archived, or was aborted in a live group."""
+    found = await pool.call(ReadDeparted(uid))
+    return next((each for each in waiting(found) if each.trajectory.trajectory_uid == uid), None)
 
 
 def _in_sample(
@@ -323,9 +402,10 @@ def _in_sample(
         )
         raise ConfigError(
             f"trajectory {uid!r} is not in the pool of {view.folder} (`stepwell groups --prompt "
-            "UID` lists those of a group), nor in its sample of what was trained: "
-            "trainer.sample_groups groups of each optimizer step, in "
-            f"{view.folder / FOLDER}{next((f'; the newest there is {k}' for k in kept), '')}"
+            "UID` lists those of a group), nor in its archive (`stepwell data query ''` lists it), "
+            "nor in its sample of what was trained: trainer.sample_groups groups of each optimizer "
+            f"step, in {view.folder / FOLDER}"
+            f"{next((f'; the newest there is {k}' for k in kept), '')}"
         )
     step, trained = found
     head = next((h for h in heads(step) if h["trajectory_uid"] == uid), {})
@@ -355,7 +435,7 @@ def _tokenizer(view: RunView) -> Tokens | None:
 
 
 def trajectory_screen(opened: Opened) -> RenderableType:
-    rows, tokens, trained = opened
+    rows, tokens, trained, archived = opened
     head, marks = rows[0], rows[0]["marks"]
     steps = _steps(rows)
     n_masked = sum(sum(row["loss_mask"]) for row in rows)
@@ -368,6 +448,7 @@ def trajectory_screen(opened: Opened) -> RenderableType:
             "  ",
             (state, STATES.get(state, "")),
             f"  reward {_number(head['reward'])}",
+            ("" if trained or not head["reason"] else f"  {head['reason']}", "red"),
         ),
         Text(
             f"group {head['prompt_uid']} ({group_state}) · "
@@ -381,6 +462,11 @@ def trajectory_screen(opened: Opened) -> RenderableType:
         said = [f"trained at optimizer step {trained['step']}"]
         said += [f"{k} {v:+.3f}" for k, v in trained.items() if k != "step" and v is not None]
         lines.append(Text(" · ".join(said), "cyan"))
+    if archived is not None:
+        lines.append(Text(fate(all_safe(archived)), "red" if archived["drop_reason"] else "cyan"))
+        for late in archived["feedback"]:
+            told = f"reward {late['reward']:g} came too late: {late['why']}"
+            lines.append(Text(told, "yellow"))
     if marks is not None:
         lines.append(Text(f"marks {marks}", "yellow"))
     if len(rows) > 1:
@@ -507,7 +593,7 @@ def _block(texts: Iterable[str], gutter: tuple[str, str], shades: Sequence[str])
 
 def token_lines(opened: Opened) -> Text:
     """A line per token of each branch: place, mask, id, log-prob, version, text."""
-    rows, tokens, _ = opened
+    rows, tokens, *_ = opened
     out = Text()
     for row in rows:
         if len(rows) > 1:

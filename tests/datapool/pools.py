@@ -145,11 +145,17 @@ class Proxy:
 
 
 class PoolProcess:
-    """A pool in a process of its own, over the journal of `folder`, that can be killed."""
+    """A pool in a process of its own, over the journal of `folder`, that can be killed.
 
-    def __init__(self, folder: Path, shard: int = 0, n_shards: int = 1) -> None:
+    Args:
+        archive: folder of its archive; None: it has none.
+    """
+
+    def __init__(
+        self, folder: Path, shard: int = 0, n_shards: int = 1, archive: Path | None = None
+    ) -> None:
         self.link = DoorLink(None)
-        self._arguments = [str(folder), str(shard), str(n_shards)]
+        self._arguments = [str(folder), str(shard), str(n_shards), str(archive or "")]
         self._process: asyncio.subprocess.Process | None = None
         self._n_starts = 0
 
@@ -184,12 +190,14 @@ import asyncio, json, sys
 from pathlib import Path
 import uvloop
 from stepwell.datapool import PoolConfig
+from stepwell.datapool.config import ArchiveConfig
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.remote.wire import Server
 
 async def run():
-    folder, shard, n_shards, restarted = sys.argv[1:]
-    config = PoolConfig(shards=int(n_shards))
+    folder, shard, n_shards, archive, restarted = sys.argv[1:]
+    archived = ArchiveConfig(dir=Path(archive)) if archive else ArchiveConfig()
+    config = PoolConfig(shards=int(n_shards), archive=archived)
     service = PoolService(config, Path(folder), int(shard), restarted=bool(int(restarted)))
     door = await Server(service, "this node").door()
     said = {"n": door.n_shards, "unix": door.unix, "secret": door.secret.hex()}

@@ -109,8 +109,8 @@ class Journaled:
 
 
 def _record(record: Any) -> Any:
-    """A record as plain values, without the numbers of its rows, and the time of its alarm, which
-    may be too early."""
+    """A record as plain values, without the numbers of its rows and their bytes, which an erasure
+    changes, and the time of its alarm, which may be too early."""
     if isinstance(record, dict):
         return {key: _record(value) for key, value in record.items()}
     if isinstance(record, list | tuple):
@@ -118,7 +118,7 @@ def _record(record: Any) -> Any:
     names = getattr(record, "__struct_fields__", None) or getattr(record, "__slots__", None)
     if names is None:
         return record
-    numbers = ("row", "rows", "prompts", "alarm")
+    numbers = ("row", "rows", "n_bytes", "prompts", "alarm")
     return {n: _record(getattr(record, n)) for n in names if n not in numbers}
 
 

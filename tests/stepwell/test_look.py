@@ -384,6 +384,21 @@ TAKE_A_FOLDER = [
 ]
 
 
+def test_show_finds_an_aborted_trajectory_with_its_reason_and_what_was_sampled(
+    run: Path, capsys: Capture
+) -> None:
+    told = said(capsys, "show", "runs-0", str(run))
+    assert "aborted" in told
+    assert "the tool was down" in told
+    assert "step 0 · version 0 · prompt 1 · response 1" in told
+
+
+def test_show_opens_a_group_by_its_uid(run: Path, capsys: Capture) -> None:
+    told = said(capsys, "show", "runs", str(run))
+    assert "runs-0" in told
+    assert "its group is in the pool" in told
+
+
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
@@ -400,7 +415,6 @@ TAKE_A_FOLDER = [
         (["data", "delete", "nowhere", "--tag", "x"], "nowhere does not exist"),
         (["train", "--attach", "nowhere"], "nowhere does not exist"),
         (["show", "nobody", "RUN"], "trajectory 'nobody' is not in the pool"),
-        (["show", "runs-0", "RUN"], r"is aborted (the tool was down) and has no step"),
         (["show", "tree", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
         (["groups", "RUN", "--prompt", "none"], "--prompt is 'none'"),
         (["groups", "RUN", "--channel", "none"], "this run has train, val"),

@@ -22,7 +22,9 @@ from urllib.parse import quote
 import httpx
 import numpy as np
 
-from stepwell.datapool.config import ChannelConfig, PoolConfig, SelectionConfig
+from stepwell.datapool.config import ArchiveConfig, ChannelConfig, PoolConfig, SelectionConfig
+from stepwell.datapool.files.archive.archiver import Archive, archive_waiting
+from stepwell.datapool.files.archive.launch import Settings
 from stepwell.datapool.files.trained import TrainedTrajectory, write_trained
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.sealed import sealed, write_sealed
@@ -61,16 +63,30 @@ async def demo(
     eos = eos_id(tokenizer)
     engine = ScriptedEngine(default=lambda _: Sampled([*tokenizer.encode("12").tolist(), eos]))
     zero_variance = ChannelConfig(selection=SelectionConfig(filters=("zero_variance",)))
-    pool_config = PoolConfig(channels={"train": zero_variance})
+    archive = ArchiveConfig(dir=run_dir / "archive")
+    pool_config = PoolConfig(channels={"train": zero_variance}, archive=archive)
     async with (
         engine.running() as engine_url,
         DataPoolClient.local(pool_config, run_dir / "pool") as own,
     ):
         config = GatewayConfig(port=port, **options)
-        wiring = Wiring((engine_url,), run_dir=run_dir)
+        wiring = Wiring((engine_url,), run_dir=run_dir, archive_dir=run_dir / "archive")
         app = create_app(config, wiring, pool or own, tokenizer)
         async with serving(app, http=http_protocol(config), port=port) as url:
             yield Demo(url, pool or own, run_dir, (app, engine, tokenizer))
+
+
+async def archive_all(demo: Demo) -> None:
+    """Archive what left the pool, as the process beside a pool does."""
+    (port,) = demo.pool.ports
+    identity = port.service.incarnation.pool
+    config = PoolConfig(archive=ArchiveConfig(dir=demo.run_dir / "archive"))
+    settings = Settings.of(config, demo.run_dir / "pool", identity, 0)
+    assert settings is not None
+    archive = Archive(settings)
+    while await archive_waiting(archive, port):
+        pass
+    archive.close()
 
 
 async def fill(demo: Demo, groups: int = 6, rollouts: int = 4, key: str | None = None) -> None:

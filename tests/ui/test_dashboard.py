@@ -371,6 +371,28 @@ def test_alerts_say_what_is_wrong_and_why() -> None:
     assert [a.title for a in alerts({"pool": None})] == ["The pool does not answer"]
 
 
+@pytest.mark.parametrize(
+    ("tick", "titles"),
+    [
+        (
+            {"gateway": {"recording": {"unrecorded_share": 1 / 3000, "unrecorded": {"closed": 1}}}},
+            [],
+        ),
+        (
+            {"gateway": {"recording": {"unrecorded_share": 0.002, "unrecorded": {"closed": 6}}}},
+            ["0.2% of the calls are not stored"],
+        ),
+        ({"metrics": {"groups/no_signal": 0.88, "reward/mean": 0.97}}, []),
+        (
+            {"metrics": {"groups/no_signal": 0.88, "reward/mean": 0.03}},
+            ["88% of the groups teach nothing"],
+        ),
+    ],
+)
+def test_an_alarm_says_only_what_is_so(tick: dict[str, Any], titles: list[str]) -> None:
+    assert [alert.title for alert in alerts({"pool": {}} | tick)] == titles
+
+
 # -- curation ------------------------------------------------------------------------------------
 
 

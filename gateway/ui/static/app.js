@@ -6,6 +6,7 @@ import { Failure, Loading } from "./parts.js";
 import { Overview } from "./overview.js";
 import { Group, Groups, Trajectories } from "./groups.js";
 import { Trajectory } from "./trajectory.js";
+import { Archive, Find, Finder } from "./archive.js";
 import { Batch, Batches } from "./batches.js";
 import { Curation, Done } from "./curation.js";
 import { Pool } from "./pool.js";
@@ -16,6 +17,7 @@ const PAGES = {
   overview: ["Overview", Overview],
   groups: ["Groups", Groups],
   trajectories: ["Trajectories", Trajectories],
+  archive: ["Archive", Archive],
   batches: ["Batches", Batches],
   curation: ["Curation", Curation],
   pool: ["Pool", Pool],
@@ -25,6 +27,7 @@ const PAGES = {
 const DETAILS = {
   group: ["groups", Group],
   trajectory: ["trajectories", Trajectory],
+  find: ["archive", Find],
   batch: ["batches", Batch],
 };
 
@@ -111,6 +114,7 @@ function Frame() {
             ${id === "overview" && alerts > 0 && html`<span class="count" aria-label=${`${alerts} alerts`}>${alerts}</span>`}
           </a>`)}
       </nav>
+      <${Finder} />
       <span class=${`state ${about.read_only ? "over" : connected ? "on" : "off"}`} role="status">
         ${about.read_only ? "finished run" : connected ? "live" : "not connected"}
       </span>

@@ -75,7 +75,7 @@ function Gone({ about, params }) {
     <${Card} aside=${data && html`<small>${data.total}</small>`}><${Table} label="Groups that left the pool" rows=${data?.items ?? []} busy=${!data}
       empty="The pool remembers no such event." columns=${[
         ["When", (e) => clock(e.time)],
-        ["Prompt", (e) => html`<span class="uid" title=${e.prompt_uid}>${e.prompt_uid}</span>`],
+        ["Prompt", (e) => html`<${Uid} page="group" uid=${e.prompt_uid} channel=${e.channel} />`],
         ["Trajectory", (e) => e.trajectory_uid && html`<${Uid} page="trajectory" uid=${e.trajectory_uid} channel=${e.channel} />`],
         ["How", (e) => html`<${Chip} of=${e.kind} />`],
         ["Reason", (e) => e.data.reason],
@@ -143,7 +143,7 @@ export function Group({ about, params }) {
       <${Tabs} label="View" value=${view} onChange=${setView} options=${[["rollouts", "Rollouts"], ["prefixes", "Prefix tree"]]} />
     </div>
     <div class="chips">
-      ${group ? html`<${Chip} of=${group.state} title=${group.reason} /> <small>${group.reason}</small>` : html`<a href=${link("batch", { step })}><${Chip} of="trained" /> at optimizer step ${step}</a>`}
+      ${group ? html`<${Chip} of=${group.state} title=${group.reason} /> <small>${group.reason}</small>` : data.archived ? html`<${Chip} of=${rows[0].left} /> <small>${rows[0].fate}</small>` : html`<a href=${link("batch", { step })}><${Chip} of="trained" /> at optimizer step ${step}</a>`}
       <${MarksShown} marks=${group?.marks} />
     </div>
     <dl class="stats">

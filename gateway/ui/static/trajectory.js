@@ -24,7 +24,8 @@ export function Trajectory({ about, params }) {
   const path = shown.branches.find((branch) => branch.includes(index)) ?? [];
   const views = { conversation: Conversation, tokens: TokenView, timing: Timing, details: Details };
   const View = views[/** @type {keyof views} */ (view)] ?? Conversation;
-  const state = shown.row ?? { state: "trained" };
+  const archived = shown.archived;
+  const state = shown.row ?? (shown.step === null && archived ? { state: archived.state, reason: archived.reason } : { state: "trained" });
   return html`
     <div class="head"><h1><small>Trajectory</small> <span class="uid">${uid}</span></h1>
       <${Tabs} label="View" value=${view} onChange=${(v) => amend({ view: v })}
@@ -36,6 +37,7 @@ export function Trajectory({ about, params }) {
       ${shown.step !== null && html`<a href=${link("batch", { step: shown.step })}>at optimizer step ${shown.step}</a>`}
       ${shown.running > 0 && html`<${Chip} of=${`${shown.running} call${shown.running > 1 ? "s" : ""} running`} kind="info" />`}
       ${state.reason && html`<small>${state.reason}</small>`}
+      ${archived && html`<small>${archived.fate}</small>`}
       <${MarksShown} marks=${shown.row?.marks} />
       <span>of <${Uid} page="group" uid=${shown.prompt_uid} channel=${shown.channel} step=${shown.step} /></span>
     </div>
@@ -46,6 +48,7 @@ export function Trajectory({ about, params }) {
       <${Stat} label="Channel" value=${shown.channel} />
       <${Stat} label="Attempt" value=${shown.attempt} />
     </dl>
+    ${(archived?.feedback ?? []).map((/** @type {Row} */ late) => html`<p class="notice warn">Reward ${number(late.reward)} came too late: ${late.why}.</p>`)}
     ${shown.steps.length === 0
       ? html`<${Empty}>${state.state === "aborted" ? "The pool released the steps of this trajectory when it was aborted." : "No turn is stored yet."}<//>`
       : html`<div class="split">

@@ -39,6 +39,7 @@ interface Shown {
   running: number;
   step: number | null;
   row: Row | null;
+  archived: Row | null;
   steps: Spans[];
   branches: number[][];
 }

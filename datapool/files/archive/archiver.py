@@ -1,0 +1,367 @@
+"""The archiver of a shard: a process at idle priority that moves what left the pool into files.
+
+    ListDeparted ──► places ──► rows, read from the journal's files ──► conversations
+         ▲                                                                  │
+         └── ReleaseDeparted: the pool deletes the rows ◄── a file, synced ◄┘──► catalogue
+
+The pool's process starts it and is its parent: it ends when that does. A crash at any point writes
+the same rows again, under the same name or that of a longer range. Small files are merged; the
+oldest go beyond the bounds. It never takes the last space of the disk, which the journal needs:
+then it says so, and the pool lets what waits go unarchived. Training waits for nothing of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from xxhash import xxh3_128_hexdigest
+
+from stepwell.datapool.config import PoolConfig
+from stepwell.datapool.errors import DamagedFileError, DataPoolError
+from stepwell.datapool.files.archive import parquet
+from stepwell.datapool.files.archive.catalogue import Catalogue
+from stepwell.datapool.files.archive.conversations import Conversation, Feedback, conversations
+from stepwell.datapool.files.archive.folder import (
+    FEEDBACK,
+    TRAJECTORIES,
+    ArchiveFolder,
+    FileName,
+    Tombstone,
+)
+from stepwell.datapool.files.archive.launch import Settings
+from stepwell.datapool.log_files import log_to_file
+from stepwell.datapool.ops import ReleaseDeparted
+from stepwell.datapool.questions import Departed, DepartedPage, ListDeparted
+from stepwell.datapool.remote.client import DataPoolClient
+from stepwell.datapool.remote.link import Caller, Link
+from stepwell.datapool.remote.stopped import StoppedPort
+from stepwell.datapool.remote.wire import Door
+from stepwell.datapool.store.reading import rows_at_places
+from stepwell.datapool.store.segments import Row
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S: Final = 2.0
+"""Seconds between two looks at what waits."""
+BATCH_BYTES: Final = 16 << 20
+"""Bytes of rows in one file, about."""
+MERGED: Final = 16
+"""Neighbouring small files that become one."""
+SMALL_BYTES: Final = 32 << 20
+TRIES: Final = 5
+"""Tries to read rows that the journal moves meanwhile."""
+
+
+class NoSpaceError(Exception):
+    """The disk has no space for the archive."""
+
+
+class Archive:
+    """The files and the catalogue of one shard, for a writer that holds its lock."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.folder = ArchiveFolder(Path(settings.folder))
+        self.folder.make()
+        self.catalogue = Catalogue(self.folder.catalogue(settings.shard), writes=True)
+
+    def close(self) -> None:
+        self.catalogue.close()
+
+    # -- writing -----------------------------------------------------------------------------
+
+    def archived_through(self) -> int:
+        """The last row of this journal that is in a file; 0: none is."""
+        names = self.folder.names(TRAJECTORIES, self.settings.shard)
+        names += self.folder.names(FEEDBACK, self.settings.shard)
+        return max((n.last for n in names if n.journal == self.settings.journal_id), default=0)
+
+    def write(self, first: int, last: int, found: Sequence[Conversation | Feedback]) -> None:
+        """Write what left with rows first … last to files, durably, and into the catalogue.
+
+        Raises:
+            NoSpaceError: the disk is nearly full; nothing was written.
+            OSError: a file cannot be written.
+        """
+        name = FileName(self.settings.shard, self.settings.journal_id, first, last)
+        said = [each for each in found if isinstance(each, Conversation)]
+        late = [each for each in found if isinstance(each, Feedback)]
+        tables = {TRAJECTORIES: parquet.trajectory_table(said)}
+        if late:
+            tables[FEEDBACK] = parquet.feedback_table(late)
+        tombstones = self.folder.tombstones()
+        written = {kind: _kept(table, tombstones) for kind, table in tables.items()}
+        files = {kind: parquet.file_bytes(table) for kind, table in written.items()}
+        if not self.folder.has_space(sum(map(len, files.values()))):
+            raise NoSpaceError(str(self.folder.path))
+        for kind in (FEEDBACK, TRAJECTORIES):  # the second one says that all is there
+            if kind in files:
+                self.folder.write(kind, name, files[kind])
+                self._add(kind, name, written[kind], files[kind])
+
+    def _add(self, kind: str, name: FileName, table: Any, content: bytes) -> None:
+        digest, size = xxh3_128_hexdigest(content), len(content)
+        if kind == FEEDBACK:
+            self.catalogue.add_feedback(name.text, table, digest, size)
+        else:
+            groups = parquet.row_groups(self.folder.file(kind, name))
+            self.catalogue.add(name.text, table, groups, digest, size)
+
+    # -- looking after -----------------------------------------------------------------------
+
+    def reconcile(self) -> list[str]:
+        """Make the catalogue that of the files that are there; what is damaged, a line each."""
+        told: list[str] = []
+        known = self.catalogue.files()
+        there: set[tuple[str, str]] = set()
+        for kind in (TRAJECTORIES, FEEDBACK):
+            for name in self.folder.names(kind, self.settings.shard):
+                there.add((kind, name.text))
+                if (kind, name.text) in known:
+                    continue
+                path = self.folder.file(kind, name)
+                try:
+                    table = _kept(parquet.read_table(path), self.folder.tombstones())
+                    self._add(kind, name, table, path.read_bytes())
+                except (DamagedFileError, OSError) as e:
+                    told.append(str(e))
+        for gone in known.keys() - there:
+            self.catalogue.forget_file(*gone)
+        return told
+
+    def merge(self) -> None:
+        """Make one file of neighbouring small ones."""
+        names = [
+            name
+            for name in self.folder.names(TRAJECTORIES, self.settings.shard)
+            if name.journal == self.settings.journal_id
+        ]
+        run: list[FileName] = []
+        n_bytes = 0
+        for name in reversed(names):
+            size = self.folder.file(TRAJECTORIES, name).stat().st_size
+            if size > SMALL_BYTES // 4 or n_bytes + size > SMALL_BYTES:
+                break
+            run.append(name)
+            n_bytes += size
+        if len(run) >= MERGED:
+            self._merge(run[::-1])
+
+    def _merge(self, run: Sequence[FileName]) -> None:
+        import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
+
+        merged = FileName(run[0].shard, run[0].journal, run[0].first, run[-1].last)
+        for kind in (FEEDBACK, TRAJECTORIES):
+            paths = [self.folder.file(kind, name) for name in run]
+            paths = [path for path in paths if path.is_file()]
+            if not paths:
+                continue
+            table = pa.concat_tables([parquet.read_table(path) for path in paths])
+            table = table.combine_chunks()
+            content = parquet.file_bytes(table)
+            if not self.folder.has_space(len(content)):
+                return
+            self.folder.write(kind, merged, content)
+            self._add(kind, merged, table, content)
+            for path in paths:
+                if path.name != merged.text:
+                    self.catalogue.replace_file(kind, path.name, merged.text)
+                    path.unlink()
+
+    def trim(self, now: float) -> list[str]:
+        """Remove the files that are too old, and the oldest of too many bytes; their names."""
+        gone: list[str] = []
+        known = sorted(self.catalogue.files().values(), key=lambda row: row["newest"])
+        total = sum(row["n_bytes"] for row in known)
+        for row in known[:-1]:  # the newest stays: its name says what is archived
+            is_young = row["newest"] > now - self.settings.keep_s
+            if is_young and total + self.catalogue.used_bytes() <= self.settings.max_bytes:
+                break
+            total -= row["n_bytes"]
+            self.folder.file(row["kind"], row["name"]).unlink(missing_ok=True)
+            self.catalogue.forget_file(row["kind"], row["name"])
+            gone.append(row["name"])
+        return gone
+
+    def erase(self) -> list[str]:
+        """Take what tombstones name out of files and catalogue; the uids of trajectories.
+
+        Raises:
+            DamagedFileError: a file cannot be read, so that it could still hold what is deleted.
+        """
+        tombstones = self.folder.tombstones()
+        gone: dict[str, None] = {}
+        columns = ["trajectory_uid", "user", "tags", "opened_at"]
+        for name in self.folder.names(TRAJECTORIES, self.settings.shard):
+            path = self.folder.file(TRAJECTORIES, name)
+            keys = parquet.read_table(path, columns).to_pylist()
+            meant = [i for i, row in enumerate(keys) if any(t.meets(row) for t in tombstones)]
+            if meant:
+                gone |= dict.fromkeys(keys[i]["trajectory_uid"] for i in meant)
+                self._rewrite(TRAJECTORIES, name, meant)
+        named = {t.value for t in tombstones if t.kind == "trajectory"} | gone.keys()
+        for name in self.folder.names(FEEDBACK, self.settings.shard):
+            uids = parquet.read_table(self.folder.file(FEEDBACK, name), ["trajectory_uid"])
+            meant = [i for i, uid in enumerate(uids[0].to_pylist()) if uid in named]
+            if meant:
+                self._rewrite(FEEDBACK, name, meant)
+        self.catalogue.forget(named)
+        return list(gone)
+
+    def _rewrite(self, kind: str, name: FileName, gone: Sequence[int]) -> None:
+        path = self.folder.file(kind, name)
+        table = parquet.without(parquet.read_table(path), gone)
+        content = parquet.file_bytes(table)
+        self.folder.write(kind, name, content)
+        self._add(kind, name, table, content)
+
+
+def _kept(table: Any, tombstones: Sequence[Tombstone]) -> Any:
+    """The rows that no tombstone names."""
+    if not tombstones or not len(table):
+        return table
+    names = [n for n in ("trajectory_uid", "user", "tags", "opened_at") if n in table.column_names]
+    empty = {"user": None, "tags": (), "opened_at": None}
+    rows = table.select(names).to_pylist()
+    if "user" not in names:  # feedback, which is named by its trajectory alone
+        tombstones = [t for t in tombstones if t.kind == "trajectory"]
+    gone = [i for i, row in enumerate(rows) if any(t.meets(empty | row) for t in tombstones)]
+    return parquet.without(table, gone) if gone else table
+
+
+async def archive_stopped(pool: DataPoolClient, config: PoolConfig) -> None:
+    """Archive what waited when a pool ended, of which only the journals are left
+    (`stopped_pool`). What they hold stays; a later start of the pool deletes it.
+
+    Args:
+        config: what the pool ran with.
+    """
+    for shard, port in enumerate(pool.ports):
+        if not isinstance(port, StoppedPort) or not port.backlog["waiting"]:
+            continue
+        if (settings := Settings.of(config, port.folder, port.journal_id, shard)) is None:
+            return
+        archive = await asyncio.to_thread(Archive, settings)
+        try:
+            while await archive_waiting(archive, port):
+                pass
+        finally:
+            archive.close()
+
+
+# -- the process -------------------------------------------------------------------------------
+
+
+class _PoolLink(Link):
+    """The way to the pool that started this process."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self._door = Door("here", 1, settings.unix, None, settings.secret)
+
+    async def find(self) -> tuple[Door, str]:
+        return self._door, "here"
+
+
+async def archive_waiting(archive: Archive, pool: Caller) -> int:
+    """Archive one page of what waits; how many groups and late rows that were."""
+    page: DepartedPage = await pool.call(ListDeparted(max_bytes=BATCH_BYTES))
+    if not page.items:
+        return 0
+    folder, through = Path(archive.settings.journal), archive.archived_through()
+    new = [each for each in page.items if each.row > through]
+    if new:
+        rows = await _read(folder, new, pool)
+        found = [each for channel, group in rows for each in conversations(channel, group)]
+        try:
+            with archive.folder.locked(archive.settings.shard):
+                archive.write(new[0].row, new[-1].row, found)
+        except NoSpaceError:
+            why = f"the disk of {archive.folder.path} is nearly full; free space on it"
+            await pool.call(ReleaseDeparted(page.items[-1].row, why))
+            return len(page.items)
+    await pool.call(ReleaseDeparted(page.items[-1].row))
+    return len(page.items)
+
+
+async def _read(
+    folder: Path, groups: Sequence[Departed], pool: Caller
+) -> list[tuple[str, list[Row]]]:
+    """The rows of groups; those that the journal has moved meanwhile are looked for again."""
+    found: list[tuple[str, list[Row]]] = []
+    for group in groups:
+        for tried in range(TRIES):
+            try:
+                found.append((group.channel, rows_at_places(folder, group.places)))
+                break
+            except (OSError, ValueError):
+                if tried + 1 == TRIES:
+                    raise
+                again: DepartedPage = await pool.call(ListDeparted(group.row - 1, 1))
+                if not again.items or again.items[0].row != group.row:
+                    break  # it was deleted
+                group = again.items[0]
+    return found
+
+
+async def run(settings: Settings) -> None:
+    """Archive what waits until the pool is gone."""
+    archive, pool = Archive(settings), _PoolLink(settings)
+    with archive.folder.locked(settings.shard):
+        for line in archive.reconcile():
+            logger.error("archive: %s", line)
+    while True:
+        began = time.monotonic()
+        try:
+            n = await archive_waiting(archive, pool)
+            with archive.folder.locked(settings.shard):
+                archive.merge()
+                for name in archive.trim(time.time()):
+                    logger.info("archive: %s is beyond pool.archive's bounds and was removed", name)
+        except (DataPoolError, OSError) as e:
+            logger.error("archive: %s", e)
+            n = 0
+        if not n or time.monotonic() - began < INTERVAL_S / 4:
+            await asyncio.sleep(INTERVAL_S)
+
+
+def _be_idle() -> None:
+    """Run when nobody else wants the processor or the disk."""
+    with suppress(OSError):
+        os.nice(19)
+    if hasattr(os, "SCHED_IDLE"):
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    # One thread: Arrow would use all cores.
+    import pyarrow as pa
+
+    pa.set_cpu_count(1)
+    pa.set_io_thread_count(1)
+
+
+def main() -> None:
+    length = int.from_bytes(sys.stdin.buffer.read(4), "little")
+    settings = msgspec.msgpack.decode(sys.stdin.buffer.read(length), type=Settings)
+    log_to_file(None if settings.log_file is None else Path(settings.log_file))
+    _be_idle()
+
+    def end_with_the_pool() -> None:
+        sys.stdin.buffer.read()
+        os._exit(0)  # at any point: what is half done is done again
+
+    threading.Thread(target=end_with_the_pool, daemon=True).start()
+    asyncio.run(run(settings))
+
+
+if __name__ == "__main__":
+    main()

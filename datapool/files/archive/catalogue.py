@@ -1,0 +1,404 @@
+"""The catalogue of a shard's files: a SQLite database that is made of them, and can be made again.
+
+    trajectories   a row each: where it is, and what it is listed and filtered by
+    words          FTS5 over `texts`: what was said in it
+    prompts        a row per prompt over all its tries, kept up to date
+    feedback       rewards that came late
+    files          what is in here, with the digest of each file
+
+In Chinese, Japanese, Korean and Thai each character is a word, since running text has no spaces:
+they are stored with zero-width spaces between them, so that 東京 is found as a phrase. The newest
+have the highest ids: what is newest is read first, backwards. One process writes (`archiver.py`, or
+who deletes, with the lock); others read.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from stepwell.datapool.files.archive.conversations import text_of
+from stepwell.datapool.files.archive.parquet import step_messages
+
+VERSION: Final = 1
+TEXT_CHARACTERS: Final = 200_000
+"""Characters of a trajectory that are searched at most, from its beginning."""
+PREVIEW: Final = 240
+"""Characters of the first and the last message in lists."""
+ALONE: Final = re.compile(
+    "([\u0e00-\u0eff\u1100-\u11ff\u3040-\u30ff\u3130-\u318f\u3400-\u4dbf\u4e00-\u9fff\ua960-\ua97f"
+    "\uac00-\ud7ff\uf900-\ufaff\U00020000-\U0003ffff])"
+)
+"""Characters that are words of their own."""
+BREAK: Final = "\u200b"
+"""Between these words: seen by nobody, and a separator for the tokenizer."""
+FACTS: Final = (
+    "reward",
+    "version",
+    "oldest_version",
+    "turns",
+    "tokens",
+    "response_tokens",
+    "attempt",
+    "state",
+    "reason",
+    "left",
+    "drop_reason",
+    "data_source",
+    "user",
+    "channel",
+    "seconds",
+    "time",
+)
+"""Columns that a filter may look at. One index has them all, so that a filter without hits reads
+that alone."""
+
+_TABLES: Final = f"""
+CREATE TABLE files (
+  kind TEXT, name TEXT, digest TEXT, n_bytes INTEGER, n_rows INTEGER, newest REAL,
+  PRIMARY KEY (kind, name)
+) WITHOUT ROWID;
+CREATE TABLE trajectories (
+  id INTEGER PRIMARY KEY, uid TEXT NOT NULL, channel TEXT NOT NULL, attempt INTEGER NOT NULL,
+  part INTEGER NOT NULL, prompt_uid TEXT NOT NULL, file TEXT NOT NULL, row_group INTEGER NOT NULL,
+  row INTEGER NOT NULL, state TEXT, reason TEXT, left TEXT, drop_reason TEXT, reward REAL,
+  version INTEGER, oldest_version INTEGER, turns INTEGER, tokens INTEGER, response_tokens INTEGER,
+  data_source TEXT, user TEXT, tags TEXT, time REAL, seconds REAL, prompt TEXT NOT NULL,
+  first TEXT, last TEXT
+);
+CREATE UNIQUE INDEX by_uid ON trajectories(uid, channel, attempt, part);
+CREATE INDEX by_group ON trajectories(prompt_uid);
+CREATE INDEX by_prompt ON trajectories(prompt);
+CREATE INDEX by_file ON trajectories(file);
+CREATE INDEX by_reward ON trajectories(reward, id);
+CREATE INDEX by_turns ON trajectories(turns, id);
+CREATE INDEX by_tokens ON trajectories(tokens, id);
+CREATE INDEX by_version ON trajectories(version, id);
+CREATE INDEX by_reason ON trajectories(drop_reason, reason, id);
+CREATE INDEX facts ON trajectories({", ".join(f'"{name}"' for name in FACTS)});
+CREATE TABLE tags (tag TEXT, id INTEGER, PRIMARY KEY (tag, id)) WITHOUT ROWID;
+CREATE TABLE texts (id INTEGER PRIMARY KEY, body TEXT);
+CREATE VIRTUAL TABLE words USING fts5(
+  body, content='texts', content_rowid='id', tokenize='unicode61 remove_diacritics 2'
+);
+CREATE TABLE prompts (
+  prompt TEXT PRIMARY KEY, data_source TEXT, instance TEXT, first TEXT, tries INTEGER,
+  scored INTEGER, rewarded INTEGER, total REAL, best REAL, worst REAL, solved_at REAL,
+  solved_version INTEGER, newest REAL, channel TEXT
+) WITHOUT ROWID;
+CREATE INDEX never_rewarded ON prompts(newest) WHERE rewarded = 0 AND scored > 0;
+CREATE TABLE feedback (
+  uid TEXT, part INTEGER, channel TEXT, prompt_uid TEXT, file TEXT, time REAL, reward REAL,
+  step_index INTEGER, why TEXT, PRIMARY KEY (uid, part, channel)
+) WITHOUT ROWID;
+"""
+
+
+def segmented(text: str) -> str:
+    """Text in which each character that is a word stands alone."""
+    return ALONE.sub(f"{BREAK}\\1{BREAK}", text) if ALONE.search(text) else text
+
+
+def plain(text: str | None) -> str | None:
+    """The text that `segmented` was given."""
+    return None if text is None else text.replace(BREAK, "")
+
+
+def match_of(search: str) -> str:
+    """The FTS5 query of what somebody typed: all words, those in quotes as they follow each other;
+    a * at the end of a word stands for any end."""
+    found = []
+    for quoted, word in re.findall(r'"([^"]*)"|(\S+)', search):
+        text = segmented(quoted or word.rstrip("*")).replace('"', '""')
+        if re.search(r"\w", text):
+            found.append(f'"{text}"' + "*" * (not quoted and word.endswith("*")))
+    return " ".join(found)
+
+
+class Catalogue:
+    """The catalogue in a file.
+
+    Args:
+        writes: makes it if there is none; else it is only read.
+    """
+
+    def __init__(self, path: Path, *, writes: bool = False) -> None:
+        self.path = path
+        if writes:
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            path.chmod(0o600)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA secure_delete = ON")
+            self._db.execute("PRAGMA synchronous = NORMAL")  # it can be made again
+            if self._db.execute("PRAGMA user_version").fetchone()[0] != VERSION:
+                self._make()
+        else:
+            uri = f"{path.absolute().as_uri()}?mode=ro"
+            self._db = sqlite3.connect(uri, uri=True, check_same_thread=False)
+        self._db.row_factory = sqlite3.Row
+        self._db.execute("PRAGMA cache_size = -65536")
+
+    def _make(self) -> None:
+        names = "SELECT type, name FROM sqlite_master WHERE sql IS NOT NULL AND type = 'table'"
+        for _, name in self._db.execute(names).fetchall():
+            if not name.startswith(("sqlite_", "words_")):
+                self._db.execute(f'DROP TABLE IF EXISTS "{name}"')
+        self._db.executescript(_TABLES)
+        self._db.execute(f"PRAGMA user_version = {VERSION}")
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    # -- writing -----------------------------------------------------------------------------
+
+    def files(self) -> dict[tuple[str, str], sqlite3.Row]:
+        """What is known of each file, by its kind and name."""
+        rows = self._db.execute("SELECT * FROM files")
+        return {(row["kind"], row["name"]): row for row in rows}
+
+    def add(self, name: str, table: Any, groups: Sequence[int], digest: str, n_bytes: int) -> None:
+        """Add the rows of a file of trajectories; those that are here already stay, and are read
+        from this file from now on.
+
+        Args:
+            groups: numbers of rows of its row groups.
+        """
+        places = [(g, r) for g, n in enumerate(groups) for r in range(n)]
+        rows = table.drop_columns(["token_ids", "log_probs"]).to_pylist()
+        newest = max((_seconds(row["left_at"]) or 0.0 for row in rows), default=0.0)
+        with self._change():
+            for (group, at), row in zip(places, rows, strict=True):
+                self._add(name, group, at, row)
+            self._note("trajectories", name, digest, n_bytes, len(rows), newest)
+
+    def _note(self, *values: Any) -> None:
+        self._db.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)", values)
+
+    def _add(self, name: str, group: int, at: int, row: Mapping[str, Any]) -> None:
+        key = row["trajectory_uid"], row["channel"], row["attempt"], row["part"]
+        where = "uid = ? AND channel = ? AND attempt = ? AND part = ?"
+        place = f"UPDATE trajectories SET file = ?, row_group = ?, row = ? WHERE {where}"
+        if self._db.execute(place, (name, group, at, *key)).rowcount:
+            return
+        messages = [m for each in step_messages(row) for m in each]
+        text = "\n".join(filter(None, map(text_of, messages)))[:TEXT_CHARACTERS]
+        prompt = prompt_key(row)
+        opened, closed = _seconds(row["opened_at"]), _seconds(row["closed_at"])
+        values = {
+            "uid": row["trajectory_uid"],
+            **{key: row[key] for key in ("channel", "attempt", "part", "prompt_uid")},
+            "file": name,
+            "row_group": group,
+            "row": at,
+            **{key: row[key] for key in ("state", "reason", "left", "drop_reason", "reward")},
+            "version": row["newest_version"],
+            "oldest_version": row["oldest_version"],
+            "turns": row["n_steps"],
+            "tokens": row["n_tokens"],
+            "response_tokens": row["n_response_tokens"],
+            "data_source": row["data_source"],
+            "user": row["user"],
+            "tags": orjson.dumps(row["tags"] or []).decode(),
+            "time": _seconds(row["left_at"]),
+            "seconds": None if closed is None or opened is None else closed - opened,
+            "prompt": prompt,
+            "first": _preview(row["first_user"]),
+            "last": _preview(row["last_reply"]),
+        }
+        names, marks = ", ".join(f'"{key}"' for key in values), ", ".join("?" * len(values))
+        insert = f"INSERT INTO trajectories ({names}) VALUES ({marks})"
+        rowid = self._db.execute(insert, tuple(values.values())).lastrowid
+        for tag in row["tags"] or ():
+            self._db.execute("INSERT INTO tags VALUES (?, ?)", (tag, rowid))
+        if text:
+            body = segmented(text)
+            self._db.execute("INSERT INTO texts VALUES (?, ?)", (rowid, body))
+            self._db.execute("INSERT INTO words(rowid, body) VALUES (?, ?)", (rowid, body))
+        if row["state"] == "complete":
+            self._try(prompt, row)
+
+    def _try(self, prompt: str, row: Mapping[str, Any]) -> None:
+        """Count a try of a prompt."""
+        reward, at = row["reward"], _seconds(row["left_at"])
+        solved = reward is not None and reward > 0
+        values = (
+            prompt,
+            row["data_source"],
+            row["instance_id"],
+            _preview(row["first_user"]),
+            int(reward is not None),
+            int(solved),
+            reward or 0.0,
+            reward,
+            reward,
+            at if solved else None,
+            row["newest_version"] if solved else None,
+            at,
+            row["channel"],
+        )
+        self._db.execute(
+            "INSERT INTO prompts VALUES (?, ?, ?, ?, 1, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+            "ON CONFLICT (prompt) DO UPDATE SET tries = tries + 1,"
+            " scored = scored + excluded.scored,"
+            " rewarded = rewarded + excluded.rewarded, total = total + excluded.total,"
+            " best = CASE WHEN best IS NULL OR excluded.best > best THEN excluded.best"
+            " ELSE best END,"
+            " worst = CASE WHEN worst IS NULL OR excluded.worst < worst THEN excluded.worst"
+            " ELSE worst END,"
+            " solved_at = CASE WHEN solved_at IS NULL OR excluded.solved_at < solved_at"
+            " THEN excluded.solved_at ELSE solved_at END,"
+            " solved_version = CASE WHEN solved_version IS NULL THEN excluded.solved_version"
+            " ELSE min(solved_version, coalesce(excluded.solved_version, solved_version)) END,"
+            " newest = max(newest, excluded.newest)",
+            values,
+        )
+
+    def add_feedback(self, name: str, table: Any, digest: str, n_bytes: int) -> None:
+        """Add the rows of a file of feedback."""
+        rows = table.to_pylist()
+        with self._change():
+            for row in rows:
+                self._db.execute(
+                    "INSERT OR REPLACE INTO feedback VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (
+                        row["trajectory_uid"],
+                        row["part"],
+                        row["channel"],
+                        row["prompt_uid"],
+                        name,
+                        _seconds(row["at"]),
+                        row["reward"],
+                        row["step_index"],
+                        row["why"],
+                    ),
+                )
+            newest = max((_seconds(row["at"]) or 0.0 for row in rows), default=0.0)
+            self._note("feedback", name, digest, n_bytes, len(rows), newest)
+
+    def forget_file(self, kind: str, name: str) -> None:
+        """Take out a file and all that is read from it."""
+        with self._change():
+            if kind == "trajectories":
+                ids = self._db.execute("SELECT id FROM trajectories WHERE file = ?", (name,))
+                self._forget([row[0] for row in ids.fetchall()])
+            else:
+                self._db.execute("DELETE FROM feedback WHERE file = ?", (name,))
+            self._db.execute("DELETE FROM files WHERE kind = ? AND name = ?", (kind, name))
+
+    def replace_file(self, kind: str, name: str, by: str) -> None:
+        """Forget a file whose rows were added from another one."""
+        with self._change():
+            self._db.execute("DELETE FROM files WHERE kind = ? AND name = ?", (kind, name))
+            if kind == "feedback":
+                self._db.execute("UPDATE feedback SET file = ? WHERE file = ?", (by, name))
+
+    def forget(self, uids: Iterable[str]) -> None:
+        """Take out trajectories; afterwards the database's files have no byte of their text."""
+        with self._change():
+            for uid in uids:
+                ids = self._db.execute("SELECT id FROM trajectories WHERE uid = ?", (uid,))
+                self._forget([row[0] for row in ids.fetchall()])
+                self._db.execute("DELETE FROM feedback WHERE uid = ?", (uid,))
+        # Segments of the index that were written before still have its words: merge them into one.
+        self._db.execute("INSERT INTO words(words) VALUES ('optimize')")
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def _forget(self, ids: Sequence[int]) -> None:
+        prompts = set()
+        for each in ids:
+            one = (each,)
+            body = self._db.execute("SELECT body FROM texts WHERE id = ?", one).fetchone()
+            if body is not None:
+                delete = "INSERT INTO words(words, rowid, body) VALUES ('delete', ?, ?)"
+                self._db.execute(delete, (each, body[0]))
+                self._db.execute("DELETE FROM texts WHERE id = ?", one)
+            found = self._db.execute("SELECT prompt, tags FROM trajectories WHERE id = ?", one)
+            for prompt, tags in found.fetchall():
+                prompts.add(prompt)
+                for tag in orjson.loads(tags):
+                    self._db.execute("DELETE FROM tags WHERE tag = ? AND id = ?", (tag, each))
+            self._db.execute("DELETE FROM trajectories WHERE id = ?", one)
+        for prompt in prompts:
+            self._count_again(prompt)
+
+    def _count_again(self, prompt: str) -> None:
+        left = self._db.execute(
+            "SELECT count(*), count(reward), coalesce(sum(reward > 0), 0), total(reward),"
+            " max(reward), min(reward), min(CASE WHEN reward > 0 THEN time END),"
+            " min(CASE WHEN reward > 0 THEN version END), max(time), min(first)"
+            " FROM trajectories WHERE prompt = ? AND state = 'complete'",
+            (prompt,),
+        ).fetchone()
+        if not left[0]:
+            self._db.execute("DELETE FROM prompts WHERE prompt = ?", (prompt,))
+            return
+        self._db.execute(
+            "UPDATE prompts SET tries = ?, scored = ?, rewarded = ?, total = ?, best = ?,"
+            " worst = ?, solved_at = ?, solved_version = ?, newest = ?, first = ? WHERE prompt = ?",
+            (*left, prompt),
+        )
+
+    def used_bytes(self) -> int:
+        """Bytes of pages that hold something; others are used again."""
+        pages, free, size = (
+            self._db.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in ("page_count", "freelist_count", "page_size")
+        )
+        return int((pages - free) * size)
+
+    def count(self) -> int:
+        """Number of trajectories."""
+        return int(self._db.execute("SELECT count(*) FROM trajectories").fetchone()[0])
+
+    # -- reading -----------------------------------------------------------------------------
+
+    def query(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        """The rows that a statement of ours selects."""
+        with closing(self._db.cursor()) as cursor:
+            return [dict(row) for row in cursor.execute(sql, values)]
+
+    def is_sound(self) -> str | None:
+        """None if SQLite finds no damage; else what it says."""
+        try:
+            found = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        except sqlite3.DatabaseError as e:
+            return str(e)
+        return None if found == "ok" else str(found)
+
+
+def prompt_key(row: Mapping[str, Any]) -> str:
+    """The prompt that a trajectory is a try of: its task, where it names one, else its first
+    message; else its group."""
+    task = row["instance_id"]
+    if task is not None:
+        said = f"{row['data_source'] or ''}\0{task}"
+    else:
+        said = row["first_user"] or row["prompt_uid"]
+    return blake2b(said.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+
+
+def _preview(text: str | None) -> str | None:
+    if text is None:
+        return None
+    return text if len(text) <= PREVIEW else f"{text[: PREVIEW - 1]}…"
+
+
+def _seconds(time: Any) -> float | None:
+    return None if time is None else float(time.timestamp())

@@ -1,0 +1,173 @@
+"""The folder of an archive: names of its files, who may write, what was deleted, what is too old.
+
+    trajectories/0-1f3a5b7c-000000000012-000000000980.parquet     shard, journal, first and last row
+    feedback/     the same for rewards that came late
+    catalogue-0.sqlite     of shard 0        lock-0     whoever writes files of shard 0 holds it
+    deleted.jsonl          tombstones, a sealed line each
+
+A name says which rows of which journal are in the file. After a crash the same rows get the same
+name again, or a longer range: rows that are in two files are the same.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+import orjson
+
+from stepwell.datapool.sealed import damaged, fsync, read_lines, sealed, write_durably
+
+TRAJECTORIES: Final = "trajectories"
+FEEDBACK: Final = "feedback"
+DELETED: Final = "deleted.jsonl"
+RESERVE_BYTES: Final = 512 << 20
+"""Bytes that the archive leaves free on its disk: the journal needs them."""
+Kind: TypeAlias = Literal["trajectory", "user", "tag"]
+_NAME: Final = re.compile(r"(\d+)-([0-9a-f]{8}|imported)-(\d{12})-(\d{12})\.parquet")
+
+
+class FileName(NamedTuple):
+    """A file's name, taken apart."""
+
+    shard: int
+    journal: str
+    first: int
+    last: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.shard}-{self.journal}-{self.first:012d}-{self.last:012d}.parquet"
+
+    @classmethod
+    def of(cls, name: str) -> FileName | None:
+        if (match := _NAME.fullmatch(name)) is None:
+            return None
+        shard, journal, first, last = match.groups()
+        return cls(int(shard), journal, int(first), int(last))
+
+
+class Tombstone(NamedTuple):
+    """A deletion: of one trajectory, of all of a user, of all with a tag."""
+
+    kind: Kind
+    value: str
+    at: float
+    """Time of the deletion, seconds since 1970. Of a user or a tag, what was opened later stays."""
+
+    def meets(self, row: Mapping[str, Any]) -> bool:
+        """Return whether it deletes a trajectory with these columns."""
+        if self.kind == "trajectory":
+            return bool(row["trajectory_uid"] == self.value)
+        found = row["tags"] or () if self.kind == "tag" else (row["user"],)
+        return self.value in found and row["opened_at"].timestamp() <= self.at
+
+
+class ArchiveFolder:
+    """The files of an archive."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def exists(self) -> bool:
+        return (self.path / TRAJECTORIES).is_dir()
+
+    def make(self) -> None:
+        for folder in (self.path, self.path / TRAJECTORIES, self.path / FEEDBACK):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def catalogue(self, shard: int) -> Path:
+        return self.path / f"catalogue-{shard}.sqlite"
+
+    def shards(self) -> list[int]:
+        """Numbers of the shards that have files or a catalogue here."""
+        named = {name.shard for kind in (TRAJECTORIES, FEEDBACK) for name in self.names(kind)}
+        found = self.path.glob("catalogue-*.sqlite")
+        return sorted(named | {int(path.stem.removeprefix("catalogue-")) for path in found})
+
+    def names(self, kind: str, shard: int | None = None) -> list[FileName]:
+        """Names of the files of a kind, by journal and first row."""
+        folder = self.path / kind
+        entries = os.listdir(folder) if folder.is_dir() else ()
+        found = (name for entry in entries if (name := FileName.of(entry)) is not None)
+        return sorted(name for name in found if shard in (None, name.shard))
+
+    def file(self, kind: str, name: FileName | str) -> Path:
+        return self.path / kind / (name if isinstance(name, str) else name.text)
+
+    def write(self, kind: str, name: FileName, content: bytes) -> None:
+        """Write a file durably, in place of one of this name."""
+        write_durably(self.file(kind, name), content, private=True)
+
+    @contextmanager
+    def locked(self, shard: int) -> Iterator[None]:
+        """Nobody else writes files of this shard inside the block."""
+        with open(self.path / f"lock-{shard}", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    # -- bounds ------------------------------------------------------------------------------
+
+    def n_bytes(self, shard: int | None = None) -> int:
+        """Bytes of files and catalogues."""
+        total = 0
+        for kind in (TRAJECTORIES, FEEDBACK):
+            total += sum(_size(self.file(kind, name)) for name in self.names(kind, shard))
+        for each in self.shards() if shard is None else [shard]:
+            total += sum(_size(Path(f"{self.catalogue(each)}{end}")) for end in ("", "-wal"))
+        return total
+
+    def has_space(self, n_bytes: int) -> bool:
+        """Return whether so many bytes can be written without taking the journal's reserve."""
+        return shutil.disk_usage(self.path).free - n_bytes > RESERVE_BYTES
+
+    # -- tombstones --------------------------------------------------------------------------
+
+    def bury(self, tombstones: list[Tombstone]) -> None:
+        """Append tombstones, durably: what they name is filtered from now on."""
+        lines = b"".join(sealed(orjson.dumps(each._asdict())) for each in tombstones)
+        path = self.path / DELETED
+        with open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        fsync(path.parent)
+
+    def tombstones(self) -> list[Tombstone]:
+        """All deletions.
+
+        Raises:
+            DamagedFileError: the file of tombstones is not what was written.
+        """
+        path = self.path / DELETED
+        if not path.is_file():
+            return []
+        found = []
+        for offset, line in read_lines(path):
+            if line is None:
+                raise damaged(
+                    path,
+                    f"the line at byte {offset} is not what was written",
+                    "restore it from a copy; without it what was deleted could come back",
+                )
+            each = orjson.loads(line)
+            found.append(Tombstone(each["kind"], each["value"], each["at"]))
+        return found
+
+
+def tombstone(kind: Kind, value: str) -> Tombstone:
+    return Tombstone(kind, value, time.time())
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

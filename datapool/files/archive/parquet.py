@@ -1,0 +1,416 @@
+"""Files of the archive: a row per trajectory, columnar, with a sealed footer.
+
+    token_ids   prompt of each root, new ids, response ids of each step    a shared prefix once
+    log_probs   of the responses of steps that have them                   byte-stream-split
+    steps       list of structs: what else is known of each step           its text is in `messages`
+
+    PAR1 │ row groups of about 2 MB │ footer: schema, statistics, `stepwell.seal`
+
+The seal is the XXH3-128 of all bytes before the footer; the catalogue has that of the whole file.
+DuckDB, pandas, polars and `datasets` read the files as they are. Owns the form. Does not own what a
+trajectory is (`conversations.py`), nor names (`folder.py`).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import orjson
+import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
+import pyarrow.parquet as pq  # type: ignore[import-untyped,unused-ignore]
+from xxhash import xxh3_128_hexdigest
+
+from stepwell.datapool.core.channel import GROUP_DROPPED
+from stepwell.datapool.errors import DamagedFileError
+from stepwell.datapool.files.archive.conversations import (
+    MESSAGES,
+    Conversation,
+    Feedback,
+    first_and_last,
+    user_of,
+)
+from stepwell.datapool.files.columns import dumps, loads
+from stepwell.datapool.inspect.pages import ExportedTrajectory
+from stepwell.datapool.selection import UNMARKED, Marks
+from stepwell.datapool.types import Step, Trajectory, VersionSpan
+
+FORM: Final = "1"
+SEAL: Final = b"stepwell.seal"
+_FORM: Final = b"stepwell.archive"
+GROUP_BYTES: Final = 2 << 20
+"""Bytes of tokens and text of a row group, about: what is read to see one trajectory."""
+REMEDY: Final = (
+    "restore it from a copy, or remove it and run `stepwell archive check` again, which takes it "
+    "out of the catalogue"
+)
+
+_TEXT, _INT, _TIME = pa.string(), pa.int32(), pa.timestamp("us", "UTC")
+_STEP = {
+    "step_index": _INT,
+    "parent_index": _INT,  # null: a root
+    "base_index": _INT,  # the step whose tokens its prompt begins with; null: none
+    "n_prompt": _INT,
+    "n_new": _INT,  # prompt tokens that are in `token_ids` for this step
+    "n_response": _INT,
+    "has_log_probs": pa.bool_(),
+    "policy_version": pa.int64(),
+    "reward": pa.float64(),  # its own, without the outcome
+    "finish_reason": _TEXT,
+    "is_last": pa.bool_(),
+    "at": _TIME,  # when the pool stored it
+    "messages": _TEXT,  # JSON: what was said since the step before, and the reply
+    "metadata": _TEXT,  # JSON, without the messages
+    "more": _TEXT,  # JSON: version spans, multi-modal data, routed experts
+}
+TRAJECTORIES: Final = pa.schema(
+    {
+        **dict.fromkeys(("channel", "prompt_uid", "trajectory_uid"), _TEXT),
+        "attempt": _INT,
+        "part": pa.int64(),  # 0: the trajectory; else a step that came too late for it
+        "state": _TEXT,  # complete, aborted, late
+        "reason": _TEXT,  # why it was aborted
+        "left": _TEXT,  # acked: a trainer took its group; dropped; late
+        "drop_reason": _TEXT,
+        "reward": pa.float64(),
+        "outcome": pa.float64(),
+        **dict.fromkeys(("oldest_version", "newest_version"), pa.int64()),
+        **dict.fromkeys(("n_steps", "n_tokens", "n_response_tokens"), _INT),
+        **dict.fromkeys(("opened_at", "closed_at", "leased_at", "left_at"), _TIME),
+        **dict.fromkeys(("data_source", "instance_id", "user"), _TEXT),
+        "tags": pa.list_(_TEXT),
+        **dict.fromkeys(("first_user", "last_reply"), _TEXT),
+        **dict.fromkeys(("metadata", "group_metadata", "marks", "group_marks"), _TEXT),
+        "n_rollouts": _INT,
+        "steps": pa.list_(pa.struct(_STEP)),
+        "token_ids": pa.list_(pa.int32()),
+        "log_probs": pa.list_(pa.float32()),
+    },
+    {_FORM: FORM.encode()},
+)
+FEEDBACK: Final = pa.schema(
+    {
+        **dict.fromkeys(("channel", "prompt_uid", "trajectory_uid"), _TEXT),
+        "part": pa.int64(),
+        "at": _TIME,
+        "reward": pa.float64(),
+        "step_index": _INT,
+        "why": _TEXT,
+    },
+    {_FORM: FORM.encode()},
+)
+_PLAIN: Final = ("channel", "prompt_uid", "trajectory_uid", "attempt", "part", "state", "reason")
+_PLAIN_TOO: Final = ("left", "drop_reason", "outcome", "n_rollouts")
+_DICTIONARY: Final = ["channel", "state", "reason", "left", "drop_reason", "data_source", "user"]
+
+
+def _json(value: Any, what: str) -> str | None:
+    if value is None:
+        return None
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError:  # bytes, arrays, half a surrogate
+        return dumps(value, what)
+
+
+def _marks(marks: Marks) -> str | None:
+    """Marks as JSON; null where nobody has marked it."""
+    return None if marks == UNMARKED else _json(marks.as_dict(), "marks")
+
+
+def _micros(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * 1e6)
+
+
+# -- writing -----------------------------------------------------------------------------------
+
+
+def trajectory_table(conversations: Sequence[Conversation]) -> Any:
+    """A table of these trajectories, in order."""
+    columns: dict[str, list[Any]] = {name: [] for name in TRAJECTORIES.names[:-3]}
+    steps: dict[str, list[Any]] = {name: [] for name in _STEP}
+    tokens: list[bytes | memoryview] = []
+    log_probs: list[bytes] = []
+    ends: dict[str, list[int]] = {name: [0] for name in ("steps", "token_ids", "log_probs")}
+    n_tokens = n_log_probs = 0
+    for each in conversations:
+        messages: list[Any] = []
+        n_response, versions = 0, []
+        before = n_tokens
+        for packed, at in each.steps:
+            header, own, known = packed.header, packed.tokens, packed.log_probs
+            prompt = packed.prompt
+            if prompt is not None:
+                tokens.append(prompt)
+                n_tokens += len(prompt) // 4
+            tokens.append(own)
+            n_tokens += len(own) // 4
+            if known is not None:
+                log_probs.append(known)
+                n_log_probs += len(known) // 4
+            metadata, *more = packed.extra
+            said = metadata.pop(MESSAGES, None) if isinstance(metadata, dict) else None
+            if isinstance(said, list):
+                messages += said
+            versions.append(header.policy_version)
+            n_response += header.n_response
+            n_new = header.n_new if prompt is None else header.n_prompt
+            values = (
+                header.step_index,
+                header.parent_index,
+                header.base,
+                header.n_prompt,
+                n_new,
+                header.n_response,
+                known is not None,
+                header.policy_version,
+                each.step_reward(packed),
+                header.finish_reason,
+                header.is_last,
+                _micros(at),
+                _json(said, "messages"),
+                _json(metadata, "metadata"),
+                dumps(more, "multi_modal_data") if more else None,
+            )
+            for column, value in zip(steps.values(), values, strict=True):
+                column.append(value)
+        first, last = first_and_last(messages)
+        about = {**each.group_metadata, **each.metadata}
+        row: dict[str, Any] = {name: getattr(each, name) for name in (*_PLAIN, *_PLAIN_TOO)}
+        row |= {
+            "reward": each.reward,
+            "oldest_version": min(versions, default=None),
+            "newest_version": max(versions, default=None),
+            "n_steps": len(each.steps),
+            "n_tokens": n_tokens - before,
+            "n_response_tokens": n_response,
+            "opened_at": _micros(each.opened_at),
+            "closed_at": _micros(each.closed_at),
+            "leased_at": _micros(each.leased_at),
+            "left_at": _micros(each.left_at),
+            "data_source": _text(about.get("data_source")),
+            "instance_id": _text(about.get("instance_id")),
+            "user": user_of(each),
+            "tags": sorted(each.marks.tags | each.group_marks.tags),
+            "first_user": first,
+            "last_reply": last,
+            "metadata": _json(each.metadata, "metadata"),
+            "group_metadata": _json(dict(each.group_metadata), "group_metadata"),
+            "marks": _marks(each.marks),
+            "group_marks": _marks(each.group_marks),
+        }
+        for name, column in columns.items():
+            column.append(row[name])
+        ends["steps"].append(len(steps["step_index"]))
+        ends["token_ids"].append(n_tokens)
+        ends["log_probs"].append(n_log_probs)
+    arrays = [
+        pa.array(column, TRAJECTORIES.field(name).type, from_pandas=False)
+        for name, column in columns.items()
+    ]
+    fields = [pa.array(values, _STEP[name]) for name, values in steps.items()]
+    flat = {
+        "steps": pa.StructArray.from_arrays(fields, fields=[pa.field(*f) for f in _STEP.items()]),
+        "token_ids": pa.array(np.frombuffer(b"".join(tokens), np.int32)),
+        "log_probs": pa.array(np.frombuffer(b"".join(log_probs), np.float32)),
+    }
+    for name, values in flat.items():
+        offsets = pa.array(ends[name], pa.int32())
+        arrays.append(pa.ListArray.from_arrays(offsets, values, TRAJECTORIES.field(name).type))
+    return pa.Table.from_arrays(arrays, schema=TRAJECTORIES)
+
+
+def feedback_table(of: Sequence[Feedback]) -> Any:
+    """A table of these rewards, in order."""
+    rows = [f._asdict() for f in of]
+    for row in rows:
+        row["part"], row["at"] = row.pop("row"), _micros(row["at"])
+    return pa.Table.from_pylist(rows, schema=FEEDBACK)
+
+
+def _text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else str(value)
+
+
+def file_bytes(table: Any) -> bytes:
+    """A sealed Parquet file of the table."""
+    sink = io.BytesIO()
+    has_tokens = "log_probs" in table.column_names
+    split = {"log_probs.list.element": "BYTE_STREAM_SPLIT"}
+    with pq.ParquetWriter(
+        sink,
+        table.schema,
+        compression="zstd",
+        use_dictionary=[name for name in _DICTIONARY if name in table.column_names],
+        column_encoding=split if has_tokens else None,
+        write_page_checksum=True,
+        write_page_index=False,
+        write_statistics=[n for n in table.column_names if n not in ("steps", "token_ids")],
+    ) as writer:
+        n = _rows_of_a_group(table)
+        for at in range(0, len(table), n):
+            writer.write_table(table.slice(at, n), row_group_size=n)
+        # Nothing but the footer is written after this.
+        writer.add_key_value_metadata({SEAL.decode(): xxh3_128_hexdigest(sink.getbuffer())})
+    return sink.getvalue()
+
+
+def _rows_of_a_group(table: Any) -> int:
+    n = len(table) * GROUP_BYTES // max(1, int(table.nbytes))
+    return max(1, min(len(table), n))
+
+
+# -- reading -----------------------------------------------------------------------------------
+
+
+def read_table(path: Path, columns: Sequence[str] | None = None) -> Any:
+    """The rows of a file; all of them are checked against its seal.
+
+    Raises:
+        DamagedFileError: it is not what was written.
+        OSError: it cannot be read.
+    """
+    data = path.read_bytes()
+    check_bytes(path, data)
+    with _telling(path):
+        return pq.read_table(io.BytesIO(data), columns=columns)
+
+
+def check_bytes(path: Path, data: bytes) -> int:
+    """Check the content of a file; the number of its rows.
+
+    Raises:
+        DamagedFileError: it is not what was written.
+    """
+    if len(data) < 12 or data[:4] != b"PAR1" or data[-4:] != b"PAR1":
+        raise _damaged(path, "it was cut off, or is no Parquet file")
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    with _telling(path):
+        metadata = pq.read_metadata(io.BytesIO(data))
+        written = (metadata.metadata or {}).get(SEAL)
+    if written is None or footer < 4 or written.decode() != xxh3_128_hexdigest(data[:footer]):
+        raise _damaged(path, "its content is not that of its seal")
+    return int(metadata.num_rows)
+
+
+def read_row(path: Path, row_group: int, row: int) -> dict[str, Any]:
+    """One row of a file, with arrays for tokens and log-probs. The pages that are read are checked.
+
+    Raises:
+        DamagedFileError: they are not what was written.
+        OSError: the file cannot be read; FileNotFoundError: it was replaced or removed.
+    """
+    with _telling(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
+        chosen = file.read_row_group(row_group).slice(row, 1)
+        (found,) = chosen.drop_columns(["token_ids", "log_probs"]).to_pylist()
+        for name in ("token_ids", "log_probs"):
+            found[name] = chosen[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        return dict(found)
+
+
+def row_groups(path: Path) -> list[int]:
+    """Numbers of rows of the row groups of a file."""
+    with _telling(path):
+        metadata = pq.read_metadata(path)
+    return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+
+
+class _telling:  # noqa: N801 - reads as a function
+    """Errors of Arrow inside the block are damage of the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, pa.ArrowException) or (
+            isinstance(error, OSError) and error.errno is None
+        ):
+            raise _damaged(self._path, str(error).splitlines()[0]) from error
+
+
+def _damaged(path: Path, why: str) -> DamagedFileError:
+    return DamagedFileError(f"{path} is damaged: {why}; {REMEDY}")
+
+
+def step_messages(row: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """The messages of each step of a row; none where none were kept."""
+    for step in row["steps"]:
+        yield [] if step["messages"] is None else list(loads(step["messages"]))
+
+
+def exported(rows: Sequence[dict[str, Any]]) -> ExportedTrajectory:
+    """The trajectory of these rows: its own, and those of steps that came late, in order."""
+    head = rows[0]
+    steps: dict[int, Step] = {}
+    chains: dict[int, Any] = {}
+    for row in rows:
+        at = log_at = 0
+        for each in row["steps"]:
+            end = at + each["n_new"] + each["n_response"]
+            own, at = row["token_ids"][at:end], end
+            base = chains.get(each["base_index"]) if each["base_index"] is not None else None
+            if each["base_index"] is not None and base is None:
+                base = np.zeros(each["n_prompt"] - each["n_new"], np.int32)  # it was not archived
+            tokens = own if base is None else np.concatenate([base, own])
+            index, n_prompt = each["step_index"], each["n_prompt"]
+            known = None
+            if each["has_log_probs"]:
+                known = row["log_probs"][log_at : log_at + each["n_response"]]
+                log_at += each["n_response"]
+            chains.setdefault(index, tokens)
+            if index not in steps:
+                steps[index] = _step(row, each, tokens, n_prompt, known)
+    trajectory = Trajectory(
+        head["trajectory_uid"],
+        head["prompt_uid"],
+        tuple(steps[index] for index in sorted(steps)),
+        loads(head["metadata"]) or {},
+        head["attempt"],
+    )
+    return ExportedTrajectory(
+        trajectory=trajectory,
+        channel=head["channel"],
+        state=head["state"],
+        reason=head["drop_reason"] if head["reason"] in (None, GROUP_DROPPED) else head["reason"],
+        outcome=head["outcome"],
+        n_rollouts=head["n_rollouts"],
+        marks=loads(head["marks"]),
+        group_metadata=loads(head["group_metadata"]) or {},
+        group_marks=loads(head["group_marks"]),
+    )
+
+
+def _step(row: dict[str, Any], each: dict[str, Any], tokens: Any, n: int, known: Any) -> Step:
+    metadata = loads(each["metadata"]) or {}
+    if each["messages"] is not None:
+        metadata[MESSAGES] = loads(each["messages"])
+    spans, multi_modal_data, routed_experts = loads(each["more"]) or ((), None, None)
+    return Step(
+        prompt_ids=tokens[:n],
+        response_ids=tokens[n:],
+        reward=each["reward"],
+        trajectory_uid=row["trajectory_uid"],
+        prompt_uid=row["prompt_uid"],
+        step_index=each["step_index"],
+        policy_version=each["policy_version"],
+        is_last=each["is_last"],
+        metadata=metadata,
+        rollout_log_probs=known,
+        finish_reason=each["finish_reason"],
+        parent_index=each["parent_index"],
+        version_spans=tuple(VersionSpan(*span) for span in spans),
+        multi_modal_data=multi_modal_data,
+        routed_experts=routed_experts,
+    )
+
+
+def without(table: Any, gone: Iterable[int]) -> Any:
+    """The table without these rows."""
+    mask = np.ones(len(table), bool)
+    mask[list(gone)] = False
+    return table.filter(pa.array(mask))

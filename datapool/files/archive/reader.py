@@ -1,0 +1,603 @@
+"""What anybody asks of an archive, whose pool runs or has ended.
+
+    find(uid)      a trajectory or a group by its uid, or the beginning of one
+    rows           lists: filters, search, order, page by page
+    prompts        a row per prompt over all its tries
+    read           a trajectory as it was, with its text and tokens
+    delete, check  for operators
+
+    "reward < 0.2 and version >= 10 and 'timeout' in text" ──► SQL with its values apart
+
+What is asked goes to the catalogue of each shard, and the answers are merged. What tombstones name
+is filtered, whatever the files still hold.
+"""
+
+from __future__ import annotations
+
+import ast
+import heapq
+import re
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from stepwell.datapool.errors import DamagedFileError, InvalidRequestError
+from stepwell.datapool.files.archive.catalogue import FACTS, Catalogue, match_of
+from stepwell.datapool.files.archive.conversations import Conversation, conversations
+from stepwell.datapool.files.archive.folder import (
+    FEEDBACK,
+    TRAJECTORIES,
+    ArchiveFolder,
+    FileName,
+    Kind,
+    tombstone,
+)
+from stepwell.datapool.inspect.pages import ExportedTrajectory
+from stepwell.datapool.questions import DepartedRows
+from stepwell.datapool.store.segments import Row
+
+ORDERS: Final = ("time", "reward", "turns", "tokens", "version")
+MOST: Final = 1000
+FEW: Final = 5000
+"""Trajectories that pass a filter up to which they are looked up one by one; of more, the first
+page is found soon by going through all in order."""
+NEWEST_HITS: Final = 10_000
+"""The newest hits of a search among which the most relevant ones are looked for."""
+_NAMES: Final = {name: f't."{name}"' for name in FACTS} | {
+    "uid": "t.uid",
+    "prompt": "t.prompt_uid",
+    "prompt_uid": "t.prompt_uid",
+    "prompt_key": "t.prompt",
+    "error": "t.reason",
+}
+_OPERATORS: Final[dict[type[ast.cmpop], str]] = {
+    ast.Eq: "=",
+    ast.NotEq: "!=",
+    ast.Lt: "<",
+    ast.LtE: "<=",
+    ast.Gt: ">",
+    ast.GtE: ">=",
+}
+
+
+class Filter(NamedTuple):
+    """A condition in SQL, with its values."""
+
+    sql: str
+    values: tuple[Any, ...] = ()
+
+    def __and__(self, other: Filter) -> Filter:
+        return Filter(f"({self.sql}) AND ({other.sql})", self.values + other.values)
+
+
+ALL: Final = Filter("1")
+
+
+def parse(text: str) -> Filter:
+    """The condition that an expression states.
+
+    Raises:
+        InvalidRequestError: it names what there is not, or is no comparison.
+    """
+    try:
+        return _parsed(ast.parse(text.strip() or "True", mode="eval").body)
+    except SyntaxError as e:
+        raise _refused(text, e.msg) from e
+
+
+def _parsed(node: ast.expr) -> Filter:
+    match node:
+        case ast.Constant(value=True):
+            return ALL
+        case ast.BoolOp(op=op, values=parts):
+            word = " AND " if isinstance(op, ast.And) else " OR "
+            all_of = [_parsed(part) for part in parts]
+            values = tuple(v for part in all_of for v in part.values)
+            return Filter(word.join(f"({part.sql})" for part in all_of), values)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            inner = _parsed(operand)
+            return Filter(f"NOT ({inner.sql})", inner.values)
+        case ast.Compare(left=left, ops=[*operators], comparators=[*right]):
+            found = ALL
+            for operator, a, b in zip(operators, [left, *right], right, strict=False):
+                found = (
+                    _compared(operator, a, b) if found is ALL else found & _compared(operator, a, b)
+                )
+            return found
+        case _:
+            raise _refused(ast.unparse(node), "no comparison")
+
+
+def _compared(operator: ast.cmpop, left: ast.expr, right: ast.expr) -> Filter:
+    said = f"{ast.unparse(left)} … {ast.unparse(right)}"
+    if isinstance(operator, ast.In | ast.NotIn):
+        if not isinstance(right, ast.Name):
+            raise _refused(said, "`in` takes text, tags or a column on its right")
+        inside = _contains(right.id, _value(left, right.id))
+        no = isinstance(operator, ast.NotIn)
+        return Filter(f"NOT ({inside.sql})", inside.values) if no else inside
+    if isinstance(operator, ast.Is | ast.IsNot) or _is_none(right):
+        word = "IS" if isinstance(operator, ast.Is | ast.Eq) else "IS NOT"
+        return Filter(f"{_column(left, said)} {word} NULL")
+    sign = _OPERATORS.get(type(operator))
+    if sign is None:
+        raise _refused(said, "no operator of these")
+    if isinstance(left, ast.Name):
+        if left.id in ("tag", "tags"):
+            return _contains("tags", _value(right, left.id))
+        return Filter(f"{_column(left, said)} {sign} ?", (_value(right, left.id),))
+    if isinstance(right, ast.Name):
+        return Filter(f"? {sign} {_column(right, said)}", (_value(left, right.id),))
+    raise _refused(said, "it names no column")
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _contains(name: str, value: Any) -> Filter:
+    if name == "text":
+        query = match_of(f'"{value}"')
+        return Filter("t.id IN (SELECT rowid FROM words WHERE words MATCH ?)", (query,))
+    if name in ("tag", "tags"):
+        return Filter("t.id IN (SELECT id FROM tags WHERE tag = ?)", (value,))
+    return Filter(f"instr({_column(ast.Name(name), name)}, ?) > 0", (value,))
+
+
+def _column(node: ast.expr, said: str) -> str:
+    if not isinstance(node, ast.Name) or node.id not in _NAMES:
+        raise _refused(said, "there is no such column")
+    return _NAMES[node.id]
+
+
+def _value(node: ast.expr, name: str) -> Any:
+    try:
+        value = ast.literal_eval(node)
+    except ValueError as e:
+        raise _refused(ast.unparse(node), "no text and no number") from e
+    if name == "time" and isinstance(value, str):
+        try:
+            return datetime.fromisoformat(value).astimezone().timestamp()
+        except ValueError as e:
+            raise _refused(value, "no time such as '2026-11-26 14:30'") from e
+    if not isinstance(value, str | int | float):
+        raise _refused(ast.unparse(node), "no text and no number")
+    return value
+
+
+def _refused(text: str, why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"query is {text!r:.200}: {why}; compare {', '.join(sorted(_NAMES))} or tag with ==, !=, "
+        "<, <=, >, >= and join with and, or, not; 'words' in text searches what was said"
+    )
+
+
+class Page(NamedTuple):
+    """Rows of a list."""
+
+    items: list[dict[str, Any]]
+    cursor: str | None
+    """Of the next page; None: there is nothing more."""
+
+
+class ArchiveReader:
+    """The archive in a folder; without files it is empty."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder = ArchiveFolder(path)
+
+    def _catalogues(self) -> Iterator[tuple[int, Catalogue]]:
+        for shard in self.folder.shards():
+            if (path := self.folder.catalogue(shard)).is_file():
+                catalogue = Catalogue(path)
+                try:
+                    yield shard, catalogue
+                finally:
+                    catalogue.close()
+
+    def _ask(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        """Rows of all shards that are not deleted."""
+        found: list[dict[str, Any]] = []
+        gone = {t.value for t in self.folder.tombstones() if t.kind == "trajectory"}
+        for shard, catalogue in self._catalogues():
+            try:
+                rows = catalogue.query(sql, values)
+            except sqlite3.DatabaseError as e:
+                raise DamagedFileError(
+                    f"{catalogue.path}: {e}; `stepwell archive check` makes it anew of the files"
+                ) from e
+            found += [row | {"shard": shard} for row in rows if row.get("uid") not in gone]
+        return found
+
+    # -- lists -------------------------------------------------------------------------------
+
+    def rows(
+        self,
+        where: Filter = ALL,
+        search: str | None = None,
+        *,
+        order: str = "time",
+        descending: bool = True,
+        cursor: str | None = None,
+        limit: int = 100,
+    ) -> Page:
+        """Trajectories that pass, in order; `order` `relevance` is of a search alone.
+
+        Raises:
+            InvalidRequestError: no such order, or not a cursor of this list.
+        """
+        if order not in (*ORDERS, "relevance") or (order == "relevance" and not search):
+            raise InvalidRequestError(
+                f"order is {order!r}; there are {', '.join(ORDERS)}, relevance"
+            )
+        if order == "relevance":
+            return Page(self._most_relevant(where, search or "", limit), None)
+        sql, values = f"({where.sql})", list(where.values)
+        source = "trajectories t"
+        column = "t.id" if order == "time" else f'ifnull(t."{order}", -1e300)'
+        if search:
+            source = "words JOIN trajectories t ON t.id = words.rowid"
+            sql, values = f"words MATCH ? AND {sql}", [match_of(search), *values]
+            column = "words.rowid" if order == "time" else column
+        if order != "time" and not search:
+            column = f't."{order}"'
+            sql += f" AND {column} IS NOT NULL"
+        sign, way = ("<", "DESC") if descending else (">", "ASC")
+        before = _cursor(cursor)
+        found: list[tuple[int, list[dict[str, Any]]]] = []
+        for shard, catalogue in self._catalogues():
+            few = _few(catalogue, where)
+            bound = f"{sql} AND {few}" if few else sql
+            fixed, more = bound, list(values)
+            if before is not None and str(shard) in before:
+                key, last = before[str(shard)]
+                if order == "time":
+                    bound, more = f"{fixed} AND {column} {sign} ?", [*values, last]
+                else:
+                    bound = f"{fixed} AND ({column}, t.id) {sign} (?, ?)"
+                    more = [*values, key, last]
+            ordered = f"{column} {way}" + ("" if order == "time" else f", t.id {way}")
+            # The rows that pass first, of an index; then what is shown of them.
+            statement = (
+                f"SELECT t.*, {column} AS sorted FROM {source} WHERE {bound} "
+                f"ORDER BY {ordered} LIMIT {limit + 1}"
+            )
+            rows = catalogue.query(statement, more)
+            found.append((shard, rows))
+        return self._merged(found, order, descending, before or {}, limit)
+
+    def _merged(
+        self,
+        found: list[tuple[int, list[dict[str, Any]]]],
+        order: str,
+        descending: bool,
+        before: dict[str, Any],
+        limit: int,
+    ) -> Page:
+        gone = {t.value for t in self.folder.tombstones() if t.kind == "trajectory"}
+
+        def key(item: dict[str, Any]) -> Any:
+            value = item["time"] if order == "time" else item["sorted"]
+            return (-value if descending else value) if value is not None else 0
+
+        each = [[row | {"shard": shard} for row in rows] for shard, rows in found]
+        merged = list(heapq.merge(*each, key=key))
+        page, after = merged[:limit], dict(before)
+        for row in page:
+            after[str(row["shard"])] = [row["sorted"], row["id"]]
+        items = [row for row in page if row["uid"] not in gone]
+        more = len(merged) > limit
+        return Page(items, _written(after) if more else None)
+
+    def _most_relevant(self, where: Filter, search: str, limit: int) -> list[dict[str, Any]]:
+        newest = (
+            "SELECT rowid AS id, bm25(words) AS rank FROM words WHERE words MATCH ? "
+            f"ORDER BY rowid DESC LIMIT {NEWEST_HITS}"
+        )
+        sql = (
+            f"SELECT t.*, hits.rank FROM ({newest}) hits JOIN trajectories t ON t.id = hits.id "
+            f"WHERE {where.sql} ORDER BY hits.rank LIMIT {limit}"
+        )
+        found = self._ask(sql, (match_of(search), *where.values))
+        return sorted(found, key=lambda row: row["rank"])[:limit]
+
+    def prompts(
+        self, *, never_rewarded: bool = False, always: bool = False, limit: int = 100
+    ) -> list[dict[str, Any]]:
+        """Prompts, the newest first, with what their tries were rewarded."""
+        where = "1"
+        if never_rewarded:
+            where = "rewarded = 0 AND scored > 0"
+        elif always:
+            where = "rewarded = scored AND scored > 0"
+        sql = f"SELECT * FROM prompts WHERE {where} ORDER BY newest DESC LIMIT {limit}"
+        merged: dict[str, dict[str, Any]] = {}
+        for row in self._ask(sql):
+            row.pop("shard")
+            merged[row["prompt"]] = _added(merged.get(row["prompt"]), row)
+        for prompt, row in self._others(merged).items():
+            merged[prompt] = row
+        kept = [row for row in merged.values() if not never_rewarded or not row["rewarded"]]
+        for row in kept:
+            row["mean"] = row.pop("total") / row["scored"] if row["scored"] else None
+            row["kind"] = kind_of(row)
+        return sorted(kept, key=lambda row: -(row["newest"] or 0))[:limit]
+
+    def _others(self, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """The same prompts with the tries of all shards: another one may have been rewarded."""
+        if len(self.folder.shards()) < 2 or not found:
+            return {}
+        marks = ", ".join("?" * len(found))
+        all_of: dict[str, dict[str, Any]] = {}
+        for row in self._ask(f"SELECT * FROM prompts WHERE prompt IN ({marks})", list(found)):
+            row.pop("shard")
+            all_of[row["prompt"]] = _added(all_of.get(row["prompt"]), row)
+        return all_of
+
+    def counts(self) -> dict[str, Any]:
+        """Trajectories, prompts and bytes."""
+        n = self._ask(
+            "SELECT (SELECT count(*) FROM trajectories) AS n, (SELECT count(*) FROM "
+            "prompts) AS prompts, (SELECT coalesce(sum(n_bytes), 0) FROM files) AS bytes"
+        )
+        total = {key: sum(row[key] for row in n) for key in ("n", "prompts", "bytes")}
+        return {
+            "trajectories": total["n"],
+            "prompts": total["prompts"],
+            "file_bytes": total["bytes"],
+            "all_bytes": self.folder.n_bytes() if self.folder.exists() else 0,
+        }
+
+    # -- one ---------------------------------------------------------------------------------
+
+    def find(self, uid: str, limit: int = 20) -> list[dict[str, Any]]:
+        """Rows of the trajectory, or of the group, with this uid, or whose uids begin with it, the
+        newest first; parts that came late are among them."""
+        exact = self._ask("SELECT * FROM trajectories t WHERE uid = ? ORDER BY part", (uid,))
+        if exact:
+            return exact
+        grouped = self._ask(
+            f"SELECT * FROM trajectories t WHERE prompt_uid = ? ORDER BY id LIMIT {MOST}", (uid,)
+        )
+        if grouped or not uid:
+            return grouped
+        end = uid + "\U0010ffff"
+        for column in ("uid", "prompt_uid"):
+            found = self._ask(
+                f"SELECT * FROM trajectories t WHERE {column} >= ? AND {column} < ? "
+                f"ORDER BY {column} LIMIT {limit}",
+                (uid, end),
+            )
+            if found:
+                return found
+        return []
+
+    def feedback(self, uid: str) -> list[dict[str, Any]]:
+        """Rewards that came after the trajectory took none any more."""
+        return self._ask("SELECT * FROM feedback WHERE uid = ? ORDER BY part", (uid,))
+
+    def was_deleted(self, uid: str) -> float | None:
+        """Time at which a trajectory was deleted by its uid; None: it was not."""
+        found = [t.at for t in self.folder.tombstones() if (t.kind, t.value) == ("trajectory", uid)]
+        return found[-1] if found else None
+
+    def read(self, uid: str) -> ExportedTrajectory | None:
+        """The trajectory with this uid, its last attempt; None if it is not here.
+
+        Raises:
+            DamagedFileError: its file is not what was written.
+        """
+        from stepwell.datapool.files.archive import parquet
+
+        rows = self._ask("SELECT * FROM trajectories WHERE uid = ? ORDER BY attempt, part", (uid,))
+        if not rows:
+            return None
+        last = rows[-1]["attempt"] if all(row["part"] == 0 for row in rows) else None
+        chosen = [row for row in rows if last in (None, row["attempt"])]
+        chosen.sort(key=lambda row: row["part"])
+        return parquet.exported([self._row(uid, row) for row in chosen])
+
+    def _row(self, uid: str, row: dict[str, Any]) -> dict[str, Any]:
+        from stepwell.datapool.files.archive import parquet
+
+        for _ in range(3):
+            path = self.folder.file(TRAJECTORIES, row["file"])
+            try:
+                found = parquet.read_row(path, row["row_group"], row["row"])
+                if found["trajectory_uid"] == uid:
+                    return found
+            except (FileNotFoundError, IndexError):
+                pass
+            # The archiver merged or rewrote the file since: look the place up again.
+            key = uid, row["channel"], row["attempt"], row["part"]
+            where = "uid = ? AND channel = ? AND attempt = ? AND part = ?"
+            again = self._ask(f"SELECT * FROM trajectories WHERE {where}", key)
+            row = again[0] if again else row
+        raise DamagedFileError(
+            f"{self.folder.file(TRAJECTORIES, row['file'])} lacks trajectory {uid!r}; run "
+            "`stepwell archive check`"
+        )
+
+    def read_all(
+        self, where: Filter = ALL, search: str | None = None
+    ) -> Iterator[ExportedTrajectory]:
+        """All trajectories that pass, whole, the newest first."""
+        cursor = None
+        while True:
+            page = self.rows(where, search, cursor=cursor)
+            for row in page.items:
+                if row["part"] == 0 and (found := self.read(row["uid"])) is not None:
+                    yield found
+            if (cursor := page.cursor) is None:
+                return
+
+    # -- operators ---------------------------------------------------------------------------
+
+    def delete(self, kind: Kind, value: str) -> list[str]:
+        """Delete a trajectory, or all of a user or with a tag; the uids of what was here. When it
+        returns, no file and no page of the catalogue has a byte of it.
+
+        Raises:
+            DamagedFileError: a file cannot be read, so that it could still hold it.
+        """
+        if not self.folder.exists():
+            return []
+        self.folder.bury([tombstone(kind, value)])
+        gone: dict[str, None] = {}
+        for shard in self.folder.shards():
+            with self.folder.locked(shard):
+                archive = _opened(self.folder.path, shard)
+                try:
+                    gone |= dict.fromkeys(archive.erase())
+                finally:
+                    archive.close()
+        if kind != "trajectory" and gone:  # so that their uids lead somewhere
+            self.folder.bury([tombstone("trajectory", uid) for uid in gone])
+        return list(gone)
+
+    def check(self) -> list[str]:
+        """Verify every file and catalogue; a line for each that is damaged. The catalogue is made
+        that of the files."""
+        from stepwell.datapool.files.archive import parquet
+
+        told: list[str] = []
+        for shard in self.folder.shards():
+            for kind in (TRAJECTORIES, FEEDBACK):
+                for name in self.folder.names(kind, shard):
+                    told += self._checked(kind, name, parquet)
+            with self.folder.locked(shard):
+                path = self.folder.catalogue(shard)
+                if path.is_file():
+                    told += _sound(path)
+                archive = _opened(self.folder.path, shard)
+                try:
+                    told += [line for line in archive.reconcile() if line not in told]
+                finally:
+                    archive.close()
+        return told
+
+    def _checked(self, kind: str, name: FileName, parquet: Any) -> list[str]:
+        path = self.folder.file(kind, name)
+        try:
+            data = path.read_bytes()
+            parquet.check_bytes(path, data)
+            parquet.read_table(path)
+        except FileNotFoundError:
+            return []  # it was merged meanwhile
+        except (DamagedFileError, OSError) as e:
+            return [str(e)]
+        return []
+
+
+def _few(catalogue: Catalogue, where: Filter) -> str | None:
+    """A condition that names the few trajectories that pass; None: they are many. One index has all
+    that filters look at, so that a filter without hits reads that alone."""
+    if where == ALL:
+        return None
+    names = set(re.findall(r'\bt\."?(\w+)', where.sql)) - {"id"}
+    index = " INDEXED BY facts" if names and names <= set(FACTS) else ""
+    sql = f"SELECT t.id FROM trajectories t{index} WHERE {where.sql} LIMIT {FEW + 1}"
+    found = catalogue.query(sql, where.values)
+    return None if len(found) > FEW else f"t.id IN ({', '.join(str(row['id']) for row in found)})"
+
+
+def _sound(path: Path) -> list[str]:
+    """Whether a catalogue is damaged; one that is goes, and is made anew of the files."""
+    try:
+        catalogue = Catalogue(path)
+        why = catalogue.is_sound()
+        catalogue.close()
+    except sqlite3.DatabaseError as e:
+        why = str(e)
+    if why is None:
+        return []
+    for end in ("", "-wal", "-shm"):
+        Path(f"{path}{end}").unlink(missing_ok=True)
+    return [f"{path} was damaged: {why}; it was made anew of the files"]
+
+
+def _opened(path: Path, shard: int) -> Any:
+    from stepwell.datapool.files.archive.archiver import Archive
+    from stepwell.datapool.files.archive.launch import Settings
+
+    return Archive(Settings(str(path), "", "", shard, float("inf"), 1 << 62))
+
+
+def kind_of(row: dict[str, Any]) -> str:
+    """A word for what a prompt's tries were rewarded: `unscored`, `never`, `always` or `mixed`."""
+    if not row["scored"]:
+        return "unscored"
+    if not row["rewarded"]:
+        return "never"
+    return "always" if row["rewarded"] == row["scored"] else "mixed"
+
+
+def _added(before: dict[str, Any] | None, row: dict[str, Any]) -> dict[str, Any]:
+    if before is None:
+        return row
+    total = {key: before[key] + row[key] for key in ("tries", "scored", "rewarded", "total")}
+
+    def of(key: str, choose: Any) -> Any:
+        known = [each[key] for each in (before, row) if each[key] is not None]
+        return choose(known) if known else None
+
+    bounds = {"best": max, "worst": min, "solved_at": min, "solved_version": min, "newest": max}
+    return row | total | {key: of(key, choose) for key, choose in bounds.items()}
+
+
+def _cursor(text: str | None) -> dict[str, Any] | None:
+    import orjson
+
+    if text is None:
+        return None
+    try:
+        found = orjson.loads(bytes.fromhex(text))
+        return {str(shard): (place[0], int(place[1])) for shard, place in found.items()}
+    except (ValueError, AttributeError, LookupError, TypeError) as e:
+        raise InvalidRequestError(f"cursor is {text!r:.80}; pass that of the page before") from e
+
+
+def _written(after: dict[str, Any]) -> str:
+    import orjson
+
+    return orjson.dumps(after).hex()
+
+
+def fate(row: Mapping[str, Any]) -> str:
+    """How a trajectory ended: trained, dropped or aborted, and why."""
+    if row["state"] == "late":
+        return "came too late: its trajectory was closed"
+    group = {"acked": "its group was taken by a trainer", "dropped": "its group was dropped"}
+    group["live"] = "its group is in the pool"
+    said = group.get(row["left"], str(row["left"]))
+    if row["drop_reason"]:
+        said += f" ({row['drop_reason']})"
+    if row["state"] == "aborted":
+        return f"aborted ({row['reason']}); {said}"
+    return f"{row['state']}; {said}" if row["left"] == "live" else said
+
+
+def waiting(found: Sequence[DepartedRows]) -> list[ExportedTrajectory]:
+    """Trajectories that wait to be archived, of rows that `ReadDeparted` answered."""
+    from stepwell.datapool.files.archive import parquet
+
+    parts: dict[str, list[Conversation]] = {}
+    for each in found:
+        rows = [Row(row, each.channel, kind, head, data) for row, kind, head, data in each.rows]
+        for one in conversations(each.channel, rows):
+            if isinstance(one, Conversation):
+                parts.setdefault(one.trajectory_uid, []).append(one)
+    whole: list[ExportedTrajectory] = []
+    for of_one in parts.values():
+        table = parquet.trajectory_table(of_one)
+        rows_of = table.drop_columns(["token_ids", "log_probs"]).to_pylist()
+        for i, row in enumerate(rows_of):
+            for name in ("token_ids", "log_probs"):
+                row[name] = table[name].combine_chunks()[i].values.to_numpy(zero_copy_only=False)
+        is_live = of_one[0].left == "live"
+        found_one = parquet.exported(rows_of)
+        whole.append(replace(found_one, group_state="live") if is_live else found_one)
+    return whole

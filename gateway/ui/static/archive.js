@@ -1,0 +1,129 @@
+// What left the pool: a list that is searched, filtered and sorted; prompts over all their tries; where a uid leads.
+import { useEffect, useRef, useState } from "./vendor/preact.js";
+import { html } from "./shown.js";
+import { amend, get, link, useApi, usePages } from "./api.js";
+import { Card, Chip, Empty, Failure, Field, Loading, Select, Table, Tabs, Uid, number } from "./parts.js";
+
+const when = (/** @type {number | null} */ time) => (time ? new Date(time * 1000).toLocaleString() : "–");
+const submitted = (/** @type {Event} */ event) => event.preventDefault();
+
+/** @param {Row} props */
+const Said = ({ row }) => html`<a class="talk" href=${link("trajectory", { uid: row.uid })}>
+  <span>${row.first ?? "no text was kept"}</span><span>${row.last ?? ""}</span></a>`;
+
+const COLUMNS = /** @type {[string, (row: Row) => any, string?][]} */ ([
+  ["First message, last reply", (t) => html`<${Said} row=${t} />`],
+  ["Reward", (t) => number(t.reward), "num"],
+  ["Turns", (t) => number(t.turns), "num"],
+  ["Tokens", (t) => number(t.tokens), "num"],
+  ["Version", (t) => t.version ?? "–", "num"],
+  ["Left", (t) => html`<span title=${t.fate}><${Chip} of=${t.state === "complete" ? t.left : t.state} /> <small>${t.drop_reason ?? t.reason}</small></span>`],
+  ["When", (t) => html`<small>${when(t.time)}</small>`],
+  ["Trajectory", (t) => html`<${Uid} page="trajectory" uid=${t.uid} />`],
+]);
+
+/** Keys n and p, or j and k, choose the next and the previous row; Enter opens it. @param {Row[]} rows */
+function useKeys(rows) {
+  const at = useRef(-1);
+  useEffect(() => {
+    const move = (/** @type {KeyboardEvent} */ event) => {
+      const target = /** @type {HTMLElement} */ (event.target);
+      if (["INPUT", "SELECT", "TEXTAREA"].includes(target.tagName) || event.ctrlKey || event.metaKey || event.altKey) return;
+      const by = /** @type {Row} */ ({ n: 1, j: 1, p: -1, k: -1 })[event.key];
+      if (!by) return;
+      const links = document.querySelectorAll("a.talk");
+      at.current = Math.max(0, Math.min(links.length - 1, at.current + by));
+      /** @type {HTMLElement | undefined} */ (links[at.current])?.focus();
+    };
+    addEventListener("keydown", move);
+    return () => removeEventListener("keydown", move);
+  }, [rows.length]);
+}
+
+/** @param {{ about: Row, params: Row }} props */
+export function Archive({ about, params }) {
+  const view = params.view ?? "trajectories";
+  return html`
+    <div class="head"><h1>Archive</h1>
+      <${Tabs} label="What" value=${view} onChange=${(v) => amend({ view: v })}
+        options=${[["trajectories", "Trajectories"], ["prompts", "Prompts"]]} />
+    </div>
+    ${!about.has_archive
+      ? html`<${Empty}>This run has no archive (pool.archive.enabled is false).<//>`
+      : view === "prompts" ? html`<${Prompts} params=${params} />` : html`<${Listed} params=${params} />`}`;
+}
+
+/** @param {{ params: Row }} props */
+function Listed({ params }) {
+  const { query, search, order, ascending } = params;
+  const pages = usePages("archive", { query, search, order, ascending });
+  useKeys(pages.items);
+  return html`
+    <form class="filters" aria-label="Filters" onSubmit=${submitted}>
+      <${Field} label="Search what was said" type="search" value=${search} onChange=${(v) => amend({ search: v })} />
+      <${Field} label="Query" value=${query} placeholder="reward < 0.2 and version >= 10" onChange=${(v) => amend({ query: v })} />
+      <${Select} label="Sort by" value=${order ?? "time"} options=${["time", "reward", "turns", "tokens", "version", ...(search ? ["relevance"] : [])]}
+        onChange=${(v) => amend({ order: v === "time" ? "" : v })} />
+      <${Select} label="First" value=${ascending ?? ""} options=${[["", "newest, largest"], ["1", "oldest, smallest"]]} onChange=${(v) => amend({ ascending: v })} />
+      <button type="button" onClick=${pages.reload}>Refresh</button>
+    </form>
+    <${Failure} error=${pages.error} />
+    <${Card}><${Table} label="Trajectories that left the pool; n and p choose the next and the previous" rows=${pages.items} more=${pages.more} busy=${pages.busy}
+      empty="Nothing that left the pool passes." columns=${COLUMNS} /><//>`;
+}
+
+/** @param {{ params: Row }} props */
+function Prompts({ params }) {
+  const which = params.which ?? "never";
+  const { data, error, reload } = useApi("prompts", { which: which === "all" ? "" : which });
+  return html`
+    <form class="filters" aria-label="Filters" onSubmit=${submitted}>
+      <${Select} label="Prompts" value=${which} options=${[["never", "that never got a reward"], ["always", "that always got one"], ["all", "all, the newest first"]]}
+        onChange=${(v) => amend({ which: v })} />
+      <button type="button" onClick=${reload}>Refresh</button>
+    </form>
+    <${Failure} error=${error} />
+    <${Card}><${Table} label="Prompts" rows=${data?.items ?? []} busy=${!data && !error} empty="There is no such prompt." columns=${[
+      ["Prompt", (p) => html`<a class="talk" href=${link("archive", { query: `prompt_key == '${p.prompt}'` })}><span>${p.first ?? p.instance}</span></a>`],
+      ["Rewarded", (p) => html`<${Chip} of=${p.kind} />`],
+      ["Tries", (p) => number(p.tries), "num"],
+      ["Mean", (p) => number(p.mean), "num"],
+      ["Best", (p) => number(p.best), "num"],
+      ["Solved at", (p) => (p.solved_version === null ? "–" : `version ${p.solved_version}`), "num"],
+      ["Data", (p) => p.data_source],
+      ["Last try", (p) => html`<small>${when(p.newest)}</small>`],
+    ]} /><//>`;
+}
+
+// -- a uid -----------------------------------------------------------------------------------------
+
+/** A field that goes where a uid leads. */
+export function Finder() {
+  const [uid, set] = useState("");
+  const go = (/** @type {Event} */ event) => {
+    event.preventDefault();
+    if (uid.trim()) location.hash = link("find", { uid: uid.trim() });
+  };
+  return html`<form class="finder" role="search" onSubmit=${go}>
+    <input type="search" aria-label="Find a uid, or its beginning" placeholder="Find a uid" value=${uid} onInput=${(/** @type {any} */ e) => set(e.target.value)} />
+  </form>`;
+}
+
+/** @param {{ params: Row }} props */
+export function Find({ params }) {
+  const uid = params.uid ?? "";
+  const [error, setError] = useState(/** @type {Error | null} */ (null));
+  const [found, show] = useState(/** @type {Row | null} */ (null));
+  useEffect(() => {
+    setError(null);
+    get("find", { uid }).then(
+      (answer) => (answer.page ? location.replace(link(answer.page, answer.params)) : show(answer)),
+      setError,
+    );
+  }, [uid]);
+  if (error) return html`<${Failure} error=${error} />`;
+  if (!found) return html`<${Loading} />`;
+  if (found.deleted) return html`<p class="notice warn">${uid} was deleted at ${when(found.deleted)}; nothing of it is kept.</p>`;
+  return html`<div class="head"><h1><small>Begins with</small> <span class="uid">${uid}</span></h1></div>
+    <${Card}><${Table} label="Trajectories whose uid begins so" rows=${found.items} columns=${COLUMNS} empty="Nothing begins so." /><//>`;
+}

@@ -1,0 +1,120 @@
+"""This module is the commands on a run's archive: `prompts`, `data query`, `archive check`,
+`archive delete`.
+
+    stepwell prompts [RUN] --never-rewarded
+    stepwell data query 'reward < 0.2 and version >= 10' [RUN] --search "timed out"
+    stepwell archive check [RUN]
+    stepwell archive delete [RUN] --user U
+
+Owns their arguments. What is shown is `show/archive.py`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from stepwell.cli.look import Commands, add_command, add_run, answer
+from stepwell.trainer.errors import ConfigError
+
+ORDERS = ("time", "reward", "turns", "tokens", "version", "relevance")
+
+
+def add_archive_commands(commands: Commands, data: Commands) -> None:
+    text = "list the prompts of a run with the rewards of all their tries"
+    prompts = add_command(commands, "prompts", _prompts, text, has_run=True)
+    which = prompts.add_mutually_exclusive_group()
+    which.add_argument("--never-rewarded", action="store_true", help="no try had a reward above 0")
+    which.add_argument("--always-rewarded", action="store_true", help="every try had one")
+    prompts.add_argument("--limit", type=int, default=50, metavar="N", help="default: 50")
+    text = "list what left a run's pool: trained, dropped, aborted, late"
+    query = add_command(data, "query", _query, text)
+    query.add_argument(
+        "query", metavar="QUERY", help="e.g. \"reward < 0.2 and version >= 10\"; '' for all"
+    )
+    add_run(query)
+    query.add_argument("--search", metavar="TEXT", help='words of what was said; "a phrase"; word*')
+    query.add_argument(
+        "--order", default=None, help="time, reward, turns, tokens, version, relevance"
+    )
+    query.add_argument("--ascending", action="store_true", help="the smallest or oldest first")
+    query.add_argument("--limit", type=int, default=20, metavar="N", help="default: 20")
+    query.add_argument(
+        "--to", type=Path, metavar="FILE", help="write them with their tokens: x.parquet or x.jsonl"
+    )
+    archive = commands.add_parser("archive", help="look after what left a run's pool")
+    actions = archive.add_subparsers(metavar="ACTION", required=True)
+    text = "verify every file, and make the catalogue that of the files"
+    add_command(actions, "check", _check, text, has_run=True)
+    text = "delete from the archive alone what is no longer in the pool"
+    delete = add_command(actions, "delete", _delete, text, has_run=True)
+    what = delete.add_mutually_exclusive_group(required=True)
+    for name, of in (("trajectory", "one"), ("user", "all of a user"), ("tag", "all with a tag")):
+        what.add_argument(f"--{name}", metavar=name[0].upper(), help=of)
+
+
+def _prompts(args: argparse.Namespace) -> None:
+    from stepwell.show.archive import open_archive, prompts_screen
+
+    if args.limit < 1:
+        raise ConfigError(f"--limit is {args.limit}; give 1 or more")
+    rows = open_archive(args.where).prompts(
+        never_rewarded=args.never_rewarded, always=args.always_rewarded, limit=args.limit
+    )
+    answer(args, rows, prompts_screen)
+
+
+def _query(args: argparse.Namespace) -> None:
+    from stepwell.datapool.errors import InvalidRequestError
+    from stepwell.datapool.files.archive.reader import parse
+    from stepwell.show.archive import open_archive, rows_screen
+
+    if args.limit < 1:
+        raise ConfigError(f"--limit is {args.limit}; give 1 or more")
+    if args.to is not None and args.to.exists():
+        raise ConfigError(f"--to is {str(args.to)!r}, which exists; name a new file")
+    if args.order not in (None, *ORDERS):
+        raise ConfigError(f"--order is {args.order!r}; there are {', '.join(ORDERS)}")
+    if args.order == "relevance" and not args.search:
+        raise ConfigError("--order is relevance, which is of --search TEXT")
+    try:
+        where = parse(args.query)
+    except InvalidRequestError as e:
+        raise ConfigError(str(e)) from e
+    reader = open_archive(args.where)
+    how = {"order": args.order or "time", "descending": not args.ascending, "limit": args.limit}
+    if args.to is None:
+        page = reader.rows(where, args.search, **how)
+        answer(args, page.items, rows_screen)
+        return
+    from stepwell.datapool.files.export import write
+
+    done = write(args.to, reader.read_all(where, args.search), source=str(reader.folder.path))
+    told = {"path": done.path, "trajectories": done.n_trajectories, "rows": done.n_rows}
+    answer(args, told, f"{done.path}: {done.n_trajectories} trajectories, {done.n_steps} steps")
+
+
+def _check(args: argparse.Namespace) -> int:
+    from stepwell.show.archive import open_archive
+
+    reader = open_archive(args.where)
+    told, counts = reader.check(), reader.counts()
+    sound = f"{reader.folder.path}: {counts['trajectories']:,} trajectories, all files are sound"
+    answer(args, {"damaged": told, **counts}, "\n".join(told) or sound)
+    return int(bool(told))
+
+
+def _delete(args: argparse.Namespace) -> None:
+    from stepwell.show.archive import open_archive
+
+    kind = next(name for name in ("trajectory", "user", "tag") if getattr(args, name) is not None)
+    reader = open_archive(args.where)
+    gone = reader.delete(kind, getattr(args, kind))  # type: ignore[arg-type]
+    lines = [f"{reader.folder.path}: deleted {len(gone)} trajectories", *gone, NOT_REACHED]
+    answer(args, {"deleted": gone, "not_reached": NOT_REACHED}, "\n".join(lines))
+
+
+NOT_REACHED = (
+    "not reached: copies that somebody made of the files, and exports (`stepwell data delete "
+    "--exports`)"
+)

@@ -1,0 +1,430 @@
+"""The archive: what left a pool, in files and in a catalogue."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stepwell.datapool import ChannelConfig
+from stepwell.datapool.config import ArchiveConfig
+from stepwell.datapool.errors import DamagedFileError, InvalidRequestError
+from stepwell.datapool.files.archive import archiver
+from stepwell.datapool.files.archive.archiver import Archive, archive_waiting
+from stepwell.datapool.files.archive.catalogue import match_of
+from stepwell.datapool.files.archive.launch import Settings
+from stepwell.datapool.files.archive.reader import ArchiveReader, parse, waiting
+from stepwell.datapool.ops import Mark, OpenGroup, OpenTrajectory, ReleaseDeparted
+from stepwell.datapool.questions import ReadDeparted
+from stepwell.datapool.types import Step
+from tests.datapool.conftest import JournaledPool
+
+
+class Caller:
+    """A pool of this process, as the archiver calls it."""
+
+    def __init__(self, pool: JournaledPool) -> None:
+        self.pool = pool
+        self.lost = False
+
+    async def call(self, op, timeout_s=0.0):
+        if self.lost and isinstance(op, ReleaseDeparted):
+            raise ConnectionError("killed before the pool heard of it")
+        return self.pool("apply", op)
+
+
+class Archived:
+    """A pool with an archive, archived when a test says so."""
+
+    def __init__(self, path: Path, **config) -> None:
+        self.path = path
+        config.setdefault("archive", ArchiveConfig(dir=path / "archive"))
+        self.pool = JournaledPool(path / "pool", default=ChannelConfig(n_rollouts=1), **config)
+        self.caller = Caller(self.pool)
+        self.reader = ArchiveReader(path / "archive")
+        self.settings = Settings.of(
+            self.pool.pool.config, path / "pool", self.pool.journal.identity, 0
+        )
+        self._index: dict[str, int] = {}
+
+    def archive(self) -> int:
+        archive = Archive(self.settings)
+        try:
+            return asyncio.run(archive_waiting(archive, self.caller))
+        finally:
+            archive.close()
+
+    def with_archive(self, do):
+        archive = Archive(self.settings)
+        try:
+            return do(archive)
+        finally:
+            archive.close()
+
+    def turn(self, uid, asked, reply, prompt_uid=None, version=3, **fields):
+        index = self._index.get(uid, 0)
+        self._index[uid] = index + 1
+        messages = [
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": reply},
+        ]
+        step = Step(
+            prompt_ids=[*range(10 + 5 * index)],
+            response_ids=[7, 8, 9],
+            rollout_log_probs=[-0.1, -0.2, -0.3],
+            trajectory_uid=uid,
+            prompt_uid=prompt_uid or f"p-{uid}",
+            step_index=index,
+            policy_version=version,
+            finish_reason="stop",
+            metadata={"messages": messages, "timing": {"ttft_s": 0.1}},
+            **fields,
+        )
+        self.pool("submit_step", step)
+        return step
+
+    def train(self, uid, asked="What is 2+2?", reply="It is 4.", reward=1.0, **fields):
+        step = self.turn(uid, asked, reply, **fields)
+        self.pool("complete_trajectory", uid, reward)
+        self.pool("ack", self.pool("lease_batch", 1).lease_id)
+        return step
+
+    def files(self):
+        return sorted((self.path / "archive" / "trajectories").iterdir())
+
+    def bytes_of_everything(self):
+        self.pool.erase()
+        folders = (self.path / "archive", self.path / "pool")
+        return b"".join(
+            p.read_bytes() for folder in folders for p in folder.rglob("*") if p.is_file()
+        )
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Archived(tmp_path)
+    yield run
+    run.pool.journal.close()
+
+
+# -- what is archived ------------------------------------------------------------------------------
+
+
+def test_a_trained_trajectory_comes_back_exactly(run):
+    run.pool("apply", OpenGroup("p", 1, metadata={"data_source": "gsm8k", "instance_id": "7"}))
+    run.pool("apply", OpenTrajectory("t", "p", 2, {"user": "ada"}))
+    steps = [run.turn("t", "Hello?", "Hi.", "p", reward=0.25), run.turn("t", "2+2?", "4", "p")]
+    run.pool("apply", Mark(trajectory_uid="t", marks={"tags": ["good"], "note": "well done"}))
+    run.pool("complete_trajectory", "t", 1.0)
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    assert run.archive() == 1
+    found = run.reader.read("t")
+    assert [s.step_index for s in found.trajectory.steps] == [0, 1]
+    for step, archived in zip(steps, found.trajectory.steps, strict=True):
+        assert np.array_equal(step.prompt_ids, archived.prompt_ids)
+        assert np.array_equal(step.response_ids, archived.response_ids)
+        assert np.array_equal(step.rollout_log_probs, archived.rollout_log_probs)
+        assert step.metadata == archived.metadata
+        assert step.policy_version == archived.policy_version
+    assert (found.state, found.outcome, found.trajectory.attempt) == ("complete", 1.0, 2)
+    assert found.trajectory.metadata == {"user": "ada"}
+    assert found.marks["note"] == "well done"
+    (row,) = run.reader.find("t")
+    assert (row["left"], row["reward"], row["turns"], row["data_source"]) == (
+        "acked",
+        1.25,
+        2,
+        "gsm8k",
+    )
+    assert (row["first"], row["last"]) == ("Hello?", "4")
+
+
+def test_a_dropped_group_is_found_with_its_reason_and_its_text(run):
+    run.turn("t", "Why?", "Because.")
+    run.pool("drop_group", "p-t", "zero_variance")
+    run.archive()
+    (row,) = run.reader.find("t")
+    assert (row["left"], row["drop_reason"], row["state"]) == (
+        "dropped",
+        "zero_variance",
+        "aborted",
+    )
+    assert run.reader.read("t").trajectory.steps[0].metadata["messages"][1]["content"] == "Because."
+
+
+def test_an_aborted_attempt_is_archived_with_the_steps_that_nobody_is_served(run):
+    run.turn("a", "first try", "failed", "p")
+    run.pool("abort_trajectory", "a", "timeout", True)
+    run.train("b", "second try", "worked", prompt_uid="p")
+    run.archive()
+    (row,) = run.reader.find("a")
+    assert (row["state"], row["reason"], row["left"]) == ("aborted", "timeout", "acked")
+    assert row["last"] == "failed"
+    assert len(run.reader.find("p")) == 2, "the group's uid opens the group"
+
+
+def test_what_came_late_is_found_with_its_trajectory(run):
+    run.train("t")
+    run.turn("t", "And 3+3?", "It is 6.")
+    assert run.pool("set_reward", "t", 0.5) == "late"
+    run.archive()
+    assert [row["state"] for row in run.reader.find("t")] == ["complete", "late"]
+    steps = run.reader.read("t").trajectory.steps
+    assert [s.metadata["messages"][1]["content"] for s in steps] == ["It is 4.", "It is 6."]
+    (late,) = run.reader.feedback("t")
+    assert (late["reward"], late["why"]) == (0.5, "its group was trained")
+
+
+def test_the_beginning_of_a_uid_finds_it(run):
+    run.train("conversation-1234")
+    run.archive()
+    assert [row["uid"] for row in run.reader.find("conversation-12")] == ["conversation-1234"]
+    assert run.reader.find("unknown") == []
+
+
+# -- a crash ---------------------------------------------------------------------------------------
+
+
+def test_an_archiver_that_dies_before_the_pool_knows_writes_the_same_again(run):
+    run.train("t")
+    run.caller.lost = True
+    with pytest.raises(ConnectionError):
+        run.archive()
+    names = [path.name for path in run.files()]
+    run.train("u")
+    run.caller.lost = False
+    assert run.archive() == 2
+    assert run.archive() == 0
+    assert [p.name for p in run.files()][:1] == names
+    assert {row["uid"] for row in run.reader.rows().items} == {"t", "u"}
+    assert run.reader.counts()["trajectories"] == 2
+
+
+def test_a_file_that_the_catalogue_does_not_know_is_added_to_it(run, monkeypatch):
+    run.train("t")
+    monkeypatch.setattr(Archive, "_add", lambda *_: (_ for _ in ()).throw(OSError("killed")))
+    with pytest.raises(OSError, match="killed"):
+        run.archive()
+    monkeypatch.undo()
+    assert run.reader.find("t") == []
+    assert run.with_archive(lambda archive: archive.reconcile()) == []
+    assert run.reader.find("t")[0]["reward"] == 1.0
+
+
+def test_the_catalogue_is_made_again_of_the_files(run):
+    for i in range(3):
+        run.train(f"t{i}")
+        run.archive()
+    before = run.reader.rows().items
+    (run.path / "archive" / "catalogue-0.sqlite").write_bytes(b"damaged" * 1000)
+    (told,) = run.reader.check()
+    assert "made anew" in told
+    assert [r["uid"] for r in run.reader.rows().items] == [r["uid"] for r in before]
+    assert run.reader.check() == []
+
+
+def test_a_damaged_file_is_named_by_check(run):
+    run.train("t")
+    run.archive()
+    (path,) = run.files()
+    data = bytearray(path.read_bytes())
+    data[40] ^= 1
+    path.write_bytes(data)
+    (told,) = run.reader.check()
+    assert str(path) in told
+    with pytest.raises(DamagedFileError):
+        run.reader.read("t")
+
+
+def test_small_files_are_merged_and_nothing_is_lost(run, monkeypatch):
+    monkeypatch.setattr(archiver, "MERGED", 4)
+    for i in range(6):
+        run.train(f"t{i}", reward=i / 10)
+        run.pool("set_reward", f"t{i}", 0.0)
+        run.archive()
+    run.with_archive(lambda archive: archive.merge())
+    assert len(run.files()) == 1
+    assert [row["uid"] for row in run.reader.rows().items] == [f"t{i}" for i in range(5, -1, -1)]
+    assert [run.reader.read(f"t{i}").outcome for i in range(6)] == [i / 10 for i in range(6)]
+    assert run.reader.check() == []
+    run.train("last")
+    assert run.archive() == 1
+
+
+# -- bounds ----------------------------------------------------------------------------------------
+
+
+def test_what_is_too_old_goes_with_its_file(tmp_path):
+    run = Archived(tmp_path, archive=ArchiveConfig(dir=tmp_path / "archive", keep_days=2))
+    run.train("old")
+    run.archive()
+    run.pool.now += 3 * 86_400
+    run.train("new")
+    run.archive()
+    run.with_archive(lambda archive: archive.trim(run.pool.now))
+    assert [row["uid"] for row in run.reader.rows().items] == ["new"]
+    assert len(run.files()) == 1
+    run.pool.journal.close()
+
+
+def test_the_oldest_go_beyond_the_bytes(tmp_path):
+    run = Archived(tmp_path, archive=ArchiveConfig(dir=tmp_path / "archive", max_gb=1e-6))
+    for i in range(3):
+        run.train(f"t{i}")
+        run.archive()
+    run.with_archive(lambda archive: archive.trim(run.pool.now))
+    assert [row["uid"] for row in run.reader.rows().items] == ["t2"]
+    run.pool.journal.close()
+
+
+def test_retention_bounds_the_archive_too(tmp_path):
+    archive = ArchiveConfig(dir=tmp_path / "archive", keep_days=30)
+    run = Archived(tmp_path, archive=archive, retention_days=7)
+    assert run.settings.keep_s == 7 * 86_400
+    run.pool.journal.close()
+
+
+def test_on_a_full_disk_the_archive_stops_and_the_pool_goes_on(run, monkeypatch, caplog):
+    monkeypatch.setattr(archiver.ArchiveFolder, "has_space", lambda *_: False)
+    run.train("t")
+    assert run.archive() == 1
+    assert run.pool.pool.backlog == {"waiting": 0, "waiting_bytes": 0, "unarchived": 1}
+    assert "nearly full" in caplog.text
+    run.train("u")
+    assert run.pool.groups()["acked"] == 2
+
+
+# -- deletion --------------------------------------------------------------------------------------
+
+
+SECRET = "a secret of somebody"
+
+
+@pytest.mark.parametrize("how", ["trajectory", "user", "tag"])
+def test_what_is_deleted_is_in_no_file_and_on_no_page(run, how):
+    for i in range(20):
+        run.train(f"t{i}", f"common text {i}")
+    run.pool("apply", OpenTrajectory("s", "p-s", 0, {"user": "eve"}))
+    run.turn("s", f"Keep {SECRET}", "I do.")
+    run.pool("apply", Mark(trajectory_uid="s", marks={"tags": ["private"]}))
+    run.pool("complete_trajectory", "s", 1.0)
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    run.archive()
+    run.train("t20", "common text 20")
+    run.archive()
+    assert run.reader.rows(search="secret somebody").items
+    value = {"trajectory": "s", "user": "eve", "tag": "private"}[how]
+    run.pool.now = 4e9  # the wall clock's: what was opened before a deletion is meant
+    assert run.reader.delete(how, value) == ["s"]
+    everything = run.bytes_of_everything()
+    assert b"secret" not in everything
+    assert run.reader.rows(search="secret").items == []
+    assert run.reader.find("s") == []
+    assert run.reader.was_deleted("s")
+    assert run.reader.find("t7")[0]["first"] == "common text 7"
+    assert run.reader.check() == []
+
+
+def test_what_was_deleted_while_it_waited_never_reaches_a_file(run):
+    run.train("s", SECRET)
+    run.archive()
+    run.train("t", "common")
+    run.reader.delete("trajectory", "t")
+    run.archive()
+    assert run.reader.find("t") == []
+    assert b"common" not in b"".join(path.read_bytes() for path in run.files())
+
+
+# -- lists and searches ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def many(run):
+    for i in range(30):
+        run.train(f"t{i:02d}", f"question {i} 東京タワーは高い", f"answer {i}", i / 30, version=i)
+    run.archive()
+    return run.reader
+
+
+def test_lists_go_page_by_page_in_any_order(many):
+    for order in ("time", "reward", "version"):
+        seen, cursor = [], None
+        while True:
+            page = many.rows(order=order, limit=7, cursor=cursor)
+            seen += [row["uid"] for row in page.items]
+            if (cursor := page.cursor) is None:
+                break
+        assert seen == [f"t{i:02d}" for i in range(29, -1, -1)], order
+    assert many.rows(order="reward", descending=False, limit=1).items[0]["uid"] == "t00"
+
+
+def test_a_query_filters(many):
+    found = many.rows(parse("reward < 0.2 and version >= 4 and 'answer' in text")).items
+    assert [row["uid"] for row in found] == ["t05", "t04"]
+    assert many.rows(parse("reward > 5")).items == []
+    assert many.rows(parse("left == 'acked' and not (turns > 1) and reason is None"), limit=2).items
+
+
+@pytest.mark.parametrize(
+    "text", ["reward", "nothing == 3", "reward < x", "__import__('os')", "reward <", "1 < 2"]
+)
+def test_what_is_no_query_is_refused_with_what_there_is(text):
+    with pytest.raises(InvalidRequestError, match="compare attempt"):
+        parse(text)
+
+
+def test_text_is_searched_in_any_language(many):
+    assert len(many.rows(search="東京").items) == 30
+    assert many.rows(search="京東").items == []
+    assert [row["uid"] for row in many.rows(search='"question 7"').items] == ["t07"]
+    assert len(many.rows(search="quest*").items) == 30
+    assert many.rows(search="question", order="relevance", limit=5).items
+    assert many.rows(search="高い").items[0]["first"].endswith("東京タワーは高い")
+
+
+def test_what_somebody_types_is_no_query_language():
+    assert match_of('AND "x y" foo* (') == '"AND" "x y" "foo"*'
+
+
+def test_prompts_that_never_get_a_reward_are_listed(run):
+    for i, rewards in enumerate([(0.0, 0.0), (0.0, 1.0), (1.0, 1.0), (None,)]):
+        for k, reward in enumerate(rewards):
+            run.train(f"t{i}{k}", f"question {i}", reward=reward)
+    run.archive()
+    kinds = {row["first"]: row["kind"] for row in run.reader.prompts()}
+    assert kinds == {
+        "question 0": "never",
+        "question 1": "mixed",
+        "question 2": "always",
+        "question 3": "unscored",
+    }
+    (never,) = run.reader.prompts(never_rewarded=True)
+    assert (never["first"], never["tries"], never["best"], never["mean"]) == (
+        "question 0",
+        2,
+        0.0,
+        0.0,
+    )
+    run.train("t02", "question 0", reward=1.0)
+    run.archive()
+    assert run.reader.prompts(never_rewarded=True) == []
+    run.reader.delete("trajectory", "t02")
+    assert len(run.reader.prompts(never_rewarded=True)) == 1
+
+
+def test_the_text_of_an_aborted_trajectory_is_there_while_its_group_is_live(run):
+    run.turn("a", "first try", "failed", "p")
+    run.pool("abort_trajectory", "a", "timeout", True)
+    found = waiting(run.pool.pool.apply(ReadDeparted("a"), run.pool.now))
+    (one,) = [each for each in found if each.trajectory.trajectory_uid == "a"]
+    assert (one.state, one.reason) == ("aborted", "timeout")
+    assert one.trajectory.steps[0].metadata["messages"][1]["content"] == "failed"
+
+
+def test_what_waits_can_be_read(run):
+    run.train("t", "question", "answer")
+    (one,) = waiting(run.pool.pool.apply(ReadDeparted("p-t"), run.pool.now))
+    assert one.trajectory.steps[0].metadata["messages"][0]["content"] == "question"
+    assert one.outcome == 1.0

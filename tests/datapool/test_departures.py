@@ -1,0 +1,128 @@
+"""What leaves a pool waits, in the journal, until it is archived."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepwell.datapool.config import ArchiveConfig
+from stepwell.datapool.core import departures
+from stepwell.datapool.errors import TrajectoryClosedError
+from stepwell.datapool.ops import ReleaseDeparted
+from stepwell.datapool.questions import ListDeparted, ReadDeparted
+from stepwell.datapool.store.reading import rows_at_places
+from tests.datapool.conftest import JournaledPool
+
+
+def archived(folder, **config):
+    return {"archive": ArchiveConfig(dir=folder / "archive"), **config}
+
+
+@pytest.fixture
+def pool(tmp_path):
+    pool = JournaledPool(tmp_path / "pool", **archived(tmp_path))
+    yield pool
+    pool.journal.close()
+
+
+def waiting(pool):
+    return pool.pool.apply(ListDeparted(), pool.now).items
+
+
+def kinds(pool, departed):
+    return [row.kind for row in rows_at_places(pool.folder, departed.places)]
+
+
+def train(pool, uid="t", prompt_uid="p", text="said"):
+    pool.say(uid, prompt_uid, text)
+    pool("complete_trajectory", uid, 1.0)
+    pool("ack", pool("lease_batch").lease_id)
+
+
+def test_a_trained_group_waits_with_its_rows_and_goes_once_it_is_archived(pool):
+    train(pool, text="a secret of somebody")
+    (departed,) = waiting(pool)
+    expected = ["PromptStored", "StepsStored", "CompleteTrajectory"]
+    assert kinds(pool, departed) == [*expected, "GroupLeased", "GroupLeft"]
+    pool.erase()
+    assert pool.holds("a secret of somebody")
+    pool("apply", ReleaseDeparted(departed.row))
+    pool.erase()
+    assert waiting(pool) == []
+    assert not pool.holds("a secret of somebody")
+
+
+def test_a_group_that_waits_is_gone_for_everybody_else_and_stays_so_after_a_restart(pool):
+    train(pool)
+    pool.say("u", "q", "another one")
+    before = waiting(pool)
+    pool = pool.restart(**archived(pool.folder.parent))
+    assert [d.row for d in waiting(pool)] == [d.row for d in before]
+    assert pool.groups()["acked"] == 1
+    assert pool.groups()["open"] == 1
+    with pytest.raises(TrajectoryClosedError):
+        pool("complete_trajectory", "t", 0.0)
+    left, _late_reward = pool.pool.apply(ReadDeparted("t"), pool.now)
+    assert any(b"said" in payload for _, _, _, payload in left.rows)
+
+
+def test_a_deletion_takes_what_waits_of_the_trajectory_out_of_the_journal(pool):
+    train(pool, text="a secret of somebody")
+    assert pool("delete", "t").trajectories == ("t",)
+    pool.later(0)
+    assert waiting(pool) == []
+    assert not pool.holds("a secret of somebody")
+
+
+def test_what_is_too_old_or_deleted_is_not_left_to_the_archive(pool):
+    pool.say("t", "p", "a secret of somebody")
+    pool("delete", "t")
+    pool.later(0)
+    assert waiting(pool) == []
+    assert not pool.holds("a secret of somebody")
+
+
+def test_what_comes_late_waits_too(pool):
+    train(pool)
+    pool.say("t", "p", "too late", index=1)
+    assert pool("set_reward", "t", 0.5) == "late"
+    with pytest.raises(TrajectoryClosedError):
+        pool("complete_trajectory", "t", 0.25)
+    late = [kinds(pool, d) for d in waiting(pool)[1:]]
+    assert late == [["StepCameLate"], ["RewardCameLate"], ["RewardCameLate"]]
+    pool = pool.restart(**archived(pool.folder.parent))
+    assert [kinds(pool, d) for d in waiting(pool)[1:]] == late
+
+
+def test_beyond_the_bound_groups_leave_unarchived_and_are_counted(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("stepwell.datapool.config.BACKLOG_BYTES", 5000)
+    pool = JournaledPool(tmp_path / "pool", **archived(tmp_path))
+    for i in range(20):
+        train(pool, f"t{i}", f"p{i}", "x" * 50)
+    assert 0 < len(waiting(pool)) < 20
+    backlog = pool.pool.backlog
+    assert backlog["waiting"] + backlog["unarchived"] == 20
+    assert backlog["waiting_bytes"] <= 5000
+    assert sum("not archived" in record.message for record in caplog.records) == 1
+    pool.journal.close()
+
+
+def test_what_waits_goes_when_the_archive_is_turned_off(pool):
+    train(pool, text="a secret of somebody")
+    pool = pool.restart(archive=ArchiveConfig(enabled=False))
+    assert waiting(pool) == []
+    pool.erase()
+    assert not pool.holds("a secret of somebody")
+    pool.journal.close()
+
+
+def test_without_an_archive_nothing_waits(tmp_path):
+    pool = JournaledPool(tmp_path / "pool")
+    train(pool)
+    pool.say("t", "p", "too late", index=1)
+    assert waiting(pool) == []
+    assert pool.journal.statistics()["rows_stored"] == 2  # tombstones of group and lease
+    pool.journal.close()
+
+
+def test_an_empty_backlog_releases_nothing():
+    assert departures.Departures(100).release(5) == []

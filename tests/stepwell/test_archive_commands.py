@@ -1,0 +1,106 @@
+"""The archive on the terminal, after the run: the questions of somebody who looks, in a command
+each; and what operators do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stepwell.cli.main import main
+from stepwell.config.load import load_config
+from stepwell.datapool.files.export import read
+from stepwell.datapool.ops import OpenGroup
+from stepwell.run.folder import begin
+from tests.datapool.test_archive import Archived
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run that has ended; some of what left its pool was archived, and some waits."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    begin(load_config("quickstart", [f"run.dir={folder}", "run.name=mine"]))
+    run = Archived(folder)
+    for i, reward in enumerate([0.0, 0.0, 1.0]):
+        task = {"data_source": "gsm8k", "instance_id": "hard" if i < 2 else "easy"}
+        run.pool("apply", OpenGroup(f"p-t{i}", 1, metadata=task))
+        run.train(f"t{i}", f"question {i}", f"answer {i}", reward, version=10 + i)
+    run.archive()
+    run.turn("gone", "too hard?", "No idea.")
+    run.pool("drop_group", "p-gone", "zero_variance")
+    run.pool.journal.close()
+    return folder
+
+
+def told(capture: Capture, *argv: object, code: int = 0) -> str:
+    assert main([*map(str, argv)]) == code
+    out, err = capture.readouterr()
+    return err if code == 2 else out
+
+
+def test_why_it_was_dropped_and_what_the_model_said_is_one_command(
+    run: Path, capsys: Capture
+) -> None:
+    shown = told(capsys, "show", "gone", run)
+    assert "its group was dropped (zero_variance)" in shown
+    answer = json.loads(told(capsys, "show", "gone", run, "--json"))
+    assert answer["archived"]["drop_reason"] == "zero_variance"
+    messages = json.loads(answer["branches"][0]["steps"][0]["metadata"])["messages"]
+    assert messages[1]["content"] == "No idea."
+
+
+def test_which_prompts_never_get_a_reward_is_one_command(run: Path, capsys: Capture) -> None:
+    shown = told(capsys, "prompts", run, "--never-rewarded")
+    assert "[gsm8k] question 0" in shown
+    assert "question 2" not in shown
+    (row,) = json.loads(told(capsys, "prompts", run, "--never-rewarded", "--json"))
+    assert (row["tries"], row["kind"]) == (2, "never")
+
+
+def test_a_query_lists_and_writes_what_passes(run: Path, capsys: Capture, tmp_path: Path) -> None:
+    shown = told(capsys, "data", "query", "reward < 0.5 and version >= 11", run)
+    assert "t1" in shown
+    assert "question 1 → answer 1" in shown
+    assert "t0" not in shown
+    searched = json.loads(told(capsys, "data", "query", "", run, "--search", "idea", "--json"))
+    assert [row["uid"] for row in searched] == ["gone"]
+    path = tmp_path / "some.parquet"
+    told(capsys, "data", "query", "left == 'acked'", run, "--to", path)
+    assert sorted(each.trajectory.trajectory_uid for each in read(path)) == ["t0", "t1", "t2"]
+    assert "no such column" in told(capsys, "data", "query", "rewards < 1", run, code=2)
+
+
+def test_a_uids_beginning_and_a_groups_uid_are_opened(run: Path, capsys: Capture) -> None:
+    assert "t0" in told(capsys, "show", "t", run)
+    assert "answer 2" in told(capsys, "data", "query", "prompt == 'p-t2'", run)
+    assert json.loads(told(capsys, "show", "p-t2", run, "--json"))["trajectory_uid"] == "p-t2"
+
+
+def test_what_is_deleted_is_said_to_be(run: Path, capsys: Capture) -> None:
+    assert "deleted 1 trajectories" in told(capsys, "data", "delete", run, "--trajectory", "t1")
+    assert "was deleted at" in told(capsys, "show", "t1", run, code=2)
+    shown = told(capsys, "archive", "delete", run, "--trajectory", "t2")
+    assert "not reached: copies" in shown
+    everything = b"".join(
+        p.read_bytes() for p in run.rglob("*") if p.suffix in (".parquet", ".log")
+    )
+    assert b"question 1" not in everything
+    assert "are sound" in told(capsys, "archive", "check", run)
+
+
+def test_check_names_a_damaged_file(run: Path, capsys: Capture) -> None:
+    told(capsys, "prompts", run)
+    (path, *_) = (run / "archive" / "trajectories").iterdir()
+    path.write_bytes(path.read_bytes()[:-9])
+    assert str(path) in told(capsys, "archive", "check", run, code=1)
+
+
+def test_a_run_without_an_archive_says_so(tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "none"
+    folder.mkdir()
+    begin(load_config("quickstart", [f"run.dir={folder}", "pool.archive.enabled=false"]))
+    assert "has no archive" in told(capsys, "prompts", folder, code=2)

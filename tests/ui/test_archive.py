@@ -1,0 +1,119 @@
+"""What left the pool, in the dashboard: the three questions of somebody who looks, over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.ui.demo import Demo, archive_all, demo, fill
+
+BASE = "chain_sum/1001"
+
+
+@pytest.fixture
+async def shown(tmp_path: Path) -> AsyncIterator[Demo]:
+    async with demo(tmp_path) as served:
+        await fill(served, groups=3)
+        lease = await served.pool.lease_batch(1, timeout_s=5)
+        await served.pool.ack(lease.lease_id)
+        await served.pool.drop_group("chain_sum/1002", "too easy")
+        yield served
+
+
+@pytest.fixture
+async def http(shown: Demo) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"{shown.url}/ui/api/", timeout=30) as client:
+        yield client
+
+
+async def ok(http: httpx.AsyncClient, path: str, **params: Any) -> Any:
+    answer = await http.get(path, params=params)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("is_archived", [False, True])
+async def test_why_was_it_dropped_and_what_did_the_model_say(
+    shown: Demo, http: httpx.AsyncClient, is_archived: bool
+) -> None:
+    if is_archived:
+        await archive_all(shown)
+    led = await ok(http, "find", uid="chain_sum/1002:1")
+    assert led["page"] == "trajectory"
+    told = await ok(http, "trajectory", trajectory_uid=led["params"]["uid"])
+    assert "too easy" in (told["archived"]["fate"] if is_archived else str(told["archived"]))
+    said = [m["content"] for m in told["steps"][-1]["messages"]]
+    assert any(str(text).startswith("The answer is") for text in said)
+    tokens = await ok(http, "tokens", trajectory_uid=led["params"]["uid"], index=0)
+    assert tokens["ids"]
+
+
+async def test_which_prompts_never_get_a_reward(shown: Demo, http: httpx.AsyncClient) -> None:
+    await archive_all(shown)
+    rows = (await ok(http, "prompts", which="never"))["items"]
+    assert all(row["rewarded"] == 0 for row in rows)
+    everything = (await ok(http, "prompts"))["items"]
+    assert everything
+    assert {row["kind"] for row in everything} <= {"never", "mixed", "always"}
+
+
+async def test_a_uid_its_beginning_and_a_groups_uid_lead_somewhere(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    await archive_all(shown)
+    assert (await ok(http, "find", uid="chain_sum/1002"))["page"] == "group"
+    group = await ok(http, "group", prompt_uid="chain_sum/1002")
+    assert group["archived"]
+    assert len(group["trajectories"]) == 4
+    assert group["prefixes"]["tree"]
+    begun = await ok(http, "find", uid="chain_sum/1002:")
+    assert len(begun["items"]) == 4
+    unknown = await http.get("find", params={"uid": "nothing"})
+    assert unknown.status_code == 404
+
+
+async def test_a_list_is_searched_sorted_and_filtered(shown: Demo, http: httpx.AsyncClient) -> None:
+    await archive_all(shown)
+    rows = (await ok(http, "archive"))["items"]
+    assert rows
+    assert all(row["first"].startswith("State the final answer") for row in rows)
+    assert [r["time"] for r in rows] == sorted((r["time"] for r in rows), reverse=True)
+    found = await ok(http, "archive", search='"the answer is"', query="left == 'dropped'")
+    assert {row["prompt_uid"] for row in found["items"]} <= {"chain_sum/1000", "chain_sum/1002"}
+    by_reward = (await ok(http, "archive", order="reward"))["items"]
+    rewards = [row["reward"] for row in by_reward]
+    assert rewards == sorted(rewards, reverse=True)
+    wrong = await http.get("archive", params={"query": "rewards < 1"})
+    assert wrong.status_code == 400
+    assert "no such column" in wrong.text
+
+
+async def test_what_is_deleted_by_the_gateway_is_deleted_from_the_archive_too(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    await archive_all(shown)
+    uid = "chain_sum/1002:1"
+    answer = await http.post("delete", json={"trajectory_uid": uid})
+    assert answer.status_code == 200, answer.text
+    assert (await ok(http, "find", uid=uid))["deleted"]
+    gone = await http.get("trajectory", params={"trajectory_uid": uid})
+    assert gone.status_code == 404
+    assert "was deleted at" in gone.text
+    files = (shown.run_dir / "archive").rglob("*.parquet")
+    assert uid.encode() not in b"".join(path.read_bytes() for path in files)
+    assert (await ok(http, "find", uid="chain_sum/1002:0"))["page"] == "trajectory"
+
+
+async def test_a_late_reward_is_shown_with_its_trajectory(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    assert await shown.pool.set_reward("chain_sum/1002:0", 0.5) == "late"
+    await archive_all(shown)
+    told = await ok(http, "trajectory", trajectory_uid="chain_sum/1002:0")
+    (late,) = told["archived"]["feedback"]
+    assert late["reward"] == 0.5
+    assert "dropped (too easy)" in late["why"]
