@@ -167,16 +167,20 @@ test-trl: install .venv-trl/.installed
 
 # Harnesses in their own environments: npm's with a Node of theirs, Python's with a venv each.
 HARNESS_NPM := node@22 @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10 @google/gemini-cli@0.61.0 @earendil-works/pi-coding-agent@0.74.2
-HARNESS_PATH := $(CURDIR)/.harness/node_modules/.bin:$(CURDIR)/.harness/mini/bin:$(CURDIR)/.harness/aider/bin
+HARNESS_PATH := $(CURDIR)/.harness/node_modules/.bin:$(subst $() ,:,$(patsubst %,$(CURDIR)/.harness/%/bin,mini aider verifiers openenv harbor))
+PYTHON312 ?= python3.12
 .harness/.installed: Makefile
 	mkdir -p .harness
 	npm install --prefix .harness --no-audit --no-fund $(HARNESS_NPM)
 	for name in mini aider verifiers openenv; do $(PYTHON) -m venv .harness/$$name; done
 	.harness/mini/bin/pip install --quiet mini-swe-agent==2.4.6
 	.harness/aider/bin/pip install --quiet aider-chat==0.86.2
+	.harness/verifiers/bin/pip install --quiet verifiers==0.4.0 uv
+	.harness/openenv/bin/pip install --quiet openenv==0.10.0
+	$(PYTHON312) -m venv .harness/harbor && .harness/harbor/bin/pip install --quiet harbor==0.26.0
 	@touch $@
 
-#   make test-harness  Claude Code, Codex, opencode, Qwen Code, Gemini CLI, aider, mini-swe-agent and Pi, and bubblewrap, really run (npm, bwrap)
+#   make test-harness  Claude Code, Codex, opencode, Qwen Code, Gemini CLI, aider, mini-swe-agent and Pi, bubblewrap, verifiers, OpenEnv and Harbor, really run (npm, bwrap, Python 3.12)
 .PHONY: test-harness
 test-harness: install .harness/.installed
 	PATH=$(HARNESS_PATH):$$PATH $(BIN)/pytest tests/harness/real.py

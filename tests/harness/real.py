@@ -7,18 +7,27 @@ conversation is one branch. Programs are looked for on the PATH.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
+from stepwell.backends.processes import spawn
+from stepwell.trainer.config.environment import OpenEnvConfig
 from stepwell.trainer.config.harness import HarnessConfig
 from stepwell.trainer.config.harness_presets import PRESETS
+from stepwell.trainer.environments import verifiers_episode
+from stepwell.trainer.environments.openenv import OpenEnvAgent
 from stepwell.trainer.rollout.harness import FOLDER, Harness
 from tests.gateway.conftest import World, one_thread, worlds
+from tests.helpers import reserved_port
 
 __all__ = ["one_thread", "worlds"]
 
@@ -90,3 +99,147 @@ async def test_bubblewrap_hides_homes_and_writes_nowhere_else(
         }
     )
     assert await Harness(config)(TASK, world.base_url(), "none") == 1.0
+
+
+# -- environments ----------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+TASKSET = """
+import verifiers.v1 as vf
+
+class AddsData(vf.TaskData):
+    answer: str = ""
+
+class AddsTask(vf.Task[AddsData]):
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        return float(self.data.answer in str(trace.nodes[-1].message.content))
+
+class Adds(vf.Taskset[AddsTask]):
+    def load(self):
+        for a in range(3):
+            data = AddsData(prompt=f"What is {a} + 2?", answer=str(a + 2))
+            yield AddsTask(data, self.config.task)
+
+__all__ = ["Adds"]
+"""
+
+
+def python_beside(program: str) -> str:
+    """The Python of the environment that has the program."""
+    found = shutil.which(program)
+    assert found is not None, f"{program} is not on the PATH: make test-harness installs it"
+    return str(Path(found).parent / "python")
+
+
+@pytest.mark.parametrize("client", ["eval", "train"])
+async def test_an_episode_of_verifiers_is_a_rollout_with_its_reward(
+    client: str, worlds: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Its train client renders by itself, and calls /inference/v1/generate."""
+    world: World = await worlds("quickstart")
+    world.say("It is 3.")
+    more = ["--client", client]
+    if client == "train":
+        more += ["--tokenizer", str(ROOT / "examples" / "quickstart" / "model")]
+    (tmp_path / "adds.py").write_text(TASKSET)
+    python = python_beside("vf-eval")
+    seat = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
+    config = HarnessConfig.model_validate(
+        {
+            "command": [
+                *(python, verifiers_episode.__file__, "episode", "adds"),
+                *("--index", "{task.metadata.index}", "--base-url", "{base_url}"),
+                *("--config", json.dumps(seat), "--out", "{home}/reward.txt", *more),
+            ],
+            "env": {
+                "PATH": f"{Path(python).parent}:{os.environ['PATH']}",  # uv
+                "PYTHONPATH": str(tmp_path),
+                "STEPWELL_API_KEY": "{api_key}",
+                "UV_CACHE_DIR": str(Path.home() / ".cache" / "uv"),
+                "UV_SYSTEM_CERTS": "1",
+            },
+            "timeout_s": 200,
+            "grade": {"command": ["cp", "{home}/reward.txt", "reward"], "file": "reward"},
+        }
+    )
+    task = {"instance_id": "1", "question": "", "metadata": {"index": 1}}
+    assert await Harness(config, logs=tmp_path / "logs")(task, world.base_url(), "none") == 1.0
+    world.check_exact()
+    (step,) = world.stored()
+    assert step.metadata["dialect"] == ("openai_chat" if client == "eval" else "token_generate")
+
+
+ECHO = """
+import sys
+import uvicorn
+from openenv.core.env_server.http_server import create_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+class Say(Action):
+    message: str
+
+class Heard(Observation):
+    echoed: str = ""
+
+class Echo(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+    def __init__(self):
+        super().__init__()
+        self._state = State(episode_id="e", step_count=0)
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        return Heard(echoed="say yes", done=False, reward=None)
+    def step(self, action, **kwargs):
+        self._state.step_count += 1
+        right = action.message == "yes"
+        return Heard(echoed=action.message, done=right, reward=float(right))
+    @property
+    def state(self):
+        return self._state
+
+app = create_app(Echo, Say, Heard, env_name="echo", max_concurrent_envs=4)
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+"""
+
+
+@asynccontextmanager
+async def echo_server(folder: Path) -> AsyncIterator[str]:
+    (folder / "echo.py").write_text(ECHO)
+    with reserved_port() as held:
+        port = held.getsockname()[1]
+    child = await spawn([python_beside("openenv"), str(folder / "echo.py"), str(port)])
+    try:
+        async with aiohttp.ClientSession() as http:
+            while child.process.returncode is None:
+                try:
+                    await http.get(f"http://127.0.0.1:{port}/health")
+                    break
+                except aiohttp.ClientError:
+                    await asyncio.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        child.kill()
+        await child.process.wait()
+
+
+async def test_an_episode_of_openenvs_own_server_is_a_rollout_with_its_rewards(
+    worlds: Callable[..., Any], tmp_path: Path
+) -> None:
+    world: World = await worlds()
+    for text in ("no", "yes"):
+        world.say(text)
+    async with echo_server(tmp_path) as url:
+        agent = OpenEnvAgent(OpenEnvConfig(url=url, action_key="message", observation_key="echoed"))
+        assert await agent({"question": ""}, world.base_url(), "none") == [0.0, 1.0]
+    world.check_exact()
+    assert [s.parent_index for s in world.stored()] == [None, 0]
+
+
+async def test_harbor_itself_reads_our_sample_tasks() -> None:
+    folder = ROOT / "tests" / "trainer" / "harbor_tasks"
+    code = "import sys; from harbor.models.task.task import Task; Task(sys.argv[1])"
+    for task in folder.iterdir():
+        child = await spawn([python_beside("harbor"), "-c", code, str(task)])
+        assert await child.process.wait() == 0
+        child.kill()
