@@ -102,11 +102,8 @@ bench: install
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt rllm-model-gateway aiosqlite setproctitle trl
 	$(BIN)/python -m benchmarks overlap
 	$(BIN)/python -m benchmarks pool
-	$(BIN)/python -m benchmarks pool-starvation
-	$(BIN)/python -m benchmarks pool-crash
 	$(BIN)/python -m benchmarks gateway
 	$(BIN)/python -m benchmarks trainer
-	$(BIN)/python -m benchmarks resume
 
 #   make fuzz   more than 10,000 requests generated from the gateway's OpenAPI document
 fuzz: install
@@ -183,19 +180,23 @@ test-trl: install
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt trl
 	$(BIN)/pytest -m "" tests/benchmarks/test_trainer.py tests/trainer/test_sft_trl.py
 
-#   make test-publication  engine replicas killed during weight publications (100: --kills 100)
-.PHONY: test-publication
-test-publication: install
-	$(BIN)/python -m benchmarks publication-kills --kills 8 --replicas 3
+#   make test-faults  pool and engines killed, rollouts that hang, weights updated under load, a live service (half an hour)
+.PHONY: test-faults
+test-faults: install
+	$(BIN)/python -m tests.chaos pool-kills
+	$(BIN)/python -m tests.chaos pool-starvation
+	$(BIN)/python -m tests.chaos publication-kills --kills 8 --replicas 3
+	$(BIN)/python -m tests.chaos weight-updates
+	$(BIN)/python -m tests.chaos live
 
-#   make test-chaos  runs' processes, disks, leases, machines and journal fail 81 times (root, iproute2; CHAOS_SEED=7)
+#   make test-chaos  runs' processes, disks, leases, machines and journal fail 89 times (root, iproute2; CHAOS_SEED=7)
 .PHONY: test-chaos test-chaos-plants
 test-chaos: install
-	$(BIN)/python -m tests.chaos $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
+	$(BIN)/python -m tests.chaos runs $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
 
 #   make test-chaos-plants  12 deliberate faults of the product, one run each: test-chaos's verifier must notice all
 test-chaos-plants: install
-	$(BIN)/python -m tests.chaos.run_plants
+	$(BIN)/python -m tests.chaos planted
 
 # torch first, with what it needs on this platform; then everything as pinned, nothing resolved:
 # SGLang's own requirements are of its GPU path.

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from pydantic import BaseModel, ValidationError
@@ -46,7 +46,7 @@ class TokenBatch:
     columns: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, steps: Sequence[Step]) -> TokenBatch:
+    def of(cls, steps: Sequence[Step]) -> Self:
         """The flat columns of `steps`."""
         if not steps:
             raise BatchError("convert was given no steps; a batch has at least one")

@@ -45,7 +45,7 @@ def fetch_files(url: str, suffix: str, key: str) -> list[RemoteFile]:
     Raises:
         BackendConfigError: the protocol or its package is missing, or nothing can be read there.
     """
-    with _told(url, key):
+    with _clear_errors(url, key):
         fs, path = _open(url)
         if fs.isdir(path):
             found = sorted(fs.glob(f"{path.rstrip('/')}/*{suffix}"))
@@ -66,7 +66,7 @@ def fetch_folder(url: str, wanted: list[str], key: str) -> Path:
     Raises:
         BackendConfigError: as `fetch_files`.
     """
-    with _told(url, key):
+    with _clear_errors(url, key):
         fs, path = _open(url)
         names = [n for n in sorted(fs.find(path)) if any(fnmatch(Path(n).name, w) for w in wanted)]
         if not names:
@@ -101,7 +101,7 @@ def _copy(fs: Any, name: str, folder: Path, below: str) -> Path:
 
 
 @contextmanager
-def _told(url: str, key: str) -> Iterator[None]:
+def _clear_errors(url: str, key: str) -> Iterator[None]:
     """Raise any failure inside the block as one clear `BackendConfigError`."""
     protocol = url.partition("://")[0].rpartition("::")[2]
     try:

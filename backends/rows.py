@@ -2,7 +2,7 @@
 
 A step is trained on its response, given its prompt. As one row per step, a prompt that repeats
 the turns before it is computed again and again. Where a prompt extends prompt + response
-of an earlier step of its trajectory, one row serves both, since attention is causal::
+of its parent, one row serves both, since attention is causal::
 
     steps        s0: P0 R0          s1: P0 R0 U1 R1        s2: P0 R0 U2 R2   (another branch)
     step rows    [P0 R0]            [P0 R0 U1 R1]          [P0 R0 U2 R2]
@@ -10,14 +10,14 @@ of an earlier step of its trajectory, one row serves both, since attention is ca
     trained                             ^^    ^^                     ^^      (R0 once)
     tree                                [P0 R0 U1 R1 U2 R2], attention by branch: P0 R0 once
 
-Whether a prompt extends a step is read from the token ids; `parent_index` is no proof and its
-absence no objection. A history that was rewritten in between simply starts a row of its own.
+A step's parent is the one that it names (`datapool/branches.py`), if its prompt begins with that
+one's tokens. A history that was rewritten in between simply starts a row of its own.
 
 The tree form has the merged rows and computes what they begin with once per micro-batch, also
 across the trajectories of a group, whose prompt is the same, and across groups (`tree.py`).
 
 Owns: rows and micro-batches, in NumPy. Does not own: the model, the flat columns, the packing of
-a micro-batch (`forward.py`, `tree.py`).
+a micro-batch (`model.py`, `tree.py`).
 """
 
 from __future__ import annotations
@@ -28,43 +28,33 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from stepwell.datapool.branches import parents
 from stepwell.datapool.types import Step, TokenIds
 
 RowForm: TypeAlias = Literal["step", "merged", "tree"]
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The response of one step within a row: tokens `[start, start + length)`."""
-
-    step: int
-    """Index into the batch's steps."""
-    start: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-
 @dataclass(frozen=True, eq=False, slots=True)
-class Row:
-    """One sequence for the model and the responses that are trained on it."""
+class TokenRow:
+    """One sequence for the model and the steps that are trained on it: the prompt and the response
+    of each are its first tokens, `[0, step.n_tokens)`."""
 
     ids: TokenIds
-    segments: tuple[Segment, ...]
-    """Segments by position; never empty, and every step is in exactly one row of the batch."""
+    """Up to the last response that is trained."""
+    steps: tuple[int, ...]
+    """Indices into the batch's steps, the shortest first; never empty, and every step is in exactly
+    one row of the batch."""
 
     @property
     def n_inputs(self) -> int:
         """Tokens to feed: the last response token predicts nothing that is trained."""
-        return self.segments[-1].end - 1
+        return len(self.ids) - 1
 
 
-def build_rows(steps: Sequence[Step], form: RowForm) -> list[Row]:
-    """The rows of `steps`; each step's response is in exactly one segment."""
-    parents: list[int | None] = [None] * len(steps) if form == "step" else _parents(steps)
-    inner = {p for p in parents if p is not None}
+def build_rows(steps: Sequence[Step], form: RowForm) -> list[TokenRow]:
+    """The rows of `steps`; each step is in exactly one."""
+    of: list[int | None] = [None] * len(steps) if form == "step" else parents(steps)
+    inner = {parent for parent in of if parent is not None}
     done: set[int] = set()
     rows = []
     for leaf in range(len(steps)):
@@ -75,55 +65,28 @@ def build_rows(steps: Sequence[Step], form: RowForm) -> list[Row]:
         # An ancestor that is done was trained on a sibling's row, and so were its own ancestors.
         while node is not None and node not in done:
             chain.append(node)
-            node = parents[node]
+            node = of[node]
         done.update(chain)
-        rows.append(Row(steps[leaf].token_ids, tuple(_segment(steps, i) for i in reversed(chain))))
+        rows.append(TokenRow(steps[leaf].token_ids, tuple(reversed(chain))))
     return rows
 
 
-def _segment(steps: Sequence[Step], index: int) -> Segment:
-    return Segment(index, len(steps[index].prompt_ids), len(steps[index].response_ids))
-
-
-def _parents(steps: Sequence[Step]) -> list[int | None]:
-    """For each step, the longest other step of its trajectory that its prompt extends."""
-    by_trajectory: dict[str, list[int]] = {}
-    for i, step in enumerate(steps):
-        by_trajectory.setdefault(step.trajectory_uid, []).append(i)
-    parents: list[int | None] = [None] * len(steps)
-    for members in by_trajectory.values():
-        longest_first = sorted(members, key=lambda i: -steps[i].n_tokens)
-        for i in members:
-            # A parent is strictly shorter than its child, so there is no cycle to fall into.
-            parents[i] = next((j for j in longest_first if _extends(steps[i], steps[j])), None)
-    return parents
-
-
-def _extends(child: Step, parent: Step) -> bool:
-    n, p = parent.n_tokens, len(parent.prompt_ids)
-    prompt = child.prompt_ids
-    return (
-        len(prompt) >= n
-        # The response first: siblings share the prompt and differ there. As bytes: several times
-        # faster than comparing arrays of this size.
-        and prompt[p:n].tobytes() == parent.response_ids.tobytes()
-        and prompt[:p].tobytes() == parent.prompt_ids.tobytes()
-    )
-
-
-def select(rows: Sequence[Row], steps: Collection[int]) -> list[Row]:
-    """The rows that train `steps` only; what lies behind the last of them is cut off."""
+def select(
+    rows: Sequence[TokenRow], steps: Sequence[Step], wanted: Collection[int]
+) -> list[TokenRow]:
+    """The rows that train the `wanted` of the batch's `steps` only; what lies behind the last of
+    them is cut off."""
     kept = []
     for row in rows:
-        segments = tuple(s for s in row.segments if s.step in steps)
-        if segments:
-            kept.append(Row(row.ids[: segments[-1].end], segments))
+        own = tuple(i for i in row.steps if i in wanted)
+        if own:
+            kept.append(TokenRow(row.ids[: steps[own[-1]].n_tokens], own))
     return kept
 
 
 def micro_batches(
-    rows: Sequence[Row], budget: int, form: RowForm = "merged"
-) -> Iterator[list[Row]]:
+    rows: Sequence[TokenRow], budget: int, form: RowForm = "merged"
+) -> Iterator[list[TokenRow]]:
     """Rows in micro-batches of at most `budget` computed tokens (one row may exceed it).
 
     Padded forms: rows of similar length together, longest first, since what runs out of memory
@@ -132,15 +95,15 @@ def micro_batches(
     yield from _by_prefix(rows, budget) if form == "tree" else _by_length(rows, budget)
 
 
-def computed_tokens(rows: Sequence[Row], form: RowForm = "merged") -> int:
+def computed_tokens(rows: Sequence[TokenRow], form: RowForm = "merged") -> int:
     """Tokens that go through the model for a micro-batch of `rows`, padding included."""
     if form != "tree":
         return len(rows) * max(row.n_inputs for row in rows)
     return sum(own for _, _, own in _tree_costs(rows))
 
 
-def _by_length(rows: Sequence[Row], budget: int) -> Iterator[list[Row]]:
-    batch: list[Row] = []
+def _by_length(rows: Sequence[TokenRow], budget: int) -> Iterator[list[TokenRow]]:
+    batch: list[TokenRow] = []
     for row in sorted(rows, key=lambda r: -r.n_inputs):
         if batch and batch[0].n_inputs * (len(batch) + 1) > budget:
             yield batch
@@ -150,10 +113,10 @@ def _by_length(rows: Sequence[Row], budget: int) -> Iterator[list[Row]]:
         yield batch
 
 
-def _by_prefix(rows: Sequence[Row], budget: int) -> Iterator[list[Row]]:
+def _by_prefix(rows: Sequence[TokenRow], budget: int) -> Iterator[list[TokenRow]]:
     """Neighbours in tree order. A full micro-batch is cut where neighbours share the least, in
     its second half: what is shared across the cut is computed twice."""
-    batch: list[tuple[Row, int, int]] = []
+    batch: list[tuple[TokenRow, int, int]] = []
     tokens = 0
     for row, shared, own in _tree_costs(rows):
         batch.append((row, shared, own))
@@ -169,7 +132,7 @@ def _by_prefix(rows: Sequence[Row], budget: int) -> Iterator[list[Row]]:
         yield [row for row, _, _ in batch]
 
 
-def _cheapest_cut(batch: Sequence[tuple[Row, int, int]], budget: int) -> int:
+def _cheapest_cut(batch: Sequence[tuple[TokenRow, int, int]], budget: int) -> int:
     """Return where to cut a micro-batch whose last row is too much: rows before the cut fit."""
     size, best = 0, len(batch) - 1
     for i, (_, shared, own) in enumerate(batch):
@@ -181,7 +144,7 @@ def _cheapest_cut(batch: Sequence[tuple[Row, int, int]], budget: int) -> int:
     return best
 
 
-def _tree_costs(rows: Sequence[Row]) -> Iterator[tuple[Row, int, int]]:
+def _tree_costs(rows: Sequence[TokenRow]) -> Iterator[tuple[TokenRow, int, int]]:
     """(row, tokens shared with the one before, tokens of its own) in tree order."""
     fed = [row.ids[: row.n_inputs] for row in rows]
     previous: TokenIds | None = None

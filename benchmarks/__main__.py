@@ -1,47 +1,23 @@
 """`python -m benchmarks NAME [--json] [options]`: run a benchmark and check its bounds.
 
 Without a name it lists the benchmarks. `python -m benchmarks NAME --help` has the options of one.
-
-A bench is the module called as it, with `async def run(…) -> BenchResult`; the keyword arguments of
-`run` are its options. Timing is compared only as a ratio within one run: the machine may be shared
-and noisy.
+Timing is compared only as a ratio within one run: the machine may be shared and noisy. What is
+killed, stopped and damaged is in `python -m tests.chaos`.
 
 Exit codes: 0 every bound holds; 1 one does not; 2 the command line is wrong; 130 interrupted.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import importlib
-import inspect
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
-from types import ModuleType, NoneType, UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-import orjson
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.checks import BenchResult
-from stepwell.cli.main import interruptible
-from stepwell.trainer.errors import ConfigError
+from benchmarks.command import main
 
 BENCHES = {
     "gateway": "requests, latency, CPU and memory, beside other gateways",
-    "gateway-updates": "weight updates with requests in flight",
     "pool": "steps/s, latency and memory, beside other stores",
-    "pool-crash": "kill -9 of the pool under load: nothing is lost",
-    "pool-starvation": "what hanging rollouts do to other groups",
     "trainer": "tokens/s and memory of a step by row form, beside TRL",
     "overlap": "generation and training at once, by one after the other",
-    "live": "a service's traffic trains its model, a kill included",
-    "resume": "kill -9 of each part of a run: none lost or doubled",
-    "publication-kills": "engines killed while weights are published",
     "ui": "the dashboard over 1,000,000 steps, and what it costs",
     "tasks": "what the tasks in examples/ teach their models",
     "lag": "score by lag and off-policy method: many quickstarts, hours",
@@ -49,134 +25,5 @@ BENCHES = {
     "size": "lines, public names and configuration keys, by room",
 }
 
-RECORDS = Path(__file__).with_name("recorded")
-"""The last recorded run of a bench, a file each."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks",
-        description=f"{__doc__}\n{listing()}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="python -m benchmarks NAME [--json] [options]",
-    )
-    parser.add_argument("name", metavar="NAME", choices=list(BENCHES))
-    if not given:
-        print(listing())
-        return 0
-    name = parser.parse_args(given[:1]).name
-    module = load(name)
-    options = argparse.ArgumentParser(
-        prog=f"python -m benchmarks {name}",
-        description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    options.add_argument("--json", action="store_true", help="print one JSON object")
-    options.add_argument(
-        "--keep", action="store_true", help=f"write {RECORDS.name}/NAME.json, which claims follow"
-    )
-    add_options(options, module.run)
-    args = vars(options.parse_args(given[1:]))
-    as_json, is_recorded = args.pop("json"), args.pop("keep")
-    try:
-        result = asyncio.run(interruptible(module.run(**args)))
-    except ConfigError as e:
-        print(f"benchmarks: {e}", file=sys.stderr)
-        return 2
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        print("benchmarks: interrupted", file=sys.stderr)
-        return 130
-    if is_recorded:
-        record(name, result)
-    if as_json:
-        print(orjson.dumps(result.as_json(name)).decode())
-    else:
-        show(name, result)
-    return 0 if all(check.holds for check in result.checks.values()) else 1
-
-
-def record(name: str, result: BenchResult, folder: Path | None = None) -> None:
-    """Keep a run as the one whose figures README and docs tell (`tests/test_documents.py`)."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    told = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "commit": commit, **result.as_json(name)}
-    data = orjson.dumps(told, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-    ((folder or RECORDS) / f"{name}.json").write_bytes(data)
-
-
-def load(name: str) -> ModuleType:
-    """The module of a bench."""
-    return importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
-
-
-def listing() -> str:
-    """The names with one line each."""
-    width = max(map(len, BENCHES))
-    return "\n".join(f"{name:{width}}  {about}" for name, about in BENCHES.items())
-
-
-def add_options(parser: argparse.ArgumentParser, run: Callable[..., Any]) -> None:
-    """The keyword arguments of `run` as options: `n_kills: Annotated[int, "help"] = 3` is
-    `--n-kills`. A `bool` is a flag, a `Sequence` takes several values, a `Literal` has choices."""
-    hints = get_type_hints(run, include_extras=True)
-    for name, parameter in inspect.signature(run).parameters.items():
-        hint, text = hints[name], None
-        if get_origin(hint) is Annotated:
-            hint, text = get_args(hint)
-        settings: dict[str, Any] = {"default": parameter.default, "help": text}
-        if hint is bool:
-            settings["action"] = "store_true"
-        else:
-            if isinstance(hint, UnionType):  # X | None
-                (hint,) = set(get_args(hint)) - {NoneType}
-            if get_origin(hint) is Sequence:
-                settings["nargs"] = "+"
-                (hint,) = get_args(hint)
-            choices = get_args(hint) if get_origin(hint) is Literal else None
-            settings |= {"type": type(choices[0]) if choices else hint, "choices": choices}
-            settings["metavar"] = None if choices else name.upper()
-        parser.add_argument(f"--{name.replace('_', '-')}", **settings)
-
-
-def show(name: str, result: BenchResult) -> None:
-    """Each figure that is a table, then the other figures and the checks."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)  # a file has no width; rich would cut columns at 80
-    for title, rows in _tables(name, result):
-        first, *others = dict.fromkeys(key for row in rows for key in row)
-        table = Table(title=title, title_justify="left")
-        table.add_column(first.replace("_", " "), min_width=20)
-        for column in others:
-            table.add_column(column.replace("_", " "), justify="right")
-        for row in rows:
-            style = "red" if row.get("holds") == "NO" else None
-            table.add_row(*(_text(row.get(key, "–")) for key in (first, *others)), style=style)
-        console.print(table)
-
-
-def _tables(name: str, result: BenchResult) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    rest: list[dict[str, Any]] = []
-    for key, value in result.figures.items():
-        if isinstance(value, list):
-            yield key, value
-        else:
-            rest.append({"figure": key, "value": value, "bound": "", "holds": ""})
-    for key, check in result.checks.items():
-        bound = f"{'≤' if check.upper else '≥'} {_text(check.bound)}"
-        holds = "yes" if check.holds else "NO"
-        rest.append({"figure": key, "value": check.value, "bound": bound, "holds": holds})
-    if rest:
-        yield f"bench {name}", rest
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("benchmarks", BENCHES, __doc__))

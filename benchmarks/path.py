@@ -44,7 +44,7 @@ import uvicorn
 
 from benchmarks.checks import BenchResult
 from benchmarks.gateway.engine import Answers, Connection, Server
-from benchmarks.gateway_updates import MODEL, engine
+from benchmarks.served import MODEL, engine
 from stepwell.backends.engines.client import EngineClient
 from stepwell.cluster.parts import Parts
 from stepwell.config.load import load_config

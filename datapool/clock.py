@@ -15,12 +15,23 @@ from __future__ import annotations
 
 import pickle
 import time
+import uuid
 from dataclasses import dataclass
-
-from stepwell.datapool.process import boot_id
+from pathlib import Path
 
 STATE = "clock"
 """The clock's name among the journal's states."""
+
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_id() -> bytes | None:
+    """16 bytes that change when the machine restarts; None where the kernel does not say."""
+    try:
+        return uuid.UUID(BOOT_ID.read_text().strip()).bytes
+    except (OSError, ValueError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +39,7 @@ class Clock:
     """Seconds, from a steady clock."""
 
     boot: bytes | None
-    """`process.boot_id` of the machine whose steady clock this is; None (not Linux): every restart
+    """`boot_id` of the machine whose steady clock this is; None (not Linux): every restart
     counts as a reboot."""
     offset: float
     """Seconds added to the steady clock."""

@@ -35,7 +35,6 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128, xxh3_128_digest
 
-from stepwell.datapool.branches import path_to_root
 from stepwell.datapool.errors import DataPoolError, InvalidStepError
 from stepwell.datapool.types import (
     FinishReason,
@@ -54,8 +53,13 @@ _N_TOKENS, _N_OWN = Struct("<32xI4xI"), Struct("<36xII")
 """Parts of a header that are looked at often."""
 _PLACE = Struct("<qII")
 """Row of the journal, offset and size in it: after the header of a spilled step."""
-_LOG_PROBS, _MORE, _LAST, _REASON_SHIFT, _REASON, _SPILLED = 1, 2, 4, 3, 3, 32
+_LOG_PROBS, _MORE, _LAST, _REASON_SHIFT, _REASON = 1, 2, 4, 3, 3
 """Flags; the two bits of a reason."""
+SPILLED = 32
+"""Flag of a step whose payload the journal alone has."""
+HEADER_BYTES = _HEADER.size
+Place: TypeAlias = tuple[int, int, int]
+"""Row of the journal, offset and size in it."""
 _REASONS: tuple[FinishReason | None, ...] = (None, *get_args(FinishReason))
 _ARRAY = 1
 """Extension type of msgpack."""
@@ -264,17 +268,17 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
     def is_spilled(self) -> bool:
         """True if the payload is not here: the journal alone has it, or nobody."""
         payload = self.payload
-        return len(payload) <= _HEADER.size or bool(payload[_FLAGS_AT] & _SPILLED)
+        return len(payload) <= _HEADER.size or bool(payload[_FLAGS_AT] & SPILLED)
 
     @property
-    def place(self) -> tuple[int, int, int]:
-        """Row of the journal, offset and size in it, if it is spilled."""
+    def place(self) -> Place:
+        """Where the payload is, if it is spilled."""
         return _PLACE.unpack_from(self.payload, _HEADER.size)
 
-    def spill(self, place: tuple[int, int, int]) -> None:
+    def spill(self, place: Place) -> None:
         """Leave the payload to the journal."""
         header = self.header
-        header = header._replace(flags=header.flags | _SPILLED)
+        header = header._replace(flags=header.flags | SPILLED)
         self.payload = _HEADER.pack(*header) + _PLACE.pack(*place)
 
 
@@ -456,10 +460,10 @@ def unpack(trajectory: PackedTrajectory) -> list[Step]:
     for index in sorted(found, reverse=True):
         if index not in tokens:
             # The tokens of a chain, from its leaf, in one array; each step of it sees its part.
-            chain = path_to_root(
-                found[index],
-                lambda at: None if (base := headers[at].base_index) < 0 else found[base],
-            )
+            chain, base = [found[index]], headers[found[index]].base_index
+            while base >= 0:
+                chain.append(found[base])
+                base = headers[found[base]].base_index
             array = np.frombuffer(chain_tokens([trajectory.steps[at] for at in chain]), np.int32)
             for at in chain:
                 tokens.setdefault(headers[at][0], array[: headers[at].n_tokens])

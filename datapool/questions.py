@@ -13,7 +13,7 @@ import msgspec
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.errors import InvalidRequestError
 from stepwell.datapool.inspect.events import KINDS, Events
-from stepwell.datapool.inspect.rows import ExportedPage, GroupRow, IndexRow, Page, TrajectoryRow
+from stepwell.datapool.inspect.pages import ExportedPage, GroupRow, IndexRow, Page, TrajectoryRow
 from stepwell.datapool.ops import Op, Positive, Text
 from stepwell.datapool.selection import DryRun
 from stepwell.datapool.types import TRAIN

@@ -1,7 +1,7 @@
 """This module writes files that survive, and finds damage in them before they are used. Every file
 that a process of ours writes and reads again carries a digest.
 
-    write_durably     all of a file or nothing                         written_durably
+    write_durably     all of a file or nothing; `remove_drafts`        written_durably
     write_sealed      JSON whose last key is the digest of the rest    read_sealed
     sealed            the same for bytes, as one line of a file        unsealed, read_lines
     write_sidecar     PATH.sha256 beside a file in others' format      check_sidecar
@@ -40,6 +40,7 @@ _SEAL = b'"digest":"%s"}\n'
 _SEAL_BYTES = len(_SEAL % bytes(16))
 _SEAL_AND_MORE = re.compile(rb'"digest":"[0-9a-f]{16}"\}.\Z', re.DOTALL)
 _SEAL_END = re.compile(rb'"digest":"[^"]{16}"\}\n\Z', re.DOTALL)
+_DRAFT = re.compile(r"\.(\d+)-\d+\.tmp\Z")
 _SIDECAR_LINE = re.compile(rb"([0-9a-f]{64})  [^\n]+\n")
 
 
@@ -56,8 +57,9 @@ def write_durably(path: Path, content: bytes, *, private: bool = False) -> None:
 @contextmanager
 def written_durably(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     """A file to be written, which appears as `path` at the end of the block, durably; if the block
-    raises, nothing does. Until then it is `PATH.….tmp`."""
-    draft = path.with_name(f"{path.name}.{threading.get_native_id()}.tmp")
+    raises, nothing does. Until then it is `PATH.….tmp`, which `remove_drafts` knows."""
+    writer = f"{os.getpid()}-{threading.get_native_id()}"
+    draft = path.with_name(f"{path.name}.{writer}.tmp")
     mode = 0o600 if private else 0o666
     try:
         with open(draft, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -69,6 +71,24 @@ def written_durably(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
         draft.unlink(missing_ok=True)
         raise
     fsync(path.parent)
+
+
+def remove_drafts(folder: Path) -> None:
+    """Remove what processes of this machine that are gone were writing below `folder` when they
+    were killed."""
+    for draft in folder.rglob("*.tmp"):
+        if (writer := _DRAFT.search(draft.name)) is not None and not _is_alive(int(writer[1])):
+            draft.unlink(missing_ok=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
 
 
 def fsync(path: Path) -> None:

@@ -69,7 +69,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request, cookie_parser
 from starlette.types import Receive, Scope
 
-from stepwell.gateway.bodies import check_holdings
+from stepwell.gateway.bodies import SMALL, check_holdings
 from stepwell.gateway.config import OPERATORS, TUNING, GatewayConfig, Tuning, is_loopback
 from stepwell.gateway.errors import (
     AuthenticationError,
@@ -81,7 +81,7 @@ from stepwell.gateway.errors import (
     PermissionDeniedError,
     RequestError,
 )
-from stepwell.gateway.web import connection_of
+from stepwell.gateway.web import Connection
 
 # -- paths -----------------------------------------------------------------------------------
 
@@ -98,14 +98,10 @@ def is_gemini(path: str) -> bool:
     return path.endswith(_GEMINI_ENDS) or "/v1beta/" in path
 
 
-def routing_path(scope: Scope) -> str:
-    """The path of a request as endpoints are found by it."""
-    raw: bytes | None = scope.get("raw_path")
-    path: str = scope["path"]
-    if raw is None:  # a server that does not tell it
-        return path.replace("%", "%25")
+def routing_path(raw: bytes) -> str:
+    """The path of a request, as it came, as endpoints are found by it."""
     if b"%" not in raw:
-        return path
+        return raw.decode("ascii", "replace")
     segments = raw.decode("ascii", "replace").split("/")
     return "/".join(unquote(s).replace("%", "%25").replace("/", "%2F") for s in segments)
 
@@ -180,7 +176,7 @@ class Principal(NamedTuple):
         Raises:
             PermissionDeniedError: another key opened the trajectory, or whatever it is.
         """
-        if not self.may_use(uid, owner):
+        if self.owner is not None and not self.may_use(uid, owner):
             raise other_owner(what, uid)
 
     def check_names(self, uid: str, prompt_uid: str) -> None:
@@ -294,6 +290,8 @@ class KeyRing:
         if needed == "dashboard" and self._has_session(headers):
             return Principal("admin")
         sent = presented(headers)
+        if not sent and not self._known:
+            return OPERATOR
         digests = (hashlib.sha256(key.encode()).digest() for key in sent)
         known = [self._known[digest] for digest in digests if digest in self._known]
         nobody = Principal("open" if self.required else "admin")
@@ -489,21 +487,17 @@ class AccessControl:
         self._config, self._tuning = config, tuning
         self._threads = threads
 
-    async def admit(
-        self, scope: Scope, receive: Receive, needed: Access, url: Named | None
-    ) -> None:
-        """Judge a request and read its body; `caller_of` and `take_body` find both.
+    def admit(
+        self, scope: Scope, connection: Connection, needed: Access, url: Named | None
+    ) -> Principal:
+        """Return the caller of a request, of whose body no byte is read yet.
 
         Args:
             needed: access that the request's endpoint needs.
             url: the trajectory that the request's URL names.
 
         Raises:
-            RequestError, HostError, OriginError, AuthenticationError, PermissionDeniedError: no
-                byte of the body is read.
-            ClientTimeoutError, BodyTooLargeError, MediaTypeError: the rest of the body is not read,
-                or it holds too much.
-            ConnectionResetError: the client left in the middle of its body.
+            RequestError, HostError, OriginError, AuthenticationError, PermissionDeniedError
         """
         if scope["query_string"] and is_gemini(scope["path"]):
             _take_key(scope)
@@ -511,23 +505,27 @@ class AccessControl:
         if len(headers) < len(scope["headers"]):
             _check_single(scope)
         self.hosts.check(scope, headers.get(b"host"), headers.get(b"origin"))
-        principal = self.keys.authorize(Headers(scope=scope), needed, url)
+        caller = self.keys.authorize(Headers(scope=scope), needed, url)
         if needed != "open":
-            connection_of(scope).authenticated()
-        scope.setdefault("state", {})["principal"] = principal
-        if b"content-length" in headers or b"transfer-encoding" in headers:
-            most = self._config.max_body_bytes
-            most = min(most, MAX_OPEN_BODY) if needed == "open" else most
-            kind = headers.get(b"content-type", b"")
-            scope[_BODY] = await self._body(scope, receive, kind, most)
+            connection.authenticated()
+        return caller
 
-    async def _body(self, scope: Scope, receive: Receive, kind: bytes, most: int) -> bytes:
-        """The whole body of a request.
+    async def read_body(
+        self, scope: Scope, connection: Connection, receive: Receive, needed: Access
+    ) -> bytes:
+        """The whole body of an admitted request.
 
         Raises:
-            ClientTimeoutError, BodyTooLargeError, MediaTypeError, ConnectionResetError: as `admit`.
+            ClientTimeoutError, BodyTooLargeError, MediaTypeError: the rest of the body is not read,
+                or it holds too much.
+            ConnectionResetError: the client left in the middle of its body.
         """
-        if connection_of(scope).is_complete:  # the rule, which needs no clock
+        headers = dict(scope["headers"])
+        if b"content-length" not in headers and b"transfer-encoding" not in headers:
+            return b""
+        kind, most = headers.get(b"content-type", b""), self._config.max_body_bytes
+        most = min(most, MAX_OPEN_BODY) if needed == "open" else most
+        if connection.is_complete:  # the rule, which needs no clock
             body = await self._read(receive, kind, most)
         else:
             timeout_s = self._tuning.body_timeout_s
@@ -538,7 +536,8 @@ class AccessControl:
                 raise ClientTimeoutError(
                     f"the request's body did not arrive within {timeout_s:g} s; send it at once"
                 ) from e
-        await check_holdings(scope["path"], body, self._threads)
+        if len(body) > SMALL:
+            await check_holdings(scope["path"], body, self._threads)
         return body
 
     async def _read(self, receive: Receive, kind: bytes, most: int) -> bytes:
@@ -563,6 +562,12 @@ class AccessControl:
                     limit = "the most where no key is asked for"
                 raise BodyTooLargeError(f"the request's body exceeds {most} bytes ({limit})", None)
         return b"".join(pieces)
+
+
+def keep(scope: Scope, caller: Principal, body: bytes) -> None:
+    """Keep both for the endpoint of an admitted request: `caller_of` and `take_body` find them."""
+    scope.setdefault("state", {})["principal"] = caller
+    scope[_BODY] = body
 
 
 def caller_of(request: Request) -> Principal:

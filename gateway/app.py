@@ -3,6 +3,8 @@
     request ──► find (`endpoints.py`) ──► admit (`access.py`) ──► body ──► handler ──► answer
                                               └── refused ──► the error, in the path's dialect
 
+A call of a dialect comes from its connection (`answer_call`), every other request by ASGI.
+
 Everything is owned by the lifespan and closed with it; there are no globals. Does not own: the
 parts (`services.py`), one wire format each (`dialects/`), the socket (`server.py`).
 """
@@ -16,24 +18,27 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stepwell.datapool.errors import DataPoolError
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.gateway.access import is_gemini, routing_path
+from stepwell.gateway.access import is_gemini, keep, routing_path
 from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.dialects.registry import PATHS, error_response
-from stepwell.gateway.endpoints import ENDPOINTS, SDK_BODIES, Finder
+from stepwell.gateway.endpoints import ENDPOINTS, SDK_BODIES, Finder, Found
 from stepwell.gateway.errors import GatewayError, PathError, from_pool
+from stepwell.gateway.http_protocol import CALL, DirectCall
 from stepwell.gateway.lifecycle import RECORDED_HEADER
 from stepwell.gateway.openapi import described
 from stepwell.gateway.routes import IGNORED_HEADER, TRAJECTORY_HEADER, VERSION_HEADER
 from stepwell.gateway.services import Services
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.gateway.web import connection_of
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +61,10 @@ class _App(FastAPI):
         self.state.services = self._services = services
         self._finder = Finder(ENDPOINTS)
         self._entry: ASGIApp = self._answer
+        self._cors: CORSMiddleware | None = None
         if services.config.allowed_origins:
             # Browsers ask before they send JSON, and need leave to read the answer.
-            self._entry = CORSMiddleware(
+            self._entry = self._cors = CORSMiddleware(
                 self._answer,
                 allow_origins=services.config.allowed_origins,
                 allow_methods=["*"],
@@ -73,35 +79,77 @@ class _App(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await super().__call__(scope, receive, send)
+        elif (call := scope["extensions"].get(CALL)) is not None:
+            await self.answer_call(call)
         else:
             await self._entry(scope, receive, send)
 
+    def find_call(self, path: str) -> Found | None:
+        found = self._finder.find("POST", path)
+        return found if found[0] is not None and found[0].is_call else None
+
+    async def answer_call(self, call: DirectCall) -> None:
+        """Answer a call of a dialect; errors are answers in its shape."""
+        services, scope = self._services, call.scope
+        endpoint, _, needed, call.url = call.found
+        try:
+            await services.engine.pace.enter()  # before any work is done for it
+            if self._cors is not None:
+                call.common_headers = await _cors_headers(self._cors, scope)
+            connection, access = call.connection, services.access
+            call.caller = access.admit(scope, connection, needed, call.url)
+            call.content = await access.read_body(scope, connection, call.receive, needed)
+            await endpoint.handler(services, call)
+        except ConnectionResetError:  # nobody is left to answer
+            return
+        except Exception as e:  # noqa: BLE001 - told in the dialect's shape
+            refused = _refusal(scope["path"], e)
+            if not call.response_started:
+                call.respond(refused)
+
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services = self._services
         if scope["method"] == "POST":
-            await self._services.engine.pace.enter()  # before any work is done for it
+            await services.engine.pace.enter()  # before any work is done for it
         scope["app"] = self
-        scope["path"] = path = routing_path(scope)
+        scope["path"] = path = routing_path(scope["raw_path"])
         endpoint, params, needed, url = self._finder.find(scope["method"], path)
         try:
-            try:
-                await self._services.access.admit(scope, receive, needed, url)
-            except ConnectionResetError:  # nobody is left to answer
-                return
+            connection, access = connection_of(scope), services.access
+            caller = access.admit(scope, connection, needed, url)
+            keep(scope, caller, await access.read_body(scope, connection, receive, needed))
             if endpoint is None:
-                self._services.hosts.name_own(scope)  # a redirect goes there
+                services.hosts.name_own(scope)  # a redirect goes there
                 await super().__call__(scope, receive, send)
                 return
             scope["path_params"] = params
             response = await endpoint.answer(Request(scope, receive, send))
-        except GatewayError as e:
-            response = error_response(path, e)
-        except DataPoolError as e:  # the pool refused what a client sent
-            response = error_response(path, from_pool(e))
-        except Exception as e:  # a bug of ours: logged, and the client is told in its own shape
-            log.exception("%s failed", path)
-            why = GatewayError(f"the gateway failed ({type(e).__name__}); see its log")
-            response = error_response(path, why)
+        except ConnectionResetError:
+            return
+        except Exception as e:  # noqa: BLE001
+            response = _refusal(path, e)
         await response(scope, receive, send)
+
+
+def _refusal(path: str, e: Exception) -> Response:
+    """The answer to a request that failed, in the shape of its path."""
+    if isinstance(e, DataPoolError):  # the pool refused what a client sent
+        e = from_pool(e)
+    elif not isinstance(e, GatewayError):  # a bug of ours: logged, and the client is told
+        log.error("%s failed", path, exc_info=e)
+        e = GatewayError(f"the gateway failed ({type(e).__name__}); see its log")
+    return error_response(path, e)
+
+
+async def _cors_headers(cors: CORSMiddleware, scope: Scope) -> bytes:
+    """Header lines that let a page read an answer, if it may."""
+    lines: list[bytes] = []
+
+    async def take(head: Message) -> None:
+        lines.extend(b"%b: %b\r\n" % each for each in head["headers"])
+
+    await cors.send({"type": "http.response.start", "headers": []}, take, Headers(scope=scope))
+    return b"".join(lines)
 
 
 def create_app(

@@ -54,12 +54,11 @@ _NAMES = ("texts and keys", "objects and lists", "values")
 
 
 async def check_holdings(path: str, body: bytes, threads: Executor) -> None:
-    """
+    """Check a body of more than `SMALL` bytes.
+
     Raises:
         BodyTooLargeError: the body holds more than one may.
     """
-    if len(body) <= SMALL:
-        return
     bounds = _MOST_WITH_IDS if path.endswith(_WITH_IDS) else _MOST
     is_wide = False
     if len(body) <= BIG:

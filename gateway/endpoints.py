@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -30,8 +30,9 @@ from stepwell.gateway.slime_buffer import router as slime
 from stepwell.gateway.ui import router as ui
 from stepwell.gateway.web import parse_object
 
-Handler: TypeAlias = Callable[..., Awaitable[Response]]
-"""Answers `(request)`, or `(request, body)` where the endpoint has a model of its body."""
+Handler: TypeAlias = Callable[..., Awaitable[Any]]
+"""Answers `(request)`, or `(request, body)` where the endpoint has a model of its body; that of a
+call writes the answer to `(services, call)`."""
 Body: TypeAlias = type[Params] | type[dict[str, Any]] | str | None
 """Model that reads the body; `dict`: an object of any fields. A text is the dotted path of the type
 that only describes it: the handler takes the body as it came, since retries are found by it."""
@@ -49,13 +50,16 @@ class Endpoint(APIRoute):
         body: Body = None,
         *,
         is_described: bool = True,
+        is_call: bool = False,
     ) -> None:
         """
         Args:
             method: GET answers HEAD as well.
             is_described: it stands in `/openapi.json`.
+            is_call: it is a call of a dialect, whose handler writes the answer itself.
         """
         self.method, self.access, self.handler, self.body = method, access, handler, body
+        self.is_call = is_call
         super().__init__(
             path, self._described(path), methods=[method], include_in_schema=is_described
         )
@@ -66,11 +70,14 @@ class Endpoint(APIRoute):
         Raises:
             GatewayError, DataPoolError: answered by the application in the path's shape.
         """
+        response: Response
         if self.body is None or isinstance(self.body, str):
-            return await self.handler(request)
-        sent = parse_object(take_body(request))
-        read = self.body.read(sent) if issubclass(self.body, Params) else sent
-        return await self.handler(request, read)
+            response = await self.handler(request)
+        else:
+            sent = parse_object(take_body(request))
+            read = self.body.read(sent) if issubclass(self.body, Params) else sent
+            response = await self.handler(request, read)
+        return response
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's own way to an endpoint, which passes nobody: `Finder` found none."""
@@ -102,18 +109,11 @@ class Endpoint(APIRoute):
 # -- finding one -----------------------------------------------------------------------------
 
 
-class Found(NamedTuple):
-    """The endpoint that a request's method and path name, with what they say beside it."""
-
-    endpoint: Endpoint | None
-    """None: there is none of this path, or none with this method."""
-    params: dict[str, str]
-    """Parameters in the path, as `uid_of` decodes them."""
-    access: Access
-    """Access that the request needs. Paths that do not exist need a key as well, so they tell
-    nothing."""
-    url: Named | None
-    """The trajectory that the URL names."""
+Found: TypeAlias = tuple[Endpoint | None, dict[str, str], Access, Named | None]
+"""The endpoint that a request's method and path name (None: there is none of this path, or none
+with this method), the path's parameters, which `uid_of` decodes, the access that the request needs,
+and the trajectory that the URL names. Paths that do not exist need a key as well, so they tell
+nothing."""
 
 
 class Finder:
@@ -139,13 +139,17 @@ class Finder:
             path: as `routing_path` gives it.
         """
         if (exact := self._exact.get((method, path))) is not None:
-            return Found(exact, {}, exact.access, None)
+            return exact, {}, exact.access, None
         parts = path.split("/", 4)
         has_url = len(parts) == 5 and parts[3] in _BELOW and parts[1] and parts[2]
-        url = (uid_of(parts[1]), uid_of(parts[2])) if has_url else None
+        url: Named | None = None
+        if has_url:
+            url = parts[1], parts[2]
+            if "%" in path:
+                url = uid_of(parts[1]), uid_of(parts[2])
         if has_url and (below := self._below.get((method, parts[4]))) and parts[3] == "v1":
             params = {"trajectory_uid": parts[1], "prompt_uid": parts[2]}
-            return Found(below, params, below.access, url)
+            return below, params, below.access, url
         is_agents = url is not None or path.startswith(("/v1/", "/v1beta/", "/inference/"))
         for each in self._others:
             if (
@@ -153,10 +157,10 @@ class Finder:
                 and (each.access == "agent" or not is_agents)
                 and (match := each.path_regex.fullmatch(path))
             ):
-                return Found(each, match.groupdict(), each.access, url)
+                return each, match.groupdict(), each.access, url
         if method == "HEAD":
             return self.find("GET", path)
-        return Found(None, {}, "agent" if is_agents else "admin", url)
+        return None, {}, "agent" if is_agents else "admin", url
 
 
 _BELOW = ("v1", "v1beta", "inference")
@@ -165,14 +169,22 @@ _BELOW = ("v1", "v1beta", "inference")
 # -- the table -------------------------------------------------------------------------------
 
 
-def _both(method: str, path: str, handler: Handler, body: Body = None) -> list[Endpoint]:
+def _both(
+    method: str, path: str, handler: Handler, body: Body = None, *, is_call: bool = False
+) -> list[Endpoint]:
     """Below a trajectory's URL, and without one."""
-    return [Endpoint(method, f"{base}/{path}", "agent", handler, body) for base in (UNDER, "/v1")]
+    return [
+        Endpoint(method, f"{base}/{path}", "agent", handler, body, is_call=is_call)
+        for base in (UNDER, "/v1")
+    ]
 
 
-def _gemini(method: str, handler: Handler) -> list[Endpoint]:
+def _gemini(method: str, handler: Handler, *, is_call: bool) -> list[Endpoint]:
     path = f"models/{{model:path}}:{method}"
-    return [Endpoint("POST", f"{base}/{path}", "agent", handler, GEMINI) for base in GEMINI_BASES]
+    return [
+        Endpoint("POST", f"{base}/{path}", "agent", handler, GEMINI, is_call=is_call)
+        for base in GEMINI_BASES
+    ]
 
 
 def _own(method: str, path: str, access: Access, handler: Handler, body: Body = None) -> Endpoint:
@@ -193,18 +205,20 @@ _AT = (UNDER.removesuffix("/v1"), "")
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     # LLM calls, in the dialects of their SDKs.
-    *_both("POST", "chat/completions", routes.chat_completions, _CHAT),
-    *_both("POST", "completions", routes.completions, _COMPLETIONS),
-    *_both("POST", "responses", routes.responses, _RESPONSES),
-    *_both("POST", "messages", routes.messages, _MESSAGES),
+    *_both("POST", "chat/completions", routes.chat_completions, _CHAT, is_call=True),
+    *_both("POST", "completions", routes.completions, _COMPLETIONS, is_call=True),
+    *_both("POST", "responses", routes.responses, _RESPONSES, is_call=True),
+    *_both("POST", "messages", routes.messages, _MESSAGES, is_call=True),
     *(
-        Endpoint("POST", f"{at}/{_TOKENS}", "agent", routes.token_generate, _TOKENS_IN)
+        Endpoint(
+            "POST", f"{at}/{_TOKENS}", "agent", routes.token_generate, _TOKENS_IN, is_call=True
+        )
         for at in _AT
     ),
     *_both("POST", "messages/count_tokens", routes.count_tokens, _COUNT),
-    *_gemini("generateContent", routes.gemini),
-    *_gemini("streamGenerateContent", routes.gemini),
-    *_gemini("countTokens", routes.count_gemini_tokens),
+    *_gemini("generateContent", routes.gemini, is_call=True),
+    *_gemini("streamGenerateContent", routes.gemini, is_call=True),
+    *_gemini("countTokens", routes.count_gemini_tokens, is_call=False),
     *_both("GET", "responses/{response_id}", routes.stored_response),
     *_both("DELETE", "responses/{response_id}", routes.delete_response),
     *_both("GET", "models", routes.models),

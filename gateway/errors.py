@@ -22,21 +22,22 @@ pickling (they cross Ray) and subclass the matching built-in::
     ├── ClientTimeoutError(TimeoutError)              408   headers or body did not arrive
     ├── TooManyConnectionsError(RuntimeError)         503   of this peer, without a key
     ├── ReplicaUnavailableError(ConnectionError)      503   it may still know what was deleted
-    ├── TrajectoryConflictError(RuntimeError)         409   the trajectory is registered otherwise
-    ├── TrajectoryClosedError(RuntimeError)           410   complete, aborted, or dropped
     ├── RateLimitedError(RuntimeError)                429   no room within the time to queue
     ├── EngineError(RuntimeError)                     502   the engine answered nonsense
     │   ├── EngineUnavailableError(ConnectionError)   503   no engine answered
     │   └── EngineTimeoutError(TimeoutError)          504
-    └── PoolUnavailableError(ConnectionError)         503   the DataPool did not answer
-        ├── ChannelFullError                          503   the channel takes no new group now
-        └── PoolStorageError                          503   its journal cannot be written or read
+    └── PoolError                                           as `_ANSWERS` has it
+
+Trajectories that are closed, or registered otherwise, and a pool that does not answer are the
+pool's own errors (`datapool/errors.py`), whichever of the two found it out. `from_pool` says how a
+client is told them: 409, 410, 503, …
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil
-from typing import ClassVar, Final
+from typing import Final, NamedTuple
 
 from stepwell.datapool import errors as pool
 
@@ -45,10 +46,10 @@ class GatewayError(Exception):
     """Base of all errors that the gateway raises. Subclasses name what differs from it."""
 
     status: int = 500
-    kind: ClassVar[str] = "server_error"
-    code: ClassVar[str | None] = None
-    retry_after_s: ClassVar[float | None] = None
-    more_headers: ClassVar[dict[str, str]] = {}
+    kind: str = "server_error"
+    code: str | None = None
+    retry_after_s: float | None = None
+    more_headers: Mapping[str, str] = {}
     """Headers of the HTTP response beside the usual ones."""
 
     def __init_subclass__(
@@ -193,27 +194,6 @@ class ReplicaUnavailableError(
     """A trajectory is deleted, but another replica may still have its stored responses."""
 
 
-class TrajectoryConflictError(
-    GatewayError,
-    RuntimeError,
-    status=409,
-    kind="invalid_request_error",
-    code="trajectory_conflict",
-    headers={"x-should-retry": "false"},  # the SDKs would try a 409 again
-):
-    """The trajectory exists with another prompt_uid, channel or outcome."""
-
-
-class TrajectoryClosedError(
-    GatewayError,
-    RuntimeError,
-    status=410,
-    kind="invalid_request_error",
-    code="trajectory_closed",
-):
-    """The trajectory takes no more Steps."""
-
-
 class RateLimitedError(
     GatewayError,
     RuntimeError,
@@ -251,57 +231,85 @@ class EngineTimeoutError(EngineError, TimeoutError, status=504, code="engine_tim
     """The call took longer than `gateway.request_timeout_s`."""
 
 
-class PoolUnavailableError(
-    GatewayError, ConnectionError, status=503, code="pool_unavailable", retry_after_s=1
-):
-    """The DataPool did not store the Step; nothing was acknowledged."""
+# -- the pool's -------------------------------------------------------------------------------
 
 
-class ChannelFullError(PoolUnavailableError, code="channel_full", retry_after_s=5):
-    """The channel holds all that it may (`overflow: block`) until something is leased."""
+class PoolSilentError(pool.PoolUnavailableError):
+    """The pool did not answer in time, or at all; whether it applied the call is not known. Its
+    message names no nodes and files."""
 
 
-class PoolStorageError(PoolUnavailableError, code="pool_storage_error", retry_after_s=10):
-    """The DataPool's journal cannot be written or read; mostly, its disk is full."""
+UNAVAILABLE: Final = (pool.PoolUnavailableError, pool.PoolFullError, pool.JournalError)
+"""Errors after which nothing is acknowledged, and the very same may be sent again."""
 
 
-# -- what the pool answers -------------------------------------------------------------------
+class PoolError(GatewayError):
+    """An error of the pool as clients are told it; the table below has its status and words."""
 
-_ANSWERED: Final[tuple[tuple[type[pool.DataPoolError], type[GatewayError], str], ...]] = (
-    (pool.PoolFullError, ChannelFullError, "the DataPool takes no new group now: {}"),
-    (
-        pool.PoolUnavailableError,
-        PoolUnavailableError,
-        "the DataPool cannot be reached; see the gateway's log",
-    ),
-    (
-        pool.JournalFullError,
-        PoolStorageError,
-        "the DataPool's disk is full, so nothing can be stored; free space there and try again",
-    ),
-    (
-        pool.JournalError,
-        PoolStorageError,
-        "the DataPool's journal cannot be used; see the gateway's log",
-    ),
-    (pool.NotOwnerError, PermissionDeniedError, "{}"),
-    (pool.StepConflictError, TrajectoryConflictError, "{}"),
-    (pool.StepIndexError, TrajectoryConflictError, "{}"),
-    (pool.TrajectoryConflictError, TrajectoryConflictError, "{}"),
-    (pool.GroupConflictError, TrajectoryConflictError, "{}"),
-    (pool.ChannelShutDownError, TrajectoryConflictError, "{}"),
-    (pool.LeaseExpiredError, TrajectoryConflictError, "{}"),
-    (pool.LeaseClosedError, TrajectoryConflictError, "{}"),
-    (pool.TrajectoryClosedError, TrajectoryClosedError, "{}"),
-    (pool.GroupClosedError, TrajectoryClosedError, "{}"),
+
+class _Answer(NamedTuple):
+    """How an error of the pool is told; `{}` are its own words. Failures of the pool are told
+    without addresses and files."""
+
+    status: int
+    code: str
+    words: str = "{}"
+    retry_after_s: float | None = None
+    headers: Mapping[str, str] = {}
+    kind: str = "server_error"
+
+
+_CONFLICT = _Answer(
+    409,
+    "trajectory_conflict",
+    headers={"x-should-retry": "false"},  # the SDKs would try a 409 again
+    kind="invalid_request_error",
 )
-"""The answer to each error of the pool, and its words, `{}` being the pool's own: failures of the
-pool are told without addresses and files. Any other is the fault of what was sent (400)."""
+_CLOSED = _Answer(410, "trajectory_closed", kind="invalid_request_error")
+_ANSWERS: Final[Mapping[type[pool.DataPoolError], _Answer]] = {
+    pool.PoolFullError: _Answer(
+        503, "channel_full", "the DataPool takes no new group now: {}", retry_after_s=5
+    ),
+    PoolSilentError: _Answer(503, "pool_unavailable", retry_after_s=1),
+    pool.PoolUnavailableError: _Answer(
+        503,
+        "pool_unavailable",
+        "the DataPool cannot be reached; see the gateway's log",
+        retry_after_s=1,
+    ),
+    pool.JournalFullError: _Answer(
+        503,
+        "pool_storage_error",
+        "the DataPool's disk is full, so nothing can be stored; free space there and try again",
+        retry_after_s=10,
+    ),
+    pool.JournalError: _Answer(
+        503,
+        "pool_storage_error",
+        "the DataPool's journal cannot be used; see the gateway's log",
+        retry_after_s=10,
+    ),
+    pool.NotOwnerError: _Answer(403, "permission_denied", kind="permission_error"),
+    pool.TrajectoryClosedError: _CLOSED,
+    pool.GroupClosedError: _CLOSED,
+    pool.StepConflictError: _CONFLICT,
+    pool.StepIndexError: _CONFLICT,
+    pool.TrajectoryConflictError: _CONFLICT,
+    pool.GroupConflictError: _CONFLICT,
+    pool.ChannelShutDownError: _CONFLICT,
+    pool.LeaseExpiredError: _CONFLICT,
+    pool.LeaseClosedError: _CONFLICT,
+}
+"""The answer to each error that the pool raises, or the gateway in its place; of an error whose
+class is not here, that of its base. Any other is the fault of what was sent (400)."""
 
 
 def from_pool(e: pool.DataPoolError) -> GatewayError:
-    """The error that a client is told when the pool raises `e`."""
-    for kind, answered, words in _ANSWERED:
-        if isinstance(e, kind):
-            return answered(words.format(e))
-    return RequestError(str(e), None)
+    """The error that a client is told for `e`."""
+    answer = next((_ANSWERS[kind] for kind in type(e).__mro__ if kind in _ANSWERS), None)
+    if answer is None:
+        return RequestError(str(e), None)
+    told = PoolError(answer.words.format(e))
+    told.status, told.kind, told.code = answer.status, answer.kind, answer.code
+    told.retry_after_s, told.more_headers = answer.retry_after_s, dict(answer.headers)
+    return told

@@ -10,8 +10,11 @@ uvicorn bounds none of that with httptools, whose parser joins the pieces of a h
 piece that arrives: one without an end costs its square. A connection counts for its peer until a
 request on it was authorised (`access.py`).
 
-Owns: one connection, from its bytes to requests. Does not own: bodies that are read, and keys
-(`access.py`); the listening socket (`server.py`).
+An LLM call is a `DirectCall`, whose coroutine writes the answer to the connection itself; every
+other request passes ASGI's messages, as uvicorn makes them.
+
+Owns: one connection, from its bytes to requests, and the bytes of an answer. Does not own: bodies
+that are read, and keys (`access.py`); the listening socket (`server.py`).
 """
 
 from __future__ import annotations
@@ -20,13 +23,19 @@ import asyncio
 import http
 import logging
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import httptools
 import orjson
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.responses import Response
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
+from stepwell.gateway.access import Named, Principal, routing_path
 from stepwell.gateway.config import GatewayConfig, Tuning
 from stepwell.gateway.errors import (
     ClientTimeoutError,
@@ -76,18 +85,118 @@ class ConnectionLimits:
             del self._strangers[peer]
 
 
+CALL = "stepwell.call"
+"""Extension of a scope: its `DirectCall`."""
+
+
+class CallApp(Protocol):
+    """The application, as far as it answers LLM calls."""
+
+    def find_call(self, path: str) -> Any:
+        """Find the endpoint of a POST to this path; None: it is no call."""
+
+    async def answer_call(self, call: DirectCall) -> None:
+        """Answer a call; errors are answers, too."""
+
+
+class DirectCall(RequestResponseCycle):
+    """An LLM call and its answer, which is written without ASGI's messages. uvicorn queues, starts
+    and ends it as it does its own."""
+
+    scope: Any
+    receive: Any
+    caller: Principal
+    url: Named | None
+    """The trajectory that its URL names."""
+    content: bytes
+    """The body, until its handler takes it."""
+
+    def __init__(self, connection: HttpProtocol, found: Any, keep_alive: bool) -> None:
+        """`found`: the application's `find_call` of its path."""
+        super().__init__(
+            scope=connection.scope,
+            transport=connection.transport,
+            flow=connection.flow,
+            logger=connection.logger,
+            access_logger=connection.access_logger,
+            access_log=False,
+            default_headers=[],
+            message_event=asyncio.Event(),
+            expect_100_continue=connection.expect_100_continue,
+            keep_alive=keep_alive,
+            on_response=connection.on_response_complete,
+        )
+        self.connection = connection
+        self.found = found
+        self.common_headers = b""
+        """Headers of every answer to it, as lines."""
+
+    async def run_asgi(self, app: Any) -> None:
+        """Answer it. uvicorn's `app` rewrites what a proxy says of its client, and comes back to
+        `answer_call`."""
+        try:
+            if any(name.startswith(b"x-forwarded-") for name, _ in self.scope["headers"]):
+                self.scope["extensions"][CALL] = self
+                await app(self.scope, self.receive, self.send)
+            else:
+                await self.connection.app_of_calls.answer_call(self)
+        finally:
+            if not self.response_complete:
+                self.transport.close()
+            del self.connection  # which refers to this
+
+    def answer(self, body: bytes, headers: Mapping[str, str], status: int = 200) -> None:
+        """Write the whole answer."""
+        head = self._head(status, headers)
+        self._write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+
+    def respond(self, response: Response) -> None:
+        """Write an answer that another layer made."""
+        headers = {k: v for k, v in response.headers.items() if k != "content-length"}
+        self.answer(bytes(response.body), headers, response.status_code)
+
+    def begin_stream(self, headers: Mapping[str, str]) -> None:
+        """Begin an answer of pieces, as `HttpProtocol.write_piece` writes them: the head goes out
+        with the first one."""
+        self.response_started = True
+        self.connection.head = self._head(200, headers) + b"transfer-encoding: chunked\r\n\r\n"
+
+    def end_stream(self, piece: bytes) -> None:
+        """Write the last piece, and the end."""
+        head, self.connection.head = self.connection.head, b""
+        chunk = b"%x\r\n%b\r\n" % (len(piece), piece) if piece else b""
+        self._write(b"%b%b0\r\n\r\n" % (head, chunk))
+
+    def _head(self, status: int, headers: Mapping[str, str]) -> bytes:
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        closing = b"" if self.keep_alive else b"connection: close\r\n"
+        return STATUS_LINE[status] + lines.encode("latin-1") + self.common_headers + closing
+
+    def _write(self, data: bytes) -> None:
+        """Write the end of the answer."""
+        if self.disconnected:
+            return
+        self.response_started = self.response_complete = True
+        self.transport.write(data)
+        if not self.keep_alive:
+            self.transport.close()
+        self.on_response()
+
+
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's, with these limits and `_OneWrite`. It is the `web.Connection` of its requests: to
-    wait for the end of one in `receive` takes a task for each call."""
+    """uvicorn's, with these limits, and with calls that are answered directly. It is the
+    `web.Connection` of its requests: to wait for the end of one in `receive` takes a task for each
+    call."""
 
     def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.app_of_calls: CallApp = self.config.app  # type: ignore[assignment]
         self.is_lost = False
         self.listeners: set[Closing] = set()
-        self.handed: Sequence[Losing] = ()
+        self.handed: Losing | None = None
+        self.head = b""
+        """Head of a stream's answer, until its first piece is written."""
         self._limits = limits
-        self._raw: Any = None
-        """The transport, without `_OneWrite`."""
         self._peer: str | None = None
         """None: not counted any more."""
         self._is_refused = False
@@ -98,9 +207,8 @@ class HttpProtocol(HttpToolsProtocol):
         """Bytes since that happened last: of a head, of trailers, of nothing."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._raw = transport
-        super().connection_made(_OneWrite(transport, self.loop))  # type: ignore[arg-type]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
         peer = self.client[0] if self.client else ""
         self._peer = peer
         self._limits.enter(peer, self)
@@ -112,24 +220,25 @@ class HttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._is_refused = True
         if not self._is_served:
-            self._raw.write(
+            self.transport.write(
                 _answer(
                     TooManyConnectionsError(
                         "this address has too many connections without a valid key; send one"
                     )
                 )
             )
-        self._raw.close()  # at once: those that linger would be too many, too
+        self.transport.close()  # at once: those that linger would be too many, too
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.authenticated()
         self._stop_timer()
-        is_broken = exc is not None or self._raw.get_write_buffer_size() > 0
+        is_broken = exc is not None or self.transport.get_write_buffer_size() > 0
         super().connection_lost(exc)
         self.is_lost = True
-        if is_broken:  # a client that has read all it was sent closes in order
-            for reply in self.handed:
-                reply.lose()
+        if (
+            is_broken and self.handed is not None
+        ):  # a client that has read all it was sent closes in order
+            self.handed.lose()
         for listener in tuple(self.listeners):
             listener.close()
 
@@ -144,7 +253,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def write_piece(self, data: bytes) -> None:
         if not self.is_lost and data:
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            head, self.head = self.head, b""
+            self.transport.write(b"%b%x\r\n%b\r\n" % (head, len(data), data))
 
     def authenticated(self) -> None:
         if self._peer is not None:
@@ -155,47 +265,44 @@ class HttpProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         self._has_moved = False
-        self._read(data)
+        self._unset_keepalive_if_required()
+        unread: bytes | None = data
+        while unread is not None:
+            try:
+                self.parser.feed_data(unread)
+                break
+            except httptools.HttpParserUpgrade as e:
+                unread = self._without_upgrade(unread[e.args[0] :])
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                break
         self._n_loose = 0 if self._has_moved else self._n_loose + len(data)
         if self._n_loose > self._limits.max_header_bytes:
             self._refuse(self._too_large())  # a head or trailers without end
         elif self._is_in_head and self._timer is None and not self._is_served:
             self._wait_for_head()
 
-    def _read(self, data: bytes) -> None:
-        """uvicorn's `data_received`, but an offer of another protocol is ignored (RFC 9110, 7.8).
-        httptools takes what follows the head for that protocol's, so the request is read again
-        without the offer."""
-        self._unset_keepalive_if_required()
-        while True:
-            try:
-                self.parser.feed_data(data)
-                return
-            except httptools.HttpParserUpgrade as e:
-                if not self._is_upgrade:
-                    return  # CONNECT, which was answered
-                data = self._without_upgrade() + data[e.args[0] :]
-                self.parser = httptools.HttpRequestParser(self)
-            except httptools.HttpParserError:
-                self.send_400_response("Invalid HTTP request received.")
-                return
-
     @property
     def _is_upgrade(self) -> bool:
         """The request that is read offers another protocol."""
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
-    def _without_upgrade(self) -> bytes:
-        """The head of the request that is read, without `Upgrade`."""
+    def _without_upgrade(self, rest: bytes) -> bytes | None:
+        """The request again without its offer of another protocol, which is ignored (RFC 9110,
+        7.8), and the `rest`: httptools takes what follows the head for that protocol's. None: it is
+        CONNECT, which was answered."""
+        if not self._is_upgrade:
+            return None
         version = self.parser.get_http_version().encode()
         lines = [b" ".join([self.parser.get_method(), self.url, b"HTTP/" + version])]
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
-        return b"\r\n".join([*lines, b"", b""])
+        self.parser = httptools.HttpRequestParser(self)
+        return b"\r\n".join([*lines, b"", rest])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._has_moved = self._is_in_head = True
-        self.handed = ()
+        self.handed = None
         extensions: dict[str, Any] = {CONNECTION: self}
         self.scope["extensions"] = extensions
 
@@ -205,19 +312,42 @@ class HttpProtocol(HttpToolsProtocol):
             refused = self._too_large()
             self._refuse(refused)
             raise refused  # the parser is to read no further
-        if self._is_upgrade:
+        should_upgrade = self.parser.should_upgrade()
+        if should_upgrade and self._is_upgrade:
             return
         self._has_moved, self._is_in_head = True, False
-        self._stop_timer()
-        super().on_headers_complete()
+        if self._timer is not None:
+            self._stop_timer()
+        method, url = self.parser.get_method(), httptools.parse_url(self.url)
+        path = routing_path(url.path)
+        found = self.app_of_calls.find_call(path) if method == b"POST" else None
+        if found is None:
+            super().on_headers_complete()
+        else:
+            self._take_call(found, path, url)
         self.headers = []  # those of the scope are complete: trailers are none of them
+
+    def _take_call(self, found: Any, path: str, url: Any) -> None:
+        """Start a call, or queue it behind the request that is being answered."""
+        scope, version = self.scope, self.parser.get_http_version()
+        scope["method"], scope["http_version"] = "POST", version
+        scope["path"], scope["raw_path"] = path, url.path
+        scope["query_string"] = url.query or b""
+        before = self.cycle
+        keep_alive = version != "1.0" and self.parser.should_keep_alive()
+        self.cycle = call = DirectCall(self, found, keep_alive)
+        if before is None or before.response_complete:
+            self._start_asgi_task(call, self.app)
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((call, self.app))
 
     def on_body(self, body: bytes) -> None:
         self._has_moved = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._is_upgrade:
+        if self.parser.should_upgrade() and self._is_upgrade:
             return
         self._has_moved = True
         super().on_message_complete()
@@ -250,7 +380,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         if not self._is_in_head:
-            self._raw.close()  # nothing was asked
+            self.transport.close()  # nothing was asked
             return
         self._refuse(
             ClientTimeoutError(
@@ -267,19 +397,19 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _refuse(self, e: GatewayError) -> None:
         if self._is_served:  # an answer to what came before is on its way
-            self._raw.close()
+            self.transport.close()
         else:
-            self._raw.write(_answer(e))
+            self.transport.write(_answer(e))
             self._end()
 
     def _end(self) -> None:
         """Close it, once the client had time to read the last answer."""
         self._is_refused = True
         self._stop_timer()
-        if not self._raw.is_closing():
-            self._raw.pause_reading()
-            self._raw.write_eof()
-            self.loop.call_later(LINGER_S, self._raw.close)
+        if not self.transport.is_closing():
+            self.transport.pause_reading()
+            self.transport.write_eof()
+            self.loop.call_later(LINGER_S, self.transport.close)
 
 
 def _answer(e: GatewayError) -> bytes:
@@ -295,32 +425,3 @@ def _answer(e: GatewayError) -> bytes:
         *(f"{name}: {value}" for name, value in headers.items()),
     ]
     return "\r\n".join([*lines, "", ""]).encode() + body
-
-
-class _OneWrite:
-    """A transport that sends the head of an answer with what follows it: uvicorn writes them apart,
-    and each write is a system call here and a wake-up there."""
-
-    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport = transport
-        self._loop = loop
-        self._head = b""
-
-    def write(self, data: bytes) -> None:
-        if self._head or not data.startswith(b"HTTP/"):
-            head, self._head = self._head, b""
-            self._transport.write(head + data)
-        else:
-            self._head = data
-            self._loop.call_soon(self._flush)
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def _flush(self) -> None:
-        if self._head:
-            self.write(b"")

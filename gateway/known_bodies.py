@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -123,17 +123,6 @@ class _Text:
         return Cut() if self.mark is None else self.mark.cut
 
 
-@dataclass(slots=True)
-class Reading:
-    """A body, read."""
-
-    parsed: Parsed
-    digest: str
-    """`body_digest` of the body."""
-    remember: Callable[[ChatRequest], None]
-    """Keeps what later requests may bring again, under the keys of this call as it is rendered."""
-
-
 class KnownBodies:
     """Marks and tools of earlier bodies. Owned by the app's lifespan."""
 
@@ -158,7 +147,7 @@ class KnownBodies:
         reader: Principal,
         url: Named | None,
         digest: str | None = None,
-    ) -> Reading:
+    ) -> Parsed:
         """Parse a body.
 
         Args:
@@ -178,7 +167,8 @@ class KnownBodies:
                     older = [mark for mark, _ in passed if mark is not text.mark]
                     return self._reading(dialect, body, text, read, place, older)
         parsed = dialect.parse(parse_object(body), reader)
-        return Reading(parsed, digest or body_digest(body), lambda _: None)
+        parsed.digest = digest or body_digest(body)
+        return parsed
 
     def _read(self, dialect: Dialect, body: bytes, text: _Text, reader: Principal) -> _Read | None:
         """Parse `text`, and find its parts; None: the whole body is to be read."""
@@ -231,7 +221,7 @@ class KnownBodies:
         read: _Read,
         place: Hashable,
         older: Sequence[_Mark],
-    ) -> Reading:
+    ) -> Parsed:
         parsed, cuts, spans, tools_digest = read
         mark, state = text.mark, text.state
         ends = [*_ends(text, spans, cuts)]
@@ -277,7 +267,8 @@ class KnownBodies:
             others = [each for each in self._marks.get(place, ()) if each.digest not in gone]
             self._marks[place] = [*others, *new][-MAX_MARKS:]
 
-        return Reading(parsed, whole.hexdigest(), remember)
+        parsed.digest, parsed.remember = whole.hexdigest(), remember
+        return parsed
 
 
 def _passed(marks: Iterable[_Mark], body: bytes) -> list[tuple[_Mark, Any]]:

@@ -18,9 +18,10 @@ from starlette.responses import Response
 
 from stepwell.datapool.errors import (
     StepIndexError,
+    TrajectoryClosedError,
+    TrajectoryConflictError,
     UnknownTrajectoryError,
 )
-from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import MAX_REWARD, OWNER
 from stepwell.gateway.access import Named, Principal, caller_of, quoted, uid_of
@@ -29,7 +30,6 @@ from stepwell.gateway.dialects.params import Params
 from stepwell.gateway.errors import (
     PermissionDeniedError,
     RequestError,
-    TrajectoryConflictError,
     UnknownItemError,
 )
 from stepwell.gateway.replicas import FORGET_HEADER
@@ -247,7 +247,7 @@ async def abort_trajectory(request: Request, body: AbortTrajectory) -> Response:
     """The trajectory failed: it is never trained, and never has a reward of 0 for it."""
     services, caller = services_of(request), caller_of(request)
     trajectory_uid, prompt_uid = _by_url(request)
-    trajectory = services.trajectories.find(trajectory_uid, prompt_uid, caller)
+    trajectory = services.trajectories.get(trajectory_uid, prompt_uid, caller, is_to_end=True)
     outcome = await trajectory.abort(body.reason, will_retry=body.will_retry, caller=caller)
     return OrjsonResponse({"trajectory_uid": trajectory_uid, "outcome": outcome})
 
@@ -256,7 +256,7 @@ async def complete_trajectory(request: Request, body: CompleteTrajectory) -> Res
     """The trajectory is over, with its reward; null leaves it to the trainer's reward function."""
     services, caller = services_of(request), caller_of(request)
     trajectory_uid, prompt_uid = _by_url(request)
-    trajectory = services.trajectories.find(trajectory_uid, prompt_uid, caller)
+    trajectory = services.trajectories.get(trajectory_uid, prompt_uid, caller, is_to_end=True)
     with services.outcomes.counts_refusal():
         outcome = await trajectory.complete(body.reward, body.metadata, body.step_rewards, caller)
     return await completed(services, caller, trajectory_uid, outcome)
@@ -348,13 +348,16 @@ async def _by_name(
         if not uids:
             caller.check_trajectory(name)
     for uid in uids:
+        is_open = services.trajectories.known(uid) is not None
         try:
             with services.outcomes.counts_refusal(refused):
                 outcome = await do(uid, *how)
         except UnknownTrajectoryError:
             continue
-        except PoolTrajectoryClosedError as e:  # it has another outcome already
-            raise TrajectoryConflictError(str(e)) from e
+        except TrajectoryClosedError as e:
+            if is_open or refused == "late":
+                raise
+            raise TrajectoryConflictError(str(e)) from e  # it has another outcome already
         except StepIndexError as e:
             raise more_rewards(e) from e
         return await completed(services, caller, uid, outcome)

@@ -111,29 +111,22 @@ class Pace:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._new: deque[asyncio.Future[None]] = deque()
 
-    async def keep(self) -> None:
-        """Go on, now or in a later turn."""
-        if not self._passes(self._waiting):
-            await self._turn(self._waiting)
-
     async def enter(self) -> None:
         """Begin, now or in a later turn in which nobody waits in `keep`."""
-        if not self._passes(self._new):
-            await self._turn(self._new)
+        await self.keep(self._new)
 
-    def _passes(self, line: deque[asyncio.Future[None]]) -> bool:
+    async def keep(self, line: deque[asyncio.Future[None]] | None = None) -> None:
+        """Go on, now or in a later turn."""
+        line = self._waiting if line is None else line
+        loop = asyncio.get_running_loop()
         if self._passed >= self._limit or self._waiting or line:
-            return False
+            turn = loop.create_future()
+            line.append(turn)
+            await turn
+            return
         if self._passed == 0:
-            self._begin(asyncio.get_running_loop())
+            self._begin(loop)
         self._passed += 1
-        return True
-
-    @staticmethod
-    def _turn(line: deque[asyncio.Future[None]]) -> asyncio.Future[None]:
-        turn = asyncio.get_running_loop().create_future()
-        line.append(turn)
-        return turn
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
         self._began = time.perf_counter()

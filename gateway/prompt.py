@@ -1,6 +1,6 @@
 """This module makes the exact prompt of a call, so that it extends what was sampled before it.
 
-    ChatRequest ──attach──► the turn that it extends ──render what is new──► Prompt
+    ChatRequest ──attach──► the turn that it extends ──render what is new──► its ids
                     └── none ──► rendered whole, once for all rollouts of one prompt
 
 Long texts are rendered and tokenised in a thread. Owns: what is asked for in no dialect, and its
@@ -26,13 +26,7 @@ from stepwell.datapool.types import TokenIds
 from stepwell.gateway.config import TUNING, GatewayConfig, Tuning
 from stepwell.gateway.errors import ContextLengthError, RequestError
 from stepwell.gateway.reply.parser import THINK_CLOSE, THINK_OPEN
-from stepwell.gateway.tokens.graph import (
-    Attachment,
-    BranchCause,
-    Turn,
-    TurnGraph,
-    join,
-)
+from stepwell.gateway.tokens.graph import BranchCause, Turn, TurnGraph, join
 from stepwell.gateway.tokens.messages import (
     Key,
     Keys,
@@ -54,9 +48,11 @@ CACHED_TOKENS = 4_000_000
 """Tokens of whole prompts that are kept, so that the rollouts of one prompt tokenise it once."""
 
 
-@dataclass(slots=True)  # not frozen: that doubles the time to make one, and every call does
+@dataclass(slots=True, eq=False)  # not frozen: that doubles the time to make one
 class ChatRequest:
-    """A call in no dialect. Sampling parameters are as asked; None takes the gateway's default."""
+    """A call in no dialect, from its body to its exact prompt. Sampling parameters are as asked;
+    None takes the gateway's default. `Prompts.prepare` sets the fields of the prompt, from `ids`
+    on; a copy (`replace`) has none of them yet."""
 
     messages: Sequence[Message]
     tools: Sequence[Tool] | None = None
@@ -100,8 +96,24 @@ class ChatRequest:
     """Time (`time.perf_counter()`) when the request had been read."""
     constraint_field: str = "response_format"
     """The request's own field that `constraint` came from, for the engine's refusal."""
-    _keys: Keys | None = field(default=None, init=False)
-    """Made when they are asked for; of a copy with other messages or tools anew."""
+    ids: TokenIds = field(init=False, repr=False)
+    """The exact prompt."""
+    new_ids: TokenIds = field(init=False, repr=False)
+    """The ids behind the parent's tokens; all of `ids` without a parent."""
+    pieces: Sequence[TokenIds] = field(init=False, repr=False)
+    """Arrays that `ids` is made of: those of the turns before, and what is new."""
+    parent: Turn | None = field(init=False, repr=False)
+    """The turn that the prompt extends."""
+    n_known: int = field(init=False, repr=False)
+    """Messages (or characters, or bytes) that the deepest turn covers which the request goes on
+    from; the rest are new. That turn is the parent, if the template can extend it."""
+    cause: BranchCause | None = field(init=False, repr=False)
+    """Why nothing was extended; None for the first call and for extensions."""
+    forced: str = field(init=False, repr=False)
+    """The beginning of the reply, which the prompt ends with."""
+    n_forced: int = field(init=False, repr=False)
+    """Its ids."""
+    _keys: Keys | None = field(default=None, init=False, repr=False)
 
     @property
     def plain(self) -> str | bytes | None:
@@ -109,40 +121,12 @@ class ChatRequest:
         return self.prompt_text if self.prompt_ids is None else self.prompt_ids.tobytes()
 
     @property
-    def said(self) -> Keys | str | bytes:
-        """The conversation as the turn graph matches it."""
-        return self.keys if (plain := self.plain) is None else plain
-
-    @property
-    def root(self) -> Key:
-        """Key of everything that shapes the prompt besides the conversation."""
-        return self.keys.root
-
-    @property
     def keys(self) -> Keys:
-        """Keys of its messages."""
+        """Keys of its messages, under the root of all else that shapes the prompt. Made when they
+        are asked for; of a copy with other messages or tools anew."""
         if self._keys is None:
             self._keys = Keys(root_key(self.tools, self.template_args or {}), self.messages)
         return self._keys
-
-
-@dataclass(slots=True)
-class Prompt:
-    ids: TokenIds
-    new_ids: TokenIds
-    """The ids behind the parent's tokens; all of `ids` without a parent."""
-    parent: Turn | None
-    attachment: Attachment
-    cause: BranchCause | None
-    forced: str = ""
-    """The beginning of the reply, which the prompt ends with."""
-    n_forced: int = 0
-    """Its ids."""
-
-    @property
-    def pieces(self) -> list[TokenIds]:
-        """Arrays that `ids` is made of: those of the turns before, and what is new."""
-        return [self.new_ids] if self.parent is None else [*self.parent.arrays(), self.new_ids]
 
     @property
     def n_first(self) -> int:
@@ -210,36 +194,57 @@ class Prompts:
 
     async def prepare(
         self, graph: TurnGraph, request: ChatRequest, context: int | None = None
-    ) -> Prompt:
-        """The exact prompt of a normalised request and the turn it extends.
+    ) -> None:
+        """Find the turn that a normalised request extends, and make its exact prompt.
 
         Args:
             context: texts that certainly have more tokens are refused before they are made.
+
+        Raises:
+            RequestError: the chat template refuses the conversation, or there is no text.
+            ContextLengthError
         """
-        plain = request.plain
-        attachment = graph.attach(request.root, request.said)
+        keys, plain = request.keys, request.plain
+        attached, n_known, cause = graph.attach(keys.root, keys if plain is None else plain)
         if request.is_big:
             await asyncio.sleep(0)
+        parent, forced, n_forced = attached, "", 0
         if plain is not None:
-            return await self._plain(plain, attachment, context)
-        parent, cause = attachment.turn, attachment.cause
-        new_ids: TokenIds | None = None
-        if parent is not None:
-            system = system_of(request.messages)
-            new = request.messages[attachment.n_known :]
-            shape = request.tools, request.template_args or {}
-            cut = partial(self.renderer.suffix, parent, system, new, *shape, context)
-            try:
-                new_ids = await self._offload(_length(new, *shape), cut)
-            except CutError as e:
-                parent, cause = None, e.cause
-        if new_ids is None:
-            new_ids = await self._whole(request, context)
-        n_forced = 0
-        if forced := self.forced_text(request, new_ids):
-            forced_ids = self.renderer.tokenizer.encode(forced)
-            new_ids, n_forced = join([new_ids, forced_ids]), len(forced_ids)
-        return _prompt(parent, new_ids, attachment, cause, forced, n_forced)
+            parent, new_ids = await self._plain(plain[n_known:], attached, context)
+            if attached is not None and parent is None:
+                cause = "continued"
+        else:
+            extending: TokenIds | None = None
+            if attached is not None:
+                try:
+                    extending = await self._suffix(attached, request, n_known, context)
+                except CutError as e:
+                    parent, cause = None, e.cause
+            new_ids = await self._whole(request, context) if extending is None else extending
+            if request.prefill or request.forced_tool is not None:
+                forced = self.forced_text(request, new_ids)
+                forced_ids = self.renderer.tokenizer.encode(forced)
+                new_ids, n_forced = join([new_ids, forced_ids]), len(forced_ids)
+        request.parent, request.n_known, request.cause = parent, n_known, cause
+        request.forced, request.n_forced = forced, n_forced
+        request.new_ids = new_ids
+        request.pieces = [new_ids] if parent is None else [*parent.arrays(), new_ids]
+        request.ids = join(request.pieces) if len(request.pieces) > 1 else new_ids
+
+    async def _suffix(
+        self, turn: Turn, request: ChatRequest, n_known: int, context: int | None
+    ) -> TokenIds:
+        """Ids that extend `turn` by the messages behind the first `n_known`.
+
+        Raises:
+            CutError: the template gives no safe place to cut.
+        """
+        system = system_of(request.messages)
+        new = request.messages[n_known:]
+        shape = request.tools, request.template_args or {}
+        return await self._offload(
+            _length(new, *shape), partial(self.renderer.suffix, turn, system, new, *shape, context)
+        )
 
     def forced_text(self, request: ChatRequest, prompt_ids: TokenIds) -> str:
         """The beginning of the reply that the request prescribes, behind this prompt."""
@@ -252,26 +257,27 @@ class Prompts:
         return f"{THINK_CLOSE}\n\n{request.prefill}" if opens_thought else request.prefill
 
     async def _plain(
-        self, plain: str | bytes, attachment: Attachment, context: int | None
-    ) -> Prompt:
-        parent, cause = attachment.turn, attachment.cause
-        rest = plain[attachment.n_known :]
-        if parent is not None and not rest:
+        self, rest: str | bytes, attached: Turn | None, context: int | None
+    ) -> tuple[Turn | None, TokenIds]:
+        """The turn that a prompt which is no messages extends, and the ids behind it.
+
+        Args:
+            rest: what follows the conversation of `attached`.
+        """
+        if attached is not None and not rest:
             # A reply that was cut off goes on. A child is longer than its parent, so the new turn
             # is its sibling, of the very same tokens.
-            new_ids = join([parent.new_prompt_ids, parent.response_ids])
-            parent = parent.parent
-            cause = "continued" if parent is None else None
-        elif isinstance(rest, bytes):
+            return attached.parent, join([attached.new_prompt_ids, attached.response_ids])
+        if isinstance(rest, bytes):
             new_ids = np.frombuffer(rest, np.int32)
         else:
             tokenizer = self.renderer.tokenizer
             new_ids = await self._offload(len(rest), lambda: tokenizer.encode(rest, context))
-            if parent is None:
+            if attached is None:
                 new_ids = join([tokenizer.begin(rest), new_ids])
-        if parent is None and len(new_ids) == 0:
+        if attached is None and len(new_ids) == 0:
             raise RequestError("prompt is empty; send some text", "prompt")
-        return _prompt(parent, new_ids, attachment, cause)
+        return attached, new_ids
 
     async def _whole(self, request: ChatRequest, context: int | None) -> TokenIds:
         """Ids of a whole prompt."""
@@ -317,9 +323,3 @@ def _length(
         n_tools = 0 if tools.is_written else tools.n_chars
         return len(dumps([messages, template_args])) + n_tools
     return len(dumps([messages, tools, template_args]))
-
-
-def _prompt(parent: Turn | None, new_ids: TokenIds, *known: Any) -> Prompt:
-    """A prompt that extends `parent`; `known` are the other fields."""
-    ids = new_ids if parent is None else join([*parent.arrays(), new_ids])
-    return Prompt(ids, new_ids, parent, *known)

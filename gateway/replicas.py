@@ -36,6 +36,7 @@ class Replicas:
     def __init__(self, wiring: Wiring, public_url: str | None) -> None:
         self.index = wiring.replica
         self.urls = wiring.replica_urls
+        """Origin of each; another value once one serves elsewhere (`server.py`)."""
         self._public_url = public_url
         self._connections = ConnectionPool()
         self._turns = itertools.count(self.index)

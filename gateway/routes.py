@@ -18,18 +18,18 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from functools import partial
 from typing import Annotated, Any
 
+import orjson
 from pydantic import ConfigDict, Field, WithJsonSchema
+from starlette.datastructures import Headers, QueryParams
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from stepwell.datapool.errors import InvalidStepError
 from stepwell.datapool.types import Step
-from stepwell.gateway.access import Named, caller_of, named, quoted, take_body, uid_of
+from stepwell.gateway.access import caller_of, named, quoted, take_body, uid_of
 from stepwell.gateway.bodies import BIG
-from stepwell.gateway.call import Asked
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages, CountParams
 from stepwell.gateway.dialects.base import Dialect, Exchange, Parsed
 from stepwell.gateway.dialects.gemini import text_tokens
@@ -38,28 +38,27 @@ from stepwell.gateway.dialects.openai_completions import token_ids
 from stepwell.gateway.dialects.params import Params, kind, wrong
 from stepwell.gateway.dialects.token_generate import TokenGenerate
 from stepwell.gateway.errors import (
-    PoolUnavailableError,
+    UNAVAILABLE,
     RequestError,
     UnknownItemError,
 )
+from stepwell.gateway.http_protocol import DirectCall
 from stepwell.gateway.lifecycle import RECORDED_HEADER
 from stepwell.gateway.metrics import exposition
 from stepwell.gateway.openapi import STEP, TOKEN_IDS
-from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reward import compute_reward
 from stepwell.gateway.services import Services, services_of
 from stepwell.gateway.tokens.graph import TurnGraph
-from stepwell.gateway.trajectory.calls import RetryKey
+from stepwell.gateway.trajectory.calls import LiveCall
 from stepwell.gateway.trajectory.identity import Origin
 from stepwell.gateway.trajectory.recording import ask
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 from stepwell.gateway.web import (
-    EventStream,
+    JSON_HEADERS,
     OrjsonResponse,
     aborts_on_disconnect,
     body_digest,
     connection_of,
-    hand_over,
     parse_object,
     retry_key,
 )
@@ -77,154 +76,156 @@ _STEP_FIELDS = frozenset(f.name for f in fields(Step))
 # -- a dialect's calls -----------------------------------------------------------------------
 
 
-async def chat_completions(request: Request) -> Response:
+async def chat_completions(services: Services, call: DirectCall) -> None:
     """A call of OpenAI's Chat Completions API."""
-    return await _call(request, "chat/completions")
+    await serve(services, services.dialects["chat/completions"], call)
 
 
-async def completions(request: Request) -> Response:
+async def completions(services: Services, call: DirectCall) -> None:
     """A call of OpenAI's Completions API."""
-    return await _call(request, "completions")
+    await serve(services, services.dialects["completions"], call)
 
 
-async def responses(request: Request) -> Response:
+async def responses(services: Services, call: DirectCall) -> None:
     """A call of OpenAI's Responses API."""
-    return await _call(request, "responses")
+    await serve(services, services.dialects["responses"], call)
 
 
-async def messages(request: Request) -> Response:
+async def messages(services: Services, call: DirectCall) -> None:
     """A call of Anthropic's Messages API."""
-    return await _call(request, "messages")
+    await serve(services, services.dialects["messages"], call)
 
 
-async def token_generate(request: Request) -> Response:
+async def token_generate(services: Services, call: DirectCall) -> None:
     """A call of vLLM's `/inference/v1/generate`: token ids in, token ids and log-probs out."""
-    return await serve(services_of(request), _TOKENS, request, named(request))
+    await serve(services, _TOKENS, call)
 
 
-async def _call(request: Request, dialect: str) -> Response:
-    services = services_of(request)
-    return await serve(services, services.dialects[dialect], request, named(request))
-
-
-async def gemini(request: Request) -> Response:
+async def gemini(services: Services, call: DirectCall) -> None:
     """A call of Gemini's API, whatever model it names. `alt=sse`: the stream comes as server-sent
     events, otherwise as a JSON array that grows."""
-    services, method = services_of(request), request.scope["path"].rpartition(":")[2]
-    if (alt := request.query_params.get("alt", "json")) not in ("json", "sse"):
+    method = call.scope["path"].rpartition(":")[2]
+    alt = QueryParams(call.scope["query_string"]).get("alt", "json")
+    if alt not in ("json", "sse"):
         raise wrong("alt", alt, "send sse, or leave it out")
     form = "?alt=sse" if alt == "sse" and method == "streamGenerateContent" else ""
-    return await serve(services, services.gemini[method + form], request, named(request))
+    await serve(services, services.gemini[method + form], call)
 
 
-async def serve(
-    services: Services, dialect: Dialect, request: Request, url: Named | None
-) -> Response:
+async def serve(services: Services, dialect: Dialect, request: DirectCall) -> None:
     """Answer one LLM call.
 
     Raises:
         GatewayError: answered by the application in the dialect's shape.
     """
-    config = services.config
-    body = take_body(request)
+    connection = request.connection
+    body, request.content = request.content, b""
     began_at = time.perf_counter()
-    principal = caller_of(request)
+    principal, url = request.caller, request.url
+    headers = Headers(scope=request.scope)
     digest: str | None = None
     if is_big := len(body) > BIG:
         loop = asyncio.get_running_loop()
         digest = await loop.run_in_executor(services.threads, body_digest, body)
-    reading = services.known_bodies.read(dialect, body, principal, url, digest)
+    parsed = services.known_bodies.read(dialect, body, principal, url, digest)
     del body  # as large as all that is parsed of it, and the call may take minutes
-    retry, parsed = retry_key(request.headers, reading.digest, dialect.name), reading.parsed
+    retry = retry_key(headers, parsed.digest, dialect.name)
     if is_big:
         await asyncio.sleep(0)  # others go on between what is done for it
     prompts = services.calls.prompts
-    calls = [prompts.normalised(call) for call in parsed.calls]
+    calls = [prompts.normalised(call) for call in (parsed.call, *parsed.more)]
     for call in calls:
         call.began_at = began_at
         if is_big:
             prompts.refuse_too_long(call, await services.engine.context_length())
             call.is_big = True
             await asyncio.sleep(0)
-    origin = Origin(request.headers, url, request.scope["client"], principal)
+    asker = Origin(headers, url, request.scope["client"], principal)
 
-    def identify(call: ChatRequest, key: RetryKey) -> LiveTrajectory:
-        return services.identities.identify(origin, call, key, parsed.trajectory_uid)
+    def identify(i: int) -> LiveTrajectory:
+        key, uid = retry.of_prompt(i), parsed.trajectory_uid
+        return services.identities.identify(asker, calls[i], key, uid)
 
-    def begin_again(asked: Asked) -> LiveTrajectory:
-        services.identities.detach(asked.trajectory)
-        return identify(asked.request, asked.retry)
+    def begin_again(i: int) -> LiveTrajectory:
+        services.identities.detach(trajectories[i])
+        return identify(i)
 
-    keys = [retry.of_prompt(i) for i in range(len(calls))]
-    asked = [
-        Asked(identify(call, key), call, key, parsed.n)
-        for call, key in zip(calls, keys, strict=True)
-    ]
-    if asked[0].trajectory.unrecorded != "asked":
-        reading.remember(calls[0])
-    del reading  # it refers to the body
-    listeners = await services.calls.start(
-        asked, dialect.name, caller=principal, begin_again=begin_again
+    trajectories = [identify(i) for i in range(len(calls))]
+    if parsed.remember is not None:
+        if trajectories[0].unrecorded != "asked":
+            parsed.remember(calls[0])
+        parsed.remember = None
+    begun = await services.calls.start(
+        calls,
+        trajectories,
+        retry,
+        dialect.name,
+        n=parsed.n,
+        caller=principal,
+        begin_again=begin_again,
     )
-    exchange = Exchange(
+    exchange = _exchange(services, parsed, trajectories, begun)
+    try:
+        with aborts_on_disconnect(connection, exchange):
+            if parsed.call.stream:
+                await exchange.begin()
+                writer = dialect.writer(exchange)
+                request.begin_stream({**dialect.stream_headers, **origin(services, exchange)})
+                request.end_stream(await exchange.write(writer, connection))
+            else:
+                replies = await exchange.results()
+                await services.engine.pace.keep()  # the pool answers for many at once
+                body = orjson.dumps(dialect.answer(exchange, replies))
+                if request.flow.write_paused:
+                    await connection.drain()
+                request.answer(body, {**JSON_HEADERS, **origin(services, exchange)})
+                exchange.delivered()
+    finally:
+        exchange.close()
+    connection.handed = exchange
+    if connection.is_lost:
+        exchange.lose()
+
+
+def _exchange(
+    services: Services,
+    parsed: Parsed,
+    trajectories: Sequence[LiveTrajectory],
+    calls: Sequence[LiveCall],
+) -> Exchange:
+    return Exchange(
+        services.calls,
         parsed,
-        [each.trajectory for each in asked],
-        listeners,
-        model=config.served_model_name,
+        trajectories,
+        calls,
+        model=services.config.served_model_name,
         tokenizer=services.tokenizer,
         keepalive_s=services.tuning.keepalive_s,
     )
-    if parsed.call.stream:
-        try:
-            with aborts_on_disconnect(request.scope, exchange):
-                await exchange.begin()
-        except BaseException:  # nobody reads what the other samples say
-            exchange.close()
-            raise
-        write = partial(exchange.write, dialect.writer(exchange))
-        stream = EventStream(write, exchange, exchange.handed, dialect.stream_type)
-        return _told(stream, services, exchange)
-    try:
-        with aborts_on_disconnect(request.scope, exchange):
-            replies = await exchange.results()
-        await services.engine.pace.keep()  # the pool answers for many at once
-        answer = OrjsonResponse(dialect.answer(exchange, replies))
-        exchange.delivered()
-    finally:
-        exchange.close()
-    hand_over(connection_of(request.scope), exchange.handed())
-    return _told(answer, services, exchange)
 
 
-def _told(answer: Response, services: Services, exchange: Exchange) -> Response:
-    """`answer` with headers that say what sampled it, and what was left aside of the request."""
-    say_origin(answer, services, exchange.trajectories, exchange.version)
-    if exchange.is_unrecorded:
-        answer.headers[RECORDED_HEADER] = "false"
+def origin(services: Services, exchange: Exchange) -> dict[str, str]:
+    """Headers that say whose call it is, which policy version answers it, and what was left aside
+    of the request. Of a stream that has no token yet, that is the newest version that an engine
+    has. Several prompts may have trajectories of their own: they stand in the order of the prompts,
+    with commas between them."""
+    headers: dict[str, str] = {}
+    version = exchange.version
+    version = services.engine.version if version is None else version
+    if version is not None:
+        headers[VERSION_HEADER] = str(version)
+    uids = [quoted(each.uid) for each in exchange.trajectories if not each.is_for_one_request]
+    if len(set(uids)) > 1:
+        headers[TRAJECTORY_HEADER] = ",".join(uid.replace(",", "%2C") for uid in uids)
+    elif uids:
+        headers[TRAJECTORY_HEADER] = uids[0]
+    if exchange.parsed.call.stores_step and exchange.is_unrecorded:
+        headers[RECORDED_HEADER] = "false"
     if ignored := exchange.parsed.ignored:
         services.calls.counts["ignored_fields"] += len(ignored)
         shown, more = ignored[:MAX_TOLD], len(ignored) - MAX_TOLD
-        answer.headers[IGNORED_HEADER] = ", ".join(shown) + (f", {more} more" * (more > 0))
-    return answer
-
-
-def say_origin(
-    answer: Response,
-    services: Services,
-    trajectories: Sequence[LiveTrajectory],
-    version: int | None,
-) -> None:
-    """Say in headers whose call it is and which policy version answers it. Of a stream that has no
-    token yet, that is the newest one that an engine has. Several prompts may have trajectories of
-    their own: they stand in the order of the prompts, with commas between them."""
-    version = services.engine.version if version is None else version
-    if version is not None:
-        answer.headers[VERSION_HEADER] = str(version)
-    uids = [quoted(each.uid) for each in trajectories if not each.is_for_one_request]
-    if len(set(uids)) > 1:
-        answer.headers[TRAJECTORY_HEADER] = ",".join(uid.replace(",", "%2C") for uid in uids)
-    elif uids:
-        answer.headers[TRAJECTORY_HEADER] = uids[0]
+        headers[IGNORED_HEADER] = ", ".join(shown) + (f", {more} more" * (more > 0))
+    return headers
 
 
 # -- what belongs to them ---------------------------------------------------------------------
@@ -252,7 +253,8 @@ async def _n_prompt(request: Request, parsed: Parsed) -> int:
     elif (trajectory := services.trajectories.known(url[0])) is not None:
         trajectory.check_owner(caller)
     graph = TurnGraph() if trajectory is None else trajectory.graph
-    return len((await services.calls.prompts.prepare(graph, call)).ids)
+    await services.calls.prompts.prepare(graph, call)
+    return len(call.ids)
 
 
 async def stored_response(request: Request) -> Response:
@@ -343,20 +345,18 @@ async def generate(request: Request) -> Response:
     body = Generate.read(parse_object(raw))
     uid = body.trajectory_uid or uuid.uuid4().hex
     prompt_uid = body.prompt_uid or f"prompt-{uid}"
-    chat = _white_box(body)
+    parsed = _white_box(body)
     caller = caller_of(request)
     trajectory = services.trajectories.get(uid, prompt_uid, caller)
     retry = retry_key(request.headers, body_digest(raw), "generate")
-    (listener,) = await services.calls.start(
-        [Asked(trajectory, services.calls.prompts.normalised(chat), retry)],
-        "generate",
-        caller=caller,
-    )
+    call = services.calls.prompts.normalised(parsed.call)
+    begun = await services.calls.start([call], [trajectory], retry, "generate", caller=caller)
+    exchange = _exchange(services, parsed, [trajectory], begun)
     try:
-        with aborts_on_disconnect(request.scope, listener):
-            reply = await listener.result()
+        with aborts_on_disconnect(connection_of(request.scope), exchange):
+            (reply,) = await exchange.results()
     finally:
-        listener.close()
+        exchange.close()
     generation, sampling = reply.generation, reply.sampling
     answer = OrjsonResponse(
         {
@@ -365,7 +365,7 @@ async def generate(request: Request) -> Response:
             "response_text": services.tokenizer.decode(generation.response_ids.tolist()),
             "message": reply.text.message(),
             "response_ids": generation.response_ids.tolist(),
-            "prompt_ids": reply.prompt.ids.tolist(),
+            "prompt_ids": reply.prompt_ids.tolist(),
             "rollout_log_probs": generation.log_probs.tolist(),
             "policy_version": generation.policy_version,
             "version_spans": [
@@ -377,11 +377,11 @@ async def generate(request: Request) -> Response:
             },
         }
     )
-    say_origin(answer, services, [trajectory], listener.call.version)
+    answer.headers.update(origin(services, exchange))
     return answer
 
 
-def _white_box(body: Generate) -> ChatRequest:
+def _white_box(body: Generate) -> Parsed:
     own = ("prompt_ids", "input_ids", "trajectory_uid", "prompt_uid")
     asked = {name: value for name, value in body if name not in own and value is not None}
     ids = body.input_ids if body.prompt_ids is None else body.prompt_ids
@@ -396,11 +396,12 @@ def _white_box(body: Generate) -> ChatRequest:
     if parsed.n > 1:
         raise RequestError(f"n is {parsed.n}; /generate samples once, leave it out", "n")
     if ids is None:
-        return replace(parsed.call, stores_step=False)
+        return replace(parsed, call=replace(parsed.call, stores_step=False))
     if parsed.call.forced_tool is not None:
         raise RequestError("tool_choice prescribes a call; send messages", "tool_choice")
     prompt_ids = token_ids("prompt_ids", ids)
-    return replace(parsed.call, messages=[], prompt_ids=prompt_ids, stores_step=False)
+    call = replace(parsed.call, messages=[], prompt_ids=prompt_ids, stores_step=False)
+    return replace(parsed, call=call)
 
 
 async def submit_steps(request: Request, body: SubmitSteps) -> Response:
@@ -471,7 +472,7 @@ async def metrics(request: Request) -> Response:
     """Counts of this gateway, its engines and the pool, for Prometheus."""
     services = services_of(request)
     pool: dict[str, Any] | None = None
-    with suppress(PoolUnavailableError):  # told as `stepwell_pool_up 0`
+    with suppress(*UNAVAILABLE):  # told as `stepwell_pool_up 0`
         pool = await ask(services.pool.get_statistics(), SCRAPE_S)
     accept = request.headers.get("accept", "")
     page, content_type = exposition(accept, services.statistics(), pool)

@@ -11,11 +11,13 @@ Several gateways share the work as replicas, each on a port of its own::
     POST /init_trajectory  at any of them ──► base_url of one of them: every call goes there
 
     replica dies ──► its trajectories go on at the others (same path, another origin)
-        └──► Ray starts it again on the same machine and port ──► or there, as before
+        ├──► Ray starts it again on the same machine and port ──► or there, as before
+        └──► its machine is gone: on another one, whose address the others hand out from then on
 
 The address is the routing, so there is no front door. What a replica acknowledged is in the pool,
-and one that takes over rebuilds the turn graph from there: replicas share nothing else, and need
-not find each other for that.
+and one that takes over rebuilds the turn graph from there: replicas share nothing else. One that
+was started again, or elsewhere than planned, tells the others where it is and is told where they
+are.
 
 Does not own: the application (`app.py`), a connection (`http_protocol.py`), which replica is handed
 out (`replicas.py`).
@@ -29,21 +31,23 @@ import ipaddress
 import logging
 import os
 import random
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import uvicorn
 import uvloop
 
-from stepwell.datapool.heap import return_free_pages, return_large_blocks, use_one_heap
-from stepwell.datapool.process import log_to_file, numbered_log, settle_heap
+from stepwell.datapool.heap import return_free_pages, return_large_blocks, settle_heap, use_one_heap
+from stepwell.datapool.log_files import log_to_file, numbered_log
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.config import TUNING, GatewayConfig, Tuning, Wiring
 from stepwell.gateway.errors import GatewayError, PortInUseError
@@ -57,6 +61,9 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 RESTART_BIND_S = 30.0
+TOLD_S = 5.0
+"""A replica that was started again waits so long for the others to say where they are. One that has
+not said so by then is asked by nobody until it is started again itself."""
 LARGE_BODY_BYTES = 1 << 20
 """Request bodies from this size on go back to the system when they are answered. Smaller ones come
 from the heap, whose free pages go back every ten seconds: new pages for each cost 0.5 of 1.8 ms a
@@ -183,6 +190,14 @@ class HttpServer:
             self._server.force_exit = True
             self._thread.join(STOP_TIMEOUT_S)
 
+    def move(self, replica: int, origin: str) -> None:
+        """Another replica serves at `origin` now."""
+        urls = list(self._wiring.replica_urls)
+        urls[replica] = origin
+        self._wiring = replace(self._wiring, replica_urls=tuple(urls))
+        if self._app is not None:
+            self._app.state.services.replicas.urls = self._wiring.replica_urls
+
     def _serve(self, server: _Server, listening: socket.socket) -> None:
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -200,13 +215,19 @@ class HttpServer:
 
 class GatewayReplica:
     """A gateway as a Ray actor, which serves again by itself when Ray has restarted it. Methods are
-    async so that Ray's own loop stays free while the server's thread starts and stops."""
+    async so that Ray's own loop stays free while the server's thread starts and stops.
+
+    Args:
+        pool: the name of the pool's actor in the current namespace.
+        names: of the replicas' actors, this one's too; none: it is alone.
+    """
 
     def __init__(
         self,
         config: GatewayConfig,
         wiring: Wiring,
         pool: str,
+        names: Sequence[str] = (),
         log_file: Path | None = None,
     ) -> None:
         import ray
@@ -214,31 +235,40 @@ class GatewayReplica:
         from stepwell.datapool.remote.start import connect
 
         log_to_file(log_file)
+        planned = wiring.replica_urls
+        config, wiring = _where_it_is(config, wiring)
         self._http = HttpServer(config, wiring, connect(pool))
-        self._wiring = wiring
-        self._origin: str | None = None
-        if ray.get_runtime_context().was_current_actor_reconstructed:
+        self._own = wiring.replica_urls[wiring.replica] if wiring.replica_urls else ""
+        """Origin; the host that is configured may be an address to listen on only."""
+        self._serves = False
+        is_again = ray.get_runtime_context().was_current_actor_reconstructed
+        if is_again:
             self._serve_again()
+        if is_again or wiring.replica_urls != planned:
+            self._find_others(wiring.replica, names)
 
     async def start(self) -> str:
         """Serve; returns the origin. Repeating it is harmless."""
-        if self._origin is None:
-            return await asyncio.to_thread(self._begin)
-        return self._origin
+        if not self._serves:
+            await asyncio.to_thread(self._begin)
+        return self._own
 
     async def stop(self) -> None:
         await asyncio.to_thread(self._http.stop)
 
-    def _begin(self) -> str:
-        origin = self._http.start()
-        if self._wiring.replica_urls:  # the host may be an address to listen on only
-            origin = self._wiring.replica_urls[self._wiring.replica]
+    async def note_move(self, replica: int, origin: str) -> str:
+        """Another replica was started again, at `origin`; returns where this one is."""
+        self._http.move(replica, origin)
+        return self._own
+
+    def _begin(self) -> None:
+        bound = self._http.start()
+        self._own = self._own or bound
         settle_heap()
         use_one_heap()
         return_large_blocks(LARGE_BODY_BYTES)
         return_free_pages()
-        self._origin = origin
-        return origin
+        self._serves = True
 
     def _serve_again(self) -> None:
         end = time.monotonic() + RESTART_BIND_S
@@ -251,6 +281,21 @@ class GatewayReplica:
                     raise
                 time.sleep(0.2)
 
+    def _find_others(self, own: int, names: Sequence[str]) -> None:
+        """Tell the other replicas where this one is, and learn where they are."""
+        import ray
+
+        asked: dict[Any, int] = {}
+        for i, name in enumerate(names):
+            if i != own:
+                with suppress(ValueError):  # it has ended for good
+                    actor = ray.get_actor(name)
+                    asked[actor.note_move.remote(own, self._own)] = i
+        answers = ray.wait([*asked], num_returns=len(asked), timeout=TOLD_S)[0] if asked else []
+        for answer in answers:
+            with suppress(ray.exceptions.RayError):  # it is down; it tells when it is started again
+                self._http.move(asked[answer], ray.get(answer))
+
 
 def start_replicas(
     config: GatewayConfig,
@@ -262,35 +307,70 @@ def start_replicas(
     """Handles of `config.replicas` new actors; each serves after `await handle.start.remote()`,
     which returns its origin, and is restarted by Ray until it is killed by its handle.
 
-    On a loopback address all are on this machine, otherwise spread over those that Ray has. One
-    that is restarted comes back where it was. Needs an initialised Ray.
+    Those that listen on all addresses are spread over the machines that Ray has, others are on this
+    one. One that is restarted comes back where it was; if that machine is gone, on another one.
+    Needs an initialised Ray.
 
     Args:
         pool: the name of the pool's actor in the current namespace.
         log_dir: what they log goes to `gateway.log`, or `gateway_0.log`, …, there, too.
-        ray_options: over the default `num_cpus=0`, `max_restarts=-1`.
+        ray_options: over the defaults `num_cpus=0`, `max_restarts=-1`, `max_task_retries=-1`.
     """
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     config = _absolute_paths(config)
     nodes = _nodes(config.host)
     ports = _ports(config)
     homes = [nodes[i % len(nodes)] for i in range(config.replicas)]
     urls = tuple(f"http://{host}:{port}" for (_, host), port in zip(homes, ports, strict=True))
-    options = {"num_cpus": 0, "max_restarts": -1, **ray_options}
+    # Tasks, too: a machine may be lost while its replica starts.
+    options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, **ray_options}
     actor = ray.remote(GatewayReplica)
+    mark = secrets.token_hex(4)  # a name belongs to one actor in a namespace
+    names = [f"gateway-{mark}-{i}" for i in range(config.replicas)]
+    # Labels: to a soft affinity Ray 2.60 does not keep where both nodes would do.
+    elsewhere: list[dict[str, Any]] | None = None
+    if _is_everywhere(config.host):
+        elsewhere = [{"label_selector": {}}]
     return [
         actor.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False), **options
+            name=names[i],
+            label_selector={"ray.io/node-id": node},
+            fallback_strategy=elsewhere,
+            **options,
         ).remote(
             config.model_copy(update={"port": port}),
             replace(wiring, replica=i, replica_urls=urls),
             pool,
+            names,
             numbered_log(log_dir, "gateway", i, config.replicas),
         )
         for i, ((node, _), port) in enumerate(zip(homes, ports, strict=True))
     ]
+
+
+def _is_everywhere(host: str) -> bool:
+    """It stands for all addresses of a machine."""
+    return host != "localhost" and ipaddress.ip_address(host).is_unspecified
+
+
+def _where_it_is(config: GatewayConfig, wiring: Wiring) -> tuple[GatewayConfig, Wiring]:
+    """What a replica serves with where Ray has started it: elsewhere than planned at that machine's
+    address, and at another port if its own is taken there."""
+    import ray
+
+    host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # theirs
+    is_spread = wiring.replica_urls and _is_everywhere(config.host)
+    if not is_spread or host == urlsplit(wiring.replica_urls[wiring.replica]).hostname:
+        return config, wiring
+    try:
+        bind(config.host, config.port).close()
+    except PortInUseError:
+        (port,) = _ports(config.model_copy(update={"port": 0, "replicas": 1}))
+        config = config.model_copy(update={"port": port})
+    urls = list(wiring.replica_urls)
+    urls[wiring.replica] = f"http://{host}:{config.port}"
+    return config, replace(wiring, replica_urls=tuple(urls))
 
 
 def _nodes(host: str) -> list[tuple[str, str]]:
@@ -298,7 +378,7 @@ def _nodes(host: str) -> list[tuple[str, str]]:
     import ray
 
     here: str = ray.get_runtime_context().get_node_id()
-    if host == "localhost" or not ipaddress.ip_address(host).is_unspecified:
+    if not _is_everywhere(host):
         return [(here, f"[{host}]" if ":" in host else host)]
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     alive = [(n["NodeID"], n["NodeManagerAddress"]) for n in nodes if n["Alive"]]

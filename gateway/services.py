@@ -31,9 +31,9 @@ from stepwell.gateway.prompt import Prompts
 from stepwell.gateway.replicas import Replicas
 from stepwell.gateway.reply.reader import ReplyFormat
 from stepwell.gateway.slime_buffer.buffer import RolloutBuffer
+from stepwell.gateway.tokens.messages import TurnMessages
 from stepwell.gateway.tokens.render import ChatRenderer
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.tokens.turn_messages import TurnMessages
 from stepwell.gateway.trajectory.groups import Groups
 from stepwell.gateway.trajectory.identity import Identities
 from stepwell.gateway.trajectory.recording import Recording

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -26,6 +26,9 @@ class Losing(Protocol):
     """Something that was handed to a connection."""
 
     def lose(self) -> None: ...
+
+
+JSON_HEADERS = {"content-type": "application/json"}
 
 
 class OrjsonResponse(Response):
@@ -54,7 +57,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise RequestError(
             f"the request's body is a JSON {type(value).__name__}; send an object", None
         )
-    if _has_many_levels(body) and _is_too_deep(value):
+    if (len(body) > _SHORT or body.count(b"{") + body.count(b"[") > _DEEP) and (
+        _has_many_levels(body) and _is_too_deep(value)
+    ):
         raise RequestError(
             f"the request's body is nested more than {_DEEP} levels deep; send a flatter one", None
         )
@@ -63,6 +68,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 _DEEP = 250
 """Deeper objects can be read, but neither rendered nor written again."""
+_SHORT = 65_536
+"""Bytes of a body whose containers are counted at once."""
 
 
 def _has_many_levels(body: bytes) -> bool:
@@ -101,7 +108,7 @@ def retry_key(headers: Headers, digest: str, scope: str) -> RetryKey:
         digest: `body_digest` of the request.
     """
     if (key := headers.get("idempotency-key")) is not None:
-        return RetryKey(f"{scope}/key/{key}", digest, is_retry=True)
+        return RetryKey(f"{scope}/key/{key}", digest, is_retry=True, is_named=True)
     count = headers.get("x-stainless-retry-count", "0")
     is_retry = count.isdecimal() and count.strip("0") != ""
     return RetryKey(f"{scope}/body/{digest}", digest, is_retry)
@@ -111,18 +118,20 @@ class Connection(Protocol):
     """A client's connection, as the server tells of it in the scope's extension `CONNECTION`."""
 
     is_lost: bool
-    is_complete: bool
-    """The request has arrived whole."""
 
     listeners: set[Closing]
     """Closed when the connection is lost."""
 
-    handed: Sequence[Losing]
-    """Replies of the last request, whose ends the client may not have got: told if the connection
-    breaks before the next request."""
+    handed: Losing | None
+    """Told if the connection breaks before the next request: the client may not have got the end of
+    its last answer."""
 
     def authenticated(self) -> None:
         """A request on it was authorised."""
+
+    @property
+    def is_complete(self) -> bool:
+        """The request has arrived whole."""
 
     @property
     def is_full(self) -> bool:
@@ -143,18 +152,9 @@ def connection_of(scope: Scope) -> Connection:
     return connection
 
 
-def hand_over(connection: Connection, replies: Sequence[Losing]) -> None:
-    """Tell `replies` if the connection breaks before the client says that it has them."""
-    connection.handed = replies
-    if connection.is_lost:
-        for reply in replies:
-            reply.lose()
-
-
 @contextmanager
-def aborts_on_disconnect(scope: Scope, listener: Closing) -> Iterator[None]:
+def aborts_on_disconnect(connection: Connection, listener: Closing) -> Iterator[None]:
     """Within the block, a client that goes away is no listener any more."""
-    connection = connection_of(scope)
     connection.listeners.add(listener)
     if connection.is_lost:
         listener.close()
@@ -164,45 +164,32 @@ def aborts_on_disconnect(scope: Scope, listener: Closing) -> Iterator[None]:
         connection.listeners.discard(listener)
 
 
-async def write_pieces(pieces: AsyncIterator[bytes], connection: Connection) -> None:
-    """Write them as they come."""
-    async for piece in pieces:
-        await connection.drain()
-        connection.write_piece(piece)
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 
 
 class EventStream(Response):
-    """The stream of one call, mostly server-sent events. It is written as it comes, past the layers
-    that an answer passes, and not buffered."""
+    """Server-sent events that are written as they come, past the layers that an answer passes, and
+    not buffered."""
 
-    def __init__(
-        self,
-        write: Callable[[Connection], Awaitable[None]],
-        listener: Closing,
-        handed: Callable[[], Sequence[Losing]] = tuple,
-        media_type: str = "text/event-stream",
-    ) -> None:
-        """
-        Args:
-            write: writes the pieces of the body.
-            handed: the replies, once all is written.
-        """
-        super().__init__(
-            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
-            media_type=media_type,
-        )
+    def __init__(self, pieces: AsyncIterator[bytes], listener: Closing) -> None:
+        super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
-        self._write = write
+        self._pieces = pieces
         self._listener = listener
-        self._handed = handed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection = connection_of(scope)
         try:
-            with aborts_on_disconnect(scope, self._listener):
+            with aborts_on_disconnect(connection, self._listener):
                 head = {"status": self.status_code, "headers": self.raw_headers}
                 await send({"type": "http.response.start", **head})
-                await self._write(connection_of(scope))
+                async for piece in self._pieces:
+                    await connection.drain()
+                    connection.write_piece(piece)
                 await send({"type": "http.response.body", "body": b""})
         finally:
             self._listener.close()
-        hand_over(connection_of(scope), self._handed())

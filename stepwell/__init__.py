@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stepwell.backends.config import EngineConfig
     from stepwell.backends.engines.commands import CommandLine, Launch
     from stepwell.backends.errors import BackendError
-    from stepwell.backends.rows import Row, build_rows
+    from stepwell.backends.rows import TokenRow, build_rows
     from stepwell.config.load import load_config
     from stepwell.config.run import RunConfig
     from stepwell.datapool import (
@@ -66,12 +66,12 @@ __all__ = [
     "LossFn",
     "LossOutput",
     "PoolConfig",
-    "Row",
     "RunConfig",
     "RunUnavailableError",
     "SelectionConfig",
     "Step",
     "TokenBatch",
+    "TokenRow",
     "TrainerError",
     "TrainingBackend",
     "Trajectory",
@@ -92,7 +92,7 @@ _HOMES = {
     "stepwell.backends.config": ("EngineConfig",),
     "stepwell.backends.engines.commands": ("CommandLine", "Launch"),
     "stepwell.backends.errors": ("BackendError",),
-    "stepwell.backends.rows": ("Row", "build_rows"),
+    "stepwell.backends.rows": ("TokenRow", "build_rows"),
     "stepwell.config.run": ("RunConfig",),
     "stepwell.run.connection": ("connect",),
     "stepwell.datapool": (

@@ -134,7 +134,8 @@ def test_the_folders_of_the_shell_are_floors() -> None:
 
 
 def test_backends_see_nothing_of_the_pool_but_its_nouns_and_the_lease_keeper() -> None:
-    parts = ("types", "errors", "config", "remote.lease_keeper", "process", "sealed", "dotted")
+    nouns = ("types", "branches", "errors", "config")
+    parts = (*nouns, "remote.lease_keeper", "log_files", "heap", "sealed", "dotted")
     seen = {f"stepwell.datapool.{part}" for part in parts}
     for module, targets in edges(ROOT).items():
         if module.startswith("stepwell.backends"):

@@ -31,30 +31,31 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper, by_lease
 from stepwell.datapool.types import SFT, TRAIN, Group
-from stepwell.trainer.algorithms.advantages.base import Estimator
-from stepwell.trainer.algorithms.advantages.greedy import baselined
 from stepwell.trainer.config import AsyncTrainingConfig, TrainerConfig
 from stepwell.trainer.errors import StarvedError
-from stepwell.trainer.flat_rewards import FlatRewards
 from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.sampling import CHANNEL, GroupFilter, is_sft, sft_groups
 from stepwell.trainer.scoring import Scorer, why_lost
 from stepwell.trainer.threads import in_thread
-from stepwell.trainer.validation import samples_path
 
 log = logging.getLogger(__name__)
 
-TOLD_S = 15.0
+REPORT_S = 15.0
 """A trainer that waits for traffic says so this often."""
 IN_FLIGHT_S = 1.0
 """Wait for the answer to a request that the pool served before generation had no prompt left."""
+
+
+_Coming: TypeAlias = tuple[asyncio.Task[Sequence[Group] | None], asyncio.Task[list[Group]]]
+"""A batch that is on its way: its lease, and the scored ones of its rollouts (none where there is
+no lease)."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,6 +65,9 @@ class TrainedChannel:
     name: str
     producer: GroupProducer
     keeper: LeaseKeeper
+    pool: DataPoolClient
+    patience_s: float
+    """Seconds in which the groups of a lease must become ready (`trainer.starvation_timeout_s`)."""
     consumed: set[str] = field(default_factory=set)
     """prompt_uids of the batches since the last checkpoint."""
 
@@ -73,62 +77,96 @@ class TrainedChannel:
         trained = by_lease(self.keeper.held, used)
         return {**self.producer.state_dict(consumed), "trained": trained}
 
+    async def take(self, size: int) -> Sequence[Group] | None:
+        """The next `size` ready groups; None when the producer has ended and fewer are there. Of
+        conversations the last batch may be smaller.
 
-@dataclass(frozen=True, slots=True)
-class _Coming:
-    """A batch that is on its way."""
+        Raises:
+            StarvedError: they did not become ready in time.
+            RolloutError: groups cannot be brought (so does any error of the infrastructure).
+        """
+        patience_s = None if self.producer.endless else self.patience_s
+        request = asyncio.ensure_future(self.keeper.lease(size, timeout_s=patience_s))
+        try:
+            while not request.done():
+                ended = asyncio.ensure_future(self.producer.wait_ended())
+                try:
+                    await asyncio.wait({request, ended}, return_when=asyncio.FIRST_COMPLETED)
+                    if ended.done():
+                        ended.result()  # raises what made the producer fail
+                finally:
+                    ended.cancel()
+                if request.done() and request.result() is not None:
+                    break
+                # The last groups, or word of a drop whose prompt is issued again, may be on their
+                # way here: to ask anew would not bring them.
+                await self.pool.get_statistics(self.name)
+                await asyncio.wait({request}, timeout=IN_FLIGHT_S)
+                if self.producer.has_ended and (not request.done() or request.result() is None):
+                    request.cancel()
+                    await asyncio.wait({request})  # else it would be served before the next one
+                    return self._mark(await self._take_rest(size))
+            if (groups := await request) is None:
+                raise StarvedError(f"no {size} groups became ready")
+        finally:
+            request.cancel()
+        return self._mark(groups)
 
-    leased: asyncio.Task[Sequence[Group] | None]
-    scored: asyncio.Task[list[Group]]
-    """Its rollouts; none where `leased` is None."""
+    async def _take_rest(self, size: int) -> Sequence[Group] | None:
+        """Conversations that are ready after the last was written, fewer than `size`."""
+        if self.name != SFT:
+            return None
+        ready = (await self.pool.get_statistics(SFT))["groups"]["ready"]
+        return await self.keeper.lease(min(ready, size), timeout_s=IN_FLIGHT_S) if ready else None
 
-    def cancel(self) -> None:
-        self.leased.cancel()
-        self.scored.cancel()
+    def _mark(self, groups: Sequence[Group] | None) -> Sequence[Group] | None:
+        """The groups as taken by training, with the channel that says by what loss."""
+        if groups is None:
+            return None
+        self.producer.leased(group.prompt_uid for group in groups)
+        if self.name == TRAIN:
+            return groups
+        return [replace(g, metadata={**g.metadata, CHANNEL: self.name}) for g in groups]
 
 
 class Batches:
     """The batches of a run; see the module's docstring.
 
     Args:
-        estimator: of advantages; knows which rollouts are baselines and not trained.
         channels: those that are trained, rollouts first.
         sft_share: of the groups of a batch, those that are conversations.
         scored: called with every group that was scored here.
         phases: measures waiting and scoring.
         folder: of the run.
-        tell: shows the user a line.
+        notify: shows the user a line.
     """
 
     def __init__(
         self,
         config: TrainerConfig,
         async_training: AsyncTrainingConfig,
-        estimator: Estimator,
-        *,
-        pool: DataPoolClient,
         channels: Sequence[TrainedChannel],
         scorer: Scorer,
         group_filter: GroupFilter,
         progress: Progress,
         phases: Phases,
+        *,
         folder: Path,
         sft_share: float = 0.0,
         scored: Callable[[Sequence[Group]], None] = lambda groups: None,
-        tell: Callable[[str], None] = log.info,
+        notify: Callable[[str], None] = log.info,
     ) -> None:
+        self.channels = tuple(channels)
+        self.scorer = scorer
         self._config = config
         self._async = async_training
-        self._estimator = estimator
-        self._pool = pool
         self._filter = group_filter
         self._progress = progress
         self._phases = phases
         self._folder = folder
-        self._scored = scored
-        self._tell = tell
-        self._flat = FlatRewards(samples_path(folder, 0), within_group=estimator.group_baseline)
         self._share = sft_share
+        self._scored = scored
+        self._notify_user = notify
         self._leased = 0
         """Batches that were asked for so far, those of before a resume included."""
         self._used_up = False
@@ -136,8 +174,6 @@ class Batches:
         self._responses: tuple[float, int] | None = None
         """Time of the last record (monotonic, seconds), and the response tokens that had come by
         then."""
-        self.channels = tuple(channels)
-        self.scorer = scorer
 
     @property
     def consumed(self) -> frozenset[str]:
@@ -167,18 +203,18 @@ class Batches:
             while self._progress.updates < until:
                 coming = coming or self._begin()
                 with self._phases("wait"):
-                    leased = await self._arrived(coming.leased)
+                    leased = await self._wait_leased(coming[0])
                 if leased is None:
                     return
-                scored = coming.scored
+                scored = coming[1]
                 more = self._progress.updates + per_lease < until
                 # With windows, a lease before the publication would be of the window before.
                 ahead = more and not self._async.has_windows
                 coming = self._begin() if ahead else None
                 yield await self._worth_training(leased, scored)
         finally:
-            if coming is not None:
-                coming.cancel()
+            for task in coming or ():
+                task.cancel()
 
     def state_dict(self, consumed: Set[str]) -> dict[str, Any]:
         """For a checkpoint that holds the groups `consumed`."""
@@ -203,7 +239,7 @@ class Batches:
         pool: dict[str, Any] = {}
         responses = 0
         for channel in reversed(self.channels):  # the first has the names without its channel's
-            stats = await self._pool.get_statistics(channel.name)
+            stats = await channel.pool.get_statistics(channel.name)
             prefix = "pool/" if channel is self.channels[0] else f"pool/{channel.name}/"
             states = stats["groups"]
             pool |= {prefix + s: states[s] for s in ("ready", "open", "leased", "dropped")}
@@ -212,7 +248,6 @@ class Batches:
             **pool,
             **self._generation(responses),
             **self.producer.metrics(),
-            **self._flat.metrics(),
             **self._filter.metrics(),
             **self.scorer.metrics(groups),
         }
@@ -228,7 +263,7 @@ class Batches:
         leased = asyncio.create_task(self.lease())
         scored = asyncio.create_task(self._first_scores(leased))
         scored.add_done_callback(lambda task: task.cancelled() or task.exception())  # was raised
-        return _Coming(leased, scored)
+        return leased, scored
 
     async def _first_scores(self, leased: asyncio.Task[Sequence[Group] | None]) -> list[Group]:
         groups = await asyncio.shield(leased)
@@ -251,17 +286,16 @@ class Batches:
             consumed |= {group.prompt_uid for group in coming}
             with self._phases("score"):
                 scored = await (self._score(coming) if refill else first_scores)
-            self._flat.see(scored)
+            self.scorer.see(scored)
             self._scored(scored)
-            judged = baselined(scored, self._estimator)
-            kept = await self._ask_filter(self._filter.keep, judged)
+            kept = await self._ask_filter(self._filter.keep, scored)
             groups += kept
             self.producer.refund(len(coming) - len(kept))
             if (missing := size - len(groups)) == 0:
                 break
             self._filter.check_refills(refill)
             with self._phases("wait"):
-                more = await self._arrived(
+                more = await self._wait_leased(
                     asyncio.create_task(self._take(self.channels[0], missing))
                 )
             if more is None:
@@ -279,13 +313,13 @@ class Batches:
             return await in_thread(ask, *args)
         return ask(*args)
 
-    async def _arrived(
+    async def _wait_leased(
         self, coming: asyncio.Task[Sequence[Group] | None]
     ) -> Sequence[Group] | None:
         """Return what `lease` brings; while traffic stays away, tell the user what is missing."""
         try:
-            while self.producer.endless and not (await asyncio.wait({coming}, timeout=TOLD_S))[0]:
-                self._tell(await self._why_waiting())
+            while self.producer.endless and not (await asyncio.wait({coming}, timeout=REPORT_S))[0]:
+                self._notify_user(await self._why_waiting())
             return await coming
         finally:
             coming.cancel()
@@ -313,7 +347,7 @@ class Batches:
                 return None
             if self._share < 1 and (missing := self._lease_size - len(groups)):
                 self._used_up = True
-                self._tell("data.sft is used up: batches are of rollouts alone from now on")
+                self._notify_user("data.sft is used up: batches are of rollouts alone from now on")
                 self.producer.refund(missing)
                 tasks = [asyncio.create_task(self._take(self.channels[0], missing))]
                 if (more := await tasks[0]) is None:
@@ -325,55 +359,11 @@ class Batches:
                 task.cancel()
 
     async def _take(self, channel: TrainedChannel, size: int) -> Sequence[Group] | None:
-        """The next `size` ready groups of a channel; None when its producer has ended and fewer are
-        there. Of conversations the last batch may be smaller."""
-        producer, keeper = channel.producer, channel.keeper
-        patience_s = None if producer.endless else self._config.starvation_timeout_s
-        request = asyncio.ensure_future(keeper.lease(size, timeout_s=patience_s))
-        groups: Sequence[Group] | None
+        """`channel.take`; where it starves, with the causes and a table of where its groups are."""
         try:
-            while not request.done():
-                ended = asyncio.ensure_future(producer.wait_ended())
-                try:
-                    await asyncio.wait({request, ended}, return_when=asyncio.FIRST_COMPLETED)
-                    if ended.done():
-                        ended.result()  # raises what made the producer fail
-                finally:
-                    ended.cancel()
-                if request.done() and request.result() is not None:
-                    break
-                # The last groups, or word of a drop whose prompt is issued again, may be on their
-                # way here: to ask anew would not bring them.
-                await self._pool.get_statistics(channel.name)
-                await asyncio.wait({request}, timeout=IN_FLIGHT_S)
-                if producer.has_ended and (not request.done() or request.result() is None):
-                    request.cancel()
-                    await asyncio.wait({request})  # else it would be served before the next one
-                    return self._given(channel, await self._rest(channel, size))
-            if (groups := await request) is None:
-                raise StarvedError(await self._why_starved(channel.name))
-        finally:
-            request.cancel()
-        return self._given(channel, groups)
-
-    async def _rest(self, channel: TrainedChannel, size: int) -> Sequence[Group] | None:
-        """Conversations that are ready after the last was written, fewer than `size`."""
-        if channel.name != SFT:
-            return None
-        ready = (await self._pool.get_statistics(SFT))["groups"]["ready"]
-        if not ready:
-            return None
-        return await channel.keeper.lease(min(ready, size), timeout_s=IN_FLIGHT_S)
-
-    def _given(
-        self, channel: TrainedChannel, groups: Sequence[Group] | None
-    ) -> Sequence[Group] | None:
-        if groups is None:
-            return None
-        channel.producer.leased(group.prompt_uid for group in groups)
-        if channel.name == TRAIN:
-            return groups
-        return [replace(g, metadata={**g.metadata, CHANNEL: channel.name}) for g in groups]
+            return await channel.take(size)
+        except StarvedError as e:
+            raise StarvedError(await self._why_starved(channel)) from e
 
     @property
     def _batch_size(self) -> int:
@@ -387,7 +377,7 @@ class Batches:
 
     async def _why_waiting(self) -> str:
         """One line on what a trainer of traffic waits for, and what the pool holds."""
-        stats = await self._pool.get_statistics(TRAIN)
+        stats = await self.channels[0].pool.get_statistics(TRAIN)
         groups, trajectories = stats["groups"], stats["trajectories"]
         still_open = trajectories["open"]
         remedy = " (each until POST /v1/complete_trajectory)" if still_open else ""
@@ -397,11 +387,11 @@ class Batches:
             f"serve version {self._progress.version}"
         )
 
-    async def _why_starved(self, channel: str) -> str:
+    async def _why_starved(self, channel: TrainedChannel) -> str:
         """The causes, and a table of where the channel's groups are."""
-        stats = await self._pool.get_statistics(channel)
+        stats = await channel.pool.get_statistics(channel.name)
         return (
-            f"{await why_lost(self._pool, channel, self.scorer, self._folder)}\n"
+            f"{await why_lost(channel.pool, channel.name, self.scorer, self._folder)}\n"
             f"no {self._config.train_batch_size} groups became ready within "
             f"trainer.starvation_timeout_s = {self._config.starvation_timeout_s:g} s\n"
             + _states(stats, self._filter.dropped)

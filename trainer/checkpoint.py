@@ -293,13 +293,6 @@ class CheckpointStore:
         write_sealed(self.folder / "scores.json", {step: scores[step] for step in sorted(scores)})
 
 
-def checkpoint_due(before: int, now: int, every: int, eval_every: int, keep_best: int) -> bool:
-    """True if one of the optimizer steps (before, now] asks for a checkpoint: a multiple of
-    `every`, or, where the best are to be kept, one that is evaluated."""
-    due = now // every > before // every
-    return due or bool(keep_best and eval_every and now // eval_every > before // eval_every)
-
-
 def rng_state() -> dict[str, Any]:
     """Python's and numpy's generators; torch's is in the backend's state."""
     return {"python": random.getstate(), "numpy": np.random.get_state()}

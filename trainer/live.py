@@ -25,15 +25,9 @@ from stepwell.datapool.types import TRAIN, VAL, Group
 from stepwell.trainer.data import Task
 from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.reclaim import RESTARTED, drop_ended, settle_former
-from stepwell.trainer.validation import (
-    Evaluation,
-    Policy,
-    Validator,
-    only_of,
-    samples_path,
-    versions_of,
-    write_samples,
-)
+from stepwell.trainer.samples import samples_path, write_samples
+from stepwell.trainer.trajectory_metrics import versions_of
+from stepwell.trainer.validation import Evaluation, Policy, Validator, only_of
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +96,7 @@ class TrafficValidator(Validator):
                     seconds=time.monotonic() - began,
                 )
             )
-            rows += await asyncio.to_thread(self._rows, pinned, of)
+            rows += await asyncio.to_thread(self._samples, pinned, of)
         if rows:
             await asyncio.to_thread(write_samples, samples_path(self._folder, policy.step), rows)
         for lease_id in leases:

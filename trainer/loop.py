@@ -28,19 +28,17 @@ from stepwell.trainer.batches import Batches
 from stepwell.trainer.checkpoint import (
     CheckpointStore,
     Resume,
-    checkpoint_due,
     rng_state,
     set_rng_state,
 )
 from stepwell.trainer.config import TrainerConfig
 from stepwell.trainer.data import Task
 from stepwell.trainer.errors import INTERRUPTED
-from stepwell.trainer.metrics import Phases
-from stepwell.trainer.profiling import traced
+from stepwell.trainer.metrics import Phases, traced
 from stepwell.trainer.publish.publisher import Publisher
 from stepwell.trainer.recording import Recorder
+from stepwell.trainer.samples import Trained
 from stepwell.trainer.threads import ComputeThread
-from stepwell.trainer.trained import Trained
 from stepwell.trainer.updater import Updater, record_of
 from stepwell.trainer.validation import Evaluation, Policy, Validator
 
@@ -55,9 +53,9 @@ class Trainer:
     Args:
         phases: shared with the parts: how long each of them took.
         trained: keeps what each optimizer step was on, for people.
-        recorder: of the batches.
+        recorder: of the batches; None: they are not recorded.
         folder: of the run.
-        tell: shows the user a line.
+        notify: shows the user a line.
     """
 
     def __init__(
@@ -71,10 +69,10 @@ class Trainer:
         compute: ComputeThread,
         phases: Phases,
         trained: Trained,
-        recorder: Recorder,
+        recorder: Recorder | None = None,
         *,
         folder: Path,
-        tell: Callable[[str], None] = log.info,
+        notify: Callable[[str], None] = log.info,
     ) -> None:
         self.batches = batches
         self.updater = updater
@@ -89,7 +87,7 @@ class Trainer:
         self._phases = phases
         self._recorder = recorder
         self._folder = folder
-        self._tell = tell
+        self._notify_user = notify
         self._mark = time.monotonic()
         self._untrained = 0
         """Mini-batches of the batch that is trained that are still to come."""
@@ -127,7 +125,8 @@ class Trainer:
         if not groups:
             return
         adopted = await self.publisher.adopt()
-        await self._compute(self._recorder.write, groups, self.progress)
+        if self._recorder is not None:
+            await self._compute(self._recorder.write, groups, self.progress)
         if self._config.debug_rollout_only:
             yield await self._leave_out(groups)
             return
@@ -292,7 +291,9 @@ class Trainer:
             await self.checkpoint()
         except DataPoolError as e:  # it is on disk: the next process acks what it was trained on
             log.warning("the pool does not hear of the last checkpoint: %s", e)
-        self._tell(f"saved at optimizer step {self.progress.updates}; the same command goes on")
+        self._notify_user(
+            f"saved at optimizer step {self.progress.updates}; the same command goes on"
+        )
 
     async def _evaluate_beside(
         self, tasks: Sequence[Task], policy: Policy, pinned: AsyncExitStack
@@ -304,3 +305,10 @@ class Trainer:
         """The policy that an evaluation beginning now would evaluate."""
         progress = self.progress
         return Policy(progress.updates, progress.version, progress.known())
+
+
+def checkpoint_due(before: int, now: int, every: int, eval_every: int, keep_best: int) -> bool:
+    """True if one of the optimizer steps (before, now] asks for a checkpoint: a multiple of
+    `every`, or, where the best are to be kept, one that is evaluated."""
+    due = now // every > before // every
+    return due or bool(keep_best and eval_every and now // eval_every > before // eval_every)

@@ -9,8 +9,9 @@
 An evaluation stands under the optimizer step that it is of, which may be behind when it ends: the
 line of that step is written anew, with the evaluation's figures. The last line of a step counts.
 
-Owns the file, which the run reads again at its end, and the clocks. Does not own the other
-destinations (a run gives them to the writer), or what the names mean (docs/metrics.md).
+Owns the file, which the run reads again at its end, the clocks, and the traces of single steps.
+Does not own the other destinations (a run gives them to the writer), or what the names mean
+(docs/metrics.md).
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import orjson
 import psutil
@@ -32,6 +33,10 @@ from stepwell.datapool.sealed import damaged, read_lines, sealed, unsealed
 
 METRICS = "metrics.jsonl"
 """File of the metrics, in the run's folder."""
+PROFILE = "profile"
+"""Folder of the traces, in the run's folder."""
+
+T = TypeVar("T")
 
 
 class Tracker(Protocol):
@@ -179,6 +184,34 @@ class Phases:
             "time/step_s": wall_s,
             "wait/trainer_starved": min(1.0, share),
         }
+
+
+def traced(
+    name: str, number: int, wanted: Collection[int], folder: Path, work: Callable[[], T]
+) -> T:
+    """Run `work` and return its result, with a trace `profile/{name}_{number}.json.gz` if `number`
+    is wanted (`trainer.profile_steps`), for Perfetto or chrome://tracing: the operators of the CPU
+    and the kernels of the GPU, by PyTorch's profiler. Must be called in the thread that computes.
+
+    Args:
+        folder: of the run.
+    """
+    if number not in wanted:
+        return work()
+    import torch  # only here: to read metrics takes none
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities, record_shapes=True) as trace:
+        result = work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    path = folder / PROFILE / f"{name}_{number}.json.gz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    trace.export_chrome_trace(str(path))
+    return result
 
 
 class Idle:

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from stepwell.datapool.errors import GroupClosedError, UnknownGroupError
-from stepwell.datapool.inspect.rows import GroupRow
+from stepwell.datapool.inspect.pages import GroupRow
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.lease_keeper import LOST
 from stepwell.datapool.selection import DOUBTFUL

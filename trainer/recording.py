@@ -59,12 +59,12 @@ class Recorder:
     """Records the batches of a run.
 
     Args:
-        where: `trainer.save_debug_rollout_data`; None: nothing is recorded.
+        where: `trainer.save_debug_rollout_data`.
         tokenizer_path: makes the texts of slime's form.
         updates_per_batch: optimizer steps that a batch is trained by.
     """
 
-    def __init__(self, where: str | None, tokenizer_path: Path, updates_per_batch: int) -> None:
+    def __init__(self, where: str, tokenizer_path: Path, updates_per_batch: int) -> None:
         self._where = where
         self._whole = WholeSamples(tokenizer_path)
         self._updates_per_batch = updates_per_batch
@@ -76,7 +76,7 @@ class Recorder:
             CheckpointError: the file cannot be written.
             BatchError: slime's form cannot hold it.
         """
-        if self._where is None or not self._where.endswith(SLIME_FORM):
+        if not self._where.endswith(SLIME_FORM):
             record_batch(self._where, groups, progress)
             return
         rollout_id = progress.updates // self._updates_per_batch
@@ -84,14 +84,12 @@ class Recorder:
         _write(self._where, recording_path(self._where, rollout_id), content)
 
 
-def record_batch(where: str | None, groups: Sequence[Group], progress: Progress) -> None:
-    """Write the batch that is about to be trained; None: nothing is recorded.
+def record_batch(where: str, groups: Sequence[Group], progress: Progress) -> None:
+    """Write the batch that is about to be trained.
 
     Raises:
         CheckpointError: the file cannot be written.
     """
-    if where is None:
-        return
     file = io.BytesIO()
     torch.save({"format": FORMAT, "groups": tuple(groups), "progress": progress}, file)
     _write(where, recording_path(where, progress.updates), sealed(file.getvalue()))

@@ -35,6 +35,7 @@ from stepwell.datapool.errors import SelectionError
 from stepwell.datapool.selection import Selection, TrajectoryInfo
 from stepwell.datapool.selection.built_in import FILTERS
 from stepwell.datapool.types import SFT, TRAIN, Group, Trajectory
+from stepwell.trainer.algorithms.advantages.base import Estimator, baselined
 from stepwell.trainer.config import LAG_LIMIT, AsyncTrainingConfig, SamplingConfig
 from stepwell.trainer.errors import ConfigError, StarvedError
 from stepwell.trainer.slime.filters import (
@@ -217,6 +218,8 @@ class GroupFilter:
         tokenizer_path: makes the texts of samples; None: names are checked, and no function of
             slime's form is called.
         arguments: of a run, by slime's names, for functions of slime's form.
+        estimator: of advantages, which knows what rollouts are baselines and not trained; None:
+            groups come without such.
 
     Raises:
         ConfigError: a name that is not known, or a function that cannot be called.
@@ -227,13 +230,16 @@ class GroupFilter:
         config: SamplingConfig,
         tokenizer_path: Path | None = None,
         arguments: Mapping[str, Any] | None = None,
+        *,
+        estimator: Estimator | None = None,
     ) -> None:
+        self._estimator = estimator
         self._max_refills = config.max_refills
         self._args = filter_arguments(arguments)
         self._whole = None if tokenizer_path is None else WholeSamples(tokenizer_path)
         try:
-            names = SelectionConfig(filters=_pool_names(config.filters))
-            self._selection = Selection(names, _FILTERS)
+            self._names = SelectionConfig(filters=_pool_names(config.filters))
+            self._selection = Selection(self._names, _FILTERS)
         except SelectionError as e:
             raise ConfigError(f"sampling.filters: {e}") from e
         self._over = config.over_sampling_filter
@@ -256,13 +262,20 @@ class GroupFilter:
         """Groups dropped here so far, by reason."""
 
     def keep(self, groups: Iterable[Group]) -> list[Group]:
-        """Return the groups that no filter objects to, in order.
+        """Return the groups to train on, without their baselines (`baselined`): those that no
+        filter objects to, in order.
 
         Raises:
             stepwell.datapool.errors.SelectionError: a filter failed.
+            RewardError: a baseline was to be run for a group and was not.
         """
+        judged = list(groups)
+        if self._estimator is not None:
+            judged = baselined(judged, self._estimator)
+        if not self._names.filters:
+            return judged
         kept = []
-        for group in groups:
+        for group in judged:
             if (verdict := self._selection.judge(self._info(group))) is None:
                 kept.append(group)
             else:

@@ -149,8 +149,10 @@ async def run(program: str, folder: Path, limits: SandboxConfig, stdin: str = ""
         process._transport.close()  # type: ignore[attr-defined]  # nothing public closes the pipe
         await process.wait()
     if not output.startswith(STARTED):
-        said = failure or output[:200].decode(errors="replace").strip()
-        raise OSError(f"the sandbox did not start ({said or f'exit status {process.returncode}'})")
+        reason = failure or output[:200].decode(errors="replace").strip()
+        raise OSError(
+            f"the sandbox did not start ({reason or f'exit status {process.returncode}'})"
+        )
     text = output[len(STARTED) :][: limits.output_chars].decode(errors="replace")
     return Ended(text, failure or _how(process.returncode or 0, limits))
 

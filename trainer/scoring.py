@@ -1,21 +1,35 @@
-"""The reward stage of the loop: scores what the agents left unscored.
+"""The reward stage of the loop: scores what the agents left unscored, and warns of rewards that
+teach nothing.
 
 A trajectory whose agent returned None is scored by `rollout.reward`. Where that gives no score
 after its retries, the trajectory is aborted: left out of its group, logged and counted by reason. A
 missing score is never 0, and a group with fewer than `min_n` scored trajectories is not trained.
 
-Does not own: the reward functions and their calls (`rewards/`), the advantages.
+A group without a difference between its rewards has advantage 0 for every token: nothing is learnt
+from it, whatever it cost. `FlatRewards` measures their share, and warns once in a run, with a cause
+that can be told from the rollouts:
+
+    scored groups ──see──► share of this optimizer step ─► metric `groups/no_signal`
+                                   └─ the last STEPS of them ─► one warning, with its cause
+
+A group of one rollout, or any where the baseline is not the group (`advantages/`), is compared with
+the others of its batch; a batch of one rollout with the batches before. Groups are seen before
+`sampling.filters` drops any; those that the pool drops are not seen.
+
+Does not own: the reward functions and their calls (`rewards/`), the advantages, the filters.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeAlias
+
+import numpy as np
 
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Group, Trajectory
@@ -30,7 +44,7 @@ from stepwell.trainer.rewards import (
 from stepwell.trainer.rewards.data_sources import has_usual_reward
 from stepwell.trainer.rewards.overlong import punished
 from stepwell.trainer.tokenizers import tokenizer_at
-from stepwell.trainer.trajectory_metrics import task_of
+from stepwell.trainer.trajectory_metrics import task_of, tool_use, trajectory_metrics
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +57,18 @@ TOOLS: Mapping[str, Any] = {"tool_rewards": [], "turn_scores": [], "rollout_rewa
 """Keys that verl puts into `extra_info`, for rollouts that lack them."""
 MEANINGS = {"no_steps": "no_steps (the agent never called the model at its base_url)"}
 """Explanations of reasons that the pool gives."""
+STEPS = 10
+"""Optimizer steps that are looked at together: the first may be flat for a good reason."""
+NEARLY_ALL = 0.95
+"""Share of groups without a signal from which the user is warned."""
+MOSTLY_WRONG = 0.85
+"""The same where they fail: what a few lucky guesses earn teaches next to nothing."""
+MOST = 0.9
+"""Share of rollouts, or of groups without a signal, from which something counts as the cause."""
+LOWEST: Final = "reward/min"
+HIGHEST: Final = "reward/max"
+_Figures: TypeAlias = dict[str, float]
+"""Figures of a scored group, as `trajectory_metrics` names them; shares are of its rollouts."""
 
 
 class Scorer:
@@ -54,6 +80,7 @@ class Scorer:
         tokenizer_path: turns responses into the text that the function scores.
         overlong: what is taken off the rewards of long trajectories, whoever gave them.
         skip_special_tokens: leave them out of that text.
+        flat_rewards: is shown what was scored for training; None: nobody is warned.
 
     Raises:
         RewardLoadError: the reward cannot be found or made.
@@ -66,7 +93,9 @@ class Scorer:
         overlong: OverlongBufferConfig | None = None,
         *,
         skip_special_tokens: bool = True,
+        flat_rewards: FlatRewards | None = None,
     ) -> None:
+        self._flat = flat_rewards
         self._overlong = overlong
         config = RewardConfig(function=reward) if isinstance(reward, str) else reward
         # Without a section the usual data sets are scored by their usual rewards.
@@ -109,16 +138,22 @@ class Scorer:
             self._watch(groups, scored)
         return scored
 
-    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+    def see(self, groups: Sequence[Group]) -> None:
+        """These were scored for the optimizer step that is recorded next: `FlatRewards` looks."""
+        if self._flat is not None:
+            self._flat.see(groups)
+
+    def metrics(self, groups: Sequence[Group]) -> dict[str, float | str]:
         """`reward_extra/KEY`: the mean of what reward functions said beside the score, over the
         trajectories of `groups` that have KEY; `reward/missing`: trajectories left out so far, and
-        the same by cause."""
+        the same by cause; and those of `FlatRewards`."""
         values: dict[str, list[float]] = defaultdict(list)
         for trajectory in (t for g in groups for t in g.trajectories):
             for key, value in trajectory.metadata.get(EXTRA, {}).items():
                 if isinstance(value, int | float):  # bool is an int
                     values[key].append(float(value))
-        metrics = {f"reward_extra/{key}": sum(v) / len(v) for key, v in sorted(values.items())}
+        metrics: dict[str, float | str] = {} if self._flat is None else self._flat.metrics()
+        metrics |= {f"reward_extra/{key}": sum(v) / len(v) for key, v in sorted(values.items())}
         for cause, n in sorted(self.unscored.items()):
             metrics[f"reward/missing/{cause}"] = float(n)
         return metrics | {"reward/missing": float(self.unscored.total())}
@@ -222,8 +257,8 @@ async def why_lost(pool: DataPoolClient, channel: str, scorer: Scorer, folder: P
     """
     aborted = (await pool.get_statistics(channel))["trajectories"]["abort_reasons"]
     common = Counter(aborted).most_common(3)
-    said = ", ".join(f"{n} × {MEANINGS.get(why, why)}" for why, n in common)
-    lost = [f"aborted: {said}"] if said else []
+    reasons = ", ".join(f"{n} × {MEANINGS.get(why, why)}" for why, n in common)
+    lost = [f"aborted: {reasons}"] if reasons else []
     if scorer.unscored:
         lost.append(f"without a score: {scorer.why_unscored()}")
     return (
@@ -247,3 +282,130 @@ def _rewarded(trajectory: Trajectory, result: RewardResult) -> Trajectory:
         replace(step, reward=reward) for step, reward in zip(trajectory.steps, rewards, strict=True)
     )
     return replace(trajectory, steps=steps, metadata=metadata)
+
+
+# ── rewards that teach nothing ────────────────────────────────────────────────────────────────────
+
+
+class FlatRewards:
+    """Watches the groups of a run.
+
+    Args:
+        samples: where replies can be read with their rewards, for the warning.
+        within_group: a group's own rewards are the baseline.
+    """
+
+    def __init__(self, samples: Path, *, within_group: bool) -> None:
+        self._samples = samples
+        self._within_group = within_group
+        self._batch: list[_Figures] = []
+        self._steps: deque[list[_Figures]] = deque(maxlen=STEPS)
+        self._warned = False
+
+    def see(self, groups: Sequence[Group]) -> None:
+        """These were scored for the optimizer step that is recorded next."""
+        self._batch += map(_figures, groups)
+
+    def metrics(self) -> dict[str, float | str]:
+        """Figures of an optimizer step: `groups/no_signal`, the share of its groups whose rewards
+        are all equal; and once in a run `warning`, when that was nearly all for `STEPS` steps."""
+        if self._batch:
+            self._steps.append(self._judged(self._batch))
+            self._batch = []
+        if not self._steps:
+            return {}
+        metrics: dict[str, float | str] = {
+            "groups/no_signal": _share(s["flat"] for s in self._steps[-1])
+        }
+        seen = [s for step in self._steps for s in step]
+        if not self._warned and len(self._steps) == STEPS and (found := _warning(seen)):
+            self._warned = True
+            metrics["warning"] = f"{found} (replies and rewards: {self._samples})"
+        return metrics
+
+    def _judged(self, batch: Sequence[_Figures]) -> list[_Figures]:
+        """Copies of the batch with "flat": 1 if the group taught nothing."""
+        others = list(batch)
+        if sum(s["rollouts"] for s in batch) == 1:
+            others += [s for step in self._steps for s in step]
+        all_equal = min(s[LOWEST] for s in others) == max(s[HIGHEST] for s in others)
+        return [
+            {
+                **s,
+                "flat": s[LOWEST] == s[HIGHEST]
+                if self._within_group and s["rollouts"] > 1
+                else all_equal,
+            }
+            for s in batch
+        ]
+
+
+def _figures(group: Group) -> _Figures:
+    """What may be the cause: the group's metrics, "rollouts", "tool_use" where it was offered
+    tools, and "same": 1 if every rollout has the very tokens of the first."""
+    replies = {tuple(s.response_ids.tobytes() for s in t.steps) for t in group.trajectories}
+    n, calls = len(group.trajectories), tool_use([group])
+    return {
+        **trajectory_metrics([group]),
+        **({} if calls is None else {"tool_use": calls}),
+        "rollouts": n,
+        "same": n > 1 and len(replies) == 1,
+    }
+
+
+def _warning(seen: Sequence[_Figures]) -> str | None:
+    """Warning about the groups; None: there is enough to learn from."""
+    flat = [s for s in seen if s["flat"]]
+    if len(flat) < MOSTLY_WRONG * len(seen):
+        return None
+    (reward, n_of_it), *_ = Counter(s["reward/mean"] for s in flat).most_common(1)
+    alike = n_of_it >= MOST * len(flat)
+    if len(flat) < NEARLY_ALL * len(seen) and not (alike and reward <= 0):
+        return None
+    n, what = (n_of_it, f"{reward:g}") if alike else (len(flat), "equal")
+    return (
+        f"little to learn from: in {n} of {len(seen)} groups of the last {STEPS} steps all rewards "
+        f"were {what}. {_cause(flat, reward if alike else None)}"
+    )
+
+
+def _cause(flat: Sequence[_Figures], reward: float | None) -> str:
+    """Cause that groups without a signal have in common, and what to do about it.
+
+    Args:
+        reward: of nearly all of them; None: they differ.
+    """
+    if _share(s["same"] for s in flat) >= MOST:
+        return (
+            "The rollouts of a group are the same, token for token: let the agent, or "
+            "rollout.temperature, ask for temperature 1"
+        )
+    if reward is None:
+        return (
+            "Each task is either always right or always wrong: take tasks in between, or raise "
+            "rollout.n"
+        )
+    if reward > 0:
+        return (
+            "The tasks are solved, or the reward accepts any reply: take harder tasks, or look at "
+            "the reward"
+        )
+    if (cut := _share(s["response_length/clip_ratio"] for s in flat)) >= MOST:
+        return (
+            f"{cut:.0%} of the replies were cut off at max_tokens: raise it in the agent (and in "
+            "rollout.max_tokens, if that is set)"
+        )
+    tools = [s["tool_use"] for s in flat if "tool_use" in s]
+    if tools and (calls := _share(tools)) <= 1 - MOST:
+        return (
+            f"The model calls its tools in {calls:.0%} of the rollouts: tell it to in the prompt, "
+            "or begin with a model that knows how"
+        )
+    return (
+        "Either the reward accepts no reply, or the tasks are too hard for the model: try easier "
+        "ones, or give some reward for a part of the way"
+    )
+
+
+def _share(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))

@@ -83,6 +83,12 @@ def data_source(group: Group) -> str:
     return task_of(group).get("data_source") or "unknown"
 
 
+def versions_of(trajectory: Trajectory) -> set[int]:
+    """The policy versions that generated its tokens."""
+    spans = {v.version for s in trajectory.steps for v in s.version_spans}
+    return spans | {s.policy_version for s in trajectory.steps}
+
+
 def is_clipped(trajectory: Trajectory) -> bool:
     """Return whether its last call ended at its limit of tokens."""
     return trajectory.steps[-1].finish_reason == "length"

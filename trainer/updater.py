@@ -233,7 +233,7 @@ class Updater:
         def weigh(prox: Tensor) -> Weighed:
             prox = prox[: len(mu)]  # conversations come behind
             behaviour = mu if self._async.use_rollout_log_probs else prox
-            correction = correct(
+            weights, measured = correct(
                 prox,
                 behaviour,
                 batch.lengths,
@@ -243,14 +243,14 @@ class Updater:
                 advantages=advantage_column,
                 mask=mask,
             )
-            measured = correction.metrics | {"off_policy/missing_steps": without}
+            measured["off_policy/missing_steps"] = without
             # How exactly engine and trainer agree, μ as the engine said.
             gap = (prox - mu)[sampled_now].abs()
             gap = gap[torch.isfinite(gap)]
             if algorithm.off_policy.proximal == "recompute" and len(gap):
                 measured["log_prob_gap"] = float(gap.max())
             found = {"prox_log_probs": prox, "rollout_log_probs": behaviour}
-            return {**found, "weights": correction.weights}, measured
+            return {**found, "weights": weights}, measured
 
         if prox is None:
             columns["lag"] = batch.expand(step_lags)

@@ -13,8 +13,8 @@ Worked example: `every` 20, a publication every 2 updates, an evaluation as long
 At update 20 version 10 is published and pinned; the publications of 22 and 24 do not happen; at 25
 the evaluation has ended and version 11 is published, with the weights of 25.
 
-Owns the figures of an evaluation and its sample table. Does not own: running agents
-(`rollout/`), scoring (`scoring.py`), publishing (`publish/`), which checkpoint is the best
+Owns the figures of an evaluation. Does not own: running agents (`rollout/`), scoring
+(`scoring.py`), sample tables (`samples.py`), publishing (`publish/`), which checkpoint is the best
 (`checkpoint.py`).
 """
 
@@ -26,37 +26,33 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import orjson
 
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.datapool.sealed import damaged, read_lines, sealed, write_durably
-from stepwell.datapool.types import VAL, Group, Trajectory
+from stepwell.datapool.types import VAL, Group
 from stepwell.trainer.config import ValidationConfig
 from stepwell.trainer.data import Task
 from stepwell.trainer.errors import StarvedError
 from stepwell.trainer.rollout.producer import Producer
-from stepwell.trainer.scoring import EXTRA, Scorer, why_lost
+from stepwell.trainer.samples import samples_path, validation_samples, write_samples
+from stepwell.trainer.scoring import Scorer, why_lost
 from stepwell.trainer.tokenizers import tokenizer_at
 from stepwell.trainer.trajectory_metrics import (
     data_source,
-    task_of,
     tool_use,
     trajectory_metrics,
+    versions_of,
 )
 
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 """Evaluations in a row, beside training, of which not one rollout finished, that end the run."""
-VALIDATION = "validation"
-"""Folder of the sample tables, in the run's folder: `step_{n}.jsonl`."""
 
 
 class Policy(NamedTuple):
@@ -227,8 +223,9 @@ class Validator(ABC):
             **counts,
         )
 
-    def _rows(self, groups: Sequence[Group], policy: Policy) -> list[dict[str, Any]]:
-        return samples(groups, tokenizer_at(self._tokenizer_path).decode, policy)
+    def _samples(self, groups: Sequence[Group], policy: Policy) -> list[dict[str, Any]]:
+        decode = tokenizer_at(self._tokenizer_path).decode
+        return validation_samples(groups, decode, step=policy.step, version=policy.version)
 
 
 class TaskValidator(Validator):
@@ -296,7 +293,7 @@ class TaskValidator(Validator):
         return await self._scorer.score(sorted(groups, key=lambda g: place[g.prompt_uid]))
 
     def _write(self, groups: Sequence[Group], policy: Policy) -> None:
-        write_samples(samples_path(self._folder, policy.step), self._rows(groups, policy))
+        write_samples(samples_path(self._folder, policy.step), self._samples(groups, policy))
 
 
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────
@@ -356,105 +353,7 @@ def figures(groups: Iterable[Group], n: int, *, pass_reward: float) -> dict[str,
     return result
 
 
-def versions_of(trajectory: Trajectory) -> set[int]:
-    """The policy versions that generated its tokens."""
-    spans = {v.version for s in trajectory.steps for v in s.version_spans}
-    return spans | {s.policy_version for s in trajectory.steps}
-
-
 def only_of(group: Group, version: int) -> Group:
     """The group without the rollouts of which another version generated a token."""
     kept = tuple(t for t in group.trajectories if versions_of(t) == {version})
     return replace(group, trajectories=kept)
-
-
-# ── sample tables ────────────────────────────────────────────────────────────────────────────────
-
-COLUMNS = (
-    "step",
-    "version",
-    "data_source",
-    "instance_id",
-    "question",
-    "answer",
-    "reply",
-    "reward",
-    "n_steps",
-    "trajectory_uid",
-)
-"""Columns of the sample table that trackers get, in order."""
-
-
-def samples(
-    groups: Iterable[Group], decode: Callable[..., Any], policy: Policy
-) -> list[dict[str, Any]]:
-    """One row per rollout, with `COLUMNS` and `reward_extra_info` as keys. `reply` is the text of
-    its last LLM call."""
-    rows = []
-    for group in groups:
-        task = task_of(group)
-        for trajectory in group.trajectories:
-            last = trajectory.steps[-1]
-            rows.append(
-                {
-                    "step": policy.step,
-                    "version": policy.version,
-                    "data_source": task.get("data_source"),
-                    "instance_id": task.get("instance_id"),
-                    "question": question(task),
-                    "answer": task.get("answer"),
-                    "reply": str(decode(last.response_ids, skip_special_tokens=True)),
-                    "reward": trajectory.reward,
-                    "reward_extra_info": dict(extra_info(trajectory)),
-                    "n_steps": len(trajectory.steps),
-                    "trajectory_uid": trajectory.trajectory_uid,
-                }
-            )
-    return rows
-
-
-def question(task: Mapping[str, Any]) -> str:
-    """Return the question of a task: its `question`, or the text of the last user message."""
-    if "question" in task:
-        return str(task["question"])
-    for message in reversed(task.get("messages") or []):
-        if message.get("role") == "user":
-            content = message.get("content")
-            if isinstance(content, str):
-                return content
-            parts = (part.get("text") for part in content or [])
-            return "\n".join(text for text in parts if text)
-    return ""
-
-
-def extra_info(trajectory: Trajectory) -> Mapping[str, Any]:
-    """Further values of the reward function beside the score."""
-    said: Mapping[str, Any] = trajectory.metadata.get(EXTRA) or {}
-    return said
-
-
-def samples_path(run_dir: Path, step: int) -> Path:
-    return run_dir / VALIDATION / f"step_{step}.jsonl"
-
-
-def as_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    """One JSON object per line: keys of any type, what JSON cannot hold as its text."""
-    keys = orjson.OPT_NON_STR_KEYS
-    return b"".join(orjson.dumps(row, default=str, option=keys) + b"\n" for row in rows)
-
-
-def write_samples(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """One JSON object per line; the file appears under its name when complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(path, b"".join(map(sealed, as_lines(rows).splitlines(keepends=True))))
-
-
-def read_samples(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
-    """The first `limit` rows of a sample table (None: all)."""
-    rows = []
-    for at, line in islice(read_lines(path), limit):
-        if line is None:
-            why = f"the line at byte {at} is not what was written"
-            raise damaged(path, why, "delete it: the run evaluates again")
-        rows.append(orjson.loads(line))
-    return rows

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 
@@ -28,7 +29,6 @@ from stepwell.backends.engines.api import (
     GenerateRequest,
     OnOutput,
     Output,
-    Sampling,
     TopLogProbs,
     UpdateResult,
     is_canary,
@@ -439,27 +439,9 @@ def _words(content: bytes) -> str:
 
 
 def _body(request: GenerateRequest, ids_json: IdsJson) -> bytes:
-    fields: dict[str, Any] = {
-        "rid": request.rid,
-        "sampling_params": _params(request.sampling, request.max_new_tokens),
-        "return_logprob": True,
-        "stream": request.stream,
-    }
-    if request.sampling.n_top_logprobs:
-        fields["top_logprobs_num"] = request.sampling.n_top_logprobs
-    if request.adapter is not None:
-        fields["lora_path"] = request.adapter
-    if request.pieces:
-        ids = ids_json.parts(request.pieces)
-    else:
-        array = np.ascontiguousarray(request.input_ids)
-        ids = [orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)]
-    return b"".join((orjson.dumps(fields)[:-1], b',"input_ids":', *ids, b"}"))
-
-
-def _params(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
+    sampling = request.sampling
     params: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": request.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -475,7 +457,22 @@ def _params(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
     if sampling.constraint is not None:
         kind, text = sampling.constraint
         params[kind] = text
-    return params
+    fields: dict[str, Any] = {
+        "rid": request.rid,
+        "sampling_params": params,
+        "return_logprob": True,
+        "stream": request.stream,
+    }
+    if sampling.n_top_logprobs:
+        fields["top_logprobs_num"] = sampling.n_top_logprobs
+    if request.adapter is not None:
+        fields["lora_path"] = request.adapter
+    if request.pieces:
+        ids = ids_json.parts(request.pieces)
+    else:
+        array = np.ascontiguousarray(request.input_ids)
+        ids = [orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)]
+    return b"".join((orjson.dumps(fields)[:-1], b',"input_ids":', *ids, b"}"))
 
 
 _Entry: TypeAlias = tuple[float, int, Any]
@@ -545,7 +542,8 @@ def _read_whole(url: str, data: bytes) -> Output:
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise _shape_error(url, e, data) from e
     meta, ids = answer.meta_info, answer.output_ids
-    _check_error(url, answer.error, meta)
+    if answer.error is not None or meta.finish_reason is None or meta.finish_reason.type == "abort":
+        _check_error(url, answer.error, meta)
     entries = meta.output_token_logprobs or []
     return _output(url, ids, entries, meta, len(ids))
 
@@ -595,7 +593,8 @@ class _StreamReader:
             event = _events.decode(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
             raise _shape_error(self._url, e, payload) from e
-        _check_error(self._url, event.error, event.meta_info)
+        if event.error is not None or event.meta_info.finish_reason is not None:
+            _check_error(self._url, event.error, event.meta_info)
         return event
 
     def _begins(self, event: _Event) -> int:
@@ -664,20 +663,21 @@ def _output(url: str, ids: list[int], entries: list[_Entry], meta: _About, n: in
             raise _nonsense(url, what)
     version: int | None = None
     try:
-        version = version_number(meta.weight_version)
-    except ValueError:
+        version, canary = _version_of(meta.weight_version)
+    except (ValueError, TypeError):
+        canary = is_canary(meta.weight_version)
         if meta.finish_reason is not None and n and meta.weight_versions is None:
             raise _version_error(url, meta.weight_version) from None
     log_probs = [e[0] for e in entries]
     finish = meta.finish_reason
     if finish is None:
-        return Output(ids, log_probs, tops, version, is_canary(meta.weight_version))
+        return Output(ids, log_probs, tops, version, canary)
     return Output(
         ids,
         log_probs,
         tops,
         version,
-        is_canary(meta.weight_version),
+        canary,
         finish.type,
         finish.matched,
         meta.cached_tokens or 0,
@@ -685,10 +685,20 @@ def _output(url: str, ids: list[int], entries: list[_Entry], meta: _About, n: in
     )
 
 
+@lru_cache(maxsize=64, typed=True)
+def _version_of(weight_version: Any) -> tuple[int, bool]:
+    """Its number, and true for a canary's.
+
+    Raises:
+        ValueError, TypeError: it is none that Stepwell publishes.
+    """
+    return version_number(weight_version), is_canary(weight_version)
+
+
 def _spans(url: str, reported: list[_Span]) -> list[VersionSpan]:
     try:
-        return [VersionSpan(version_number(s.version), s.start, s.end) for s in reported]
-    except ValueError as e:
+        return [VersionSpan(_version_of(s.version)[0], s.start, s.end) for s in reported]
+    except (ValueError, TypeError) as e:
         raise _version_error(url, reported) from e
 
 

@@ -32,6 +32,9 @@ REST_S = 1.0
 LARGE_BODY = 32_768
 """Bytes of a request that are not joined with its head."""
 
+_LENGTHS = frozenset({b"content-length", b"transfer-encoding"})
+"""Headers that say where a body ends."""
+
 OnData: TypeAlias = Callable[[bytes], bool]
 """Takes a piece of a body. True: the rest is of no interest. What it raises ends the request and
 comes out of it."""
@@ -79,7 +82,14 @@ class ConnectionPool:
                 ConnectionRefusedError: nobody listens there.
         """
         place, head = _head(method, url)
-        connection = self._idle_one(place) or await _connect(place, self._idle[place])
+        idle, now = self._idle[place], asyncio.get_running_loop().time()
+        while idle:
+            connection = idle.pop()
+            if not connection.is_closed and now - connection.idle_since < IDLE_S:
+                break
+            connection.close()
+        else:
+            connection = await _connect(place, idle)
         head = b"%b%bcontent-length: %d\r\n\r\n" % (head, headers, len(body))
         answered = connection.send(head, body, on_data)
         del body  # sent; the answer may take minutes
@@ -98,15 +108,6 @@ class ConnectionPool:
                 connection.close()
             connections.clear()
 
-    def _idle_one(self, place: _Place) -> _Connection | None:
-        idle = self._idle[place]
-        while idle:
-            connection = idle.pop()
-            if connection.is_fresh() and not connection.is_closed:
-                return connection
-            connection.close()
-        return None
-
 
 class _Connection(asyncio.Protocol):
     """A connection, and the answer that it is about to give."""
@@ -124,10 +125,7 @@ class _Connection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._is_complete = True
         self._ends_with_connection = True
-        self._idle_since = 0.0
-
-    def is_fresh(self) -> bool:
-        return self._loop.time() - self._idle_since < IDLE_S
+        self.idle_since = 0.0
 
     def send(self, head: bytes, body: bytes, on_data: OnData | None) -> asyncio.Future[Response]:
         """The answer to a request, when it is complete or `on_data` has all that it needs."""
@@ -168,7 +166,7 @@ class _Connection(asyncio.Protocol):
         self._parser = None
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() in (b"content-length", b"transfer-encoding"):
+        if name.lower() in _LENGTHS:
             self._ends_with_connection = False
 
     def on_headers_complete(self) -> None:
@@ -185,24 +183,30 @@ class _Connection(asyncio.Protocol):
         if self._on_data is not None and self._body:
             self._pass_on()
         if self._parser.should_keep_alive() and not self.is_closed:
-            self._idle_since = self._loop.time()
+            self.idle_since = self._loop.time()
             self._idle.append(self)
         else:
             self.close()
-        self._answer((self._status, self._taken()))
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._body.clear()
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_result((self._status, body))
 
     def _pass_on(self) -> None:
         """Hand on what came of a body."""
         if self._on_data is None or self._status != 200:
             return
+        body = b"".join(self._body)
+        self._body.clear()
         try:
-            has_all = self._on_data(self._taken())
+            has_all = self._on_data(body)
         except Exception as e:  # noqa: BLE001 - raised in the request
             self._fail(e)
             return
         if has_all:
             self._on_data = _ignore
-            self._answer((200, b""))
+            if self._answered is not None and not self._answered.done():
+                self._answered.set_result((200, b""))
             if not self._is_complete:
                 self._loop.call_later(REST_S, self._close_unless_complete)
 
@@ -210,19 +214,10 @@ class _Connection(asyncio.Protocol):
         if self._on_data is _ignore and not self._is_complete:
             self.close()
 
-    def _answer(self, response: Response) -> None:
-        if self._answered is not None and not self._answered.done():
-            self._answered.set_result(response)
-
     def _fail(self, why: Exception) -> None:
         self.close()
         if self._answered is not None and not self._answered.done():
             self._answered.set_exception(why)
-
-    def _taken(self) -> bytes:
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        self._body.clear()
-        return body
 
 
 def _ignore(data: bytes) -> bool:

@@ -33,8 +33,19 @@ class IdsJson:
     def parts(self, pieces: Sequence[TokenIds]) -> list[bytes]:
         """Parts of one JSON list of all these ids."""
         parts = [b"["]
-        for text in [self._text(piece) for piece in pieces if len(piece)] or [b""]:
+        for ids in pieces:
+            if not len(ids):
+                continue
+            if (known := self._texts.get(id(ids))) is not None:
+                self._texts.move_to_end(id(ids))
+                text = known[1]
+            else:
+                text = orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+                if len(ids) >= LEAST_IDS:
+                    self._keep(ids, text)
             parts += (text, b",")
+        if len(parts) == 1:
+            return [b"[]"]
         parts[-1] = b"]"
         return parts
 
@@ -42,20 +53,9 @@ class IdsJson:
         self._texts.clear()
         self._n_bytes = 0
 
-    def _text(self, ids: TokenIds) -> bytes:
-        if len(ids) < LEAST_IDS:
-            return _written(ids)
-        if (known := self._texts.get(id(ids))) is not None:
-            self._texts.move_to_end(id(ids))
-            return known[1]
-        text = _written(ids)
+    def _keep(self, ids: TokenIds, text: bytes) -> None:
         self._texts[id(ids)] = ids, text
         self._n_bytes += len(text) + ids.nbytes
         while self._n_bytes > self._max_bytes and self._texts:
             _, (gone, its_text) = self._texts.popitem(last=False)
             self._n_bytes -= len(its_text) + gone.nbytes
-        return text
-
-
-def _written(ids: TokenIds) -> bytes:
-    return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]

@@ -41,7 +41,7 @@ from stepwell.backends.engines.server import KEPT, SUPERVISOR_LOG
 from stepwell.backends.engines.supervisor import HEALTHY_FOR_S, Supervisor
 from stepwell.backends.errors import EngineStartError
 from stepwell.backends.weights import StoreLock
-from stepwell.datapool.process import log_to_file
+from stepwell.datapool.log_files import log_to_file
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.supervisor import PROBE_INTERVAL_S, Supervisor
 from stepwell.backends.errors import EngineError, EngineStartError, EngineUnavailableError
-from stepwell.datapool.process import log_to_file
+from stepwell.datapool.log_files import log_to_file
 
 KEPT: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
 """Ray's options of an actor that is restarted, and its calls made again, until it is killed by its

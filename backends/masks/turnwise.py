@@ -48,7 +48,7 @@ from stepwell.backends.masks.base import (
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowText:
     """Text of a row; `message_index` of the assistant message that it is, None for context."""
 
     text: str
@@ -110,8 +110,8 @@ class TurnwiseMasks(LossMaskGenerator):
 
     def _rows_of_parts(
         self, messages: Sequence[Message], tools: list[Tool] | None
-    ) -> list[list[Part]]:
-        rows: list[list[Part]] = []
+    ) -> list[list[RowText]]:
+        rows: list[list[RowText]] = []
         text, last = "", -1
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -123,12 +123,12 @@ class TurnwiseMasks(LossMaskGenerator):
             elif rows:
                 new = self._after_turn(messages, last, index, tools)
             if new is None:
-                rows.append([Part(prompt)])
+                rows.append([RowText(prompt)])
                 text = prompt
             else:
-                rows[-1].append(Part(new))
+                rows[-1].append(RowText(new))
                 text += new
-            rows[-1].append(Part(response, index))
+            rows[-1].append(RowText(response, index))
             text += response
             last = index
         return rows
@@ -189,7 +189,7 @@ class TurnwiseMasks(LossMaskGenerator):
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
-    def _encode(self, parts: Sequence[Part], with_loss: Mapping[int, bool]) -> MaskedRow:
+    def _encode(self, parts: Sequence[RowText], with_loss: Mapping[int, bool]) -> MaskedRow:
         ids: list[int] = []
         mask: list[int] = []
         turns: list[Turn] = []
@@ -283,9 +283,9 @@ class DistillQwenMasks(TurnwiseMasks):
         if prompt.rstrip().endswith("<think>"):
             # Opened with or without its line break; the thought begins on a line of its own.
             begin = "" if prompt.endswith("\n") else "\n"
-            said = f"{begin}{thought}\n</think>\n\n{answer}"
+            text = f"{begin}{thought}\n</think>\n\n{answer}"
         elif thought:
-            said = f"<think>\n{thought}\n</think>\n\n{answer}"
+            text = f"<think>\n{thought}\n</think>\n\n{answer}"
         else:
-            said = answer
-        return prompt, said + str(self.tokenizer.eos_token)
+            text = answer
+        return prompt, text + str(self.tokenizer.eos_token)

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.backends.errors import BatchError
-from stepwell.backends.rows import Row, Segment, build_rows
+from stepwell.backends.rows import TokenRow, build_rows
 from stepwell.backends.slime.sample import SAMPLE, SlimeSample
 from stepwell.datapool.types import GREEDY, Group, Step, Trajectory, superseded
 
@@ -221,12 +221,14 @@ def _samples(
     }
     made = []
     for row in build_rows(steps, "merged"):
-        trained = [s for s in row.segments if reasons[s.step] is None]
-        indices = [steps[s.step].step_index for s in row.segments]
-        sample = _sample(row, trained, steps)
+        own = [steps[i] for i in row.steps]
+        sample = _sample(row, own, [steps[i] for i in row.steps if reasons[i] is None])
         if not known:
             sample.rollout_log_probs = None
-        sample.reward, sample.metadata = reward, metadata | {"step_indices": indices}
+        sample.reward, sample.metadata = (
+            reward,
+            metadata | {"step_indices": [s.step_index for s in own]},
+        )
         made.append(sample)
     # slime's mean over tokens counts one for a sample that has none to train.
     return [s for s in made if not s.remove_sample] or made[-1:]
@@ -241,20 +243,20 @@ def _untrained(step: Step, temperature: float | None, known: bool) -> str | None
     return None
 
 
-def _sample(row: Row, trained: Sequence[Segment], steps: Sequence[Step]) -> SlimeSample:
-    begin = row.segments[0].start
+def _sample(row: TokenRow, steps: Sequence[Step], trained: Sequence[Step]) -> SlimeSample:
+    """The sample of a row: all its steps, and those that are trained."""
+    begin = len(steps[0].prompt_ids)
     length = len(row.ids) - begin
     mask = np.zeros(length, np.int64)
     log_probs = np.zeros(length, np.float32)
     versions: list[str] = []
-    for segment in trained:
-        step = steps[segment.step]
-        where = slice(segment.start - begin, segment.end - begin)
+    for step in trained:
+        where = slice(len(step.prompt_ids) - begin, step.n_tokens - begin)
         mask[where] = 1
         if step.rollout_log_probs is not None:
             log_probs[where] = step.rollout_log_probs
         versions += [str(s.version) for s in step.version_spans] or [str(step.policy_version)]
-    last = steps[row.segments[-1].step]
+    last = steps[-1]
     return SlimeSample(
         tokens=row.ids.tolist(),
         response_length=length,
@@ -263,7 +265,7 @@ def _sample(row: Row, trained: Sequence[Segment], steps: Sequence[Step]) -> Slim
         weight_versions=versions,
         status=_STATUS.get(last.finish_reason or "", SlimeSample.Status.COMPLETED),
         remove_sample=not trained,
-        rollout_routed_experts=_routing(row, steps),
+        rollout_routed_experts=_routing(steps),
     )
 
 
@@ -301,14 +303,13 @@ def _sources(*owners: Mapping[str, Any]) -> Iterator[str]:
                 yield name
 
 
-def _routing(row: Row, steps: Sequence[Step]) -> npt.NDArray[Any] | None:
+def _routing(steps: Sequence[Step]) -> npt.NDArray[Any] | None:
     """Each response's routing as it was when it was sampled; the rest as the last call had it."""
-    own = [steps[s.step] for s in row.segments]
-    arrays = [step.routed_experts for step in own]
+    arrays = [step.routed_experts for step in steps]
     if all(array is None for array in arrays):
         return None
     whole = []
-    for step, array in zip(own, arrays, strict=True):
+    for step, array in zip(steps, arrays, strict=True):
         n = 0 if array is None else len(array)
         if array is None or n != step.n_tokens - 1:
             raise BatchError(
@@ -318,7 +319,7 @@ def _routing(row: Row, steps: Sequence[Step]) -> npt.NDArray[Any] | None:
             )
         whole.append(array)
     routing = np.array(whole[-1])
-    for segment, array in zip(row.segments, whole, strict=True):
-        where = slice(segment.start - 1, segment.end - 1)
+    for step, array in zip(steps, whole, strict=True):
+        where = slice(len(step.prompt_ids) - 1, step.n_tokens - 1)
         routing[where] = array[where]
     return routing

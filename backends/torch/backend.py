@@ -9,7 +9,7 @@ With `ranks` > 1 this object is one of many that are called alike (`fsdp.py`); `
 one to call (`ranks.py`).
 
 The forward pass computes in `dtype` throughout, as an engine does; master weights are float32
-(`master_weights.py`). Only response positions go through the LM head, log-softmax is fp32 at each
+(`optimizer.py`). Only response positions go through the LM head, log-softmax is fp32 at each
 step's temperature, and the model runs in eval mode throughout: dropout would make π differ from
 itself between two calls.
 Rows are padded on the right and no attention mask is passed: under causal attention what follows
@@ -43,7 +43,7 @@ from stepwell.backends.base import LossFn, Mean, TokenBatch, TrainingBackend
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError, BatchError, NonFiniteUpdateError
 from stepwell.backends.model_folder import WEIGHT_SUFFIXES, fingerprint
-from stepwell.backends.rows import Row, build_rows, computed_tokens, select
+from stepwell.backends.rows import TokenRow, build_rows, computed_tokens, select
 from stepwell.backends.torch import lora, ranks
 from stepwell.backends.torch.fsdp import (
     Ranks,
@@ -53,7 +53,6 @@ from stepwell.backends.torch.fsdp import (
     reshard,
     shard_like,
 )
-from stepwell.backends.torch.master_weights import MasterWeights
 from stepwell.backends.torch.model import (
     Policy,
     aliases_of,
@@ -63,7 +62,12 @@ from stepwell.backends.torch.model import (
     model_dir,
     no_progress_bars,
 )
-from stepwell.backends.torch.optimizers import build_optimizer, learning_rate, load_optimizer
+from stepwell.backends.torch.optimizer import (
+    MasterWeights,
+    build_optimizer,
+    learning_rate,
+    load_optimizer,
+)
 from stepwell.backends.weights.digest import read_tensors
 from stepwell.datapool.types import Step
 
@@ -72,7 +76,7 @@ from stepwell.datapool.types import Step
 class TorchBatch(TokenBatch):
     """A `TokenBatch` and the rows that its steps are computed in."""
 
-    rows: tuple[Row, ...] = ()
+    rows: tuple[TokenRow, ...] = ()
 
 
 class TorchBackend(TrainingBackend):
@@ -139,18 +143,18 @@ class TorchBackend(TrainingBackend):
         Raises:
             BatchError: no steps, a token id outside the vocabulary, or multi-modal data.
         """
-        flat = TokenBatch.of(steps)
+        batch = TorchBatch.of(steps)
         for step in steps:
             if step.multi_modal_data:
                 raise BatchError(
                     f"{_name(step)} has multi_modal_data; the torch backend trains on text only"
                 )
-        rows = tuple(build_rows(steps, self._config.rows))
+        batch.rows = tuple(build_rows(steps, self._config.rows))
         # Rows hold every token, most of them once.
         vocab = self._model.get_input_embeddings().num_embeddings
-        if any(np.maximum.reduce(row.ids) >= vocab for row in rows):
+        if any(np.maximum.reduce(row.ids) >= vocab for row in batch.rows):
             raise self._unknown_token(steps, vocab)
-        return TorchBatch(flat.steps, flat.offsets, flat.columns, rows)
+        return batch
 
     def _unknown_token(self, steps: Sequence[Step], vocab: int) -> BatchError:
         step, largest = next(
@@ -444,7 +448,7 @@ class TorchBackend(TrainingBackend):
         self._optimizer.zero_grad(set_to_none=True)
         self._reference = None
 
-    def _selected_rows(self, batch: TorchBatch, indices: Sequence[int] | None) -> list[Row]:
+    def _selected_rows(self, batch: TorchBatch, indices: Sequence[int] | None) -> list[TokenRow]:
         if indices is None:
             return list(batch.rows)
         wanted = set(indices)
@@ -453,9 +457,9 @@ class TorchBackend(TrainingBackend):
             raise BatchError(
                 f"indices is {sorted(wanted)!s:.80}; give some of the steps 0..{n - 1}"
             )
-        return select(batch.rows, wanted)
+        return select(batch.rows, batch.steps, wanted)
 
-    def _micro_batches(self, rows: Sequence[Row]) -> list[list[Row]]:
+    def _micro_batches(self, rows: Sequence[TokenRow]) -> list[list[TokenRow]]:
         return self._ranks.rounds(rows, self._config.micro_batch_tokens, self._config.rows)
 
     def _on_device(self, model: Any) -> Policy:
@@ -464,7 +468,7 @@ class TorchBackend(TrainingBackend):
         self._ranks.shard(policy, getattr(torch, self._config.dtype))
         return policy.to(self._device)
 
-    def _idle(self, batch: TorchBatch, rows: Sequence[Row]) -> None:
+    def _idle(self, batch: TorchBatch, rows: Sequence[TokenRow]) -> None:
         """A round in which this rank has no rows: the others cannot do without it."""
         log_probs, _, _ = self._policy(batch, [_shortest(rows)], entropy=False)
         (log_probs.sum() * 0).backward()
@@ -509,7 +513,7 @@ class TorchBackend(TrainingBackend):
         return lr
 
 
-def _shortest(rows: Sequence[Row]) -> Row:
+def _shortest(rows: Sequence[TokenRow]) -> TokenRow:
     return min(rows, key=lambda row: row.n_inputs)
 
 

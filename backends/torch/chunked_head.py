@@ -12,7 +12,7 @@ The tail is the model's own forward with its decoder replaced by one that return
 that whatever a family does around its LM head (Gemma's soft cap, Cohere's and Granite's scale)
 stays part of π. The gradient is exact: activation checkpointing, arXiv:1604.06174.
 
-Does not own: which positions, or the scoring of logits (`forward.py`).
+Does not own: which positions, or the scoring of logits (`model.py`).
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ from torch.nn.functional import linear
 from stepwell.backends.base import LossOutput, Mean, TokenBatch
 from stepwell.backends.config import CriticConfig, TorchBackendConfig, ValueAggregation
 from stepwell.backends.errors import BatchError
-from stepwell.backends.rows import Row
+from stepwell.backends.rows import TokenRow
 from stepwell.backends.torch.backend import TorchBackend, TorchBatch
-from stepwell.backends.torch.forward import prepare
+from stepwell.backends.torch.model import prepare
 from stepwell.backends.torch.tree import is_enabled
 
 
@@ -213,7 +213,7 @@ class _Values(nn.Module):
         self._device = device
 
     def forward(
-        self, batch: TokenBatch, rows: Sequence[Row], *, entropy: bool
+        self, batch: TokenBatch, rows: Sequence[TokenRow], *, entropy: bool
     ) -> tuple[Tensor, None, Tensor]:
         """(V, None, token index): [n] each, of the response tokens in `rows`."""
         inputs = prepare(batch, rows, self._device, as_tree=is_enabled(self.model))

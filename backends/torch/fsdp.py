@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from stepwell.backends.errors import BackendConfigError
-from stepwell.backends.rows import Row, RowForm, computed_tokens, micro_batches
+from stepwell.backends.rows import RowForm, TokenRow, computed_tokens, micro_batches
 
 T = TypeVar("T")
 
@@ -85,7 +85,9 @@ class Ranks:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
-    def rounds(self, rows: Sequence[Row], budget: int, form: RowForm = "merged") -> list[list[Row]]:
+    def rounds(
+        self, rows: Sequence[TokenRow], budget: int, form: RowForm = "merged"
+    ) -> list[list[TokenRow]]:
         """This rank's micro-batches, one a round; an empty one where there are too few rows.
 
         All ranks compute a round together and wait for the slowest, so a round's micro-batches

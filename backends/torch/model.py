@@ -1,16 +1,28 @@
-"""This module loads a Hugging Face causal LM so that the torch backend can train it: where it runs,
-in which type, with which attention, and how its rows are scored.
+"""A Hugging Face causal LM as the torch backend trains it: where it runs, in which type, with which
+attention, and how rows go through it to log π and entropy of the response tokens alone.
 
-Does not own: updates, checkpoints, saved weights (`torch/backend.py`).
+    rows ──prepare──► Inputs ──model──► logits at n positions ──score──► log π [n], entropy [n]
+
+Rows are padded on the right and no attention mask is passed: under causal attention what follows
+a token cannot reach it, and the unmasked kernel is the fast one. Where tree attention is enabled on
+the model (`tree.enable`), rows share what they begin with.
+
+Only response positions go through the LM head. Log-softmax is fp32 at each step's temperature.
+
+Owns: loading, the model's inputs, the choice of positions, the scoring of logits. Does not own:
+which rows there are and how they are split (`rows.py`), updates, checkpoints, saved weights
+(`torch/backend.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -20,10 +32,10 @@ from transformers.utils import logging as transformers_logging
 from stepwell.backends.base import TokenBatch
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError
-from stepwell.backends.rows import Row
+from stepwell.backends.rows import TokenRow
 from stepwell.backends.torch import tree
-from stepwell.backends.torch.chunked_head import chunk_tokens
-from stepwell.backends.torch.forward import forward
+from stepwell.backends.torch.chunked_head import chunk_tokens, chunked
+from stepwell.backends.torch.tree import Tree, is_enabled, pack
 
 
 class Policy(torch.nn.Module):
@@ -39,12 +51,144 @@ class Policy(torch.nn.Module):
         self._chunk = chunk_tokens(config.logits_mb, vocab)
 
     def forward(
-        self, batch: TokenBatch, rows: Sequence[Row], *, entropy: bool
+        self, batch: TokenBatch, rows: Sequence[TokenRow], *, entropy: bool
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """(log π, entropy | None, token index): [n] each, of the response tokens in `rows`."""
         return forward(
             self.model, batch, rows, device=self._device, entropy=entropy, chunk=self._chunk
         )
+
+
+# ── rows through the model ────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Inputs:
+    """One micro-batch as the model sees it; n is the number of response tokens in its rows."""
+
+    ids: Tensor
+    """int64, [rows, width], on the device; [1, tokens] of a tree."""
+    positions: Tensor
+    """int64, [n], on the device: indices into rows x width whose hidden states predict."""
+    targets: Tensor
+    """int64, [n], on the device: the tokens they predict."""
+    temperature: Tensor
+    """float32, [n], on the device."""
+    tokens: Tensor
+    """int64, [n], on the CPU: indices into the columns of the batch."""
+    tree: Tree | None = None
+    """Attention's argument; None for padded rows."""
+
+    def model_kwargs(self) -> dict[str, Any]:
+        """Arguments of the model's forward."""
+        kwargs = {"input_ids": self.ids, "use_cache": False}
+        if self.tree is None:
+            return kwargs
+        depths = torch.from_numpy(self.tree.position_ids)[None].to(self.ids.device)
+        return kwargs | {"position_ids": depths, "tree": self.tree}
+
+
+def prepare(
+    batch: TokenBatch, rows: Sequence[TokenRow], device: torch.device, *, as_tree: bool = False
+) -> Inputs:
+    """The inputs for `rows`, which belong to `batch`: padded, or packed as a prefix tree."""
+    members = [(r, i) for r, row in enumerate(rows) for i in row.steps]
+    steps = [batch.steps[i] for _, i in members]
+    starts, lengths = [len(s.prompt_ids) for s in steps], [len(s.response_ids) for s in steps]
+    # Position p of a row is predicted by the hidden state at p - 1.
+    packed = pack([row.ids[: row.n_inputs] for row in rows]) if as_tree else None
+    if packed is not None:
+        ids = packed.ids[None].astype(np.int64)
+        picked = [
+            packed.where[r][start - 1 : start - 1 + n]
+            for (r, _), start, n in zip(members, starts, lengths, strict=True)
+        ]
+        positions = torch.from_numpy(np.concatenate(picked))
+    else:
+        width = max(row.n_inputs for row in rows)
+        ids = np.zeros((len(rows), width), dtype=np.int64)
+        for r, row in enumerate(rows):
+            ids[r, : row.n_inputs] = row.ids[: row.n_inputs]
+        firsts = [r * width + start - 1 for (r, _), start in zip(members, starts, strict=True)]
+        positions = _ranges(firsts, lengths)
+    offsets = batch.offsets.tolist()
+    targets = np.concatenate([step.response_ids for step in steps])
+    temperatures = torch.tensor([step.temperature for step in steps])
+    return Inputs(
+        ids=torch.from_numpy(ids).to(device),
+        positions=positions.to(device),
+        targets=torch.from_numpy(targets.astype(np.int64)).to(device),
+        temperature=temperatures.repeat_interleave(torch.tensor(lengths)).to(device),
+        tokens=_ranges([offsets[i] for _, i in members], lengths),
+        tree=packed,
+    )
+
+
+def forward(
+    model: Any,
+    batch: TokenBatch,
+    rows: Sequence[TokenRow],
+    *,
+    device: torch.device,
+    entropy: bool,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(log π, entropy | None, token index): [n] each, of the response tokens in `rows`.
+
+    The model computes in the type of its weights, scoring is always fp32. With `chunk`, logits of
+    at most so many tokens exist at once (`chunked_head.py`).
+    """
+    inputs = prepare(batch, rows, device, as_tree=is_enabled(model))
+    if chunk is not None and len(inputs.positions) > chunk:
+
+        def score_part(logits: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+            targets, temperature = inputs.targets[part], inputs.temperature[part]
+            return score(logits, targets, temperature, entropy=entropy)
+
+        kwargs, positions = inputs.model_kwargs(), inputs.positions
+        return *chunked(model, kwargs, positions, score_part, chunk=chunk), inputs.tokens
+    with only_positions(model, inputs.positions):
+        output = model(**inputs.model_kwargs())
+    log_probs, h = score(output.logits[0], inputs.targets, inputs.temperature, entropy=entropy)
+    return log_probs, h, inputs.tokens
+
+
+def score(
+    logits: Tensor, targets: Tensor, temperature: Tensor, *, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """log π of `targets` [n] and the entropy of π: softmax(logits [n, vocab] / temperature [n])."""
+    all_log_probs = torch.log_softmax(logits.float() / temperature.unsqueeze(-1), dim=-1)
+    log_probs = all_log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    h = -(all_log_probs.exp() * all_log_probs).sum(-1) if entropy else None
+    return log_probs, h
+
+
+@contextmanager
+def only_positions(model: Any, positions: Tensor) -> Iterator[None]:
+    """The LM head sees the hidden states at `positions` ([n], into batch x width) alone.
+
+    A hook, and the model's own forward: what a family does to its logits afterwards (Gemma's
+    soft cap, Cohere's and Granite's scale) stays part of π.
+    """
+
+    def pick(_: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, *rest = args
+        return (hidden.flatten(0, 1).index_select(0, positions).unsqueeze(0), *rest)
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(pick)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _ranges(starts: Iterable[int], lengths: Iterable[int]) -> Tensor:
+    """The indices of all ranges, one after another."""
+    ranges = [np.arange(a, a + n) for a, n in zip(starts, lengths, strict=True)]
+    return torch.from_numpy(np.concatenate(ranges))
+
+
+# ── loading ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def device_of(name: str) -> torch.device:

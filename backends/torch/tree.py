@@ -22,7 +22,7 @@ through it will do. One that mixes tokens otherwise (convolutions, recurrences, 
 the CPU, attention sinks) is refused by `enable`, which compares both forms on the model itself.
 
 Owns: the packing, the attention. Does not own: which rows there are and how they are split into
-micro-batches (`rows.py`), the model's call (`forward.py`).
+micro-batches (`rows.py`), the model's call (`model.py`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -86,28 +86,21 @@ class Node(NamedTuple):
         return [Node(a, b, self.reach) for a, b in pairwise(edges)]
 
 
-class Block(NamedTuple):
-    """Queries that see all of these keys, or if `causal` the i-th the first i."""
-
-    queries: slice
-    keys: slice
-    causal: bool
-
-
-Blocks: TypeAlias = tuple[tuple[Block, ...], tuple[Block, ...]]
-"""The first hold every query once, causal and with its own token; the others what else it sees."""
-
-
 @dataclass(eq=False, slots=True)
 class Tree:
-    """The shape of a packed sequence; attention's argument."""
+    """Rows as one sequence, with what they begin with once; attention's argument."""
 
     nodes: tuple[Node, ...]
+    """Depth first."""
+    ids: TokenIds
+    position_ids: Indices
+    where: tuple[Indices, ...]
+    """For each row given, the place of each of its tokens in the sequence."""
     _block_mask: Any = field(default=None, init=False)
 
     @property
     def n_tokens(self) -> int:
-        return max(node.reach for node in self.nodes)
+        return len(self.ids)
 
     def reach(self) -> Tensor:
         """int64, [n_tokens]: the end of what descends from each token."""
@@ -115,16 +108,6 @@ class Tree:
         for node in self.nodes:
             reach[node.start : node.end] = node.reach
         return torch.from_numpy(reach)
-
-    def blocks(self) -> Blocks:
-        """Blocks of attention, of every node."""
-        own = (Block(slice(n.start, n.end), slice(n.start, n.end), True) for n in self.nodes)
-        others = (
-            Block(slice(n.end, n.reach), slice(n.start, n.end), False)
-            for n in self.nodes
-            if n.end < n.reach
-        )
-        return tuple(own), tuple(others)
 
     def block_mask(self, device: torch.device) -> Any:
         """FlexAttention's block mask, made once for all layers."""
@@ -141,18 +124,7 @@ class Tree:
         return self._block_mask
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Packed:
-    """Rows as one sequence."""
-
-    ids: TokenIds
-    position_ids: Indices
-    where: tuple[Indices, ...]
-    """For each row given, the place of each of its tokens in the sequence."""
-    tree: Tree
-
-
-def pack(rows: Sequence[TokenIds], min_shared: int = MIN_SHARED) -> Packed:
+def pack(rows: Sequence[TokenIds], min_shared: int = MIN_SHARED) -> Tree:
     """The rows (none empty) as one prefix tree.
 
     `min_shared` keeps chance agreements of a few tokens from becoming nodes; those tokens are then
@@ -162,53 +134,37 @@ def pack(rows: Sequence[TokenIds], min_shared: int = MIN_SHARED) -> Packed:
     positions: list[Indices] = []
     where: list[Indices] = [np.empty(0, np.int64)] * len(rows)
     nodes: list[Node] = []
-    path: list[_Open] = []
+    path: list[Node] = []
+    """Nodes of the row laid out last, from the root: what descends from them is still to come."""
     n = 0
     previous: int | None = None
     for r in in_tree_order(rows):
+        depths = [*accumulate((node.end - node.start for node in path), initial=0)]
         shared = 0
         if previous is not None:
-            shared = _worthwhile(common_prefix(rows[previous], rows[r]), path, min_shared)
-        while path and path[-1].depth >= shared:
-            nodes.append(path.pop().closed(n))
-        if path and path[-1].depth_end > shared:
-            nodes.append(path[-1].cut(shared).closed(n))
+            shared = common_prefix(rows[previous], rows[r])
+            # The last branch point before it, if going beyond saves too little.
+            branch = max(depth for depth in depths if depth <= shared)
+            shared = shared if shared - branch >= min_shared else branch
+        while path and depths[-2] >= shared:
+            nodes.append(path.pop()._replace(reach=n))
+            depths.pop()
+        if (surplus := depths[-1] - shared) > 0:  # the row leaves the last node midway
+            *path, last = path
+            path.append(last._replace(end=last.end - surplus))
+            nodes.append(Node(last.end - surplus, last.end, n))
         known = where[previous][:shared] if previous is not None else where[r]
         fresh = rows[r][shared:]
         if len(fresh):
-            path.append(_Open(shared, len(rows[r]), n))
+            path.append(Node(n, n + len(fresh), n))
             ids.append(fresh)
             positions.append(np.arange(shared, len(rows[r])))
         where[r] = np.concatenate([known, np.arange(n, n + len(fresh))])
         n += len(fresh)
         previous = r
-    nodes += [node.closed(n) for node in path]
+    nodes += [node._replace(reach=n) for node in path]
     pieces = sorted(piece for node in nodes for piece in node.pieces())
-    return Packed(np.concatenate(ids), np.concatenate(positions), tuple(where), Tree(tuple(pieces)))
-
-
-@dataclass(slots=True)
-class _Open:
-    """A node on the path to the row laid out last: depths [depth, depth_end) from `start` on."""
-
-    depth: int
-    depth_end: int
-    start: int
-
-    def closed(self, n: int) -> Node:
-        return Node(self.start, self.start + self.depth_end - self.depth, n)
-
-    def cut(self, depth: int) -> _Open:
-        """Keep what lies above `depth`; the rest."""
-        rest = _Open(depth, self.depth_end, self.start + depth - self.depth)
-        self.depth_end = depth
-        return rest
-
-
-def _worthwhile(shared: int, path: Sequence[_Open], min_shared: int) -> int:
-    """`shared`, or the last branch point before it if going beyond saves too little."""
-    boundary = max((d for o in path for d in (o.depth, o.depth_end) if d <= shared), default=0)
-    return shared if shared - boundary >= min_shared else boundary
+    return Tree(tuple(pieces), np.concatenate(ids), np.concatenate(positions), tuple(where))
 
 
 class _TreeAttention(torch.autograd.Function):
@@ -220,7 +176,7 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, scale: float | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, nodes: Sequence[Node], scale: float | None
     ) -> Tensor:
         out = torch.empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3], dtype=torch.float32)
         out = out.transpose(1, 2)
@@ -232,19 +188,21 @@ class _TreeAttention(torch.autograd.Function):
             )
             return found
 
-        own, others = blocks
-        for block in own:
-            out[:, :, block.queries], lse[:, :, block.queries] = attend(*block)
-        for block in others:
-            at = block.queries
-            o, weight = attend(*block)
+        for node in nodes:
+            own = slice(node.start, node.end)
+            out[:, :, own], lse[:, :, own] = attend(own, own, True)
+        for node in nodes:
+            if node.end == node.reach:
+                continue
+            at = slice(node.end, node.reach)
+            o, weight = attend(at, slice(node.start, node.end), False)
             # softmax over both: out ← out + σ(Δ)(o - out), log-sum-exp ← log(e^lse + e^weight)
             share = torch.sigmoid(weight - lse[:, :, at]).unsqueeze(-1)
             out[:, :, at].lerp_(o.float(), share)
             lse[:, :, at] = torch.logaddexp(lse[:, :, at], weight)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.blocks, ctx.scale = blocks, scale
+        ctx.nodes, ctx.scale = nodes, scale
         return out
 
     @staticmethod
@@ -267,13 +225,14 @@ class _TreeAttention(torch.autograd.Function):
             )
             return found
 
-        own, others = ctx.blocks
-        for block in own:
-            at, keys = block.queries, block.keys
-            dq[:, :, at], dk[:, :, keys], dv[:, :, keys] = share(*block)
-        for block in others:
-            at, keys = block.queries, block.keys
-            more_q, more_k, more_v = share(*block)
+        for node in ctx.nodes:
+            own = slice(node.start, node.end)
+            dq[:, :, own], dk[:, :, own], dv[:, :, own] = share(own, own, True)
+        for node in ctx.nodes:
+            if node.end == node.reach:
+                continue
+            at, keys = slice(node.end, node.reach), slice(node.start, node.end)
+            more_q, more_k, more_v = share(at, keys, False)
             dq[:, :, at] += more_q
             dk[:, :, keys] += more_k
             dv[:, :, keys] += more_v
@@ -319,7 +278,7 @@ def tree_attention_forward(
                 f"not do on {query.device.type}; set backend.rows to 'merged'"
             )
     if on_cpu:
-        out: Tensor = _TreeAttention.apply(query, key, value, tree.blocks(), scaling)  # type: ignore[no-untyped-call]  # torch's
+        out: Tensor = _TreeAttention.apply(query, key, value, tree.nodes, scaling)  # type: ignore[no-untyped-call]  # torch's
         return out.transpose(1, 2), None
     # In eval mode throughout (see torch/backend.py): no dropout to pass on.
     mask = tree.block_mask(query.device)
@@ -382,7 +341,7 @@ def _probe(model: Any, dtype: torch.dtype) -> float:
     fork = np.concatenate([stem, leaves[0]])
     rows = [np.concatenate([fork, leaf]) for leaf in leaves[1:3]]
     rows.append(np.concatenate([stem, leaves[3]]))
-    packed = pack(rows, min_shared=1)
+    tree = pack(rows, min_shared=1)
 
     def logits(ids: npt.NDArray[Any], **kwargs: Any) -> Tensor:
         tokens = torch.from_numpy(ids.astype(np.int64))[None].to(device)
@@ -390,10 +349,10 @@ def _probe(model: Any, dtype: torch.dtype) -> float:
         found: Tensor = functional_call(model, weights, kwargs=kwargs).logits[0]
         return found.float()
 
-    position_ids = torch.from_numpy(packed.position_ids)[None].to(device)
-    together = logits(packed.ids, position_ids=position_ids, tree=packed.tree)
+    position_ids = torch.from_numpy(tree.position_ids)[None].to(device)
+    together = logits(tree.ids, position_ids=position_ids, tree=tree)
     worst = torch.zeros(())
-    for row, where in zip(rows, packed.where, strict=True):
+    for row, where in zip(rows, tree.where, strict=True):
         alone = logits(row)
         size = alone.abs().max().clamp_min(1e-6)
         difference = (together[where] - alone).abs().max() / size

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from stepwell.backends.errors import BatchError
-from stepwell.backends.rows import Row, RowForm, build_rows
+from stepwell.backends.rows import RowForm, TokenRow, build_rows
 from stepwell.datapool.types import Step
 
 COLUMNS = {
@@ -213,20 +213,23 @@ def _folded(columns: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
     return {"response_mask": mask} | {k: torch.where(mask > 0, v, 0.0) for k, v in found.items()}
 
 
-def _joinable_parts(row: Row, steps: Sequence[Step]) -> list[Row]:
+def _joinable_parts(row: TokenRow, steps: Sequence[Step]) -> list[TokenRow]:
     """The row, or a row per step if its steps differ in temperature."""
-    if len({steps[segment.step].temperature for segment in row.segments}) == 1:
+    if len({steps[i].temperature for i in row.steps}) == 1:
         return [row]
-    return [Row(row.ids[: segment.end], (segment,)) for segment in row.segments]
+    return [TokenRow(row.ids[: steps[i].n_tokens], (i,)) for i in row.steps]
 
 
-def _verl_row(row: Row, batch: _Batch) -> VerlRow:
-    members = [batch.steps[s.step] for s in row.segments]
+def _verl_row(row: TokenRow, batch: _Batch) -> VerlRow:
+    members = [batch.steps[i] for i in row.steps]
     last = members[-1]
     uid = last.trajectory_uid
-    cut = row.segments[0].start
+    cut = len(members[0].prompt_ids)
     size = len(row.ids) - cut
-    spans = [(s.step, s.start - cut, s.end - cut) for s in row.segments]
+    spans = [
+        (i, len(step.prompt_ids) - cut, step.n_tokens - cut)
+        for i, step in zip(row.steps, members, strict=True)
+    ]
 
     columns = {"responses": torch.from_numpy(row.ids[cut:].astype(np.int64))}
     for name, flat in batch.columns.items():

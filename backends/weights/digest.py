@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,13 +57,9 @@ def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-@dataclass(frozen=True, slots=True)
-class RankHashes:
-    """Answer of one rank of an engine."""
-
-    hashes: Mapping[str, str]
-    layout: str
-    """Ranks of one layout hold the same tensors."""
+RankHashes: TypeAlias = tuple[str, Mapping[str, str]]
+"""Answer of one rank of an engine: its layout (ranks of one layout hold the same tensors), and the
+hashes by name."""
 
 
 def checkpoint_hashes(folder: str | Path, dtype: str, *, prefix: str = "") -> dict[str, str]:
@@ -90,7 +85,7 @@ def compare(
     """Compare the replicas' hashes with the checkpoint's, or with each other.
 
     Args:
-        answers: by replica; None: it has no checksum endpoint.
+        answers: by replica; None: it has no checksum endpoint. One without a tensor says nothing.
         expected: the checkpoint's, by replica, for embedded engines.
 
     Returns:
@@ -101,19 +96,20 @@ def compare(
     how: dict[str, str] = {}
     wrong: dict[str, str] = {}
     first: dict[tuple[str, str], tuple[str, str]] = {}
-    for replica, ranks in answers.items():
-        if ranks is None:
+    for replica, answer in answers.items():
+        ranks = answer or ()
+        if not any(hashes for _, hashes in ranks):
             how[replica] = "version"
             continue
         known = expected.get(replica, {})
-        unknown = any(rank.hashes.keys() - known.keys() for rank in ranks)
+        unknown = any(hashes.keys() - known.keys() for _, hashes in ranks)
         how[replica] = "agreement" if unknown else "checksum"
-        for rank in ranks:
-            bad = [n for n, found in rank.hashes.items() if known.get(n, found) != found]
+        for layout, hashes in ranks:
+            bad = [n for n, found in hashes.items() if known.get(n, found) != found]
             if bad:
-                wrong[replica] = f"{len(bad)} of {len(rank.hashes)} tensors differ, as {bad[0]}"
-            for name in sorted(rank.hashes.keys() - known.keys()):
-                other, hash_ = first.setdefault((rank.layout, name), (replica, rank.hashes[name]))
-                if hash_ != rank.hashes[name]:
+                wrong[replica] = f"{len(bad)} of {len(hashes)} tensors differ, as {bad[0]}"
+            for name in sorted(hashes.keys() - known.keys()):
+                other, hash_ = first.setdefault((layout, name), (replica, hashes[name]))
+                if hash_ != hashes[name]:
                     wrong[replica] = f"tensor {name} differs from that of {other}"
     return how, wrong

@@ -477,7 +477,5 @@ def _rank_hashes(rank: Mapping[str, Any], replica: _Replica) -> RankHashes:
         {k: v for k, v in place.items() if k not in ("dp_rank", "rank", "size")}
         for place in rank["parallelism_info"]
     ]
-    return RankHashes(
-        hashes=dict(rank["checksums"]),
-        layout=repr((replica.device, replica.dtype, sorted(map(repr, places)))),
-    )
+    layout = repr((replica.device, replica.dtype, sorted(map(repr, places))))
+    return layout, dict(rank["checksums"])

@@ -34,10 +34,10 @@ from benchmarks.gateway.shapes import coding, contexts, long_conversations, stre
 from benchmarks.gateway.systems import (
     INSTALL,
     Direct,
+    Gateway,
     Rllm,
     Stepwell,
     StepwellReplicas,
-    System,
     is_installed,
 )
 from benchmarks.gateway.workload import LONG_TURNS, make_workload
@@ -98,7 +98,7 @@ async def run(
         raise ConfigError(f"minutes is {minutes:g}; give a number in (0, {MOST_MINUTES:g}]")
     wanted = chosen_sections(only, SECTIONS)
     ours = Stepwell()
-    systems: list[System] = [Direct(), ours, StepwellReplicas()]
+    systems: list[Gateway] = [Direct(), ours, StepwellReplicas()]
     systems += [Rllm()] if is_installed() else []
     async with running(systems, ours, QUICK if quick else FULL, minutes) as bench:
         for name in wanted:
@@ -112,7 +112,7 @@ async def run(
 
 @asynccontextmanager
 async def running(
-    systems: Sequence[System], ours: Stepwell, size: Size, minutes: float = 0
+    systems: Sequence[Gateway], ours: Stepwell, size: Size, minutes: float = 0
 ) -> AsyncIterator[Bench]:
     """An engine that answers at once, a client that sends load, and these systems, at once."""
     # The others run at normal priority; Ray's processes would be nice by default.

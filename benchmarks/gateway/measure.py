@@ -1,17 +1,14 @@
 """Requests/s, latency and CPU of every system, by number of connections.
 
-    client ──1 | 16 | 64 connections──► system ──► engine      all on the same cores
-                                          └──► pool            (Stepwell)
-
-The systems take turns on the same conversations in every round; differences and ratios are taken
-within a round: what else the machine does meets all of them. Medians over the rounds.
+client ──1 | 16 | 64 connections──► system ──► engine      all on the same cores
+                                      └──► pool            (Stepwell)
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +17,9 @@ import numpy as np
 from benchmarks.checks import BenchResult
 from benchmarks.gateway.client import Job, cpu_seconds
 from benchmarks.gateway.process import Client, Engine, resident_bytes
-from benchmarks.gateway.systems import Direct, Rllm, Stepwell, StepwellReplicas, System
+from benchmarks.gateway.systems import Direct, Gateway, Rllm, Stepwell, StepwellReplicas
 from benchmarks.gateway.workload import ROLLOUTS, TURNS, Workload
+from benchmarks.system import paired
 
 CONNECTIONS = (1, 16, 64)
 DELAY_S = 0.05
@@ -69,7 +67,7 @@ class Bench:
     workload: Workload
     engine: Engine
     client: Client
-    systems: Sequence[System]
+    systems: Sequence[Gateway]
     ours: Stepwell
     """One process."""
     size: Size
@@ -78,7 +76,7 @@ class Bench:
     report: BenchResult = field(default_factory=BenchResult)
     _names: itertools.count[int] = field(default_factory=itertools.count)
 
-    def job(self, system: System, kind: str, **options: int | float | bool | str | None) -> Job:
+    def job(self, system: Gateway, kind: str, **options: int | float | bool | str | None) -> Job:
         """A job for `system` with a name of its own."""
         fields: dict[str, Any] = {
             "kind": kind,
@@ -177,7 +175,7 @@ async def delayed(bench: Bench) -> None:
 
 
 async def sample(
-    bench: Bench, system: System, connections: int, prompts: int, first_prompt: int = 0
+    bench: Bench, system: Gateway, connections: int, prompts: int, first_prompt: int = 0
 ) -> Sample:
     """One measurement; what was stored is checked afterwards."""
     options = {"connections": connections, "prompts": prompts, "first_prompt": first_prompt}
@@ -187,7 +185,7 @@ async def sample(
     return measured
 
 
-async def _measured(bench: Bench, system: System, job: Job) -> Sample:
+async def _measured(bench: Bench, system: Gateway, job: Job) -> Sample:
     cpu, pool_cpu = _cpu(*system.pids), _cpu(system.pool_pid)
     result = await bench.client.run(job)
     cpu, pool_cpu = _cpu(*system.pids) - cpu, _cpu(system.pool_pid) - pool_cpu
@@ -207,7 +205,7 @@ async def _measured(bench: Bench, system: System, job: Job) -> Sample:
     )
 
 
-def _by_rllm(samples: Samples, system: System | type[System], connections: int) -> float:
+def _by_rllm(samples: Samples, system: Gateway | type[Gateway], connections: int) -> float:
     return paired(
         samples[system.name, connections],
         samples[Rllm.name, connections],
@@ -234,13 +232,6 @@ def table(samples: Samples, reference: str) -> list[dict[str, str | int | float]
         row |= {figure: statistics.median(getattr(s, figure) for s in measured) for figure in shown}
         rows.append(row)
     return sorted(rows, key=lambda row: row["connections"])
-
-
-def paired(
-    of: Sequence[Sample], to: Sequence[Sample], compare: Callable[[Sample, Sample], float]
-) -> float:
-    """Median over the rounds of `compare`, of two samples of the same round."""
-    return statistics.median(compare(a, b) for a, b in zip(of, to, strict=True))
 
 
 def _cpu(*pids: int | None) -> float:

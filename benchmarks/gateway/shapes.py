@@ -19,7 +19,7 @@ import orjson
 
 from benchmarks.gateway.measure import Bench
 from benchmarks.gateway.process import resident_bytes
-from benchmarks.gateway.systems import Direct, System
+from benchmarks.gateway.systems import Direct, Gateway
 from benchmarks.gateway.workload import CONTEXTS, GROWING, LONG_TURNS, ROLLOUTS
 
 PAUSE_S = 0.05
@@ -78,7 +78,7 @@ async def coding(bench: Bench) -> None:
     ]
 
 
-async def _growing(bench: Bench, system: System, kind: str, *, stream: bool = False) -> float:
+async def _growing(bench: Bench, system: Gateway, kind: str, *, stream: bool = False) -> float:
     """Median CPU of a turn in milliseconds, first turns left out."""
     job = bench.job(
         system,

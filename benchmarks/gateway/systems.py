@@ -12,9 +12,8 @@ import gc
 import importlib.util
 import itertools
 import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import aiohttp
@@ -26,6 +25,7 @@ from benchmarks.gateway.size import trajectory_size
 from benchmarks.gateway.workload import Workload
 from benchmarks.pool.cluster import pid_of, running_pool
 from benchmarks.processes import free_port, python
+from benchmarks.system import System
 from stepwell.datapool.types import Step
 from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.server import GatewayReplica, start_replicas
@@ -35,23 +35,17 @@ T = TypeVar("T")
 START_S = 60.0
 
 
-class System(ABC):
-    """A gateway. `running` before anything else; what it starts ends with the block."""
+class Gateway(System):
+    """A gateway before an engine, given as `running(engine, workload)`."""
 
-    name: str
     ports: tuple[int, ...]
     path = "/v1/chat/completions"
     complete_path: str | None = None
-    pids: tuple[int, ...] = ()
-    """Ids of the processes that serve; none: there is no gateway."""
     pool_pid: int | None = None
     scale = 1
     """Multiple of the slowest system's load, so that all run for a second or more."""
 
-    @abstractmethod
-    def running(self, engine: Engine, workload: Workload) -> AbstractAsyncContextManager[None]: ...
-
-    async def settle(self, job: Job) -> None:  # noqa: B027  # most keep nothing
+    async def settle(self, job: Job) -> None:  # most keep nothing
         """Check what was stored by `job` and let go of it; outside the measured part.
 
         Raises:
@@ -59,7 +53,7 @@ class System(ABC):
         """
 
 
-class Direct(System):
+class Direct(Gateway):
     """No gateway: the client asks the engine for chat completions."""
 
     name = "engine, direct"
@@ -155,7 +149,7 @@ class WatchedGateway(GatewayReplica):
             self._late_s.append(loop.time() - began - self.PERIOD_S)
 
 
-class Stepwell(System):
+class Stepwell(Gateway):
     """This gateway before a DataPool with durability "process", as in `stepwell train`."""
 
     name = "Stepwell"
@@ -219,7 +213,7 @@ class StepwellReplicas(Stepwell):
         return start_replicas(config.model_copy(update={"replicas": 2}), wiring, pool_name)
 
 
-class Rllm(System):
+class Rllm(Gateway):
     """rllm-model-gateway as its documentation starts it, with traces in memory.
 
     By default it logs two lines a request, here to /dev/null; without them (`--log-level WARNING`)

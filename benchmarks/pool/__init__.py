@@ -7,6 +7,7 @@
     handle       the same of the pool's Ray handle, without a client
     latency      lease and submit at 1 k, 100 k and 1 M stored steps     latency.py
     conversion   128 leased steps to padded training tensors             conversion.py
+    recovery     from kill -9 to the first answer, by what is stored     recovery.py
 
 `workload.py` says what is stored, `systems.py` and `transfer_queue.py` where. What comes back from
 a system is checked to be exactly what it was given. A quick run has the same parts on little data
@@ -15,8 +16,10 @@ and no bounds: its figures are those of a start-up.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 
 from benchmarks.checks import BenchResult, chosen_sections
@@ -36,8 +39,12 @@ from benchmarks.pool.measure import (
     running,
     throughput,
 )
-from benchmarks.pool.systems import BareActor, BareHandle, Stepwell, System
+from benchmarks.pool.recovery import recovery
+from benchmarks.pool.systems import BareActor, BareHandle, Stepwell, Store
 from benchmarks.pool.transfer_queue import INSTALL, TransferQueue, is_installed
+from benchmarks.pool.workload import small_calls, workload_a
+
+FIRST_ANSWER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +59,22 @@ class Size:
     sizes: tuple[int, ...]
     turns: int
     conversions: int
+    recovered: tuple[int, ...]
+    """Steps that the pools hold that are killed; the last one's are of workload A."""
     groups: int | None = None
     """Groups of each mode; None: the mode's own."""
 
 
-FULL = Size(3, 20_096, 7.0, (1_000, 100_000, 1_000_000), turns=150, conversions=40)
-QUICK = Size(1, 512, 0.1, (256, 1_024), turns=3, conversions=2, groups=4)
+FULL = Size(
+    3,
+    20_096,
+    7.0,
+    (1_000, 100_000, 1_000_000),
+    turns=150,
+    conversions=40,
+    recovered=(100_000, 1_000_000, 20_000),
+)
+QUICK = Size(1, 512, 0.1, (256, 1_024), turns=3, conversions=2, recovered=(1_280, 1_280), groups=4)
 
 
 class Bench:
@@ -69,8 +86,8 @@ class Bench:
         none, process, power = Stepwell("none"), Stepwell("process"), Stepwell("power")
         two, four = Stepwell("process", 2), Stepwell("process", 4)
         bare, handle = BareActor(), BareHandle()
-        compared: list[System] = [none, process, power, bare]
-        self.systems: dict[str, list[System]] = {
+        compared: list[Store] = [none, process, power, bare]
+        self.systems: dict[str, list[Store]] = {
             "memory": compared,
             "acks": [none, process],
             "throughput": compared,
@@ -108,7 +125,7 @@ class Bench:
         else:
             self.report.figures[f"{TransferQueue.name}, not installed"] = INSTALL
 
-    def of(self, sections: Sequence[str]) -> list[System]:
+    def of(self, sections: Sequence[str]) -> list[Store]:
         """Return the systems that are measured in one of `sections`."""
         return list(dict.fromkeys(s for name in sections for s in self.systems.get(name, ())))
 
@@ -159,6 +176,16 @@ class Bench:
         self.report.at_most("conversion_128_ms", total_ms, 6.0)
         self.report.figures.update(conversion_convert_ms=convert_ms, conversion_pad_ms=pad_ms)
 
+    async def recovery(self, section: str) -> None:
+        *small, large = self.size.recovered
+        with redirect_stdout(sys.stderr):  # Ray tells of every death on stdout
+            rows = [await recovery("small steps", steps, small_calls) for steps in small]
+            for row in rows:
+                name = f"first_answer_s_at_{row['steps']}"
+                self.report.at_most(name, row["first_answer_s"], FIRST_ANSWER_S)
+            rows.append(await recovery("workload A", large, workload_a))
+        self.report.figures["recovery"] = rows
+
 
 SECTIONS: dict[str, Callable[[Bench, str], Awaitable[None]]] = {
     "memory": Bench.memory,  # first: of processes that never held more
@@ -166,6 +193,7 @@ SECTIONS: dict[str, Callable[[Bench, str], Awaitable[None]]] = {
     **dict.fromkeys(("throughput", "shards", "handle"), Bench.rates),
     "latency": Bench.latency,
     "conversion": Bench.conversion,
+    "recovery": Bench.recovery,
 }
 
 

@@ -23,8 +23,8 @@ from benchmarks.pool.workload import GROUPS_PER_FETCH, VOCABULARY, chunks, workl
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.rows import micro_batches
 from stepwell.backends.torch.backend import TorchBackend
-from stepwell.backends.torch.forward import prepare
-from stepwell.datapool.process import settle_heap
+from stepwell.backends.torch.model import prepare
+from stepwell.datapool.heap import settle_heap
 
 
 async def conversion(batches: int) -> tuple[float, float, float]:

@@ -26,7 +26,7 @@ from benchmarks.pool.workload import (
     submit_all,
 )
 from stepwell.datapool import DataPoolClient, Step
-from stepwell.datapool.process import settle_heap
+from stepwell.datapool.heap import settle_heap
 
 T = TypeVar("T")
 STEPS_PER_SUBMIT = 16

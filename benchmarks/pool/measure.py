@@ -5,9 +5,6 @@
 
 With one submit in flight there is one fetch in flight, with more there are four (where the system
 can): a fetch that waits for its turn in a busy loop would be measured, not the system.
-
-The systems take turns on the same calls in every round, and ratios are taken within a round: what
-else the machine does meets all of them. Medians over the rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from typing import Any, TypeAlias
 
 import psutil
 
-from benchmarks.pool.systems import System
+from benchmarks.pool.systems import Store
 from benchmarks.pool.workload import (
     GROUPS_PER_FETCH,
     STEPS_PER_FETCH,
@@ -33,7 +30,8 @@ from benchmarks.pool.workload import (
     submit_all,
     workload_a,
 )
-from stepwell.datapool.process import settle_heap
+from benchmarks.system import paired
+from stepwell.datapool.heap import settle_heap
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +57,12 @@ CONCURRENT = Mode(1, 64, 64, fetches=4)
 MODES = (ONE_AT_A_TIME, PIPELINED, ONE_BY_ONE, CONCURRENT)
 
 Rates = dict[str, dict[str, list[float]]]
-"""System -> mode -> steps/s, one per round."""
-Timed: TypeAlias = tuple[System, Mode]
+"""Store -> mode -> steps/s, one per round."""
+Timed: TypeAlias = tuple[Store, Mode]
 
 
 @asynccontextmanager
-async def running(systems: Sequence[System]) -> AsyncIterator[None]:
+async def running(systems: Sequence[Store]) -> AsyncIterator[None]:
     """All `systems` at once, each having served one batch."""
     async with AsyncExitStack() as stack:
         for system in systems:
@@ -74,7 +72,7 @@ async def running(systems: Sequence[System]) -> AsyncIterator[None]:
 
 
 async def throughput(
-    systems: Sequence[System], name: str, *, rounds: int, groups: int | None = None
+    systems: Sequence[Store], name: str, *, rounds: int, groups: int | None = None
 ) -> Rates:
     """Steps/s of every running system in every mode; all are empty before and after.
 
@@ -91,7 +89,7 @@ async def throughput(
     return rates
 
 
-async def steps_per_s(system: System, calls: Sequence[Call], mode: Mode) -> float:
+async def steps_per_s(system: Store, calls: Sequence[Call], mode: Mode) -> float:
     """One measurement; the content that came back is checked afterwards.
 
     Raises:
@@ -118,7 +116,7 @@ async def steps_per_s(system: System, calls: Sequence[Call], mode: Mode) -> floa
     return len(calls) / elapsed
 
 
-def median(rates: Rates, system: System, mode: Mode) -> float:
+def median(rates: Rates, system: Store, mode: Mode) -> float:
     """Steps/s of `system`."""
     return statistics.median(rates[system.name][mode.name])
 
@@ -126,10 +124,10 @@ def median(rates: Rates, system: System, mode: Mode) -> float:
 def ratio(rates: Rates, of: Timed, to: Timed) -> float:
     """Median over the rounds of one rate by another of the same round."""
     above, below = (rates[system.name][mode.name] for system, mode in (of, to))
-    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+    return paired(above, below, lambda a, b: a / b)
 
 
-async def memory(system: System, steps: int) -> tuple[float, float]:
+async def memory(system: Store, steps: int) -> tuple[float, float]:
     """Bytes by which the store's processes grow per step stored: resident, and without what is
     shared with other processes, such as Ray's object store (unique set size).
 
@@ -147,7 +145,7 @@ def _memory(pids: Sequence[int]) -> tuple[int, int]:
     return sum(m.rss for m in full), sum(m.uss for m in full)
 
 
-async def bytes_written_by_acks(system: System, steps: int, settle_s: float) -> float:
+async def bytes_written_by_acks(system: Store, steps: int, settle_s: float) -> float:
     """Bytes that the store's processes write, to disk or to a socket, per step that is leased and
     acked: of `steps` (a multiple of 128) of workload A that are stored.
 
@@ -163,18 +161,18 @@ async def bytes_written_by_acks(system: System, steps: int, settle_s: float) -> 
     return (_written(system) - before) / steps
 
 
-def _written(system: System) -> int:
+def _written(system: Store) -> int:
     # Not `write_bytes`, which misses pages that are written again before the disk has them.
     return sum(psutil.Process(pid).io_counters().write_chars for pid in system.pids)
 
 
-async def _store(system: System, steps: int, name: str) -> list[Call]:
+async def _store(system: Store, steps: int, name: str) -> list[Call]:
     calls = list(workload_a(steps // STEPS_PER_GROUP, name))
     await submit_all(system.submit, calls, PIPELINED.per_submit, PIPELINED.in_flight)
     return calls
 
 
-async def _fetch_all(system: System, calls: Sequence[Call]) -> None:
+async def _fetch_all(system: Store, calls: Sequence[Call]) -> None:
     fetched = [system.unpack(await system.fetch()) for _ in range(len(calls) // STEPS_PER_FETCH)]
     check_exact(calls, [call for batch in fetched for call in batch])
     await system.drained()

@@ -1,6 +1,6 @@
 """The stores that are compared, each behind the same few calls.
 
-A `System` turns gateway calls into its own form, stores them and hands out 128 steps at a time.
+A `Store` turns gateway calls into its own form, stores them and hands out 128 steps at a time.
 Only `unpack` is outside the measured part: it gives the fetched content back for the exactness
 check. TransferQueue is in `transfer_queue.py`.
 """
@@ -8,10 +8,10 @@ check. TransferQueue is in `transfer_queue.py`.
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,21 +20,16 @@ import ray
 
 from benchmarks.pool.cluster import RunningPool, pid_of, running_pool
 from benchmarks.pool.workload import GROUPS_PER_FETCH, ROLLOUTS, STEPS_PER_FETCH, Call
+from benchmarks.system import System
 from stepwell.datapool import Step
 from stepwell.datapool.config import Durability
 
 
-class System(ABC):
-    """A store. `running` before anything else; what it starts ends with the block."""
+class Store(System):
+    """A store of steps."""
 
-    name: str
     max_fetches = 4
     """Most fetches that the system can have under way."""
-    pids: Sequence[int]
-    """Processes that hold the stored steps."""
-
-    @abstractmethod
-    def running(self) -> AbstractAsyncContextManager[None]: ...
 
     @abstractmethod
     async def submit(self, calls: Sequence[Call]) -> None:
@@ -48,11 +43,11 @@ class System(ABC):
     def unpack(self, batch: Any) -> list[Call]:
         """The content of a fetched batch."""
 
-    async def drained(self) -> None:  # noqa: B027  # most stores have nothing left to do
+    async def drained(self) -> None:  # most stores have nothing left to do
         """Everything submitted was fetched; called outside the measured part."""
 
 
-class Stepwell(System):
+class Stepwell(Store):
     """The DataPool through its client, at one level of durability."""
 
     def __init__(self, durability: Durability, shards: int = 1) -> None:
@@ -132,7 +127,7 @@ class _DequeActor:
             return taken
 
 
-class BareActor(System):
+class BareActor(Store):
     """The practical floor: a Ray actor with a deque of NumPy batches."""
 
     name = "bare Ray actor"

@@ -21,7 +21,7 @@ from typing import Any
 import ray
 
 from benchmarks.pool.cluster import pid_of
-from benchmarks.pool.systems import System
+from benchmarks.pool.systems import Store
 from benchmarks.pool.workload import STEPS_PER_FETCH, Call
 
 INSTALL = (
@@ -37,7 +37,7 @@ def is_installed() -> bool:
     return all(importlib.util.find_spec(name) for name in ("transfer_queue", "tensordict"))
 
 
-class TransferQueue(System):
+class TransferQueue(Store):
     """Its controller and two storage units, the default."""
 
     name = "TransferQueue 0.1.11"

@@ -1,7 +1,7 @@
 """One channel of the pool: what producers, consumers and people may do, and what is asked of it.
 
     Channel ──► Records      trajectories and groups, the uids of those that are gone
-            ├─► StepStore    checks and packs steps; `Payloads` has their bytes
+            ├─► StepStore    checks and packs steps, and has their bytes
             ├─► decide       when a group is ready, held or dropped (`readiness.py`, pure)
             ├─► ReadyQueue   the order in which ready groups are served
             ├─► limits       how many groups there may be
@@ -14,7 +14,8 @@ in `_decide`, which acts on what `decide` says of it now and sets its alarm: the
 it is looked at again.
 
 A replay (`store/replay.py`) reads the rows back through the methods that wrote them. It takes
-decisions as they were written and makes none; `end_replay` applies the limits and filters of today.
+decisions as they were written and makes none, but for what is `implied` by the trajectories alone;
+`end_replay` applies the limits and filters of today.
 
 Owns no lease and no clock (`now` is set before each change); knows nothing of other channels.
 Every operation is O(log n) or better in whatever is stored.
@@ -32,23 +33,22 @@ from msgspec.structs import asdict, replace
 from sortedcontainers import SortedList
 
 from stepwell.datapool import errors, ops, questions
-from stepwell.datapool.codec import PackedGroup, PackedStep, PackedTrajectory
+from stepwell.datapool.codec import Header, PackedGroup, PackedStep, PackedTrajectory
 from stepwell.datapool.config import ChannelConfig, SelectionConfig
 from stepwell.datapool.core import limits
 from stepwell.datapool.core import log_rows as rows
 from stepwell.datapool.core.accounting import Counts, count_reason
 from stepwell.datapool.core.erasure import only_owner
 from stepwell.datapool.core.group_log import GroupLog
-from stepwell.datapool.core.orders import KeyedOrder, ReadyQueue
-from stepwell.datapool.core.payloads import Payloads
+from stepwell.datapool.core.orders import KeyedOrder, NextTick, ReadyQueue
 from stepwell.datapool.core.readiness import (
     RETENTION,
     TOO_FEW_ROLLOUTS,
     Rules,
     decide,
+    implied,
     is_stale,
     judge,
-    retained_until,
     without,
 )
 from stepwell.datapool.core.records import (
@@ -92,17 +92,22 @@ class Channel:
     """The state of one channel.
 
     Args:
+        remembered: uids of what is gone that it knows at most, of each kind.
         events: are told what happened to groups and trajectories.
         retention_s: from its opening on, after which a group goes whatever became of it.
+        next_tick: time at which `expire` is called.
+        may_spill: payloads may leave memory.
     """
 
     def __init__(
         self,
         name: str,
         config: ChannelConfig,
-        writer: rows.Writer,
+        remembered: int,
         events: EventLog,
         retention_s: float | None,
+        next_tick: NextTick,
+        may_spill: bool,
     ) -> None:
         self.name = name
         self.config = config
@@ -111,12 +116,11 @@ class Channel:
         self.counts = Counts()
         self.replaying = False
         """True while nothing is decided, refused, dropped or told of."""
-        self.records = Records(name, writer.remembered)
-        self.payloads = Payloads(writer)
-        self.log = GroupLog(name, writer, self.payloads)
+        self.records = Records(name, remembered)
+        self.log = GroupLog(name, remembered, may_spill)
+        self.steps = StepStore(name, self.log)
         self.queue = ReadyQueue()
         self.rules = Rules.of(name, config, retention_s, self._sequence)
-        self._steps = StepStore(name, self.payloads)
         self._events = events
         self._open: OrderedDict[str, GroupRecord] = OrderedDict()
         self._ready: OrderedDict[str, GroupRecord] = OrderedDict()
@@ -128,11 +132,13 @@ class Channel:
         """Oldest policy version of each ready group."""
         self._alarms: SortedList[tuple[float, int]] = SortedList()
         """Next look at each group: (time, group number), the soonest first."""
+        self._next_tick = next_tick
+        self._is_limited = limits.is_limited(config)
 
     @property
     def memory_bytes(self) -> int:
         """Payloads and prompts in memory."""
-        return self.payloads.memory_bytes
+        return self.steps.memory_bytes
 
     @property
     def has_consumer(self) -> bool:
@@ -155,11 +161,14 @@ class Channel:
         Args:
             at: when the alarm was to ring; None: no alarm, it is decided as of now.
         """
+        uid = group.prompt_uid
+        was_ready = uid in self._ready
+        if (readiness := implied(group)) is not group.readiness:
+            self._become(group, readiness)
         if self.replaying:
             return
         decision = decide(group, self.rules, self.now if at is None else at)
-        uid, verdict = group.prompt_uid, decision.verdict
-        was_ready = uid in self._ready
+        verdict = decision.verdict
         if not isinstance(verdict, Drop):
             reason = None if verdict is None else verdict.reason
             # Where time alone changed it, the row's time tells a replay what was over.
@@ -244,6 +253,7 @@ class Channel:
         group.alarm = at
         if at is not None:
             self._alarms.add((at, group.number))
+            self._next_tick.no_later_than(at)
 
     @property
     def next_alarm(self) -> float | None:
@@ -298,7 +308,7 @@ class Channel:
                 f"channel {self.name!r} was shut down; group {prompt_uid!r} cannot be opened"
             )
         if group is None:
-            if not self.replaying and (full := self._full()) is not None:
+            if (full := self._full()) is not None:
                 raise errors.PoolFullError(
                     f"channel {self.name!r} {full}; group {prompt_uid!r} waits until one is "
                     "leased: raise the limit or timeout_s"
@@ -462,7 +472,7 @@ class Channel:
         group = self.records.groups.get(prompt_uid)
         if group is None:
             names = limits.MAX_QUEUE_SIZE, limits.MAX_BYTES
-            if not self.replaying and (full := self._full(*names)) is not None:
+            if (full := self._full(*names)) is not None:
                 raise errors.PoolFullError(
                     f"channel {self.name!r} {full}; trajectory {trajectory_uid!r} would begin a "
                     f"new group, {prompt_uid!r}: try again once something is leased"
@@ -517,16 +527,16 @@ class Channel:
         """Exclude a trajectory. Its steps are dropped; their rows go with the group's."""
         record.closing = closing
         self.counts.steps.dropped += self._forget_steps(record)
-        record.steps = []
+        record.drop_steps()
         group.n_aborted += 1
         self.counts.trajectories.aborted += 1
         count_reason(self.counts.trajectories.abort_reasons, closing.aborted or "")
 
     def _forget_steps(self, record: TrajectoryRecord) -> int:
         steps = record.steps
-        self.counts.tokens -= sum(step.n_tokens for step in steps)
+        self.counts.tokens -= record.n_tokens
         self.counts.steps.stored -= len(steps)
-        self.payloads.release(steps)
+        self.steps.release(steps)
         return len(steps)
 
     # -- steps -------------------------------------------------------------------------------
@@ -536,17 +546,17 @@ class Channel:
         for packed in op.trajectories:
             for step in packed.steps:
                 try:
-                    answers.append(self._counted(packed.trajectory_uid, packed.prompt_uid, step))
+                    answers.append(self._submit(packed.trajectory_uid, packed.prompt_uid, step))
                 except errors.DataPoolError as e:
                     answers.append(ops.Refusal.of(e))
                     if isinstance(e, errors.PoolFullError):
-                        self._count("rejected")
+                        self._count_refusal(e)
         self.log.write_steps(self.now)
         return answers
 
     def append_step(self, op: ops.AppendStep) -> ops.SubmitOutcome | ops.Resumed:
         try:
-            outcome = self._counted(op.trajectory_uid, op.prompt_uid, op.step)
+            outcome = self._submit(op.trajectory_uid, op.prompt_uid, op.step)
         except errors.StepConflictError:
             record = self.records.trajectories.get(op.trajectory_uid)
             if record is None or record.closing is not None:
@@ -555,38 +565,48 @@ class Channel:
         self.log.write_steps(self.now)
         return outcome
 
-    def _counted(self, uid: str, prompt_uid: str, step: PackedStep) -> ops.SubmitOutcome:
-        """Apply one step and count its outcome or refusal; not one after which it comes again."""
+    def _submit(self, uid: str, prompt_uid: str, step: PackedStep) -> ops.SubmitOutcome:
+        """Apply one step and count its outcome or refusal; not one after which it comes again.
+        Changes nothing if the step contradicts another."""
+        counts = self.counts.steps
         try:
-            outcome = self._submit(uid, prompt_uid, step)
+            outcome = self._accept(uid, prompt_uid, step)
         except (errors.UnknownBaseError, errors.PoolFullError):
             raise
         except errors.DataPoolError as e:
-            self._count("conflict" if isinstance(e, errors.StepConflictError) else "rejected")
+            self._count_refusal(e)
             raise
-        self._count(outcome)
+        counts.submitted += 1
+        if outcome == "accepted":
+            counts.accepted += 1
+        elif outcome == "duplicate":
+            counts.duplicate += 1
+        else:
+            counts.late += 1
+        self.log.is_changed = True
         return outcome
 
-    def _count(self, outcome: str) -> None:
-        counts = self.counts.steps
+    def _count_refusal(self, error: errors.DataPoolError) -> None:
+        counts, is_conflict = self.counts.steps, isinstance(error, errors.StepConflictError)
         counts.submitted += 1
-        setattr(counts, outcome, getattr(counts, outcome) + 1)
+        counts.conflict += is_conflict
+        counts.rejected += not is_conflict
         self.log.is_changed = True
 
-    def _submit(self, uid: str, prompt_uid: str, step: PackedStep) -> ops.SubmitOutcome:
-        """Apply one step. Changes nothing if it contradicts another."""
-        header = self._steps.header_of(uid, step)
+    def _accept(self, uid: str, prompt_uid: str, step: PackedStep) -> ops.SubmitOutcome:
+        """Check a step and keep it, with a prompt that it shares with others."""
+        header = self.steps.header_of(uid, step)
         record = self.records.find(uid, prompt_uid)
         if record is None:
             if header.base_index >= 0 and not self.records.is_settled(prompt_uid):
-                raise self._steps.unknown_base(uid, header)
+                raise self.steps.unknown_base(uid, header)
             record = self._begin(uid, prompt_uid)
             if record is None:
                 return "late"
         elif isinstance(record, Closing):
             return "late"
-        if record.step(header.step_index) is not None:
-            if self._steps.is_same(record, step, header):
+        if header.step_index <= record.max_index and record.step(header.step_index) is not None:
+            if self.steps.is_same(record, step, header):
                 return "duplicate"
             raise errors.StepConflictError(
                 f"step {uid!r}[{header.step_index}] is already stored in channel {self.name!r} "
@@ -594,31 +614,27 @@ class Channel:
             )
         if record.closing is not None:
             return "late"
-        self._steps.check_index(record, header)
-        if step.prompt is None:
-            self._steps.check_base(record, header)
-        else:
-            step = self._steps.with_parent(record, step, header)
-        self._store(self.records.groups[record.prompt_uid], record, step)
+        sent = self.steps.fit(record, step, header)
+        group = self.records.groups[prompt_uid]
+        prompt, prompt_row = None, None
+        if sent.prompt is not None:
+            prompt, prompt_row = self._keep_prompt(group, bytes(sent.prompt))
+        step = PackedStep(prompt, sent.payload)
+        self.log.add_step(group, record, prompt_row, step, self.now)
+        self._put(group, record, step, header)
         self.counts.response_tokens += header.n_response
         if self.config.max_bytes is not None:
             # Last, because it may drop the very group that the step belongs to.
             self._trim(sparing=prompt_uid)
         return "accepted"
 
-    def _store(self, group: GroupRecord, record: TrajectoryRecord, sent: PackedStep) -> None:
-        """Keep it, with a prompt that it shares with others; its trajectory may be complete now."""
-        prompt, prompt_row = None, None
-        if sent.prompt is not None:
-            prompt, prompt_row = self._keep_prompt(group, bytes(sent.prompt))
-        step = PackedStep(prompt, sent.payload)
-        self.log.add_step(group, record, prompt_row, step, self.now)
-        self._put(group, record, step)
-
-    def _put(self, group: GroupRecord, record: TrajectoryRecord, step: PackedStep) -> None:
-        record.put(step)
-        self.payloads.put(step)
-        self.counts.tokens += step.n_tokens
+    def _put(
+        self, group: GroupRecord, record: TrajectoryRecord, step: PackedStep, header: Header
+    ) -> None:
+        """Keep a step. Its trajectory may be complete now."""
+        record.put(step, header)
+        self.steps.memory_bytes += len(step.payload)
+        self.counts.tokens += header.n_prompt + header.n_response
         self.counts.steps.stored += 1
         group.touched_at = self.now
         last = record.last_index
@@ -633,7 +649,7 @@ class Channel:
         if kept is None:
             kept = prompt, self.log.write_prompt(group, prompt, self.now)
             group.prompts[prompt] = kept
-            self.payloads.memory_bytes += len(prompt)
+            self.steps.memory_bytes += len(prompt)
         return kept
 
     def adopt_prompt(self, stored: rows.PromptStored, prompt: bytes, row: int) -> None:
@@ -642,7 +658,7 @@ class Channel:
         group = self.records.groups.get(uid) or self._begin_group(uid)
         group.prompts[prompt] = prompt, row
         group.rows.append(row)
-        self.payloads.memory_bytes += len(prompt)
+        self.steps.memory_bytes += len(prompt)
 
     def adopt(
         self, stored: rows.StepsStored, prompts: Mapping[int, bytes], payload: bytes, row: int
@@ -660,10 +676,12 @@ class Channel:
         for uid, prompt_row, n_bytes in stored.steps:
             record = trajectories.get(uid) or self._new_trajectory(uid, group)
             prompt = None if prompt_row is None else prompts[prompt_row]
-            steps.append(PackedStep(prompt, payload[at : at + n_bytes]))
-            self._put(group, record, steps[-1])
+            step = PackedStep(prompt, payload[at : at + n_bytes])
+            steps.append(step)
+            self._put(group, record, step, step.header)
             at += n_bytes
-        self.payloads.in_row(steps, row)
+        if self.log.may_spill:
+            self.log.note_spillable(steps, row)
 
     # -- people ------------------------------------------------------------------------------
 
@@ -844,7 +862,7 @@ class Channel:
         used = {step.prompt for t in group.trajectories for step in t.steps if step.prompt}
         for prompt in [prompt for prompt in group.prompts if prompt not in used]:
             del group.prompts[prompt]
-            self.payloads.memory_bytes -= len(prompt)
+            self.steps.memory_bytes -= len(prompt)
 
     def erase_deleted(self) -> None:
         """Erase once more what was deleted of groups that went on."""
@@ -872,6 +890,9 @@ class Channel:
         return limits.Load(*n_groups, self.memory_bytes, self.has_consumer)
 
     def _full(self, *names: str) -> str | None:
+        """Return why a new group has to wait, by these limits or (none named) all."""
+        if self.replaying or not self._is_limited:
+            return None
         return limits.why_full(self.config, self.counts, self._load(), *names)
 
     def advance_version(self, op: ops.AdvanceVersion) -> None:
@@ -900,8 +921,8 @@ class Channel:
                 return
             self._drop(oldest, limits.MAX_BYTES)
 
-    def written(self, limit: int | None) -> None:
-        """The log was flushed: payloads that came since may leave memory, beyond the limits.
+    def spill(self, limit: int | None) -> None:
+        """Let payloads that the log has leave memory, beyond the limits.
 
         Args:
             limit: bytes that this channel may keep in memory by the pool's account; None: any.
@@ -909,7 +930,7 @@ class Channel:
         config = self.config
         if config.overflow == "spill" and config.max_bytes is not None:
             limit = min(config.max_bytes, config.max_bytes if limit is None else limit)
-        self.payloads.written(limit)
+        self.steps.spill(limit)
 
     # -- consumers ---------------------------------------------------------------------------
 
@@ -920,9 +941,10 @@ class Channel:
     def choose(self, n_rollouts: int | None, batch_size: int) -> list[str]:
         """The groups that a consumer gets next, if there are `batch_size` of them; else none. Drops
         those on the way that are too old or that a filter objects to."""
-        while (oldest := self._ready_versions.first()) is not None:
-            if self._is_fresh(self.records.groups[oldest[1]]):
-                break
+        if self.config.max_staleness is not None:
+            while (oldest := self._ready_versions.first()) is not None:
+                if self._is_fresh(self.records.groups[oldest[1]]):
+                    break
         n_wanted = n_rollouts or self.config.n_rollouts
         if self.queue.count(n_wanted) < batch_size:
             return []
@@ -995,7 +1017,7 @@ class Channel:
 
     def packed(self, record: TrajectoryRecord) -> PackedTrajectory:
         """A trajectory as consumers get it, if it is complete; else with its steps so far."""
-        steps = record.as_served(self.payloads.read(record.steps))
+        steps = record.as_served(self.steps.read(record.steps))
         return PackedTrajectory(
             record.trajectory_uid, record.prompt_uid, steps, dict(record.metadata), record.attempt
         )
@@ -1089,8 +1111,9 @@ class Channel:
     def _is_over(self, group: GroupRecord) -> bool:
         """True if the group has reached its retention age. A replay drops nothing: what has rows
         was there."""
-        until = retained_until(group, self.rules)
-        return not self.replaying and until is not None and until <= self.now
+        if self.replaying or self.rules.retention_s is None:
+            return False
+        return group.opened_at + self.rules.retention_s <= self.now
 
     # -- a group leaves ----------------------------------------------------------------------
 
@@ -1126,7 +1149,7 @@ class Channel:
             n_steps += self._forget_steps(record)
         self.records.remove(group)
         self.counts.trajectories.complete -= len(group.complete)
-        self.payloads.memory_bytes -= sum(map(len, group.prompts))
+        self.steps.memory_bytes -= sum(map(len, group.prompts))
         self._remember(rows.GroupClosed(group.prompt_uid, how, closings))
         return n_steps
 

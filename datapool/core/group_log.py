@@ -1,5 +1,5 @@
-"""A channel's rows in the pool's log, about its groups: a row per change, the steps of a call in
-one; and the deletion of these rows.
+"""Rows in the pool's log. A channel has a row per change of a group, the steps of a call in one;
+they are deleted with the group.
 
     change of a live group ──write──► row, before anything that follows from it
     steps ──add_step──► buffered ──write_steps──► one row of a group's steps
@@ -7,36 +7,93 @@ one; and the deletion of these rows.
     trajectory deleted ──erase──► the group's rows written anew without it
 
 Before there is a log nothing is written. Owns the rows' numbers and the order in which they are
-written. Does not own their form (`log_rows.py`) nor where bytes are kept (`payloads.py`).
+written. Does not own their form (`log_rows.py`) nor what is in memory (`steps.py`).
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Iterable
 
 import msgspec
 
-from stepwell.datapool.codec import PackedStep
+from stepwell.datapool.codec import PackedStep, Place, encoder
 from stepwell.datapool.core.erasure import Erasure
-from stepwell.datapool.core.log_rows import GroupClosed, PromptStored, StepsStored, Writer
-from stepwell.datapool.core.payloads import Payloads
+from stepwell.datapool.core.log_rows import (
+    GroupClosed,
+    LeaseEnded,
+    Log,
+    PromptStored,
+    StepsStored,
+)
 from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
 
 ROW_BYTES = 64 << 10
 """Bytes of steps after which their row is written: it is read as a whole, also for one of them."""
 
 
-class GroupLog:
-    """The rows of one channel."""
+class RowLog:
+    """The rows of one channel, or of `log_rows.POOL`.
 
-    def __init__(self, channel: str, writer: Writer, payloads: Payloads) -> None:
+    Args:
+        remembered: tombstones that it keeps.
+    """
+
+    def __init__(self, channel: str, remembered: int) -> None:
+        self.journal: Log | None = None
+        """Log of the pool; None: nothing is written."""
         self.is_changed = False
-        """The channel's counts changed since they were last written down."""
+        """The counts changed since they were last written down."""
         self._channel = channel
-        self._writer = writer
-        self._payloads = payloads
+        self._remembered = remembered
         self._tombstones: deque[int] = deque()
+
+    def append(
+        self, record: msgspec.Struct, now: float, group: GroupRecord | None, *payload: bytes
+    ) -> int | None:
+        """Append a row, which is a group's or nobody's; its number."""
+        self.is_changed = True
+        if self.journal is None:
+            return None
+        number = 0 if group is None else group.number
+        head = encoder.encode((now, number, record))
+        row = self.journal.append(self._channel, type(record).__name__, head, *payload)
+        if group is not None:
+            group.rows.append(row)
+        return row
+
+    def delete(self, rows: Iterable[int]) -> None:
+        if self.journal is not None:
+            self.journal.delete(rows)
+
+    def scrub(self) -> None:
+        if self.journal is not None:
+            self.journal.scrub()
+
+    def write_tombstone(self, record: GroupClosed | LeaseEnded, now: float) -> None:
+        self.keep_tombstone(self.append(record, now, None))
+
+    def keep_tombstone(self, row: int | None) -> None:
+        """Add a tombstone, of which the oldest goes beyond the number remembered."""
+        if row is not None:
+            self._tombstones.append(row)
+        if self.journal is not None and len(self._tombstones) > self._remembered:
+            self.journal.delete([self._tombstones.popleft()])
+
+
+class GroupLog(RowLog):
+    """The rows of one channel, with those of its groups.
+
+    Args:
+        may_spill: payloads may leave memory.
+    """
+
+    def __init__(self, channel: str, remembered: int, may_spill: bool) -> None:
+        super().__init__(channel, remembered)
+        self.may_spill = may_spill
+        self.spillable: list[tuple[PackedStep, Place]] = []
+        """Steps of rows that were written since this list was last taken, if they may spill."""
         self._steps: list[tuple[TrajectoryRecord, int | None, PackedStep]] = []
         """Steps of `_group` that have no row yet, and the rows of their prompts."""
         self._group: GroupRecord | None = None
@@ -46,11 +103,11 @@ class GroupLog:
         """Write a change of a live group."""
         if self._steps:
             self.write_steps(now)
-        self._append(group, record, now)
+        self.append(record, now, group)
 
     def write_prompt(self, group: GroupRecord, prompt: bytes, now: float) -> int | None:
         """Write the prompt of roots; its row."""
-        return self._append(group, PromptStored(group.prompt_uid), now, prompt)
+        return self.append(PromptStored(group.prompt_uid), now, group, prompt)
 
     def add_step(
         self,
@@ -78,20 +135,17 @@ class GroupLog:
             return
         self._steps, self._n_bytes = [], 0
         stored = [(record.trajectory_uid, row, len(step.payload)) for record, row, step in steps]
-        packed = [step for _, _, step in steps]
-        payload = [step.payload for step in packed]
-        row = self._append(group, StepsStored(group.prompt_uid, stored), now, *payload)
-        if row is not None:
-            self._payloads.in_row(packed, row)
+        payload = [step.payload for _, _, step in steps]
+        row = self.append(StepsStored(group.prompt_uid, stored), now, group, *payload)
+        if row is not None and self.may_spill:
+            self.note_spillable([step for _, _, step in steps], row)
 
-    def _append(
-        self, group: GroupRecord, record: msgspec.Struct, now: float, *payload: bytes
-    ) -> int | None:
-        self.is_changed = True
-        row = self._writer.write(self._channel, record, now, group.number, *payload)
-        if row is not None:
-            group.rows.append(row)
-        return row
+    def note_spillable(self, steps: Iterable[PackedStep], row: int) -> None:
+        """The payloads of these steps, one after the other, are this row."""
+        at = 0
+        for step in steps:
+            self.spillable.append((step, (row, at, len(step.payload))))
+            at += len(step.payload)
 
     # -- what is gone ------------------------------------------------------------------------
 
@@ -102,16 +156,9 @@ class GroupLog:
             erased: nobody may read them any more, within seconds.
         """
         self.write_steps(now)
-        self._writer.delete(group.rows)
+        self.delete(group.rows)
         if erased:
-            self._writer.scrub()
-
-    def write_tombstone(self, closed: GroupClosed, now: float) -> None:
-        self.is_changed = True
-        self.keep_tombstone(self._writer.write(self._channel, closed, now))
-
-    def keep_tombstone(self, row: int | None) -> None:
-        self._writer.keep_tombstone(row, self._tombstones)
+            self.scrub()
 
     def erasure(self, group: GroupRecord, *uids: str) -> Erasure:
         """Return the changes of the group's rows that erase these trajectories.
@@ -119,8 +166,7 @@ class GroupLog:
         Raises:
             JournalError: a row cannot be read.
         """
-        log = self._writer.log
-        return Erasure() if log is None else Erasure.of(log, group, uids)
+        return Erasure() if self.journal is None else Erasure.of(self.journal, group, uids)
 
     def erase(self, group: GroupRecord, erasure: Erasure) -> None:
         """Write the rows of a group anew, as an erasure says.
@@ -128,7 +174,7 @@ class GroupLog:
         Args:
             erasure: made before the trajectories were taken out.
         """
-        log = self._writer.log
+        log = self.journal
         if log is None:
             return
         log.delete(erasure.deleted)
@@ -136,6 +182,3 @@ class GroupLog:
             log.put(row, self._channel, kind, head, payload)
         gone = set(erasure.deleted)
         group.rows = array("q", (row for row in group.rows if row not in gone))
-
-    def scrub(self) -> None:
-        self._writer.scrub()

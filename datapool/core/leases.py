@@ -10,7 +10,6 @@ Knows uids and times; the groups themselves are the channels'.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any, get_args
 
 import msgspec
@@ -20,7 +19,8 @@ from stepwell.datapool import errors
 from stepwell.datapool.codec import decoder, encoder
 from stepwell.datapool.core import log_rows as rows
 from stepwell.datapool.core.accounting import count_reason
-from stepwell.datapool.core.orders import KeyedOrder
+from stepwell.datapool.core.group_log import RowLog
+from stepwell.datapool.core.orders import KeyedOrder, NextTick
 from stepwell.datapool.core.records import Remembered
 
 
@@ -42,16 +42,15 @@ _state_decoder = decoder(_State)
 class LeaseBook:
     """All leases of a pool."""
 
-    def __init__(self, writer: rows.Writer) -> None:
+    def __init__(self, remembered: int, next_tick: NextTick) -> None:
+        self.log = RowLog(rows.POOL, remembered)
+        self._next_tick = next_tick
         self.expiries: KeyedOrder[str] = KeyedOrder()
         self.n_issued = 0
-        self._writer = writer
         self._active: dict[str, rows.LeaseRecord] = {}
         self._requests: dict[str, str] = {}
-        self._ended: Remembered[rows.LeaseEnd] = Remembered(writer.remembered)
-        self._ended_rows: deque[int] = deque()
+        self._ended: Remembered[rows.LeaseEnd] = Remembered(remembered)
         self._counts: dict[str, LeaseCounts] = {}
-        self._changed = False
 
     def issue(self, epoch: str, lease: rows.LeaseRecord, now: float) -> str:
         """A lease becomes active; the id that it is given."""
@@ -94,7 +93,7 @@ class LeaseBook:
 
     def renew(self, lease_id: str, expires_at: float, now: float) -> None:
         lease = self.get(lease_id, "renewed")
-        self._writer.delete([lease.row])
+        self.log.delete([lease.row])
         # Last among the active ones and among equal expiries, as its row in the log is.
         del self._active[lease_id]
         self.expiries.discard(lease_id)
@@ -114,9 +113,10 @@ class LeaseBook:
         counts.ended[how] += 1
         if reason is not None:
             count_reason(counts.nack_reasons, reason)
-        self._writer.delete([lease.row])
+        self.log.delete([lease.row])
         ended = rows.LeaseEnded(lease_id, how)
-        self.restore_ended(ended, self._writer.write(rows.POOL, ended, now))
+        self._ended[lease_id] = how
+        self.log.write_tombstone(ended, now)
         return lease
 
     def expire(self, now: float) -> rows.LeaseRecord | None:
@@ -136,11 +136,9 @@ class LeaseBook:
 
     # -- the log -----------------------------------------------------------------------------
 
-    def write_counts(self, log: rows.Log) -> None:
-        """Put the counts into the log, if they changed."""
-        if self._changed:
-            self._changed = False
-            log.put_state(STATE, encoder.encode((self.n_issued, self._counts)))
+    def state(self) -> bytes:
+        """Return the counts, for the log."""
+        return encoder.encode((self.n_issued, self._counts))
 
     def restore_counts(self, state: bytes) -> None:
         self.n_issued, self._counts = _state_decoder.decode(state)
@@ -151,16 +149,17 @@ class LeaseBook:
         if lease.request_id is not None:
             self._requests[lease.request_id] = lease.lease_id
         self.expiries.set(lease.lease_id, lease.expires_at)
+        self._next_tick.no_later_than(lease.expires_at)
 
-    def restore_ended(self, ended: rows.LeaseEnded, row: int | None) -> None:
+    def restore_ended(self, ended: rows.LeaseEnded, row: int) -> None:
         self._ended[ended.lease_id] = ended.how
-        self._writer.keep_tombstone(row, self._ended_rows)
+        self.log.keep_tombstone(row)
 
     # -- inside ------------------------------------------------------------------------------
 
     def _put(self, lease: rows.LeaseRecord, now: float) -> None:
-        self.restore(replace(lease, row=self._writer.write(rows.POOL, lease, now) or 0))
+        self.restore(replace(lease, row=self.log.append(lease, now, None) or 0))
 
     def _count(self, channel: str) -> LeaseCounts:
-        self._changed = True
+        self.log.is_changed = True
         return self._counts.setdefault(channel, LeaseCounts())

@@ -42,6 +42,13 @@ class Load(NamedTuple):
     has_consumer: bool
 
 
+def is_limited(config: ChannelConfig) -> bool:
+    """Return whether a new group may have to wait."""
+    blocks = config.overflow == "block" and (config.max_queue_size or config.max_bytes)
+    ahead = config.max_ahead_versions is not None
+    return bool(blocks or ahead or config.max_outstanding_groups is not None)
+
+
 def used(config: ChannelConfig, counts: Counts, load: Load) -> dict[str, tuple[int, int]]:
     """Return by limit, in the order in which they are looked at, how much of it is used and what it
     is. What is not limited is missing."""

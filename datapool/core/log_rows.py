@@ -16,14 +16,13 @@ where they are kept (`store/journal.py`).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
 from stepwell.datapool import ops
-from stepwell.datapool.codec import decoder, encoder
+from stepwell.datapool.codec import decoder
 from stepwell.datapool.core.records import Closing, Readiness
 
 POOL = ""
@@ -55,47 +54,6 @@ class Log(Protocol):
 
     def scrub(self) -> None:
         """Erase the rows that were forgotten, so that nobody can read them any more."""
-
-
-class Writer:
-    """Access of a pool's channels and leases to its log. Before there is a log, nothing is written.
-
-    Args:
-        remembered: rows of what is gone that each of them keeps.
-    """
-
-    def __init__(self, remembered: int) -> None:
-        self.remembered = remembered
-        self.log: Log | None = None
-
-    def write(
-        self,
-        channel: str,
-        record: msgspec.Struct,
-        now: float,
-        number: int = 0,
-        *payload: bytes,
-    ) -> int | None:
-        """Append a row; its number."""
-        if self.log is None:
-            return None
-        head = encoder.encode((now, number, record))
-        return self.log.append(channel, type(record).__name__, head, *payload)
-
-    def delete(self, rows: Iterable[int]) -> None:
-        if self.log is not None:
-            self.log.delete(rows)
-
-    def scrub(self) -> None:
-        if self.log is not None:
-            self.log.scrub()
-
-    def keep_tombstone(self, row: int | None, tombstones: deque[int]) -> None:
-        """Add a row to those of its kind, of which the oldest goes beyond `remembered`."""
-        if row is not None:
-            tombstones.append(row)
-        if self.log is not None and len(tombstones) > self.remembered:
-            self.log.delete([tombstones.popleft()])
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, gc=False):

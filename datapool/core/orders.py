@@ -80,6 +80,20 @@ class KeyedOrder(Generic[K]):
         return first[1]
 
 
+class NextTick:
+    """The time at which `DataPool.tick` next has something to do, or an earlier one."""
+
+    __slots__ = ("at",)
+
+    def __init__(self) -> None:
+        self.at = math.inf
+
+    def no_later_than(self, at: float) -> None:
+        """Something is to be done then."""
+        if at < self.at:
+            self.at = at
+
+
 class _Place(msgspec.Struct, order=True, frozen=True, gc=False):
     """Position in a queue."""
 

@@ -12,11 +12,12 @@ the actor and this class, record the changes and replay them.
     apply(op) ──► `_ANSWERS` of the pool, or `METHODS` of the channel named ──► answer, at once
 
 Answers hold nothing that the pool changes later. What it leaves to `remote/`: waiting, waking up,
-and calling `tick` when `next_deadline` comes.
+and calling `tick` at `next_tick`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
@@ -30,7 +31,8 @@ from stepwell.datapool.core.accounting import Counts
 from stepwell.datapool.core.channel import METHODS, Channel
 from stepwell.datapool.core.leases import STATE as LEASES
 from stepwell.datapool.core.leases import LeaseBook
-from stepwell.datapool.core.log_rows import GroupReturned, LeaseRecord, Log, Writer
+from stepwell.datapool.core.log_rows import GroupReturned, LeaseRecord, Log
+from stepwell.datapool.core.orders import NextTick
 from stepwell.datapool.inspect.events import EventLog, Events
 from stepwell.datapool.inspect.listing import listed
 from stepwell.datapool.types import OWNER, TRAIN, VAL
@@ -60,10 +62,16 @@ class DataPool:
     ) -> None:
         self.config = config or PoolConfig()
         self.epoch = epoch
-        self._writer = Writer(self.config.remembered_uids)
+        self._journal: Log | None = None
         self.events = EventLog(life or epoch)
         self.channels: dict[str, Channel] = {}
-        self.leases = LeaseBook(self._writer)
+        self.next_tick = NextTick()
+        """When `tick` is to be called. Whoever needs it earlier says so."""
+        self.may_spill = self.config.memory_limit_bytes is not None or any(
+            c.overflow == "spill" for c in (self.config.default, *self.config.channels.values())
+        )
+        """True if `spill` is to be called when the log was flushed."""
+        self.leases = LeaseBook(self.config.remembered_uids, self.next_tick)
         self._shut_down = self._changed = False
         for name in (TRAIN, VAL, *self.config.channels):
             self.channel(name)
@@ -78,10 +86,13 @@ class DataPool:
         if (own := _ANSWERS.get(type(op))) is not None:
             answer = own(self, op, now)
         else:
-            # Asking about a channel does not make it.
-            at = self._at if isinstance(op, ops.Change) else self._seen
-            method = METHODS[type(op)]
-            answer = method(at(op.channel, now), op)  # type: ignore[attr-defined]  # all have one
+            name: str = op.channel  # type: ignore[attr-defined]  # all others have one
+            channel = self.channels.get(name)
+            if channel is None:  # asking about a channel does not make it
+                make = self.channel if isinstance(op, ops.Change) else self._new_channel
+                channel = make(name)
+            channel.now = now
+            answer = METHODS[type(op)](channel, op)
         result: R = answer
         return result
 
@@ -110,7 +121,7 @@ class DataPool:
         for name in self.channels:
             if not found.more:
                 found += self._at(name, now).delete(op)
-        self._writer.scrub()  # also what was acked before
+        self.leases.log.scrub()  # also what was acked before
         return found
 
     def _delete_trajectory(self, op: ops.DeleteTrajectory, now: float) -> ops.Deleted:
@@ -119,7 +130,7 @@ class DataPool:
             for name in self.channels:
                 found += self._at(name, now).delete_trajectory(op)
         finally:
-            self._writer.scrub()
+            self.leases.log.scrub()
         return found
 
     # -- consumers ---------------------------------------------------------------------------
@@ -173,14 +184,16 @@ class DataPool:
 
     def tick(self, now: float) -> None:
         """Do what is due by `now`: expire leases, then look again at groups whose alarm
-        rings. If that is a lot, some is left, and `next_deadline` is in the past."""
+        rings. If that is a lot, some is left, and `next_tick` is in the past."""
         while (lease := self.leases.expire(now)) is not None:
             self._give_back(lease, now)
         for name in self.channels:
             self._at(name, now).expire()
+        deadline = self.next_deadline()
+        self.next_tick.at = math.inf if deadline is None else deadline
 
     def next_deadline(self) -> float | None:
-        """Time at which `tick` next has something to do, or an earlier one; None: never."""
+        """Return when `tick` next has something to do; None: never."""
         first = self.leases.expiries.first()
         times = [first and first[0], *(c.next_alarm for c in self.channels.values())]
         return min((at for at in times if at is not None), default=None)
@@ -226,17 +239,21 @@ class DataPool:
 
     def attach(self, log: Log) -> None:
         """Write every change down from now on, and read payloads back that are only there."""
-        self._writer.log = log
+        self._journal = self.leases.log.journal = log
+        for channel in self.channels.values():
+            channel.log.journal = log
 
     def write_counts(self) -> None:
         """Put the counts that changed into the log. Before a flush."""
-        if (log := self._writer.log) is None:
+        if (log := self._journal) is None:
             return
         for channel in self.channels.values():
             if channel.log.is_changed:
                 channel.log.is_changed = False
                 log.put_state(COUNTS + channel.name, encoder.encode(channel.counts))
-        self.leases.write_counts(log)
+        if self.leases.log.is_changed:
+            self.leases.log.is_changed = False
+            log.put_state(LEASES, self.leases.state())
         if self._changed:
             self._changed = False
             log.put_state(_POOL, encoder.encode(self._shut_down))
@@ -250,14 +267,14 @@ class DataPool:
         elif key == _POOL:
             self._shut_down = msgspec.msgpack.decode(state, type=bool)
 
-    def written(self) -> None:
-        """The log was flushed: payloads beyond the memory limits may live there alone."""
+    def spill(self) -> None:
+        """Let payloads beyond the memory limits live in the log alone, now that it was flushed."""
         limit = self.config.memory_limit_bytes
         total = self.memory_bytes
         for channel in self.channels.values():
             over = None if limit is None or total <= limit else channel.memory_bytes - total + limit
             before = channel.memory_bytes
-            channel.written(over)
+            channel.spill(over)
             total += channel.memory_bytes - before
 
     # -- channels ----------------------------------------------------------------------------
@@ -273,7 +290,16 @@ class DataPool:
         days = self.config.retention_days
         retention_s = None if days is None else days * DAY_S
         config = self.config.channel(name)
-        channel = Channel(name, config, self._writer, self.events, retention_s)
+        channel = Channel(
+            name,
+            config,
+            self.config.remembered_uids,
+            self.events,
+            retention_s,
+            self.next_tick,
+            self.may_spill,
+        )
+        channel.log.journal = self._journal
         channel.counts.shut_down = self._shut_down
         return channel
 

@@ -155,6 +155,17 @@ def decide(group: GroupRecord, rules: Rules, now: float) -> Decision:
     return Decision(readiness, verdict, key, min(times) if times else None, why)
 
 
+def implied(group: GroupRecord) -> Readiness:
+    """Return the readiness that the trajectories of a group give it without a decision: all that
+    are complete count, while nothing of an undeclared group is open. It has no row."""
+    readiness, n_complete = group.readiness, len(group.complete)
+    if group.terms is not None or group.n_open or readiness.ready_for == n_complete:
+        return readiness
+    if readiness.is_due or group.is_leased:
+        return readiness
+    return replace(readiness, ready_for=n_complete)
+
+
 def _gather(
     group: GroupRecord, config: ChannelConfig, readiness: Readiness, now: float, times: list[float]
 ) -> tuple[Readiness, str] | Drop:

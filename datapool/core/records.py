@@ -22,7 +22,7 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 import msgspec
 from sortedcontainers import SortedDict
 
-from stepwell.datapool.codec import PackedStep
+from stepwell.datapool.codec import Header, PackedStep
 from stepwell.datapool.errors import (
     TrajectoryConflictError,
     UnknownGroupError,
@@ -80,6 +80,12 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
     """Replaced, never changed."""
     steps: list[PackedStep] = []
     """By step_index, which is their place unless some are missing; none once it is aborted."""
+    n_tokens: int = 0
+    """Prompt and response tokens of its steps."""
+    max_index: int = -1
+    """Highest step_index; -1 without steps."""
+    last_index: int | None = None
+    """Index of the `is_last` step, once it has arrived: nothing lies beyond it."""
     closing: Closing | None = None
     """None while open."""
     closed_at: float = 0.0
@@ -98,33 +104,30 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
     def is_deleted(self) -> bool:
         return self.closing is not None and self.closing.is_deleted
 
-    @property
-    def max_index(self) -> int:
-        """Highest step_index; -1 without steps."""
-        return self.steps[-1].step_index if self.steps else -1
-
-    @property
-    def last_index(self) -> int | None:
-        """Index of the `is_last` step, once it has arrived: nothing lies beyond it."""
-        return self.steps[-1].step_index if self.steps and self.steps[-1].is_last else None
-
     def step(self, index: int) -> PackedStep | None:
         """The step of this index, if it is stored."""
         steps = self.steps
-        if not steps or index > steps[-1].step_index:  # as nearly always
+        if index > self.max_index:  # as nearly always
             return None
         if 0 <= index < len(steps) and steps[index].step_index == index:
             return steps[index]
         at = bisect_left(steps, index, key=_INDEX)
         return steps[at] if at < len(steps) and steps[at].step_index == index else None
 
-    def put(self, step: PackedStep) -> None:
+    def put(self, step: PackedStep, header: Header) -> None:
         """A step that is not stored yet."""
-        steps = self.steps
-        if not steps or step.step_index > steps[-1].step_index:  # as nearly always
-            steps.append(step)
+        index = header.step_index
+        self.n_tokens += header.n_prompt + header.n_response
+        if index > self.max_index:  # as nearly always
+            self.steps.append(step)
+            self.max_index = index
         else:
-            steps.insert(bisect_left(steps, step.step_index, key=_INDEX), step)
+            self.steps.insert(bisect_left(self.steps, index, key=_INDEX), step)
+        if header.is_last:
+            self.last_index = index
+
+    def drop_steps(self) -> None:
+        self.steps, self.n_tokens, self.max_index, self.last_index = [], 0, -1, None
 
     def step_reward(self, index: int) -> float | None:
         """The step's own reward, without the outcome."""
@@ -157,7 +160,7 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
             trajectory_uid=self.trajectory_uid,
             reward=self.reward(),
             n_steps=len(self.steps),
-            n_tokens=sum(step.n_tokens for step in self.steps),
+            n_tokens=self.n_tokens,
             oldest_version=oldest,
             newest_version=newest,
             attempt=self.attempt,
@@ -314,7 +317,9 @@ class Records:
         Raises:
             TrajectoryConflictError: it is of another prompt.
         """
-        found = self.known(trajectory_uid)
+        found: TrajectoryRecord | Closing | None = self.trajectories.get(trajectory_uid)
+        if found is None:
+            found = self.closed_trajectories.get(trajectory_uid)
         if found is not None and found.prompt_uid != prompt_uid:
             raise TrajectoryConflictError(
                 f"trajectory {trajectory_uid!r} in channel {self._channel!r} belongs to prompt "

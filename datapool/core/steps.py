@@ -1,19 +1,27 @@
-"""The steps of a channel: each is stored once, relative to the one it extends.
+"""The steps of a channel: each is stored once, relative to the one it extends, in memory or, once
+there are too many, in the log alone.
 
     step ──► known already? late? beyond the end? ──► other tokens than its base? ──► stored
               "duplicate", "late", StepIndexError      UnknownBaseError: send it whole
 
-Does not own the layout of a step (`codec.py`), where its bytes are (`payloads.py`), nor when a
-trajectory begins (`channel.py`).
+    stored: in memory ──spill, over the limit──► in the log; the header stays
+                  │                                    │
+                  └──────────────► read ◄──────────────┘       copies, for whoever asks
+
+Counts what is in memory. Does not own the layout of a step (`codec.py`), the steps, which their
+trajectories have, the limits, nor when a trajectory begins (`channel.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from zlib import crc32
 
 from stepwell.datapool import errors
 from stepwell.datapool.codec import (
+    HEADER_BYTES,
+    SPILLED,
     Header,
     PackedStep,
     PackedTrajectory,
@@ -23,23 +31,27 @@ from stepwell.datapool.codec import (
     relative,
     unpack,
 )
-from stepwell.datapool.core.payloads import Payloads
+from stepwell.datapool.core.group_log import GroupLog
 from stepwell.datapool.core.records import TrajectoryRecord
 
 MAX_STEP_BYTES = 1 << 30
 
 
 class StepStore:
-    """Checks and packs the steps of one channel.
+    """Checks, packs and keeps the steps of one channel.
 
     Args:
         channel: its name, for messages.
-        payloads: the bytes of stored steps.
+        log: the rows that have the payloads.
     """
 
-    def __init__(self, channel: str, payloads: Payloads) -> None:
+    def __init__(self, channel: str, log: GroupLog) -> None:
         self._channel = channel
-        self._payloads = payloads
+        self._log = log
+        self.memory_bytes = 0
+        """Payloads and prompts in memory."""
+
+    # -- a step that was sent ----------------------------------------------------------------
 
     def header_of(self, uid: str, step: PackedStep) -> Header:
         """Return the header of a step that was sent.
@@ -47,49 +59,53 @@ class StepStore:
         Raises:
             InvalidStepError: it came without its bytes, or with too many.
         """
-        if step.is_spilled or ((header := step.header).base_index < 0) is (step.prompt is None):
+        n_bytes, prompt = len(step.payload), step.prompt
+        if (
+            n_bytes <= HEADER_BYTES
+            or (header := step.header).flags & SPILLED
+            or (header.base_index < 0) is (prompt is None)
+        ):
             raise errors.InvalidStepError(
                 f"a step of trajectory {uid!r} in channel {self._channel!r} is packed without its "
-                f"payload, or with {'no' if step.prompt is None else 'a'} prompt, which its base "
+                f"payload, or with {'no' if prompt is None else 'a'} prompt, which its base "
                 "contradicts; pack it with codec.pack"
             )
-        if (n_bytes := len(step.payload) + len(step.prompt or b"")) > MAX_STEP_BYTES:
+        if (n_bytes := n_bytes + len(prompt or b"")) > MAX_STEP_BYTES:
             raise errors.InvalidStepError(
                 f"step {uid!r}[{header.step_index}] in channel {self._channel!r} has {n_bytes} "
                 f"bytes; at most {MAX_STEP_BYTES} can be stored, leave something out"
             )
         return header
 
-    def check_index(self, record: TrajectoryRecord, step: Header) -> None:
-        """Check the index of a step against the one marked as the last.
+    def fit(self, record: TrajectoryRecord, step: PackedStep, header: Header) -> PackedStep:
+        """Return a new step of a trajectory as it is stored: relative to its parent.
 
         Raises:
-            StepIndexError: it contradicts the step that is marked as the last one.
-        """
-        last, highest = record.last_index, record.max_index
-        if last is not None and step.step_index > last:
-            why = f"lies beyond the step marked is_last, {last}"
-        elif last is not None and step.is_last:
-            why = f"is marked is_last, and so is step {last}; mark one"
-        elif step.is_last and highest > step.step_index:
-            why = f"is marked is_last, but step {highest} is stored; mark the one with the highest"
-            why += " step_index"
-        else:
-            return
-        raise errors.StepIndexError(
-            f"step {record.trajectory_uid!r}[{step.step_index}] in channel {self._channel!r} {why}"
-        )
-
-    def check_base(self, record: TrajectoryRecord, step: Header) -> None:
-        """Check that the step which this one is relative to is stored.
-
-        Raises:
+            StepIndexError: its index contradicts the step that is marked as the last one.
             UnknownBaseError: the tokens that it is relative to are not those that are stored.
         """
-        if step.base_index >= 0:
-            base = record.step(step.base_index)
-            if base is None or base.crc != step.base_crc:
-                raise self.unknown_base(record.trajectory_uid, step)
+        last, highest, index = record.last_index, record.max_index, header.step_index
+        if last is not None or (index < highest and header.is_last):
+            if last is not None and index > last:
+                why = f"lies beyond the step marked is_last, {last}"
+            elif last is not None and header.is_last:
+                why = f"is marked is_last, and so is step {last}; mark one"
+            elif header.is_last:
+                why = f"is marked is_last, but step {highest} is stored; mark the one with the"
+                why += " highest step_index"
+            else:
+                why = ""
+            if why:
+                uid = record.trajectory_uid
+                raise errors.StepIndexError(
+                    f"step {uid!r}[{index}] in channel {self._channel!r} {why}"
+                )
+        if step.prompt is not None:
+            return self.with_parent(record, step, header)
+        base = record.step(header.base_index)
+        if base is None or base.crc != header.base_crc:
+            raise self.unknown_base(record.trajectory_uid, header)
+        return step
 
     def unknown_base(self, uid: str, step: Header) -> errors.UnknownBaseError:
         return errors.UnknownBaseError(
@@ -102,13 +118,16 @@ class StepStore:
         packed.
 
         Raises:
-            UnknownBaseError: as `check_base`.
+            UnknownBaseError: as `fit`.
         """
-        self.check_base(record, header)
-        ours = self._payloads.read(record.chain(header.step_index))
+        if header.base is not None:
+            base = record.step(header.base)
+            if base is None or base.crc != header.base_crc:
+                raise self.unknown_base(record.trajectory_uid, header)
+        ours = self.read(record.chain(header.step_index))
         if ours[0] == step:
             return True
-        theirs = [] if header.base is None else self._payloads.read(record.chain(header.base))
+        theirs = [] if header.base is None else self.read(record.chain(header.base))
         uids = record.trajectory_uid, record.prompt_uid
         stored_step, *_ = unpack(PackedTrajectory(*uids, ours))
         sent_step, *_ = unpack(PackedTrajectory(*uids, [step, *theirs]))
@@ -138,7 +157,52 @@ class StepStore:
         n_bytes = 4 * base.n_tokens
         if len(prompt) < n_bytes or crc32(known := memoryview(prompt)[:n_bytes]) != base.crc:
             return False
-        return known == chain_tokens(self._payloads.loaded(record.chain(base.step_index)))
+        return known == chain_tokens(self.loaded(record.chain(base.step_index)))
+
+    # -- bytes -------------------------------------------------------------------------------
+
+    def release(self, steps: Sequence[PackedStep]) -> None:
+        """Steps that are dropped."""
+        for step in steps:
+            if not (self._log.may_spill and step.is_spilled):
+                self.memory_bytes -= len(step.payload)
+                step.payload = b""  # if it was not flushed, nothing is left to spill
+
+    def loaded(self, steps: Sequence[PackedStep]) -> Sequence[PackedStep]:
+        """Return the steps with their payloads, to look at only: themselves if all are in memory,
+        else copies as from `read`."""
+        return self.read(steps) if any(step.is_spilled for step in steps) else steps
+
+    def read(self, steps: Iterable[PackedStep]) -> list[PackedStep]:
+        """Copies with their payloads; what is on disk is read, and stays there.
+
+        Raises:
+            JournalError: a payload cannot be read back.
+        """
+        copies = [PackedStep(step.prompt, step.payload) for step in steps]
+        spilled = [step for step in copies if step.is_spilled]
+        if spilled:
+            if self._log.journal is None:
+                raise errors.JournalError("spilled steps cannot be read: the pool has no journal")
+            rows = list(dict.fromkeys(step.place[0] for step in spilled))
+            loaded = dict(zip(rows, self._log.journal.read(rows), strict=True))
+            for step in spilled:
+                row, at, size = step.place
+                step.payload = loaded[row][at : at + size]
+        return copies
+
+    def spill(self, limit: int | None) -> None:
+        """Let what came since the last call, which the log has now, leave memory: the newest first,
+        down to `limit` bytes (None: any number may stay)."""
+        steps, self._log.spillable = self._log.spillable, []
+        if limit is None:
+            return
+        for step, place in reversed(steps):
+            if self.memory_bytes <= limit:
+                return
+            if not step.is_spilled:
+                self.memory_bytes -= len(step.payload)
+                step.spill(place)
 
 
 def _with_equal_sums(record: TrajectoryRecord, prompt: Prompt, before: int) -> list[Header]:

@@ -42,7 +42,7 @@ import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
 
 from stepwell.datapool.branches import branches
 from stepwell.datapool.errors import ExportError
-from stepwell.datapool.inspect.rows import ExportedTrajectory
+from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.types import Step, Trajectory, VersionSpan
 
 SCHEMA_VERSION = 2

@@ -4,9 +4,9 @@ and reads them back.
     pool ──pages──► ExportedTrajectory ──write──► one row per branch ──► x.parquet | x.jsonl
                                        ◄──read───
 
-One row per branch of a trajectory (`rows.py` says what is in it; the columns are `rows.schema()`).
-`read(write(x))` is x. Rows may be removed by whole trajectories, and the file saved anew by
-`datasets`. Both formats load to the same values.
+One row per branch of a trajectory; `columns.py` says what is in it. `read(write(x))` is x. Rows may
+be removed by whole trajectories, and the file saved anew by `datasets`. Both formats load to the
+same values.
 
 Beside a file is its digest, `x.parquet.sha256`, as `sha256sum` writes it: a file that has one is
 held against it when it is read. Whoever saves a file anew deletes that of the old one.
@@ -40,7 +40,7 @@ from stepwell.datapool.files.columns import (
     schema,
     to_rows,
 )
-from stepwell.datapool.inspect.rows import ExportedTrajectory
+from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.sealed import check_sidecar, sidecar_of, write_sidecar, written_durably
 
 _ROW_GROUP_BYTES = 16 << 20

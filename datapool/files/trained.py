@@ -9,7 +9,7 @@ while the run goes on and after it.
 A prompt is stored without the tokens of the step that it extends. Columns have one number for each
 response token, with six decimals: `advantages`, `weights`, `mask`, `prox_log_probs`, …; their names
 are the trainer's. Owns the format and the folder's bound. Does not own which trajectories are in it
-(`trainer/trained.py`).
+(`trainer/samples.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stepwell.datapool.sealed import damaged, read_lines, sealed, write_durably
 from stepwell.datapool.types import Step, Trajectory
 
 if TYPE_CHECKING:
-    from stepwell.datapool.inspect.rows import GroupRow
+    from stepwell.datapool.inspect.pages import GroupRow
 
 TRAINED: Final = "trained"
 """The folder's name in a run's folder."""

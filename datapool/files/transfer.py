@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from stepwell.datapool.files.export import ExportSummary, read, write
-from stepwell.datapool.inspect.rows import ExportedPage, ExportedTrajectory
+from stepwell.datapool.inspect.pages import ExportedPage, ExportedTrajectory
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import TRAIN
 

@@ -11,7 +11,7 @@ what comes or goes meanwhile may be seen or not. Groups that were acked or dropp
 here (`get_events`, `get_statistics` tell of them).
 
 A page costs what it looks at, and what lies before its cursor inside one group. Changes nothing,
-and makes no channel. Does not own the rows (`rows.py`).
+and makes no channel. Does not own their items (`pages.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stepwell.datapool.codec import PackedTrajectory
 from stepwell.datapool.core.channel import Channel
 from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
 from stepwell.datapool.errors import InvalidRequestError
-from stepwell.datapool.inspect import rows
+from stepwell.datapool.inspect import pages
 from stepwell.datapool.ops import CURSOR, NATURAL, POSITIVE, TEXT, Check
 from stepwell.datapool.selection import UNMARKED, Marks
 from stepwell.datapool.types import Trajectory
@@ -55,9 +55,9 @@ def listed(channel: Channel, epoch: str, asked: questions.Listing[Any]) -> Any:
         items.append(item)
         pager.left -= 1
     if not isinstance(asked, questions.ReadTrajectories):
-        return rows.Page(tuple(items), pager.cursor)
+        return pages.Page(tuple(items), pager.cursor)
     heads, packed = zip(*items, strict=True) if items else ((), ())
-    return rows.ExportedPage(heads, packed, pager.cursor)
+    return pages.ExportedPage(heads, packed, pager.cursor)
 
 
 # -- filters -----------------------------------------------------------------------------------
@@ -207,19 +207,19 @@ class _Found(NamedTuple):
     """A trajectory on the way."""
 
     group: GroupRecord
-    group_state: rows.GroupState
+    group_state: pages.GroupState
     record: TrajectoryRecord
-    state: rows.TrajectoryState
+    state: pages.TrajectoryState
     versions: tuple[int | None, int | None]
     """The oldest and the newest of its steps."""
 
 
-def _groups(channel: Channel, pager: Pager) -> Iterator[tuple[GroupRecord, rows.GroupState]]:
+def _groups(channel: Channel, pager: Pager) -> Iterator[tuple[GroupRecord, pages.GroupState]]:
     for group in _live_groups(channel, pager):
         position = pager.start.position if group.number == pager.start.group else 0
         if not pager.looks_at(group.number, position):
             return
-        yield group, cast(rows.GroupState, channel.state(group)[0])
+        yield group, cast(pages.GroupState, channel.state(group)[0])
 
 
 def _live_groups(channel: Channel, pager: Pager) -> Iterator[GroupRecord]:
@@ -246,7 +246,7 @@ def _trajectories(channel: Channel, pager: Pager) -> Iterator[_Found]:
         for position, record in enumerate(records, start=first):
             if not pager.looks_at(group.number, position):
                 return
-            state: rows.TrajectoryState = "complete" if record.is_complete else "aborted"
+            state: pages.TrajectoryState = "complete" if record.is_complete else "aborted"
             state = "open" if record.closing is None else state
             tags = record.marks.tags | group.marks.tags
             if not pager.admits(state=state, reason=_reason(record), tag=tags):
@@ -264,7 +264,7 @@ def _reason(record: TrajectoryRecord) -> str | None:
     return None if record.closing is None else record.closing.aborted
 
 
-def _group_rows(channel: Channel, pager: Pager) -> Iterator[rows.GroupRow]:
+def _group_rows(channel: Channel, pager: Pager) -> Iterator[pages.GroupRow]:
     for group, state in _groups(channel, pager):
         age_s = channel.now - group.opened_at
         if not pager.admits(state=state, age_s=age_s, tag=group.marks.tags):
@@ -274,7 +274,7 @@ def _group_rows(channel: Channel, pager: Pager) -> Iterator[rows.GroupRow]:
         pager.spend(items=len(group.trajectories), steps=len(steps))
         if not pager.admits_sums(info.reward_mean, info.oldest_version, info.newest_version):
             continue
-        row = rows.GroupRow(
+        row = pages.GroupRow(
             prompt_uid=group.prompt_uid,
             state=state,
             reason=channel.describe(group)["why"] if state == "open" else channel.state(group)[1],
@@ -298,11 +298,11 @@ def _group_rows(channel: Channel, pager: Pager) -> Iterator[rows.GroupRow]:
             yield row
 
 
-def _trajectory_rows(channel: Channel, pager: Pager) -> Iterator[rows.TrajectoryRow]:
+def _trajectory_rows(channel: Channel, pager: Pager) -> Iterator[pages.TrajectoryRow]:
     for found in _trajectories(channel, pager):
         record, steps = found.record, found.record.steps
         oldest, newest = found.versions
-        yield rows.TrajectoryRow(
+        yield pages.TrajectoryRow(
             trajectory_uid=record.trajectory_uid,
             prompt_uid=record.prompt_uid,
             state=found.state,
@@ -321,16 +321,16 @@ def _trajectory_rows(channel: Channel, pager: Pager) -> Iterator[rows.Trajectory
         )
 
 
-def _index_rows(channel: Channel, pager: Pager) -> Iterator[rows.IndexRow]:
+def _index_rows(channel: Channel, pager: Pager) -> Iterator[pages.IndexRow]:
     for found in _trajectories(channel, pager):
         record = found.record
         uids = record.trajectory_uid, record.prompt_uid
-        yield rows.IndexRow(*uids, record.is_complete, tuple(s.step_index for s in record.steps))
+        yield pages.IndexRow(*uids, record.is_complete, tuple(s.step_index for s in record.steps))
 
 
 def _exported(
     channel: Channel, pager: Pager
-) -> Iterator[tuple[rows.ExportedTrajectory, PackedTrajectory]]:
+) -> Iterator[tuple[pages.ExportedTrajectory, PackedTrajectory]]:
     """Complete ones as a consumer would get them. Of open ones the steps so far, with the rewards
     that were set since; one for the whole trajectory stands in `outcome`. Of aborted ones only the
     head, because the pool released their steps."""
@@ -345,7 +345,7 @@ def _exported(
         if n_bytes >= PAGE_BYTES:
             pager.left = 0
         uids = record.trajectory_uid, record.prompt_uid
-        head = rows.ExportedTrajectory(
+        head = pages.ExportedTrajectory(
             trajectory=Trajectory(*uids, (), dict(record.metadata), record.attempt),
             channel=channel.name,
             state=found.state,
@@ -375,12 +375,12 @@ _EVERYWHERE: Final[Filters] = {
     "max_version": NATURAL,
 }
 _OF_GROUPS: Final[Filters] = {
-    "state": some_of(rows.GroupState),
+    "state": some_of(pages.GroupState),
     "min_age_s": NUMBER,
     **_EVERYWHERE,
 }
 _OF_TRAJECTORIES: Final[Filters] = {
-    "state": some_of(rows.TrajectoryState),
+    "state": some_of(pages.TrajectoryState),
     "trajectory_uid": TEXT,
     "reason": TEXT,  # of an abort
     **_EVERYWHERE,

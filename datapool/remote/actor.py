@@ -28,7 +28,8 @@ import ray
 from stepwell.datapool.codec import PackedLease, decoder, encoder, in_trajectories, pack
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.errors import InvalidStepError, PoolReplacedError
-from stepwell.datapool.heap import return_large_blocks, use_one_heap
+from stepwell.datapool.heap import return_large_blocks, settle_heap, use_one_heap
+from stepwell.datapool.log_files import log_to_file
 from stepwell.datapool.ops import (
     Ack,
     CompleteTrajectory,
@@ -40,10 +41,9 @@ from stepwell.datapool.ops import (
     metadata_of,
     outcomes_or_raise,
 )
-from stepwell.datapool.process import log_to_file, settle_heap
 from stepwell.datapool.questions import GetStatistics
 from stepwell.datapool.remote.incarnation import previous_of, record
-from stepwell.datapool.remote.service import PoolService
+from stepwell.datapool.remote.service import Applied, PoolService
 from stepwell.datapool.remote.wire import Door, Server
 from stepwell.datapool.store.folder import journal_exists
 from stepwell.datapool.types import TRAIN, Step
@@ -193,13 +193,14 @@ class DataPoolActor:
         return answered.result()
 
     def _answer(self, op: Op[Any], answered: Future[Any]) -> None:
-        def settled(answers: list[Any]) -> None:
-            if isinstance(answers[0], Exception):
-                answered.set_exception(answers[0])
+        def settled(applied: Sequence[Applied]) -> None:
+            answer = applied[0][2]
+            if isinstance(answer, Exception):
+                answered.set_exception(answer)
             else:
-                answered.set_result(answers[0])
+                answered.set_result(answer)
 
-        self._service.settle([(op, self._service.try_(op))], settled)
+        self._service.settle([(0, op, self._service.try_(op))], settled)
 
     def _run(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -38,7 +38,7 @@ from stepwell.datapool.codec import Base, PackedLease, pack
 from stepwell.datapool.config import PoolConfig, SelectionConfig
 from stepwell.datapool.errors import InvalidStepError, JournalFullError, UnknownBaseError
 from stepwell.datapool.inspect.events import Events
-from stepwell.datapool.inspect.rows import (
+from stepwell.datapool.inspect.pages import (
     ExportedPage,
     GroupRow,
     IndexRow,

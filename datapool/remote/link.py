@@ -18,14 +18,22 @@ import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Generator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from stepwell.datapool.errors import DataPoolError, InvalidRequestError, PoolUnavailableError
 from stepwell.datapool.ops import Op
 from stepwell.datapool.remote.incarnation import Known
 from stepwell.datapool.remote.service import CUT_OFF_S, PoolService
-from stepwell.datapool.remote.wire import Connection, Door, Sent, connect, frame
+from stepwell.datapool.remote.wire import (
+    Connection,
+    Door,
+    answers_to,
+    connect,
+    frame,
+    read_answer,
+    refusal,
+)
 
 log = logging.getLogger(__name__)
 
@@ -75,19 +83,24 @@ class LocalPort:
 
 
 class _Call(Generic[R]):
-    __slots__ = ("answer", "end", "number", "op", "sent")
+    """An operation on its way: await it for the answer."""
 
-    def __init__(self, number: int, op: Op[R], timeout_s: float | None) -> None:
-        self.number, self.op = number, op
+    __slots__ = ("answer", "end", "link", "number", "op", "sent")
+
+    def __init__(self, link: Link, number: int, op: Op[R], timeout_s: float | None) -> None:
+        self.link, self.number, self.op = link, number, op
         self.end = timeout_s and time.monotonic() + timeout_s
         """Time until which it waits; 0: it does not wait; None: for ever."""
         self.answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self.sent: Connection | None = None
         """The connection that it went through last: perhaps it was applied."""
 
-    def frame(self) -> bytes:
-        left = self.end and max(0.0, self.end - time.monotonic())
-        return frame((self.number, self.op, left))
+    def __await__(self) -> Generator[Any, None, R]:
+        try:
+            return (yield from self.answer)
+        except asyncio.CancelledError:
+            self.link.leave(self)
+            raise
 
     def fail(self, error: Exception) -> None:
         if not self.answer.done():
@@ -127,10 +140,6 @@ class Link(ABC):
         """True if there is a connection."""
         return self._connection is not None
 
-    def call(self, op: Op[R], timeout_s: float | None = 0.0) -> Awaitable[R]:
-        """Send an operation to the shard; see `Port.call`."""
-        return self._answer(self._begin(op, timeout_s))
-
     def close(self) -> None:
         """Hang up, also on calls that are under way. A later call connects again."""
         if self._connecting is not None:
@@ -143,27 +152,22 @@ class Link(ABC):
 
     # -- a call ------------------------------------------------------------------------------
 
-    def _begin(self, op: Op[R], timeout_s: float | None = 0.0) -> _Call[R]:
+    def call(self, op: Op[R], timeout_s: float | None = 0.0) -> _Call[R]:
+        """Send an operation to the shard; see `Port.call`."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._move_to(loop)
         self._number += 1
-        call = _Call(self._number, op, timeout_s)
+        call = _Call(self, self._number, op, timeout_s)
         self._unanswered[call.number] = call
         self._unsent.append(call)
         if self._connection is None:
             self._reach(loop)
+        elif len(self._unanswered) == 1:  # nobody is about to send something, too
+            self._flush()
         elif len(self._unsent) == 1:
-            # Behind those who are about to send something, too.
             loop.call_soon(self._flush)
         return call
-
-    async def _answer(self, call: _Call[R]) -> R:
-        try:
-            return await call.answer
-        except asyncio.CancelledError:
-            self._leave(call)
-            raise
 
     def _flush(self) -> None:
         if self._connection is None:
@@ -173,8 +177,9 @@ class Link(ABC):
         for call in calls:
             if call.answer.done():
                 continue  # its caller left
+            left = call.end and max(0.0, call.end - time.monotonic())
             try:
-                frames.append(call.frame())
+                frames.append(frame((call.number, call.op, left)))
             except Exception as e:  # noqa: BLE001 - whatever it is, its caller alone is told
                 why = f"{type(call.op).__name__} cannot be sent ({e})"
                 del self._unanswered[call.number]
@@ -182,38 +187,42 @@ class Link(ABC):
             else:
                 call.sent = self._connection
         if frames:
-            self._connection.send(frames)
+            self._connection.transport.write(b"".join(frames))
 
-    def _answered(self, sent: Sent) -> None:
-        call = self._unanswered.pop(sent.number, None)
-        if call is None:
-            return
-        try:
-            answer = sent.to(call.op)
-        except Exception as e:  # noqa: BLE001 - a refusal, or an answer that cannot be read
-            call.fail(e)
-            return
-        if call.answer.done():
-            self._tell(call.op.undone(answer))
-        else:
-            call.answer.set_result(answer)
+    def _answered(self, frames: Sequence[bytes | memoryview]) -> None:
+        for data in frames:
+            number, is_value, answer = read_answer(data)
+            call = self._unanswered.pop(number, None)
+            if call is None:
+                continue
+            try:
+                if not is_value:
+                    raise refusal(answer)
+                value = answers_to(type(call.op)).decode(answer)
+            except Exception as e:  # noqa: BLE001 - a refusal, or an answer that cannot be read
+                call.fail(e)
+                continue
+            if call.answer.done():
+                self._tell(call.op.undone(value))
+            else:
+                call.answer.set_result(value)
 
     # -- a caller that leaves ----------------------------------------------------------------
 
-    def _leave(self, call: _Call[Any]) -> None:
+    def leave(self, call: _Call[Any]) -> None:
         """Nothing may be held for a caller that left. What waits for it in the pool leaves, too."""
         if call.number not in self._unanswered:
             if not call.answer.cancelled() and call.answer.exception() is None:
                 self._tell(call.op.undone(call.answer.result()))  # it came in the same moment
         elif call.sent is not None and call.sent is self._connection:
-            self._connection.send([frame((call.number, None, 0.0))])
+            self._connection.transport.write(frame((call.number, None, 0.0)))
         else:  # a lease that the connection took with it expires
             del self._unanswered[call.number]
 
     def _tell(self, op: Op[None] | None) -> None:
         """Make a call whose answer nobody needs."""
         if op is not None:
-            self._begin(op).answer.add_done_callback(lambda a: a.cancelled() or a.exception())
+            self.call(op).answer.add_done_callback(lambda a: a.cancelled() or a.exception())
 
     # -- the connection ----------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
 import uuid
@@ -47,8 +48,8 @@ from stepwell.datapool.errors import (
     LeaseClosedError,
     LeaseExpiredError,
 )
+from stepwell.datapool.heap import growing_heap
 from stepwell.datapool.ops import Change, LeaseBatch, Op, Shutdown
-from stepwell.datapool.process import growing_heap
 from stepwell.datapool.questions import (
     Describe,
     GetEvents,
@@ -63,6 +64,7 @@ from stepwell.datapool.store.replay import restore
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
+Settled: TypeAlias = Callable[[Sequence["Applied"]], None]
 
 LOCK_S = 5.0
 """Seconds that another pool over the same journal may take to end."""
@@ -71,8 +73,8 @@ CUT_OFF_S = 90.0
 `gcs_rpc_server_reconnect_timeout_s` (60 s), after which a node that is cut off ends what runs on
 it. Then the journal is taken over."""
 TIMER_RETRY_S = 1.0
-Applied: TypeAlias = Sequence[tuple[Op[Any] | None, Any]]
-"""Operations, and what `try_` answered."""
+Applied: TypeAlias = tuple[int, Op[Any] | None, Any]
+"""A number of its caller's, an operation, and what `try_` answered."""
 
 
 class _Place(NamedTuple):
@@ -151,10 +153,12 @@ class PoolService:
         self._tickets = count()
         self._n_events = 0
         """Number of the last event that watchers were told of."""
-        self._settling: list[tuple[Applied, Callable[[list[Any]], None]]] = []
+        self._settling: list[tuple[Sequence[Applied], Settled]] = []
         """Operations that are applied and not durable, and the callbacks that get their answers."""
+        self._has_committed = False
+        """True if this turn of the loop has had a commit of its own."""
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_due: float | None = None
+        self._timer_due = math.inf
 
     def _recover(self, folder: Path, restarted: bool, previous: Previous | None) -> Journal:
         """Open the journal and make the pool what it says."""
@@ -205,10 +209,10 @@ class PoolService:
     async def _answered(self, op: Op[R], answer: Any, timeout_s: float | None) -> R:
         if timeout_s != 0 and op.is_unanswered(answer):
             answer = await self.wait(op, timeout_s)
-        settled: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-        self.settle([(op, answer)], partial(_tell, settled))
+        settled: asyncio.Future[Sequence[Applied]] = asyncio.get_running_loop().create_future()
+        self.settle([(0, op, answer)], partial(_tell, settled))
         try:
-            (answer,) = await settled
+            ((*_, answer),) = await settled
         except asyncio.CancelledError:
             self.take_back(op, answer)
             raise
@@ -220,60 +224,69 @@ class PoolService:
     def try_(self, op: Op[R]) -> R | Exception:
         """Return the answer to `op`, or its refusal; a change is applied, and not durable yet:
         `settle` it."""
-        if isinstance(op, Change) and self._journal is not None:
-            try:
-                self._journal.check()  # nothing is changed that cannot be written down
-            except JournalError as e:
-                return self._ended(e)
+        is_change, journal = isinstance(op, Change), self._journal
+        answer: Any
+        try:
+            if is_change and journal is not None and journal.error is not None:
+                journal.flush()  # nothing is changed that cannot be written down
+        except JournalError as e:
+            return self._ended(e)
         try:
             if isinstance(op, LeaseBatch) and self._stands_behind(op):
-                closed = self._pool.is_shut_down(op.channel)
-                return "shut_down" if closed else "nothing_yet"  # type: ignore[return-value]
-            return self._apply(op)
+                answer = "shut_down" if self._pool.is_shut_down(op.channel) else "nothing_yet"
+            elif isinstance(op, Describe):
+                answer = self._describe()
+            else:
+                answer = self._pool.apply(op, self._clock.now())
+                if isinstance(op, GetStatistics):
+                    for name, counts in [(op.channel, answer)] if op.channel else answer.items():
+                        counts["waiting"] = self._waiting(name)
         except Exception as e:  # noqa: BLE001 - a foreign one too (a selection): its caller is told
-            return e
-        finally:
+            answer = e
+        if is_change:
             self._follow(getattr(op, "channel", None))
+        return answer  # type: ignore[no-any-return]
 
-    def settle(self, applied: Applied, then: Callable[[list[Any]], None]) -> None:
-        """Call `then` with the answers or errors of operations that `try_` has applied, once they
-        are durable: in one transaction with all that this turn of the loop brings."""
+    def settle(self, applied: Sequence[Applied], then: Settled) -> None:
+        """Call `then` with operations that `try_` has applied, and their answers or errors, once
+        they are durable. The first of a turn of the loop are committed at once: mostly they are
+        the only ones. What else comes in this turn shares a second transaction at its end. Where
+        each waits for the disk, there is that one alone."""
         if self._journal is None:
-            then([answer for _, answer in applied])
+            then(applied)
             return
-        if not self._settling:
-            asyncio.get_running_loop().call_soon(self._commit, self._journal)
         self._settling.append((applied, then))
+        if self._has_committed:
+            return
+        self._has_committed = True
+        asyncio.get_running_loop().call_soon(self._end_turn)
+        if self._journal.durability != "power":
+            self._commit()
 
-    def _commit(self, journal: Journal) -> None:
+    def _end_turn(self) -> None:
+        self._has_committed = False
+        if self._settling:
+            self._commit()
+
+    def _commit(self) -> None:
         settling, self._settling = self._settling, []
         error = None
         try:
-            self._pool.write_counts()
-            journal.flush()
-            self._pool.written()
+            if self._journal is not None:
+                self._journal.flush()
+            if self._pool.may_spill:
+                self._pool.spill()
         except JournalError as e:
             error = self._ended(e)
         for applied, then in settling:
-            if error is None:
-                then([answer for _, answer in applied])
-            else:
-                then([self._not_written(op, answer, error) for op, answer in applied])
+            if error is not None:
+                applied = [(n, op, self._not_written(op, a, error)) for n, op, a in applied]
+            then(applied)
 
     def _not_written(self, op: Op[Any] | None, answer: Any, error: JournalError) -> Any:
         if isinstance(answer, PackedLease):  # a group is there when it is opened again
             self.take_back(op, answer)
         return error if isinstance(op, Change) else answer
-
-    def _apply(self, op: Op[R]) -> R:
-        answer: Any = (
-            self._describe() if isinstance(op, Describe) else self._pool.apply(op, self._now())
-        )
-        if isinstance(op, GetStatistics):
-            for name, counts in answer.items() if op.channel is None else [(op.channel, answer)]:
-                counts["waiting"] = self._waiting(name)
-        result: R = answer
-        return result
 
     def take_back(self, op: Op[Any] | None, answer: Any) -> None:
         """Undo what was granted to a caller that will not hear of it. Also while the journal takes
@@ -282,7 +295,7 @@ class PoolService:
         if undo is None:
             return
         with contextlib.suppress(LeaseClosedError, LeaseExpiredError):
-            self._pool.apply(undo, self._now())
+            self._pool.apply(undo, self._clock.now())
         self._follow(getattr(op, "channel", None))
         self._write_soon()
 
@@ -318,8 +331,6 @@ class PoolService:
 
     def _wake(self, channel: str | None) -> None:
         """Try the first of each line again, in the order they came, until none gets an answer."""
-        if not self._lines:
-            return
         has_news = self._pool.events.n_events != self._n_events
         self._n_events = self._pool.events.n_events
         lines = {
@@ -341,7 +352,7 @@ class PoolService:
         """Answer the call if there is an answer now; true if there was."""
         answer: Any
         try:
-            answer = self._pool.apply(waiter.op, self._now())
+            answer = self._pool.apply(waiter.op, self._clock.now())
         except Exception as e:  # noqa: BLE001 - as in `try_`
             answer = e
         if waiter.op.is_unanswered(answer):
@@ -363,9 +374,6 @@ class PoolService:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _now(self) -> float:
-        return self._clock.now()
-
     def _describe(self) -> dict[str, Any]:
         described: dict[str, Any] = {
             "shard": self._shard,
@@ -385,8 +393,10 @@ class PoolService:
 
     def _follow(self, channel: str | None) -> None:
         """Do what follows from a change. `channel` is the only one that it can help; None: all."""
-        self._wake(channel)
-        self._set_timer()
+        if self._lines:
+            self._wake(channel)
+        if self._pool.next_tick.at < self._timer_due:
+            self._set_timer()
 
     def _ended(self, e: JournalError) -> JournalError:
         """A process that has a successor ends, so that its clients go there."""
@@ -398,31 +408,28 @@ class PoolService:
     def _write_soon(self) -> None:
         """Make durable what nobody waits for."""
 
-        def written(answers: list[Any]) -> None:
-            if answers[0] is not None:
-                logger.error("DataPool: %s", answers[0])
+        def written(applied: Sequence[Applied]) -> None:
+            if (error := applied[0][2]) is not None:
+                logger.error("DataPool: %s", error)
 
         # `Shutdown` stands for any change: it is not applied.
-        self.settle([(Shutdown(), None)], written)
+        self.settle([(0, Shutdown(), None)], written)
 
     def _set_timer(self) -> None:
-        due = self._pool.next_deadline()
-        if due == self._timer_due:
-            return
+        """Have the timer ring earlier. One that has become too early is not moved: it rings, and is
+        set anew."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        self._timer_due = due
-        if due is not None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(max(0.0, due - self._now()), self._on_timer)
+        self._timer_due = self._pool.next_tick.at
+        delay = max(0.0, self._timer_due - self._clock.now())
+        self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
 
     def _on_timer(self) -> None:
-        self._timer = self._timer_due = None
+        self._timer, self._timer_due = None, math.inf
         try:
-            if self._journal is not None:
-                self._journal.check()
-            self._pool.tick(self._now())
+            if self._journal is not None and self._journal.error is not None:
+                self._journal.flush()
+            self._pool.tick(self._clock.now())
             self._follow(None)
         except DataPoolError as e:
             if isinstance(e, JournalError):

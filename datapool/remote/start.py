@@ -29,7 +29,7 @@ from stepwell.datapool.errors import (
     JournalError,
     PoolUnavailableError,
 )
-from stepwell.datapool.process import numbered_log
+from stepwell.datapool.log_files import numbered_log
 from stepwell.datapool.remote.actor import FINDING, N_WAITING, SHARDS_FILE, WAITING, DataPoolActor
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.incarnation import Known

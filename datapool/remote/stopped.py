@@ -34,7 +34,7 @@ class StoppedPort:
     def __init__(self, folder: Path, config: PoolConfig) -> None:
         self._pool = DataPool(config.model_copy(update={"memory_limit_bytes": MEMORY_BYTES}))
         restore(self._pool, StoppedJournal(folder))
-        self._pool.written()
+        self._pool.spill()
         self.now = max(channel.now for channel in self._pool.channels.values())
         """Pool clock, seconds: when the last change was made."""
 

@@ -36,7 +36,7 @@ import struct
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar, Union, get_args
 
@@ -47,7 +47,7 @@ from stepwell.datapool.errors import DataPoolError, InvalidRequestError, PoolUna
 from stepwell.datapool.ops import CHANGES, Op, Refusal
 from stepwell.datapool.questions import QUESTIONS
 from stepwell.datapool.remote.incarnation import Incarnation, Known
-from stepwell.datapool.remote.service import PoolService
+from stepwell.datapool.remote.service import Applied, PoolService
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +60,7 @@ HELLO_S = 10.0
 MAX_HELLO = 4096
 """Bytes of a peer that has not said so yet."""
 
-Applied: TypeAlias = tuple[int, Op[Any] | None, Any]
-"""A request's number, its operation and its answer or refusal."""
+Answered: TypeAlias = Callable[[Sequence[bytes | memoryview]], None]
 
 
 class Door(NamedTuple):
@@ -76,33 +75,27 @@ class Door(NamedTuple):
     secret: bytes
 
 
-class Sent(msgspec.Struct, array_like=True):
-    """An answer, or a refusal, on its way."""
-
-    number: int
-    is_value: bool
-    answer: msgspec.Raw
-
-    def to(self, op: Op[R]) -> R:
-        """The answer to `op`; its refusal is raised."""
-        if not self.is_value:
-            raise _refusal.decode(self.answer).error()
-        known = _answers.get(type(op))
-        if known is None:
-            (answer,) = next(filter(None, map(get_args, type(op).__orig_bases__)))  # type: ignore[attr-defined]
-            known = _answers[type(op)] = decoder(answer)
-        answered: R = known.decode(self.answer)
-        return answered
-
-
 _AnyOp: Any = Union[CHANGES + QUESTIONS]  # noqa: UP007 - a union of what a table lists
 _requests = decoder(tuple[int, _AnyOp | None, float | None])
 _unread = decoder(tuple[int, msgspec.Raw, msgspec.Raw])
 _proof = decoder(bytes)
 _welcome = decoder(Incarnation | None)
-_sent = decoder(Sent)
+read_answer = decoder(tuple[int, bool, msgspec.Raw]).decode
+"""The number of the request, whether it was not refused, and the answer or refusal."""
 _refusal = decoder(Refusal)
-_answers: dict[type[Op[Any]], msgspec.msgpack.Decoder[Any]] = {}
+
+
+def refusal(answer: msgspec.Raw) -> DataPoolError:
+    """Return the error that a refusal stands for."""
+    found: Refusal = _refusal.decode(answer)
+    return found.error()
+
+
+@cache
+def answers_to(kind: type[Op[Any]]) -> msgspec.msgpack.Decoder[Any]:
+    """Return the decoder of the answers to operations of a kind."""
+    (answer,) = next(filter(None, map(get_args, kind.__orig_bases__)))  # type: ignore[attr-defined]
+    return decoder(answer)
 
 
 def frame(content: Any) -> bytes:
@@ -120,7 +113,7 @@ def _proven(secret: bytes, challenge: bytes) -> bytes:
 
 
 class _Frames(asyncio.Protocol):
-    """Bytes into frames."""
+    """One end of a connection: bytes into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -134,22 +127,23 @@ class _Frames(asyncio.Protocol):
             _keep_alive(peer)
 
     def data_received(self, data: bytes) -> None:
+        begin = _LENGTH.size
+        one_frame = _LENGTH.pack(max(0, len(data) - begin))
         try:
-            self._read(data)
+            if not self._buffer and len(data) <= self._longest and data.startswith(one_frame):
+                self.received([memoryview(data)[begin:]])
+            elif frames := self._whole(data):
+                self.received(frames)
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             log.warning("a peer of the DataPool sent what is none of its messages (%s)", e)
             self._buffer.clear()
             self.transport.abort()
-        else:
-            self.all_received()
 
-    def _read(self, data: bytes) -> None:
+    def _whole(self, data: bytes) -> list[bytes]:
+        """Return the frames that end with this data."""
         buffer, begin = self._buffer, _LENGTH.size
-        one_frame = _LENGTH.pack(max(0, len(data) - begin))
-        if not buffer and len(data) <= self._longest and data.startswith(one_frame):
-            self.received(memoryview(data)[begin:])
-            return
         buffer += data
+        frames: list[bytes] = []
         at = 0
         while len(buffer) - at >= begin:
             (length,) = _LENGTH.unpack_from(buffer, at)
@@ -158,15 +152,14 @@ class _Frames(asyncio.Protocol):
             end = at + begin + length
             if len(buffer) < end:
                 break
-            self.received(bytes(memoryview(buffer)[at + begin : end]))
+            frames.append(bytes(memoryview(buffer)[at + begin : end]))
             at = end
         del buffer[:at]
+        return frames
 
-    def received(self, data: bytes | memoryview) -> None:
+    def received(self, frames: Sequence[bytes | memoryview]) -> None:
+        """Take the frames that came together."""
         raise NotImplementedError
-
-    def all_received(self) -> None:
-        """Called when all frames that came together were passed to `received`."""
 
 
 def _keep_alive(peer: Any) -> None:
@@ -230,7 +223,6 @@ class _Served(_Frames):
         self._challenge = secrets.token_bytes(32)
         self._proof = _proven(secret, self._challenge)
         self._is_known = False
-        self._applied: list[Applied] = []
         self._waiting: dict[int, asyncio.Task[None]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -242,26 +234,32 @@ class _Served(_Frames):
         if not self._is_known:
             self.transport.abort()
 
-    def received(self, data: bytes | memoryview) -> None:
+    def received(self, frames: Sequence[bytes | memoryview]) -> None:
+        """Apply the requests that came together; one write answers them, once they are durable."""
         if not self._is_known:
-            self._greet(_proof.decode(data))
+            self._greet(_proof.decode(frames[0]))
             return
-        try:
-            number, op, timeout_s = _requests.decode(data)
-        except Exception as e:  # noqa: BLE001 - whatever does not fit: its caller alone is told
-            number, *_ = _unread.decode(data)  # or nobody: the peer does not speak this language
-            self._applied.append((number, None, InvalidRequestError(f"not understood: {e}")))
-            return
-        if op is None:  # its caller left, so must what waits for it here
-            if (task := self._waiting.get(number)) is not None:
-                task.cancel()
-            return
-        answer = self._service.try_(op)
-        if timeout_s != 0 and op.is_unanswered(answer):
-            task = self._waiting[number] = asyncio.create_task(self._wait(number, op, timeout_s))
-            task.add_done_callback(partial(self._waited, number))
-        else:
-            self._applied.append((number, op, answer))
+        applied: list[Applied] = []
+        for data in frames:
+            try:
+                number, op, timeout_s = _requests.decode(data)
+            except Exception as e:  # noqa: BLE001 - whatever does not fit: its caller alone is told
+                number, *_ = _unread.decode(data)  # or nobody: the peer speaks another language
+                applied.append((number, None, InvalidRequestError(f"not understood: {e}")))
+                continue
+            if op is None:  # its caller left, so must what waits for it here
+                if (task := self._waiting.get(number)) is not None:
+                    task.cancel()
+                continue
+            answer = self._service.try_(op)
+            if timeout_s != 0 and op.is_unanswered(answer):
+                task = asyncio.create_task(self._wait(number, op, timeout_s))
+                self._waiting[number] = task
+                task.add_done_callback(partial(self._waited, number))
+            else:
+                applied.append((number, op, answer))
+        if applied:
+            self._service.settle(applied, self._send)
 
     def _greet(self, proof: bytes) -> None:
         if not hmac.compare_digest(proof, self._proof):
@@ -272,39 +270,31 @@ class _Served(_Frames):
         self._is_known = True
         self._longest = MAX_FRAME
 
-    def all_received(self) -> None:
-        """One write for all that came together, once it is durable."""
-        if self._applied:
-            applied, self._applied = self._applied, []
-            self._service.settle([each[1:] for each in applied], partial(self._send, applied))
-
     async def _wait(self, number: int, op: Op[Any], timeout_s: float | None) -> None:
         answer = await self._service.wait(op, timeout_s)
         del self._waiting[number]
         # What was granted stays granted, whatever becomes of the connection: the call is repeated
         # through the next one, and a caller that left gives it back when it hears of it.
-        self._applied.append((number, op, answer))
-        self.all_received()
+        self._service.settle([(number, op, answer)], self._send)
 
     def _waited(self, number: int, task: asyncio.Task[None]) -> None:
         if self._waiting.get(number) is task:  # it was cancelled, perhaps before it began
             del self._waiting[number]
             # Its caller left, and need not be told, but counts.
-            self._send([(number, None, None)], [PoolUnavailableError("its caller left")])
+            self._send([(number, None, PoolUnavailableError("its caller left"))])
 
-    def _send(self, applied: list[Applied], answers: Sequence[Any]) -> None:
-        if not self.transport.is_closing():
-            each = zip(applied, answers, strict=True)
-            self.transport.write(
-                b"".join(self._frame(n, op, answer) for (n, op, _), answer in each)
-            )
-
-    def _frame(self, number: int, op: Op[Any] | None, answer: Any) -> bytes:
-        try:
-            return _answer_frame(number, answer)
-        except Exception as e:  # noqa: BLE001 - whatever it is, the others' answers travel
-            self._service.take_back(op, answer)
-            return _answer_frame(number, DataPoolError(f"the answer cannot travel: {e}"))
+    def _send(self, applied: Sequence[Applied]) -> None:
+        if self.transport.is_closing():
+            return
+        frames: list[bytes] = []
+        for number, op, answer in applied:
+            try:
+                frames.append(_answer_frame(number, answer))
+            except Exception as e:  # noqa: BLE001 - whatever it is, the others' answers travel
+                self._service.take_back(op, answer)
+                error = DataPoolError(f"the answer cannot travel: {e}")
+                frames.append(_answer_frame(number, error))
+        self.transport.write(b"".join(frames))
 
     def connection_lost(self, exc: Exception | None) -> None:
         for task in tuple(self._waiting.values()):
@@ -326,14 +316,14 @@ class Connection(_Frames):
     """A client's connection, made by `connect`.
 
     Args:
-        answered: takes the answer of each call.
+        answered: takes the frames of answers that came together.
         lost: is called when the connection ends.
     """
 
     def __init__(
         self,
         secret: bytes,
-        answered: Callable[[Sent], None],
+        answered: Answered,
         lost: Callable[[Connection], None],
     ) -> None:
         super().__init__()
@@ -344,18 +334,15 @@ class Connection(_Frames):
         self.known: asyncio.Future[Known] = asyncio.get_running_loop().create_future()
         """Identity of the pool; done once it has let the client in."""
 
-    def received(self, data: bytes | memoryview) -> None:
+    def received(self, frames: Sequence[bytes | memoryview]) -> None:
         if self.known.done():
-            self._answered(_sent.decode(data))
+            self._answered(frames)
         elif self._secret is not None:
-            self.transport.write(frame(_proven(self._secret, _proof.decode(data))))
+            self.transport.write(frame(_proven(self._secret, _proof.decode(frames[0]))))
             self._secret = None
         else:
             self._longest = MAX_FRAME
-            self.known.set_result(_welcome.decode(data))
-
-    def send(self, frames: Sequence[bytes]) -> None:
-        self.transport.write(b"".join(frames))
+            self.known.set_result(_welcome.decode(frames[0]))
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.known.done():
@@ -366,7 +353,7 @@ class Connection(_Frames):
 async def connect(
     door: Door,
     here: str,
-    answered: Callable[[Sent], None],
+    answered: Answered,
     lost: Callable[[Connection], None],
 ) -> tuple[Connection, Known]:
     """A connection to the pool behind `door`, by its Unix socket if `here` is the pool's node; and

@@ -29,7 +29,7 @@ one channel, in their order), `dry_run`.
 
 from stepwell.datapool.selection.built_in import DOUBTFUL, NOT_TRAINABLE, STALE, UNSCORED
 from stepwell.datapool.selection.dry_run import Decision, DryRun, dry_run
-from stepwell.datapool.selection.groups import (
+from stepwell.datapool.selection.info import (
     UNMARKED,
     Drop,
     Filter,

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 
 from stepwell.datapool.dotted import resolve
 from stepwell.datapool.errors import SelectionError
-from stepwell.datapool.selection.groups import Drop, GroupInfo, Hold, Verdict
+from stepwell.datapool.selection.info import Drop, GroupInfo, Hold, Verdict
 
 ZERO_STD: Final = 1e-6
 """Rewards whose standard deviation is not above this are all equal: slime's threshold. An exact

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from stepwell.datapool.selection.groups import Drop, GroupInfo, Verdict
+from stepwell.datapool.selection.info import Drop, GroupInfo, Verdict
 from stepwell.datapool.selection.rules import Selection
 
 Outcome: TypeAlias = Literal["serve", "wait", "hold", "drop"]

@@ -17,7 +17,7 @@ from stepwell.datapool.selection.built_in import (
     build,
     fifo,
 )
-from stepwell.datapool.selection.groups import Drop, Filter, GroupInfo, Hold, Order, Verdict
+from stepwell.datapool.selection.info import Drop, Filter, GroupInfo, Hold, Order, Verdict
 
 
 class Selection:
@@ -40,12 +40,9 @@ class Selection:
             (f"selection.filters[{i}] {spec!r}", build(f"selection.filters[{i}]", spec, filters))
             for i, spec in enumerate(config.filters)
         ]
-
-    @property
-    def is_trivial(self) -> bool:
+        self.is_trivial = self._order is fifo and not self._filters
         """True if a group without marks is served by readiness, unexamined. A mark still counts:
         `trainable=False` needs no configuration."""
-        return self._order is fifo and not self._filters
 
     def gate(self, info: GroupInfo) -> tuple[GroupInfo, Hold | None]:
         """The group as its marks let it be served, and a Hold if they do not.

@@ -15,9 +15,6 @@ from itertools import islice
 
 from stepwell.datapool.store.index import Index, Segment
 
-SLACK_BYTES = 64 << 20
-"""More dead bytes than this, and than there are live ones, are too much."""
-
 SLICE_BYTES = 256 << 10
 """Moved in a transaction that is made for it: 1 to 2 ms."""
 SLICE_ROWS = 4096
@@ -33,31 +30,26 @@ class Cleaner:
         self.unreadable: set[int] = set()
         """Segments that stay, dead rows and all."""
         self._index = index
-        self._erase_to = 0
+        self.erase_to = 0
         """No segment up to this one shall have a dead row."""
         self._victim = 0
         self._rows: Iterator[int] = iter(())
         """Rows of the segment `_victim` that were not looked at."""
 
-    def erase(self, newest: int) -> None:
-        """Every dead row that there is now shall go."""
-        self._erase_to = newest
-
     @property
     def is_erasing(self) -> bool:
-        return any(segment.number <= self._erase_to for segment in self.left())
+        return any(segment.number <= self.erase_to for segment in self.left())
 
     def left(self) -> list[Segment]:
         """Segments whose dead rows shall go now."""
-        dead, live = self._index.n_bytes - self._index.live_bytes, self._index.live_bytes
-        is_much = dead > max(SLACK_BYTES, live)
-        if not is_much and not self._erase_to:
+        is_much = self._index.is_mostly_dead
+        if not is_much and not self.erase_to:
             return []
         left = [s for s in self._index.segments.values() if len(s.ids) > s.live_rows]
         left = [s for s in left if s.number not in self.unreadable]
-        to_erase = [s for s in left if s.number <= self._erase_to]
+        to_erase = [s for s in left if s.number <= self.erase_to]
         if not to_erase:
-            self._erase_to = 0
+            self.erase_to = 0
         return left if is_much else to_erase
 
     def next_rows(self, newest: int, deleted: Collection[int], n_bytes: int) -> list[int] | None:

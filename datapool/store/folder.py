@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest as xxh3
 
+from stepwell.datapool.clock import boot_id
 from stepwell.datapool.errors import JournalError, JournalLockedError, JournalVersionError
-from stepwell.datapool.process import boot_id
 from stepwell.datapool.sealed import write_durably
 
 logger = logging.getLogger(__name__)
@@ -62,16 +62,17 @@ class LastCommit(NamedTuple):
     checksum: int = 0
     """Checksum of the transaction's block, which stands for all before it."""
     boot: bytes = SYNCED
-    """`process.boot_id` of the machine that must go on running lest the end of the log be lost.
+    """`clock.boot_id` of the machine that must go on running lest the end of the log be lost.
     SYNCED: nothing of it can be missing, whatever the machine did."""
 
     def pack(self) -> bytes:
         body = _FORMAT.pack(_MAGIC, *self)
         return body + xxh3(body).to_bytes(_SUM_BYTES, "little")
 
-    def owns(self, file: int) -> bool:
-        """True if the record in `file` was written by the same opening of the journal."""
-        return os.pread(file, _OWNER_BYTES, 0) == self.pack()[:_OWNER_BYTES]
+    @property
+    def owner(self) -> bytes:
+        """First bytes of the record: one opening of the journal writes them, and no other."""
+        return self.pack()[:_OWNER_BYTES]
 
     @property
     def is_promised(self) -> bool:

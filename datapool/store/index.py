@@ -6,7 +6,7 @@ segment whose rows are dead can go.
 
 A row is dead once it was deleted, or a newer copy of it was written elsewhere. A tombstone must
 outlive the row it deletes: `Segment.tombstones` has, by the segment that holds them, the tombstones
-of its dead rows; before that segment goes they are written anew (`deletions_in`).
+of its dead rows; before that segment goes they are written anew (`tombstones_in`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from stepwell.datapool.store.segments import (
     NO_BLOCK,
     OFFSET_BITS,
     OFFSET_MASK,
+    Block,
     Placed,
     journal_of,
     segment_path,
@@ -30,6 +31,8 @@ from stepwell.datapool.store.segments import (
     sound_blocks,
 )
 
+SLACK_BYTES = 64 << 20
+"""More dead bytes than this, and than there are live ones, are too much."""
 _CHUNK_BITS = 12
 
 
@@ -78,6 +81,11 @@ class Index:
         """Bytes of all segments."""
         self._chunks: dict[int, _Chunk] = {}
 
+    @property
+    def is_mostly_dead(self) -> bool:
+        """True if so much is dead that live rows are moved to get rid of it."""
+        return self.n_bytes - self.live_bytes > max(SLACK_BYTES, self.live_bytes)
+
     def find(self, row: int) -> tuple[int, int, int] | None:
         """Segment, offset and size; None: not stored."""
         chunk = self._chunks.get(row >> _CHUNK_BITS)
@@ -91,7 +99,7 @@ class Index:
         chunks = (self._chunks[key] for key in sorted(self._chunks))
         return chain.from_iterable(zip(c.rows, c.places, strict=True) for c in chunks)
 
-    def deletions_in(self, gone: Collection[int]) -> dict[int, list[int]]:
+    def tombstones_in(self, gone: Collection[int]) -> dict[int, list[int]]:
         """Dead rows of other segments of which only these segments say that they are."""
         others = [s for s in self.segments.values() if s.number not in gone]
         found = {s.number: sorted(r for n in gone for r in s.tombstones.get(n, ())) for s in others}
@@ -99,41 +107,47 @@ class Index:
 
     # --- changes ---
 
-    def apply(self, number: int, placed: Placed) -> None:
-        """Apply the changes of a transaction in this segment."""
-        block = placed.block
+    def apply(self, number: int, block: Block, records_at: int, end: int, checksum: int) -> None:
+        """Apply the changes of a transaction in this segment, which is `end` bytes long with it.
+
+        Args:
+            records_at: offset of the transaction's records.
+            checksum: of its block.
+        """
         segment = self.segments.get(number)
         if segment is None:
             segment = self.segments[number] = Segment(number)
-        self.n_bytes += placed.end - segment.end
-        segment.end, segment.checksum = placed.end, placed.checksum
+        self.n_bytes += end - segment.end
+        segment.end, segment.checksum = end, checksum
         for other, dead in block.deleted.items():
             for row in dead:
                 self._delete(row, other, number)
         segment.ids.extend(block.rows)
-        for row, at, size in placed.records():
-            self.put(segment, row, at, size)
+        at = records_at
+        for row, size in zip(block.rows, block.sizes, strict=True):
+            chunk = self._chunks.get(row >> _CHUNK_BITS)
+            if chunk is None:
+                chunk = _Chunk(array("q"), array("q"), array("I"))
+                self._chunks[row >> _CHUNK_BITS] = chunk
+            i = len(chunk.rows)
+            if i and row <= chunk.rows[-1]:  # a row that is written anew, or was moved
+                i = bisect_left(chunk.rows, row)
+                if chunk.rows[i] == row:
+                    self._leave(row, chunk, i, number)
+            chunk.rows.insert(i, row)
+            chunk.places.insert(i, number << OFFSET_BITS | at)
+            chunk.sizes.insert(i, size)
+            at += size
+        n_bytes = at - records_at
+        segment.live_rows += len(block.rows)
+        segment.live_bytes += n_bytes
+        self.n_rows += len(block.rows)
+        self.live_bytes += n_bytes
         if block.segments is not None:
             for gone in [n for n in self.segments if n < number and n not in block.segments]:
                 self.n_bytes -= self.segments.pop(gone).end
                 for other_segment in self.segments.values():
                     other_segment.tombstones.pop(gone, None)
-
-    def put(self, segment: Segment, row: int, offset: int, size: int) -> None:
-        """A copy of the row was written into this segment, which counts from now on."""
-        chunk = self._chunks.get(row >> _CHUNK_BITS)
-        if chunk is None:
-            chunk = self._chunks[row >> _CHUNK_BITS] = _Chunk(array("q"), array("q"), array("I"))
-        elif (i := chunk.find(row)) is not None:
-            self._leave(row, chunk, i, segment.number)
-        i = bisect_left(chunk.rows, row)
-        chunk.rows.insert(i, row)
-        chunk.places.insert(i, segment.number << OFFSET_BITS | offset)
-        chunk.sizes.insert(i, size)
-        segment.live_rows += 1
-        segment.live_bytes += size
-        self.n_rows += 1
-        self.live_bytes += size
 
     def _delete(self, row: int, number: int, said_in: int) -> None:
         """The copy of the row in the segment `number` is dead."""
@@ -182,8 +196,9 @@ class Found:
         return self.last.block.next_row
 
     def apply(self, number: int, placed: Placed) -> None:
-        self.index.apply(number, placed)
-        self.states |= placed.block.states
+        block = placed.block
+        self.index.apply(number, block, placed.records_at, placed.end, placed.checksum)
+        self.states |= block.states
         self.newest, self.last = number, placed
 
 

@@ -1,7 +1,7 @@
 """This module reads a log and holds it against what was acknowledged, so that nothing that was
 promised is missed in silence, and a stopped pool can be looked at without changing a byte::
 
-    LogReader ──► Log: writes, too (`log.py`)
+    LogReader ──► Journal: writes, too (`journal.py`)
              └──► StoppedJournal: of a pool that nobody runs, e.g. of a finished run
 
 Owns what is said of a damaged log. Does not own the format (`segments.py`, `index.py`).

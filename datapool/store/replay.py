@@ -65,8 +65,8 @@ def restore(pool: DataPool, log: Stored) -> int:
                 "and start with an empty journal_dir"
             ) from e
         if n_rows % ROWS_BETWEEN_SPILLS == 0:
-            pool.written()
-    pool.written()
+            pool.spill()
+    pool.spill()
     _restore_states(pool, states)
     pool.attach(log)
     for channel in pool.channels.values():

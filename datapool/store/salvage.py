@@ -32,13 +32,13 @@ import msgspec
 
 from stepwell.datapool import ops
 from stepwell.datapool.core.accounting import Counts, count_reason
+from stepwell.datapool.core.group_log import RowLog
 from stepwell.datapool.core.log_rows import (
     KIND_NAMES,
     GroupClosed,
     GroupReturned,
     LeaseEnded,
     LeaseRecord,
-    Writer,
     read,
 )
 from stepwell.datapool.core.pool import COUNTS, DataPool
@@ -642,12 +642,12 @@ class _Groups:
 def _settle(pool: DataPool, journal: Journal, groups: _Groups) -> None:
     """Hold what is doubtful and count what was dropped, so that every group, trajectory and step is
     somewhere."""
-    writer = Writer(remembered=0)
-    writer.log = journal
     for channel_name, uids in groups.dropped.items():
+        log = RowLog(channel_name, remembered=0)
+        log.journal = journal
         for uid in uids:  # a late step must not begin the group anew
             closed = GroupClosed(uid, f"dropped ({REASON})", {})
-            writer.write(channel_name, closed, 0.0)
+            log.append(closed, 0.0, None)
     _end_leases(pool, groups)
     for channel_name, uids in groups.doubtful.items():
         channel = pool.channels[channel_name]

@@ -15,7 +15,7 @@ is dead or damaged::
               other ones where the row is written anew
 
 The newest copy of a row counts, and a deletion names the segment that has the dead copy. Owns the
-format. Does not own which rows are where (`index.py`), nor when something is written (`log.py`).
+format. Does not own which rows are where (`index.py`), nor when they are written (`journal.py`).
 """
 
 from __future__ import annotations
@@ -69,14 +69,24 @@ class PayloadDamagedError(ValueError):
 
 def encode_record(row: int, channel: str, kind: str, head: bytes, *payload: bytes) -> Record:
     """A row as it is stored; its payload in pieces."""
-    names = f"{channel}\0{kind}".encode()
-    payload_sum = xxh3_64()
-    for piece in payload:
-        payload_sum.update(piece)
-    lengths = len(names), len(head), sum(map(len, payload))
-    prefix = _RECORD.pack(0, payload_sum.intdigest(), row, *lengths)[_SUM_BYTES:] + names
-    front = prefix + head
+    names = _encoded_names(channel, kind)
+    n_payload, payload_sum = 0, _NOTHING
+    if payload:
+        summed = xxh3_64(payload[0])
+        for piece in payload[1:]:
+            summed.update(piece)
+        n_payload, payload_sum = sum(map(len, payload)), summed.intdigest()
+    lengths = len(names), len(head), n_payload
+    front = _RECORD.pack(0, payload_sum, row, *lengths)[_SUM_BYTES:] + names + head
     return xxh3(front).to_bytes(_SUM_BYTES, "little") + front, *payload
+
+
+_NOTHING = xxh3(b"")
+
+
+@lru_cache
+def _encoded_names(channel: str, kind: str) -> bytes:
+    return f"{channel}\0{kind}".encode()
 
 
 @lru_cache
@@ -204,22 +214,15 @@ NO_BLOCK = Placed(Block(0, 0, 0, 0, [], [], {}, {}), 0, 0, 0, 0, 0)
 """Before the first."""
 
 
-def encode_block(
-    journal: bytes, block: Block, records: Sequence[Record], at: int
-) -> tuple[bytes, Placed]:
-    """The bytes of a transaction that is written there in its segment."""
+def encode_block(journal: bytes, block: Block, records: Sequence[Record]) -> tuple[bytes, int, int]:
+    """The bytes of a transaction; those before its records; the checksum of its block."""
     packed = msgspec.msgpack.encode(block)
-    records_sum = xxh3_64()
     pieces = [piece for record in records for piece in record]
-    for piece in pieces:
-        records_sum.update(piece)
-    n_bytes = sum(map(len, pieces))
-    lengths = len(packed), n_bytes, records_sum.intdigest()
-    front = _HEADER.pack(0, journal, *lengths)[_SUM_BYTES:] + packed
+    data = b"".join(pieces)
+    front = _HEADER.pack(0, journal, len(packed), len(data), xxh3(data))[_SUM_BYTES:] + packed
     checksum = xxh3(front)
-    records_at = at + _HEADER.size + len(packed)
-    placed = Placed(block, at, records_at, records_at + n_bytes, checksum, lengths[2])
-    return b"".join((checksum.to_bytes(_SUM_BYTES, "little"), front, *pieces)), placed
+    n_block = _SUM_BYTES + len(front)
+    return b"".join((checksum.to_bytes(_SUM_BYTES, "little"), front, data)), n_block, checksum
 
 
 def block_at(data: bytes, at: int, journal: bytes) -> Placed | None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from pydantic import Field
 from torch import Tensor
 
-from stepwell.trainer.algorithms.off_policy.base import OffPolicyMethod
-from stepwell.trainer.algorithms.off_policy.ratios import Ratios
+from stepwell.trainer.algorithms.off_policy.base import OffPolicyMethod, Ratios
 from stepwell.trainer.algorithms.options import Options
 
 

@@ -27,7 +27,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from stepwell.gateway.reply.parser import ReplyParser, ReplyText
+from stepwell.gateway.reply.calls import ToolCall
+from stepwell.gateway.reply.parser import ContentDelta, ReplyParser
 from stepwell.quickstart.agent import MAX_TOKENS, TOOLS, calculator
 from stepwell.trainer.rewards.reasoning_gym import score
 
@@ -325,14 +326,15 @@ def measure(
         following: dict[int, list[int]] = {}
         for (i, prompt), response in zip(state.items(), responses, strict=True):
             text = str(tokenizer.decode(response)).removesuffix("<|im_end|>")
-            parser, reply = ReplyParser(tools=True, reasoning=False), ReplyText()
-            for delta in (*parser.feed(text), *parser.finish()):
-                reply.add(delta)
-            if reply.tool_calls:
+            parser = ReplyParser(tools=True, reasoning=False)
+            deltas = [*parser.feed(text), *parser.finish()]
+            calls = [delta for delta in deltas if isinstance(delta, ToolCall)]
+            content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
+            if calls:
                 used.add(i)
-                result = calculator(reply.tool_calls[0].arguments)
+                result = calculator(calls[0].arguments)
                 following[i] = prompt + response + demonstrations.tool_result(result)
-            elif score("chain_sum", reply.content, some[i]["answer"]):
+            elif score("chain_sum", content, some[i]["answer"]):
                 right.add(i)
         state = following
     return {

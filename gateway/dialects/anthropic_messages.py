@@ -57,7 +57,7 @@ from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestErr
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import Delta
 from stepwell.gateway.tokens.messages import AssistantTurn, Message, Tool, Tools
-from stepwell.gateway.trajectory.reply import Reply, SampledToken
+from stepwell.gateway.trajectory.calls import LiveCall, SampledToken
 
 _BUILTIN = re.compile(r"[a-z0-9_]+_20[0-9]{6}|mcp_toolset")
 _AGENT_RUN = ("bash_", "text_editor_", "memory_")
@@ -225,7 +225,7 @@ class AnthropicMessages(Dialect):
             tools=read,
         )
 
-    def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
+    def answer(self, exchange: Exchange, replies: Sequence[LiveCall]) -> dict[str, Any]:
         """A `Message`."""
         options: Options = exchange.parsed.options
         reply, writer = replies[0], BlockWriter(options.thinking, options.prefill)
@@ -281,7 +281,7 @@ class _MessageWriter(StreamWriter):
             self._template = Template(_frame(self._blocks.text(PLACE)))
         return self._template(delta.text)
 
-    def reply(self, sample: int, reply: Reply, tokens: Sequence[SampledToken]) -> bytes:
+    def reply(self, sample: int, reply: LiveCall, tokens: Sequence[SampledToken]) -> bytes:
         delta = {"type": "message_delta", "delta": _stop(reply)}
         usage = _usage(reply.n_prompt, reply.n_response)
         ended = {**delta, **_applied_edits(self._options), "usage": usage}
@@ -333,9 +333,9 @@ def _usage(n_prompt: int, n_response: int) -> dict[str, Any]:
     }
 
 
-def _stop(reply: Reply) -> dict[str, Any]:
+def _stop(reply: LiveCall) -> dict[str, Any]:
     reason = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
-    sequence = reply.stop_sequence if reply.finish_reason == "stop" else None
+    sequence = reply.text.stop_sequence if reply.finish_reason == "stop" else None
     return {
         "stop_reason": reason[reply.finish_reason] if sequence is None else "stop_sequence",
         "stop_sequence": sequence,

@@ -17,7 +17,7 @@ import hashlib
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -25,15 +25,14 @@ import numpy as np
 import orjson
 
 from stepwell.gateway.access import Principal
-from stepwell.gateway.call import Listener
+from stepwell.gateway.call import Calls
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import THINK_CLOSE, Delta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.trajectory.calls import Call, LiveCall
-from stepwell.gateway.trajectory.reply import Reply, SampledToken
+from stepwell.gateway.trajectory.calls import LiveCall, SampledToken
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
-from stepwell.gateway.web import Connection, error_body
+from stepwell.gateway.web import STREAM_HEADERS, Connection, error_body
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients ignore it, proxies see traffic."""
@@ -94,7 +93,7 @@ class Known:
 NOTHING = Known()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Parsed:
     """A request's body, understood."""
 
@@ -114,34 +113,23 @@ class Parsed:
     """Messages of the call that are not of the list: a system message, or none."""
     tools: Any = None
     """The request's tools as the dialect has read them, for another body with the same tools."""
-
-    @property
-    def calls(self) -> tuple[ChatRequest, ...]:
-        """One for each prompt."""
-        return (self.call, *self.more)
-
-
-class Handed(NamedTuple):
-    """A reply whose end was handed to a client's connection."""
-
-    trajectory: LiveTrajectory
-    call: Call
-
-    def lose(self) -> None:
-        """The connection broke before the client had it."""
-        self.call.delivered = False
-        self.trajectory.set_unseen(self.call, True)
+    digest: str = ""
+    """`body_digest` of the body."""
+    remember: Callable[[ChatRequest], None] | None = None
+    """Keeps what later requests may bring again, under the keys of this call as it is rendered. It
+    refers to the body."""
 
 
 class Exchange:
     """A request and its calls: one per sample, the samples of the first prompt before those of the
-    next one. Dialects answer from it."""
+    next one. Dialects answer from it. It reads the calls until it is closed."""
 
     def __init__(
         self,
+        service: Calls,
         parsed: Parsed,
         trajectories: Sequence[LiveTrajectory],
-        listeners: Sequence[Listener],
+        calls: Sequence[LiveCall],
         *,
         model: str,
         tokenizer: ChatTokenizer,
@@ -150,32 +138,39 @@ class Exchange:
         self.parsed = parsed
         self.trajectories = trajectories
         """One for each prompt."""
+        self.calls = calls
         self.model = model
         self.tokenizer = tokenizer
-        self._listeners = tuple(listeners)
+        self._service = service
         self._keepalive_s = keepalive_s
         self._closed = False
-        self._left = len(self._listeners)
+        self._left = len(calls)
         """Samples whose reply is not written yet."""
         self._writing: tuple[StreamWriter, Connection] | None = None
+        self._reading = [live.read() for live in calls] if parsed.call.stream else []
+        self._failure: GatewayError | None = None
+        """Told when what preceded it has been written."""
         self._news: asyncio.Future[bool] | None = None
         """Set while `_wait` waits."""
         self._timer: asyncio.TimerHandle | None = None
         self._silent_since = 0.0
-
-    @property
-    def calls(self) -> tuple[LiveCall, ...]:
-        return tuple(listener.call for listener in self._listeners)
+        for live in calls:
+            live.readers.add(self)
 
     @property
     def uid(self) -> str:
         """Id of the first call; stable over retries."""
-        return self._listeners[0].call.call.uid
+        return self.calls[0].call.uid
+
+    @property
+    def created(self) -> int:
+        """Unix seconds."""
+        return self.calls[0].call.created
 
     @property
     def version(self) -> int | None:
         """The newest policy version that sampled of it so far; None: nothing is sampled yet."""
-        return max((v for call in self.calls if (v := call.version) is not None), default=None)
+        return max((v for live in self.calls if (v := live.version) is not None), default=None)
 
     @property
     def is_unrecorded(self) -> bool:
@@ -184,27 +179,26 @@ class Exchange:
             live.call.turn is not None and live.call.turn.step_index is None for live in self.calls
         )
 
-    @property
-    def created(self) -> int:
-        """Unix seconds."""
-        return self._listeners[0].call.call.created
+    def _each(self) -> Iterator[tuple[LiveTrajectory, LiveCall]]:
+        """Yield the calls with their trajectories."""
+        for i, live in enumerate(self.calls):
+            yield self.trajectories[i // self.parsed.n], live
 
-    async def results(self) -> list[Reply]:
-        """All replies, their Steps stored. Where one fails the others are waited for: their
-        replies are those of a retry, which samples only what failed.
+    async def results(self) -> Sequence[LiveCall]:
+        """The calls, their Steps stored. Where one fails the others are waited for: their replies
+        are those of a retry, which samples only what failed.
 
         Raises:
             GatewayError: a call failed.
         """
-        if len(self._listeners) == 1:
-            return [await self._listeners[0].result()]
-        waiting = (each.result() for each in self._listeners)
-        replies: list[Reply] = []
-        for reply in await asyncio.gather(*waiting, return_exceptions=True):
-            if isinstance(reply, BaseException):
-                raise reply
-            replies.append(reply)
-        return replies
+        if len(self.calls) == 1:
+            await self._service.result(self.trajectories[0], self.calls[0])
+            return self.calls
+        waiting = [self._service.result(*each) for each in self._each()]
+        for ended in await asyncio.gather(*waiting, return_exceptions=True):
+            if isinstance(ended, BaseException):
+                raise ended
+        return self.calls
 
     async def begin(self) -> None:
         """Wait for the first delta or reply (or for `keepalive_s`), while an error can still be a
@@ -213,18 +207,20 @@ class Exchange:
         Raises:
             GatewayError: a call failed.
         """
-        for listener in self._listeners:
-            listener.begin()
-            listener.watch(self._on_change)
-        if not any(listener.has_news for listener in self._listeners):
+        for trajectory, live in self._each():
+            self._service.go_on(trajectory, live)
+            live.watchers.append(self._on_change)
+        if not any(live.has_news for live in self.calls):
             await self._wait()
-        for listener in self._listeners:
-            listener.check()
+        for live in self.calls:
+            if live.error is not None and not live.deltas:
+                raise live.error
 
-    async def write(self, writer: StreamWriter, connection: Connection) -> None:
-        """Write the stream from its first delta to its end, terminal event included: what `writer`
-        makes of the deltas and replies. What is there at once goes out in one piece, of about
-        `PIECE_BYTES` at most: what a client that reads slowly does not take stays in the calls.
+    async def write(self, writer: StreamWriter, connection: Connection) -> bytes:
+        """Write the stream from its first delta on: what `writer` makes of the deltas and replies.
+        Return its last piece, with the terminal event, for the caller to write. What is there at
+        once goes out in one piece, of about `PIECE_BYTES` at most: what a client that reads slowly
+        does not take stays in the calls.
 
         While the calls are generated, `_on_change` writes what comes and this is not woken."""
         self._writing = writer, connection
@@ -233,17 +229,18 @@ class Exchange:
             while self._left:
                 await connection.drain()
                 piece += self._piece(writer)
-                if piece:
+                if piece and self._left:
                     connection.write_piece(piece)
                     piece = b""
-                elif not await self._wait():
+                elif self._left and not await self._wait():
                     piece = writer.idle
             self.delivered()
         except GatewayError as e:
-            connection.write_piece(piece + writer.failed(e))
+            piece += writer.failed(e)
         finally:
-            for listener in self._listeners:
-                listener.unwatch(self._on_change)
+            for live in self.calls:
+                live.watchers.remove(self._on_change)
+        return piece
 
     def _piece(self, writer: StreamWriter) -> bytes:
         """Return what is there and not written yet, as much as goes out in one piece.
@@ -251,22 +248,27 @@ class Exchange:
         Raises:
             GatewayError: a call failed, and nothing is to be written before that is told.
         """
+        if self._failure is not None:
+            raise self._failure
         pieces, size = list[bytes](), 0
-        try:
-            for sample, listener in enumerate(self._listeners):
-                while size < PIECE_BYTES and (item := listener.next()) is not None:
-                    if isinstance(item, Reply):
-                        self._left -= 1
-                        pieces.append(writer.reply(sample, item, listener.told))
-                    else:
-                        pieces.append(writer.delta(sample, item, listener.told))
-                    size += len(pieces[-1])
-        except GatewayError:
-            if not size:
-                raise
-        else:
-            if not self._left:
-                pieces.append(writer.end())
+        for sample, reading in enumerate(self._reading):
+            while size < PIECE_BYTES and self._failure is None:
+                item, tokens = next(reading)
+                if item is None:
+                    break
+                if isinstance(item, GatewayError):
+                    self._failure = item
+                    break
+                if isinstance(item, LiveCall):
+                    self._left -= 1
+                    pieces.append(writer.reply(sample, item, tokens))
+                else:
+                    pieces.append(writer.delta(sample, item, tokens))
+                size += len(pieces[-1])
+        if self._failure is not None and not size:
+            raise self._failure
+        if not self._left:
+            pieces.append(writer.end())
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _on_change(self) -> None:
@@ -277,7 +279,7 @@ class Exchange:
         if (
             writing is None
             or writing[1].is_full
-            or any(listener.call.state != "generating" for listener in self._listeners)
+            or any(live.state != "generating" for live in self.calls)
         ):
             news.set_result(True)
             return
@@ -294,21 +296,20 @@ class Exchange:
             for live in self.calls:
                 live.call.delivered = True
 
-    def handed(self) -> list[Handed]:
-        """The replies, if their ends were handed to the client's connection."""
-        return [
-            Handed(each.trajectory, each.call.call)
-            for each in self._listeners
-            if each.call.call.delivered and each.call.call.turn is not None
-        ]
+    def lose(self) -> None:
+        """The connection broke before the client had the ends of the replies."""
+        for trajectory, live in self._each():
+            if live.call.delivered and live.call.turn is not None:
+                live.call.delivered = False
+                trajectory.set_unseen(live.call, True)
 
     def close(self) -> None:
         """The client is gone or served; calls nobody else listens to are aborted."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for listener in self._listeners:
-            listener.close()
+        for trajectory, live in self._each():
+            self._service.leave(trajectory, live, self)
 
     async def _wait(self) -> bool:
         """Return true when a call has something new, false after `keepalive_s` without it."""
@@ -356,7 +357,7 @@ class StreamWriter(ABC):
         """
 
     @abstractmethod
-    def reply(self, sample: int, reply: Reply, tokens: Sequence[SampledToken]) -> bytes:
+    def reply(self, sample: int, reply: LiveCall, tokens: Sequence[SampledToken]) -> bytes:
         """The end of a sample, whose Step is stored; `tokens` are those not told yet."""
 
     def end(self) -> bytes:
@@ -393,8 +394,7 @@ class Dialect(ABC):
     """Recorded in each Step's metadata; tells apart the retries of different endpoints."""
     list_name: ClassVar[str | None] = None
     """The field that holds the conversation as a list; None: there is none."""
-    stream_type = "text/event-stream"
-    """Media type of a stream."""
+    stream_headers: Mapping[str, str] = STREAM_HEADERS
 
     @abstractmethod
     def parse(
@@ -411,7 +411,7 @@ class Dialect(ABC):
         """
 
     @abstractmethod
-    def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
+    def answer(self, exchange: Exchange, replies: Sequence[LiveCall]) -> dict[str, Any]:
         """The JSON answer; `replies` are the exchange's samples, their Steps stored."""
 
     @abstractmethod
@@ -436,7 +436,7 @@ def signature_of(thought: str) -> str:
     return base64.b64encode(hashlib.blake2b(data, digest_size=24).digest()).decode()
 
 
-def n_reasoning(reply: Reply, tokenizer: ChatTokenizer) -> int:
+def n_reasoning(reply: LiveCall, tokenizer: ChatTokenizer) -> int:
     """Tokens up to the end of the thought; about as many where that is no token of its own."""
     if not reply.text.reasoning:
         return 0

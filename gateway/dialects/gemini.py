@@ -55,7 +55,6 @@ from stepwell.gateway.dialects.params import (
     effort_args,
     json_constraint,
     must_call,
-    with_first_unknown,
     wrong,
 )
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
@@ -64,7 +63,8 @@ from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import Delta, ReasoningDelta
 from stepwell.gateway.tokens.messages import Tool, Tools
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.trajectory.reply import Reply, SampledToken
+from stepwell.gateway.trajectory.calls import LiveCall, SampledToken
+from stepwell.gateway.web import JSON_HEADERS, STREAM_HEADERS
 
 Part: TypeAlias = dict[str, Any]
 Stream: TypeAlias = Literal["sse", "array"]
@@ -85,11 +85,10 @@ class Fields(Params):
 
     @model_validator(mode="before")
     @classmethod
-    def _first_unknown(cls, sent: Any) -> Any:
+    def in_camel_case(cls, sent: Any) -> Any:
         if not isinstance(sent, dict):
             return sent
-        known = with_first_unknown(cls, camel(sent))
-        return {name: value for name, value in known.items() if value is not None}
+        return {name: value for name, value in camel(sent).items() if value is not None}
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Self:
@@ -275,7 +274,7 @@ class Gemini(Dialect):
         self._chat_template = chat_template
         self._stream = stream
         if stream == "array":
-            self.stream_type = "application/json"
+            self.stream_headers = {**STREAM_HEADERS, **JSON_HEADERS}
 
     def parse(
         self, body: dict[str, Any], reader: Principal | None = None, known: Known = NOTHING
@@ -354,7 +353,7 @@ class Gemini(Dialect):
             tools=read,
         )
 
-    def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
+    def answer(self, exchange: Exchange, replies: Sequence[LiveCall]) -> dict[str, Any]:
         """A `GenerateContentResponse`."""
         options: Options = exchange.parsed.options
         candidates = []
@@ -431,7 +430,7 @@ class _GeminiWriter(StreamWriter):
         self._has_begun = False
         include = exchange.parsed.options.include_thoughts
         self._parts = [PartWriter(include) for _ in exchange.calls]
-        self._replies: dict[int, Reply] = {}
+        self._replies: dict[int, LiveCall] = {}
         self._templates: dict[tuple[int, type[Delta]], Template] = {}
 
     def delta(self, sample: int, delta: Delta, tokens: Sequence[SampledToken]) -> bytes:
@@ -446,7 +445,7 @@ class _GeminiWriter(StreamWriter):
             self._templates[sample, kind] = template = Template(data)
         return self._frame(template(delta.text))
 
-    def reply(self, sample: int, reply: Reply, tokens: Sequence[SampledToken]) -> bytes:
+    def reply(self, sample: int, reply: LiveCall, tokens: Sequence[SampledToken]) -> bytes:
         self._replies[sample] = reply
         return self._frame(self._response(sample, self._parts[sample].end(), tokens, reply))
 
@@ -461,7 +460,7 @@ class _GeminiWriter(StreamWriter):
         sample: int,
         parts: list[Part],
         tokens: Sequence[SampledToken],
-        reply: Reply | None = None,
+        reply: LiveCall | None = None,
     ) -> bytes:
         candidate = _candidate(sample, parts, tokens, self._exchange.tokenizer, reply)
         has_ended = len(self._replies) == len(self._parts)
@@ -530,7 +529,7 @@ def _candidate(
     parts: list[Part],
     tokens: Iterable[SampledToken],
     tokenizer: ChatTokenizer,
-    reply: Reply | None,
+    reply: LiveCall | None,
 ) -> dict[str, Any]:
     """A candidate, or what is new of it. `reply`: it has ended."""
     candidate: dict[str, Any] = {"content": {"parts": parts, "role": "model"}, "index": index}
@@ -557,7 +556,7 @@ def _token(token_id: int, log_prob: float, tokenizer: ChatTokenizer) -> dict[str
 
 
 def _response(
-    exchange: Exchange, candidates: list[dict[str, Any]], replies: Sequence[Reply]
+    exchange: Exchange, candidates: list[dict[str, Any]], replies: Sequence[LiveCall]
 ) -> dict[str, Any]:
     """`replies`: all of them, for the usage; none: some go on."""
     usage = {"usageMetadata": _usage(replies, exchange.tokenizer)} if replies else {}
@@ -565,7 +564,7 @@ def _response(
     return {"candidates": candidates, **usage, **about}
 
 
-def _usage(replies: Sequence[Reply], tokenizer: ChatTokenizer) -> dict[str, Any]:
+def _usage(replies: Sequence[LiveCall], tokenizer: ChatTokenizer) -> dict[str, Any]:
     """The prompt counts once, however many samples it has."""
     n_prompt = max(reply.n_prompt for reply in replies)
     n_response = sum(reply.n_response for reply in replies)

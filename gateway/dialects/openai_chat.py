@@ -51,7 +51,7 @@ from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import ContentDelta, Delta, ReasoningDelta
 from stepwell.gateway.tokens.messages import NO_TOOLS, Message, Tool, Tools
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.trajectory.reply import Reply, SampledToken
+from stepwell.gateway.trajectory.calls import LiveCall, SampledToken
 
 _RESERVED_TEMPLATE_ARGS = frozenset(
     (
@@ -202,21 +202,24 @@ class OpenAIChat(Dialect):
         tools: Tools = known.tools or NO_TOOLS
         if params.tools:
             tools = Tools(_tool(t, f"tools[{i}]") for i, t in enumerate(params.tools))
-        forced_tool = _choice(params.tool_choice, tools)
+        forced_tool = None if params.tool_choice is None else _choice(params.tool_choice, tools)
         constraint = params.response_format.constraint() if params.response_format else None
         parse_tools = bool(tools) and params.tool_choice != "none"
         if constraint is not None and parse_tools:
             # Constrained from its first token on, the reply could not call a tool.
             ignored.append("response_format (beside tools)")
             constraint = None
-        effort = params.reasoning_effort
-        template_args = effort_args(effort, self._chat_template, "reasoning_effort", ignored)
+        template_args = params.chat_template_kwargs or {}
+        if (effort := params.reasoning_effort) is not None:
+            told = effort_args(effort, self._chat_template, "reasoning_effort", ignored)
+            template_args = told | template_args
         messages = [_message(m, known.place(i)) for i, m in enumerate(params.messages)]
-        _note_cuts(messages, known)
+        if known.cuts is not None:
+            _note_cuts(messages, known)
         call = ChatRequest(
             messages=messages,
             tools=tools or None,
-            template_args=template_args | (params.chat_template_kwargs or {}),
+            template_args=template_args,
             max_tokens=params.max_completion_tokens or params.max_tokens,
             n_logprobs=params.top_logprobs or 0 if params.logprobs else None,
             constraint=constraint,
@@ -233,7 +236,7 @@ class OpenAIChat(Dialect):
             tools=tools,
         )
 
-    def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
+    def answer(self, exchange: Exchange, replies: Sequence[LiveCall]) -> dict[str, Any]:
         """A `ChatCompletion`."""
         wanted = exchange.parsed.options.logprobs
         return {
@@ -260,10 +263,11 @@ class OpenAIChat(Dialect):
 
 def head(exchange: Exchange, prefix: str, kind: str) -> dict[str, Any]:
     """Fields that an answer and each of its chunks begin with."""
+    first = exchange.calls[0].call
     return {
-        "id": f"{prefix}-{exchange.uid}",
+        "id": f"{prefix}-{first.uid}",
         "object": kind,
-        "created": exchange.created,
+        "created": first.created,
         "model": exchange.model,
     }
 
@@ -276,12 +280,12 @@ class CompletionWriter(StreamWriter):
         self._head = head
         self._dialect = dialect
         self._include_usage = exchange.parsed.options.include_usage
-        self._replies: dict[int, Reply] = {}
+        self._replies: dict[int, LiveCall] = {}
         self._templates: dict[tuple[int, type[Delta]], Template] = {}
 
     @abstractmethod
     def choice(
-        self, sample: int, item: Delta | Reply, tokens: Sequence[SampledToken]
+        self, sample: int, item: Delta | LiveCall, tokens: Sequence[SampledToken]
     ) -> dict[str, Any]:
         """The choice that holds what is new of a sample."""
 
@@ -294,7 +298,7 @@ class CompletionWriter(StreamWriter):
             self._templates[sample, kind] = template
         return template(delta.text)
 
-    def reply(self, sample: int, reply: Reply, tokens: Sequence[SampledToken]) -> bytes:
+    def reply(self, sample: int, reply: LiveCall, tokens: Sequence[SampledToken]) -> bytes:
         self._replies[sample] = reply
         return self.chunk([self.choice(sample, reply, tokens)])
 
@@ -324,7 +328,7 @@ class _ChatWriter(CompletionWriter):
         return b"".join(self.chunk([_delta(i, role)]) for i in range(len(self._n_calls)))
 
     def choice(
-        self, sample: int, item: Delta | Reply, tokens: Sequence[SampledToken]
+        self, sample: int, item: Delta | LiveCall, tokens: Sequence[SampledToken]
     ) -> dict[str, Any]:
         delta: dict[str, Any] = {}
         if isinstance(item, ToolCall):
@@ -335,11 +339,11 @@ class _ChatWriter(CompletionWriter):
         elif isinstance(item, ContentDelta):
             delta = {"content": item.text}
         entries = logprobs(tokens, self._exchange.tokenizer) if tokens else None
-        finish_reason = item.finish_reason if isinstance(item, Reply) else None
+        finish_reason = item.finish_reason if isinstance(item, LiveCall) else None
         return _delta(sample, delta, entries, finish_reason)
 
 
-def usage(replies: Sequence[Reply], n: int) -> dict[str, Any]:
+def usage(replies: Sequence[LiveCall], n: int) -> dict[str, Any]:
     """A prompt counts once, however many samples it has: `n`."""
     of_prompts = [replies[i : i + n] for i in range(0, len(replies), n)]
     n_prompt = sum(max(reply.n_prompt for reply in its) for its in of_prompts)
@@ -372,7 +376,7 @@ def logprobs(tokens: Iterable[SampledToken], tokenizer: ChatTokenizer) -> dict[s
     return {"content": [token_entry(token, tokenizer) for token in tokens], "refusal": None}
 
 
-def _said(reply: Reply) -> dict[str, Any]:
+def _said(reply: LiveCall) -> dict[str, Any]:
     text = reply.text
     message: dict[str, Any] = {"role": "assistant", "content": text.content, "refusal": None}
     if text.reasoning:
@@ -407,7 +411,7 @@ def _choice(choice: Any, tools: list[Tool]) -> str | None:
     """The tool that the reply has to call ("": any; None: it need not). All are shown to the model,
     with "none", too: so it goes on from the turns before."""
     match choice:
-        case None | "auto" | "none":
+        case "auto" | "none":
             return None
         case "required":
             return must_call(tools)
@@ -432,8 +436,9 @@ def _message(message: Any, i: int) -> Message:
     where = f"messages[{i}]"
     if not isinstance(message, dict):
         raise wrong(where, message, "send an object")
-    role = message.get("role")
-    content = _content(message.get("content"), where, role == "assistant")
+    role, content = message.get("role"), message.get("content")
+    if type(content) is not str:
+        content = _content(content, where, role == "assistant")
     if role in ("system", "developer", "user"):
         if content is None:
             raise wrong(f"{where}.content", content, "send text")
@@ -488,7 +493,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 def _content(content: Any, where: str, is_assistant: bool) -> str | None:
     """Text of a content field; several text parts become lines."""
-    if content is None or isinstance(content, str):
+    if content is None:
         return content
     if not isinstance(content, list):
         raise wrong(f"{where}.content", content, "send text or a list of parts")

@@ -45,8 +45,7 @@ from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestErr
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import ContentDelta, Delta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.trajectory.calls import REMEMBERED
-from stepwell.gateway.trajectory.reply import Reply, SampledToken
+from stepwell.gateway.trajectory.calls import REMEMBERED, LiveCall, SampledToken
 from stepwell.gateway.web import error_body
 
 DEFAULT_MAX_TOKENS = 16
@@ -91,7 +90,7 @@ class OpenAICompletions(Dialect):
         ]
         return Parsed(first, params, n=params.n, more=tuple(more))
 
-    def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
+    def answer(self, exchange: Exchange, replies: Sequence[LiveCall]) -> dict[str, Any]:
         """A `Completion`."""
         choices = []
         echoed = _echoed(exchange)
@@ -123,10 +122,10 @@ class _TextWriter(CompletionWriter):
         return b"".join(self.chunk([_choice(i, text, None, None)]) for i, text in echoes if text)
 
     def choice(
-        self, sample: int, item: Delta | Reply, tokens: Sequence[SampledToken]
+        self, sample: int, item: Delta | LiveCall, tokens: Sequence[SampledToken]
     ) -> dict[str, Any]:
         text = item.text if isinstance(item, ContentDelta) else ""
-        finish_reason = item.generation.finish_reason if isinstance(item, Reply) else None
+        finish_reason = item.generation.finish_reason if isinstance(item, LiveCall) else None
         return _choice(sample, text, self._shown[sample].of(tokens), finish_reason)
 
 
@@ -175,9 +174,8 @@ def _choice(
 def _echoed(exchange: Exchange) -> list[str]:
     """The text that each choice begins with."""
     parsed = exchange.parsed
-    texts = [
-        _text(call, exchange.tokenizer) if parsed.options.echo else "" for call in parsed.calls
-    ]
+    calls, echo = (parsed.call, *parsed.more), parsed.options.echo
+    texts = [_text(call, exchange.tokenizer) if echo else "" for call in calls]
     return [text for text in texts for _ in range(parsed.n)]
 
 

@@ -63,7 +63,7 @@ from stepwell.gateway.errors import (
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import Delta
 from stepwell.gateway.tokens.messages import KnownMessages, Message, continued, dumps
-from stepwell.gateway.trajectory.reply import Reply, SampledToken
+from stepwell.gateway.trajectory.calls import LiveCall, SampledToken
 from stepwell.gateway.web import error_body
 
 _SEALED = "reasoning.encrypted_content"
@@ -297,7 +297,7 @@ class OpenAIResponses(Dialect):
             tools=toolbox,
         )
 
-    def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
+    def answer(self, exchange: Exchange, replies: Sequence[LiveCall]) -> dict[str, Any]:
         """A `Response`."""
         answer = Answer(exchange)
         for delta in exchange.calls[0].deltas:
@@ -330,7 +330,7 @@ class OpenAIResponses(Dialect):
         return stored
 
     def finished(
-        self, exchange: Exchange, answer: Answer, reply: Reply
+        self, exchange: Exchange, answer: Answer, reply: LiveCall
     ) -> tuple[list[Event], dict[str, Any]]:
         """The last events and the whole response, which is remembered from now on."""
         events = list(answer.finish(reply))
@@ -415,7 +415,7 @@ class _ResponseWriter(StreamWriter):
         text = orjson.dumps(delta.text)
         return b'%b%b,"sequence_number":%d}\n\n' % (self._before, text, n)
 
-    def reply(self, sample: int, reply: Reply, tokens: Sequence[SampledToken]) -> bytes:
+    def reply(self, sample: int, reply: LiveCall, tokens: Sequence[SampledToken]) -> bytes:
         events, response = self._dialect.finished(self._exchange, self._answer, reply)
         last = {"type": f"response.{response['status']}", "response": response}
         return self._frames((*events, last))

@@ -49,19 +49,6 @@ StopIds: TypeAlias = Annotated[
 """Token ids that end a reply, as vLLM and SGLang take them."""
 
 
-def with_first_unknown(kind: type[BaseModel], sent: Any) -> Any:
-    """Drop all but the first of the sent keys that are no fields of the model: one is refused by
-    name, and pydantic would make an error of each."""
-    fields = kind.model_fields
-    takes_all = kind.model_config.get("extra") == "allow"
-    if takes_all or not isinstance(sent, dict) or len(sent) <= len(fields):
-        return sent
-    names = {about.alias or name for name, about in fields.items()}
-    known = {name: value for name, value in sent.items() if name in names}
-    unknown = next(name for name in sent if name not in names)
-    return {**known, unknown: sent[unknown]}
-
-
 def kind(of: type | tuple[type, ...], wanted: str) -> BeforeValidator:
     """A field of this type, if it is there; else the remedy is to send what is `wanted`."""
 
@@ -102,8 +89,17 @@ class Params(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _first_unknown(cls, sent: Any) -> Any:
-        return with_first_unknown(cls, sent)
+    def with_first_unknown(cls, sent: Any) -> Any:
+        """Drop all but the first of the sent keys that are no fields: one is refused by name, and
+        pydantic would make an error of each."""
+        fields = cls.model_fields
+        takes_all = cls.model_config.get("extra") == "allow"
+        if not isinstance(sent, dict) or len(sent) <= len(fields) or takes_all:
+            return sent
+        names = {about.alias or name for name, about in fields.items()}
+        known = {name: value for name, value in sent.items() if name in names}
+        unknown = next(name for name in sent if name not in names)
+        return {**known, unknown: sent[unknown]}
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Self:

@@ -21,7 +21,7 @@ from stepwell.gateway.dialects.response_items import Item, Toolbox, custom_input
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import ContentDelta, Delta, ReasoningDelta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.trajectory.reply import Reply
+from stepwell.gateway.trajectory.calls import LiveCall
 
 Event: TypeAlias = dict[str, Any]
 
@@ -111,7 +111,7 @@ class Answer:
         """More text of the open item."""
         return self._text_event(self._form or _MESSAGE, "delta", delta=text)
 
-    def finish(self, reply: Reply) -> Iterator[Event]:
+    def finish(self, reply: LiveCall) -> Iterator[Event]:
         """Events that end the output."""
         said = any(item["type"] != "reasoning" for item in self._output)
         if self._form is not _MESSAGE and not said:
@@ -121,7 +121,7 @@ class Answer:
         yield from self._close("incomplete" if reply.finish_reason == "length" else "completed")
 
     def response(
-        self, status: str, reply: Reply | None = None, error: dict[str, Any] | None = None
+        self, status: str, reply: LiveCall | None = None, error: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """The whole `Response` as it is now."""
         exchange = self._exchange
@@ -234,7 +234,7 @@ class Answer:
         yield self._done(item)
 
 
-def _usage(reply: Reply, tokenizer: ChatTokenizer) -> dict[str, Any]:
+def _usage(reply: LiveCall, tokenizer: ChatTokenizer) -> dict[str, Any]:
     return {
         "input_tokens": reply.n_prompt,
         "input_tokens_details": {

@@ -29,7 +29,7 @@ from stepwell.gateway.dialects.openai_completions import token_ids
 from stepwell.gateway.dialects.params import Params
 from stepwell.gateway.errors import GatewayError, RequestError
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.trajectory.reply import Reply
+from stepwell.gateway.trajectory.calls import LiveCall
 from stepwell.gateway.web import error_body
 
 
@@ -78,7 +78,7 @@ class TokenGenerate(Dialect):
         )
         return Parsed(call, params, n=sampling.n)
 
-    def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
+    def answer(self, exchange: Exchange, replies: Sequence[LiveCall]) -> dict[str, Any]:
         return {
             "request_id": exchange.uid,
             "choices": [_choice(i, reply) for i, reply in enumerate(replies)],
@@ -97,7 +97,7 @@ class TokenGenerate(Dialect):
         return error_body(e, e.param)
 
 
-def _choice(index: int, reply: Reply) -> dict[str, Any]:
+def _choice(index: int, reply: LiveCall) -> dict[str, Any]:
     ids = reply.generation.response_ids.tolist()
     log_probs = reply.generation.log_probs.tolist()
     content = [

@@ -131,37 +131,40 @@ class Fleet:
     def pick(self, affinity: str, now: float, avoid: Collection[Engine] = ()) -> Engine | None:
         """The engine for a call, one of `avoid` only if there is no other; None: none may be used
         now."""
-        known = self._homes.get(affinity)
-        engine = None if known is None else known.engine
-        suits = self._suits(affinity, known)
-        if engine is None or engine in avoid or self.state(engine) != "up" or not suits(engine):
+        home = self._homes.get(affinity)
+        engine = None if home is None else home.engine
+        canaries = {e.version for e in self._engines if e.canary and e.reachable}
+        # Version that the trajectory is to be of: a canary's or not, or whichever (None).
+        tries: bool | None = None
+        if canaries:
+            begins = _share(affinity) < self._canary_share
+            tries = begins if home is None else home.canary in canaries
+        if (
+            engine is None
+            or engine in avoid
+            or self.state(engine) != "up"
+            or tries not in (None, engine.canary)
+        ):
             candidates = self._candidates(now)
             candidates = [e for e in candidates if e not in avoid] or candidates
-            candidates = [e for e in candidates if suits(e)] or candidates
+            candidates = [e for e in candidates if tries in (None, e.canary)] or candidates
             if not candidates:
                 return None
             if engine is None or engine not in candidates:
                 engine = _rendezvous(affinity, candidates)
-            self.used_behind += self._is_behind(engine)
-        self._homes[affinity] = _Home(engine, engine.version if engine.canary else None)
+            self.used_behind += self.state(engine) == "behind"
+        canary = engine.version if engine.canary else None
+        if home is None or home.engine is not engine or home.canary != canary:
+            self._homes[affinity] = _Home(engine, canary)
         return engine
-
-    def _suits(self, affinity: str, home: _Home | None) -> Callable[[Engine], bool]:
-        """Return a test for engines of the version that a trajectory is to be of."""
-        canaries = {e.version for e in self if e.canary and e.reachable}
-        if not canaries:
-            return lambda engine: True
-        begins = _share(affinity) < self._canary_share
-        tries_it = begins if home is None else home.canary in canaries
-        return lambda engine: engine.canary is tries_it
 
     def has_candidate(self, now: float, avoid: Collection[Engine] = ()) -> bool:
         """True if `pick` would find an engine outside `avoid`."""
         return any(e not in avoid for e in self._candidates(now))
 
     def _candidates(self, now: float) -> list[Engine]:
-        answering = [e for e in self if e.reachable and not self.is_open(e)]
-        current = [e for e in answering if not self._is_behind(e)]
+        answering = [e for e in self if self.state(e) not in ("down", "open")]
+        current = [e for e in answering if self.state(e) != "behind"]
         if current:
             self._all_behind_since = None
             return [e for e in current if e.well] or current
@@ -177,34 +180,32 @@ class Fleet:
     def state(self, engine: Engine) -> State:
         if not engine.reachable:
             return "down"
-        if self.is_open(engine):
-            return "open"
-        if self._is_behind(engine):
+        if engine.failures >= self._tuning.engine_circuit_failures:
+            return "open"  # it answered badly so often that it gets no calls
+        if (
+            engine.returned
+            and engine.version is not None
+            and self.version is not None
+            and engine.version < self.version
+        ):
             return "behind"
         return "up" if engine.well else "ailing"
 
     def is_open(self, engine: Engine) -> bool:
-        """It answered badly so often that it gets no calls."""
+        """It answered badly so often that it gets no calls, whether or not it can be reached."""
         return engine.failures >= self._tuning.engine_circuit_failures
 
     def probe_in(self, engine: Engine, now: float) -> float:
         """Seconds until a check may find an open engine well; infinite while it is not open."""
         return max(engine.open_until - now, 0.0) if self.is_open(engine) else math.inf
 
-    def _is_behind(self, engine: Engine) -> bool:
-        return (
-            engine.returned
-            and engine.version is not None
-            and self.version is not None
-            and engine.version < self.version
-        )
-
     # -- what calls saw -----------------------------------------------------------------------
 
     def succeeded(self, engine: Engine, version: int | None, *, canary: bool = False) -> None:
         """A call was answered; the engine has `version` now, as a canary or not."""
         engine.failures = 0
-        if version is not None:
+        is_known = version == engine.version == self.version and not (canary or engine.canary)
+        if version is not None and not is_known:
             self._saw(engine, version, canary)
 
     def answered_badly(self, engine: Engine, now: float, why: str) -> None:

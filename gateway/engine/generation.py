@@ -159,8 +159,9 @@ class Part:
         for top in output.top_log_probs:
             self._check([i for i, _ in top], [p for _, p in top])
             self.tops.append(top)
-        self._note_version(output.version, before)
         self.canary = output.is_canary
+        if not self.changes or not output.version == self.reported == self.changes[-1][0]:
+            self._note_version(output.version, before)
         if output.finish is not None:
             self.finish, self.matched = output.finish, output.matched
             self.cached_tokens = output.cached_tokens
@@ -186,15 +187,13 @@ class Part:
             )
 
     def _note_version(self, reported: int | None, start: int) -> None:
-        """Note the weight version of an output. What was sampled between two moments at which the
-        engine had one version is that version's. Around a change, an output does not tell which
-        of its tokens are whose.
+        """Note a weight version that the output before did not have. What was sampled between two
+        moments at which the engine had one version is that version's. Around a change, an output
+        does not tell which of its tokens are whose.
 
         Args:
             start: tokens before this output.
         """
-        if self.changes and reported == self.reported == self.changes[-1][0]:
-            return
         before = self.version if self.reported is None else self.reported
         self.reported = reported
         if reported is None or reported != self.version:

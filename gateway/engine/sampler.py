@@ -179,28 +179,31 @@ class Sampler:
             RequestError: the engine refuses the request (400).
             EngineUnavailableError, EngineTimeoutError, EngineError
         """
-        whole = Part()
+        whole: Part | None = None
         empty = failures = 0
         tried: set[Engine] = set()
-        deadline = _now() + self._config.request_timeout_s
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._config.request_timeout_s
         while True:
-            part = Part(sampling.max_new_tokens - len(whole.ids), self._vocabulary)
+            so_far = [] if whole is None else whole.ids
+            part = Part(sampling.max_new_tokens - len(so_far), self._vocabulary)
             try:
-                if _now() >= deadline:
+                if (now := loop.time()) >= deadline:
                     raise self._too_late()
-                engine = self._fleet.pick(affinity, _now(), tried)
+                engine = self._fleet.pick(affinity, now, tried)
                 if engine is None:
                     raise LostError(self._fleet.why_none())
                 tried.add(engine)
                 await self._send(
-                    engine, prompt_ids, pieces, whole.ids, sampling, part, on_tokens, deadline
+                    engine, prompt_ids, pieces, so_far, sampling, part, on_tokens, deadline
                 )
             except LostError as e:
                 if not isinstance(e, BusyError):
                     self.lost_at = time.monotonic()
                 failures += 1
                 if part.ids:
-                    self._keep(whole, part, e)
+                    self._keep(part, e)
+                    whole = _joined(whole, part)
                     if len(whole.ids) >= sampling.max_new_tokens:
                         return whole.generation("length")
                 if failures > self._config.engine_retries:
@@ -212,10 +215,11 @@ class Sampler:
                 self.retries += 1
                 await self._back_off(failures, tried)
                 continue
-            tried.clear()
-            whole.add(part)
             if part.finish != "abort":
+                whole = part if whole is None else _joined(whole, part)
                 return whole.generation(part.finish)
+            tried.clear()
+            whole = _joined(whole, part)
             self.resumes += 1
             if len(whole.ids) >= sampling.max_new_tokens:
                 return whole.generation("length")
@@ -234,8 +238,12 @@ class Sampler:
             "(gateway.request_timeout_s)"
         )
 
-    def _keep(self, whole: Part, part: Part, why: LostError) -> None:
-        """Go on from what a lost engine streamed."""
+    def _keep(self, part: Part, why: LostError) -> None:
+        """Go on from what a lost engine streamed.
+
+        Raises:
+            EngineUnavailableError: it is not known which version sampled that.
+        """
         spans = part.certain_spans()
         if spans is None:
             log.warning("a stream broke off: %s", why)
@@ -244,7 +252,6 @@ class Sampler:
                 "weight version that sampled them is not certain"
             ) from why
         part.spans = spans
-        whole.add(part)
         self.recoveries += 1
 
     async def _back_off(self, failures: int, tried: set[Engine]) -> None:
@@ -289,7 +296,7 @@ class Sampler:
         )
         del ids  # the answer may take minutes
 
-        def take(output: Output) -> None:
+        def show(output: Output) -> None:
             part.take(output)
             if on_tokens is not None and output.ids:
                 on_tokens(output.ids, output.log_probs, output.top_log_probs, part.reported)
@@ -300,7 +307,9 @@ class Sampler:
         try:
             async with scope:
                 engine.in_flight.add(scope)
-                await self._clients[engine].sample(request, take)
+                await self._clients[engine].sample(
+                    request, part.take if on_tokens is None else show
+                )
         except asyncio.CancelledError:
             self._abort(engine.url, rid)
             raise
@@ -346,6 +355,14 @@ class Sampler:
         except AskingError:
             # The connection was closed with the cancellation: engines abort on that as well.
             return
+
+
+def _joined(whole: Part | None, part: Part) -> Part:
+    """What was sampled before, with what a further request sampled."""
+    if whole is None:
+        return part
+    whole.add(part)
+    return whole
 
 
 def _refusal(

@@ -6,14 +6,15 @@ streams tell what is certain and never take it back.
 
 Text that may still become a marker is held back until it is decided. What begins as a tool call and
 cannot be read as one, or is cut off, becomes content, character for character. Replies without
-streaming go through the same parser, so that both agree. Does not own: how a call is written
-(`calls.py`), ids, which markup a model writes (`reader.py`), what a dialect makes of deltas.
+streaming go through the same parser, so that both agree. A reply without markup needs none. Does
+not own: how a call is written (`calls.py`), ids, which markup a model writes (`reader.py`), what a
+dialect makes of deltas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import TypeAlias
@@ -28,7 +29,7 @@ from stepwell.gateway.reply.calls import (
     parse_call,
     parse_xml_call,
 )
-from stepwell.gateway.tokens.messages import Message, Tool
+from stepwell.gateway.tokens.messages import Tool
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
@@ -44,32 +45,6 @@ class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 Delta: TypeAlias = ContentDelta | ReasoningDelta | ToolCall
-
-
-@dataclass(slots=True)
-class ReplyText:
-    """Text and tool calls that the deltas of a reply add up to."""
-
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
-
-    def add(self, delta: Delta) -> None:
-        if isinstance(delta, ContentDelta):
-            self.content += delta.text
-        elif isinstance(delta, ReasoningDelta):
-            self.reasoning += delta.text
-        else:
-            self.tool_calls.append(delta)
-
-    def message(self) -> Message:
-        """The reply as a message of the conversation."""
-        message: Message = {"role": "assistant", "content": self.content}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            message["tool_calls"] = [c.entry() for c in self.tool_calls]
-        return message
 
 
 def held_back(text: str, markers: Sequence[str]) -> int:

@@ -1,6 +1,7 @@
 """This module reads sampled ids as a reply while they arrive, so that agents get text and calls.
 
     ids ──► control tokens hidden ──► text ──► StopCutter ──► ReplyParser ──► deltas
+                                        └── no stop strings, no markup: a delta as it stands
 
 Control tokens are no text: the turn close and other special tokens are hidden, except those that
 the parser reads (<tool_call>, <think>). How a model writes tool calls is found out by example: the
@@ -16,19 +17,20 @@ from typing import get_args
 
 from stepwell.datapool.types import TokenIds
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.reply.calls import CallStyle
+from stepwell.gateway.reply.calls import CallStyle, ToolCall
 from stepwell.gateway.reply.parser import (
     CALL_CLOSE,
     CALL_OPEN,
     PYTHON_TAG,
     THINK_CLOSE,
     THINK_OPEN,
+    ContentDelta,
     Delta,
+    ReasoningDelta,
     ReplyParser,
-    ReplyText,
     StopCutter,
 )
-from stepwell.gateway.tokens.messages import Tool
+from stepwell.gateway.tokens.messages import Message, Tool
 from stepwell.gateway.tokens.render import CallExample, call_example
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer, TokenStream
 
@@ -74,26 +76,29 @@ class ReplyFormat:
         style: CallStyle | None = None,
         counts: bool = False,
         first_call: int | None = None,
-    ) -> ReplyReader:
+    ) -> ReplyText:
         """
         Args:
-            counts: see `ReplyReader.told`.
+            counts: see `ReplyText.told`.
             first_call: see `ReplyParser`.
             raw: the reply is plain text; nothing in it is a tool call or a thought.
             style: how tool calls are written; None: as the model does.
         """
+        reads_calls = self._tools and parse_tools and not raw
+        reads_thoughts = self._reasoning and not raw
+        parser = None
+        if reads_calls or reads_thoughts:
+            tail = prompt_ids[-_TAIL:].tolist() if reads_thoughts else ()
+            parser = ReplyParser(
+                tools=reads_calls,
+                reasoning=reads_thoughts,
+                starts_in_reasoning=self._tokenizer.decode(tail).rstrip().endswith(THINK_OPEN),
+                style=style or self._style,
+                offered=tools,
+                first_call=first_call,
+            )
         hidden = self._special if raw else self._hidden
-        reasoning = self._reasoning and not raw
-        tail = self._tokenizer.decode(prompt_ids[-_TAIL:].tolist()) if reasoning else ""
-        parser = ReplyParser(
-            tools=self._tools and parse_tools and not raw,
-            reasoning=reasoning,
-            starts_in_reasoning=tail.rstrip().endswith(THINK_OPEN),
-            style=style or self._style,
-            offered=tools,
-            first_call=first_call,
-        )
-        return ReplyReader(self._tokenizer, hidden, parser, stop, counts=counts)
+        return ReplyText(self._tokenizer, hidden, parser, stop, counts=counts)
 
     def _reads(self, example: CallExample | None, style: CallStyle) -> bool:
         if example is None or not self._tools:
@@ -104,27 +109,35 @@ class ReplyFormat:
         thought_open = example.prompt.rstrip().endswith(THINK_OPEN)
         reader.begin(f"{THINK_CLOSE}\n\n{example.text}" if thought_open else example.text)
         reader.finish()
-        calls = [(c.name, json.loads(c.arguments)) for c in reader.text.tool_calls]
+        calls = [(c.name, json.loads(c.arguments)) for c in reader.tool_calls]
         return calls == [(example.name, example.arguments)]
 
 
-class ReplyReader:
-    """Reads one reply. `text` holds all deltas so far."""
+class ReplyText:
+    """One reply: text, thought and tool calls, and how they are read while its ids arrive. All of
+    it is what the deltas so far add up to."""
 
     def __init__(
         self,
         tokenizer: ChatTokenizer,
         hidden: frozenset[int],
-        parser: ReplyParser,
+        parser: ReplyParser | None,
         stop: Sequence[str],
         *,
         counts: bool = False,
     ) -> None:
-        self.text = ReplyText()
-        self.told: list[int] = []
-        """Number of ids told up to and with each delta: a delta tells an id whose text is whole and
-        not held back. 0 unless the reader counts, for which it reads ids one by one."""
+        """
+        Args:
+            parser: None: the text holds no markup.
+        """
+        self.content = self.reasoning = ""
+        self.tool_calls: list[ToolCall] = []
         self.has_reasoning = False
+        self.stop_sequence: str | None = None
+        """The stop string that ended the text."""
+        self.told: list[int] = []
+        """Number of ids told up to and with each delta, if they are counted: a delta tells an id
+        whose text is whole and not held back. Ids are read one by one then."""
         self._tokenizer = tokenizer
         self._hidden = hidden
         self._parser = parser
@@ -138,19 +151,69 @@ class ReplyReader:
         self._ends: deque[int] = deque()
         """Ends in the text of the ids that are not told yet; ids of half a character have none."""
 
-    def begin(self, text: str) -> list[Delta]:
-        """The reply's text before the first sampled id."""
-        return self._note(self._parser.feed(text)) if text else []
+    def message(self) -> Message:
+        """The reply as a message of the conversation."""
+        message: Message = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [c.entry() for c in self.tool_calls]
+        return message
 
-    @property
-    def stop_sequence(self) -> str | None:
-        """The stop string that ended the text."""
-        return None if self._stop is None else self._stop.matched
+    def begin(self, text: str) -> list[Delta]:
+        """Read the reply's text before the first sampled id."""
+        return self._parse(text)
 
     def feed(self, ids: Sequence[int]) -> list[Delta]:
+        """Read ids as they arrive."""
         if self._counts:
             return [delta for token_id in ids for delta in self._count(token_id)]
         return self._feed(ids)
+
+    def finish(self, ids: Sequence[int] = ()) -> list[Delta]:
+        """Read the end of the reply.
+
+        Args:
+            ids: all of it, of an answer that nobody follows: they are read in one piece.
+        """
+        deltas: list[Delta] = []
+        self._ids += [i for i in ids if i not in self._hidden]
+        if self._stream is None or self._stream.is_within_character:
+            # The stream keeps back bytes that are no character yet; now they show as U+FFFD.
+            whole = self._tokenizer.decode(self._ids)
+            if whole.startswith(self._decoded):
+                deltas += self._read(whole[len(self._decoded) :])
+        if self._stop is not None:
+            deltas += self._parse(self._stop.finish())
+        if self._parser is not None:
+            deltas += self._add(self._parser.finish())
+        self.has_reasoning = bool(self.reasoning) or THINK_CLOSE in self._decoded
+        if deltas and self._counts:
+            self.told[-1] = self._n_fed
+        return deltas
+
+    def n_until_stop(self, ids: Sequence[int]) -> int:
+        """Number of `ids` that complete the stop string that ended the text.
+
+        The engine ends generation there itself, unless the string fell across a resumption.
+        """
+        low, high = 0, len(ids)
+        while low + 1 < high:
+            middle = (low + high) // 2
+            shown = [i for i in ids[:middle] if i not in self._hidden]
+            text = self._tokenizer.decode(shown)
+            if any(s in text for s in self._stops):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def _feed(self, ids: Sequence[int]) -> list[Delta]:
+        shown = [i for i in ids if i not in self._hidden]
+        self._ids += shown
+        if self._stream is None:
+            self._stream = self._tokenizer.stream()
+        return self._read(self._stream.feed(shown))
 
     def _count(self, token_id: int) -> list[Delta]:
         before = len(self._decoded)
@@ -159,7 +222,8 @@ class ReplyReader:
         n_open = self._n_fed - self._n_told - len(self._ends)
         if len(self._decoded) > before or (token_id in self._hidden and n_open == 1):
             self._ends += [len(self._decoded)] * n_open
-        n_held = self._parser.n_held + (0 if self._stop is None else self._stop.n_held)
+        n_held = 0 if self._parser is None else self._parser.n_held
+        n_held += 0 if self._stop is None else self._stop.n_held
         told = len(self._decoded) - n_held
         while self._ends and self._ends[0] <= told:
             self._ends.popleft()
@@ -168,60 +232,29 @@ class ReplyReader:
             self.told[-1] = self._n_told
         return deltas
 
-    def _feed(self, ids: Sequence[int]) -> list[Delta]:
-        shown = ids if self._hidden.isdisjoint(ids) else self._shown(ids)
-        self._ids += shown
-        if self._stream is None:
-            self._stream = self._tokenizer.stream()
-        return self._read(self._stream.feed(shown))
-
-    def take(self, ids: Sequence[int]) -> None:
-        """All ids at once, of an answer that nobody follows: `finish` reads them in one piece."""
-        self._ids += self._shown(ids)
-
-    def finish(self) -> list[Delta]:
-        deltas: list[Delta] = []
-        if self._stream is None or self._stream.is_within_character:
-            # The stream keeps back bytes that are no character yet; now they show as U+FFFD.
-            whole = self._tokenizer.decode(self._ids)
-            if whole.startswith(self._decoded):
-                deltas += self._read(whole[len(self._decoded) :])
-        if self._stop is not None:
-            deltas += self._note(self._parser.feed(self._stop.finish()))
-        deltas += self._note(self._parser.finish())
-        self.has_reasoning = bool(self.text.reasoning) or THINK_CLOSE in self._decoded
-        if deltas:
-            self.told[-1] = self._n_fed
-        return deltas
-
-    def n_until_stop(self, ids: Sequence[int]) -> int | None:
-        """Number of `ids` that complete the stop string that ended the text; None: none did.
-
-        The engine ends generation there itself, unless the string fell across a resumption.
-        """
-        if self.stop_sequence is None:
-            return None
-        low, high = 0, len(ids)
-        while low + 1 < high:
-            middle = (low + high) // 2
-            text = self._tokenizer.decode(self._shown(ids[:middle]))
-            if any(s in text for s in self._stops):
-                high = middle
-            else:
-                low = middle
-        return high
-
-    def _shown(self, ids: Sequence[int]) -> list[int]:
-        return [i for i in ids if i not in self._hidden]
-
     def _read(self, text: str) -> list[Delta]:
+        """Read decoded text."""
+        self._decoded += text
+        if self._stop is not None:
+            text = self._stop.feed(text)
+            self.stop_sequence = self._stop.matched
+        return self._parse(text)
+
+    def _parse(self, text: str) -> list[Delta]:
+        """Read text in which stop strings are no more."""
         if not text:
             return []
-        self._decoded += text
-        return self._note(self._parser.feed(text if self._stop is None else self._stop.feed(text)))
+        if self._parser is not None:
+            return self._add(self._parser.feed(text))
+        return self._add([ContentDelta(text)])
 
-    def _note(self, deltas: list[Delta]) -> list[Delta]:
+    def _add(self, deltas: list[Delta]) -> list[Delta]:
         for delta in deltas:
-            self.text.add(delta)
+            if isinstance(delta, ContentDelta):
+                self.content += delta.text
+            elif isinstance(delta, ReasoningDelta):
+                self.reasoning += delta.text
+            else:
+                self.tool_calls.append(delta)
             self.told.append(self.told[-1] if self.told else 0)
         return deltas

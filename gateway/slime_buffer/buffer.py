@@ -36,7 +36,7 @@ from stepwell.datapool.types import Group, Lease, Trajectory
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.dialects.params import wrong
 from stepwell.gateway.engine import Sampler
-from stepwell.gateway.errors import PoolUnavailableError, RequestError
+from stepwell.gateway.errors import UNAVAILABLE, RequestError
 from stepwell.gateway.prompt import Prompts
 from stepwell.gateway.slime_buffer.generators import (
     EXTERNAL,
@@ -49,7 +49,7 @@ from stepwell.gateway.slime_buffer.items import InstanceId, instance_of, make_it
 from stepwell.gateway.slime_buffer.process import RolloutProcess
 from stepwell.gateway.slime_buffer.text import TextRollouts
 from stepwell.gateway.slime_buffer.writes import RolloutWriter, Start
-from stepwell.gateway.tokens.turn_messages import TurnMessages
+from stepwell.gateway.tokens.messages import TurnMessages
 from stepwell.gateway.trajectory.recording import Recording
 from stepwell.gateway.trajectory.store import Outcomes
 
@@ -186,7 +186,7 @@ class RolloutBuffer:
                 groups as `gateway.rollout_batch_groups` says, or else up to `MAX_GROUPS`.
 
         Raises:
-            RequestError, PoolUnavailableError, DataPoolError
+            RequestError, DataPoolError
         """
         channel, wanted = self._config.channel, self._config.rollout_batch_groups
         if num is not None:
@@ -347,7 +347,7 @@ class RolloutBuffer:
             try:
                 await self._ask(self._pool.ack(lease.lease_id))
                 return True
-            except PoolUnavailableError as e:
+            except UNAVAILABLE as e:
                 if gone.done():
                     return False
                 log.warning("lease %s could not be acked (%s); trying again", lease.lease_id, e)
@@ -376,7 +376,7 @@ class RolloutBuffer:
     async def _nack(self, lease: Lease) -> None:
         try:
             await self._ask(self._pool.nack(lease.lease_id, "the client went away"))
-        except (DataPoolError, PoolUnavailableError) as e:
+        except DataPoolError as e:
             log.warning(
                 "lease %s was not returned (%s); unless it was acked, its groups come back when it "
                 "expires",

@@ -13,18 +13,17 @@ They are a view: whoever trains takes the ids. Pure. Does not own: items that ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from stepwell.datapool.branches import path_to_root
+from stepwell.datapool.branches import branches
 from stepwell.datapool.types import Group, Step, TokenIds, Trajectory
-from stepwell.gateway.tokens.messages import Message
+from stepwell.gateway.tokens.messages import MESSAGES, Message
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.tokens.turn_messages import MESSAGES
 
 InstanceId: TypeAlias = int | str
 
@@ -61,26 +60,14 @@ class Row:
 def rows(steps: Sequence[Step]) -> list[Row]:
     """The branches of a trajectory, that of its last call first. Each sampled token counts in one
     of them."""
-    by_index = {s.step_index: s for s in steps}
-    parents = {s.step_index: _parent(s, by_index) for s in steps}
-    inner = {p.step_index for p in parents.values() if p is not None}
+    in_order = sorted(steps, key=lambda step: step.step_index)
     counted: set[int] = set()
     made = []
-    for leaf in sorted(steps, key=lambda s: s.step_index, reverse=True):
-        if leaf.step_index not in inner:
-            chain = path_to_root(leaf, lambda step: parents[step.step_index])[::-1]
-            made.append(_row(chain, counted))
-            counted.update(step.step_index for step in chain)
+    for path in reversed(branches(in_order)):
+        chain = [in_order[i] for i in path]
+        made.append(_row(chain, counted))
+        counted.update(step.step_index for step in chain)
     return made
-
-
-def _parent(step: Step, by_index: Mapping[int, Step]) -> Step | None:
-    """The Step that this one's prompt extends. Checked: white-box agents may say anything."""
-    parent = None if step.parent_index is None else by_index.get(step.parent_index)
-    if parent is None or len(step.prompt_ids) <= parent.n_tokens:
-        return None
-    before = parent.token_ids
-    return parent if np.array_equal(step.prompt_ids[: len(before)], before) else None
 
 
 def _row(chain: Sequence[Step], counted: set[int]) -> Row:

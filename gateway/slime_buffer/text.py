@@ -32,8 +32,7 @@ from stepwell.gateway.dialects.openai_chat import OpenAIChat
 from stepwell.gateway.errors import GatewayConfigError, RequestError
 from stepwell.gateway.prompt import Prompts
 from stepwell.gateway.slime_buffer.mask_tokenizer import MaskTokenizer
-from stepwell.gateway.tokens.messages import Message, Tool
-from stepwell.gateway.tokens.turn_messages import MESSAGES, TurnMessages
+from stepwell.gateway.tokens.messages import MESSAGES, Message, Tool, TurnMessages
 
 STEP_LOSS_MASK = "step_loss_mask"
 

@@ -24,13 +24,17 @@ import numpy.typing as npt
 from cachetools import LRUCache
 from pydantic import ConfigDict, Field, PlainValidator
 
-from stepwell.datapool.errors import InvalidStepError, StepConflictError, UnknownTrajectoryError
-from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
-from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
+from stepwell.datapool.errors import (
+    InvalidStepError,
+    StepConflictError,
+    TrajectoryClosedError,
+    TrajectoryConflictError,
+    UnknownTrajectoryError,
+)
 from stepwell.datapool.types import Step
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.dialects.params import Params, Part, wrong
-from stepwell.gateway.errors import RequestError, TrajectoryClosedError, TrajectoryConflictError
+from stepwell.gateway.errors import RequestError
 from stepwell.gateway.slime_buffer.items import INSTANCE, WRITTEN
 from stepwell.gateway.slime_buffer.text import TextRollouts
 from stepwell.gateway.trajectory.recording import Recording
@@ -247,7 +251,7 @@ class RolloutWriter:
             `recorded`, `tokens` or `text`: what the item's Steps were made of.
 
         Raises:
-            RequestError, TrajectoryConflictError, TrajectoryClosedError, PoolUnavailableError
+            RequestError, TrajectoryConflictError, TrajectoryClosedError; one of UNAVAILABLE
         """
         item = await asyncio.to_thread(Item.read, body)
         if "reward" not in body:
@@ -280,7 +284,7 @@ class RolloutWriter:
             raise RequestError(
                 f"trajectory_uid is {uid!r}, which no call was recorded for", "trajectory_uid"
             ) from e
-        except (TrajectoryClosedError, PoolTrajectoryClosedError):
+        except TrajectoryClosedError:
             # Completed already, perhaps by its agent: it has the reward that it is written with.
             if item.reward is None:
                 raise
@@ -310,7 +314,7 @@ class RolloutWriter:
             outcome = await ask(
                 self._pool.complete_trajectory(home.trajectory_uid, item.reward, channel, metadata)
             )
-        except (StepConflictError, PoolTrajectoryConflictError) as e:
+        except (StepConflictError, TrajectoryConflictError) as e:
             raise TrajectoryConflictError(
                 f"uid {uid!r} was written before with other content ({e})"
             ) from e
@@ -335,7 +339,7 @@ class RolloutWriter:
             )
             try:
                 opened = await self._recording.ask(opening, room=True)
-            except PoolTrajectoryConflictError as e:
+            except TrajectoryConflictError as e:
                 raise TrajectoryConflictError(
                     f"uid is {uid!r}, which another trajectory has; send a uid of its own ({e})"
                 ) from e

@@ -20,13 +20,11 @@ and stopped every call in flight for 55 to 90 ms.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
 
-from stepwell.datapool.codec import Base
 from stepwell.datapool.types import TokenIds
 from stepwell.gateway.tokens.messages import Key, Keys, Message, text_key, text_prefix_keys
 
@@ -40,24 +38,15 @@ BranchCause: TypeAlias = Literal[
     "cut_failed",  # the template renders the turn otherwise in this conversation
     "continued",  # a plain prompt that is a first prompt with its reply, and nothing more
 ]
-Calls: TypeAlias = tuple[tuple[str, str, str], ...]
+ToolCalls: TypeAlias = tuple[tuple[str, str, str], ...]
 """Tool calls of a reply: their ids, names and arguments."""
-Said: TypeAlias = Keys | Sequence[Message] | str | bytes
-"""A conversation: messages, or their keys; or a plain text, or ids as bytes, that is matched as it
+Said: TypeAlias = Keys | str | bytes
+"""A conversation: keys of its messages; or a plain text, or ids as bytes, that is matched as it
 stands."""
-
-
-class TurnKeys(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Keys that place a turn in the graph."""
-
-    root: Key
-    """Key of the turn's tools and template arguments."""
-    prompt: Key
-    """Key of the conversation that the model was shown."""
-    whole: Key
-    """Key of that conversation plus the reply."""
-    length: int | None = None
-    """Characters, or bytes, of a whole conversation that is no messages."""
+TurnKeys: TypeAlias = tuple[Key, Key, Key, int | None]
+"""Place of a turn in the graph: key of its tools and template arguments; key of the conversation
+that the model was shown; key of that conversation plus the reply; characters, or bytes, of a whole
+conversation that is no messages."""
 
 
 class Turn(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -69,15 +58,14 @@ class Turn(msgspec.Struct, frozen=True, eq=False, gc=False):
     response_ids: TokenIds
     n_tokens: int
     """Prompt plus response."""
-    calls: Calls
+    calls: ToolCalls
     """The reply's tool calls; its text is in its ids."""
     has_reasoning: bool
     """This turn, or one that its prompt holds token for token, has thinking in it."""
     step_index: int | None
     """None: white-box, its Step is submitted by the agent itself."""
     crc: int | None = None
-    """CRC-32 of prompt and response, as the pool has it; None: not known. A Step that extends this
-    turn is packed relative to it (`codec.Base`)."""
+    """CRC-32 of prompt and response, as the pool has it; None: not known."""
 
     def arrays(self) -> list[TokenIds]:
         """Prompt and response, from the root on, in pieces; the last one is the response."""
@@ -88,34 +76,12 @@ class Turn(msgspec.Struct, frozen=True, eq=False, gc=False):
             turn = turn.parent
         return pieces[::-1]
 
-    def nearest_step(self) -> int | None:
-        """The deepest Step that this turn's tokens extend or are."""
+    def nearest(self) -> Turn | None:
+        """The deepest turn with a Step that this turn's tokens extend or are."""
         turn: Turn | None = self
         while turn is not None and turn.step_index is None:
             turn = turn.parent
-        return None if turn is None else turn.step_index
-
-    def base(self) -> Base | None:
-        """The nearest Step that is known to be in the pool, for those that extend this turn."""
-        turn: Turn | None = self
-        while turn is not None:
-            if turn.step_index is not None and turn.crc is not None:
-                return Base(turn.step_index, 4 * turn.n_tokens, turn.crc)
-            turn = turn.parent
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Attachment:
-    """Place where a request goes on. `turn` is None for the first call and for branches."""
-
-    root: Key
-    prompt_key: Key
-    turn: Turn | None
-    n_known: int
-    """Messages (or characters, or bytes) that `turn` covers; the rest are new."""
-    cause: BranchCause | None
-    """Why nothing was extended; None for the first call and for extensions."""
+        return turn
 
 
 class TurnGraph:
@@ -132,21 +98,24 @@ class TurnGraph:
         self._lengths: set[int] = set()
         """Lengths of the conversations that are no messages."""
 
-    def attach(self, root: Key, said: Said) -> Attachment:
-        """Find the deepest turn that a request extends."""
+    def attach(self, root: Key, said: Said) -> tuple[Turn | None, int, BranchCause | None]:
+        """Find the deepest turn that a request extends.
+
+        Returns:
+            The turn, None for the first call and for branches; the messages (or characters, or
+            bytes) that it covers; why nothing is extended, None for the first call and for
+            extensions.
+        """
         ends: Iterable[tuple[int, Key]]
         """Places where a turn may have ended, the longest first."""
-        if isinstance(said, str | bytes):
-            prompt_key = text_key(said)
-            ends = reversed([*text_prefix_keys(said, self._lengths)])
+        if isinstance(said, Keys):
+            ends = said.ends()
         else:
-            keys = said if isinstance(said, Keys) else Keys(root, said)
-            prompt_key, ends = keys.prompt, keys.ends()
+            ends = reversed([*text_prefix_keys(said, self._lengths)])
         for n, key in ends:
             if (turn := self._by_key.get(key)) is not None:
-                return Attachment(root, prompt_key, turn, n, None)
-        cause = self._why(root, said, prompt_key) if self._prompts else None
-        return Attachment(root, prompt_key, None, 0, cause)
+                return turn, n, None
+        return None, 0, self._why(root, said) if self._prompts else None
 
     def add(
         self,
@@ -155,12 +124,16 @@ class TurnGraph:
         parent: Turn | None,
         new_prompt_ids: TokenIds,
         response_ids: TokenIds,
-        calls: Calls,
+        calls: ToolCalls,
         has_reasoning: bool,
         step_index: int | None,
         crc: int | None = None,
     ) -> Turn:
-        """Store a finished call. `step_index` and `crc`: as the turn's."""
+        """Store a finished call.
+
+        Args:
+            step_index, crc: as the turn's.
+        """
         n_new = len(new_prompt_ids) + len(response_ids)
         turn = Turn(
             parent,
@@ -172,12 +145,13 @@ class TurnGraph:
             step_index,
             crc,
         )
+        root, prompt, whole, length = keys
         self.n_tokens += n_new
-        self._by_key[keys.whole] = turn
-        self._prompts.add(keys.prompt)
-        self._roots[keys.root] = None
-        if keys.length is not None:  # `attach` looks for it from now on
-            self._lengths.add(keys.length)
+        self._by_key[whole] = turn
+        self._prompts.add(prompt)
+        self._roots[root] = None
+        if length is not None:  # `attach` looks for it from now on
+            self._lengths.add(length)
         if step_index is not None:
             self.steps[step_index] = turn
         return turn
@@ -186,12 +160,10 @@ class TurnGraph:
         """Turns that another one extends."""
         return {turn.parent for turn in self.steps.values() if turn.parent is not None}
 
-    def _why(self, root: Key, said: Said, prompt_key: Key) -> BranchCause:
-        if prompt_key in self._prompts:
+    def _why(self, root: Key, said: Said) -> BranchCause:
+        if (said.prompt if isinstance(said, Keys) else text_key(said)) in self._prompts:
             return "resampled"
-        messages: Sequence[Message] = ()
-        if not isinstance(said, str | bytes):
-            messages = [*said.messages] if isinstance(said, Keys) else said
+        messages: Sequence[Message] = [*said.messages] if isinstance(said, Keys) else ()
         for other in self._roots:
             if other != root and any(
                 key in self._by_key or key in self._prompts for key in Keys(other, messages)

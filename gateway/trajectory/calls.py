@@ -7,6 +7,13 @@ another gateway.
 A `Call` is small and stays as long as its trajectory: the reply is read again from the sampled ids.
 A `LiveCall` holds everything else, as long as the call is generated, stored or read.
 
+Ids say what the model saw and said. They do not say of which messages, and that is what requests
+are matched by. So each Step carries a note (`TurnNote`), and a gateway that did not make the Steps
+(a replica that takes over, a process that was restarted) has the graph and the calls that made
+them. A note is a JSON object of hashes, counts and the tool calls, which the next prompt shows; no
+other text. A Step without one (an agent submitted it itself) has a `step_index` and nothing else to
+restore.
+
 Owns: which calls are remembered, which of them a request repeats, and the way back from Steps. Does
 not own: what makes two requests the same (`web.retry_key`), the life of a call (`gateway/call.py`).
 """
@@ -15,23 +22,26 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 
 from stepwell.backends.engines.api import Sampling, TopLogProbs
-from stepwell.datapool.types import UNSEEN, LogProbs, Step, unseen_key
+from stepwell.datapool.errors import DataPoolError
+from stepwell.datapool.types import UNSEEN, LogProbs, Step, TokenIds, unseen_key
+from stepwell.gateway.engine import Generation
 from stepwell.gateway.errors import GatewayError, RequestError
-from stepwell.gateway.prompt import ChatRequest, Prompt
+from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import Delta
-from stepwell.gateway.reply.reader import ReplyReader
-from stepwell.gateway.tokens.graph import Turn, TurnGraph, join
-from stepwell.gateway.trajectory.reply import Reply, SampledToken, TurnNote, read_note
+from stepwell.gateway.reply.reader import ReplyText
+from stepwell.gateway.tokens.graph import ToolCalls, Turn, TurnGraph, TurnKeys, join
 
+NOTE: Final = "turn"
+"""Key of a Step's metadata."""
 REMEMBERED = 64
 """Keys of a trajectory, and calls of each key; the oldest ones go."""
 AT_ONCE_S = 1
@@ -48,21 +58,21 @@ class RetryKey:
     body: str
     """Digest of the request's bytes."""
     is_retry: bool
-
-    @property
-    def is_named(self) -> bool:
-        """The client gave the request a name (`Idempotency-Key`)."""
-        return self.body not in self.key
+    """The request is marked as a retry."""
+    is_named: bool = False
+    """The client gave the request a name (`Idempotency-Key`), so the key does not hold `body`."""
 
     @cached_property
     def digest(self) -> bytes:
         """Digest of the key; 8 bytes, to be told from the few others of one trajectory."""
-        return _digest(self.key)
+        return hashlib.blake2b(self.key.encode(errors="surrogatepass"), digest_size=8).digest()
 
     @property
     def body_digest(self) -> bytes | None:
         """Digest of the request's bytes, where the key does not hold that."""
-        return _digest(self.body) if self.is_named else None
+        if not self.is_named:
+            return None
+        return hashlib.blake2b(self.body.encode(), digest_size=8).digest()
 
     @property
     def first_digest(self) -> bytes:
@@ -78,6 +88,49 @@ class RetryKey:
     def samples(self, n: int) -> list[RetryKey]:
         """The keys of `n` samples of one prompt."""
         return [self] if n == 1 else [replace(self, key=f"{self.key}/{i}") for i in range(n)]
+
+
+class TurnNote(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
+    """The facts about a call that its ids do not tell. Bytes are base64 in JSON."""
+
+    keys: TurnKeys
+    retry: bytes
+    """`RetryKey.digest` of the request."""
+    created: int
+    """Unix seconds."""
+    body: bytes | None = None
+    """`RetryKey.body_digest` of the request."""
+    is_retry: bool = False
+    """The request was marked as a retry."""
+    n_forced: int = 0
+    """Ids at the end of the prompt that begin the reply itself (a forced tool call)."""
+    calls: ToolCalls = ()
+    has_reasoning: bool = False
+    """Same as `Turn.has_reasoning`."""
+
+    def as_json(self) -> dict[str, Any]:
+        value: dict[str, Any] = msgspec.to_builtins(self)
+        value["keys"] = [*value["keys"]]
+        if self.calls:
+            value["calls"] = [list(call) for call in self.calls]
+        return value
+
+
+def read_note(step: Step) -> TurnNote | None:
+    """The note of a Step; None if it has none that can be read."""
+    try:
+        return msgspec.convert(step.metadata.get(NOTE), TurnNote)
+    except msgspec.ValidationError:  # somebody else's use of the same key
+        return None
+
+
+class SampledToken(NamedTuple):
+    """A token as an answer with log-probs shows it."""
+
+    token_id: int
+    log_prob: float
+    alternatives: TopLogProbs
+    """(token id, log-prob), best first."""
 
 
 class Call(msgspec.Struct, eq=False, gc=False, kw_only=True):
@@ -100,9 +153,10 @@ class Call(msgspec.Struct, eq=False, gc=False, kw_only=True):
     """The end was handed to some client's connection, which did not break then."""
     is_unseen: bool = False
     """No client got the end, or the one that did had sent the request again before."""
+    n_forced: int = 0
+    """Ids at the end of the prompt that begin the reply."""
     turn: Turn | None = None
-    """Its reply in the graph; None until it is answered, as are the fields below."""
-    note: TurnNote | None = None
+    """Its reply in the graph; None until it is answered. The fields below are set then, too."""
     finish_reason: Literal["stop", "length"] = "stop"
     spans: tuple[tuple[int, int, int], ...] = ()
     """Version spans: version, start, end."""
@@ -127,35 +181,34 @@ class Call(msgspec.Struct, eq=False, gc=False, kw_only=True):
 
 
 class LiveCall:
-    """A call while it is generated, stored or read. `gateway/call.py` has its life cycle."""
+    """A call while it is generated, stored or read; once it is done, dialects answer from it.
+    `gateway/call.py` has its life cycle."""
 
-    reader: ReplyReader
+    generation: Generation
+    """The sampled tokens; there once `is_generated`."""
+    keys: TurnKeys
+    """Place of its turn in the graph; there once `is_generated`."""
 
     def __init__(
-        self,
-        call: Call,
-        request: ChatRequest,
-        prompt: Prompt,
-        sampling: Sampling,
-        dialect: str,
+        self, call: Call, request: ChatRequest, sampling: Sampling, dialect: str, text: ReplyText
     ) -> None:
         self.call = call
         self.request = request
-        self.prompt = prompt
+        self.prompt_ids: TokenIds = request.ids
         self.sampling = sampling
         self.dialect = dialect
+        self.text = text
+        """The reply as it is read so far."""
         self.state: State = "generating"
         self.task: asyncio.Task[Any] | None = None
         """The task that generates and commits it, or is about to; None while nothing does."""
-        self.is_running = False
-        self.why_cancelled: GatewayError | None = None
+        self.is_running = self.is_generated = False
+        self.why_cancelled: GatewayError | DataPoolError | None = None
         self.deltas: list[Delta] = []
         self.tokens: list[SampledToken] = []
         """Sampled tokens so far, if the request asks for log-probs."""
-        self.reply: Reply | None = None
-        """Set once generated; final when the state is `done`."""
-        self.note: TurnNote | None = None
-        """Set with the reply."""
+        self.has_reasoning = False
+        """Same as `Turn.has_reasoning`."""
         self.error: GatewayError | None = None
         self.engine_s = 0.0
         self.timing: dict[str, float] | None = None
@@ -174,34 +227,50 @@ class LiveCall:
     @property
     def n_prompt(self) -> int:
         """Tokens of the prompt."""
-        return len(self.prompt.ids)
+        return len(self.prompt_ids)
+
+    @property
+    def n_response(self) -> int:
+        return len(self.generation.response_ids)
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
+        if self.generation.finish_reason == "stop" and self.text.tool_calls:
+            return "tool_calls"
+        return self.generation.finish_reason
 
     @property
     def version(self) -> int | None:
         """The newest policy version that sampled of it so far; None: nothing is sampled yet."""
-        if self.reply is None:
+        if not self.is_generated:
             return self.streamed_version
-        return max(span.version for span in self.reply.generation.spans)
-
-    def n_told(self, n_deltas: int) -> int:
-        """Return how many of `tokens` the first `n_deltas` deltas tell, if log-probs are asked
-        for."""
-        return self.reader.told[n_deltas - 1] if n_deltas else 0
+        return max(span.version for span in self.generation.spans)
 
     @property
     def is_due(self) -> bool:
         """There is something to do for it, and nothing does it."""
         return self.task is None and self.state in ("generating", "committing")
 
-    def end(self) -> Reply | None:
-        """The final reply; None: it has not ended.
+    @property
+    def has_news(self) -> bool:
+        """A reader that has read nothing yet has something to read."""
+        return bool(self.deltas) or self.error is not None or self.state == "done"
 
-        Raises:
-            GatewayError: it failed.
-        """
-        if self.error is not None:
-            raise self.error
-        return self.reply if self.state == "done" else None
+    def read(self) -> Iterator[tuple[Delta | LiveCall | GatewayError | None, list[SampledToken]]]:
+        """Yield each delta from the first on, with the tokens that it tells if the request asks for
+        log-probs; then the call itself with the rest of the tokens, once its Step is stored. Yield
+        the error of a call that failed, and None while there is nothing new, as often as asked."""
+        n_read = n_told = 0
+        while self.error is not None or self.state != "done" or n_read < len(self.deltas):
+            if n_read < len(self.deltas):
+                n = max(n_told, self.text.told[n_read]) if self.tokens else 0
+                yield self.deltas[n_read], self.tokens[n_told:n]
+                n_read, n_told = n_read + 1, n
+            else:
+                yield self.error, []
+        yield self, self.tokens[n_told:]
+        while True:
+            yield None, []
 
     def on_tokens(
         self,
@@ -214,36 +283,26 @@ class LiveCall:
         self.streamed_version = version
         if self.request.n_logprobs is not None:
             self.tokens += map(SampledToken, ids, log_probs, alternatives or [()] * len(ids))
-        if self.request.stream or self.request.n_logprobs is not None:
-            self.publish(self.reader.feed(ids))
-        else:
-            self.reader.take(ids)
+        if deltas := self.text.feed(ids):
+            self.publish(deltas)
 
-    def publish(self, deltas: Sequence[Delta]) -> None:
-        if deltas:
-            self.deltas += deltas
-            self.announce()
-
-    def announce(self) -> None:
-        """Tell those who wait for a change."""
+    def publish(self, deltas: Sequence[Delta] = ()) -> None:
+        """Add deltas, and tell those who wait for one more, or for the end."""
+        self.deltas += deltas
         for watcher in tuple(self.watchers):
             watcher()
-
-    async def changed(self) -> None:
-        """Return when there is a delta more, or the end."""
-        change = asyncio.Event()
-        self.watchers.append(change.set)
-        try:
-            await change.wait()
-        finally:
-            self.watchers.remove(change.set)
 
     async def wait(self) -> None:
         """Return when nothing generates or commits it any more."""
         while self.task is not None:
-            await self.changed()
+            change = asyncio.Event()
+            self.watchers.append(change.set)
+            try:
+                await change.wait()
+            finally:
+                self.watchers.remove(change.set)
 
-    def cancel(self, why: GatewayError) -> None:
+    def cancel(self, why: GatewayError | DataPoolError) -> None:
         """End it with this error, unless its Step is being stored."""
         if self.state == "generating":
             self.why_cancelled = why
@@ -389,10 +448,6 @@ def _give_up(calls: tuple[Call, ...], again: Call) -> None:
                 call.give_up()
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
-
-
 def restore(
     graph: TurnGraph, steps: Sequence[Step], crcs: Mapping[int, int] | None = None
 ) -> list[Call]:
@@ -437,8 +492,8 @@ def restore(
                 is_retry=note.is_retry,
                 delivered=step.step_index in extended,
                 is_unseen=step.metadata.get(UNSEEN) is True,
+                n_forced=note.n_forced,
                 turn=turn,
-                note=note,
                 finish_reason=reason,
                 spans=spans or ((step.policy_version, 0, len(step.response_ids)),),
                 log_probs=np.array(step.rollout_log_probs),

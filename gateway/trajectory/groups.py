@@ -134,7 +134,7 @@ class Groups:
         here."""
         if (plain := call.plain) is not None:
             return text_key(plain)
-        key = call.root
+        key = call.keys.root
         for message in call.messages:
             if message["role"] == "assistant":
                 return None

@@ -35,9 +35,9 @@ from urllib.parse import unquote
 
 from starlette.datastructures import Headers
 
-from stepwell.datapool.errors import DataPoolError
+from stepwell.datapool.errors import DataPoolError, TrajectoryClosedError
 from stepwell.gateway.access import Named, Principal, presented
-from stepwell.gateway.errors import GatewayError, RequestError, TrajectoryClosedError
+from stepwell.gateway.errors import GatewayError, RequestError
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.trajectory.calls import RetryKey
 from stepwell.gateway.trajectory.conversations import Caller, Peer
@@ -119,7 +119,7 @@ class Identities:
             RequestError: a header is malformed.
         """
         headers = origin.headers
-        if _is_not_recorded(headers):
+        if RECORD_HEADER in headers and _is_not_recorded(headers):
             return self._trajectories.unrecorded("asked", origin.caller)
         if (named := origin.url or self._named(headers)) is not None:
             return self._trajectories.get(*named, origin.caller)
@@ -236,7 +236,7 @@ class Identities:
                 elif trajectory.unrecorded is not None:
                     trajectory.detach()
                 elif not trajectory.is_new:
-                    trajectory.touch()  # asked again after as long
+                    trajectory.last_used = time.monotonic()  # asked again after as long
                     await trajectory.catch_up()
             except TrajectoryClosedError:
                 log.debug("%s was closed by the pool", trajectory.uid)
@@ -263,7 +263,7 @@ def _is_not_recorded(headers: Headers) -> bool:
     Raises:
         RequestError: the header says neither.
     """
-    value = headers.get(RECORD_HEADER, "true").lower()
+    value = headers[RECORD_HEADER].lower()
     if value not in ("true", "false"):
         raise RequestError(f"{RECORD_HEADER} is {value!r:.80}; send true or false", RECORD_HEADER)
     return value == "false"

@@ -25,16 +25,15 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
-from stepwell.datapool.errors import DataPoolError
+from stepwell.datapool.errors import DataPoolError, NotOwnerError, PoolFullError
 from stepwell.datapool.ops import TrajectoryOutcome
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.config import TUNING, GatewayConfig, Tuning
 from stepwell.gateway.errors import (
-    ChannelFullError,
+    UNAVAILABLE,
     GatewayError,
     PermissionDeniedError,
-    PoolUnavailableError,
-    from_pool,
+    PoolSilentError,
 )
 
 log = logging.getLogger(__name__)
@@ -112,20 +111,20 @@ class Recording:
     async def patience(self) -> AsyncIterator[None]:
         """
         Raises:
-            PoolUnavailableError: the body took longer than an agent is to wait.
+            PoolSilentError: the body took longer than an agent is to wait.
         """
         try:
             async with asyncio.timeout(self._patience_s):
                 yield
         except TimeoutError as e:
-            raise PoolUnavailableError(
+            raise PoolSilentError(
                 f"the DataPool did not answer within {self._patience_s:g} s"
             ) from e
 
-    def give_up(self, channel: str, uid: str, why: PoolUnavailableError) -> None:
+    def give_up(self, channel: str, uid: str, why: DataPoolError) -> None:
         """A trajectory is not stored any more, because the pool failed."""
         log.warning("trajectory %s is not recorded any more: %s", uid, why)
-        if isinstance(why, ChannelFullError):
+        if isinstance(why, PoolFullError):
             return  # nothing of it was applied
         self.is_away = True
         task = asyncio.create_task(self._abort(channel, uid))
@@ -160,7 +159,7 @@ class Recording:
             try:
                 abort = self.pool.abort_trajectory(uid, POOL_FAILURE, channel=channel)
                 await ask(abort, self._patience_s)
-            except PoolUnavailableError:
+            except UNAVAILABLE:
                 await asyncio.sleep(RETRY_S)
                 continue
             except DataPoolError as e:  # it never heard of it, or has closed it
@@ -175,30 +174,27 @@ async def ask(answer: Awaitable[T], timeout_s: float) -> T:
     """The pool's answer within `timeout_s`.
 
     Raises:
-        DataPoolError: the pool refuses what was sent.
-        ChannelFullError: there is no room; nothing was applied.
+        DataPoolError: the pool refuses what was sent. One of UNAVAILABLE: no answer, or one that is
+            not durable; whether the pool applied the call is not known, unless it is full.
         PermissionDeniedError: what the call is about has another owner.
-        PoolUnavailableError: no answer, or one that is not durable; whether the pool applied the
-            call is not known.
     """
     try:
         async with asyncio.timeout(timeout_s):
             return await answer
+    except NotOwnerError as e:
+        raise PermissionDeniedError(str(e)) from e
     except DataPoolError as e:
-        answered = from_pool(e)
-        if not isinstance(answered, PoolUnavailableError | PermissionDeniedError):
-            raise  # what it means depends on what was sent
-        if str(e) not in str(answered):
+        if isinstance(e, UNAVAILABLE) and not isinstance(e, PoolFullError):
             log.warning("%s: %s", type(e).__name__, e)  # the client is not told
-        raise answered from e
+        raise
     except TimeoutError as e:
-        raise PoolUnavailableError(
+        raise PoolSilentError(
             f"the DataPool did not answer within {timeout_s:g} s (with "
             "gateway.queue_timeout_s where a call may wait for room)"
         ) from e
     except Exception as e:  # whatever it is: to a client it means "not stored, try again"
         # Its words may name nodes and files, which agents need not know.
         log.warning("the DataPool did not answer (%s: %.2000s)", type(e).__name__, e)
-        raise PoolUnavailableError(
+        raise PoolSilentError(
             f"the DataPool did not answer ({type(e).__name__}); see the gateway's log"
         ) from e

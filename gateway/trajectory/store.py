@@ -18,19 +18,17 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from cachetools import LRUCache
 
-from stepwell.datapool.errors import StepIndexError, UnknownTrajectoryError
-from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
+from stepwell.datapool.errors import (
+    StepIndexError,
+    TrajectoryClosedError,
+    TrajectoryConflictError,
+    UnknownTrajectoryError,
+)
 from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import OWNER, VAL
 from stepwell.gateway.access import OPERATOR, Principal
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
-from stepwell.gateway.errors import (
-    PermissionDeniedError,
-    PoolUnavailableError,
-    RequestError,
-    TrajectoryClosedError,
-    TrajectoryConflictError,
-)
+from stepwell.gateway.errors import UNAVAILABLE, PermissionDeniedError, RequestError
 from stepwell.gateway.trajectory.conversations import Conversations
 from stepwell.gateway.trajectory.groups import Groups, Identity
 from stepwell.gateway.trajectory.recording import Recording, Unrecorded
@@ -62,23 +60,24 @@ class TrajectoryStore:
     def __iter__(self) -> Iterator[LiveTrajectory]:
         return iter(tuple(self._open.values()))
 
-    def get(self, uid: str, prompt_uid: str, caller: Principal = OPERATOR) -> LiveTrajectory:
+    def get(
+        self,
+        uid: str,
+        prompt_uid: str,
+        caller: Principal = OPERATOR,
+        *,
+        is_to_end: bool = False,
+    ) -> LiveTrajectory:
         """The open trajectory of this URL; an unknown one begins here.
 
         Args:
             caller: in whose channel, and as whose, one begins.
+            is_to_end: one that is closed is returned, too: closing it again is the pool's to judge.
 
         Raises:
             PermissionDeniedError: another key opened it.
             TrajectoryClosedError, TrajectoryConflictError
         """
-        trajectory = self.find(uid, prompt_uid, caller)
-        if trajectory.closed is not None:
-            raise closed_error(uid, trajectory.closed)
-        return trajectory
-
-    def find(self, uid: str, prompt_uid: str, caller: Principal = OPERATOR) -> LiveTrajectory:
-        """Do as `get`, but return closed ones too: closing them again is the pool's to judge."""
         trajectory = self._open.get(uid)
         if trajectory is None and uid in self._closed:
             identity, how = self._closed[uid]
@@ -94,6 +93,8 @@ class TrajectoryStore:
                 f"trajectory {uid!r} belongs to prompt_uid {trajectory.prompt_uid!r}, not "
                 f"{prompt_uid!r}; use the base_url as it was handed out"
             )
+        if trajectory.closed is not None and not is_to_end:
+            raise closed_error(uid, trajectory.closed)
         return trajectory
 
     def begin(self, identity: Identity, unrecorded: Unrecorded | None = None) -> LiveTrajectory:
@@ -168,7 +169,7 @@ class Outcomes:
         """Count what the body refuses because its trajectory is closed."""
         try:
             yield
-        except (TrajectoryClosedError, PoolTrajectoryClosedError):
+        except TrajectoryClosedError:
             self.not_kept[why] += 1
             raise
 
@@ -178,7 +179,7 @@ class Outcomes:
             return await self._first(
                 uid, caller, lambda channel: self._recording.pool.why_closed(uid, channel)
             )
-        except (UnknownTrajectoryError, PoolUnavailableError):
+        except (UnknownTrajectoryError, *UNAVAILABLE):
             return "its group went on without it"
 
     async def complete(
@@ -196,8 +197,8 @@ class Outcomes:
 
         Raises:
             UnknownTrajectoryError: no channel knows it.
-            TrajectoryClosedError: the gateway's or the pool's: it was closed otherwise.
-            PoolUnavailableError
+            TrajectoryClosedError: it was closed otherwise.
+            One of UNAVAILABLE
         """
         live = self._trajectories.known(uid)
         if live is not None:
@@ -217,7 +218,7 @@ class Outcomes:
         Raises:
             RequestError: it has no such step.
             UnknownTrajectoryError: no channel knows it.
-            PoolUnavailableError
+            One of UNAVAILABLE
         """
         set_reward, owner = self._recording.pool.set_reward, caller.opens_as(uid)
         try:
@@ -239,10 +240,10 @@ class Outcomes:
         """Keep what a person says of a trajectory (`step_index` None), or of one step.
 
         Raises:
-            TrajectoryClosedError: the gateway's: its group was leased or dropped.
+            TrajectoryClosedError: its group was leased or dropped.
             RequestError: it has no such step.
             UnknownTrajectoryError: no channel knows it.
-            PoolUnavailableError
+            One of UNAVAILABLE
         """
         pool, owner = self._recording.pool, caller.opens_as(uid)
         marks: dict[str, Any] = {} if label is None else {"add_tags": [label]}
@@ -270,7 +271,7 @@ class Outcomes:
                 return "accepted"
         except StepIndexError as e:
             raise RequestError(str(e), "step_index") from e
-        except PoolTrajectoryClosedError as e:
+        except TrajectoryClosedError as e:
             late = e
         raise TrajectoryClosedError(
             f"trajectory {uid!r} takes no feedback any more: it was deleted, or its group was "

@@ -38,29 +38,24 @@ from typing import Any, Final, TypeVar
 from stepwell.datapool.codec import Base
 from stepwell.datapool.errors import (
     ChannelShutDownError,
+    DataPoolError,
     GroupClosedError,
     GroupConflictError,
     StepIndexError,
+    TrajectoryClosedError,
+    TrajectoryConflictError,
     UnknownTrajectoryError,
 )
-from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
-from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.ops import Resumed, TrajectoryOutcome
 from stepwell.datapool.types import GREEDY, OWNER, Step, unseen_key
 from stepwell.gateway.access import OPERATOR, Principal
-from stepwell.gateway.errors import (
-    PoolUnavailableError,
-    RequestError,
-    TrajectoryClosedError,
-    TrajectoryConflictError,
-    from_pool,
-)
+from stepwell.gateway.errors import UNAVAILABLE, PoolSilentError, RequestError
 from stepwell.gateway.tokens.graph import Turn, TurnGraph
 from stepwell.gateway.tokens.messages import Key, text_key
 from stepwell.gateway.trajectory.calls import Call, CallMemory, LiveCall, restore
 from stepwell.gateway.trajectory.conversations import Caller, Conversations, Peer, Place
 from stepwell.gateway.trajectory.groups import Group, Identity
-from stepwell.gateway.trajectory.recording import POOL_FAILURE, Recording, Unrecorded
+from stepwell.gateway.trajectory.recording import POOL_FAILURE, Recording, Unrecorded, ask
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +114,9 @@ class LiveTrajectory:
         self._pool = recording.pool
         self._lock = asyncio.Lock()
         self._on_left = on_left
-        self._users = 0
-        """Requests that are about to open it, or to begin calls."""
+        self.users = 0
+        """Requests that are about to open it, or to begin calls: it is kept for them, though the
+        pool may not have heard of it. They end with `forget_if_unused`."""
         self._opened = closed is not None
 
     @property
@@ -138,24 +134,20 @@ class LiveTrajectory:
         """Nobody is to get, or keep, what its calls say."""
         return self.closed == _DELETED
 
-    def touch(self) -> None:
-        self.last_used = time.monotonic()
-
-    def hold(self) -> LiveTrajectory:
-        """Keep it, though the pool may not have heard of it, until `release`."""
-        self._users += 1
-        return self
-
-    def release(self) -> None:
-        self._users -= 1
-        self.forget_if_unused()
-
     def forget_if_unused(self) -> None:
         """Drop it if it was refused before the pool heard of it."""
-        if not (self._opened or self._users or self.in_flight or self.closed is not None):
+        if not (self._opened or self.users or self.in_flight or self.closed is not None):
             if self.group is not None:
                 self.group.joined -= 1
             self._leave()
+
+    def check_open(self) -> None:
+        """
+        Raises:
+            TrajectoryClosedError
+        """
+        if self.closed is not None:
+            raise closed_error(self.uid, self.closed)
 
     def check_owner(self, caller: Principal) -> None:
         """Check the caller: against the names of a new one, whose owner the pool is asked for as it
@@ -195,7 +187,8 @@ class LiveTrajectory:
             return
         again = channel is not None or metadata is not None
         owner = caller.opens_as(self.uid)
-        await self._unless_given_up(self._open(channel, attempt, metadata, owner, again=again))
+        asking = self._open(channel, attempt, metadata, owner, again=again)
+        await (self._unless_given_up(asking) if self._may_give_up else asking)
         self.check_owner(caller)
 
     async def catch_up(self) -> None:
@@ -205,7 +198,8 @@ class LiveTrajectory:
             TrajectoryClosedError: closed meanwhile.
         """
         if self.unrecorded is None:
-            await self._unless_given_up(self._open(again=True))
+            asking = self._open(again=True)
+            await (self._unless_given_up(asking) if self._may_give_up else asking)
 
     async def append(self, live: LiveCall, make_step: Callable[[int], Step]) -> Turn | Call | None:
         """Store the Step of a generated call. Runs on in the same turn of the loop as the pool's
@@ -221,12 +215,13 @@ class LiveTrajectory:
 
         Raises:
             TrajectoryClosedError: closed meanwhile; no Step was stored.
-            PoolUnavailableError: not acknowledged; a later commit may find that it was stored.
+            UNAVAILABLE: not acknowledged; a later commit may find that it was stored.
         """
         why = self.unrecorded
         if why is None:
             try:
-                found = await self._unless_given_up(self._append(live, make_step))
+                asking = self._append(live, make_step)
+                found = await (self._unless_given_up(asking) if self._may_give_up else asking)
                 if found is not None:
                     return found
                 why = self.unrecorded
@@ -245,24 +240,24 @@ class LiveTrajectory:
             index: of its Step; None: it has none here.
             crc: as `Turn.crc`.
         """
-        reply, note, request = live.reply, live.note, live.request
-        if reply is None or note is None:
-            raise RuntimeError("the call has not been generated")
+        request, generation = live.request, live.generation
         turn = self.graph.add(
-            note.keys,
-            parent=reply.prompt.parent,
-            new_prompt_ids=reply.prompt.new_ids,
-            response_ids=reply.generation.response_ids,
-            calls=note.calls,
-            has_reasoning=note.has_reasoning,
+            live.keys,
+            parent=request.parent,
+            new_prompt_ids=request.new_ids,
+            response_ids=generation.response_ids,
+            calls=tuple((call.id, call.name, call.arguments) for call in live.text.tool_calls),
+            has_reasoning=live.has_reasoning,
             step_index=index,
             crc=crc,
         )
-        self._found_by(note.keys.whole, note.keys.length)
-        if request.prompt_text is not None:
-            # The client goes on from what it was told, without the token that ended it.
-            told = request.prompt_text + reply.text.content
-            self._found_by(text_key(told), len(told))
+        if self.caller is not None:
+            _, _, whole, length = live.keys
+            self._found_by(whole, length)
+            if request.prompt_text is not None:
+                # The client goes on from what it was told, without the token that ended it.
+                told = request.prompt_text + live.text.content
+                self._found_by(text_key(told), len(told))
         return turn
 
     async def complete(
@@ -331,22 +326,20 @@ class LiveTrajectory:
     def _is_unrecorded(self) -> bool:
         """Its calls are not stored, because they were given up or the pool is away as it begins."""
         if self._may_give_up and self.is_new and self._recording.is_away:
-            self._give_up(PoolUnavailableError("the DataPool is away"))
+            self._give_up(PoolSilentError("the DataPool is away"))
         return self.unrecorded is not None
 
     async def _unless_given_up(self, asking: Awaitable[T]) -> T | None:
-        """The pool's answer. Where calls are served without the pool, the trajectory is given up if
-        it fails or takes long: then None."""
-        if not self._may_give_up:
-            return await asking
+        """The pool's answer, where calls may be served without the pool: the trajectory is given up
+        if it fails or takes long. Then None."""
         try:
             async with self._recording.patience():
                 return await asking
-        except PoolUnavailableError as e:
+        except UNAVAILABLE as e:
             self._give_up(e)
             return None
 
-    def _give_up(self, why: PoolUnavailableError) -> None:
+    def _give_up(self, why: DataPoolError) -> None:
         if self.unrecorded is None and self.closed is None:
             self.unrecorded = POOL_FAILURE
             self._opened = True
@@ -355,10 +348,13 @@ class LiveTrajectory:
     # -- with the pool, one at a time --------------------------------------------------------
 
     async def _append(self, live: LiveCall, make_step: Callable[[int], Step]) -> Turn | Call | None:
-        recording, parent = self._recording, live.prompt.parent
+        recording, parent = self._recording, live.request.parent
+        base, extended = None, None if parent is None else parent.nearest()
+        if extended is not None and extended.step_index is not None and extended.crc is not None:
+            base = Base(extended.step_index, 4 * extended.n_tokens, extended.crc)
         async with self._lock:
             while True:
-                self._check_open()
+                self.check_open()
                 if self.unrecorded is not None or live.call.turn is not None:
                     return live.call.turn  # given up, or found in the pool, meanwhile
                 if (other := live.elsewhere) is not None and self._is_same(live, other):
@@ -366,16 +362,13 @@ class LiveTrajectory:
                 index = self.steps
                 stored = self._pool.append_step(
                     make_step(index),
-                    None if parent is None else parent.base(),
+                    base,
                     self.channel,
                     recording.room_s,
                 )
-                try:
-                    answer = await recording.ask(stored, room=True)
-                except PoolTrajectoryConflictError as e:
-                    raise from_pool(e) from e
+                answer = await ask(stored, recording.timeout_s + recording.room_s)
                 if isinstance(answer, Base):
-                    self.note_steps(index)
+                    self.steps = max(self.steps, index + 1)
                     return self.add_turn(live, index, answer.crc)
                 if answer == "late":
                     self._close(
@@ -398,17 +391,18 @@ class LiveTrajectory:
     async def _open(self, *registration: Any, again: bool = False) -> None:
         """Open it, if that was not done before, or read the Steps that other gateways stored
         meanwhile."""
-        self.hold()
+        self.users += 1
         try:
             async with self._lock:
-                self._check_open()
+                self.check_open()
                 if self._opened and not again:
                     return
                 if not await self._resume(*registration):
                     self._close("completed before")
-                    self._check_open()
+                    self.check_open()
         finally:
-            self.release()
+            self.users -= 1
+            self.forget_if_unused()
 
     async def _resume(
         self,
@@ -434,25 +428,22 @@ class LiveTrajectory:
             about[OWNER] = owner
         if self.group is not None and not self._opened:
             await self._declare(self.group, owner)
-        try:
-            resumed = await self._recording.ask(
-                self._pool.resume_trajectory(
-                    self.uid,
-                    self.prompt_uid,
-                    attempt=attempt,
-                    metadata=about,
-                    channel=chosen,
-                    elsewhere=channel is None and not self._opened,
-                    timeout_s=room_s,
-                ),
-                room=True,
-            )
-        except PoolTrajectoryConflictError as e:
-            raise from_pool(e) from e
+        resumed = await self._recording.ask(
+            self._pool.resume_trajectory(
+                self.uid,
+                self.prompt_uid,
+                attempt=attempt,
+                metadata=about,
+                channel=chosen,
+                elsewhere=channel is None and not self._opened,
+                timeout_s=room_s,
+            ),
+            room=True,
+        )
         self.channel = resumed.channel
         if resumed.outcome == "late":
             self._close("closed or deleted before in the DataPool, or its group was")
-            self._check_open()
+            self.check_open()
         if resumed.is_open:
             self._take_over(resumed)
         return resumed.is_open
@@ -478,18 +469,17 @@ class LiveTrajectory:
 
     def _settle(self, own: Call, found: Call) -> None:
         """The pool has the Step of a call whose commit had no answer."""
-        own.turn, own.note, own.finish_reason = found.turn, found.note, found.finish_reason
+        own.turn, own.finish_reason = found.turn, found.finish_reason
         own.spans, own.log_probs = found.spans, found.log_probs
-        if own.live is not None and own.live.task is None:
+        if (live := own.live) is not None and self.caller is not None:
+            self._found_by(*live.keys[2:])
+        if live is not None and live.task is None:
             own.live = None
-        if found.note is not None:
-            self._found_by(found.note.keys.whole, found.note.keys.length)
 
     def _found_by(self, key: Key, length: int | None) -> None:
         """Calls that extend this conversation belong here."""
-        if self.caller is not None:
-            self.touch()  # it is idle from the end of a call on
-            self._add_place(Place(self.caller + key, length))
+        self.last_used = time.monotonic()  # it is idle from the end of a call on
+        self._add_place(Place((self.caller or b"") + key, length))
 
     def _add_place(self, place: Place) -> None:
         self._conversations.add(place, self.uid)
@@ -511,7 +501,7 @@ class LiveTrajectory:
             )
         except GroupClosedError:
             self._close("begun when its group had been served or dropped")
-            self._check_open()
+            self.check_open()
         except (GroupConflictError, ChannelShutDownError) as e:
             # Its service declared it with terms of its own; or nobody consumes it.
             log.debug("group %s: %s", self.prompt_uid, e)
@@ -520,7 +510,7 @@ class LiveTrajectory:
         self, how: str, end: Callable[[], Awaitable[TrajectoryOutcome]], caller: Principal
     ) -> TrajectoryOutcome:
         self.check_owner(caller)
-        self.hold()
+        self.users += 1
         try:
             async with self._lock:
                 if self.unrecorded is not None:
@@ -531,9 +521,9 @@ class LiveTrajectory:
                 self.check_owner(caller)
                 try:
                     outcome = await self._recording.ask(end())
-                except PoolTrajectoryClosedError as e:
+                except TrajectoryClosedError:
                     self._close("closed before")
-                    raise from_pool(e) from e
+                    raise
                 except UnknownTrajectoryError as e:
                     raise TrajectoryConflictError(str(e)) from e
                 except StepIndexError as e:
@@ -541,7 +531,8 @@ class LiveTrajectory:
                 self._close("closed by the DataPool" if outcome == "late" else how)
                 return outcome
         finally:
-            self.release()
+            self.users -= 1
+            self.forget_if_unused()
 
     def _close(self, how: str) -> None:
         if self.closed is not None:
@@ -558,10 +549,6 @@ class LiveTrajectory:
         self.places.clear()
         self.caller = None  # what is answered from now on leads nobody here
         self._on_left(self)
-
-    def _check_open(self) -> None:
-        if self.closed is not None:
-            raise closed_error(self.uid, self.closed)
 
 
 def closed_error(uid: str, how: str) -> TrajectoryClosedError:

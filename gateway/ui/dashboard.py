@@ -27,10 +27,11 @@ from stepwell.datapool.inspect.events import Event
 from stepwell.datapool.ops import Mark
 from stepwell.datapool.selection.built_in import FILTERS, ORDERS, read_name
 from stepwell.datapool.types import TRAIN, Trajectory
-from stepwell.gateway.errors import PoolUnavailableError, RequestError, UnknownItemError
+from stepwell.gateway.errors import RequestError, UnknownItemError
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.recording import Recording
 from stepwell.gateway.ui.alerts import alerts
+from stepwell.gateway.ui.comparison import MOST_RUNS, Comparison
 from stepwell.gateway.ui.live import Live
 from stepwell.gateway.ui.run_folder import RunFolder
 from stepwell.gateway.ui.trajectories import last_words, prefixes, said, shown, tokens
@@ -81,6 +82,7 @@ class Dashboard:
         self.live = Live(self.tick)
         self._statistics, self._running = statistics, running
         self._folder = None if folder is None else RunFolder(folder)
+        self._comparison = None if folder is None else Comparison(folder)
         self._decode = tokenizer.decode
         self._text_of = lru_cache(1 << 16)(tokenizer.token_text)
         self._cursor: str | None = None
@@ -110,7 +112,7 @@ class Dashboard:
                 _, self._cursor = await self._events(None, kinds=("returned",))
             events, self._cursor = await self._events(self._cursor)
             said["events"] = events[-EVENTS_A_TICK:]
-        except (DataPoolError, PoolUnavailableError) as e:
+        except DataPoolError as e:
             said["pool_error"] = str(e)
         if self._folder is not None:
             steps = await asyncio.to_thread(self._folder.steps)
@@ -137,6 +139,29 @@ class Dashboard:
             "keys": sorted(numeric),
             "lag": sorted(lag.items(), key=lambda item: (_least(item[0]), item[0])),
         }
+
+    async def runs(self) -> dict[str, Any]:
+        """Names of the folders of runs beside this one's, which can be compared."""
+        if self._comparison is None:
+            return {"this": None, "runs": [], "most": MOST_RUNS}
+        names = await asyncio.to_thread(self._comparison.names)
+        this = self._comparison.folder.name
+        return {"this": this if this in names else next(iter(names), None), "runs": names} | {
+            "most": MOST_RUNS
+        }
+
+    async def compare(self, run: Sequence[str], key: Sequence[str]) -> dict[str, Any]:
+        """Curves of these runs, and the figures that they have."""
+        if self._comparison is None:
+            raise UnknownItemError("this gateway knows no run's folder", "run")
+        curves = await asyncio.to_thread(self._comparison.curves, run, key)
+        return {"runs": curves, "keys": await asyncio.to_thread(self._comparison.keys, run)}
+
+    async def compare_csv(self, run: Sequence[str], key: Sequence[str]) -> str:
+        """Every optimizer step of these runs, as CSV."""
+        if self._comparison is None:
+            raise UnknownItemError("this gateway knows no run's folder", "run")
+        return await asyncio.to_thread(self._comparison.as_csv, run, key)
 
     async def batches(self, cursor: int | None) -> dict[str, Any]:
         """Optimizer steps, the newest first, and which of them have a sample."""

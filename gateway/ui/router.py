@@ -17,7 +17,7 @@ import asyncio
 import hashlib
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -32,7 +32,7 @@ from stepwell.gateway.errors import AuthenticationError, RequestError, UnknownIt
 from stepwell.gateway.lifecycle import forget_trajectory
 from stepwell.gateway.services import services_of
 from stepwell.gateway.ui.dashboard import Dashboard, as_json
-from stepwell.gateway.web import EventStream, write_pieces
+from stepwell.gateway.web import EventStream
 
 STATIC: Final = Path(__file__).parent / "static"
 MEDIA: Final = {
@@ -132,7 +132,7 @@ async def logout(request: Request) -> Response:
 
 async def live(request: Request) -> Response:
     watcher = services_of(request).dashboard.live.watch()
-    answer = EventStream(partial(write_pieces, watcher.frames()), watcher)
+    answer = EventStream(watcher.frames(), watcher)
     answer.headers.update(HEADERS)
     return answer
 
@@ -206,6 +206,17 @@ def _filters(request: Request, _: str = "filters") -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def _list(request: Request, name: str) -> list[str]:
+    return request.query_params.getlist(name)
+
+
+async def _compare_csv(request: Request) -> Response:
+    dashboard = services_of(request).dashboard
+    text = await dashboard.compare_csv(_list(request, "run"), _list(request, "key"))
+    headers = {**HEADERS, "content-disposition": 'attachment; filename="runs.csv"'}
+    return Response(text, headers=headers, media_type="text/csv; charset=utf-8")
+
+
 def _question(question: Question, **readers: Reader) -> Handler:
     """A handler of a question, with its arguments from the query."""
 
@@ -276,9 +287,10 @@ def _json(value: Any) -> Response:
 
 QUESTIONS: Final[Mapping[str, Handler]] = {
     "about": _question(Dashboard.about),
-    "metrics": _question(
-        Dashboard.metrics, key=lambda request, name: request.query_params.getlist(name)
-    ),
+    "metrics": _question(Dashboard.metrics, key=_list),
+    "runs": _question(Dashboard.runs),
+    "compare": _question(Dashboard.compare, run=_list, key=_list),
+    "compare.csv": _compare_csv,
     "batches": _question(Dashboard.batches, cursor=_number),
     "batch": _question(Dashboard.batch, step=_number),
     "groups": _question(Dashboard.groups, channel=_channel, cursor=_text, filters=_filters),

@@ -39,9 +39,15 @@ from stepwell.cluster.placement import (
     on_this_node,
     place,
 )
-from stepwell.cluster.ray import connected, ray_here, while_head_lives, while_raylet_lives
+from stepwell.cluster.ray import (
+    connected,
+    ray_here,
+    while_head_lives,
+    while_nodes_live,
+    while_raylet_lives,
+)
 from stepwell.config.run import RunConfig
-from stepwell.datapool.process import settle_heap
+from stepwell.datapool.heap import settle_heap
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.start import client_of, start_shards
 from stepwell.datapool.types import TRAIN, VAL
@@ -105,8 +111,9 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
         placement = await asyncio.to_thread(place, config, trains=trains, serves=config.serves)
         stack.callback(placement.release)
         if not own:
-            used = [bundle.node_id for bundle in placement.bundles]
-            await asyncio.to_thread(check_nodes, config, used)
+            used = placement.parts_by_node()
+            await stack.enter_async_context(while_nodes_live(used))
+            await asyncio.to_thread(check_nodes, config, [*used])
         # Absolute: an actor's working directory need not be ours.
         folder = config.run.dir.absolute()
         pool = client_of(

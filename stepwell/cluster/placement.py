@@ -239,6 +239,19 @@ class Placement:
         n = self.plan.nodes_per_engine
         return self.plan.engines[number * n : (number + 1) * n]
 
+    def parts_by_node(self) -> dict[str, str]:
+        """Names of the ranks and engines on each node, by its id."""
+        named: dict[str, list[str]] = {}
+        for word, seats, each in (
+            ("rank", self.plan.ranks, 1),
+            ("engine", self.plan.engines, self.plan.nodes_per_engine),
+        ):
+            for i, seat in enumerate(seats):
+                named.setdefault(self.bundles[seat.bundle].node_id, []).append(
+                    f"{word} {i // each}"
+                )
+        return {node: ", ".join(dict.fromkeys(parts)) for node, parts in named.items()}
+
     def backend_options(self) -> dict[str, Any]:
         """Arguments of `build_backend`: options by rank; none for a rank in this process."""
         if not self.plan.ranks or _in_driver(self.plan):

@@ -47,6 +47,8 @@ LOOK_S = 0.5
 """A process that the run cannot do without is missed within this."""
 ASK_S = 2.0
 """Between two questions to the head of a Ray that was joined, and for an answer."""
+LEAVES_S = 40.0
+"""Ray misses a node that has died within this."""
 HEAD_WAIT_S = 20.0
 """A head that does not answer for so long is gone. Ray ends the driver after 60 s."""
 _raylet: Any = ray._raylet
@@ -163,7 +165,7 @@ async def while_raylet_lives() -> AsyncIterator[None]:
         "the raylet or GCS of this run's Ray has ended (killed, or out of memory: see `dmesg`); "
         "run the same command again, it goes on from the last checkpoint"
     )
-    async with while_lives(lambda: all(runs(part) for part in parts), ended):
+    async with while_lives(lambda: all(runs(part) for part in parts), lambda: ended):
         yield
 
 
@@ -182,7 +184,7 @@ async def while_head_lives() -> AsyncIterator[None]:
         "and run the same command again, it goes on from the last checkpoint"
     )
     try:
-        async with while_lives(head.lives, ended):
+        async with while_lives(head.lives, lambda: ended):
             yield
     except RayEndedError:
         raise
@@ -199,10 +201,14 @@ class _Head:
     def __init__(self, address: str) -> None:
         self.address = address
         self._answered = self._asked = time.monotonic()
-        node = ray._private.worker._global_node  # Ray says it nowhere else
-        mine = None if node is None else f"--raylet_socket_name={node.raylet_socket_name}"
+        node: Any = ray._private.worker._global_node  # Ray says it nowhere else
+        # Nodes in containers of one machine may have sockets of one path.
+        mine = node and {
+            f"--raylet_socket_name={node.raylet_socket_name}",
+            f"--node_ip_address={node.node_ip_address}",
+        }
         raylets = (p for p in psutil.process_iter(["name"]) if p.info["name"] == "raylet")
-        self._raylets = [p for p in raylets if mine in _command(p)]
+        self._raylets = [p for p in raylets if mine and mine <= {*_command(p)}]
 
     def is_up(self) -> bool:
         """The raylet of this node runs, and the GCS answers."""
@@ -237,8 +243,10 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 @asynccontextmanager
-async def while_lives(lives: Callable[[], bool], ended: Exception) -> AsyncIterator[None]:
-    """Cancels the body once `lives` says no, and raises `ended` in its place."""
+async def while_lives(
+    lives: Callable[[], bool], ended: Callable[[], Exception]
+) -> AsyncIterator[None]:
+    """Cancels the body once `lives` says no, and raises what `ended` returns in its place."""
     body = asyncio.current_task()
     has_ended = False
 
@@ -247,7 +255,9 @@ async def while_lives(lives: Callable[[], bool], ended: Exception) -> AsyncItera
         while await asyncio.to_thread(lives):  # noqa: ASYNC110 - a process that dies tells nobody
             await asyncio.sleep(LOOK_S)
         has_ended = True
-        log.warning("%s", ended)  # at once: Ray ends a driver whose raylet is gone, within seconds
+        log.warning(
+            "%s", ended()
+        )  # at once: Ray ends a driver whose raylet is gone, within seconds
         if body is not None:
             body.cancel()
 
@@ -257,9 +267,88 @@ async def while_lives(lives: Callable[[], bool], ended: Exception) -> AsyncItera
     except asyncio.CancelledError:
         if not has_ended or body is None or body.uncancel():
             raise
-        raise ended from None
+        raise ended() from None
     finally:
         watching.cancel()
+
+
+@asynccontextmanager
+async def while_nodes_live(parts: Mapping[str, str]) -> AsyncIterator[None]:
+    """Says which node leaves the Ray that this process has joined, and cancels the body if it had
+    what cannot be started elsewhere.
+
+    Args:
+        parts: names of the ranks and engines on each node, by its id.
+
+    Raises:
+        RayEndedError: such a node has left; or any has, and Ray failed a call of the body for it.
+    """
+    nodes = _Nodes(parts)
+    try:
+        async with while_lives(nodes.live, nodes.error):
+            yield
+    except ray.exceptions.RayError as e:
+        if await asyncio.to_thread(nodes.have_lost_one):
+            raise nodes.error() from e
+        raise
+
+
+class _Nodes:
+    """The other nodes of the Ray that this process has joined."""
+
+    def __init__(self, parts: Mapping[str, str]) -> None:
+        self._parts = parts
+        self._here = ray.get_runtime_context().get_node_id()
+        self._address = ray.get_runtime_context().gcs_address
+        self._there = self._alive()
+        self._left: dict[str, str] = {}
+        """Addresses of those that have left, by id, in that order."""
+        self._asked = time.monotonic()
+
+    def live(self) -> bool:
+        """None that has a rank or an engine has left; each that leaves is told."""
+        if time.monotonic() - self._asked < ASK_S:
+            return True
+        self._look()
+        return not any(node in self._parts for node in self._left)
+
+    def have_lost_one(self) -> bool:
+        """One has left. Ray fails calls of its actors first, and misses it some seconds later."""
+        give_up = time.monotonic() + LEAVES_S
+        while not self._left and time.monotonic() < give_up:
+            time.sleep(LOOK_S)
+            self._look()
+        return bool(self._left)
+
+    def error(self) -> Exception:
+        node = next((n for n in self._left if n in self._parts), [*self._left][-1])
+        had = f", which had {self._parts[node]}," if node in self._parts else ""
+        return RayEndedError(
+            f"node {self._left[node]}{had} has left the Ray at {self._address} (killed, out of "
+            "memory, or the machine is down or cut off); run the same command again, with or "
+            "without that node: it goes on from the last checkpoint"
+        )
+
+    def _look(self) -> None:
+        self._asked = time.monotonic()
+        now = self._alive()
+        for node in [node for node in self._there if node not in now]:
+            self._left[node] = self._there.pop(node)
+            if node not in self._parts:
+                log.warning(
+                    "node %s has left the Ray at %s; rollout workers and gateways that were there "
+                    "are started again on the nodes that are left",
+                    self._left[node],
+                    self._address,
+                )
+        self._there |= now  # one may have come
+
+    def _alive(self) -> dict[str, str]:
+        return {
+            node["NodeID"]: node["NodeManagerAddress"]
+            for node in ray.nodes()  # type: ignore[no-untyped-call]  # theirs
+            if node["Alive"] and node["NodeID"] != self._here
+        }
 
 
 @contextmanager

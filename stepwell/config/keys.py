@@ -14,15 +14,13 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined, to_jsonable_python
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import PydanticUndefined, core_schema, to_jsonable_python
 
-from stepwell.backends.registry import Registry
 from stepwell.config.migration import known_as
 from stepwell.config.run import RunConfig
 from stepwell.trainer.errors import ConfigError
@@ -117,7 +115,7 @@ class Key:
 def keys() -> list[Key]:
     """Every key. One whose meaning depends on the kind of its section comes several times."""
     found: dict[tuple[str, ...], Key] = {}
-    for key in _walk(ROOT, "", None):
+    for key in _walk(_schema_of(RunConfig), ""):
         same = found.setdefault((key.name, key.type, repr(key.default), key.meaning), key)
         if same is not key:
             kinds = tuple(dict.fromkeys((*same.kinds, *key.kinds)))
@@ -188,72 +186,116 @@ def _plain(value: object) -> str:
     return json.dumps(to_jsonable_python(value), ensure_ascii=False)
 
 
-def _walk(types: Sequence[Any], prefix: str, field: FieldInfo | None) -> Iterator[Key]:
-    members = [m for t in types for m in _members(t)]
-    sections = [m for m in members if _is_model(m)]
-    named = [m for m in members if get_origin(m) is dict and _models(get_args(m)[1])]
+class _Schema(GenerateJsonSchema):
+    """JSON schema with the defaults of factories, and with `options`: for each loss, estimator or
+    method its name and the schema of what it alone takes."""
+
+    def get_default_value(self, schema: core_schema.WithDefaultSchema) -> Any:
+        factory = schema.get("default_factory")
+        if factory is None:
+            return super().get_default_value(schema)
+        return factory({}) if schema.get("default_factory_takes_data") else factory()  # type: ignore[call-arg]
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> dict[str, Any]:
+        model = super().model_schema(schema)
+        for name, registry in getattr(schema["cls"], "own_keys", {}).items():
+            ready = [found.name for found in registry.survey() if found.state == "ready"]
+            options = [[each, _schema_of(registry.load(each).options)] for each in ready]
+            model["properties"][name]["options"] = options
+        return model
+
+
+def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
+    """JSON schema of `model` with each `$ref` replaced by what it refers to."""
+    whole = model.model_json_schema(schema_generator=_Schema)
+
+    def inlined(node: Any) -> Any:
+        if isinstance(node, list):
+            return [inlined(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            node = whole["$defs"][node["$ref"].rpartition("/")[2]] | node
+        return {k: inlined(v) for k, v in node.items() if k not in ("$ref", "$defs")}
+
+    inline: dict[str, Any] = inlined(whole)
+    return inline
+
+
+def _walk(node: dict[str, Any], prefix: str) -> Iterator[Key]:
+    """The keys at and below `prefix`, given its schema."""
+    members = _alternatives(node)
+    sections = [m for m in members if "properties" in m]
+    named = [m["additionalProperties"] for m in members if _is_section(m)]
+    kinds = [_values(section["properties"].get("kind", {})) for section in sections]
     if len(sections) > 1:
-        about = [f"{_listed(kinds_of(m))}: {(m.__doc__ or '').partition('.')[0]}" for m in sections]
-        kinds = [kind for m in sections for kind in kinds_of(m)]
-        yield Key(f"{prefix}kind", _listed(kinds), PydanticUndefined, f"{'; '.join(about)}.")
-    for model in sections:
-        for name, inner in model.model_fields.items():
+        about = [
+            f"{_listed(own)}: {section.get('description', '').partition('.')[0]}"
+            for own, section in zip(kinds, sections, strict=True)
+        ]
+        every = _listed([kind for own in kinds for kind in own])
+        yield Key(f"{prefix}kind", every, PydanticUndefined, f"{'; '.join(about)}.")
+    for own, section in zip(kinds, sections, strict=True):
+        for name, inner in section["properties"].items():
             if name == "kind" and len(sections) > 1:
                 continue
-            if (registry := getattr(model, "own_keys", {}).get(name)) is not None:
-                yield from _own_keys(registry, f"{prefix}{name}.")
-                continue
-            for key in _walk([inner.annotation], f"{prefix}{name}.", inner):
-                shared = all(name in m.model_fields for m in sections)
-                yield key if shared or key.kinds else replace(key, kinds=kinds_of(model))
-    for mapping in named:
-        yield from _walk([get_args(mapping)[1]], f"{prefix}*.", None)
-    if field is not None and not sections and not named:
-        yield Key(
-            prefix.removesuffix("."),
-            _type(field),
-            field.get_default(call_default_factory=True, validated_data={}),
-            " ".join((field.description or "").split()),
-        )
+            shared = all(name in other["properties"] for other in sections)
+            for key in _walk(inner, f"{prefix}{name}."):
+                yield key if shared or key.kinds else replace(key, kinds=tuple(own))
+    for values in named:
+        yield from _walk(values, f"{prefix}*.")
+    for name, options in node.get("options", ()):
+        for key in _walk(options, prefix):
+            yield replace(key, kinds=(name,))
+    if not sections and not named and "options" not in node:
+        meaning = " ".join(node.get("description", "").split())
+        default = node.get("default", PydanticUndefined)
+        yield Key(prefix.removesuffix("."), _word(node), default, meaning)
 
 
-def _own_keys(registry: Registry[Any], prefix: str) -> Iterator[Key]:
-    """The hyper-parameters that one loss, estimator or method has alone."""
-    for found in registry.survey():
-        if found.state == "ready":
-            for key in _walk([registry.load(found.name).options], prefix, None):
-                yield replace(key, kinds=(found.name,))
+def _alternatives(node: Any) -> list[dict[str, Any]]:
+    """The schemas of which a value has to meet one."""
+    either = node.get("anyOf") or node.get("oneOf") or [node]
+    return [node] if either == [node] else [m for each in either for m in _alternatives(each)]
 
 
-def _type(field: FieldInfo) -> str:
-    """The type and bounds of a key, in words."""
-    names = list(dict.fromkeys(_word(m) for m in _members(field.annotation)))
-    bounds = []
-    for bound in field.metadata:
-        for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
-            if (limit := getattr(bound, attribute, None)) is not None:
-                bounds.append(
-                    f" {sign} {limit:g}" if isinstance(limit, float) else f" {sign} {limit}"
-                )
-    return names[0] + ",".join(bounds) + "".join(f" or {name}" for name in names[1:])
+def _values(node: dict[str, Any]) -> list[Any]:
+    return [node["const"]] if "const" in node else node.get("enum", [])
 
 
-def _word(t: Any) -> str:
-    if get_origin(t) is Literal:
-        return _listed([str(value) for value in get_args(t)])
-    if get_origin(t) in (list, tuple):
-        inner = [a for a in get_args(t) if a is not Ellipsis]
-        return f"list of {' and '.join(dict.fromkeys(_word(a) for a in inner))}"
-    if get_origin(t) is dict:
-        return "mapping"
-    if get_origin(t) in (Annotated, Union, UnionType):
-        return " or ".join(dict.fromkeys(map(_word, _members(t))))
-    names = {str: "text", Path: "path", bool: "true or false", type(None): "null", Any: "anything"}
-    return names.get(t) or str(t.__name__)
+def _is_section(node: Any) -> bool:
+    """True if `node` maps names to sections."""
+    values = node.get("additionalProperties")
+    return isinstance(values, dict) and any("properties" in m for m in _alternatives(values))
 
 
-def _models(t: Any) -> list[Any]:
-    return [m for m in _members(t) if _is_model(m)]
+def _word(node: dict[str, Any]) -> str:
+    """The type and bounds of a value, in words."""
+    if len(several := _alternatives(node)) > 1:
+        return " or ".join(dict.fromkeys(map(_word, several)))
+    if values := _values(node):
+        return _listed([str(value) for value in values])
+    kind = node.get("type", "anything")
+    if kind == "array":
+        items = node.get("prefixItems") or [node["items"]]
+        return f"list of {' and '.join(dict.fromkeys(map(_word, items)))}"
+    if "properties" in node:
+        return str(node["title"])
+    bounds = [f" {sign} {node[bound]:g}" for bound, sign in _BOUNDS.items() if bound in node]
+    word = _WORDS.get(node.get("format", kind), str(kind))
+    return word + ",".join(bounds)
+
+
+_BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+_WORDS = {
+    "string": "text",
+    "path": "path",
+    "password": "secret",
+    "integer": "int",
+    "number": "float",
+    "boolean": "true or false",
+    "object": "mapping",
+}
 
 
 def _is_model(t: Any) -> bool:

@@ -6,8 +6,8 @@
     pool = await stepwell.connect("runs/quickstart")         a notebook: until the process ends
     pool = await stepwell.connect("10.0.0.2:6379")           where the folder cannot be read
 
-`run.json` says which Ray it is: several may run on the machine. In that Ray a small actor, the
-`RunRecord`, says the same. A process can be connected to one Ray at a time, and so to one run, or
+`run.json` says which Ray it is: several may run on the machine. That Ray's key-value store holds
+the same (`run/record.py`). A process can be connected to one Ray at a time, and so to one run, or
 to several on the same cluster; `host:port/NAME` says which of several.
 
 Owns the way from a run to a client. Does not own where a run is (`run/find.py`), or Ray

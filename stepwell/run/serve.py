@@ -18,14 +18,13 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from stepwell.backends.errors import SupersededError, WeightUpdateError
 from stepwell.backends.weights import Published, WeightStore, publish
 from stepwell.cluster.parts import POOL_NAME, Cluster, start_cluster
 from stepwell.config.run import RunConfig
 from stepwell.datapool.files.trained import TRAINED
-from stepwell.datapool.process import logging_to
+from stepwell.datapool.log_files import logging_to
+from stepwell.datapool.sealed import remove_drafts
 from stepwell.datapool.store.folder import holder
 from stepwell.datapool.types import TRAIN
 from stepwell.errors import RunUnavailableError
@@ -173,6 +172,7 @@ async def start_run(config: RunConfig, *, trains: bool = True) -> AsyncIterator[
     Args:
         trains: see `start_cluster`.
     """
+    await asyncio.to_thread(remove_drafts, config.run.dir)
     forget_weights(config, trains=trains)
     run = begin(config)
     async with start_cluster(config, trains=trains) as cluster:
@@ -187,11 +187,8 @@ async def start_run(config: RunConfig, *, trains: bool = True) -> AsyncIterator[
             }
         run = run.model_copy(update=parts)
         run.write(config.run.dir)
-        record = await record_run(run, cluster.ray.namespace)
-        try:
-            yield cluster
-        finally:
-            ray.kill(record)
+        record_run(run, cluster.ray.namespace)
+        yield cluster
 
 
 def forget_weights(config: RunConfig, *, trains: bool) -> None:
@@ -214,9 +211,8 @@ def start_over(folder: Path) -> None:
     Raises:
         ConfigError: a live process uses the run's pool, or trains in it.
     """
-    from stepwell.trainer.profiling import PROFILE  # torch comes with these
-    from stepwell.trainer.trained import OLD, ROLLOUTS
-    from stepwell.trainer.validation import VALIDATION
+    from stepwell.trainer.metrics import PROFILE  # torch comes with these
+    from stepwell.trainer.samples import OLD, ROLLOUTS, VALIDATION
 
     refuse_second_trainer(folder)
     for journal in (folder / POOL, *(folder / POOL).glob("shard-*")):

@@ -55,9 +55,13 @@ from stepwell.trainer.live import LOST
 from stepwell.trainer.loop import Trainer
 from stepwell.trainer.metrics import MemoryMeter, MetricsWriter
 from stepwell.trainer.rollout.worker import WorkerHandle, start_workers
-from stepwell.trainer.trained import COLUMNS as TRAINED_COLUMNS
-from stepwell.trainer.trained import TABLE
-from stepwell.trainer.validation import COLUMNS, read_samples, samples_path
+from stepwell.trainer.samples import (
+    TRAIN_TABLE,
+    TRAIN_TABLE_COLUMNS,
+    VALIDATION_TABLE_COLUMNS,
+    read_samples,
+    samples_path,
+)
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +133,7 @@ async def _train_on(
         MemoryMeter() as memory,
         MetricsWriter(folder, build_trackers(folder, config)) as metrics,
         build_trainer(
-            config, parts, checked.prompts, checked.conversations, tell=display.status
+            config, parts, checked.prompts, checked.conversations, notify=display.status
         ) as trainer,
     ):
         async with AsyncExitStack() as end:  # each of them, whatever the others end with
@@ -174,7 +178,9 @@ async def _train(
                 trainer.checkpoints.score(e.weights_step, e.score)
             metrics.evaluation(e.step, e.as_metrics())
             table = samples_path(config.run.dir, e.step)
-            metrics.table(e.step, "val/samples", COLUMNS, read_samples(table, SAMPLES))
+            metrics.table(
+                e.step, "val/samples", VALIDATION_TABLE_COLUMNS, read_samples(table, SAMPLES)
+            )
 
     async def evaluate(mode: str = "blocking") -> None:
         if not config.serves:
@@ -223,7 +229,9 @@ async def _train(
         async with aclosing(trainer.train(total)) as steps:
             async for record in steps:
                 metrics.write(record)
-                metrics.table(record["step"], TABLE, TRAINED_COLUMNS, trainer.trained.take())
+                metrics.table(
+                    record["step"], TRAIN_TABLE, TRAIN_TABLE_COLUMNS, trainer.trained.take()
+                )
                 display.step(record)
                 report()
                 if trainer.evaluation_due():
@@ -308,7 +316,7 @@ async def attach(config: RunConfig, run: RunFile, checked: Checked | None = None
                     "(`stepwell serve`) and attach again: training goes on from its last checkpoint"
                 )
                 await stack.enter_async_context(
-                    while_lives(lambda: holder(folder) == run.pid, ended)
+                    while_lives(lambda: holder(folder) == run.pid, lambda: ended)
                 )
             pool = connect_pool(run.pool.name, run.ray.namespace)
             engines = [await stack.enter_async_context(EngineClient(u)) for u in run.engines.urls]

@@ -31,11 +31,11 @@ from stepwell.trainer.metrics import Phases
 from stepwell.trainer.publish.publisher import Publisher
 from stepwell.trainer.recording import Recorder
 from stepwell.trainer.rollout.producer import Producer
+from stepwell.trainer.samples import Trained, samples_path
 from stepwell.trainer.sampling import GroupFilter, Pace, credit_limit, drops_surplus
-from stepwell.trainer.scoring import Scorer
+from stepwell.trainer.scoring import FlatRewards, Scorer
 from stepwell.trainer.sft import sft_producer
 from stepwell.trainer.threads import ComputeThread
-from stepwell.trainer.trained import Trained
 from stepwell.trainer.updater import Updater
 from stepwell.trainer.validation import TaskValidator, Validator
 
@@ -52,7 +52,7 @@ def build_trainer(
     backend: TrainingBackend | None = None,
     checkpoints: CheckpointStore | None = None,
     ledger: Ledger | None = None,
-    tell: Callable[[str], None] = log.info,
+    notify: Callable[[str], None] = log.info,
 ) -> Iterator[Trainer]:
     """A trainer over the running `parts`; closed on leaving.
 
@@ -63,7 +63,7 @@ def build_trainer(
         backend: None: the configured one.
         checkpoints: None: in the run's folder.
         ledger: None: beside the checkpoints.
-        tell: shows the user a line.
+        notify: shows the user a line.
     """
     folder = config.run.dir / CHECKPOINTS
     ledger = ledger or Ledger(folder / LEDGER)
@@ -72,6 +72,10 @@ def build_trainer(
         config.model.path,
         config.rollout.overlong_buffer,
         skip_special_tokens=config.rollout.skip_special_tokens,
+        flat_rewards=FlatRewards(
+            samples_path(config.run.dir, 0),
+            within_group=config.algorithm.estimator.group_baseline,
+        ),
     )
     channels: list[TrainedChannel] = []
     validator: Validator
@@ -79,7 +83,8 @@ def build_trainer(
 
     def train_on(channel: str, producer: GroupProducer) -> None:
         keeper = LeaseKeeper(parts.pool, channel, config.pool.channel(channel).lease_s)
-        channels.append(TrainedChannel(channel, producer, keeper))
+        patience_s = config.trainer.starvation_timeout_s
+        channels.append(TrainedChannel(channel, producer, keeper, parts.pool, patience_s))
 
     looks: dict[str, Any] = {"folder": config.run.dir, "tokenizer_path": config.model.path}
     prompts = source if share < 1 else conversations  # of those a Producer only evaluates
@@ -97,7 +102,7 @@ def build_trainer(
             pace=Pace(credit_limit(config.async_training, config.sampling, window, share)),
             drops_surplus=drops_surplus(config.async_training),
             n_greedy=int(config.algorithm.estimator.greedy),
-            tell=tell,
+            notify=notify,
         )
         validator = TaskValidator(config.validation, parts.pool, scorer, producer, **looks)
         if share < 1:
@@ -127,22 +132,25 @@ def build_trainer(
         transport=config.engine.weight_transport,
         lends_memory=config.engine.release_memory,
         patience_s=config.trainer.starvation_timeout_s,
-        tell=tell,
+        notify=notify,
     )
     batches = Batches(
         config.trainer,
         config.async_training,
-        config.algorithm.estimator,
-        pool=parts.pool,
-        channels=channels,
-        sft_share=share,
-        scorer=scorer,
-        group_filter=GroupFilter(config.sampling, config.model.path, _slime_arguments(config)),
-        progress=updater.progress,
-        phases=phases,
+        channels,
+        scorer,
+        GroupFilter(
+            config.sampling,
+            config.model.path,
+            _slime_arguments(config),
+            estimator=config.algorithm.estimator,
+        ),
+        updater.progress,
+        phases,
         folder=config.run.dir,
+        sft_share=share,
         scored=publisher.scored,
-        tell=tell,
+        notify=notify,
     )
     checkpoints = checkpoints or CheckpointStore(
         folder,
@@ -150,6 +158,10 @@ def build_trainer(
         config.trainer.keep_best,
         origin=origin(config, None if source is None else len(source)),
     )
+    recorder: Recorder | None = None
+    if (where := config.trainer.save_debug_rollout_data) is not None:
+        updates_per_batch = config.async_training.updates_per_batch
+        recorder = Recorder(where, config.model.path, updates_per_batch)
     trainer = Trainer(
         config.trainer,
         batches,
@@ -166,13 +178,9 @@ def build_trainer(
             sample_mb=config.trainer.sample_mb,
             rollout_samples=config.trainer.rollout_samples,
         ),
-        Recorder(
-            config.trainer.save_debug_rollout_data,
-            config.model.path,
-            config.async_training.updates_per_batch,
-        ),
+        recorder,
         folder=config.run.dir,
-        tell=tell,
+        notify=notify,
     )
     try:
         yield trainer

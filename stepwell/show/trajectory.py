@@ -30,7 +30,7 @@ from stepwell.datapool.files.columns import Row, to_rows
 from stepwell.datapool.files.export import read
 from stepwell.datapool.files.trained import TRAINED as FOLDER
 from stepwell.datapool.files.trained import with_rewards
-from stepwell.datapool.inspect.rows import ExportedTrajectory, GroupRow, TrajectoryRow
+from stepwell.datapool.inspect.pages import ExportedTrajectory, GroupRow, TrajectoryRow
 from stepwell.gateway.errors import GatewayConfigError
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.show.run import RunView, open_run

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from stepwell.backends.torch.chunked_head import chunk_tokens, chunked
-from stepwell.backends.torch.forward import only_positions, score
+from stepwell.backends.torch.model import only_positions, score
 from tests.backends.models import SMALL, SMALL_GPT2
 
 VOCAB = 97

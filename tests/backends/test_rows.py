@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.backends.rows import (
-    Row,
     RowForm,
+    TokenRow,
     build_rows,
     common_prefix,
     computed_tokens,
@@ -34,18 +34,15 @@ def steps_of_group(
         context = first
         for t in range(turns):
             response = draw.integers(0, 50, 4).tolist()
-            steps.append(step(context, response, f"r{r}", t))
+            parent = t - 1 if t else None
+            steps.append(step(context, response, f"r{r}", t, parent_index=parent))
             context = context + response + draw.integers(0, 50, 3).tolist()
     return steps
 
 
-def trained(rows: list[Row]) -> dict[int, tuple[list[int], list[int]]]:
-    """Step -> (what its response is conditioned on, the response), as the rows have it."""
-    return {
-        s.step: (row.ids[: s.start].tolist(), row.ids[s.start : s.end].tolist())
-        for row in rows
-        for s in row.segments
-    }
+def trained(rows: list[TokenRow], steps: list[Step]) -> dict[int, list[int]]:
+    """Step -> its prompt and response, as the rows have them."""
+    return {i: row.ids[: steps[i].n_tokens].tolist() for row in rows for i in row.steps}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -54,14 +51,12 @@ def test_every_step_is_trained_once_on_its_own_history_whatever_the_budget(
     form: RowForm, seed: int, budget: int
 ) -> None:
     steps = steps_of_group(seed=seed) + steps_of_group(rollouts=2, seed=seed + 1)
-    steps = [step(s.prompt_ids.tolist(), s.response_ids.tolist(), f"{i // 3}", i % 3)
-             for i, s in enumerate(steps)]  # fmt: skip
+    steps = [step(s.prompt_ids.tolist(), s.response_ids.tolist(), f"{i // 3}", i % 3,
+                  parent_index=s.parent_index) for i, s in enumerate(steps)]  # fmt: skip
     batches = list(micro_batches(build_rows(steps, form), budget, form))
     rows = [row for batch in batches for row in batch]
-    assert sum(len(row.segments) for row in rows) == len(steps)
-    assert trained(rows) == {
-        i: (s.prompt_ids.tolist(), s.response_ids.tolist()) for i, s in enumerate(steps)
-    }
+    assert sum(len(row.steps) for row in rows) == len(steps)
+    assert trained(rows, steps) == {i: s.token_ids.tolist() for i, s in enumerate(steps)}
     for batch in batches:
         assert len(batch) == 1 or computed_tokens(batch, form) <= budget
 
@@ -91,14 +86,14 @@ def test_a_full_micro_batch_is_cut_between_groups_rather_than_within_one() -> No
     whole = 20 + 4 * 3
     # Room for one group and half of the next: the half would pay for its prompt twice.
     batches = list(micro_batches(rows, whole * 3 // 2 + 4, "tree"))
-    groups_in = [{s.step // 4 for row in b for s in row.segments} for b in batches]
+    groups_in = [{i // 4 for row in b for i in row.steps} for b in batches]
     assert sorted(map(len, groups_in)) == [1, 1, 1]
 
 
 def test_a_rewritten_history_falls_back_to_a_row_of_its_own() -> None:
     kept = step([1, 2, 3], [4, 5])
-    extended = step([1, 2, 3, 4, 5, 6], [7], index=1)
-    rewritten = step([1, 2, 3, 4, 9, 6], [7], index=1)
+    extended = step([1, 2, 3, 4, 5, 6], [7], index=1, parent_index=0)
+    rewritten = step([1, 2, 3, 4, 9, 6], [7], index=1, parent_index=0)
     for form in ("merged", "tree"):
         assert len(build_rows([kept, extended], form)) == 1  # type: ignore[arg-type]
         assert len(build_rows([kept, rewritten], form)) == 2  # type: ignore[arg-type]
@@ -109,10 +104,9 @@ def test_a_rewritten_history_falls_back_to_a_row_of_its_own() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_selected_steps_bring_their_rows_and_nothing_behind_them(form: RowForm) -> None:
     steps = steps_of_group()
-    rows = select(build_rows(steps, form), {0, 4})
-    assert set(trained(rows)) == {0, 4}
-    assert sorted(row.segments[-1].end for row in rows) == [24, 31]
-    assert all(len(row.ids) == row.segments[-1].end for row in rows)
+    rows = select(build_rows(steps, form), steps, {0, 4})
+    assert set(trained(rows, steps)) == {0, 4}
+    assert sorted(len(row.ids) for row in rows) == [24, 31]
 
 
 @given(st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=6), min_size=2, max_size=12))

@@ -141,10 +141,10 @@ def by_torch(case: Case) -> Seen:
     tokens = {}
     for row in build_rows(case.steps, "tree"):
         ids = row.ids.astype(np.int64)
-        for segment in row.segments:
-            step = case.steps[segment.step]
-            for j in range(segment.length):
-                t, at = offsets[segment.step] + j, segment.start + j
+        for i in row.steps:
+            step = case.steps[i]
+            for j in range(len(step.response_ids)):
+                t, at = offsets[i] + j, len(step.prompt_ids) + j
                 if coef[t] != 0:
                     tokens[Key(step.trajectory_uid, step.step_index, j)] = Token(
                         ids[:at].tobytes(), int(ids[at]), advantages[t], gradient[t]

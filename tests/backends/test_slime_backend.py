@@ -81,6 +81,7 @@ def branching(uid: str = "t", reward: float = 1.0, **fields: Any) -> list[Step]:
         step_of(
             uid,
             index=1,
+            parent_index=0,
             prompt_ids=[1, 2, 3, 9],
             response_ids=[4, 5],
             rollout_log_probs=[-0.2, -0.3],
@@ -89,7 +90,13 @@ def branching(uid: str = "t", reward: float = 1.0, **fields: Any) -> list[Step]:
             **fields,
         ),
         step_of(
-            uid, index=2, prompt_ids=[1, 2, 3], response_ids=[6], rollout_log_probs=[-0.4], **fields
+            uid,
+            index=2,
+            parent_index=0,
+            prompt_ids=[1, 2, 3],
+            response_ids=[6],
+            rollout_log_probs=[-0.4],
+            **fields,
         ),
         step_of(
             uid,
@@ -166,7 +173,9 @@ def test_ids_go_on_over_groups_and_start_where_they_are_told_to() -> None:
 def test_tokens_without_behaviour_log_probs_are_masked_and_counted_never_given_zero() -> None:
     trajectory = [
         step_of(index=0, rollout_log_probs=None),
-        step_of(index=1, prompt_ids=[1, 2, 3, 4, 5, 9], response_ids=[6], reward=1.0),
+        step_of(
+            index=1, parent_index=0, prompt_ids=[1, 2, 3, 4, 5, 9], response_ids=[6], reward=1.0
+        ),
     ]
     converted = to_samples([group(trajectory)])
     assert [s.loss_mask for s in converted.flat] == [[0, 0, 0, 1]]
@@ -193,7 +202,9 @@ def test_steps_of_another_temperature_are_masked_since_slime_scores_all_at_one()
     cold = {"sampling_params": {"temperature": 0.5}}
     trajectory = [
         step_of(index=0, metadata=cold),
-        step_of(index=1, prompt_ids=[1, 2, 3, 4, 5, 9], response_ids=[6], reward=1.0),
+        step_of(
+            index=1, parent_index=0, prompt_ids=[1, 2, 3, 4, 5, 9], response_ids=[6], reward=1.0
+        ),
     ]
     converted = to_samples([group(trajectory)], temperature=1.0)
     assert [s.loss_mask for s in converted.flat] == [[0, 0, 0, 1]]
@@ -301,6 +312,7 @@ def test_routing_is_that_of_the_call_that_sampled_the_token() -> None:
         step_of(index=0, routed_experts=routed(4, 1)),
         step_of(
             index=1,
+            parent_index=0,
             prompt_ids=[1, 2, 3, 4, 5, 9],
             response_ids=[6],
             routed_experts=routed(6, 2),

@@ -153,7 +153,7 @@ def test_a_two_step_trajectory_costs_one_row() -> None:
     steps = [step([1, 2], [3, 4]), step([1, 2, 3, 4, 5], [6], index=1, parent_index=0)]
     (row,) = build_rows(steps, "merged")
     assert row.ids.tolist() == [1, 2, 3, 4, 5, 6]
-    assert [(s.step, s.start, s.length) for s in row.segments] == [(0, 2, 2), (1, 5, 1)]
+    assert row.steps == (0, 1)
     assert row.n_inputs == 5
     assert len(build_rows(steps, "step")) == 2
 
@@ -161,12 +161,12 @@ def test_a_two_step_trajectory_costs_one_row() -> None:
 def test_branches_share_a_parent_that_is_trained_once() -> None:
     steps = [
         step([1], [2]),
-        step([1, 2, 3], [4], index=1),
-        step([1, 2, 5], [6], index=2),
-        step([1, 2, 5, 6, 7], [8], index=3),
+        step([1, 2, 3], [4], index=1, parent_index=0),
+        step([1, 2, 5], [6], index=2, parent_index=0),
+        step([1, 2, 5, 6, 7], [8], index=3, parent_index=2),
     ]
     rows = build_rows(steps, "merged")
-    assert [[s.step for s in row.segments] for row in rows] == [[0, 1], [2, 3]]
+    assert [row.steps for row in rows] == [(0, 1), (2, 3)]
 
 
 def test_a_rewritten_history_starts_a_row_of_its_own_whatever_parent_index_says() -> None:
@@ -187,15 +187,13 @@ def test_every_response_token_is_trained_exactly_once_within_the_budget(
         rows = build_rows(steps, form)
         chunks = list(micro_batches(rows, budget))
         assert sum(len(c) for c in chunks) == len(rows)
-        trained = [s.step for c in chunks for row in c for s in row.segments]
+        trained = [i for c in chunks for row in c for i in row.steps]
         assert sorted(trained) == list(range(len(steps)))
         for chunk in chunks:
             assert len(chunk) == 1 or len(chunk) * max(r.n_inputs for r in chunk) <= budget
             for row in chunk:
-                for s in row.segments:
-                    owner = steps[s.step]
-                    assert row.ids[: s.start].tolist() == owner.prompt_ids.tolist()
-                    assert row.ids[s.start : s.end].tolist() == owner.response_ids.tolist()
+                for i in row.steps:
+                    assert row.ids[: steps[i].n_tokens].tolist() == steps[i].token_ids.tolist()
 
 
 def test_a_token_outside_the_vocabulary_is_refused(model_path: Path) -> None:

@@ -18,7 +18,7 @@ from stepwell.backends.base import LossOutput
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError
 from stepwell.backends.torch.backend import TorchBackend
-from stepwell.backends.torch.optimizers import learning_rate
+from stepwell.backends.torch.optimizer import learning_rate
 from stepwell.datapool.types import Step
 from tests.backends.models import qwen3, save_model
 

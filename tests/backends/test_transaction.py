@@ -3,7 +3,7 @@
 The replicas are processes in the model only: they die at any await, are started again by a
 supervisor that keeps to the store's lock (as `engines/supervisor.py` does), and are asked through
 the methods of `EngineClient` that a publication uses. Real processes:
-`benchmarks/publication_kills.py`.
+`tests/chaos/publication_kills.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from stepwell.backends.config import PublishMode
-from stepwell.backends.engines.api import version_number
 from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,
@@ -32,35 +31,23 @@ from stepwell.backends.weights import WeightStore, publish
 from stepwell.backends.weights import store as store_module
 from stepwell.backends.weights import transaction as module
 from stepwell.datapool.types import CANARY
+from tests.engines import FakeEngine
 
 
-class Replica:
+class Replica(FakeEngine):
     """A simulated engine process behind an address, and its supervisor."""
 
     def __init__(self, url: str, store: WeightStore, steps: Callable[[], int] = lambda: 1) -> None:
-        self.url = url
+        super().__init__(url)
         self.store = store
         self.steps = steps
         """Awaits within a request: where a kill can fall."""
         self.alive = True
         self.paused = False
-        self.name = "0"
-        """The version as it says it."""
         self.path = "base"
         self.hashes: dict[str, str] | None = None
-        self.fails: dict[str, EngineError] = {}
-        """Method -> what it raises, the process staying as it is."""
         self.fails_once: dict[str, EngineError] = {}
-        self.calls: list[str] = []
         self.incarnation = 0
-
-    @property
-    def version(self) -> int:
-        return version_number(self.name)
-
-    @version.setter
-    def version(self, version: int | str) -> None:
-        self.name = str(version)
 
     @property
     def is_canary(self) -> bool:
@@ -74,8 +61,7 @@ class Replica:
         self.alive = False
         self.incarnation += 1
 
-    async def _request(self, name: str) -> None:
-        self.calls.append(name)
+    async def request(self, *words: str) -> None:
         born = self.incarnation
         if not self.alive:
             raise EngineUnavailableError("connect call failed", refused=True)
@@ -83,10 +69,9 @@ class Replica:
             await asyncio.sleep(0)
             if self.incarnation != born:
                 raise EngineUnavailableError("reset by peer")
-        if name in self.fails_once:
+        if (name := " ".join(words)) in self.fails_once:
             raise self.fails_once.pop(name)
-        if name in self.fails:
-            raise self.fails[name]
+        self.fail(*words)
 
     async def supervise(self) -> None:
         """Start the process again whenever it is dead, for ever."""
@@ -112,36 +97,22 @@ class Replica:
                             break
                 await asyncio.sleep(0)
 
-    # -- what a publication asks ----------------------------------------------------------------
-
-    async def model_info(self) -> dict[str, str]:
-        await self._request("model_info")
-        return {"model_path": self.path, "weight_version": self.name}
-
     async def server_info(self) -> dict[str, Any]:
-        await self._request("server_info")
-        return {"device": "cuda", "dtype": "float32", "tp_size": 2}
-
-    async def weight_version(self) -> int:
-        return version_number((await self.model_info())["weight_version"])
+        return {**await super().server_info(), "device": "cuda", "dtype": "float32", "tp_size": 2}
 
     async def weight_hashes(self) -> list[dict[str, Any]] | None:
-        await self._request("weight_hashes")
+        await self.request("weight_hashes")
         if self.hashes is None:
             return None
         return [{"checksums": self.hashes, "parallelism_info": [{"tp_rank": 0}]}]
 
     async def pause(self, mode: str, timeout_s: float | None = None) -> None:
-        await self._request("pause")
+        await super().pause(mode, timeout_s)
         self.paused = True
 
     async def continue_(self) -> None:
-        await self._request("continue")
+        await super().continue_()
         self.paused = False
-
-    async def update_weights_from_disk(self, path: str, version: str, flush_cache: bool) -> None:
-        await self._request(f"load {version}")
-        self.path, self.name = path, version
 
 
 @pytest.fixture
@@ -154,6 +125,10 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FENCE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(module, "_FENCE_RETRY_S", 0.0)
     monkeypatch.setattr(store_module, "LOCK_RETRY_S", 0.0)
+
+
+def was_paused(replica: Replica) -> bool:
+    return any(call.startswith("pause") for call in replica.calls)
 
 
 def three(store: WeightStore) -> list[Replica]:
@@ -275,7 +250,7 @@ async def test_one_that_fails_before_it_was_paused_is_not_left_paused(
     b.fails[method] = EngineInternalError("500")
     with pytest.raises(WeightUpdateError) as e:
         await put(replicas, 1, store, mode=mode)
-    assert "pause" in b.calls
+    assert was_paused(b)
     assert e.value.serving == dict.fromkeys((r.url for r in replicas), 0)
     assert all(r.serves and r.version == 0 for r in replicas)
 
@@ -309,6 +284,16 @@ async def test_replicas_of_one_layout_that_differ_are_not_committed(store: Weigh
     assert set(done.verified.values()) == {"agreement"}
 
 
+async def test_a_replica_that_names_no_tensor_is_verified_by_its_version_alone(
+    store: WeightStore,
+) -> None:
+    a, b, _ = replicas = three(store)
+    a.hashes = {}
+    b.hashes = {"w": "01"}
+    done = await put(replicas, 1, store)
+    assert list(done.verified.values()) == ["version", "agreement", "version"]
+
+
 async def test_a_rollback_goes_to_what_is_committed_not_to_what_a_replica_had(
     store: WeightStore,
 ) -> None:
@@ -336,8 +321,8 @@ async def test_an_unpaused_sglang_that_could_not_flush_is_paused_and_told_again(
     assert done.fenced == {}
     assert all(r.serves and r.version == 1 for r in replicas)
     assert a.calls.count("load 1") == 2
-    assert "pause" in a.calls
-    assert "pause" not in b.calls
+    assert was_paused(a)
+    assert not was_paused(b)
 
 
 async def test_even_an_error_that_nobody_expected_leaves_no_engine_paused(

@@ -25,7 +25,7 @@ from transformers import (
 from stepwell.backends.base import TokenBatch
 from stepwell.backends.errors import BackendConfigError
 from stepwell.backends.rows import RowForm, build_rows, micro_batches
-from stepwell.backends.torch.forward import forward, prepare
+from stepwell.backends.torch.model import forward, prepare
 from stepwell.backends.torch.tree import Node, Tree, _TreeAttention, enable, is_enabled, pack
 from stepwell.datapool.types import Step, TokenIds
 from tests.backends.models import SMALL, SMALL_GPT2, VOCAB, plain_forward
@@ -128,14 +128,14 @@ def test_what_rows_begin_with_is_laid_out_once() -> None:
     assert packed.ids.tolist() == [7, 1, 2, 3, 4]
     assert packed.position_ids.tolist() == [0, 1, 1, 2, 2]
     assert [w.tolist() for w in packed.where] == [[0, 1], [0, 2, 3], [0, 2, 4]]
-    assert packed.tree.nodes == (Node(0, 1, 5), Node(1, 2, 2), Node(2, 3, 5), Node(3, 4, 4),
+    assert packed.nodes == (Node(0, 1, 5), Node(1, 2, 2), Node(2, 3, 5), Node(3, 4, 4),
                                  Node(4, 5, 5))  # fmt: skip
 
 
 def test_a_chance_agreement_of_few_tokens_makes_no_node() -> None:
     rows = [np.array(ids, dtype=np.int32) for ids in ([7, 8, 1], [7, 8, 2])]
-    assert len(pack(rows, min_shared=3).tree.nodes) == 2
-    assert len(pack(rows, min_shared=2).tree.nodes) == 3
+    assert len(pack(rows, min_shared=3).nodes) == 2
+    assert len(pack(rows, min_shared=2).nodes) == 3
 
 
 @given(
@@ -153,7 +153,7 @@ def test_a_token_sees_exactly_what_came_before_it_in_its_row(
 ) -> None:
     packed = pack(rows, min_shared)
     n = len(packed.ids)
-    reach = packed.tree.reach()
+    reach = packed.reach()
     q, k = torch.arange(n)[:, None], torch.arange(n)[None, :]
     sees = (k <= q) & (q < reach[None, :])
     for row, where in zip(rows, packed.where, strict=True):
@@ -187,7 +187,7 @@ def assert_attends_densely(tree: Tree, heads: tuple[int, int], seed: int) -> Non
         for h in (heads[0], heads[1], heads[1])
     )
     grad = torch.randn(q.shape, generator=g)
-    out = _TreeAttention.apply(q, k, v, tree.blocks(), 0.3)  # type: ignore[no-untyped-call]
+    out = _TreeAttention.apply(q, k, v, tree.nodes, 0.3)  # type: ignore[no-untyped-call]
     expected = dense(q, k, v, tree, 0.3)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
     for got, want in zip(
@@ -204,7 +204,7 @@ def assert_attends_densely(tree: Tree, heads: tuple[int, int], seed: int) -> Non
 def test_attention_by_nodes_is_attention_by_a_dense_mask(seed: int, heads: tuple[int, int]) -> None:
     draw = np.random.default_rng(seed)
     rows = [draw.integers(0, 2, draw.integers(1, 40)).astype(np.int32) for _ in range(6)]
-    tree = pack(rows, min_shared=1).tree
+    tree = pack(rows, min_shared=1)
     assert_attends_densely(tree, heads, seed)
 
 
@@ -212,7 +212,7 @@ def test_long_nodes_are_cut_and_attend_alike() -> None:
     draw = np.random.default_rng(1)
     stem = draw.integers(0, 9, 300)
     rows = [np.concatenate([stem, draw.integers(0, 9, n)]).astype(np.int32) for n in (520, 30)]
-    tree = pack(rows).tree
+    tree = pack(rows)
     assert [node.end - node.start for node in tree.nodes].count(150) == 2  # the stem
     assert len(tree.nodes) == 2 + 3 + 1
     assert tree.n_tokens == 850
@@ -224,7 +224,7 @@ def test_flex_attention_is_given_the_same_mask() -> None:
     draw = np.random.default_rng(3)
     stem = draw.integers(0, 9, 150)
     rows = [np.concatenate([stem, draw.integers(0, 9, n)]).astype(np.int32) for n in (90, 140)]
-    tree = pack(rows).tree
+    tree = pack(rows)
     mask = tree.block_mask(torch.device("cpu"))
     assert tree.block_mask(torch.device("cpu")) is mask
     n = tree.n_tokens

@@ -100,7 +100,7 @@ def test_not_scored_is_no_column_and_never_zero() -> None:
 def test_unknown_log_probs_are_masked_and_counted_and_never_a_trained_zero(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    unknown = scored([1, 2, 5], [3], index=1, rollout_log_probs=None)
+    unknown = scored([1, 2, 5], [3], index=1, parent_index=0, rollout_log_probs=None)
     alone = laid_out([unknown]).tensors
     assert "rollout_log_probs" not in alone
     assert alone["response_mask"].tolist() == [[1]]
@@ -113,7 +113,7 @@ def test_unknown_log_probs_are_masked_and_counted_and_never_a_trained_zero(
 def test_versions_come_from_the_spans_of_the_rows_own_steps() -> None:
     spans = (VersionSpan(3, 0, 1), VersionSpan(5, 1, 2))
     steps = [scored([1], [2, 3], policy_version=3, version_spans=spans)]
-    steps += [scored([1, 2, 3], [4], index=1, policy_version=6)]
+    steps += [scored([1, 2, 3], [4], index=1, parent_index=0, policy_version=6)]
     x = laid_out(steps).non_tensors
     assert (x["min_global_steps"].tolist(), x["max_global_steps"].tolist()) == ([3], [6])
 
@@ -211,7 +211,7 @@ def test_a_token_is_routed_as_when_it_was_first_computed() -> None:
     later = np.full((5, 2, 1), 2)
     steps = [
         scored([1, 2], [3, 4], routed_experts=first),
-        scored([1, 2, 3, 4, 5], [6], index=1, routed_experts=later),
+        scored([1, 2, 3, 4, 5], [6], index=1, parent_index=0, routed_experts=later),
     ]
     (row,) = VerlBackend().rows(steps)
     assert row.routed_experts is not None
@@ -245,7 +245,7 @@ def test_queue_rows_are_named_tagged_and_unpadded() -> None:
     steps = [
         *(
             scored(s.prompt_ids.tolist(), s.response_ids.tolist(), "t", s.step_index,
-                 prompt_uid="a_b", policy_version=4)
+                 parent_index=s.parent_index, prompt_uid="a_b", policy_version=4)
             for s in branched()
         ),
         scored([1, 2], [5], uid="u", prompt_uid="a_b", policy_version=6),

@@ -10,30 +10,40 @@ from typing import Annotated, Literal
 
 import pytest
 
-from benchmarks import size
-from benchmarks.__main__ import BENCHES, add_options, main, record, show
+from benchmarks import command, size
+from benchmarks.__main__ import BENCHES
 from benchmarks.checks import BenchResult, Check
+from benchmarks.command import add_options, record, show
+from tests.chaos.__main__ import FAULTS
 
 ROOT = Path(__file__).parents[2]
+NAMES = {"benchmarks": BENCHES, "tests.chaos": FAULTS}
 
 
-def test_without_a_name_it_lists_every_bench_with_one_line(
-    capsys: pytest.CaptureFixture[str],
+def main(argv: Sequence[str], package: str = "benchmarks") -> int:
+    return command.main(package, NAMES[package], "about", argv)
+
+
+@pytest.mark.parametrize("package", NAMES)
+def test_without_a_name_it_lists_every_module_with_one_line(
+    package: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([]) == 0
+    assert main([], package) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(BENCHES)
+    assert [line.split()[0] for line in lines] == list(NAMES[package])
     assert all(len(line) <= 80 for line in lines)
 
 
-@pytest.mark.parametrize("name", BENCHES)
-def test_every_bench_says_what_it_measures_and_what_it_takes(
-    name: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("package", "name"), [(package, name) for package, names in NAMES.items() for name in names]
+)
+def test_every_module_says_what_it_does_and_what_it_takes(
+    package: str, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="0"):
-        main([name, "--help"])
+        main([name, "--help"], package)
     text = capsys.readouterr().out
-    assert f"`python -m benchmarks {name}" in text
+    assert f"`python -m {package} {name}" in text
     assert "--json" in text
 
 
@@ -49,7 +59,7 @@ def test_a_name_or_an_option_that_is_none_is_refused(capsys: pytest.CaptureFixtu
 def test_a_value_that_a_bench_refuses_is_no_failed_bench(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["publication-kills", "--replicas", "1"]) == 2
+    assert main(["publication-kills", "--replicas", "1"], "tests.chaos") == 2
     assert "give at least 2" in capsys.readouterr().err
 
 

@@ -10,7 +10,6 @@ import json
 
 import pytest
 
-from benchmarks.__main__ import main
 from benchmarks.checks import BenchResult
 from benchmarks.pool import FULL, MODES, QUICK, BareActor, Bench, Stepwell, run
 from benchmarks.pool.measure import CONCURRENT, ONE_AT_A_TIME, PIPELINED, ratio
@@ -92,7 +91,7 @@ def test_a_section_runs_only_the_systems_that_it_compares() -> None:
     bench = Bench(QUICK)
     assert [s.name for s in bench.of(["shards"])] == [OURS[1], *HOW[:2]]
     assert [s.name for s in bench.of(["acks", "handle"])] == [*OURS[:2], HOW[2], BareActor.name]
-    assert bench.of(["latency", "conversion"]) == []
+    assert bench.of(["latency", "conversion", "recovery"]) == []
 
 
 def test_a_section_that_does_not_exist_is_refused_before_anything_starts() -> None:
@@ -100,16 +99,13 @@ def test_a_section_that_does_not_exist_is_refused_before_anything_starts() -> No
         asyncio.run(run(quick=True, only=["throughputs"]))
 
 
-def test_hanging_rollouts_cost_no_other_group_anything(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pool-starvation", "--quick", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    figures = result["figures"]
-    assert result["checks"]["full_groups_not_served"]["holds"]
-    assert figures["rollouts_hung"] > 0
-    assert figures["served_with_fewer"] > 0
-    assert figures["drop_reasons"].keys() == {"deadline"}
-    ends = figures["served_full"] + figures["served_with_fewer"]
-    assert ends + figures["drop_reasons"]["deadline"] == figures["groups"]
+@pytest.mark.long
+def test_recovery_is_measured_on_both_workloads(quick: BenchResult) -> None:
+    rows = {row["stored"]: row for row in quick.figures["recovery"]}
+    assert rows.keys() == {"small steps", "workload A"}
+    for row in rows.values():
+        assert row["steps"] == QUICK.recovered[0]
+        assert 0 < row["recovery_s"] < row["first_answer_s"]
 
 
 # -- workload A ------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
-"""Flipped bits in every file that a run writes and reads again: each is an error that names the
-file, or is harmless; none is silent.
+"""`python -m tests.chaos artefact-damage`: a flipped bit in any file that a run writes and reads
+again is an error that names the file, or harmless; none is silent.
 
-    python -m tests.chaos.artefact_damage --trials 1000 --seed 7 [--json]
 
 Each artefact is written by the code that writes it in a run, and read by the code that reads it.
 A trial flips one bit of one file and reads. Silent: the reader gives something else than before and
@@ -10,20 +9,19 @@ raises nothing. The journal is `journal_damage.py`'s.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 
+from benchmarks.checks import BenchResult
 from stepwell.backends.weights import WeightStore, check_version, read_current
 from stepwell.config.load import load_config
 from stepwell.datapool.errors import DamagedFileError
@@ -34,7 +32,7 @@ from stepwell.datapool.files.trained import (
     read_trained,
     write_trained,
 )
-from stepwell.datapool.inspect.rows import ExportedTrajectory
+from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.remote.start import _note_started, _was_started
 from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.gateway.ui.run_folder import RunFolder
@@ -46,9 +44,9 @@ from stepwell.trainer.ledger import Ledger, audit, read_ledger
 from stepwell.trainer.metrics import MetricsWriter, read_metrics
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.recording import load_recording, record_batch
+from stepwell.trainer.samples import read_samples, write_samples
 from stepwell.trainer.slime.data_source import RolloutDataSource
 from stepwell.trainer.slime.pool import FILE, SlimePool
-from stepwell.trainer.validation import read_samples, write_samples
 from tests.trainer.test_slime_rollout import slime_args
 
 SHOWN = 20
@@ -320,24 +318,22 @@ def summary(trials: Sequence[Trial], seed: int) -> dict[str, Any]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.artefact_damage")
-    parser.add_argument("--trials", type=int, default=1000)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args(argv)
-    seed = random.randrange(1 << 30) if args.seed is None else args.seed
+async def run(
+    *,
+    trials: int = 1000,
+    seed: Annotated[int | None, "default: a random one"] = None,
+) -> BenchResult:
+    seed = random.randrange(1 << 30) if seed is None else seed
     with tempfile.TemporaryDirectory(prefix="stepwell-artefacts-") as scratch:
-        result = summary(run_trials(args.trials, seed, Path(scratch)), seed)
-    if args.json:
-        print(json.dumps(result))
-    else:
-        for key, value in result.items():
-            lines = value.items() if isinstance(value, dict) else [("", value)]
-            for name, figures in lines:
-                print(f"{key:10} {name:45} {figures}")
-    return 1 if result["failures"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        found = summary(run_trials(trials, seed, Path(scratch)), seed)
+    result = BenchResult()
+    result.zero(failures=len(found["failures"]))
+    for key, value in found.items():
+        if key == "failures":
+            if value:
+                result.figures[key] = [{"failure": str(each)} for each in value]
+        elif isinstance(value, dict):
+            result.figures[key] = [{key: name, "trials": str(n)} for name, n in value.items()]
+        else:
+            result.figures[key] = value
+    return result

@@ -1,6 +1,6 @@
-"""Random damage to a journal and to a checkpoint: every one is harmless or raises, none is silent.
+"""`python -m tests.chaos journal-damage`: random damage to a journal or a checkpoint is harmless or
+raises; none is silent.
 
-    python -m tests.chaos.journal_damage --trials 200 --seed 7 [--json]
 
 A writer process applies groups of Steps to a DataPool over a journal and tells, through a pipe,
 what is about to be durable and what was acknowledged; then it is killed (SIGKILL). Its segments are
@@ -16,7 +16,6 @@ damage took every row of it.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import pickle
@@ -31,16 +30,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import torch
 
+from benchmarks.checks import BenchResult
 from stepwell.datapool.codec import encoder
 from stepwell.datapool.config import ChannelConfig, PoolConfig
 from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.errors import DamagedFileError, DataPoolError, JournalError
-from stepwell.datapool.store import cleaning, log
+from stepwell.datapool.store import cleaning, index
+from stepwell.datapool.store import journal as journal_module
 from stepwell.datapool.store.folder import ACKED_NAME
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
@@ -70,7 +71,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def write(folder: Path, durability: Literal["process", "power"], seed: int) -> None:
     """Groups come, are completed, leased and acked, until somebody kills this process."""
-    log.SEGMENT_BYTES, cleaning.SLACK_BYTES, cleaning.SLICE_BYTES = 30_000, 50_000, 4000
+    journal_module.SEGMENT_BYTES, index.SLACK_BYTES, cleaning.SLICE_BYTES = 30_000, 50_000, 4000
     chance = random.Random(seed)
     pool = SyncPool(PoolConfig(default=ChannelConfig(n_rollouts=2)))
     journal = Journal(folder, durability)
@@ -151,7 +152,6 @@ def leave(folder: Path, durability: str, n: int, closed: bool, seed: int) -> Lef
             sys.executable,
             "-m",
             "tests.chaos.journal_damage",
-            "--write",
             str(folder),
             durability,
             str(seed),
@@ -366,28 +366,27 @@ def summary(trials: Sequence[Trial], seed: int) -> dict[str, Any]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.journal_damage")
-    parser.add_argument("--trials", type=int, default=200)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--write", nargs=3, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.write:
-        folder, durability, seed = args.write
-        write(Path(folder), "power" if durability == "power" else "process", int(seed))
-    seed = random.randrange(1 << 30) if args.seed is None else args.seed
+async def run(
+    *,
+    trials: int = 200,
+    seed: Annotated[int | None, "default: a random one"] = None,
+) -> BenchResult:
+    seed = random.randrange(1 << 30) if seed is None else seed
     with tempfile.TemporaryDirectory(prefix="stepwell-damage-") as scratch:
-        result = summary(run_trials(args.trials, seed, Path(scratch)), seed)
-    if args.json:
-        print(json.dumps(result))
-    else:
-        for key, value in result.items():
-            lines = value.items() if isinstance(value, dict) else [("", value)]
-            for name, figures in lines:
-                print(f"{key:15} {name:35} {figures}")
-    return 1 if result["failures"] else 0
+        found = summary(run_trials(trials, seed, Path(scratch)), seed)
+    result = BenchResult()
+    result.zero(failures=len(found["failures"]))
+    for key, value in found.items():
+        if key == "failures":
+            if value:
+                result.figures[key] = [{"failure": str(each)} for each in value]
+        elif isinstance(value, dict):
+            result.figures[key] = [{key: name, "trials": str(n)} for name, n in value.items()]
+        else:
+            result.figures[key] = value
+    return result
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+if __name__ == "__main__":  # the writer, which is killed
+    _, writes_to, how, number = sys.argv
+    write(Path(writes_to), "power" if how == "power" else "process", int(number))

@@ -1,7 +1,7 @@
 """Plants: deliberate faults of the product, one at a time, that the verifier has to notice. A
 verifier that misses one would miss the same defect in the product.
 
-    run_plants.py ──STEPWELL_CHAOS_PLANT=silent_abort──► the run's processes and Ray's actors
+    planted.py ──STEPWELL_CHAOS_PLANT=silent_abort──► the run's processes and Ray's actors
                                                               │ site/sitecustomize.py calls `arm`
                                                               ▼
     import of `Plant.module` ──► its code runs ──► `Plant.install` replaces one of its methods
@@ -9,7 +9,7 @@ verifier that misses one would miss the same defect in the product.
 Nothing of this is in the product's code. A fault that the pool would do again while it replays its
 journal is not done there: the journal says what the pool was asked, and a restart must not hide it.
 
-Does not own the runs and what is expected of them (`run_plants.py`).
+Does not own the runs and what is expected of them (`planted.py`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _lose_step(channel: Any) -> None:
         seen[0] += len(record.steps)
         if not self.replaying and seen[0] >= due[0] and len(record.steps) > 1:
             due[0] += 500
-            self.payloads.release(record.steps[-1:])
+            self.steps.release(record.steps[-1:])
             record.steps = record.steps[:-1]
         complete(self, record, closing)
 
@@ -118,9 +118,9 @@ def _serve_acked(pool: Any) -> None:
 # -- the gateway ---------------------------------------------------------------------------------
 
 
-def _change_version(reply: Any) -> None:
+def _change_version(call: Any) -> None:
     """Every tenth Step names the version before the one that sampled it."""
-    step, hits = reply.Reply.step, every(10, first=30)
+    step, hits = call.Calls._step, every(10, first=30)
 
     def outdated(self: Any, *args: Any) -> Any:
         found = step(self, *args)
@@ -129,12 +129,12 @@ def _change_version(reply: Any) -> None:
         spans = tuple(replace(s, version=s.version - 1) for s in found.version_spans)
         return replace(found, policy_version=found.policy_version - 1, version_spans=spans)
 
-    reply.Reply.step = outdated
+    call.Calls._step = outdated
 
 
-def _zero_log_probs(reply: Any) -> None:
+def _zero_log_probs(call: Any) -> None:
     """Every tenth Step has zeros for log-probs."""
-    step, hits = reply.Reply.step, every(10, first=30)
+    step, hits = call.Calls._step, every(10, first=30)
 
     def zeroed(self: Any, *args: Any) -> Any:
         found = step(self, *args)
@@ -142,7 +142,7 @@ def _zero_log_probs(reply: Any) -> None:
             replace(found, rollout_log_probs=[0.0] * len(found.response_ids)) if hits() else found
         )
 
-    reply.Reply.step = zeroed
+    call.Calls._step = zeroed
 
 
 # -- rollouts and the trainer ----------------------------------------------------------------------
@@ -247,7 +247,7 @@ def _swap_rewards(group: Any) -> Any:
 
 
 _POOL, _BATCHES = "stepwell.datapool.core", "stepwell.trainer.batches"
-_REPLY = "stepwell.gateway.trajectory.reply"
+_CALL = "stepwell.gateway.call"
 
 
 def _plant(module: str, install: Callable[[Any], None], *noticed_as: str, **other: int) -> Plant:
@@ -259,8 +259,8 @@ PLANTS: Final[dict[str, Plant]] = {
     "silent_abort": _plant(f"{_POOL}.channel", _abort_silently, "silent_aborts"),
     "silent_drop": _plant(f"{_POOL}.channel", _drop_silently, "silent_drops"),
     "acked_again": _plant(f"{_POOL}.pool", _serve_acked, "trained_twice"),
-    "wrong_version": _plant(_REPLY, _change_version, "versions_wrong"),
-    "zeroed_log_probs": _plant(_REPLY, _zero_log_probs, "steps_changed"),
+    "wrong_version": _plant(_CALL, _change_version, "versions_wrong"),
+    "zeroed_log_probs": _plant(_CALL, _zero_log_probs, "steps_changed"),
     "failure_rewarded": _plant(
         "stepwell.trainer.rollout.worker", _reward_failures, "rewards_from_failures", steps=20
     ),

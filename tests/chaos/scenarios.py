@@ -1,5 +1,6 @@
 """This module says which faults meet which run: one function per scenario, each a run of its own.
 
+kills     one machine: the trainer, the pool, the gateway or the engine is killed, again and again
 machine   one machine: everything is killed and stopped, the driver is started again
 lease     leases shorter than a step: groups are redelivered while they are trained
 disk      the journal's disk is full for seconds, again and again
@@ -49,6 +50,18 @@ KINDS: tuple[tuple[Action, str], ...] = (
     *(("kill", part) for part in PARTS),
     *(("stop", part) for part in PARTS),
 )
+
+
+async def kills(folder: Path, seed: str, n: int) -> Run:
+    kinds: tuple[tuple[Action, str], ...] = (
+        ("kill", "driver"),
+        *(("kill", part) for part in ("driver", "pool", "gateway", "engine")),
+    )
+    run = Run(folder, OPTIONS)
+    async with run.running():
+        await run.fire(plan(seed, n, kinds))
+        await run.finish()
+    return run
 
 
 async def machine(folder: Path, seed: str, n: int) -> Run:
@@ -202,6 +215,7 @@ async def salvage(folder: Path, seed: str, n: int) -> Run:
 
 Scenario = Callable[[Path, str, int], Coroutine[Any, Any, Run]]
 SCENARIOS: dict[str, tuple[Scenario, int]] = {
+    "kills": (kills, 8),
     "machine": (machine, 32),
     "lease": (lease, 8),
     "disk": (disk, 6),

@@ -1,4 +1,4 @@
-"""A few trials of `artefact_damage.py`; `python -m tests.chaos.artefact_damage` runs many."""
+"""A few trials of `artefact_damage.py`; `python -m tests.chaos artefact-damage` runs many."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A few trials of `journal_damage.py`; `python -m tests.chaos.journal_damage` runs many."""
+"""A few trials of `journal_damage.py`; `python -m tests.chaos journal-damage` runs many."""
 
 from pathlib import Path
 

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from tests.chaos.__main__ import KEYS
 from tests.chaos.lives import ROOT, SITE
 from tests.chaos.plants import PLANT, PLANTS
+from tests.chaos.runs import KEYS
 
 LOOK = """
 import importlib, sys
@@ -49,7 +49,7 @@ def test_there_are_12_plants_and_each_names_a_check_that_the_run_reports() -> No
     [
         ("silent_abort", "Channel._complete"),
         ("acked_again", "DataPool._ack"),
-        ("wrong_version", "Reply.step"),
+        ("wrong_version", "Calls._step"),
         ("skipped_prompt", "PromptSource.next"),
     ],
 )

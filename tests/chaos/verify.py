@@ -49,6 +49,7 @@ from stepwell.datapool.store.replay import restore
 from stepwell.datapool.types import TRAIN, VAL, Step, Trajectory, VersionSpan
 from stepwell.layout import CHECKPOINTS
 from stepwell.run.checks import training_prompts
+from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.ledger import LEDGER, Audit, audit, read_ledger
 from stepwell.trainer.reclaim import AFTER_CHECKPOINT, LOST_POLICY, PRODUCER_GONE, TRAINED
 from stepwell.trainer.recording import load_recording, recordings
@@ -101,6 +102,8 @@ class PoolBooks:
     stored: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
     """Trajectory of a live group -> call -> response tokens."""
     expired: int = 0
+    acked: int = 0
+    """Groups that the trainer settled: acked, or closed later as trained."""
     named_lost: set[str] = field(default_factory=set)
     """Groups of which a salvage said that they are lost or dropped."""
 
@@ -130,6 +133,8 @@ def verify(run: Run) -> Verdict:
     found.figures["leases_expired"] = pool.expired
     pool.named_lost |= run.named_lost
     _check_ledger(config, trained, rollouts, found, draws_prompts=run.draws_prompts)
+    if run.draws_prompts:
+        _check_checkpoint(config, pool, found)
     _check_answers(rollouts, trained, pool, found)
     check_aborts(rollouts, pool, run.books.disturbances, found)
     check_drops(
@@ -213,8 +218,10 @@ def read_pool(folder: Path) -> PoolBooks:
         restore(pool, journal)
         for channel in (TRAIN, VAL):
             _read_live(pool, channel, books)
-        leases = pool.apply(GetStatistics(TRAIN), time.time())["leases"]
-        books.expired = leases.get("expired", 0)
+        counts = pool.apply(GetStatistics(TRAIN), time.time())
+        books.expired = counts["leases"].get("expired", 0)
+        reasons = counts["groups"]["drop_reasons"]
+        books.acked = counts["groups"]["acked"] + sum(reasons.get(r, 0) for r in DUE_TO_TRAINING)
     finally:
         journal.close()
     return books
@@ -292,6 +299,21 @@ def _check_ledger(
             )
     found.figures.update(prompts=n_draws, groups_trained=books.trained, returned=books.returned)
     found.figures.update(optimizer_steps=len(books.updates))
+
+
+def _check_checkpoint(config: RunConfig, pool: PoolBooks, found: Verdict) -> None:
+    """The last checkpoint has the ledger's optimizer steps, the pool the ledger's groups."""
+    store = CheckpointStore(config.run.dir / CHECKPOINTS)
+    books = audit(store.folder / LEDGER)
+    state = store.load(store.folder / f"step_{store.steps()[-1]}")
+    counts = {"progress": state["progress"].updates, "backend": state["backend"]["updates"]}
+    for whose, n in counts.items():
+        wrong = f"{n} updates by the checkpoint's {whose}, {len(books.updates)} in the ledger"
+        found.check(n == len(books.updates), "trained_twice", wrong)
+    # Groups that the pool must have acked: in no update, but in the lease of one, too.
+    settled = books.trained + books.dropped["not_trained"]
+    wrong = f"the pool has {pool.acked} groups acked or trained, the ledger {settled}"
+    found.check(pool.acked == settled, "groups_lost", wrong)
 
 
 def _check_answers(

@@ -212,7 +212,7 @@ class JournaledPool:
         finally:
             self.pool.write_counts()
             self.journal.flush()
-            self.pool.written()
+            self.pool.spill()
 
     def later(self, days: float) -> None:
         self.now += days * DAY

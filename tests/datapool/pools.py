@@ -12,10 +12,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from stepwell.datapool import DataPoolClient, PoolConfig
+from stepwell.datapool.ops import LeaseBatch
 from stepwell.datapool.remote.incarnation import Known
 from stepwell.datapool.remote.link import Link, LocalPort
 from stepwell.datapool.remote.service import PoolService
-from stepwell.datapool.remote.wire import Door, Server
+from stepwell.datapool.remote.wire import Door, Server, read_answer
 
 HERE = "this node"
 
@@ -44,6 +45,12 @@ async def n_waiting(client: DataPoolClient, who: str = "consumers") -> int:
 async def groups_of(client: DataPoolClient, *states: str) -> list[int]:
     groups = (await client.get_statistics("train"))["groups"]
     return [groups[state] for state in states]
+
+
+def answers_lease(link: Link, frame: bytes) -> bool:
+    """True if a frame answers a call of the link for a lease."""
+    number, *_ = read_answer(frame)
+    return isinstance(link._unanswered[number].op, LeaseBatch)
 
 
 class DoorLink(Link):

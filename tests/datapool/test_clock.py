@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.datapool import DataPoolClient, PoolConfig, Step, process
+from stepwell.datapool import DataPoolClient, PoolConfig, Step, clock
 from stepwell.datapool.errors import LeaseExpiredError
 from tests.datapool.pools import pool_here, service_of
 
@@ -85,7 +85,7 @@ async def test_after_a_reboot_time_goes_on_and_not_back(
     await pool.open_group("p", 2, deadline_s=0.2)
     await pool.submit_step(make_step("t", "p", is_last=True))
     (tmp_path / "boot_id").write_text(f"{uuid.uuid4()}\n")
-    monkeypatch.setattr(process, "BOOT_ID", tmp_path / "boot_id")
+    monkeypatch.setattr(clock, "BOOT_ID", tmp_path / "boot_id")
     set_wall_clock(-HOUR)
     pool = restarted(pool, tmp_path / "pool")
     lease = await pool.lease_batch(timeout_s=None)

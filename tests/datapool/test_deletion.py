@@ -8,7 +8,7 @@ from stepwell.datapool import DataPoolClient, Trajectory
 from stepwell.datapool.errors import JournalLockedError
 from stepwell.datapool.files.deletion import delete_from_export, delete_from_journals
 from stepwell.datapool.files.export import read, write
-from stepwell.datapool.inspect.rows import ExportedTrajectory
+from stepwell.datapool.inspect.pages import ExportedTrajectory
 
 
 async def test_a_stopped_pool_forgets_a_trajectory_and_what_has_a_tag(tmp_path, make_step):

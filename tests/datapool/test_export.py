@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from stepwell.datapool.errors import DamagedFileError, ExportError
 from stepwell.datapool.files.columns import SCHEMA_VERSION, schema
 from stepwell.datapool.files.export import read, write
-from stepwell.datapool.inspect.rows import ExportedTrajectory
+from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.sealed import sidecar_of
 from stepwell.datapool.types import Step, Trajectory, VersionSpan
 from tests.builders import step
@@ -125,17 +125,16 @@ def test_a_false_parent_index_starts_a_branch_and_is_kept_as_it_was(tmp_path):
     )
     write(tmp_path / "x.jsonl", [trajectory])
     rows = rows_of(tmp_path / "x.jsonl")
-    assert [r["input_ids"] for r in rows] == [[9, 9, 9, 4], [1, 2, 3, 5]]
-    assert [r["loss_mask"] for r in rows] == [[0, 0, 0, 1], [0, 1, 0, 1]]
+    assert [r["input_ids"] for r in rows] == [[1, 2], [9, 9, 9, 4], [1, 2, 3, 5]]
+    assert [r["loss_mask"] for r in rows] == [[0, 1], [0, 0, 0, 1], [0, 0, 0, 1]]
     assert list(read(tmp_path / "x.jsonl")) == [trajectory]
 
 
-def test_steps_that_extend_each_other_are_one_branch_without_a_parent_index(tmp_path):
+def test_a_step_that_names_no_parent_begins_a_branch(tmp_path):
+    """The pool finds the parent of each step that it stores; nobody looks for it again."""
     trajectory = exported(step([1], [2]), step([1, 2], [3], index=1))
     write(tmp_path / "x.jsonl", [trajectory])
-    (row,) = rows_of(tmp_path / "x.jsonl")
-    assert row["loss_mask"] == [0, 1, 1]
-    assert [s["parent_index"] for s in row["steps"]] == [None, None]
+    assert [r["loss_mask"] for r in rows_of(tmp_path / "x.jsonl")] == [[0, 1], [0, 0, 1]]
 
 
 def test_steps_with_images_are_joined_only_where_parent_index_says_so(tmp_path):
@@ -170,7 +169,7 @@ def test_unknown_log_probs_and_rewards_are_null_and_never_zero(tmp_path, suffix)
 @BOTH
 def test_log_probs_of_a_row_that_lacks_some_stand_with_their_steps(tmp_path, suffix):
     path = tmp_path / f"x.{suffix}"
-    known = step([1, 2, 3], [4, 5], index=1, rollout_log_probs=[-0.5, -0.25])
+    known = step([1, 2, 3], [4, 5], index=1, parent_index=0, rollout_log_probs=[-0.5, -0.25])
     write(path, [exported(step([1], [2], rollout_log_probs=None), known)])
     (row,) = rows_of(path)
     assert row["log_probs"] is None
@@ -499,7 +498,7 @@ def test_a_value_that_contains_itself_is_an_error(tmp_path):
 
 def test_log_probs_of_single_steps_may_be_rounded_as_a_float32_is(tmp_path):
     path = tmp_path / "x.jsonl"
-    known = step([1, 2, 3], [4, 5], index=1, rollout_log_probs=[-0.1, -0.7])
+    known = step([1, 2, 3], [4, 5], index=1, parent_index=0, rollout_log_probs=[-0.1, -0.7])
     write(path, [exported(step([1], [2], rollout_log_probs=None), known)])
     (row,) = rows_of(path)
     row["steps"][1]["log_probs"] = [-0.1, -0.7]
@@ -555,7 +554,7 @@ def test_a_full_disk_raises_and_leaves_nothing_behind(tmp_path):
 import resource, signal, sys
 from pathlib import Path
 from stepwell.datapool.files.export import write
-from stepwell.datapool.inspect.rows import ExportedTrajectory
+from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.types import Step, Trajectory
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

@@ -30,8 +30,8 @@ from stepwell.datapool.errors import (
     JournalVersionError,
 )
 from stepwell.datapool.store import cleaning, folder
+from stepwell.datapool.store import index as index_module
 from stepwell.datapool.store import journal as journal_module
-from stepwell.datapool.store import log as log_module
 from stepwell.datapool.store.folder import ACKED_NAME, SCHEMA_VERSION
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.segments import Row, segment_path, segments_in
@@ -206,12 +206,12 @@ def test_a_full_disk_is_a_clear_error_and_nothing_is_lost(open_journal: Open) ->
         with pytest.raises(JournalFullError, match=rf"free space under {journal.folder}. 300 rows"):
             journal.flush()
         with pytest.raises(JournalFullError):
-            journal.check()
+            journal.flush()
         assert stored_ids(journal) == before
     assert journal.statistics()["failed_commits"] == 2
     assert "the disk takes no more" in journal.statistics()["last_error"]
 
-    journal.check()
+    journal.flush()
 
     assert stored_ids(journal) == [*before[1:], *kept]
     assert journal.states() == {"counters": b"7"}
@@ -244,7 +244,7 @@ def test_a_failed_transaction_does_not_come_back_after_a_crash(
         journal.flush()
     journal.delete(rows)
     assert journal.pending
-    journal.check()
+    journal.flush()
     assert stored_ids(open_journal(killed_copy(journal, tmp_path / "killed"))) == [kept]
 
 
@@ -507,7 +507,7 @@ def test_a_transaction_torn_by_the_kill_is_gone_whole(tmp_path: Path) -> None:
 def test_a_segment_that_the_kill_left_without_a_transaction_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_module, "SEGMENT_BYTES", 1000)
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 1000)
     journal = Journal(tmp_path / "live", "process")
     early = append(journal)
     journal.flush()
@@ -578,8 +578,8 @@ def test_acks_write_a_small_record_and_no_stored_step_again(tmp_path: Path) -> N
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A journal that cleans as early as one of a thousand times its size does."""
-    monkeypatch.setattr(log_module, "SEGMENT_BYTES", 16_000)
-    monkeypatch.setattr(cleaning, "SLACK_BYTES", 64_000)
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 16_000)
+    monkeypatch.setattr(index_module, "SLACK_BYTES", 64_000)
     monkeypatch.setattr(cleaning, "SLICE_BYTES", 2_000)
 
 
@@ -626,7 +626,7 @@ def test_rows_that_stay_among_those_that_leave_are_moved_and_the_disk_stays_boun
 
 def has_copies(journal: Journal) -> bool:
     """True if a live row is in another segment, too."""
-    index = journal._log.index
+    index = journal.index
     dead = [row for s in index.segments.values() for rows in s.tombstones.values() for row in rows]
     return any(index.find(row) is not None for row in dead)
 
@@ -685,7 +685,7 @@ def test_what_was_moved_is_on_disk_before_the_segment_it_was_in_is_removed(
     def noting_unlink(path: Path, missing_ok: bool = False) -> None:
         nonlocal n_removed
         n_removed += 1
-        for number in journal._log.index.segments:
+        for number in journal.index.segments:
             later = segment_path(tmp_path, number)
             if later > path:
                 assert synced.get(str(later)) == later.stat().st_size
@@ -740,7 +740,7 @@ async def test_what_was_deleted_leaves_the_files_soon_after_it_is_asked_for(
     open_journal: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "SCRUB_S", 0.02)
-    monkeypatch.setattr(log_module, "SEGMENT_BYTES", 10_000)
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 10_000)
     journal = open_journal()
     secrets, others = [], []
     for k in range(30):
@@ -838,7 +838,7 @@ async def test_erasing_that_a_full_disk_stops_goes_on_when_there_is_space(
     with full_disk():
         await asyncio.sleep(0.1)
         assert journal.statistics()["failed_commits"] >= 1
-    journal.check()
+    journal.flush()
     await asyncio.wait_for(until_erased(journal, b"secret"), 30)
     assert stored_ids(journal) == others
     journal.close()
@@ -848,7 +848,7 @@ def test_a_row_that_is_written_anew_is_not_overwritten_by_the_cleaning(
     open_journal: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same transaction moves the live rows of its segment."""
-    monkeypatch.setattr(log_module, "SEGMENT_BYTES", 300)
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 300)
     journal = open_journal()
     changed, dead, kept = append(journal, 3)
     journal.flush()
@@ -856,8 +856,8 @@ def test_a_row_that_is_written_anew_is_not_overwritten_by_the_cleaning(
     journal.flush()
     journal.delete([dead])
     journal.flush()
-    journal._log.erase()
-    assert journal._log.is_cleaning
+    journal._begin_to_erase()
+    assert journal.is_cleaning
     journal.put(changed, "train", "step", b"another head", b"other", b" content")
     journal.flush()
     assert journal.read([changed]) == [b"other content"]
@@ -882,8 +882,8 @@ class JournalAgainstDict(RuleBasedStateMachine):
     def begin(self, small: bool) -> None:
         self.patch = pytest.MonkeyPatch()
         if small:  # so that segments come and go
-            self.patch.setattr(log_module, "SEGMENT_BYTES", 300)
-            self.patch.setattr(cleaning, "SLACK_BYTES", 1000)
+            self.patch.setattr(journal_module, "SEGMENT_BYTES", 300)
+            self.patch.setattr(index_module, "SLACK_BYTES", 1000)
             self.patch.setattr(cleaning, "SLICE_BYTES", 100)
         self.folder = Path(tempfile.mkdtemp())
         self.n_lives = 0
@@ -951,7 +951,7 @@ class JournalAgainstDict(RuleBasedStateMachine):
         self.saving()
         self.journal.flush()
         self.journal.erase()
-        assert not self.journal._log.has_dead
+        assert not self.journal.has_dead
 
     @rule(scrub=st.booleans())
     def reopen(self, scrub: bool) -> None:
@@ -984,7 +984,7 @@ class JournalAgainstDict(RuleBasedStateMachine):
         backwards = sorted(self.rows, reverse=True)
         assert self.journal.read(backwards) == [self.rows[row][3] for row in backwards]
         assert self.journal.heads(backwards) == [self.rows[row][1:3] for row in backwards]
-        assert self.journal.statistics()["rows_stored"] == self.journal._log.last.rows
+        assert self.journal.statistics()["rows_stored"] == self.journal.last.rows
 
     def teardown(self) -> None:
         self.patch.undo()

@@ -15,7 +15,7 @@ from typing import Literal
 
 import pytest
 
-from stepwell.datapool import process
+from stepwell.datapool import clock
 from stepwell.datapool.errors import (
     JournalCorruptError,
     JournalError,
@@ -23,7 +23,7 @@ from stepwell.datapool.errors import (
     JournalLockedError,
     JournalVersionError,
 )
-from stepwell.datapool.store import log as log_module
+from stepwell.datapool.store import journal as journal_module
 from stepwell.datapool.store.folder import ACKED_NAME
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.segments import segment_path, segments_in
@@ -126,7 +126,7 @@ def test_a_log_that_was_removed_or_cut_is_missed(left: Path, durability: Durabil
 @pytest.fixture
 def segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A closed journal of 20 rows in as many transactions, in several segments."""
-    monkeypatch.setattr(log_module, "SEGMENT_BYTES", 300)
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 300)
     folder = tmp_path / "segments"
     journal = Journal(folder, "process")
     for k in range(20):
@@ -201,7 +201,7 @@ def restarted(
 ) -> Callable[[], None]:
     boot_id = tmp_path_factory.mktemp("machine") / "boot_id"
     boot_id.write_text(f"{uuid.uuid4()}\n")
-    return lambda: monkeypatch.setattr(process, "BOOT_ID", boot_id)
+    return lambda: monkeypatch.setattr(clock, "BOOT_ID", boot_id)
 
 
 def test_a_machine_that_restarted_may_cost_the_tail_that_was_never_promised(

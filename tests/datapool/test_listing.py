@@ -378,7 +378,7 @@ def test_steps_on_disk_are_read_with_their_tokens_and_stay_there(tmp_path):
     pool.submit_steps(steps, now=NOW)
     pool.write_counts()
     journal.flush()
-    pool.written()
+    pool.spill()
     in_memory = pool.get_statistics("train", now=NOW)["memory_bytes"]
     assert in_memory <= 100
     (exported,) = pool.read_trajectories(now=NOW).unpack()

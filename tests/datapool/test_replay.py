@@ -65,7 +65,7 @@ class Journaled:
     def _flush(self) -> None:
         self.pool.write_counts()
         self.journal.flush()
-        self.pool.written()
+        self.pool.spill()
 
     def restart(self, config: PoolConfig | None = None) -> None:
         self.journal.close()
@@ -556,7 +556,7 @@ def test_a_payload_that_cannot_be_read_back_fails_the_lease_and_loses_no_group(
         pool.complete_trajectory(uid)
     stored = pool.pool.channels["train"].records.trajectories["bad"].steps[1]
     row, *_ = stored.place
-    number, offset, size = pool.journal._log.index.find(row)
+    number, offset, size = pool.journal.index.find(row)
     with segment_path(pool.journal.folder, number).open("r+b") as file:
         file.seek(offset + size - 1)
         file.write(b"\xff")
@@ -786,6 +786,7 @@ async def test_what_comes_due_on_a_full_disk_is_done_when_there_is_space(
     await actor.submit_step(make_step("t", is_last=True))
     await actor.lease_batch(lease_s=0.1)
     waiting = asyncio.create_task(actor.call(LeaseBatch(), None))
+    await asyncio.sleep(0)
     with full_disk():
         with pytest.raises(JournalFullError):
             await actor.submit_step(make_step("u", "q"))
@@ -795,6 +796,21 @@ async def test_what_comes_due_on_a_full_disk_is_done_when_there_is_space(
     assert isinstance(lease, PackedLease)
     assert lease.groups[0].delivery == 2
     service_of(actor).close()
+
+
+async def test_rollouts_of_one_call_are_one_row_though_each_changes_what_the_group_is_ready_for(
+    tmp_path: Path, make_step: MakeStep
+) -> None:
+    """What the trajectories of an undeclared group say by themselves is not written down."""
+    pool = pool_here(None, tmp_path)
+    await pool.submit_steps([make_step(f"t{i}", "p", is_last=True) for i in range(16)])
+    assert (await pool.describe())["journal"]["rows_stored"] == 2, "their prompt, and all of them"
+    service_of(pool).close()
+    again = pool_here(None, tmp_path, restarted=True)
+    fetched = await again.fetch_batch(n_rollouts=16)
+    assert fetched is not None
+    assert len(fetched) == 16
+    service_of(again).close()
 
 
 def test_every_field_of_a_record_is_compared() -> None:

@@ -20,7 +20,7 @@ from stepwell.datapool.errors import (
     JournalLockedError,
 )
 from stepwell.datapool.files.deletion import delete_from_journals
-from stepwell.datapool.store import log as log_module
+from stepwell.datapool.store import journal as journal_module
 from stepwell.datapool.store.folder import ACKED_NAME
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
@@ -180,7 +180,7 @@ def test_a_cut_log_is_the_pool_at_an_earlier_moment_and_says_which_rows_are_gone
 def test_a_segment_that_is_gone_costs_the_groups_that_are_older_and_acked_ones_stay_acked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_module, "SEGMENT_BYTES", 2000)
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 2000)
     fill(tmp_path / "whole", closed=True)
     numbers = segments_in(tmp_path / "whole")
     assert len(numbers) > 5

@@ -39,7 +39,6 @@ from stepwell.datapool.errors import (
     UnknownTrajectoryError,
 )
 from stepwell.datapool.files.transfer import export_channel, import_channel
-from stepwell.datapool.ops import LeaseBatch
 from stepwell.datapool.questions import Credit, WaitCredit
 from stepwell.datapool.remote.actor import SHARDS_FILE
 from stepwell.datapool.remote.shards import parts, shard_of
@@ -47,6 +46,7 @@ from stepwell.datapool.remote.start import client_of, connect, share
 from stepwell.datapool.sealed import write_sealed
 from stepwell.datapool.store.folder import ACKED_NAME
 from tests.builders import until
+from tests.datapool.pools import answers_lease
 
 N = 2
 
@@ -214,7 +214,7 @@ def test_another_number_of_shards_than_before_is_a_clear_error(tmp_path):
 
 
 def test_a_number_of_shards_that_cannot_be_noted_starts_no_pool(cluster, tmp_path):
-    (tmp_path / f"{SHARDS_FILE}.{threading.get_native_id()}.tmp").mkdir()
+    (tmp_path / f"{SHARDS_FILE}.{os.getpid()}-{threading.get_native_id()}.tmp").mkdir()
     config = PoolConfig(shards=2, journal_dir=tmp_path)
     with pytest.raises(OSError, match=SHARDS_FILE):
         start_shards(config, name="not noted")
@@ -571,11 +571,9 @@ async def test_a_consumer_that_leaves_holds_nothing(client, channel, make_step, 
     answered = link._connection._answered
     late = []
 
-    def held_up(sent):
-        if isinstance(link._unanswered[sent.number].op, LeaseBatch):
-            late.append(sent)
-        else:
-            answered(sent)
+    def held_up(frames):
+        for frame in frames:
+            (late.append if answers_lease(link, frame) else lambda f: answered([f]))(bytes(frame))
 
     monkeypatch.setattr(link._connection, "_answered", held_up)
     leaving = asyncio.create_task(client.lease_batch(channel=channel, batch_size=2))
@@ -583,7 +581,7 @@ async def test_a_consumer_that_leaves_holds_nothing(client, channel, make_step, 
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
     monkeypatch.undo()
-    answered(*late)
+    answered(late)
 
     async def all_back():
         groups = (await client.get_statistics(channel))["groups"]
@@ -827,11 +825,12 @@ async def test_a_lease_whose_answer_was_lost_with_its_shard_is_given_again(
     heard = link._connection._answered
     is_granted = asyncio.Event()
 
-    def lose_leases(sent):
-        if isinstance(link._unanswered[sent.number].op, LeaseBatch):
-            is_granted.set()
-        else:
-            heard(sent)
+    def lose_leases(frames):
+        for frame in frames:
+            if answers_lease(link, frame):
+                is_granted.set()
+            else:
+                heard([frame])
 
     monkeypatch.setattr(link._connection, "_answered", lose_leases)
     leasing = asyncio.create_task(own.lease_batch(batch_size=2, timeout_s=60))

@@ -795,7 +795,7 @@ class DataPoolMachine(RuleBasedStateMachine):
         answer = replay(self.pool, name, args, self.now)
         self.calls.append((name, args, self.now, answer))
         self.pool.write_counts()
-        self.pool.written()
+        self.pool.spill()
         return answer
 
     # producers
@@ -1086,7 +1086,7 @@ class DataPoolMachine(RuleBasedStateMachine):
         restore(self.pool, self.log)
         assert_same(self.pool, before, self.now)
         self.pool.write_counts()
-        self.pool.written()
+        self.pool.spill()
 
     @rule(channel=st.sampled_from([None, *CHANNELS]), really=st.sampled_from([False] * 9 + [True]))
     def shutdown(self, channel, really):

@@ -34,6 +34,7 @@ def trajectory(uid: str, n_turns: int, n: int = 4) -> TrainedTrajectory:
                 trajectory_uid=uid,
                 prompt_uid="p",
                 step_index=i,
+                parent_index=i - 1 if 0 < i < n_turns - 1 else None,
                 reward=0.5,
                 metadata={"messages": [{"role": "user", "content": "é"}]},
             )
@@ -63,16 +64,15 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert about["trajectories"][0]["advantage"] == pytest.approx(0.5)
 
 
-def test_a_step_may_extend_one_of_a_higher_index(tmp_path: Path) -> None:
+def test_steps_may_stand_in_any_order(tmp_path: Path) -> None:
     chain = trajectory("a", 4)
     steps = chain.trajectory.steps
-    turned = tuple(replace(s, step_index=len(steps) - 1 - s.step_index) for s in steps[::-1])
-    written = TrainedTrajectory(replace(chain.trajectory, steps=turned), chain.columns[::-1])
+    written = TrainedTrajectory(replace(chain.trajectory, steps=steps[::-1]), chain.columns[::-1])
     nothing = TrainedTrajectory(replace(chain.trajectory, steps=()), ())
     write_trained(tmp_path, 1, {}, [written, nothing], 1 << 20)
     found, none = read_trained(tmp_path, 1)
-    assert (found.trajectory, none) == (written.trajectory, nothing)
-    assert [c["advantages"][0] for c in found.columns] == [0.75, 0.5, 0.25, 0.0]
+    assert (found.trajectory, none) == (chain.trajectory, nothing)
+    assert [c["advantages"][0] for c in found.columns] == [0.0, 0.25, 0.5, 0.75]
 
 
 def test_a_shared_prefix_is_stored_once(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from stepwell.datapool.errors import (
 from stepwell.datapool.files import transfer
 from stepwell.datapool.files.export import read, read_rows, write
 from stepwell.datapool.files.transfer import export_channel, import_channel
-from stepwell.datapool.inspect.rows import ExportedTrajectory
+from stepwell.datapool.inspect.pages import ExportedTrajectory
 from tests.builders import until
 
 BOTH = pytest.mark.parametrize("suffix", ["parquet", "jsonl"])

@@ -1,7 +1,7 @@
 """Requests in flight while real engines are given new weights, or die: agents notice nothing, and
 every Step says which version sampled each of its tokens.
 
-The full size (200 requests, 20 updates a mode) is `python -m benchmarks gateway-updates`.
+The full size (200 requests, 20 updates a mode) is `python -m tests.chaos weight-updates`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,19 @@ from typing import Any
 import aiohttp
 import pytest
 
-from benchmarks.gateway_updates import (
-    MODES,
-    Clients,
-    RunningEngine,
-    endless_model,
-    engine,
-    gateway,
-    steps_in,
-    update_under_load,
-    wrong_steps,
-)
+from benchmarks.served import RunningEngine, engine, gateway, steps_in
 from stepwell.backends.config import PauseMode
 from stepwell.backends.engines.client import EngineClient
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step
 from tests.builders import until
+from tests.chaos.weight_updates import (
+    MODES,
+    Clients,
+    endless_model,
+    update_under_load,
+    wrong_steps,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

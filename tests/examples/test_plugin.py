@@ -204,14 +204,14 @@ def test_a_package_adds_an_off_policy_method_with_a_hyper_parameter(name: str) -
         f"off_policy.method={name}", "off_policy.options.power=0.5", "off_policy.band=[0.0,4.5]"
     )
     mu = torch.log(torch.tensor([0.25, 0.1, 0.5, math.nan]))
-    weights = correct(
+    weights, _ = correct(
         torch.log(torch.tensor([1.0, 0.9, 0.5, 0.5])),
         mu,
         [1, 1, 1, 1],
         [5.0, 5.0, 0.0, 5.0],
         staleness_threshold=1.0,
         config=config.off_policy,
-    ).weights
+    )
     # √4; 9 is out of the band; 1; without μ it is dropped.
     assert weights.tolist() == pytest.approx([2.0, 0.0, 1.0, 0.0])
 

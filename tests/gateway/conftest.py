@@ -32,8 +32,8 @@ from stepwell.datapool.types import Step
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import ChannelSampling, GatewayConfig, Tuning, Wiring
 from stepwell.gateway.server import bind, http_protocol
-from stepwell.gateway.tokens.graph import Attachment, Turn, TurnGraph, TurnKeys
-from stepwell.gateway.tokens.messages import extend_key
+from stepwell.gateway.tokens.graph import Turn, TurnGraph
+from stepwell.gateway.tokens.messages import Keys, extend_key
 from stepwell.gateway.tokens.template import ChatTemplate
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from tests.helpers import reserved_port
@@ -310,19 +310,21 @@ def tokenizer() -> ChatTokenizer:
 
 def add_turn(
     graph: TurnGraph,
-    attachment: Attachment,
+    root: bytes,
+    messages: Sequence[dict[str, Any]],
     reply: dict[str, Any],
     *,
     new_prompt_ids: Sequence[int],
     response_ids: Sequence[int],
     step_index: int | None,
 ) -> Turn:
-    """Store the turn of a reply where its request attached."""
-    root, prompt_key = attachment.root, attachment.prompt_key
+    """Store the turn of a reply where its request attaches."""
+    keys = Keys(root, messages)
+    parent, _, _ = graph.attach(root, keys)
     functions = [(c["id"], c["function"]) for c in reply.get("tool_calls") or ()]
     return graph.add(
-        TurnKeys(root, prompt_key, extend_key(prompt_key, reply)),
-        parent=attachment.turn,
+        (root, keys.prompt, extend_key(keys.prompt, reply), None),
+        parent=parent,
         new_prompt_ids=np.asarray(new_prompt_ids, np.int32),
         response_ids=np.asarray(response_ids, np.int32),
         calls=tuple((uid, f["name"], f["arguments"]) for uid, f in functions),

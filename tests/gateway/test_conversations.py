@@ -271,10 +271,10 @@ def test_whatever_agents_do_every_sampled_token_is_stored_and_trained_once(
                 causes["extends"] += 1
             trained: Counter[int] = Counter()
             for row in build_rows(steps, "merged"):
-                for segment in row.segments:
-                    here = row.ids[segment.start : segment.end].tolist()
-                    assert here == steps[segment.step].response_ids.tolist()
-                    trained[segment.step] += 1
+                for i in row.steps:
+                    here = row.ids[len(steps[i].prompt_ids) : steps[i].n_tokens].tolist()
+                    assert here == steps[i].response_ids.tolist()
+                    trained[i] += 1
             assert trained == Counter(range(len(steps)))
 
         try:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from stepwell.gateway.tokens.encoder import TextEncoder
+from stepwell.gateway.tokens.tokenizer import TextEncoder
 from tests.gateway.conftest import FAMILIES, QUICKSTART, make_backend
 
 LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

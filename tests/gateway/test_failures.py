@@ -13,7 +13,6 @@ import pytest
 from starlette.datastructures import Headers
 
 from stepwell.gateway.access import OPERATOR
-from stepwell.gateway.call import Asked
 from stepwell.gateway.config import Tuning
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.trajectory.calls import RetryKey
@@ -642,19 +641,19 @@ async def test_a_call_that_is_cut_off_before_it_began_is_made_again(world: Any) 
     client = await world.client()
     await client.chat.completions.create(model="m", messages=MESSAGES)
     trajectory = world.gateway.trajectories.known("t1")
+    calls, retry = world.gateway.calls, RetryKey("test/k", "k", False)
     request = ChatRequest([{"role": "user", "content": "go"}], stream=True)
     for begins in (False, True):
-        asked = [Asked(trajectory, request, RetryKey("test/k", "k", False))]
-        (listener,) = await world.gateway.calls.start(asked, "test", caller=OPERATOR)
+        begun = await calls.start([request], [trajectory], retry, "test", caller=OPERATOR)
         if begins:
-            listener.begin()
-        listener.close()
-        await listener.call.wait()
-        assert listener.call.state == "failed"
+            calls.go_on(trajectory, *begun)
+        calls.leave(trajectory, *begun, "its client")
+        await begun[0].wait()
+        assert begun[0].state == "failed"
         assert not trajectory.in_flight
-    (listener,) = await world.gateway.calls.start(asked, "test", caller=OPERATOR)
-    assert (await listener.result()).text.content == "fine"
-    listener.close()
+    (live,) = await calls.start([request], [trajectory], retry, "test", caller=OPERATOR)
+    assert (await calls.result(trajectory, live)).text.content == "fine"
+    calls.leave(trajectory, live, "its client")
     assert len(world.stored()) == 2
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.gateway.tokens.graph import TurnGraph, join
-from stepwell.gateway.tokens.messages import canonical, parse_arguments, root_key
+from stepwell.gateway.tokens.messages import Keys, canonical, parse_arguments, root_key
 from tests.gateway.conftest import add_turn
 
 ROOT = root_key(None, {})
@@ -29,15 +29,19 @@ def call(arguments: Any, call_id: str = "c1", name: str = "f") -> dict[str, Any]
 
 
 def add(graph: TurnGraph, messages: list[Any], reply: Any, index: int, root: bytes = ROOT) -> Any:
-    attachment = graph.attach(root, messages)
     return add_turn(
         graph,
-        attachment,
+        root,
+        messages,
         reply,
         new_prompt_ids=[index, 100],
         response_ids=[200 + index],
         step_index=index,
     )
+
+
+def attach(graph: TurnGraph, messages: list[Any]) -> Any:
+    return graph.attach(ROOT, Keys(ROOT, messages))
 
 
 def test_the_deepest_stored_turn_is_extended() -> None:
@@ -47,10 +51,8 @@ def test_the_deepest_stored_turn_is_extended() -> None:
     two = [*one, say("assistant", "b"), say("user", "c")]
     second = add(graph, two, say("assistant", "d"), 1)
     assert second.parent == first
-    attachment = graph.attach(ROOT, [*two, say("assistant", "d"), say("user", "e")])
-    assert (attachment.turn, attachment.n_known, attachment.cause) == (second, 4, None)
-    attachment = graph.attach(ROOT, [*two, say("assistant", "other"), say("user", "e")])
-    assert (attachment.turn, attachment.n_known) == (first, 2)
+    assert attach(graph, [*two, say("assistant", "d"), say("user", "e")]) == (second, 4, None)
+    assert attach(graph, [*two, say("assistant", "other"), say("user", "e")]) == (first, 2, None)
     assert join(second.arrays()).tolist() == [0, 100, 200, 1, 100, 201]
     assert second.n_tokens == 6
 
@@ -70,29 +72,27 @@ def test_the_same_prompt_again_is_attached_as_before() -> None:
     graph = TurnGraph()
     one = [say("user", "a")]
     first = add(graph, one, say("assistant", "b"), 0)
-    again = graph.attach(ROOT, one)
-    assert (again.cause, again.turn) == ("resampled", None)
+    assert attach(graph, one) == (None, 0, "resampled")
     two = [*one, say("assistant", "b"), say("user", "c")]
     add(graph, two, say("assistant", "d"), 1)
-    again = graph.attach(ROOT, two)
-    assert (again.cause, again.turn) == (None, first)
+    assert attach(graph, two) == (first, 2, None)
 
 
 def test_a_turn_knows_the_nearest_step_above_white_box_turns() -> None:
     graph = TurnGraph()
     one = [say("user", "a")]
-    add(graph, one, say("assistant", "b"), 0)
+    first = add(graph, one, say("assistant", "b"), 0)
     two = [*one, say("assistant", "b"), say("user", "c")]
-    attachment = graph.attach(ROOT, two)
     white = add_turn(
         graph,
-        attachment,
+        ROOT,
+        two,
         say("assistant", "d"),
         new_prompt_ids=[1],
         response_ids=[2],
         step_index=None,
     )
-    assert white.nearest_step() == 0
+    assert white.nearest() is first
 
 
 def test_empty_contents_are_one() -> None:
@@ -159,9 +159,9 @@ def test_a_request_attaches_exactly_as_deep_as_it_agrees(
         messages = [*messages, say("assistant", said)]
     edit = data.draw(st.integers(0, len(messages)))
     changed = [*messages[:edit], say("user", "CHANGED")] if edit < len(messages) else messages
-    attachment = graph.attach(ROOT, [*changed, say("user", "next")])
-    assert attachment.n_known == min(edit, len(messages)) // 2 * 2
-    assert (attachment.turn is None) == (attachment.n_known == 0)
+    turn, n_known, _ = attach(graph, [*changed, say("user", "next")])
+    assert n_known == min(edit, len(messages)) // 2 * 2
+    assert (turn is None) == (n_known == 0)
 
 
 def test_other_tools_or_template_arguments_are_another_conversation() -> None:

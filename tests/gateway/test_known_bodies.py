@@ -27,8 +27,9 @@ from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.known_bodies import KnownBodies
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.tokens.graph import TurnGraph, TurnKeys
+from stepwell.gateway.tokens.graph import TurnGraph
 from stepwell.gateway.tokens.messages import (
+    Keys,
     KnownMessages,
     Normalizer,
     extend_key,
@@ -290,11 +291,11 @@ def same(got: Any, wanted: Any) -> None:
         assert got == wanted
         return
     for each in fields(Parsed):
-        if each.name not in ("call", "options"):
+        if each.name not in ("call", "options", "digest", "remember"):
             assert getattr(got, each.name) == getattr(wanted, each.name), each.name
     assert options_of(got) == options_of(wanted)
     for field in fields(ChatRequest):
-        if field.name not in ("messages", "began_at", "_keys"):
+        if field.init and field.name not in ("messages", "began_at"):
             assert getattr(got.call, field.name) == getattr(wanted.call, field.name), field.name
 
 
@@ -324,14 +325,9 @@ def test_bodies_say_the_same_whether_their_beginning_is_known_or_not(kind: type[
         for _ in range(10):
             sent = written(body, made.name, rng, style)
             n = bodies.n_known
-            reading: list[Any] = []
 
-            def read(
-                sent: bytes = sent, dialect: Dialect = dialect, reading: list[Any] = reading
-            ) -> Parsed:
-                reading.append(bodies.read(dialect, sent, OPERATOR, URL))  # noqa: B023
-                parsed: Parsed = reading[0].parsed
-                return parsed
+            def read(sent: bytes = sent, dialect: Dialect = dialect) -> Parsed:
+                return bodies.read(dialect, sent, OPERATOR, URL)  # noqa: B023
 
             def whole(sent: bytes = sent, plain: Dialect = plain) -> Parsed:
                 return plain.parse(parse_object(sent), OPERATOR)
@@ -339,10 +335,11 @@ def test_bodies_say_the_same_whether_their_beginning_is_known_or_not(kind: type[
             got, wanted = outcome(read), outcome(whole)
             same(got, wanted)
             if isinstance(got, Parsed):
-                assert reading[0].digest == body_digest(sent)
+                assert got.digest == body_digest(sent)
+                assert got.remember is not None
                 if rng.random() < 0.8:
                     add_echoes(graph, wanted.call)
-                n_attached += check_call(got.call, wanted.call, graph, reading[0].remember)
+                n_attached += check_call(got.call, wanted.call, graph, got.remember)
                 n_known += bodies.n_known - n
             if rng.random() < 0.25:
                 body = edited(body, made.name, made)
@@ -364,19 +361,20 @@ def check_call(
     key = root = root_key([*wanted.tools] if wanted.tools else None, wanted.template_args or {})
     for message in wanted.messages:
         key = extend_key(key, message)
-    attached = graph.attach(root, got.said)
+    keys = Keys(root, got.messages)
+    attached = graph.attach(root, keys)
     remember(got)
     is_known = isinstance(got.messages, KnownMessages) and got.messages._read is not None
-    assert attached == graph.attach(root, [*wanted.messages])
-    assert (attached.root, attached.prompt_key) == (root, key)
+    assert attached == graph.attach(root, Keys(root, [*wanted.messages]))
+    assert (got.keys.root, got.keys.prompt) == (root, key)
     assert [*system_of(got.messages)] == [*system_of(wanted.messages)]
-    n = attached.n_known
-    if attached.turn is not None:
+    turn, n, _ = attached
+    if turn is not None:
         assert [*got.messages[n:]] == [*wanted.messages[n:]]
         if isinstance(got.messages, KnownMessages) and n > got.messages.prefix.n_messages:
             assert is_known is (got.messages._read is not None)  # nothing of it read the rest
     assert len(got.messages) == len(wanted.messages)
-    is_known = is_known and attached.turn is not None
+    is_known = is_known and turn is not None
     assert [*got.messages] == [*wanted.messages]
     return is_known
 
@@ -389,7 +387,7 @@ def add_echoes(graph: TurnGraph, call: ChatRequest) -> None:
         before, key = key, extend_key(key, message)
         if message["role"] == "assistant":
             graph.add(
-                TurnKeys(root, before, key),
+                (root, before, key, None),
                 parent=None,
                 new_prompt_ids=ids,
                 response_ids=ids,
@@ -410,8 +408,9 @@ def test_marks_serve_only_the_trajectory_or_the_caller_that_left_them() -> None:
 
     def read(messages: list[Any], url: Any, caller: Any = OPERATOR) -> bool:
         n = bodies.n_known
-        reading = bodies.read(dialect, json.dumps({"messages": messages}).encode(), caller, url)
-        reading.remember(reading.parsed.call)
+        parsed = bodies.read(dialect, json.dumps({"messages": messages}).encode(), caller, url)
+        assert parsed.remember is not None
+        parsed.remember(parsed.call)
         return bodies.n_known > n
 
     assert not read(first, URL)
@@ -427,8 +426,9 @@ def test_deletion_leaves_no_text() -> None:
     bodies, dialect = KnownBodies(), OpenAIChat()
     tool = {"type": "function", "function": {"name": "f"}}
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool]}
-    reading = bodies.read(dialect, json.dumps(body).encode(), OPERATOR, URL)
-    reading.remember(reading.parsed.call)
+    parsed = bodies.read(dialect, json.dumps(body).encode(), OPERATOR, URL)
+    assert parsed.remember is not None
+    parsed.remember(parsed.call)
     assert bodies._tools
     bodies.forget()
     assert not bodies._tools

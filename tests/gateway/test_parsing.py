@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from stepwell.gateway.reply.calls import parse_call, parse_xml_call
+from stepwell.gateway.reply.calls import ToolCall, parse_call, parse_xml_call
 from stepwell.gateway.reply.parser import (
     ContentDelta,
+    ReasoningDelta,
     ReplyParser,
-    ReplyText,
     StopCutter,
     held_back,
 )
@@ -48,18 +49,27 @@ PIECES = st.lists(
 )
 
 
-def read(pieces: list[str], **options: Any) -> ReplyText:
+@dataclass
+class Text:
+    """Text and tool calls that the deltas of a reply add up to."""
+
+    content: str
+    reasoning: str
+    tool_calls: list[ToolCall]
+
+
+def read(pieces: list[str], **options: Any) -> Text:
     parser = ReplyParser(**{"tools": True, "reasoning": True, **options})
-    text = ReplyText()
-    for piece in pieces:
-        for delta in parser.feed(piece):
-            text.add(delta)
-    for delta in parser.finish():
-        text.add(delta)
-    return text
+    deltas = [delta for piece in pieces for delta in parser.feed(piece)]
+    deltas += parser.finish()
+    return Text(
+        "".join(d.text for d in deltas if isinstance(d, ContentDelta)),
+        "".join(d.text for d in deltas if isinstance(d, ReasoningDelta)),
+        [d for d in deltas if isinstance(d, ToolCall)],
+    )
 
 
-def told(text: ReplyText) -> Any:
+def told(text: Text) -> Any:
     return text.content, text.reasoning, [(c.name, c.arguments) for c in text.tool_calls]
 
 

@@ -27,13 +27,11 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import DUPLICATE_OF, Step, superseded
 from stepwell.gateway.access import OPERATOR
 from stepwell.gateway.app import create_app
-from stepwell.gateway.call import Asked
 from stepwell.gateway.config import ChannelSampling, GatewayConfig, Wiring
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.replicas import Replicas
-from stepwell.gateway.tokens.graph import Turn, TurnGraph, TurnKeys
-from stepwell.gateway.trajectory.calls import RetryKey, restore
-from stepwell.gateway.trajectory.reply import NOTE, TurnNote, read_note
+from stepwell.gateway.tokens.graph import Turn, TurnGraph
+from stepwell.gateway.trajectory.calls import NOTE, RetryKey, TurnNote, read_note, restore
 from stepwell.run.deletion import _forget
 from stepwell.run.folder import GatewayPart
 from tests.builders import until
@@ -332,8 +330,8 @@ async def test_a_recalled_call_is_the_one_that_was_made(
     for one, other in zip(made, again, strict=True):
         assert (one.call.uid, one.call.created) == (other.call.uid, other.call.created)
         assert one.call.turn.step_index == other.call.turn.step_index
-        assert other.reply.text == one.reply.text
-        assert other.reply.finish_reason == one.reply.finish_reason
+        assert other.text.message() == one.text.message()
+        assert other.finish_reason == one.finish_reason
         assert other.n_prompt == one.n_prompt
     assert len({live.call.uid for live in again}) == n
     assert len(fleet.world.stored()) == len(fleet.world.engine.requests) == n
@@ -343,14 +341,12 @@ async def begin(
     world: World, request: ChatRequest, n: int = 1, *, is_retry: bool = False
 ) -> list[Any]:
     """Calls without a dialect, finished."""
-    retry = RetryKey("test/key", "body", is_retry)
-    trajectory = world.gateway.trajectories.get("t1", "p1")
-    listeners = await world.gateway.calls.start(
-        [Asked(trajectory, request, retry, n)], "test", caller=OPERATOR
-    )
-    for listener in listeners:
-        await listener.result()
-    return [listener.call for listener in listeners]
+    retry = RetryKey("test/key", "body", is_retry, is_named=True)
+    trajectory, calls = world.gateway.trajectories.get("t1", "p1"), world.gateway.calls
+    begun = await calls.start([request], [trajectory], retry, "test", n=n, caller=OPERATOR)
+    for live in begun:
+        live.readers.add("its client")
+    return [await calls.result(trajectory, live) for live in begun]
 
 
 async def test_a_streamed_retry_elsewhere_says_the_same(fleet: Fleet) -> None:
@@ -772,7 +768,7 @@ async def test_a_retry_of_a_first_call_goes_on_when_the_pool_answers_it(
     await began.wait()
     again = asyncio.create_task(ask(client, [user("hi")], extra_headers=RETRY))
     (trajectory,) = fleet.world.gateway.trajectories
-    await until(lambda: trajectory._users >= 2, 10)
+    await until(lambda: trajectory.users >= 2, 10)
     both_wait.set()
     with pytest.raises(openai.InternalServerError, match="did not answer"):
         await first
@@ -819,7 +815,7 @@ _key = st.binary(min_size=16, max_size=16)
 _digest = st.binary(min_size=8, max_size=8)
 _notes = st.builds(
     TurnNote,
-    keys=st.builds(TurnKeys, _key, _key, _key, st.none() | st.integers(0, 2**40)),
+    keys=st.tuples(_key, _key, _key, st.none() | st.integers(0, 2**40)),
     retry=_digest,
     created=st.integers(0, 2**32 - 1),
     body=st.none() | _digest,
@@ -853,7 +849,7 @@ def test_what_is_no_note_is_ignored(value: Any) -> None:
 
 
 def test_a_note_takes_few_bytes() -> None:
-    keys = TurnKeys(b"r" * 16, b"p" * 16, b"k" * 16)
+    keys = b"r" * 16, b"p" * 16, b"k" * 16, None
     note = TurnNote(keys=keys, retry=b"12345678", created=1_700_000_000)
     assert len(json.dumps(note.as_json(), separators=(",", ":"))) <= 160
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stepwell.gateway.errors import RequestError
 from stepwell.gateway.tokens.graph import TurnGraph, join
-from stepwell.gateway.tokens.messages import root_key
+from stepwell.gateway.tokens.messages import Keys, root_key
 from stepwell.gateway.tokens.render import ChatRenderer, CutError
 from tests.gateway.conftest import add_turn, make_template
 
@@ -64,14 +64,13 @@ def test_every_continued_turn_strictly_extends_what_was_sampled(
             messages.append({"role": "system", "content": "be kind"})
         messages.append({"role": "user", "content": question})
         for i, turn in enumerate(script):
-            attachment = graph.attach(root, messages)
-            parent = attachment.turn
+            parent, n_known, _ = graph.attach(root, Keys(root, messages))
             if parent is None:
                 assert i == 0
                 new_ids = renderer.whole(messages, offered, {})
                 prompt = new_ids
             else:
-                known, new = messages[: attachment.n_known], messages[attachment.n_known :]
+                known, new = messages[:n_known], messages[n_known:]
                 new_ids = renderer.suffix(parent, known, new, offered, {})
                 n_cut += 1
                 before = join(parent.arrays())
@@ -99,7 +98,8 @@ def test_every_continued_turn_strictly_extends_what_was_sampled(
                 ]
             add_turn(
                 graph,
-                attachment,
+                root,
+                messages,
                 reply,
                 new_prompt_ids=new_ids,
                 response_ids=said,
@@ -147,7 +147,8 @@ def test_the_cut_yields_what_the_whole_template_writes_there(
         root = root_key(tools, {})
         turn = add_turn(
             graph,
-            graph.attach(root, known[:1]),
+            root,
+            known[:1],
             reply,
             new_prompt_ids=renderer.whole(known[:1], tools, {}),
             response_ids=[renderer.turn_close_id],
@@ -219,7 +220,8 @@ def _first_turn(renderer: ChatRenderer) -> Any:
     graph, root = TurnGraph(), root_key(None, {})
     return add_turn(
         graph,
-        graph.attach(root, [{"role": "user", "content": "q"}]),
+        root,
+        [{"role": "user", "content": "q"}],
         {"role": "assistant", "content": "a"},
         new_prompt_ids=[1],
         response_ids=[2],

@@ -24,8 +24,8 @@ from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.prompt import Prompts
 from stepwell.gateway.slime_buffer.items import make_item, messages_of, rows
 from stepwell.gateway.slime_buffer.writes import Item
+from stepwell.gateway.tokens.messages import TurnMessages
 from stepwell.gateway.tokens.render import ChatRenderer
-from stepwell.gateway.tokens.turn_messages import TurnMessages
 from stepwell.gateway.trajectory.recording import Recording
 from tests.builders import until
 from tests.gateway.conftest import serving

@@ -91,7 +91,11 @@ def test_a_wrong_reward_function_is_named(path: str, tokenizer: Any) -> None:
 
 
 def test_errors_survive_pickling_with_their_fields() -> None:
-    kinds = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, Exception)]
+    kinds = [
+        e
+        for e in vars(errors).values()
+        if isinstance(e, type) and issubclass(e, errors.GatewayError)
+    ]
     assert len(kinds) > 10
     for kind in kinds:
         args = ("what is wrong", "field") if issubclass(kind, RequestError) else ("what is wrong",)
@@ -99,24 +103,29 @@ def test_errors_survive_pickling_with_their_fields() -> None:
         assert type(again) is kind
         assert str(again) == "what is wrong"
         assert again.param == (args[1] if len(args) > 1 else None)
+    told = errors.from_pool(pool_errors.TrajectoryClosedError("it is closed"))
+    again = pickle.loads(pickle.dumps(told))
+    assert (again.status, again.code, str(again)) == (410, "trajectory_closed", "it is closed")
 
 
 def test_every_error_of_the_pool_has_one_answer() -> None:
     kinds = {
         name: kind
-        for name, kind in vars(pool_errors).items()
+        for name, kind in {**vars(pool_errors), "PoolSilentError": errors.PoolSilentError}.items()
         if isinstance(kind, type) and issubclass(kind, pool_errors.DataPoolError)
     }
     told = {name: errors.from_pool(kind("{why} /a/file")) for name, kind in kinds.items()}
     statuses: dict[int, set[str]] = {}
     for name, answer in told.items():
         statuses.setdefault(answer.status, set()).add(name)
-        assert ("/a/file" in str(answer)) == (answer.status != 503 or name == "PoolFullError"), name
+        assert ("/a/file" in str(answer)) == (
+            answer.status != 503 or name in ("PoolFullError", "PoolSilentError")
+        ), name
     assert statuses[403] == {"NotOwnerError"}
     assert statuses[410] == {"TrajectoryClosedError", "GroupClosedError"}
     assert {"StepConflictError", "StepIndexError", "TrajectoryConflictError"} < statuses[409]
     journal = {n for n, kind in kinds.items() if issubclass(kind, pool_errors.JournalError)}
-    assert statuses[503] == {"PoolFullError", "PoolUnavailableError", *journal}
+    assert statuses[503] == {"PoolFullError", "PoolUnavailableError", "PoolSilentError", *journal}
     assert {"InvalidStepError", "UnknownTrajectoryError", "SelectionError"} < statuses[400]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from stepwell.gateway.config import GatewayConfig, Tuning
 from stepwell.gateway.errors import GatewayConfigError
-from stepwell.gateway.tokens.turn_messages import TurnMessages
+from stepwell.gateway.tokens.messages import TurnMessages
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 ASKED: list[Any] = [

@@ -7,16 +7,29 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 
+import stepwell
 from stepwell import RunUnavailableError, load_config
 from stepwell.cli.main import main
+from stepwell.cluster.parts import POOL_NAME
+from stepwell.cluster.ray import ray_here
 from stepwell.config.load import attached_config
 from stepwell.config.run import RunConfig
+from stepwell.datapool import start_data_pool
+from stepwell.layout import RUN_FILE
 from stepwell.run.find import find_run
-from stepwell.run.folder import begin, left_by_trainer, only_trainer_in, refuse_second_trainer
+from stepwell.run.folder import (
+    PoolPart,
+    RunFile,
+    begin,
+    left_by_trainer,
+    only_trainer_in,
+    refuse_second_trainer,
+)
 from stepwell.run.record import record_run
 from stepwell.run.serve import forget_weights
 from stepwell.trainer.errors import ConfigError
@@ -156,24 +169,40 @@ def test_a_second_trainer_is_told_which_process_trains_and_a_killed_one_is_notic
 # -- where the run is ----------------------------------------------------------------------------
 
 
-async def test_a_run_is_found_by_the_address_of_its_ray(cluster: str, tmp_path: Path) -> None:
+async def test_a_run_is_found_by_the_address_of_its_ray_alone(cluster: str, tmp_path: Path) -> None:
     address = ray.get_runtime_context().gcs_address
     with pytest.raises(RunUnavailableError, match=f"the Ray at {address} has no run"):
         find_run(address)
-    for name in ("one", "two"):
+
+    def up(name: str) -> tuple[RunFile, Any]:
+        """A run as far as another process sees it, that has not recorded itself yet; its pool."""
         (tmp_path / name).mkdir()
-    one = begin(live(tmp_path / "one", "run.name=one"))
-    two = begin(live(tmp_path / "two", "run.name=two"))
-    records = [await record_run(one, f"{cluster}-one")]
+        part = ray_here(f"{cluster}-{name}")
+        pool = start_data_pool(name=POOL_NAME, namespace=part.namespace)
+        parts = {"ray": part, "pool": PoolPart(name=POOL_NAME)}
+        return begin(live(tmp_path / name, f"run.name={name}")).model_copy(update=parts), pool
+
+    one, pool_of_one = up("one")
+    with pytest.raises(RunUnavailableError, match=f"the Ray at {address} has no run"):
+        find_run(address)  # it is still starting
+    record_run(one, f"{cluster}-one")
     assert find_run(address) == (tmp_path / "one", one)
-    records.append(await record_run(two, f"{cluster}-two"))
+    two, pool_of_two = up("two")
+    record_run(two, f"{cluster}-two")
+    (tmp_path / "two" / RUN_FILE).unlink()  # as on a machine that has no such folder
     with pytest.raises(RunUnavailableError, match=f"several runs; name one: {address}/one in .*"):
         find_run(address)
     assert find_run(f"{address}/two") == (tmp_path / "two", two)
+    async with stepwell.connect(f"{address}/two") as pool:
+        await pool.open_group("of two", 2)
+        assert [group.prompt_uid for group in (await pool.list_groups()).items] == ["of two"]
     with pytest.raises(RunUnavailableError, match="has no run 'three'"):
         find_run(f"{address}/three")
-    for record in records:
-        ray.kill(record)
+    ray.kill(pool_of_two)  # as Ray does when a run is killed
+    assert find_run(address) == (tmp_path / "one", one)
+    ray.kill(pool_of_one)
+    with pytest.raises(RunUnavailableError, match=f"the Ray at {address} has no run"):
+        find_run(address)
 
 
 def test_engines_begin_with_the_weights_of_the_last_run_if_it_had_the_same_model(

@@ -10,7 +10,7 @@ import pytest
 from stepwell.cli.main import main
 from stepwell.datapool import DataPoolClient, Step, Trajectory
 from stepwell.datapool.files.export import read, read_rows, write
-from stepwell.datapool.inspect.rows import ExportedTrajectory
+from stepwell.datapool.inspect.pages import ExportedTrajectory
 
 
 def say(uid: str, prompt_uid: str) -> Step:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.datapool.process import logging_to
+from stepwell.datapool.log_files import logging_to
 from stepwell.track.console import Display, sparkline
 
 RECORD = {

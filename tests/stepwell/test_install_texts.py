@@ -41,7 +41,7 @@ def test_no_text_installs_stepwell_or_an_extra_of_it_by_name() -> None:
     ("file", "extra"),
     [
         ("backends/torch/lora.py", "lora"),
-        ("backends/torch/optimizers.py", "8bit"),
+        ("backends/torch/optimizer.py", "8bit"),
         ("backends/verl/backend.py", "verl"),
         ("backends/engines/sglang.py", "sglang"),
     ],

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.datapool import process
-from stepwell.datapool.process import logging_to
+from stepwell.datapool import log_files
+from stepwell.datapool.log_files import logging_to
 
 ROOT = Path(__file__).parents[2]
 ACTOR = """
 import logging, sys
 from pathlib import Path
-from stepwell.datapool.process import log_to_file
+from stepwell.datapool.log_files import log_to_file
 log_to_file(Path(sys.argv[1]))
 print("an agent prints", 1)
 print("to stderr", file=sys.stderr)
@@ -83,7 +83,7 @@ def test_a_disk_that_is_full_ends_no_part(tmp_path: Path) -> None:
 def test_an_agent_finds_all_of_its_standard_output(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
-        "from stepwell.datapool.process import log_to_file\n"
+        "from stepwell.datapool.log_files import log_to_file\n"
         "log_to_file(Path(sys.argv[1]))\n"
         "sys.stdout.reconfigure(line_buffering=True)\n"
         "sys.stdout.buffer.write(b'bytes\\n')\n"
@@ -100,7 +100,7 @@ def test_an_agent_finds_all_of_its_standard_output(tmp_path: Path) -> None:
 
 
 def test_a_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "LOG_BYTES", 10_000)
+    monkeypatch.setattr(log_files, "LOG_BYTES", 10_000)
     with logging_to(tmp_path / "trainer.log"):
         for i in range(1000):
             logging.getLogger("stepwell.x").info("line %d", i)
@@ -114,7 +114,7 @@ def test_the_console_is_as_it_was_and_the_file_has_more(
 ) -> None:
     code = (
         "import logging, sys; from pathlib import Path\n"
-        "from stepwell.datapool.process import logging_to\n"
+        "from stepwell.datapool.log_files import logging_to\n"
         "def say():\n"
         "    log = logging.getLogger('stepwell.x'); log.info('detail'); log.warning('careful')\n"
         "with logging_to(Path(sys.argv[1])):\n"

@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 
 from stepwell.backends.base import LossFn, TokenBatch, TrainingBackend
-from stepwell.backends.engines.api import version_number
 from stepwell.backends.engines.client import EngineClient
-from stepwell.backends.errors import EngineError
 from stepwell.cluster.parts import Parts
 from stepwell.config.load import load_config
 from stepwell.config.run import RunConfig
@@ -40,6 +38,7 @@ from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.loop import Trainer
 from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.validation import Evaluation
+from tests.engines import FakeEngine
 
 SMALL = (
     "logging.wandb=disabled",
@@ -58,86 +57,6 @@ SMALL = (
 """Two groups of two rollouts a step, weights published after each."""
 
 Reward = Callable[[Task, int], float | None]
-
-
-class Load:
-    """A load of weights that takes until it may end."""
-
-    def __init__(self) -> None:
-        self.begun = asyncio.Event()
-        self.may_end = asyncio.Event()
-
-
-class FakeEngine:
-    """Fake engine that has what `stepwell.backends.weights.publish` asks of one."""
-
-    def __init__(self) -> None:
-        self.url = "http://fake"
-        self.name = "0"
-        """The version as it says it."""
-        self.path = ""
-        self.calls: list[str] = []
-        self.changed = asyncio.Event()
-        self.load: Load | None = None
-        self.down = 0
-        """Questions that nobody answers."""
-
-    @property
-    def version(self) -> int:
-        return version_number(self.name)
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self.name = str(version)
-
-    async def model_info(self) -> dict[str, str]:
-        return {"model_path": self.path, "weight_version": self.name}
-
-    async def weight_version(self) -> int:
-        if self.down:
-            self.down -= 1
-            raise EngineError("connection refused")
-        return self.version
-
-    async def server_info(self) -> dict[str, str]:
-        return {"device": "fake"}
-
-    async def weight_hashes(self) -> None:
-        return None
-
-    async def pause(self, mode: str) -> None:
-        self.calls.append(f"pause {mode}")
-
-    async def continue_(self) -> None:
-        self.calls.append("continue")
-
-    async def release_memory(self) -> None:
-        self.calls.append("release")
-
-    async def resume_memory(self) -> None:
-        self.calls.append("resume")
-
-    @asynccontextmanager
-    async def loading(self) -> AsyncIterator[Load]:
-        """Loads take until they may end, inside the block."""
-        self.load = Load()
-        yield self.load
-        self.load.may_end.set()
-        self.load = None
-
-    async def update_weights_from_disk(self, path: str, version: str, flush_cache: bool) -> None:
-        if self.load is not None:
-            self.load.begun.set()
-            await self.load.may_end.wait()
-        self.path, self.name = path, version
-        self.calls.append(f"load {version}")
-        self.changed.set()
-
-    async def serves(self, version: int) -> None:
-        """Returns once it serves `version` or a later one."""
-        while self.version < version:
-            self.changed.clear()
-            await self.changed.wait()
 
 
 @dataclass
@@ -350,7 +269,7 @@ async def small_run(
     pool: DataPoolClient | None = None,
     backend: RecordingBackend | None = None,
     checkpoints: CheckpointStore | None = None,
-    tell: Callable[[str], None] = print,
+    notify: Callable[[str], None] = print,
     **rollouts: Any,
 ) -> AsyncIterator[SmallRun]:
     """Everything of a run, in this process but for a `pool` that is given."""
@@ -373,7 +292,7 @@ async def small_run(
         backend=backend,
         checkpoints=checkpoints or CheckpointStore(config.run.dir / "checkpoints", 2),
         ledger=Ledger(config.run.dir / "ledger.jsonl"),
-        tell=tell,
+        notify=notify,
     ) as trainer:
         try:
             yield SmallRun(config, pool, engine, worker, backend, source, trainer, val_tasks)

@@ -19,10 +19,18 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from stepwell.datapool.types import GREEDY, Group, Step, Trajectory
-from stepwell.trainer.algorithms.advantages.base import Array, Batch, Returns, to_go, whiten
+from stepwell.trainer.algorithms.advantages.base import (
+    GREEDY_REWARD,
+    Array,
+    Batch,
+    Returns,
+    baselined,
+    to_go,
+    whiten,
+)
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.algorithms.advantages.gae import gae
-from stepwell.trainer.algorithms.advantages.greedy import GREEDY_REWARD, baselined, remax
+from stepwell.trainer.algorithms.advantages.greedy import remax
 from stepwell.trainer.algorithms.advantages.group import dr_grpo, gpg, grpo, opo, rloo
 from stepwell.trainer.algorithms.options import Options
 from stepwell.trainer.algorithms.registry import ESTIMATORS as REGISTRY

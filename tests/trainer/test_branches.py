@@ -30,6 +30,7 @@ def tree(*calls: tuple[str, int | None] | tuple[str, int | None, dict[str, Any]]
                 trajectory_uid="t",
                 prompt_uid="p",
                 step_index=i,
+                parent_index=parent,
                 finish_reason=finish,
                 metadata={k: v for k, v in how.items() if v is not None},
             )

@@ -32,12 +32,12 @@ from stepwell.run.train import _finished
 from stepwell.track.summary import write_summary
 from stepwell.trainer.checkpoint import (
     CheckpointStore,
-    checkpoint_due,
     export_checkpoint,
     rng_state,
     set_rng_state,
 )
 from stepwell.trainer.errors import CheckpointError, ConfigError
+from stepwell.trainer.loop import checkpoint_due
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.recording import record_batch
 

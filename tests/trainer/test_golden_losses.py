@@ -40,7 +40,7 @@ from stepwell.backends.base import TokenBatch
 from stepwell.datapool.types import Step
 from stepwell.trainer.algorithms.kl import KlConfig, next_coef
 from stepwell.trainer.algorithms.losses import coefficients, loss_columns, make_loss_fn
-from stepwell.trainer.algorithms.off_policy.correction import Correction, correct
+from stepwell.trainer.algorithms.off_policy.correction import correct
 from stepwell.trainer.config import LossConfig, OffPolicyConfig
 from tests.trainer.golden.losses import (
     AGGREGATIONS,
@@ -342,7 +342,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def corrected(golden: Golden, options: dict[str, Any]) -> Correction:
+def corrected(golden: Golden, options: dict[str, Any]) -> tuple[Tensor, dict[str, float]]:
     return correct(
         golden.column("old"),
         golden.column("rollout"),
@@ -358,11 +358,11 @@ def corrected(golden: Golden, options: dict[str, Any]) -> Correction:
 def test_rollout_correction_agrees_where_a_row_is_a_step(entry: dict[str, Any], name: str) -> None:
     golden = as_one_step_a_row(entry["case"], entry["verl"])
     verl = golden.verl["correction"][name]
-    ours = corrected(golden, OPTIONS[name])
+    weights, metrics = corrected(golden, OPTIONS[name])
     torch.testing.assert_close(
-        ours.weights[golden.mask > 0], torch.tensor(verl["weights"], dtype=torch.float32), **CLOSE
+        weights[golden.mask > 0], torch.tensor(verl["weights"], dtype=torch.float32), **CLOSE
     )
-    metrics, expected = ours.metrics, verl["metrics"]
+    expected = verl["metrics"]
     for key, theirs in (("kl_k1", "kl"), ("kl_k3", "k3_kl"), ("chi2", "chi2_token")):
         assert metrics[f"off_policy/{key}"] == pytest.approx(expected[theirs], abs=1e-6, rel=1e-6)
     # verl counts a row without a trained token as a reply whose ratio is 1.
@@ -380,7 +380,7 @@ def test_the_difference_of_probabilities_agrees(entry: dict[str, Any]) -> None:
         as_one_step_a_row(entry["case"], entry["verl"]),
         as_turns(entry["case"], entry["verl"]),
     ):
-        metrics = corrected(golden, {}).metrics
+        _, metrics = corrected(golden, {})
         ours = {name: metrics[f"rollout_probs_diff/{name}"] for name in ("mean", "max", "std")}
         assert ours == pytest.approx(entry["verl"]["probs_diff"], abs=1e-6)
 
@@ -391,7 +391,7 @@ def test_token_level_correction_agrees_where_a_row_is_a_trajectory_of_turns(
 ) -> None:
     golden = as_turns(entry["case"], entry["verl"])
     expected = torch.tensor(golden.verl["correction"][name]["weights"], dtype=torch.float32)
-    torch.testing.assert_close(corrected(golden, OPTIONS[name]).weights, expected, **CLOSE)
+    torch.testing.assert_close(corrected(golden, OPTIONS[name])[0], expected, **CLOSE)
 
 
 def test_every_rule_strikes_somewhere_in_the_recorded_cases(recorded: list[Any]) -> None:
@@ -424,7 +424,7 @@ def test_every_rule_strikes_somewhere_in_the_recorded_cases(recorded: list[Any])
 
 def test_what_a_mask_rejects_stays_in_the_denominators(entry: dict[str, Any]) -> None:
     golden = as_turns(entry["case"], entry["verl"])
-    kept = corrected(golden, OPTIONS["token_k1"]).weights
+    kept, _ = corrected(golden, OPTIONS["token_k1"])
     assert 0 < kept.sum() < len(kept)
     batch, config = golden.batch, loss_config("gpg", "token-mean")
     batch.columns |= loss_columns(batch, config, mini_batches=[0] * len(batch.steps))

@@ -69,16 +69,16 @@ async def test_groups_that_come_by_themselves_are_trained_once_each(tmp_path: Pa
 async def test_a_trainer_waits_for_traffic_as_long_as_it_takes_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "TOLD_S", 0.01)
+    monkeypatch.setattr(batches, "REPORT_S", 0.01)
     told: list[str] = []
     said = asyncio.Event()
 
-    def tell(text: str) -> None:
+    def notify(text: str) -> None:
         told.append(text)
         said.set()
 
     config = live_config(tmp_path, "trainer.starvation_timeout_s=0.01")
-    async with small_run(config, tell=tell) as run:
+    async with small_run(config, notify=notify) as run:
         await brings(run.pool)
         training = asyncio.create_task(run.train(1))
         await said.wait()
@@ -95,7 +95,7 @@ async def test_a_trainer_that_waits_for_open_conversations_says_what_ends_them(
 ) -> None:
     said: asyncio.Queue[str] = asyncio.Queue()
     config = live_config(tmp_path, "trainer.starvation_timeout_s=0.01")
-    async with small_run(config, tell=said.put_nowait) as run:
+    async with small_run(config, notify=said.put_nowait) as run:
         await run.pool.open_trajectory("t", "p")
         training = asyncio.create_task(run.train(1))
         assert "(each until POST /v1/complete_trajectory)" in await said.get()

@@ -368,13 +368,11 @@ async def test_the_last_groups_are_trained_though_generation_ends_before_they_ar
     batches = Batches(
         config.trainer,
         config.async_training,
-        config.algorithm.estimator,
-        pool=pool,
-        channels=[TrainedChannel(TRAIN, cast(Any, producer), LeaseKeeper(pool, TRAIN, 600.0))],
-        scorer=cast(Any, None),
-        group_filter=GroupFilter(config.sampling),
-        progress=Progress(),
-        phases=Phases(),
+        [TrainedChannel(TRAIN, cast(Any, producer), LeaseKeeper(pool, TRAIN, 600.0), pool, 60.0)],
+        cast(Any, None),
+        GroupFilter(config.sampling),
+        Progress(),
+        Phases(),
         folder=tmp_path,
     )
     assert await batches.lease() == list(last)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -12,28 +12,10 @@ from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import EngineRequestError, EngineUnavailableError
 from stepwell.backends.weights import StoreLock
 from stepwell.trainer.publish.memory import EngineMemory
+from tests.engines import FakeEngine
 
-
-class Engine:
-    """An engine that notes what it is asked, and fails at what it is told to."""
-
-    def __init__(self, **failures: Exception) -> None:
-        self.url = "http://engine"
-        self.asked: list[str] = []
-        self.failures = failures
-
-    def __getattr__(self, name: str) -> Any:
-        async def ask(*args: Any) -> None:
-            await asyncio.sleep(0)
-            self.asked.append(" ".join([name, *map(str, args)]))
-            if name in self.failures:
-                raise self.failures[name]
-
-        return ask
-
-
-LENT = ["pause abort", "release_memory"]
-BACK = ["resume_memory", "continue_"]
+LENT = ["pause abort", "release"]
+BACK = ["resume", "continue"]
 
 
 @pytest.fixture
@@ -41,43 +23,43 @@ def lock(tmp_path: Path) -> StoreLock:
     return StoreLock(tmp_path)
 
 
-def memory(lock: StoreLock, *engines: Engine, lends: bool = True) -> EngineMemory:
+def memory(lock: StoreLock, *engines: FakeEngine, lends: bool = True) -> EngineMemory:
     return EngineMemory(cast("list[EngineClient]", list(engines)), lock, lends=lends)
 
 
 async def test_engines_are_paused_before_they_release_and_whole_before_they_go_on(
     lock: StoreLock,
 ) -> None:
-    engines = [Engine(), Engine()]
+    engines = [FakeEngine(), FakeEngine()]
     lent = memory(lock, *engines)
     await lent.lend()
-    assert [e.asked for e in engines] == [LENT, LENT]
+    assert [e.calls for e in engines] == [LENT, LENT]
     await lent.lend()  # it is lent already
     await lent.take_back()
     await lent.take_back()
-    assert [e.asked for e in engines] == [LENT + BACK, LENT + BACK]
+    assert [e.calls for e in engines] == [LENT + BACK, LENT + BACK]
 
 
 async def test_engines_that_lend_nothing_are_asked_nothing(lock: StoreLock) -> None:
-    engine = Engine()
+    engine = FakeEngine()
     lent = memory(lock, engine, lends=False)
     await lent.lend()
     await lent.take_back()
     async with lock.held():
-        assert engine.asked == []
+        assert engine.calls == []
 
 
 async def test_a_publication_waits_until_the_memory_is_back_and_a_lend_for_the_publication(
     lock: StoreLock,
 ) -> None:
-    engine = Engine()
+    engine = FakeEngine()
     lent = memory(lock, engine)
     order: list[str] = []
     await lent.lend()
 
     async def publish() -> None:
         async with lock.held():
-            order.append(f"published after {engine.asked[-1]}")
+            order.append(f"published after {engine.calls[-1]}")
             await asyncio.sleep(0.05)
             order.append("commit")
 
@@ -89,43 +71,70 @@ async def test_a_publication_waits_until_the_memory_is_back_and_a_lend_for_the_p
     await lent.lend()
     order.append("lent")
     await publishing
-    assert order == ["published after continue_", "commit", "lent"]
+    assert order == ["published after continue", "commit", "lent"]
     await lent.take_back()
 
 
 async def test_an_engine_that_is_down_is_left_to_its_supervisor(lock: StoreLock) -> None:
-    dead, alive = Engine(pause=EngineUnavailableError("nobody answers")), Engine()
+    dead, alive = FakeEngine(pause=EngineUnavailableError("nobody answers")), FakeEngine()
     lent = memory(lock, dead, alive)
     await lent.lend()
     await lent.take_back()
-    assert dead.asked == ["pause abort"]
-    assert alive.asked == LENT + BACK
-    dies_meanwhile = Engine(resume_memory=EngineUnavailableError("gone"))
+    assert dead.calls == ["pause abort"]
+    assert alive.calls == LENT + BACK
+    dies_meanwhile = FakeEngine(resume=EngineUnavailableError("gone"))
     lent = memory(lock, dies_meanwhile, alive)
     await lent.lend()
     await lent.take_back()
-    assert alive.asked == 2 * (LENT + BACK)
+    assert alive.calls == 2 * (LENT + BACK)
     async with asyncio.timeout(1), lock.held():
         pass
 
 
 async def test_an_engine_that_came_back_meanwhile_has_nothing_to_take_back(lock: StoreLock) -> None:
-    new = Engine(resume_memory=EngineRequestError("has not been released"))
-    other = Engine()
+    new = FakeEngine(resume=EngineRequestError("has not been released"))
+    other = FakeEngine()
     lent = memory(lock, new, other)
     await lent.lend()
     await lent.take_back()
-    assert new.asked == [*LENT, "resume_memory"]  # its supervisor lets it go on
-    assert other.asked == LENT + BACK
+    assert new.calls == [*LENT, "resume"]  # its supervisor lets it go on
+    assert other.calls == LENT + BACK
+
+
+@pytest.mark.parametrize("point", ["pause abort", "release"])
+async def test_a_lend_that_is_given_up_leaves_every_engine_whole_and_generating(
+    lock: StoreLock, point: str
+) -> None:
+    """The engine may have carried out what it has not answered."""
+
+    class Slow(FakeEngine):
+        async def request(self, *words: str) -> None:
+            await super().request(*words)
+            if " ".join(words) == point:
+                reached.set()
+                await asyncio.Event().wait()
+
+    reached = asyncio.Event()
+    slow = Slow()
+    lent = memory(lock, slow, FakeEngine())
+    lending = asyncio.create_task(lent.lend())
+    await reached.wait()
+    lending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await lending
+    back = BACK if point == "release" else ["continue"]
+    assert slow.calls == [*LENT[: 1 + LENT.index(point)], *back]
+    async with asyncio.timeout(1), lock.held():
+        pass
 
 
 async def test_a_refusal_is_an_error_and_leaves_every_engine_generating(lock: StoreLock) -> None:
-    refuses = Engine(release_memory=EngineRequestError("not launched for it"))
-    willing = Engine()
+    refuses = FakeEngine(release=EngineRequestError("not launched for it"))
+    willing = FakeEngine()
     lent = memory(lock, refuses, willing)
     with pytest.raises(EngineRequestError, match="not launched for it"):
         await lent.lend()
-    assert refuses.asked == [*LENT, "continue_"]
-    assert willing.asked == LENT + BACK
+    assert refuses.calls == [*LENT, "continue"]
+    assert willing.calls == LENT + BACK
     async with asyncio.timeout(1), lock.held():
         pass

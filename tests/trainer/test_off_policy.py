@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,12 +14,17 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from stepwell.trainer.algorithms.losses import make_loss_fn
-from stepwell.trainer.algorithms.off_policy.correction import Correction, correct, lags
+from stepwell.trainer.algorithms.off_policy.correction import correct, lags
 from stepwell.trainer.algorithms.off_policy.proximal import proximal_log_probs
 from stepwell.trainer.config import LossConfig, OffPolicyConfig
 from stepwell.trainer.errors import ColumnError, VersionError
 
 logits = st.lists(st.floats(-3, 3), min_size=4, max_size=4)
+
+
+class Corrected(NamedTuple):
+    weights: Tensor
+    metrics: dict[str, float]
 
 
 def run(
@@ -29,19 +35,21 @@ def run(
     advantages: Tensor | None = None,
     mask: Tensor | None = None,
     **options: object,
-) -> Correction:
+) -> Corrected:
     mu = torch.full_like(log_ratio, -1.0) if mu is None else mu
     if advantages is None:  # the default's clip needs them
         options = {"clip": None, **options}
-    return correct(
-        torch.nan_to_num(mu, nan=-1.0) + log_ratio,
-        mu,
-        lengths,
-        step_lags,
-        staleness_threshold=0.1,
-        config=OffPolicyConfig.model_validate(options),
-        advantages=advantages,
-        mask=mask,
+    return Corrected(
+        *correct(
+            torch.nan_to_num(mu, nan=-1.0) + log_ratio,
+            mu,
+            lengths,
+            step_lags,
+            staleness_threshold=0.1,
+            config=OffPolicyConfig.model_validate(options),
+            advantages=advantages,
+            mask=mask,
+        )
     )
 
 
@@ -187,7 +195,7 @@ def test_ratios_beyond_fp32_stay_finite() -> None:
 
 def test_weights_are_constants_to_autograd() -> None:
     prox = torch.zeros(2, requires_grad=True)
-    result = correct(
+    weights, _ = correct(
         prox,
         torch.full((2,), -0.5),
         [2],
@@ -195,7 +203,7 @@ def test_weights_are_constants_to_autograd() -> None:
         staleness_threshold=0.1,
         config=OffPolicyConfig(cap=None, clip=None),
     )
-    assert not result.weights.requires_grad
+    assert not weights.requires_grad
 
 
 def test_metrics_are_told_per_lag_bucket() -> None:

@@ -26,8 +26,8 @@ from stepwell.trainer.publish.guard import Sample, falls_below
 from stepwell.trainer.publish.publisher import Publisher
 from stepwell.trainer.publish.rollback import roll_back
 from stepwell.trainer.threads import ComputeThread
+from tests.engines import FakeEngine
 from tests.trainer.small_run import (
-    FakeEngine,
     RecordingBackend,
     SmallRun,
     local_pool,
@@ -265,6 +265,26 @@ async def test_a_checkpoint_beside_a_roll_back_has_the_weights_that_are_served(
     assert state["backend"]["updates"] == 1
 
 
+async def test_weights_that_are_adopted_stay_on_disk_until_they_are_loaded(tmp_path: Path) -> None:
+    """Whoever commits, and so prunes, holds the store's lock."""
+
+    class Looks(RecordingBackend):
+        held: bool | None = None
+
+        def load_weights(self, path: Any) -> None:
+            with StoreLock(Path(path).parent).tried() as mine:
+                self.held = not mine
+            super().load_weights(path)
+
+    config = small_config(tmp_path, "trainer.keep_weights=9")
+    backend = Looks()
+    async with small_run(config, backend=backend) as run:
+        await run.train(4)
+        await command(run, 2)
+        await run.train(5)
+        assert backend.held is True
+
+
 async def test_a_version_that_was_written_before_a_roll_back_is_never_served(
     tmp_path: Path,
 ) -> None:
@@ -345,9 +365,7 @@ class Served:
         config = small_config(folder, *guard)
         self.folder = folder
         self.pool = local_pool(config)
-        self.engines = [FakeEngine(), FakeEngine()]
-        for name, engine in zip("ab", self.engines, strict=True):
-            engine.url = f"http://{name}"
+        self.engines = [FakeEngine(f"http://{name}") for name in "ab"]
         (folder / "base").mkdir(exist_ok=True)
         (folder / "base" / "weights").write_text("0")
         self.store = self.open_store()
@@ -365,7 +383,7 @@ class Served:
             pool=self.pool,
             producer=cast(Any, None),
             phases=Phases(),
-            tell=self.said.append,
+            notify=self.said.append,
         )
 
     def open_store(self) -> WeightStore:

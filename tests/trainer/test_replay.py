@@ -6,6 +6,7 @@ tests/e2e/test_command.py.
 
 from __future__ import annotations
 
+import asyncio
 import io
 from importlib import import_module
 from pathlib import Path
@@ -28,7 +29,7 @@ from stepwell.trainer.recording import (
 )
 from stepwell.trainer.updater import Updater
 from tests.builders import group
-from tests.trainer.small_run import RecordingBackend
+from tests.trainer.small_run import RecordingBackend, small_config, small_run
 
 
 def asked(uid: str) -> Group:
@@ -59,8 +60,13 @@ def test_a_batch_that_a_resumed_run_does_again_replaces_the_lost_one(tmp_path: P
     assert load_recording(path).groups[0].prompt_uid == "again"
 
 
-def test_nothing_is_recorded_without_a_place() -> None:
-    record_batch(None, [asked("a")], Progress())
+def test_nothing_is_recorded_without_a_place(tmp_path: Path) -> None:
+    async def train() -> None:
+        async with small_run(small_config(tmp_path, "trainer.total_steps=1")) as run:
+            await run.train()
+
+    asyncio.run(train())
+    assert [f for f in tmp_path.rglob("*.pt") if "checkpoints" not in f.parts] == []
 
 
 def save(content: object, path: Path) -> None:

@@ -115,7 +115,7 @@ class Rig:
         self,
         n_prompts: int,
         workers: list[Any],
-        tell: Callable[[str], None] = print,
+        notify: Callable[[str], None] = print,
         **rollout: Any,
     ) -> Producer:
         path = self.folder / "prompts.jsonl"
@@ -126,7 +126,7 @@ class Rig:
         source = PromptSource(JsonlSource(kind="jsonl", path=path, epochs=1, shuffle=False))
         config = self.config(**rollout)
         ledger = Ledger(self.folder / "ledger.jsonl")
-        return Producer(config, source, self.pool, workers, ledger, tell=tell)
+        return Producer(config, source, self.pool, workers, ledger, notify=notify)
 
     def config(self, **rollout: Any) -> RolloutConfig:
         return RolloutConfig(**{"agent": f"{__name__}:asks_once", "n": 2, "min_n": 2, **rollout})
@@ -184,10 +184,10 @@ async def worker_of(rig: Rig, **rollout: Any) -> AsyncIterator[RolloutWorker]:
 
 @asynccontextmanager
 async def producer_of(
-    rig: Rig, n_prompts: int, tell: Callable[[str], None] = print, **rollout: Any
+    rig: Rig, n_prompts: int, notify: Callable[[str], None] = print, **rollout: Any
 ) -> AsyncIterator[Producer]:
     async with worker_of(rig, **rollout) as worker:
-        yield rig.producer(n_prompts, [worker], tell=tell, **rollout)
+        yield rig.producer(n_prompts, [worker], notify=notify, **rollout)
 
 
 async def drawn(producer: Producer, n: int) -> None:
@@ -305,7 +305,7 @@ async def test_an_agent_that_never_works_is_named_at_once_and_ends_the_run(
     told: list[str] = []
     # One group at a time: the order of their ending is that of their prompts.
     options = {"agent": f"{__name__}:{agent}", "n": 4, "concurrency": 1, "max_attempts": 1}
-    async with producer_of(rig, 40, tell=told.append, **options) as producer:
+    async with producer_of(rig, 40, notify=told.append, **options) as producer:
         with pytest.RaisesGroup(pytest.RaisesExc(RolloutError, match=re.escape(cause))):
             await rig.generate(producer)
     assert len(told) == 1

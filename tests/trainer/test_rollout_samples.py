@@ -15,7 +15,7 @@ import torch
 from stepwell.datapool.types import TRAIN, VAL, Group, Step, Trajectory
 from stepwell.run.train import _train
 from stepwell.track.console import Display
-from stepwell.trainer import trained
+from stepwell.trainer import samples
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.metrics import MemoryMeter, MetricsWriter, Tracker
@@ -72,10 +72,10 @@ async def test_what_is_trained_can_be_read(tmp_path: Path) -> None:
     )
 
 
-def lines_alone(folder: Path, rollout_samples: int | None) -> trained.Trained:
+def lines_alone(folder: Path, rollout_samples: int | None) -> samples.Trained:
     model = small_config(folder).model.path
     bounds: dict[str, Any] = {"sample_groups": 0, "sample_mb": 1}
-    return trained.Trained(folder, model, rollout_samples=rollout_samples, **bounds)
+    return samples.Trained(folder, model, rollout_samples=rollout_samples, **bounds)
 
 
 def graded(
@@ -136,8 +136,8 @@ async def test_none_or_all_of_a_batch_are_written(
 async def test_the_file_is_bounded_in_its_texts_and_in_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trained, "MAX_CHARS", 20)
-    monkeypatch.setattr(trained, "MAX_BYTES", 500)
+    monkeypatch.setattr(samples, "MAX_CHARS", 20)
+    monkeypatch.setattr(samples, "MAX_BYTES", 500)
     n = 40
     ids = {"response_ids": [7, 8] * (n // 2), "rollout_log_probs": [-0.5] * n}
     async with small_run(
@@ -153,8 +153,8 @@ async def test_all_is_whole_and_for_ever_with_what_the_reward_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """verl's `rollout_data_dir`."""
-    monkeypatch.setattr(trained, "MAX_CHARS", 20)
-    monkeypatch.setattr(trained, "MAX_BYTES", 500)
+    monkeypatch.setattr(samples, "MAX_CHARS", 20)
+    monkeypatch.setattr(samples, "MAX_BYTES", 500)
     written = lines_alone(tmp_path, None)
     ids = np.array([5] * 40, np.int32)
     extra = {"accuracy": 1.0, "detailed_feedback": "y" * 60}
@@ -175,7 +175,7 @@ async def test_all_is_whole_and_for_ever_with_what_the_reward_said(
 def test_an_answer_of_many_tests_is_cut_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any
 ) -> None:
-    monkeypatch.setattr(trained, "MAX_CHARS", 20)
+    monkeypatch.setattr(samples, "MAX_CHARS", 20)
     written = lines_alone(tmp_path, 1)
     ids = np.array([5], np.int32)
     step = Step(prompt_ids=ids, response_ids=ids, trajectory_uid="t", prompt_uid="p", reward=1.0)

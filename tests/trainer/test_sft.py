@@ -215,7 +215,7 @@ async def test_when_the_conversations_are_used_up_rollouts_take_their_places(
     told: list[str] = []
     mix = (*HALF, f"async_training.mode={mode}", "trainer.starvation_timeout_s=5")
     config = small_config(tmp_path, *mix, sft=2)
-    async with small_run(config, tell=told.append) as run:
+    async with small_run(config, notify=told.append) as run:
         records = await run.train()
     assert [r.get("sft/share", 0) for r in records] == [0.5, 0.5, 0, 0]
     assert [r["groups"] for r in records] == [2] * 4

@@ -75,5 +75,6 @@ async def test_the_losses_are_those_of_trls_sft_trainer(tmp_path: Path, form: st
 @pytest.mark.skipif(not has_trl(), reason="TRL is not installed")
 def test_trl_says_what_is_recorded() -> None:
     for asked, known in zip(trl_steps(), recorded(), strict=True):
-        assert asked["loss"] == pytest.approx(known["loss"], abs=1e-5)
+        # Processors sum in other orders: 4e-6 apart after five steps.
+        assert asked["loss"] == pytest.approx(known["loss"], rel=1e-5)
         assert asked["grad_norm"] == pytest.approx(known["grad_norm"], rel=1e-4)

@@ -17,7 +17,7 @@ from stepwell.datapool.files.trained import (
     with_rewards,
 )
 from stepwell.datapool.types import TRAIN
-from stepwell.trainer import trained
+from stepwell.trainer import samples
 from tests.trainer.small_run import small_config, small_run
 
 
@@ -91,7 +91,7 @@ async def test_none_is_kept_where_none_is_wanted_and_a_full_disk_ends_no_run(
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(trained, "write_trained", full)
+    monkeypatch.setattr(samples, "write_trained", full)
     async with small_run(small_config(tmp_path)) as run:
         assert len(await run.train(2)) == 2
     assert "no space left on device" in caplog.text

@@ -17,18 +17,19 @@ from hypothesis import strategies as st
 
 from stepwell.datapool.types import VAL, Group
 from stepwell.trainer.errors import StarvedError
+from stepwell.trainer.samples import (
+    VALIDATION_TABLE_COLUMNS,
+    question,
+    read_samples,
+    samples_path,
+    validation_samples,
+    write_samples,
+)
 from stepwell.trainer.validation import (
-    COLUMNS,
     Evaluation,
-    Policy,
     figures,
     pass_at_k,
     powers_of_two,
-    question,
-    read_samples,
-    samples,
-    samples_path,
-    write_samples,
 )
 from tests.builders import group, step, until
 from tests.trainer.small_run import RecordingBackend, small_config, small_run
@@ -115,15 +116,16 @@ def test_a_rollout_that_failed_is_missing_and_not_zero() -> None:
 
 
 def test_a_sample_has_the_question_the_answer_the_reply_and_the_reward(tmp_path: Path) -> None:
-    rows = samples(
+    rows = validation_samples(
         [evaluated("a", "math", 1.0, 0.25, question="1+1?", answer="2")],
         lambda ids, skip_special_tokens: f"said {ids.tolist()}",
-        Policy(step=20, version=10, published={10: 20}),
+        step=20,
+        version=10,
     )
     write_samples(samples_path(tmp_path, 20), rows)
     assert read_samples(tmp_path / "validation" / "step_20.jsonl") == rows
     assert read_samples(tmp_path / "validation" / "step_20.jsonl", limit=1) == rows[:1]
-    assert rows[0].keys() == {*COLUMNS, "reward_extra_info"}
+    assert rows[0].keys() == {*VALIDATION_TABLE_COLUMNS, "reward_extra_info"}
     assert [(r["question"], r["answer"], r["reply"], r["reward"]) for r in rows] == [
         ("1+1?", "2", "said [2, 3]", 1.0),
         ("1+1?", "2", "said [2, 4]", 0.25),
@@ -137,10 +139,11 @@ def test_a_sample_has_what_the_reward_function_said_beside_the_score() -> None:
     extra = {"accuracy": 1.0, "feedback": "well done"}
     one = evaluated("a", "math", 1.0)
     told = replace(one.trajectories[0], metadata={"reward_extra_info": extra})
-    [row] = samples(
+    [row] = validation_samples(
         [replace(one, trajectories=(told,))],
         lambda ids, skip_special_tokens: "",
-        Policy(step=1, version=0, published={0: 0}),
+        step=1,
+        version=0,
     )
     assert row["reward_extra_info"] == extra
 

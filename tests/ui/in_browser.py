@@ -94,6 +94,7 @@ def pages(step: int) -> list[tuple[str, str, dict[str, Any]]]:
         ("batch", "batch", {"step": step}),
         ("curation", "curation", {}),
         ("pool", "pool", {}),
+        ("runs", "runs", {"x": "tokens", "smooth": "0.9"}),
     ]
 
 

@@ -2,6 +2,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { html, safe } from "../../gateway/ui/static/shown.js";
+import { smooth, together } from "../../gateway/ui/static/runs.js";
 
 test("what reorders, hides or ends a text is an escape, as on the terminal", () => {
   assert.equal(safe("a\u202eb\u0000c\u2066\u0085\u{e0001}\ud800"), "a\\u202eb\\x00c\\u2066\\x85\\U000e0001\\ud800");
@@ -15,4 +16,18 @@ test("texts and titles of a page are safe, at any depth; values and links are as
   const told = JSON.stringify(tree, (key, value) => (key.startsWith("__") ? undefined : value));
   assert.equal(told.split("x\\\\u202ey").length - 1, 4);
   assert.equal(told.split(evil).length - 1, 2);
+});
+
+test("smoothing begins at the first value and forgets; none changes nothing", () => {
+  assert.deepEqual(smooth([1, 2, 4], 0), [1, 2, 4]);
+  const [first, second] = smooth([1, 2], 0.5);
+  assert.equal(first, 1);
+  assert.ok(Math.abs(second - 5 / 3) < 1e-12);
+});
+
+test("runs with other steps share an axis; where one has no value there is none", () => {
+  const run = (name, tokens, value) => ({ name, curves: { loss: { tokens, value } } });
+  const { x, lines } = together([run("a", [10, 30], [1, 2]), run("b", [20, 30], [3, 4])], "loss", "tokens", 0);
+  assert.deepEqual(x, [10, 20, 30]);
+  assert.deepEqual(lines.map((line) => line.values), [[1, null, 2], [null, 3, 4]]);
 });

@@ -268,6 +268,52 @@ async def test_curves_hold_every_evaluation_and_the_lag_of_the_last_steps(
     assert [name for name, _ in told["lag"]] == ["0-1", "1-2", "2-4"]
 
 
+async def test_the_runs_beside_this_one_are_compared_by_step_tokens_and_time(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    other, empty = shown.run_dir.parent / "=other", shown.run_dir.parent / "no-run"
+    for folder in (other, empty):
+        folder.mkdir()
+    write_run(other, 20)
+    listed = await ok(http, "runs")
+    assert listed["this"] == shown.run_dir.name
+    assert {shown.run_dir.name, "=other"} <= set(listed["runs"])
+    assert "no-run" not in listed["runs"]
+
+    names, keys = [shown.run_dir.name, "=other"], ["reward/mean", "val/score"]
+    told = await ok(http, "compare", run=names, key=keys)
+    assert "loss" in told["keys"]
+    assert [run["name"] for run in told["runs"]] == names
+    curves = told["runs"][1]["curves"]
+    assert curves["reward/mean"]["step"] == list(range(1, 21))
+    records = RunFolder(other).records(range(1, 21))
+    assert curves["reward/mean"]["value"] == [r["reward/mean"] for r in records]
+    tokens = [sum(r["tokens"] for r in records[:n]) for n in range(1, 21)]
+    assert curves["reward/mean"]["tokens"] == tokens
+    assert curves["reward/mean"]["seconds"][-1] == pytest.approx(20 * 1.55)
+    assert curves["val/score"]["step"] == [10, 20]
+    assert curves["val/score"]["tokens"] == [tokens[9], tokens[19]]
+
+    table = await http.get("compare.csv", params={"run": names, "key": keys})
+    assert table.headers["content-type"].startswith("text/csv")
+    head, *rows = table.text.splitlines()
+    assert head == "run,step,tokens,seconds,reward/mean,val/score"
+    assert rows[-1].split(",")[:2] == ["'=other", "20"], "a name is no formula"
+    assert len(rows) == 12 + 20
+
+
+@pytest.mark.parametrize("name", ["no-run", "..", "../other", "/etc", "nowhere"])
+async def test_a_page_names_no_folder_but_those_of_runs_beside_this_one(
+    shown: Demo, http: httpx.AsyncClient, name: str
+) -> None:
+    for question in ("compare", "compare.csv"):
+        answer = await http.get(question, params={"run": name, "key": "loss"})
+        assert answer.status_code == 404
+        assert "is no folder with metrics.jsonl" in answer.text
+    many = await http.get("compare", params={"run": ["x"] * 9, "key": "loss"})
+    assert (many.status_code, "at most 8" in many.text) == (400, True)
+
+
 # -- live ----------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from stepwell.datapool.branches import parents, path_to_root
+from stepwell.datapool.branches import parents
 from stepwell.datapool.types import Step
 from stepwell.trainer.config.rollout import BranchKind
 
@@ -30,10 +30,11 @@ Kinds: TypeAlias = Collection[BranchKind]
 
 def kinds(steps: Sequence[Step]) -> list[BranchKind]:
     """The kind of each step of one trajectory, which are in order of `step_index`."""
-    parent_of = parents(steps)
     trees: dict[int, list[int]] = {}
-    for i in range(len(steps)):
-        trees.setdefault(path_to_root(i, parent_of.__getitem__)[-1], []).append(i)
+    root_of: list[int] = []
+    for i, parent in enumerate(parents(steps)):  # a parent comes before its children
+        root_of.append(i if parent is None else root_of[parent])
+        trees.setdefault(root_of[i], []).append(i)
     has_tools = {root: any(_offered(steps[i]) for i in of) for root, of in trees.items()}
     found: list[BranchKind] = ["main"] * len(steps)
     ended: int | None = None

@@ -3,7 +3,7 @@
 source           order, epochs, what comes back: `PromptSource`
 tasks            data sets by index: what a task is, and how rows become tasks
 tables           where rows lie: JSONL, Parquet, Hugging Face
-rows             which columns are read, and as what
+columns          which columns are read, and as what
 harbor           Harbor's task folders
 custom           rows of a class of the user's
 prompt_length    measuring prompts

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from stepwell.datapool.dotted import resolve
 from stepwell.trainer.config import CustomSource
-from stepwell.trainer.data.rows import Columns, Row, lookup, refuse_media
+from stepwell.trainer.data.columns import Columns, DataRow, lookup, refuse_media
 from stepwell.trainer.errors import DataError
 
 RAW_PROMPT = "raw_prompt"
@@ -85,7 +85,7 @@ class CustomRows:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> DataRow:
         try:
             stored = self._dataset[index]
         except Exception as e:  # foreign code
@@ -112,7 +112,7 @@ class CustomRows:
             f"returned_prompt_key to the key that holds the prompt (it has {', '.join(row)})"
         )
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[DataRow]:
         return (self[i] for i in range(len(self)))
 
     def where(self, index: int) -> str:

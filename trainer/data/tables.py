@@ -33,13 +33,13 @@ from stepwell.trainer.config import (
     SourceConfig,
     TableConfig,
 )
+from stepwell.trainer.data.columns import MEDIA, Columns, DataRow, holds_media
 from stepwell.trainer.data.custom import CustomRows
 from stepwell.trainer.data.prompt_length import load_tokenizer
-from stepwell.trainer.data.rows import MEDIA, Columns, Row, holds_media
 from stepwell.trainer.errors import DataError
 
 
-class Part(NamedTuple):
+class TablePart(NamedTuple):
     name: str
     """Prefix of the ids of its rows."""
     rows: JsonlFile | ArrowRows | CustomRows
@@ -48,18 +48,18 @@ class Part(NamedTuple):
 class Table:
     """Rows of several parts (files, a split), by index over all of them."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[TablePart]) -> None:
         self._parts = parts
         self._starts = [0, *accumulate(len(part.rows) for part in parts)]
 
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> DataRow:
         part, at = self._place(index)
         return part.rows[at]
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[DataRow]:
         return chain.from_iterable(part.rows for part in self._parts)
 
     def name(self, index: int) -> tuple[str, int]:
@@ -72,7 +72,7 @@ class Table:
         part, at = self._place(index)
         return part.rows.where(at)
 
-    def _place(self, index: int) -> tuple[Part, int]:
+    def _place(self, index: int) -> tuple[TablePart, int]:
         part = bisect_right(self._starts, index) - 1
         return self._parts[part], index - self._starts[part]
 
@@ -91,17 +91,17 @@ def open_table(config: TableConfig, tokenizer_path: Path | None = None) -> Table
         files = _files(config.path, "")
         tokenizer = None if tokenizer_path is None else load_tokenizer(tokenizer_path, "cls")
         rows = CustomRows(config, [file.path for file in files], tokenizer)
-        parts = [Part(config.cls.rpartition(":")[2], rows)]
+        parts = [TablePart(config.cls.rpartition(":")[2], rows)]
     elif isinstance(config, ParquetSource):
         files = _files(config.path, ".parquet")
         parts = [
-            Part(name, ArrowRows(config, name, _load(config, "parquet", str(file.path))))
+            TablePart(name, ArrowRows(config, name, _load(config, "parquet", str(file.path))))
             for name, file in zip(_names(files), files, strict=True)
             if _has_rows(file)
         ]
     else:
         files = _files(config.path, ".jsonl")
-        parts = [Part(n, JsonlFile(f)) for n, f in zip(_names(files), files, strict=True)]
+        parts = [TablePart(n, JsonlFile(f)) for n, f in zip(_names(files), files, strict=True)]
     table = Table(parts)
     if not len(table):
         raise DataError(
@@ -201,7 +201,7 @@ class JsonlFile:
     def __len__(self) -> int:
         return len(self._lines) // 3
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> DataRow:
         _, begin, end = self._lines[3 * index : 3 * index + 3]
         line = os.pread(self._file.fileno(), end - begin, begin).rstrip(b"\r\n")
         try:
@@ -219,7 +219,7 @@ class JsonlFile:
             )
         return row
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[DataRow]:
         return (self[i] for i in range(len(self)))
 
     def where(self, index: int) -> str:
@@ -251,13 +251,13 @@ class ArrowRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> DataRow:
         return self._read(self._rows[index])
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[DataRow]:
         return map(self._read, self._rows)  # many at a time, where one by one costs ten times more
 
-    def _read(self, stored: Row) -> Row:
+    def _read(self, stored: DataRow) -> DataRow:
         return {**self._others, **self._columns.read(stored)}
 
     def where(self, index: int) -> str:
@@ -285,7 +285,7 @@ def _first_held(dataset: Any, column: str) -> int | None:
     return None
 
 
-def _hugging_face(config: HuggingFaceSource) -> Part:
+def _hugging_face(config: HuggingFaceSource) -> TablePart:
     folder = Path(config.path)
     if (
         is_remote(config.path)
@@ -300,7 +300,7 @@ def _hugging_face(config: HuggingFaceSource) -> Part:
         dataset = _load_from_hub(config)
     stem = folder.stem if folder.exists() else config.path
     name = stem if config.split == "train" else f"{stem}-{config.split}"
-    return Part(name, ArrowRows(config, name, dataset))
+    return TablePart(name, ArrowRows(config, name, dataset))
 
 
 def _load_from_hub(config: HuggingFaceSource) -> Any:

@@ -28,9 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.trainer.config import HarborSource, ReasoningGymSource, SourceConfig, TableConfig
+from stepwell.trainer.data.columns import lookup, refuse_media, refuse_placeholders
 from stepwell.trainer.data.harbor import HarborTasks
 from stepwell.trainer.data.prompt_length import PromptMeter
-from stepwell.trainer.data.rows import lookup, refuse_media, refuse_placeholders
 from stepwell.trainer.data.tables import Table, describe, open_table
 from stepwell.trainer.errors import DataError
 
@@ -208,8 +208,8 @@ class _RowTasks:
                     f"{where}: all {n} prompts are longer than max_prompt_tokens = {limit} (the "
                     f"shortest has {lengths.min()}); raise it"
                 )
-            told = "%s: %d of %d prompts are left out, longer than max_prompt_tokens = %d (the"
-            log.info(f"{told} longest has %d)", where, len(long), n, limit, lengths.max())
+            message = "%s: %d of %d prompts are left out, longer than max_prompt_tokens = %d (the"
+            log.info(f"{message} longest has %d)", where, len(long), n, limit, lengths.max())
             self._kept = np.flatnonzero(lengths <= limit)
         elif self._config.truncation == "error":
             raise DataError(
@@ -222,9 +222,9 @@ class _RowTasks:
             cut = 0
             for row in long.tolist():  # what cannot be cut shows now, not in the middle of a run
                 cut += self._truncated(row, self._task(row, self._table[row]))["truncated_tokens"]
-            told = "%s: %d of %d prompts are cut to max_prompt_tokens = %d (truncation: %s), %d"
+            message = "%s: %d of %d prompts are cut to max_prompt_tokens = %d (truncation: %s), %d"
             side = self._config.truncation
-            log.warning(f"{told} tokens in all", where, len(long), n, limit, side, cut)
+            log.warning(f"{message} tokens in all", where, len(long), n, limit, side, cut)
 
     def _truncated(self, row: int, task: Task) -> Task:
         """`task` of `row`, cut to the limit.

@@ -21,12 +21,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,
+    EngineRequestError,
     EngineTimeoutError,
     EngineUnavailableError,
 )
@@ -91,13 +92,21 @@ class EngineMemory:
             self._returned = time.monotonic()
 
     async def _release(self, engine: EngineClient, lent: list[EngineClient]) -> None:
+        asked = False
         try:
             await engine.pause("abort")
+            asked = True
             await engine.release_memory()
             lent.append(engine)
         except _GONE as e:
             log.warning("%s lends no memory: %s", engine.url, e)
-        except BaseException:  # a cancellation, too: no engine may stay paused
+        except EngineError:
+            await engine.continue_()
+            raise
+        except BaseException:  # a cancellation: no engine may stay paused, or without its memory
+            if asked:
+                with suppress(EngineRequestError):  # it had released nothing yet
+                    await engine.resume_memory()
             await engine.continue_()
             raise
 

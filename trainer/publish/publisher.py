@@ -81,7 +81,7 @@ class Publisher:
         lends_memory: engines lend the trainer their memory while it computes.
         patience_s: seconds that the first engine may take to come back.
         phases: notes how long publications and hand-overs of memory took.
-        tell: shows the user a line.
+        notify: shows the user a line.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Publisher:
         transport: WeightTransport = "disk",
         lends_memory: bool = False,
         patience_s: float = 600.0,
-        tell: Callable[[str], None] = log.info,
+        notify: Callable[[str], None] = log.info,
     ) -> None:
         self.memory = EngineMemory(engines, store.lock, lends=lends_memory)
         self._async = async_training
@@ -113,7 +113,7 @@ class Publisher:
         self._phases = phases
         self._transport: WeightTransport = transport
         self._patience_s = patience_s
-        self._tell = tell
+        self._notify_user = notify
         self._mode: PublishMode = "retract" if async_training.partial_rollout else "drain"
         self._guard = Guard(config.guard, pool) if config.guard is not None else None
         self._tries_out = (
@@ -174,18 +174,18 @@ class Publisher:
         async with self._store.lock.held():  # a command that rolls back has not begun, or has ended
             current = self._store.current()
             before = (await self._pool.get_statistics(TRAIN))["policy_version"]
-        committed = 0 if current is None else current.version
-        known = progress.version
-        if new and not any([*versions, before, committed]) and self._transport != "lora":
-            # Nothing is published: tell the pool that it has a consumer from now on.
-            await self._pool.advance_version(0)
-            return
-        # A number that nobody has seen: steps of before must not pass for ours.
-        newest = max([known, before, committed, *versions])
-        progress.lose(newest, self._async.trigger_parameter_sync_step)
-        if current is not None and known < committed != self._store.weights_of(committed):
-            await self._compute(backend.load_weights, Path(current.path))
-            progress.published[progress.version] = progress.updates
+            committed = 0 if current is None else current.version
+            known = progress.version
+            if new and not any([*versions, before, committed]) and self._transport != "lora":
+                # Nothing is published: tell the pool that it has a consumer from now on.
+                await self._pool.advance_version(0)
+                return
+            # A number that nobody has seen: steps of before must not pass for ours.
+            newest = max([known, before, committed, *versions])
+            progress.lose(newest, self._async.trigger_parameter_sync_step)
+            if current is not None and known < committed != self._store.weights_of(committed):
+                await self._compute(backend.load_weights, Path(current.path))
+                progress.published[progress.version] = progress.updates
         await self.publish()
 
     async def adopt(self) -> bool:
@@ -195,16 +195,17 @@ class Publisher:
         async with self._lock:
             self._end_trial()
             await self._wait_ended()
-            current = self._store.current()
-            if current is None:
-                return False
-            of = self._store.weights_of(current.version)
-            await self._compute(self._updater.backend.load_weights, Path(current.path))
+            async with self._store.lock.held():  # nobody prunes what is loaded
+                current = self._store.current()
+                if current is None:
+                    return False
+                of = self._store.weights_of(current.version)
+                await self._compute(self._updater.backend.load_weights, Path(current.path))
             sync = self._async.trigger_parameter_sync_step
             self._progress.roll_back(current.version, of, sync)
             self._canary, self._overdue = None, False
             self._rolled_back += 1
-        self._tell(
+        self._notify_user(
             f"version {current.version} was served by a roll-back; training goes on from it, with "
             f"the weights of {of}"
         )
@@ -479,7 +480,7 @@ class Publisher:
                 self._begin(self._canary, version)
                 await self._wait_ended()
         except VersionNotKeptError as e:
-            self._tell(f"{verdict.why}, but {e}")
+            self._notify_user(f"{verdict.why}, but {e}")
         finally:
             self._on_trial = None
         if wait:
@@ -509,7 +510,7 @@ class Publisher:
                 return
             self._canary = None
         of = self._store.weights_of(version)
-        self._tell(
+        self._notify_user(
             f"version {bad} is rolled back, version {version} has the weights of {of}: {why}"
         )
 

@@ -165,10 +165,10 @@ class CodeReward:
 def _code_of(answer: str, info: Mapping[str, Any], truth: Any) -> str:
     """The last Python block of `answer`, else its last block, else all of it. What only goes on
     after HumanEval's prompt gets the prompt before it."""
-    said = answer.rpartition("</think>")[2]
-    blocks = _BLOCK.findall(said)
+    reply = answer.rpartition("</think>")[2]
+    blocks = _BLOCK.findall(reply)
     python = [code for language, code in blocks if language.lower() in ("python", "py", "python3")]
-    code: str = [*(code for _, code in blocks), *python][-1] if blocks else said
+    code: str = [*(code for _, code in blocks), *python][-1] if blocks else reply
     known = {**info, **truth} if isinstance(truth, Mapping) else info
     name, prompt = known.get("entry_point"), known.get("prompt")
     if isinstance(prompt, str) and name and not re.search(rf"\bdef {re.escape(name)}\b", code):

@@ -117,13 +117,13 @@ class LLMJudge:
             e.add_note(FAILURE.get())  # `call_within` tells it with its timeout
             raise
         try:
-            said = reply.choices[0].message.content or ""
+            text = reply.choices[0].message.content or ""
         except (AttributeError, IndexError, TypeError) as e:
             raise RewardCrashError(
                 f"the judge {self._model!r} answered {reply!r:.200}, which is no chat completion"
             ) from e
-        if not (verdicts := VERDICT.findall(said)):
-            raise RewardCrashError(f"the judge {self._model!r} gave no verdict: {said[-200:]!r}")
+        if not (verdicts := VERDICT.findall(text)):
+            raise RewardCrashError(f"the judge {self._model!r} gave no verdict: {text[-200:]!r}")
         verdict = float(verdicts[-1])
         if not 0 <= verdict <= self._max_score:
             raise RewardCrashError(
@@ -138,8 +138,8 @@ class LLMJudge:
     async def _note_failure(self, response: httpx.Response) -> None:
         if response.status_code >= 400:
             await response.aread()
-            said = f"answered {response.status_code}: {response.text:.200}"
-            FAILURE.set(f"the judge {self._model!r} {said}")
+            failure = f"answered {response.status_code}: {response.text:.200}"
+            FAILURE.set(f"the judge {self._model!r} {failure}")
 
     def _fill(
         self, data_source: str, solution: str, truth: Any, extra_info: Mapping[str, Any]

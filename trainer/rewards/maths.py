@@ -94,8 +94,8 @@ def equal(answer: str, truth: str) -> bool:
         RewardValueError: `truth` is nothing that it can read.
     """
     given = last_boxed(answer)
-    said = _plain(given if given is not None else answer)
-    if said == _plain(truth):
+    text = _plain(given if given is not None else answer)
+    if text == _plain(truth):
         return True
     if _WORDS.fullmatch(_plain(truth)):
         return False  # sympy would read a word as a product of its letters: Paris = pairs

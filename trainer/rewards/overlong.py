@@ -24,11 +24,11 @@ def overlong_penalty(length: int, config: OverlongBufferConfig) -> float:
 
 
 def punished(trajectory: Trajectory, config: OverlongBufferConfig, extra: str) -> Trajectory:
-    """A scored trajectory with the penalty on its last step, told of under `extra`."""
+    """A scored trajectory with the penalty on its last step and under `extra`."""
     *earlier, last = trajectory.steps
     penalty = overlong_penalty(sum(len(s.response_ids) for s in trajectory.steps), config)
-    told = {"overlong_reward": penalty, "overlong": penalty < 0}
-    said = trajectory.metadata.get(extra, {})
-    metadata = {**trajectory.metadata, extra: {**said, **told}}
+    penalties = {"overlong_reward": penalty, "overlong": penalty < 0}
+    known = trajectory.metadata.get(extra, {})
+    metadata = {**trajectory.metadata, extra: {**known, **penalties}}
     steps = (*earlier, replace(last, reward=(last.reward or 0.0) + penalty))
     return replace(trajectory, steps=steps, metadata=metadata)

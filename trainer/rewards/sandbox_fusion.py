@@ -71,10 +71,10 @@ class SandboxFusion:
         await self._server.aclose()
 
     def _read(self, answer: Any) -> Ended:
-        said = answer if isinstance(answer, Mapping) else {}
-        status, result = said.get("status"), said.get("run_result")
+        fields = answer if isinstance(answer, Mapping) else {}
+        status, result = fields.get("status"), fields.get("run_result")
         if not isinstance(result, Mapping) or status not in ("Success", "Failed"):
-            why = said.get("message") or answer
+            why = fields.get("message") or answer
             raise RewardCrashError(
                 f"{self._name} ran no program: {status or 'no status'}: {why!s:.200}"
             )

@@ -73,8 +73,8 @@ class RewardServer:
                     async with self._client().post(self._url, json=body) as response:
                         if response.status < 400:
                             return await response.json(content_type=None)
-                        said = f"{await response.text():.200}"
-                        failure = f"{self._name} answered {response.status}: {said}"
+                        text = f"{await response.text():.200}"
+                        failure = f"{self._name} answered {response.status}: {text}"
                         if response.status not in RETRIED:
                             raise RewardCrashError(failure)
                         after_s = _retry_after(response.headers.get("Retry-After"))

@@ -154,8 +154,8 @@ def _import(whose: str, name: str) -> ModuleType:
         elif name.endswith(".py") and not Path(name).expanduser().is_file():
             why = f"there is no file {Path(name).expanduser().absolute()}; name an existing one"
         else:
-            said = e.msg if isinstance(e, SyntaxError) else e
-            why = f"importing {name} fails{_at(e)}: {type(e).__name__}: {said}; mend it"
+            reason = e.msg if isinstance(e, SyntaxError) else e
+            why = f"importing {name} fails{_at(e)}: {type(e).__name__}: {reason}; mend it"
         raise RolloutError(f"{whose}, but {why}") from e
 
 

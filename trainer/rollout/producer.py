@@ -68,7 +68,7 @@ class Producer(GroupProducer):
         drops_surplus: drop what a window leaves over (`sampling.drops_surplus`).
         n_greedy: greedy rollouts per group besides its `rollout.n` (ReMax's baseline).
         channel: Channel to feed.
-        tell: Shows the user a line.
+        notify: Shows the user a line.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class Producer(GroupProducer):
         drops_surplus: bool = False,
         n_greedy: int = 0,
         channel: str = TRAIN,
-        tell: Callable[[str], None] = log.warning,
+        notify: Callable[[str], None] = log.warning,
     ) -> None:
-        self._tell = tell
+        self._notify_user = notify
         self._config = config
         self._channel = channel
         super().__init__(pool, ledger or Ledger(), config.min_n)
@@ -237,7 +237,7 @@ class Producer(GroupProducer):
         async def run(number: int, task: Task) -> str:
             async with places:
                 for _ in range(EVALUATION_ISSUES):
-                    await self._recovered()
+                    await self._wait_recovered()
                     prompt_uid = new_uid(task)
                     await self._start(prompt_uid, task, n, 1, channel)
                     ends = await self._run_group(number, task, prompt_uid, n, channel)
@@ -265,7 +265,7 @@ class Producer(GroupProducer):
         begun = False
         async with asyncio.TaskGroup() as groups:
             for number in numbers:
-                await self._recovered()
+                await self._wait_recovered()
                 try:
                     task = self._source.next()
                 except DataExhaustedError as e:
@@ -399,16 +399,16 @@ class Producer(GroupProducer):
             return
         self._lost_in_a_row += 1
         self._causes.update({MEANINGS.get(end, end): n for end, n in own.items()})
-        agent = f"rollout.agent = {self._config.agent}"
+        agent, causes = f"rollout.agent = {self._config.agent}", _common_causes(self._causes)
         if not self._agent_failed:
             self._agent_failed = True
-            self._tell(
-                f"{_told(self._causes)}: {agent} lost all rollouts of {prompt_uid}; the log has "
+            self._notify_user(
+                f"{causes}: {agent} lost all rollouts of {prompt_uid}; the log has "
                 f"the traceback, and {LOST_IN_A_ROW} such groups in a row end the run"
             )
         if self._lost_in_a_row >= LOST_IN_A_ROW and self._causes.total() >= FAILED_IN_A_ROW:
             raise RolloutError(
-                f"{_told(self._causes)}: {agent} finished no rollout of {self._lost_in_a_row} "
+                f"{causes}: {agent} finished no rollout of {self._lost_in_a_row} "
                 "groups in a row; correct the agent and run the same command again"
             )
 
@@ -441,7 +441,7 @@ class Producer(GroupProducer):
             log.info("%s was already closed: %s", prompt_uid, gone)
         return True
 
-    async def _recovered(self) -> None:
+    async def _wait_recovered(self) -> None:
         """Returns once the workers that lost a group are there again, with gateway and engine:
         prompts that are drawn meanwhile would be lost like the ones before.
 
@@ -455,7 +455,7 @@ class Producer(GroupProducer):
                 self._failed.discard(index)
 
 
-def _told(causes: Counter[str]) -> str:
+def _common_causes(causes: Counter[str]) -> str:
     """Return the commonest causes, the first first."""
     return ", ".join(f"{n} × {cause}" for cause, n in causes.most_common(3))
 

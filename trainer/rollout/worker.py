@@ -40,7 +40,8 @@ from urllib.parse import urlsplit
 import ray
 from pydantic import SecretStr
 
-from stepwell.datapool.process import log_to_file, numbered_log, settle_heap
+from stepwell.datapool.heap import settle_heap
+from stepwell.datapool.log_files import log_to_file, numbered_log
 from stepwell.datapool.types import GREEDY, MAX_REWARD, TRAIN, is_reward
 from stepwell.trainer.config import RolloutConfig, ValidationConfig
 from stepwell.trainer.data import Task
@@ -248,8 +249,8 @@ class RolloutWorker:
             machine_failed = isinstance(e, InfrastructureError)
             # Without the rollout's own URL: the same failure of many rollouts is one reason.
             path = urlsplit(base_url).path or base_url
-            said = str(e).replace(base_url, "{base_url}").replace(path, "{base_url}")
-            reason = f"{type(e).__name__}: {said}"[:200]
+            text = str(e).replace(base_url, "{base_url}").replace(path, "{base_url}")
+            reason = f"{type(e).__name__}: {text}"[:200]
             frame = traceback.extract_tb(e.__traceback__)[-1]
             if (place := (frame.filename, frame.lineno)) not in self._traced:
                 self._traced.add(place)

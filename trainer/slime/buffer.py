@@ -139,7 +139,7 @@ async def generate_agent_rollout(
             "own, or to stepwell.trainer.slime.rollout.generate_rollout"
         )
     check_arguments(args, one_sample_each=True)
-    tell, url = _log_function(args), _buffer_url(args)
+    log_infos, url = _log_function(args), _buffer_url(args)
     run = _runs.setdefault(data_buffer, _Run())
     if not run.is_started:
         metadata = data_buffer.get_metadata()
@@ -148,12 +148,12 @@ async def generate_agent_rollout(
         if getattr(args, "buffer_filter_path", None) is None:
             data_buffer.buffer_filter = latest_batch
     await _fetch(args, url, run, data_buffer)
-    tell(args, run.infos, rollout_id)
+    log_infos(args, run.infos, rollout_id)
     batch = args.rollout_batch_size
     fetched = [group[0].index for group in run.groups]
-    told = [name for info in run.infos for name in info.get("finished_groups", ())]
+    finished = [name for info in run.infos for name in info.get("finished_groups", ())]
     # What the buffer finished without serving it is not made again either.
-    unserved = [name for name in told if name not in set(fetched)]
+    unserved = [name for name in finished if name not in set(fetched)]
     data_buffer.update_metadata({str(rollout_id): fetched[:batch] + unserved})
     _add(data_buffer, run.groups[:batch])
     metrics = {

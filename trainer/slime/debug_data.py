@@ -92,12 +92,12 @@ def load(path: Path, form: SlimeForm, progress: Progress) -> list[Group]:
             if getattr(sample, name):
                 raise _refused(path, number, f"has {name}; only text is trained")
     try:
-        told = [version_number(v) for sample in samples for v in sample.weight_versions]
+        versions = [version_number(v) for sample in samples for v in sample.weight_versions]
     except ValueError as e:
         raise CheckpointError(f"{path}: weight_versions of its samples: {e}") from e
-    if any(v not in progress.published and v > min(progress.published) for v in told):
+    if any(v not in progress.published and v > min(progress.published) for v in versions):
         # slime has a numbering of its own: older ones lag by a publication each.
-        progress.version = max(told)
+        progress.version = max(versions)
         progress.published = {progress.version: progress.updates}
     groups = []
     untrained = 0

@@ -191,14 +191,14 @@ def _version(sample: Any, calls: Sequence[EngineCall]) -> int:
         RolloutError: there is none.
     """
     try:
-        told = [version_number(version) for version in sample.weight_versions]
+        versions = [version_number(version) for version in sample.weight_versions]
     except ValueError as e:
         raise RolloutError(f"sample.weight_versions: {e}") from e
-    told = told or [span.version for call in calls for span in call.spans]
-    if not told:
+    versions = versions or [span.version for call in calls for span in call.spans]
+    if not versions:
         raise RolloutError(
             "no call was made to args.sglang_router_ip and args.sglang_router_port, and "
             "sample.weight_versions is empty: which policy version sampled the response is not "
             "known; call that address, or set weight_versions"
         )
-    return min(told)
+    return min(versions)

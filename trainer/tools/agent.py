@@ -130,13 +130,15 @@ class ToolAgent:
                 messages += await tools.call(calls)
             rewards = await tools.rewards()
             if tools.step_rewards or rewards or tools.metrics:
-                said: dict[str, Any] = {
+                metadata: dict[str, Any] = {
                     "tool_rewards": tools.step_rewards,
                     "rollout_reward_scores": rewards,
                 }
                 if tools.metrics:
-                    said["tool_metrics"] = tools.metrics
-                await client.post("/register_trajectory", body={"metadata": said}, cast_to=object)
+                    metadata["tool_metrics"] = tools.metrics
+                await client.post(
+                    "/register_trajectory", body={"metadata": metadata}, cast_to=object
+                )
             return ToolRun(
                 messages=messages,
                 answer=answer,

@@ -154,8 +154,8 @@ def _schema(function: Callable[..., Any], name: str, model: type[BaseModel]) -> 
     parameters.pop("title", None)
     for parameter in parameters.get("properties", {}).values():
         parameter.pop("title", None)
-    said = " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
-    return {"name": name, "description": said, "parameters": parameters}
+    summary = " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
+    return {"name": name, "description": summary, "parameters": parameters}
 
 
 def _parameters(function: Callable[..., Any], name: str, skip: int) -> type[BaseModel]:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepwell.datapool.process import settle_heap
+from stepwell.datapool.heap import settle_heap
 
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 GIL_SWITCH_S = 0.0005

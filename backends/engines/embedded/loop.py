@@ -157,13 +157,13 @@ class GenerationLoop:
         for request in news:
             request.announced = len(request.output_ids)
 
-        def tell() -> None:
+        def notify() -> None:
             for request in news:
                 if request.on_update is not None:
                     request.on_update()
 
         try:
-            self._event_loop.call_soon_threadsafe(tell)
+            self._event_loop.call_soon_threadsafe(notify)
         except RuntimeError:  # the event loop has closed: nobody is left to tell
             self._stopping = True
 

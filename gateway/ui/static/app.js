@@ -9,6 +9,7 @@ import { Trajectory } from "./trajectory.js";
 import { Batch, Batches } from "./batches.js";
 import { Curation, Done } from "./curation.js";
 import { Pool } from "./pool.js";
+import { Runs } from "./runs.js";
 
 /** @type {Record<string, [string, any]>} */
 const PAGES = {
@@ -18,6 +19,7 @@ const PAGES = {
   batches: ["Batches", Batches],
   curation: ["Curation", Curation],
   pool: ["Pool", Pool],
+  runs: ["Runs", Runs],
 };
 /** @type {Record<string, [string, any]>} */
 const DETAILS = {

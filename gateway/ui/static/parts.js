@@ -143,8 +143,11 @@ export const Tabs = ({ label, options, value, onChange }) => html`
 const colour = (/** @type {string} */ name) =>
   getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
+/** Distances of two marks on an axis of whole numbers. */
+const STEPS = Array.from({ length: 33 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3));
+
 /**
- * Curves over optimizer steps.
+ * Curves over optimizer steps, tokens or seconds.
  * @param {{ label: string, x: number[], lines: { name: string, values: (number | null)[], colour: string,
  *   points?: boolean }[], height?: number, range?: [number, number] }} props
  */
@@ -171,7 +174,7 @@ export function Chart({ label, x, lines, height = 170, range }) {
       {
         width: at.clientWidth, height, legend: { show: true, live: false }, cursor: { y: false },
         scales: { x: { time: false }, y: range ? { range } : {} },
-        axes: [{ ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 100000] }, { ...axis, size: 48 }],
+        axes: [{ ...axis, size: 28, incrs: STEPS }, { ...axis, size: 48 }],
         series: [
           { label: "step" },
           ...shown.map((line) => ({

@@ -1,5 +1,5 @@
 """Python imports this module at the start of every process whose PYTHONPATH has this folder: only
-those of `tests/chaos/run_plants.py`, Ray's actors included. It arms the plant that the environment
+those of `tests/chaos/planted.py`, Ray's actors included. It arms the plant that the environment
 names."""
 
 from __future__ import annotations

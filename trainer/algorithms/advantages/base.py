@@ -23,15 +23,23 @@ Worked example, rewards [1, 0, 0, 1]: mean 0.5, unbiased std 0.577, GRPO advanta
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from stepwell.datapool.types import GREEDY, Group
 from stepwell.trainer.algorithms.options import Options
+from stepwell.trainer.errors import RewardError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 Array: TypeAlias = npt.NDArray[np.float64]
 Index: TypeAlias = npt.NDArray[np.int64]
@@ -39,6 +47,9 @@ Credit: TypeAlias = Literal["trajectory", "step", "token"]
 Baselines: TypeAlias = Mapping[str, Any]
 """Memory of an estimator from batch to batch; in checkpoints."""
 
+GREEDY_REWARD = "greedy_reward"
+"""Key of a group's metadata: the reward of its greedy rollout, once that has been taken out
+(`baselined`)."""
 WHITEN_EPSILON = 1e-8
 """Added to the variance that whitening divides by, as verl does."""
 
@@ -149,15 +160,25 @@ class Batch:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Estimate:
-    """The advantages of a batch."""
+    """The advantages of a batch: of an estimator per unit of credit, of `compute_advantages` per
+    response token."""
 
     advantages: Array
-    """[U]"""
+    """[U], or [T]."""
     targets: Array | None = None
-    """Targets of the critic before each unit, [U]."""
+    """Targets of the critic before each of them; per token, NaN where there is none (all but a
+    unit's first token)."""
     baselines: Baselines = field(default_factory=dict)
     """For the next batch."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """Columns of a batch, [T] float32: `advantages`, and with targets `returns`."""
+        import torch  # only here: estimators take none
+
+        found = {"advantages": self.advantages, "returns": self.targets}
+        return {k: torch.from_numpy(v).float() for k, v in found.items() if v is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +209,39 @@ def of_group(baseline: Callable[[Returns], Array], *, greedy: bool = False) -> E
 
     estimate.__doc__ = baseline.__doc__
     return Estimator(estimate, group_baseline=True, greedy=greedy)
+
+
+def baselined(groups: Sequence[Group], wanted: Estimator) -> list[Group]:
+    """`groups` to train on: greedy rollouts (metadata `GREEDY`) are taken out, and where they are
+    wanted their reward becomes the group's metadata `GREEDY_REWARD`. A group whose greedy rollout
+    failed has no baseline and is left out, logged: a failure is no reward of 0.
+
+    Raises:
+        RewardError: one is wanted, and nobody was to run it for a group (neither it nor one of its
+            trajectories is marked).
+    """
+    kept: list[Group] = []
+    for group in groups:
+        greedy = [t for t in group.trajectories if t.metadata.get(GREEDY)]
+        rewards = [t.reward for t in greedy if t.reward is not None]
+        if greedy:
+            trained = tuple(t for t in group.trajectories if not t.metadata.get(GREEDY))
+            group = replace(group, trajectories=trained)
+        if wanted.greedy:
+            if not greedy and not group.metadata.get(GREEDY):
+                raise RewardError(
+                    f"group {group.prompt_uid!r} has no greedy rollout, which "
+                    f"algorithm.adv_estimator needs: a trajectory with metadata {{{GREEDY!r}: "
+                    "true}; Stepwell's own rollout workers run one"
+                )
+            if not rewards:
+                log.warning("%s is left out: its greedy rollout failed", group.prompt_uid)
+                continue
+            baseline = math.fsum(rewards) / len(rewards)
+            group = replace(group, metadata={**group.metadata, GREEDY_REWARD: baseline})
+        if group.trajectories:
+            kept.append(group)
+    return kept
 
 
 def whiten(advantages: Array, tokens: Array) -> Array:

@@ -1,5 +1,4 @@
-"""This module turns the rewards of a batch's groups into a column of advantages, so that the loss
-has one number per response token.
+"""This module turns the rewards of a batch's groups into advantages, one per response token.
 
 Owns the batch's layout: which token is of which step, trajectory, group and unit of credit. Does
 not own the formulas (the files beside this one).
@@ -9,38 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from stepwell.datapool.types import Group
 from stepwell.trainer.algorithms.advantages.base import (
+    GREEDY_REWARD,
     Array,
     Baselines,
     Batch,
+    Estimate,
     Index,
     to_go,
 )
-from stepwell.trainer.algorithms.advantages.greedy import GREEDY_REWARD
 from stepwell.trainer.config import AdvantageConfig
 from stepwell.trainer.errors import ColumnError, RewardError
 from stepwell.trainer.scoring import EXTRA
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Advantages:
-    """Columns of a batch, in the order of `[s for g in groups for s in g.steps]`."""
-
-    columns: dict[str, Tensor]
-    """`advantages`, [T] float32; with a critic also `returns`, what it is to predict, NaN where
-    nothing is (all but a unit's first token)."""
-    metrics: dict[str, float]
-    """`advantage/mean|std` over tokens, and the estimator's own."""
-    baselines: Baselines
-    """For the next batch."""
 
 
 def compute_advantages(
@@ -50,8 +35,9 @@ def compute_advantages(
     token_rewards: Tensor | None = None,
     values: Tensor | None = None,
     baselines: Baselines = MappingProxyType({}),
-) -> Advantages:
-    """The advantage of every response token.
+) -> Estimate:
+    """The advantage of every response token, in the order of `[s for g in groups for s in
+    g.steps]`; metrics `advantage/mean|std` over tokens, and the estimator's own.
 
     Args:
         groups: what is trained, as `baselined` returns them.
@@ -105,17 +91,12 @@ def compute_advantages(
         ),
         config.adv_options,
     )
-    per_token = torch.from_numpy(np.repeat(found.advantages, lengths)).float()
-    columns = {"advantages": per_token}
-    if found.targets is not None:
-        columns["returns"] = torch.full((n_tokens,), torch.nan)
-        columns["returns"][torch.from_numpy(starts)] = torch.from_numpy(found.targets).float()
-    metrics = {
-        **found.metrics,
-        "advantage/mean": float(per_token.mean()),
-        "advantage/std": float(per_token.std(correction=0)),
-    }
-    return Advantages(columns, metrics, found.baselines)
+    per_token, targets = np.repeat(found.advantages, lengths), None
+    if found.targets is not None:  # a unit's first token has its target
+        targets = np.full(n_tokens, np.nan)
+        targets[starts] = found.targets
+    spread = {"advantage/mean": float(per_token.mean()), "advantage/std": float(per_token.std())}
+    return Estimate(per_token, targets, found.baselines, {**found.metrics, **spread})
 
 
 def _source(group: Group) -> str:

@@ -43,7 +43,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stepwell.trainer.algorithms.off_policy.ratios import MAX_LOG_RATIO, Ratios, Steps
+from stepwell.trainer.algorithms.off_policy.base import MAX_LOG_RATIO, Ratios
 from stepwell.trainer.config import OffPolicyConfig
 from stepwell.trainer.errors import ColumnError, VersionError
 
@@ -102,16 +102,6 @@ def lags(
 # ── weights ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """The weights of a batch and what they say about it."""
-
-    weights: Tensor
-    """[T] float32, detached; the column `weights`."""
-    metrics: dict[str, float]
-    """See the module's docstring."""
-
-
 def correct(
     prox_log_probs: Tensor,
     rollout_log_probs: Tensor,
@@ -122,8 +112,9 @@ def correct(
     config: OffPolicyConfig,
     advantages: Tensor | None = None,
     mask: Tensor | None = None,
-) -> Correction:
-    """Importance weights and metrics of a batch.
+) -> tuple[Tensor, dict[str, float]]:
+    """Importance weights of a batch, [T] float32, detached, and its metrics (see the module's
+    docstring).
 
     Args:
         prox_log_probs: log π_prox of each response token, [T].
@@ -155,11 +146,9 @@ def correct(
             raise ColumnError(f"off_policy.{name} masks by the sign of A; pass advantages")
 
     trained = torch.ones(n, dtype=torch.bool) if mask is None else mask != 0
-    steps = Steps(lengths, trained)
-    known = ~steps.spread(steps.any(~torch.isfinite(mu)))
-    x = _ratios(prox, mu, known, steps, lag, staleness_threshold, advantages)
+    x = Ratios.of(prox, mu, lengths, lag, staleness_threshold, advantages, trained)
     weights, masked = _weights(x, config)
-    return Correction(weights, metrics_of(x, weights, masked, prox, mu))
+    return weights, metrics_of(x, weights, masked, prox, mu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,57 +170,35 @@ class TokenWeights:
         """
         lag, prox = columns["lag"], prox_log_probs.detach().float()
         mu = columns["rollout_log_probs"] if self.use_rollout_log_probs else prox
-        known = torch.isfinite(mu)
-        steps = Steps(torch.ones_like(lag, dtype=torch.int64), torch.ones_like(known))
+        alone, trained = torch.ones_like(lag, dtype=torch.int64), torch.ones_like(lag).bool()
         advantages = columns["advantages"]
-        x = _ratios(prox, mu, known, steps, lag, self.staleness_threshold, advantages)
+        x = Ratios.of(prox, mu, alone, lag, self.staleness_threshold, advantages, trained)
         return _weights(x, self.config)[0]
-
-
-def _ratios(
-    prox: Tensor,
-    mu: Tensor,
-    known: Tensor,
-    steps: Steps,
-    lag: Tensor,
-    staleness_threshold: float,
-    advantages: Tensor | None,
-) -> Ratios:
-    log_ratio = torch.where(known & steps.trained, prox - mu, 0.0)
-    return Ratios(
-        log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
-        steps,
-        lag,
-        beyond=(lag - staleness_threshold).clamp(min=0),
-        off_policy=lag > staleness_threshold,
-        known=known,
-        advantages=advantages,
-    )
 
 
 def _weights(x: Ratios, config: OffPolicyConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """w after masks, [T], and where each of them strikes, [T] bool by its name."""
     own = config.chosen.weigh
     weights = _weigh(x, config) if own is None else own(x, config.options).detach()
-    where = x.known if config.mask_on_policy else x.known & x.steps.spread(x.off_policy)
+    where = x.known if config.mask_on_policy else x.known & x.spread(x.off_policy)
     masked = {name: m & where for name, m in _masks(x, config).items()}
     for m in masked.values():
         weights = torch.where(m, 0.0, weights)
     # Without μ there is no ratio: what was computed above from 0.0 must not survive.
-    return torch.where(x.known, weights, x.steps.spread(_unknown(x, config))), masked
+    return torch.where(x.known, weights, x.spread(_unknown(x, config))), masked
 
 
 def _weigh(x: Ratios, config: OffPolicyConfig) -> Tensor:
     """w before any mask, [T]."""
-    ratio = x.steps.shared(x.log_ratio, config.granularity).exp()
+    ratio = x.shared(config.granularity).exp()
     one = torch.ones_like(ratio)
     if config.granularity == "none":
         stale = fresh = one
     else:
         stale = ratio if config.cap is None else ratio.clamp(max=config.cap)
         fresh = stale if config.weigh_on_policy else one
-    decay = x.steps.spread(torch.pow(config.decay, x.beyond))
-    return torch.where(x.steps.spread(x.off_policy), stale * decay, fresh)
+    decay = x.spread(torch.pow(config.decay, x.beyond))
+    return torch.where(x.spread(x.off_policy), stale * decay, fresh)
 
 
 def _unknown(x: Ratios, config: OffPolicyConfig) -> Tensor:
@@ -246,20 +213,20 @@ def _unknown(x: Ratios, config: OffPolicyConfig) -> Tensor:
 
 def _masks(x: Ratios, config: OffPolicyConfig) -> dict[str, Tensor]:
     """Name -> bool [T], true where the mask strikes; those that are configured."""
-    masks, steps, log_ratio, advantages = {}, x.steps, x.log_ratio, x.advantages
+    masks, log_ratio, advantages = {}, x.log_ratio, x.advantages
     if config.band is not None:
         low, high = config.band
-        ratio = steps.shared(log_ratio, config.band_granularity or config.granularity).exp()
+        ratio = x.shared(config.band_granularity or config.granularity).exp()
         masks["band"] = (ratio < low) | (ratio > high)
     if config.veto is not None:
-        masks["veto"] = steps.spread(steps.any(log_ratio < math.log(config.veto)))
+        masks["veto"] = x.spread(x.any(log_ratio < math.log(config.veto)))
     if config.clip is not None and advantages is not None:
         low, high = config.clip
         ratio = log_ratio.exp()
         gone_up, gone_down = ratio > 1 + high, ratio < 1 - low
         masks["clip"] = ((advantages > 0) & gone_up) | ((advantages < 0) & gone_down)
     if config.opsm is not None and advantages is not None:
-        drift = steps.spread(steps.mean(-log_ratio))
+        drift = x.spread(x.mean(-log_ratio))
         masks["opsm"] = (advantages < 0) & (drift > config.opsm)
     return masks
 
@@ -276,11 +243,11 @@ def metrics_of(
         masked: by name, where each mask in use strikes, bool [T].
         prox, mu: log-probs, [T]; mu is NaN where it is unknown.
     """
-    steps, trained, lag = x.steps, x.steps.trained, x.lag
-    live = steps.count > 0
+    trained, lag = x.trained, x.lag
+    live = x.count > 0
     metrics = {
-        "off_policy/missing_steps": float(steps.any(~x.known).sum()),
-        "off_policy/dropped_steps": float((live & ~steps.any(weights > 0)).sum()),
+        "off_policy/missing_steps": float(x.any(~x.known).sum()),
+        "off_policy/dropped_steps": float((live & ~x.any(weights > 0)).sum()),
     }
     if len(lag) == 0 or not trained.any():
         return metrics
@@ -289,7 +256,7 @@ def metrics_of(
     metrics["staleness/mean"] = float(lag.mean())
     metrics["staleness/max"] = float(lag.max())
     metrics["off_policy_share"] = float(x.off_policy.float().mean())
-    off_token = steps.spread(x.off_policy) & trained
+    off_token = x.spread(x.off_policy) & trained
     if off_token.any():
         metrics["off_policy/weight_mean"] = float(weights[off_token].mean())
     metrics["off_policy/masked_share"] = float((weights[trained] == 0).float().mean())
@@ -300,7 +267,7 @@ def metrics_of(
     known = x.known & trained
     metrics |= _divergences("off_policy", x.log_ratio[known], weights[trained])
     if known.any():
-        log_rho = steps.sum(x.log_ratio)[steps.any(known)].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_rho = x.sum(x.log_ratio)[x.any(known)].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         metrics["off_policy/chi2_step"] = float((2 * log_rho).exp().mean() - 1)
         diff = (prox[known].exp() - mu[known].exp()).abs()
         metrics["rollout_probs_diff/mean"] = float(diff.mean())
@@ -310,7 +277,7 @@ def metrics_of(
     bucket = torch.bucketize(lag, torch.tensor([b for _, b in BUCKETS[:-1]]))
     for index, (name, _) in enumerate(BUCKETS):
         steps_here = bucket == index
-        here = steps.spread(steps_here) & trained
+        here = x.spread(steps_here) & trained
         if not here.any():
             continue
         prefix = f"off_policy/lag_{name}"

@@ -1,4 +1,4 @@
-"""`python -m benchmarks live [--minutes M] [--seed S]`: the traffic of a service trains its model.
+"""`python -m tests.chaos live [--minutes M] [--seed S]`: the traffic of a service trains its model.
 
     stepwell serve          ├──────────────────────────────────────────────────────────────┤
     the service, 20 agents      ├──────────────────────────────────────────────────────────┤

@@ -1,41 +1,48 @@
-"""This module keeps what each optimizer step was trained on, so that people see what it learnt.
+"""Samples of trajectories for people: what each optimizer step was trained on, and what the
+rollouts of an evaluation were.
 
     optimizer step 12 ──► one sample ──► RUN/trained/000000000012.jsonl   tokens with their columns
                                     └──► RUN/rollouts.jsonl               as text, a line each
                                              └──► trackers' table `train/samples`: its newest rows
+    evaluation of step 20 ─────────────► RUN/validation/step_20.jsonl     as text, a line each
+                                             └──► trackers' table of it
 
     {"step": 12, "version": 2, "prompt": "…", "response": "…", "reward": 1.0, "advantage": 0.9,
      "reward_extra_info": {"acc": true}, …}
 
-The sample has `trainer.sample_groups` whole groups, and `trainer.rollout_samples` trajectories that
-are spread over all groups; the latter are the lines of `rollouts.jsonl`. A step that a resumed run
-does again stands there twice; the later lines count.
+The sample of an optimizer step has `trainer.sample_groups` whole groups, and
+`trainer.rollout_samples` trajectories that are spread over all groups; the latter are the lines of
+`rollouts.jsonl`. A step that a resumed run does again stands there twice; the later lines count.
 
 Each view has its bound: `trained/` `SAMPLE_TOKENS` a step and `trainer.sample_mb` in all;
 `rollouts.jsonl` `MAX_CHARS` a text and `MAX_BYTES` before it becomes `rollouts.old.jsonl`; the
-table `TABLE_ROWS` rows. With `rollout_samples: null` every trajectory is a line, whole, and none is
-ever removed (verl's `rollout_data_dir`).
+table `TABLE_ROWS` rows; an evaluation has as many rows as `data.val` times `validation.n`. With
+`rollout_samples: null` every trajectory is a line, whole, and none is ever removed (verl's
+`rollout_data_dir`).
 
-Does not own the file of tokens (`datapool/files/trained.py`), the sample tables of validation
-(`validation.py`), or recordings, which are of batches before they are trained (`recording.py`).
+Does not own the file of tokens (`datapool/files/trained.py`), or recordings, which are of batches
+before they are trained (`recording.py`).
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 
 from stepwell.backends.base import TokenBatch
 from stepwell.datapool.files.trained import TrainedTrajectory, write_trained
+from stepwell.datapool.sealed import damaged, read_lines, sealed, write_durably
 from stepwell.datapool.types import Group, Step, Trajectory
+from stepwell.trainer.scoring import EXTRA
 from stepwell.trainer.tokenizers import tokenizer_at
-from stepwell.trainer.trajectory_metrics import task_of
-from stepwell.trainer.validation import as_lines, extra_info, versions_of
+from stepwell.trainer.trajectory_metrics import task_of, versions_of
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +53,35 @@ ROLLOUTS = "rollouts.jsonl"
 OLD = "rollouts.old.jsonl"
 MAX_CHARS = 20_000
 MAX_BYTES = 64 << 20
-TABLE = "train/samples"
-"""Key of the table that trackers are given."""
-COLUMNS = ("step", "version", "instance_id", "prompt", "response", "answer", "reward", "advantage")
+TRAIN_TABLE = "train/samples"
+"""Key of the table of optimizer steps that trackers are given."""
+TRAIN_TABLE_COLUMNS = (
+    "step",
+    "version",
+    "instance_id",
+    "prompt",
+    "response",
+    "answer",
+    "reward",
+    "advantage",
+)
 TABLE_ROWS = 8
 TABLE_CHARS = 2_000
+VALIDATION = "validation"
+"""Folder of the evaluations' samples, in the run's folder: `step_{n}.jsonl`."""
+VALIDATION_TABLE_COLUMNS = (
+    "step",
+    "version",
+    "data_source",
+    "instance_id",
+    "question",
+    "answer",
+    "reply",
+    "reward",
+    "n_steps",
+    "trajectory_uid",
+)
+"""Columns of the table of an evaluation that trackers are given, in order."""
 
 
 class Trained:
@@ -131,10 +162,11 @@ class Trained:
             log.warning("the sample of optimizer step %d is not written: %s", step, e)
 
     def take(self) -> list[dict[str, Any]]:
-        """Return the lines of the newest optimizer step, once: a table for trackers, of `COLUMNS`,
-        with at most `TABLE_ROWS` rows and `TABLE_CHARS` characters in a cell."""
+        """Return the lines of the newest optimizer step, once: a table for trackers, of
+        `TRAIN_TABLE_COLUMNS`, with at most `TABLE_ROWS` rows and `TABLE_CHARS` characters in a
+        cell."""
         rows, self._newest = self._newest[:TABLE_ROWS], []
-        return [{column: _shown(row[column]) for column in COLUMNS} for row in rows]
+        return [{column: _shown(row[column]) for column in TRAIN_TABLE_COLUMNS} for row in rows]
 
     def _append(self, step: int, rows: list[dict[str, Any]]) -> None:
         self._newest = rows
@@ -154,7 +186,6 @@ class Trained:
     def _row(
         self, group: Group, trajectory: Trajectory, trained: TrainedTrajectory
     ) -> dict[str, Any]:
-        task = task_of(group)
         prompt = trajectory.steps[0].prompt_ids
         last = trajectory.steps[-1]
         most = None if self._lines is None else MAX_CHARS
@@ -164,23 +195,32 @@ class Trained:
         else:  # the history was rewritten on the way
             response = "\n\n".join(self._text(s.response_ids) for s in trajectory.steps)
         return {
+            **_about(group, trajectory, most),
             "version": min(versions_of(trajectory)),
-            "data_source": task.get("data_source"),
-            "instance_id": task.get("instance_id"),
             "prompt_uid": group.prompt_uid,
-            "trajectory_uid": trajectory.trajectory_uid,
             "prompt": _cut(self._text(prompt), most),
             "response": _cut(response, most),
-            "answer": _short(task.get("answer"), most),
-            "reward": trajectory.reward,
             "advantage": trained.mean("advantages"),
-            "reward_extra_info": {k: _short(v, most) for k, v in extra_info(trajectory).items()},
             "finish_reason": last.finish_reason,
-            "n_steps": len(trajectory.steps),
         }
 
     def _text(self, ids: Any) -> str:
         return str(tokenizer_at(self._tokenizer_path).decode(ids))
+
+
+def _about(group: Group, trajectory: Trajectory, most: int | None = None) -> dict[str, Any]:
+    """Keys that the line of any trajectory has; texts of at most `most` characters."""
+    task = task_of(group)
+    extra: Mapping[str, Any] = trajectory.metadata.get(EXTRA) or {}
+    return {
+        "data_source": task.get("data_source"),
+        "instance_id": task.get("instance_id"),
+        "trajectory_uid": trajectory.trajectory_uid,
+        "answer": _short(task.get("answer"), most),
+        "reward": trajectory.reward,
+        "reward_extra_info": {key: _short(value, most) for key, value in extra.items()},
+        "n_steps": len(trajectory.steps),
+    }
 
 
 def _bounded(trained: Iterator[TrainedTrajectory]) -> Iterator[TrainedTrajectory]:
@@ -226,3 +266,71 @@ def _cut(text: str, most: int | None) -> str:
         return text
     half = most // 2
     return f"{text[:half]}\n… {len(text) - 2 * half} characters …\n{text[-half:]}"
+
+
+# ── samples of an evaluation ──────────────────────────────────────────────────────────────────────
+
+
+def validation_samples(
+    groups: Iterable[Group], decode: Callable[..., Any], *, step: int, version: int
+) -> list[dict[str, Any]]:
+    """One line per rollout, with `VALIDATION_TABLE_COLUMNS` and `reward_extra_info` as keys.
+    `reply` is the text of its last LLM call.
+
+    Args:
+        decode: of the model's tokenizer.
+        step: optimizer steps when the evaluation was begun.
+        version: policy version that is evaluated.
+    """
+    return [
+        {
+            **_about(group, trajectory),
+            "step": step,
+            "version": version,
+            "question": question(task_of(group)),
+            "reply": str(decode(trajectory.steps[-1].response_ids, skip_special_tokens=True)),
+        }
+        for group in groups
+        for trajectory in group.trajectories
+    ]
+
+
+def question(task: Mapping[str, Any]) -> str:
+    """Return the question of a task: its `question`, or the text of the last user message."""
+    if "question" in task:
+        return str(task["question"])
+    for message in reversed(task.get("messages") or []):
+        if message.get("role") == "user":
+            content = message.get("content")
+            if isinstance(content, str):
+                return content
+            parts = (part.get("text") for part in content or [])
+            return "\n".join(text for text in parts if text)
+    return ""
+
+
+def samples_path(run_dir: Path, step: int) -> Path:
+    return run_dir / VALIDATION / f"step_{step}.jsonl"
+
+
+def as_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    """One JSON object per line: keys of any type, what JSON cannot hold as its text."""
+    keys = orjson.OPT_NON_STR_KEYS
+    return b"".join(orjson.dumps(row, default=str, option=keys) + b"\n" for row in rows)
+
+
+def write_samples(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """One JSON object per line; the file appears under its name when complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(path, b"".join(map(sealed, as_lines(rows).splitlines(keepends=True))))
+
+
+def read_samples(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
+    """The first `limit` rows of a sample table (None: all)."""
+    rows = []
+    for at, line in islice(read_lines(path), limit):
+        if line is None:
+            why = f"the line at byte {at} is not what was written"
+            raise damaged(path, why, "delete it: the run evaluates again")
+        rows.append(orjson.loads(line))
+    return rows

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.live import _compare, run
+from tests.chaos.live import _compare, run
 
 BEGAN, ENDED = 1000.0, 1100.0
 

@@ -1,55 +1,17 @@
-"""Helpers of long-running processes: garbage collection, the machine's boot id, log files. Imports
-nothing of ours."""
+"""Log files of a part of a run: what it logs and prints. Imports nothing of ours."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-BETWEEN_COLLECTIONS = (25_000, 5, 20)
-"""Allocations, less what was freed, before the youngest objects are looked through; and how many
-times before older ones are. Reference counting frees the objects of a call, so collections find
-nothing, but each walks through the objects of all calls in flight: with Python's 700 they took a
-third of the gateway's CPU time. A walk through 50,000 young objects takes 12 to 19 ms, in which no
-call goes on."""
-
 LOG_BYTES = 16 << 20
 """Most bytes of a log file; the one before it is kept as `NAME.log.1`."""
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-def boot_id() -> bytes | None:
-    """16 bytes that change when the machine restarts; None where the kernel does not say."""
-    try:
-        return uuid.UUID(BOOT_ID.read_text().strip()).bytes
-    except (OSError, ValueError):
-        return None
-
-
-@contextmanager
-def growing_heap() -> Iterator[None]:
-    """While millions of objects are made that stay: every collection would walk through all."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def settle_heap() -> None:
-    """Take all that is loaded by now out of garbage collection: torch, transformers and Ray are
-    hundreds of thousands of objects that no collection need walk through again."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*BETWEEN_COLLECTIONS)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`python -m benchmarks gateway-updates`: weight updates under load, a real gateway before a real
+"""`python -m tests.chaos weight-updates`: weight updates under load, a real gateway before a real
 embedded engine, both by HTTP.
 
 For each pause mode, `--requests` clients keep one chat completion each in flight (every other one
@@ -14,8 +14,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Container, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,31 +22,16 @@ from typing import Annotated, Any
 import aiohttp
 
 from benchmarks.checks import BenchResult
-from benchmarks.processes import free_port, python
+from benchmarks.served import MODEL, engine, gateway, steps_in
 from stepwell.backends.config import PauseMode
 from stepwell.backends.engines.client import EngineClient
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step, VersionSpan
-from stepwell.gateway.config import TUNING, GatewayConfig, Tuning, Wiring
-from stepwell.gateway.server import HttpServer
 
-MODEL = Path(__file__).parents[1] / "examples" / "quickstart" / "model"
 MODES: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
 MAX_TOKENS = 160
 HANGS_AFTER_S = 120.0
 SHOWN = 20
-
-
-async def steps_in(pool: DataPoolClient) -> list[Step]:
-    """All that a gateway stored in its training channel, once nobody uses the pool any more."""
-    steps: list[Step] = []
-    cursor = None
-    while True:
-        page = await pool.read_trajectories(cursor=cursor)
-        steps += [step for each in page.unpack() for step in each.trajectory.steps]
-        cursor = page.cursor
-        if cursor is None:
-            return steps
 
 
 def endless_model(folder: Path) -> Path:
@@ -64,45 +48,6 @@ def endless_model(folder: Path) -> Path:
         file = path / name
         file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
     return path
-
-
-@dataclass(frozen=True)
-class RunningEngine:
-    url: str
-    process: asyncio.subprocess.Process
-
-
-@asynccontextmanager
-async def engine(model: Path, log: Path) -> AsyncIterator[RunningEngine]:
-    """The embedded engine as a process of its own."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = ("-m", "stepwell.backends.engines.embedded", "--model-path", str(model))
-    async with python(*command, "--port", str(port), output=log) as process:
-        async with asyncio.timeout(60), EngineClient(url) as client:
-            while process.returncode is None and not await client.health():  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-        if process.returncode is not None:
-            raise RuntimeError(await asyncio.to_thread(log.read_text))
-        yield RunningEngine(url, process)
-
-
-@asynccontextmanager
-async def gateway(
-    pool: DataPoolClient, engine_urls: Sequence[str], tuning: Tuning = TUNING, **options: Any
-) -> AsyncIterator[str]:
-    """The gateway on an event loop of its own; yields its origin."""
-    config = GatewayConfig(
-        port=0,
-        tokenizer_path=str(MODEL),
-        tool_parser="none",
-        **options,
-    )
-    server = HttpServer(config, Wiring(tuple(engine_urls), tuning=tuning), pool)
-    try:
-        yield await asyncio.to_thread(server.start)
-    finally:
-        await asyncio.to_thread(server.stop)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from stepwell.trainer.config import TableConfig
 from stepwell.trainer.errors import DataError
 
-Row: TypeAlias = dict[str, Any]
+DataRow: TypeAlias = dict[str, Any]
 
 MEDIA = (
     "image",
@@ -42,7 +42,7 @@ def refuse_media(row: Mapping[str, Any], where: str) -> None:
             raise holds_media(where, name)
 
 
-def refuse_placeholders(prompt: str | list[Row], key: str, where: str) -> None:
+def refuse_placeholders(prompt: str | list[DataRow], key: str, where: str) -> None:
     """
     Raises:
         DataError: a text or a message stands for an image, a video or a sound.
@@ -90,10 +90,10 @@ class Columns:
     def __contains__(self, name: str) -> bool:
         return name in self._wanted
 
-    def read(self, stored: Mapping[str, Any]) -> Row:
+    def read(self, stored: Mapping[str, Any]) -> DataRow:
         """The row as JSON has it; of other columns the names alone, which a message may tell."""
         known = {k: v if k in self else None for k, v in stored.items()}
-        row: Row = json.loads(json.dumps(known, default=_plain))
+        row: DataRow = json.loads(json.dumps(known, default=_plain))
         # A table gives every message and tool the fields of all; null is how it says "has none".
         for key in self._lists:
             if isinstance(value := lookup(row, key), list):

@@ -1,4 +1,4 @@
-"""`python -m benchmarks publication-kills`: engine replicas are killed before, during and after
+"""`python -m tests.chaos publication-kills`: engine replicas are killed before, during and after
 each phase of a weight publication.
 
 Real parts: supervised embedded engines, each a process, behind a real gateway with a real pool;
@@ -43,12 +43,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.checks import BenchResult
-from benchmarks.gateway_updates import MODEL, gateway, steps_in
+from benchmarks.served import MODEL, gateway, steps_in
 from stepwell.backends.config import EngineConfig, PublishMode, WeightTransport
 from stepwell.backends.engines.api import version_number
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.supervisor import Supervisor
-from stepwell.backends.errors import EngineError, SupersededError, WeightUpdateError
+from stepwell.backends.errors import (
+    EngineError,
+    SupersededError,
+    VersionNotKeptError,
+    WeightUpdateError,
+)
 from stepwell.backends.weights import WeightStore, publish
 from stepwell.backends.weights.transaction import PHASES, Phase, When
 from stepwell.datapool.remote.client import DataPoolClient
@@ -254,6 +259,17 @@ def plan(replicas: Sequence[Replica], n: int, chance: random.Random) -> list[Kil
     ]
 
 
+def has_earlier(store: WeightStore) -> bool:
+    """True if weights are kept that a roll-back would serve: behind one to the oldest there are
+    none."""
+    current = store.current()
+    try:
+        store.find(None, 0 if current is None else current.version)
+    except VersionNotKeptError:
+        return False
+    return True
+
+
 class _Noted(WeightStore):
     """Notes whose weights a version has before any replica can say a token of it."""
 
@@ -434,7 +450,7 @@ async def run(
             left = kills - record.kills.total()
             shots = plan(served, min(left, chance.randint(1, replicas - 1)), chance)
             how = (chance.choice(MODES), chance.choice(TRANSPORTS))
-            if len(store.kept()) > 1 and chance.random() < 0.25:
+            if has_earlier(store) and chance.random() < 0.25:
                 version = await publications.roll_back(shots, how[1])
                 continue
             if chance.random() < 0.5:

@@ -1,4 +1,4 @@
-"""The crash bench as it is run, with few kills; and that it would notice what it looks for."""
+"""The kills as they are run, with few kills; and that it would notice what it looks for."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.checks import BenchResult
-from benchmarks.pool_crash import QUICK_STEPS, _Ledger, _unbalanced, run
 from stepwell.datapool.types import Group, Lease, Step, Trajectory
-from stepwell.trainer.errors import ConfigError
+from tests.chaos.pool_kills import _Ledger, _unbalanced, run
 
 
 @pytest.fixture(scope="module")
 def quick() -> BenchResult:
-    return asyncio.run(run(kills=5, quick=True))
+    return asyncio.run(run(kills=5))
 
 
 @pytest.mark.long
@@ -40,20 +39,6 @@ def test_the_kills_met_producers_and_consumers_at_work(quick: BenchResult) -> No
     assert figures["steps"] > 24 * 12
     assert figures["submits_answered_duplicate"] > 0
     assert figures["deliveries"] >= figures["groups"]
-
-
-@pytest.mark.long
-def test_recovery_is_measured_on_both_workloads(quick: BenchResult) -> None:
-    rows = {row["stored"]: row for row in quick.figures["recovery"]}
-    assert rows.keys() == {"small steps", "workload A"}
-    for row in rows.values():
-        assert row["steps"] == QUICK_STEPS
-        assert 0 < row["recovery_s"] < row["first_answer_s"]
-
-
-def test_a_section_that_does_not_exist_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match=r"'kill'.*choose from kills, recovery"):
-        asyncio.run(run(quick=True, only=["kill"]))
 
 
 # -- the ledger ----------------------------------------------------------------------------------

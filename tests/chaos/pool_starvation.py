@@ -1,4 +1,4 @@
-"""`python -m benchmarks pool-starvation`: what unfinished rollouts do to the groups around them.
+"""`python -m tests.chaos pool-starvation`: what unfinished rollouts do to the groups around them.
 
 10,000 declared groups of 8 rollouts; 5 % of all rollouts, drawn at random, hang after their first
 step. Half of the groups may be served with 4 rollouts, the others need all 8::

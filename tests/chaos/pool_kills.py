@@ -1,4 +1,4 @@
-"""`python -m benchmarks pool-crash`: what `kill -9` of the pool's actor costs. Nothing may be lost.
+"""`python -m tests.chaos pool-kills`: `kill -9` of the pool's actor under load loses nothing.
 
 Kills at random points, while producers and consumers work; nobody is told::
 
@@ -9,11 +9,6 @@ Kills at random points, while producers and consumers work; nobody is told::
 
 A ledger here, outside the pool, knows what was sent, what was acknowledged and what came back. In
 the end every acknowledged step was served with equal content or (unfinished groups) is stored.
-
-Recovery: pools of 100 k and 1 M small steps, and one of workload A, are filled, killed and asked.
-It lasts from the kill to the first answer (`first_answer_s`): that is what a client waits, Ray's
-start of a process (about 1.1 s) included, and what the bound is on. `recovery_s` is the part of it
-in which the actor reads its journal.
 """
 
 from __future__ import annotations
@@ -24,22 +19,17 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import psutil
-
-from benchmarks.checks import BenchResult, chosen_sections
+from benchmarks.checks import BenchResult
 from benchmarks.pool.cluster import bench_cluster, running_pool
+from benchmarks.pool.recovery import kill_once
 from benchmarks.pool.workload import (
     ROLLOUTS,
-    STEPS_PER_GROUP,
     Call,
     small_calls,
-    submit_all,
-    workload_a,
 )
 from stepwell.datapool import (
     ChannelConfig,
@@ -49,9 +39,6 @@ from stepwell.datapool import (
 )
 from stepwell.datapool.errors import LeaseExpiredError
 
-SECTIONS = ("kills", "recovery")
-KILLS = 100
-QUICK_KILLS = 5
 PRODUCERS = 12
 CONSUMERS = 3
 TURNS = 3
@@ -61,12 +48,6 @@ ABANDONED = 0.05
 LEASE_S = 3.0
 LIMITS = ChannelConfig(n_rollouts=ROLLOUTS)
 BETWEEN_KILLS_S = (0.02, 0.6)
-SMALL_STEPS = (100_000, 1_000_000)
-WORKLOAD_A_STEPS = 20_000
-QUICK_STEPS = 1_280
-RECOVERY_S = 5.0
-STEPS_PER_SUBMIT = 512
-SUBMITS_IN_FLIGHT = 4
 
 Key = tuple[str, int]
 
@@ -112,32 +93,13 @@ class _Ledger:
         return self.acknowledged.keys() - self.received
 
 
-async def run(*, kills: int = KILLS, quick: bool = False, only: Sequence[str] = ()) -> BenchResult:
-    """Both sections, or those named in `only`. A quick run has few kills and no bound on recovery.
-
-    Raises:
-        ConfigError: `only` names no section.
-    """
-    wanted = chosen_sections(only, SECTIONS)
-    kills = min(kills, QUICK_KILLS) if quick else kills
-    small, large = ((QUICK_STEPS,), QUICK_STEPS) if quick else (SMALL_STEPS, WORKLOAD_A_STEPS)
+async def run(*, kills: int = 100) -> BenchResult:
+    """The whole run."""
     result = BenchResult()
     # Ray tells of every death on stdout, where the result goes.
     with redirect_stdout(sys.stderr), bench_cluster():
-        if "kills" in wanted:
-            await _killed_under_load(kills, result)
-        if "recovery" in wanted:
-            rows = [await _recovery("small steps", steps, small_calls) for steps in small]
-            if not quick:
-                for row in rows:
-                    name = f"first_answer_s_at_{row['steps']}"
-                    result.at_most(name, row["first_answer_s"], RECOVERY_S)
-            rows.append(await _recovery("workload A", large, workload_a))
-            result.figures["recovery"] = rows
+        await _killed_under_load(kills, result)
     return result
-
-
-# -- kills under load --------------------------------------------------------------------------
 
 
 async def _killed_under_load(kills: int, result: BenchResult) -> None:
@@ -210,20 +172,10 @@ async def _kill(client: DataPoolClient, ledger: _Ledger, kills: int) -> None:
     pid = (await client.describe())["pid"]
     for _ in range(kills):
         await asyncio.sleep(rng.uniform(*BETWEEN_KILLS_S))
-        pid, down_s, recovery_s = await _kill_once(client, pid)
+        pid, down_s, recovery_s = await kill_once(client, pid)
         ledger.down_s.append(down_s)
         ledger.recovery_s.append(recovery_s)
         ledger.unbalanced += _unbalanced(await client.get_statistics("train"))
-
-
-async def _kill_once(client: DataPoolClient, pid: int) -> tuple[int, float, float]:
-    """SIGKILL; (the next life's pid, seconds until it answers, seconds it read its journal)."""
-    process = psutil.Process(pid)
-    began = time.monotonic()
-    process.kill()
-    await asyncio.to_thread(process.wait, 10)
-    described = await client.describe()
-    return described["pid"], time.monotonic() - began, described["journal"]["recovery_s"]
 
 
 def _unbalanced(counts: dict[str, Any]) -> list[str]:
@@ -330,34 +282,3 @@ async def _consume(
                 ledger.acked |= {group.prompt_uid for group in lease.groups}
         except LeaseExpiredError:
             ledger.n["expired"] += 1  # the pool was away for long; somebody else gets the groups
-
-
-# -- recovery ----------------------------------------------------------------------------------
-
-
-async def _recovery(
-    what: str, steps: int, calls: Callable[[int, str], Iterator[Call]]
-) -> dict[str, Any]:
-    """Fill a pool, kill it, ask it."""
-    n_groups = -(-steps // STEPS_PER_GROUP)
-    async with running_pool(default=LIMITS) as pool:
-        client = pool.client
-
-        async def submit(chunk: list[Call]) -> None:
-            await client.submit_steps([call.step() for call in chunk])
-
-        await submit_all(submit, calls(n_groups, "stored"), STEPS_PER_SUBMIT, SUBMITS_IN_FLIGHT)
-        before = await client.describe()
-        _, first_answer_s, recovery_s = await _kill_once(client, before["pid"])
-        counts = await client.get_statistics("train")
-    stored = counts["steps"]["stored"]
-    if stored != n_groups * STEPS_PER_GROUP or counts["groups"]["ready"] != n_groups:
-        raise RuntimeError(f"{what}: {stored} of {n_groups * STEPS_PER_GROUP} steps came back")
-    return {
-        "stored": what,
-        "steps": stored,
-        "journal_mb": before["journal"]["file_bytes"] / 2**20,
-        "recovery_s": recovery_s,
-        "first_answer_s": first_answer_s,
-        "recovered_steps_per_s": stored / recovery_s,
-    }

@@ -1,0 +1,37 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from stepwell.datapool.sealed import remove_drafts, write_durably, written_durably
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from stepwell.datapool.sealed import written_durably
+
+with written_durably(Path(sys.argv[1])) as file:
+    file.write(b"half")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_was_writing_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "scores.json"
+    path.parent.mkdir()
+    write_durably(path, b"whole")
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False)
+    assert killed.returncode < 0
+    others = path.parent / "notes.7.tmp"
+    others.touch()
+    assert len(os.listdir(path.parent)) == 3
+    with written_durably(path.with_name("other.json")) as file:
+        file.write(b"more")
+        remove_drafts(tmp_path)
+    assert sorted(os.listdir(path.parent)) == ["notes.7.tmp", "other.json", "scores.json"]
+    assert path.read_bytes() == b"whole"
