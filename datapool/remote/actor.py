@@ -66,7 +66,8 @@ N_WAITING = 16
 
 
 class DataPoolActor:
-    """A pool's process. Start it with `start_data_pool`."""
+    """A pool's process. Start it with `start_data_pool`. It has no coroutine: with a single one Ray
+    takes the whole actor for an asyncio one, and calls lose their order."""
 
     def __init__(
         self,
@@ -109,22 +110,12 @@ class DataPoolActor:
             settings = Settings.of(config or PoolConfig(), folder, identity, shard, log_file)
             if settings is not None:
                 self._archiving = asyncio.run_coroutine_threadsafe(
-                    self._keep_archiver(settings), self._loop
+                    _keep_archiver(settings, self._service, self._server), self._loop
                 )
         if self._service.incarnation is not None:
             record(self._service.incarnation)
         settle_heap()
         return_large_blocks(1 << 17)
-
-    async def _keep_archiver(self, settings: Settings) -> None:
-        """Run the archiver, again whenever it ends."""
-        door = await self._server.door()
-        while True:
-            process = await asyncio.to_thread(start_archiver, settings, door)
-            self._service.archiver_pid = process.pid
-            code = await asyncio.to_thread(process.wait)
-            logger.error("DataPool: the archiver ended with %d; it is started again", code)
-            await asyncio.sleep(ARCHIVER_PAUSE_S)
 
     @ray.method(concurrency_group=FINDING)
     def door(self, from_node: str) -> Door:
@@ -225,6 +216,17 @@ class DataPoolActor:
 
     def _run(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+async def _keep_archiver(settings: Settings, service: PoolService, server: Server) -> None:
+    """Run the archiver, again whenever it ends."""
+    door = await server.door()
+    while True:
+        process = await asyncio.to_thread(start_archiver, settings, door)
+        service.archiver_pid = process.pid
+        code = await asyncio.to_thread(process.wait)
+        logger.error("DataPool: the archiver ended with %d; it is started again", code)
+        await asyncio.sleep(ARCHIVER_PAUSE_S)
 
 
 class Fetched:

@@ -10,7 +10,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from stepwell import Row, Step, TrainingBackend, build_rows
+from stepwell import Step, TokenRow, TrainingBackend, build_rows
 
 
 class JsonLines(TrainingBackend):
@@ -29,7 +29,7 @@ class JsonLines(TrainingBackend):
                 rewards[step.trajectory_uid] = rewards.get(step.trajectory_uid, 0.0) + step.reward
         files: dict[str, list[str]] = {}
         for row in build_rows(steps, "merged"):
-            first = steps[row.segments[0].step]
+            first = steps[row.steps[0]]
             line = _line(row, steps) | {"reward": rewards.get(first.trajectory_uid)}
             files.setdefault(first.prompt_uid, []).append(json.dumps(line) + "\n")
         return [self._write(prompt_uid, lines) for prompt_uid, lines in files.items()]
@@ -41,20 +41,21 @@ class JsonLines(TrainingBackend):
         return draft.rename(self.folder / f"{name}.jsonl")
 
 
-def _line(row: Row, steps: list[Step]) -> dict[str, object]:
+def _line(row: TokenRow, steps: list[Step]) -> dict[str, object]:
     """Columns over the whole sequence; a log-prob is null where it is not trained or not known."""
     mask = [0] * len(row.ids)
     log_probs: list[float | None] = [None] * len(row.ids)
-    for s in row.segments:
-        mask[s.start : s.end] = [1] * s.length
-        known = steps[s.step].rollout_log_probs
-        if known is not None:
-            log_probs[s.start : s.end] = known.tolist()
-    first = steps[row.segments[0].step]
+    own = [steps[i] for i in row.steps]
+    for step in own:
+        response = slice(len(step.prompt_ids), step.n_tokens)
+        mask[response] = [1] * len(step.response_ids)
+        if step.rollout_log_probs is not None:
+            log_probs[response] = step.rollout_log_probs.tolist()
+    first = own[0]
     return {
         "prompt_uid": first.prompt_uid,
         "trajectory_uid": first.trajectory_uid,
-        "policy_version": min(steps[s.step].policy_version for s in row.segments),
+        "policy_version": min(step.policy_version for step in own),
         "input_ids": row.ids.tolist(),
         "loss_mask": mask,
         "rollout_log_probs": log_probs,

@@ -287,14 +287,14 @@ def test_a_step_behind_the_staleness_threshold_stays_in_the_batch_and_weighs_les
     assert [bool(behind) for behind in lag > threshold] == [False, True]
     sampled = torch.full((4,), -1.0)  # log-probs of two steps of two tokens
     now = torch.tensor([-1.5, -1.5, -1.5, -0.5])
-    weights = correct(
+    weights, _ = correct(
         now,
         sampled,
         [2, 2],
         lag.tolist(),
         staleness_threshold=threshold,
         config=config.algorithm.off_policy.model_copy(update={"clip": None}),
-    ).weights
+    )
     half = float(np.exp(-0.5))
     assert weights.tolist() == pytest.approx([1.0, 1.0, half, 1.0])
 

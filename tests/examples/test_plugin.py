@@ -72,7 +72,7 @@ def test_the_command_lists_both_with_their_package(capsys: pytest.CaptureFixture
 def test_a_conversation_is_one_line_and_its_reward_counts_once(tmp_path: Path) -> None:
     steps = [
         step([7, 8], [9], "t", reward=0.25, policy_version=5),
-        step([7, 8, 9, 3], [5, 6], "t", reward=1.0, index=1, policy_version=4),
+        step([7, 8, 9, 3], [5, 6], "t", reward=1.0, index=1, parent_index=0, policy_version=4),
     ]
     (line,) = read(build_backend("jsonl", tmp_path).convert(steps))  # type: ignore[attr-defined]
     assert line == {
@@ -89,8 +89,8 @@ def test_a_conversation_is_one_line_and_its_reward_counts_once(tmp_path: Path) -
 def test_branches_share_a_reward_and_train_each_token_once(tmp_path: Path) -> None:
     steps = [
         step([1], [2], "t"),
-        step([1, 2, 3], [4], "t", index=1),
-        step([1, 2, 5], [6], "t", index=2, reward=1.0),
+        step([1, 2, 3], [4], "t", index=1, parent_index=0),
+        step([1, 2, 5], [6], "t", index=2, parent_index=0, reward=1.0),
     ]
     lines = read(build_backend("jsonl", tmp_path).convert(steps))  # type: ignore[attr-defined]
     assert [line["loss_mask"] for line in lines] == [[0, 1, 0, 1], [0, 0, 0, 1]]

@@ -232,8 +232,8 @@ def test_a_reply_is_read_into_content_and_calls(
     reader = ReplyFormat(chat, GatewayConfig()).reader(
         prompt, tools=TOOLS, parse_tools=True, stop=()
     )
-    reader.take(tokenizer.encode(f"{reply}<|im_end|>"))
+    reader.feed(tokenizer.encode(f"{reply}<|im_end|>"))
     reader.finish()
-    assert reader.text.content == content
-    found = [json.loads(call.arguments)["expression"] for call in reader.text.tool_calls]
+    assert reader.content == content
+    found = [json.loads(call.arguments)["expression"] for call in reader.tool_calls]
     assert found == calls

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.tasks import GAINS
+from examples.harness_shell import prepare as sums
 from examples.instructions import agent as instructed
 from examples.instructions import prepare as requests
 from examples.instructions import reward as instructions
@@ -241,6 +242,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "tictactoe": games.write_data,
     "search_cite": towns.write_data,
     "instructions": requests.write_data,
+    "harness_shell": sums.write_data,
 }
 
 

@@ -118,7 +118,9 @@ def test_documented_yaml_loads(document: Path, tmp_path: Path) -> None:
             path = tmp_path / "documented.yaml"
             if "extends" not in values:
                 values["extends"] = "quickstart"
-            if "harness" in (values.get("rollout") or {}):  # in place of the quickstart's agent
+            if {"harness", "environment"} & {
+                *(values.get("rollout") or {})
+            }:  # in place of the quickstart's agent
                 own = {"agent": None, "timeout_s": 3600.0, "group_deadline_s": 86_400.0}
                 values["rollout"] = own | values["rollout"]
             path.write_text(yaml.safe_dump(values))

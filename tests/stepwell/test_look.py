@@ -74,7 +74,12 @@ def tree(tokenizer: ChatTokenizer) -> list[Step]:
     return [
         Step(prompt_ids=prompt, response_ids=first, step_index=0, **ROOT),
         Step(
-            prompt_ids=[*prompt, *first, *asked], response_ids=second, step_index=1, **known, **ROOT
+            prompt_ids=[*prompt, *first, *asked],
+            response_ids=second,
+            step_index=1,
+            parent_index=0,
+            **known,
+            **ROOT,
         ),
         Step(
             prompt_ids=prompt,

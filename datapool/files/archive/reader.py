@@ -298,8 +298,8 @@ class ArchiveReader:
             f"ORDER BY rowid DESC LIMIT {NEWEST_HITS}"
         )
         sql = (
-            f"SELECT t.*, hits.rank FROM ({newest}) hits JOIN trajectories t ON t.id = hits.id "
-            f"WHERE {where.sql} ORDER BY hits.rank LIMIT {limit}"
+            f"SELECT t.*, rank FROM ({newest}) hits JOIN trajectories t ON t.id = hits.id "
+            f"WHERE {where.sql} ORDER BY rank LIMIT {limit}"
         )
         found = self._ask(sql, (match_of(search), *where.values))
         return sorted(found, key=lambda row: row["rank"])[:limit]
