@@ -320,6 +320,8 @@ class Supervisor:
             served = self._ask(lambda engine: engine.state(), 30.0)
         except EngineError:  # it died again
             return self._is_running()
+        if served.version is None:  # a part of a server over several nodes: the first one says it
+            return self._is_running()
         is_current = served.version == current.version and not served.is_canary
         if not is_current and not self._load(current):
             log.error("%s could not load version %d; it is restarted", self.url, current.version)
