@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines.api import GenerateRequest, Output, Sampling
+from stepwell.backends.engines.api import EngineState, GenerateRequest, Output, Sampling
 from stepwell.backends.engines.commands import CommandLine, Launch
 from stepwell.backends.engines.kinds import command_line, connect
 from stepwell.backends.engines.vllm import GENERATE, VllmEngine, _Reader
@@ -309,7 +309,7 @@ async def test_an_update_pauses_an_engine_that_is_not_paused_until_its_version_i
     drop = "/reset_prefix_cache?reset_running_requests=true"
     update = ["/collective_rpc", "/update_weight_version", drop]
     async with serving(server.app()) as url, VllmEngine(url) as engine:
-        assert (await engine.update_weights_from_disk(str(new), 7)).success
+        await engine.update_weights_from_disk(str(new), 7)
         asked = dict(server.asked)
         assert server.paths[2:] == ["/pause?mode=wait", *update, "/resume"]
         assert asked["/collective_rpc"]["kwargs"] == {"weights_path": str(new)}
@@ -380,8 +380,8 @@ async def test_it_says_what_it_is_and_what_fits() -> None:
     async with serving(Scripted().app()) as url, VllmEngine(url) as engine:
         assert await engine.name() == "vllm 0.32.0"
         assert await engine.max_model_len() == 2048
-        assert (await engine.about()).model_path == str(MODEL)
-        assert (await engine.state()) == (0, False)
+        assert await engine.about() == EngineState(0, model_path=str(MODEL))
+        assert (await engine.state()) == EngineState(0)
 
 
 async def test_the_gateway_samples_from_it_by_its_kind() -> None:
