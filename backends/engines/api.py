@@ -436,7 +436,7 @@ class HttpEngine(Engine):
             raise EngineTimeoutError(f"{url} did not answer within {limit:g} s") from e
         except ConnectionError as e:
             raise unavailable(url, e) from e
-        if status >= 400:
+        if not 200 <= status < 300:
             raise refusal(url, status, f"answered {status}", words_of(content))
         try:
             return orjson.loads(content)
