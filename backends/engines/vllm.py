@@ -221,17 +221,21 @@ class VllmEngine(HttpEngine):
         # Its version is set by a request of its own: what is sampled between the two would be
         # named wrongly, so nothing is.
         waits = not (await self._object("/is_paused", has=("is_paused",)))["is_paused"]
-        if waits:
-            await self._ask("/pause?mode=wait", {}, timeout_s=timeout_s)
         try:
+            if waits:
+                await self._ask("/pause?mode=wait", {}, timeout_s=timeout_s)
             load = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
             await self._ask("/collective_rpc", load, timeout_s=timeout_s)
             await self._ask("/update_weight_version", {"new_version": str(version)})
             if flush_cache:
                 await self._drop_cache(self.timeout_s)
-        finally:
-            if waits:
-                await self.continue_()
+        except BaseException:
+            if waits:  # also if it did not answer: it may be paused
+                with suppress(EngineError):  # the first error is the reason
+                    await self.continue_()
+            raise
+        if waits:
+            await self.continue_()
 
     async def _drop_cache(self, timeout_s: float) -> None:
         """Forget all prefixes; requests that are held compute theirs again."""

@@ -320,11 +320,21 @@ async def test_an_update_pauses_an_engine_that_is_not_paused_until_its_version_i
         assert server.paths[2:] == update[:2]
         # One that fails is not left paused.
         server.give("is_paused")
+        server.give("pause_keep", "/pause", status=500, text='{"error": "it does not end"}')
+        server.asked.clear()
+        with pytest.raises(EngineInternalError, match="it does not end"):
+            await engine.update_weights_from_disk(str(new), 8)
+        assert server.paths[-1] == "/resume", "it may wait all the same"
+        server.give("pause_keep", "/pause")
         server.give("load_nowhere", "/collective_rpc")
         server.asked.clear()
         with pytest.raises(EngineInternalError):
             await engine.update_weights_from_disk(str(new), 8)
         assert server.paths[-1] == "/resume"
+        # What it answers then, or that it is gone, is not told in place of the reason.
+        server.give("resume", status=404, text='{"error": "nobody is here"}')
+        with pytest.raises(EngineInternalError, match="collective_rpc"):
+            await engine.update_weights_from_disk(str(new), 8)
 
 
 def _cut(file: Path) -> None:
