@@ -24,7 +24,7 @@ from typing import Any, TypedDict
 from stepwell.backends.base import TrainingBackend
 from stepwell.backends.errors import BatchError
 from stepwell.backends.verl.backend import trained_steps
-from stepwell.backends.verl.rows import VerlRow, build
+from stepwell.backends.verl.rows import VerlRow, build, trajectory_rewards
 from stepwell.datapool.types import Group, Step
 
 REMEDY = "pip install 'trl>=1.16'"
@@ -39,7 +39,7 @@ class Rollouts(TypedDict):
     env_mask: list[list[int]]
     """1: sampled by the policy, and trained; 0: written by others, or not to be trained."""
     reward: list[float | None]
-    """None: not scored; TRL leaves the completion out of its group's baseline."""
+    """None of all of them: not scored, another function of `reward_funcs` has to."""
 
 
 class TrlBackend(TrainingBackend):
@@ -62,7 +62,7 @@ class TrlBackend(TrainingBackend):
                     f"step {step.step_index} of trajectory {step.trajectory_uid!r} has no "
                     "rollout_log_probs, which TRL wants of every token; leave the trajectory out"
                 )
-        rows = build(steps)
+        rows, rewards = build(steps), trajectory_rewards(steps)
         seen: set[str] = set()
         for row in rows:
             uid = row.fields["extra_info"]["trajectory_uid"]
@@ -78,7 +78,7 @@ class TrlBackend(TrainingBackend):
             "completion_ids": [_column(row, "responses") for row in rows],
             "logprobs": [_column(row, "rollout_log_probs") for row in rows],
             "env_mask": [_column(row, "response_mask") for row in rows],
-            "reward": [_reward(row, steps) for row in rows],
+            "reward": [rewards[row.fields["extra_info"]["trajectory_uid"]] for row in rows],
         }
 
 
@@ -132,9 +132,3 @@ def reward(reward: Sequence[float | None], **_: Any) -> list[float | None]:
 def _column(row: VerlRow, name: str) -> list[Any]:
     values: list[Any] = row.columns[name].tolist()
     return values
-
-
-def _reward(row: VerlRow, steps: Sequence[Step]) -> float | None:
-    uid = row.fields["extra_info"]["trajectory_uid"]
-    rewards = [s.reward for s in steps if s.trajectory_uid == uid and s.reward is not None]
-    return sum(rewards) if rewards else None
