@@ -101,11 +101,18 @@ class RolloutFunc:
         """The completions of as many groups as TRL has prompts.
 
         Raises:
-            BatchError: a group has another size than `num_generations`, or a temperature that is
-                not the trainer's, at which log-probs would be computed anew.
+            BatchError: there are fewer or more groups; a group has another size than
+                `num_generations`, or a temperature that is not the trainer's, at which log-probs
+                would be computed anew.
         """
         size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
-        groups = list(self._take(len(prompts) // size))
+        wanted = len(prompts) // size
+        groups = list(self._take(wanted))
+        if len(groups) != wanted:
+            raise BatchError(
+                f"{len(groups)} groups were taken, and TRL has prompts for {wanted}; return as "
+                "many as are asked for, or end the training"
+            )
         steps = trained_steps(groups)
         for group in groups:
             n = len({s.trajectory_uid for s in trained_steps([group])})
@@ -114,12 +121,12 @@ class RolloutFunc:
                     f"group {group.prompt_uid!r} has {n} rollouts and TRL's num_generations is "
                     f"{size}; set rollout.n to {size}, or num_generations to the groups' size"
                 )
-        wanted = float(trainer.temperature)
+        temperature = float(trainer.temperature)
         for row in build(steps):
-            if abs(row.temperature - wanted) > 1e-6:
+            if abs(row.temperature - temperature) > 1e-6:
                 raise BatchError(
                     f"a step was sampled at temperature {row.temperature:g} and TRL's temperature "
-                    f"is {wanted:g}; give both the same"
+                    f"is {temperature:g}; give both the same"
                 )
         return TrlBackend().convert(steps)
 
