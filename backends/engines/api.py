@@ -151,7 +151,7 @@ class Routes(NamedTuple):
     """HTTP routes that a run asks of an engine -> what is lost without each."""
 
     read: Mapping[str, str] = MappingProxyType({})
-    """Those whose answers are read."""
+    """Routes whose answers are read."""
     needed: Mapping[str, str] = MappingProxyType({})
     """Commands without which a run does not train."""
     optional: Mapping[str, str] = MappingProxyType({})

@@ -249,7 +249,10 @@ class VllmEngine(HttpEngine):
         return EngineState.of(info["weight_version"])
 
     async def about(self) -> EngineState:
-        return (await self.state())._replace(model_path=await self._root())
+        state = await self.state()
+        if state.version:
+            return state  # which directory its last update named, it does not say
+        return state._replace(model_path=await self._root())
 
     async def _root(self) -> str:
         """Directory of the weights that it was started with."""

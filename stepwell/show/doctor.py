@@ -426,7 +426,8 @@ def engines(config: EngineConfig, urls: Iterable[str]) -> Iterator[Finding]:
     async def ask(url: str) -> str:
         async with connect(config, url, timeout_s=ANSWER_S) as engine:
             about = await engine.about()
-            return f"{url}: {about.model_path}, weights {about.name}"
+            path = about.model_path and f"{about.model_path}, "
+            return f"{url}: {path}weights {about.name}"
 
     for url in urls:
         try:

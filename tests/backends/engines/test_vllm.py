@@ -394,6 +394,15 @@ async def test_it_says_what_it_is_and_what_fits() -> None:
         assert (await engine.state()) == EngineState(0)
 
 
+async def test_which_folder_an_update_named_is_not_known() -> None:
+    """A publication that fails would bring it back to the weights of its start, under the number of
+    the update."""
+    server = Scripted()
+    server.give("weight_info_of_7")
+    async with serving(server.app()) as url, VllmEngine(url) as engine:
+        assert await engine.about() == EngineState(7)
+
+
 async def test_the_gateway_samples_from_it_by_its_kind() -> None:
     server = Scripted()
     server.give("whole")
