@@ -11,9 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from stepwell.backends.engines.api import EngineAbout, EngineState, version_number
+from stepwell.backends.engines.api import EngineState, version_number
 from stepwell.backends.errors import EngineError
-from stepwell.datapool.types import CANARY
 
 
 class Load:
@@ -82,7 +81,7 @@ class FakeEngine:
 
     async def state(self) -> EngineState:
         await self.request("state")
-        return EngineState(self.version, self.name.endswith(CANARY))
+        return EngineState.of(self.name)
 
     async def weight_version(self) -> int:
         if self.down:
@@ -90,9 +89,9 @@ class FakeEngine:
             raise EngineError("connection refused")
         return (await self.state()).version or 0
 
-    async def about(self) -> EngineAbout:
+    async def about(self) -> EngineState:
         await self.request("about")
-        return EngineAbout(self.path, device="fake")
+        return (await self.state())._replace(model_path=self.path, device="fake")
 
     async def weight_hashes(self) -> list[dict[str, Any]] | None:
         await self.request("weight_hashes")

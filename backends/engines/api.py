@@ -8,23 +8,33 @@ The gateway samples over several engines with these methods (`gateway/engine/`):
 abort, and on another engine after a loss. Publications and supervisors use the others. `client.py`
 implements all of them for SGLang's API, which the embedded engine speaks as well, `vllm.py` for
 vLLM's, and a package may bring one more (`docs/engines.md`): nobody but `kinds.py` sees which one
-it has. Does not own how engines are asked over HTTP (`http.py`).
+it has. `HttpEngine` is the part that all HTTP servers have in common: it asks with typed errors.
+Does not own the connections (`connections.py`), or retries.
 """
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeAlias
 
+import orjson
 from pydantic import BaseModel, ValidationError
 
 from stepwell.backends.config import EngineConfig, PauseMode, WeightTransport
 from stepwell.backends.engines.connections import ConnectionPool
 from stepwell.backends.engines.ids_json import IdsJson
-from stepwell.backends.errors import BackendConfigError, EngineError, EngineRequestError
+from stepwell.backends.errors import (
+    BackendConfigError,
+    EngineError,
+    EngineInternalError,
+    EngineRequestError,
+    EngineTimeoutError,
+    EngineUnavailableError,
+)
 from stepwell.datapool.config import Section
 from stepwell.datapool.types import CANARY, TokenIds, VersionSpan
 
@@ -33,6 +43,10 @@ if TYPE_CHECKING:
 
 CONTROL_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 600.0
+NOT_THERE = frozenset({404, 405, 501})
+"""Statuses by which a server says that it has no such endpoint."""
+_NO_ROUTE = frozenset({403, 404, 501})
+"""The same to `OPTIONS`, which few endpoints take; vLLM forbids what it was not started for."""
 
 TopLogProbs: TypeAlias = tuple[tuple[int, float], ...]
 """The likeliest tokens at one position with their log-probs, best first."""
@@ -102,33 +116,13 @@ OnOutput: TypeAlias = Callable[[Output], None]
 it raises ends the request and comes out of `Engine.sample`."""
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateResult:
-    """Answer to a weight update. A real SGLang says `success=False` after an update without a
-    pause although the weights are in force; only its version tells."""
-
-    success: bool
-    message: str
-
-
 class EngineState(NamedTuple):
-    """An engine as it answers now."""
+    """An engine as it answers now. The defaults are of one that does not say."""
 
-    version: int | None
+    version: int | None = None
     """Version of its weights; None: it does not say, or they are of another publisher."""
     is_canary: bool = False
     """True if `version` is on trial and not committed (`publish.canary_share`)."""
-
-    @property
-    def name(self) -> str:
-        """The version as it is published: "7", of a canary "7-canary"."""
-        return f"{self.version}{CANARY}" if self.is_canary else str(self.version)
-
-
-class EngineAbout(NamedTuple):
-    """Facts about an engine that one kind of publication or another needs; the defaults are of an
-    engine that does not say."""
-
     model_path: str = ""
     """Directory of the weights that it serves, on its machine."""
     dtype: str = "auto"
@@ -138,12 +132,26 @@ class EngineAbout(NamedTuple):
     is_embedded: bool = False
     """True: it hashes tensors as `weights/digest.py` does."""
 
+    @classmethod
+    def of(cls, weight_version: Any) -> EngineState:
+        """State of an engine that names its weights `weight_version`; no version if that is of
+        another publisher."""
+        try:
+            return cls(version_number(weight_version), is_canary(weight_version))
+        except ValueError:
+            return cls()
+
+    @property
+    def name(self) -> str:
+        """The version as it is published: "7", of a canary "7-canary"."""
+        return f"{self.version}{CANARY}" if self.is_canary else str(self.version)
+
 
 class Routes(NamedTuple):
     """HTTP routes that a run asks of an engine -> what is lost without each."""
 
     read: Mapping[str, str] = MappingProxyType({})
-    """Those whose answers are read."""
+    """Routes whose answers are read."""
     needed: Mapping[str, str] = MappingProxyType({})
     """Commands without which a run does not train."""
     optional: Mapping[str, str] = MappingProxyType({})
@@ -282,13 +290,14 @@ class Engine(ABC):
         *,
         flush_cache: bool = True,
         timeout_s: float = LOAD_TIMEOUT_S,
-    ) -> UpdateResult:
+    ) -> None:
         """Load weights from a Hugging Face directory that the engine's machine can read; they are
         named `version` from then on. An engine that is not paused finishes what runs first."""
 
     @abstractmethod
     async def state(self) -> EngineState:
-        """Return the version of its weights; answered also while it is paused."""
+        """Return the version of its weights; answered also while it is paused. Gateways ask often;
+        other fields may have their defaults."""
 
     async def weight_version(self) -> int:
         """Return the version that `state` has.
@@ -301,9 +310,9 @@ class Engine(ABC):
             raise ValueError(f"{self.url} names no weight version")
         return version
 
-    async def about(self) -> EngineAbout:
-        """Facts that publications need."""
-        return EngineAbout()
+    async def about(self) -> EngineState:
+        """Return what `state` does, with the facts that publications need besides."""
+        return await self.state()
 
     async def weight_hashes(self) -> list[dict[str, Any]] | None:
         """Per rank `checksums` (parameter -> hash) and `parallelism_info`; None: it has none."""
@@ -370,3 +379,99 @@ def version_number(weight_version: Any) -> int:
 def is_canary(weight_version: Any) -> bool:
     """Return true if an engine has a version that is not committed (`publish.canary_share`)."""
     return isinstance(weight_version, str) and weight_version.endswith(CANARY)
+
+
+# -- engines that are HTTP servers ----------------------------------------------------------------
+
+
+class HttpEngine(Engine):
+    """An engine that is an HTTP server at `url`: `_ask` returns a 2xx answer, parsed if it is JSON,
+    and raises an `EngineError` for anything else."""
+
+    async def has_route(self, path: str) -> bool:
+        """Return true if the server has the endpoint `path`. Asks by `OPTIONS`: nothing happens."""
+        try:
+            await self._ask(path, method="OPTIONS")
+        except (EngineRequestError, EngineInternalError) as e:
+            return e.status not in _NO_ROUTE
+        return True
+
+    async def served_model(self) -> dict[str, Any]:
+        """The first entry of `/v1/models`: `id`, `owned_by` (the server's kind), `max_model_len`;
+        empty if there is none."""
+        try:
+            entry = (await self._ask("/v1/models"))["data"][0]
+        except (LookupError, TypeError):
+            return {}
+        return entry if isinstance(entry, dict) else {}
+
+    async def max_model_len(self) -> int:
+        """Tokens that fit, prompt and response."""
+        length = (await self.served_model()).get("max_model_len")
+        if type(length) is not int or length < 2:
+            raise EngineInternalError(f"{self.url}/v1/models names no max_model_len")
+        return length
+
+    async def _object(
+        self, path: str, body: Any = None, *, has: Sequence[str] = (), **how: Any
+    ) -> dict[str, Any]:
+        answer = await self._ask(path, body, **how)
+        if not isinstance(answer, dict) or not answer.keys() >= set(has):
+            wanted = f"object with {', '.join(has)}" if has else "object"
+            raise EngineInternalError(f"{self.url}{path} answered no {wanted}, but {answer!r:.200}")
+        return answer
+
+    async def _ask(
+        self, path: str, body: Any = None, *, method: str = "", timeout_s: float | None = -1.0
+    ) -> Any:
+        """The answer, parsed if it is JSON; POST if there is a body. `timeout_s`: None waits
+        without limit, negative is the client's default."""
+        limit = self.timeout_s if timeout_s is not None and timeout_s < 0 else timeout_s
+        method, url = method or ("GET" if body is None else "POST"), self.url + path
+        data = b"" if body is None else orjson.dumps(body)
+        try:
+            async with asyncio.timeout(limit):
+                status, content = await self.connections.request(method, url, data)
+        except TimeoutError as e:
+            raise EngineTimeoutError(f"{url} did not answer within {limit:g} s") from e
+        except ConnectionError as e:
+            raise unavailable(url, e) from e
+        if not 200 <= status < 300:
+            raise refusal(url, status, f"answered {status}", words_of(content))
+        try:
+            return orjson.loads(content)
+        except orjson.JSONDecodeError:
+            return content
+
+
+def is_missing(error: EngineError) -> bool:
+    """The server has no such endpoint."""
+    return getattr(error, "status", None) in NOT_THERE
+
+
+def unavailable(url: str, e: ConnectionError) -> EngineUnavailableError:
+    return EngineUnavailableError(
+        f"no engine answers at {url} ({e}); is it running, is the url right?",
+        refused=isinstance(e, ConnectionRefusedError),
+    )
+
+
+def refusal(url: str, status: int, what: str, words: str) -> EngineError:
+    """
+    Args:
+        what: the engine did.
+        words: its own about that.
+    """
+    kind = EngineRequestError if status < 500 else EngineInternalError
+    what, message = f"the engine {what}", f"{url} {what}: {words}"
+    return kind(message, status=status, what=what, words=words)
+
+
+def words_of(content: bytes) -> str:
+    """The human part of an error's body."""
+    try:
+        parsed = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return content.decode(errors="replace").strip()
+    inner = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
+    return str(inner.get("message", inner) if isinstance(inner, dict) else inner)

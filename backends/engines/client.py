@@ -25,17 +25,18 @@ import orjson
 from stepwell.backends.config import PauseMode
 from stepwell.backends.engines.api import (
     LOAD_TIMEOUT_S,
-    EngineAbout,
     EngineState,
     GenerateRequest,
+    HttpEngine,
     OnOutput,
     Output,
     TopLogProbs,
-    UpdateResult,
     is_canary,
+    is_missing,
+    refusal,
+    unavailable,
     version_number,
 )
-from stepwell.backends.engines.http import HttpEngine, is_missing, refusal, unavailable
 from stepwell.backends.engines.ids_json import IdsJson
 from stepwell.backends.engines.routes import SGLANG
 from stepwell.backends.errors import (
@@ -128,14 +129,14 @@ class EngineClient(HttpEngine):
         *,
         flush_cache: bool = True,
         timeout_s: float = LOAD_TIMEOUT_S,
-    ) -> UpdateResult:
+    ) -> None:
         """Load weights from a directory that the engine's machine can read.
 
         Raises:
             EngineRequestError: the engine could not load them and keeps the old ones.
         """
         body = {"model_path": str(path), "abort_all_requests": False}
-        return await self._update("from_disk", body, version, flush_cache, timeout_s)
+        await self._update("from_disk", body, version, flush_cache, timeout_s)
 
     async def update_weights_from_distributed(
         self,
@@ -146,7 +147,7 @@ class EngineClient(HttpEngine):
         *,
         group_name: str,
         flush_cache: bool = True,
-    ) -> UpdateResult:
+    ) -> None:
         """Load tensors that rank 0 of a group broadcasts in this order; within a session.
 
         Raises:
@@ -155,7 +156,7 @@ class EngineClient(HttpEngine):
         shapes = [list(shape) for shape in shapes]
         body = {"names": list(names), "dtypes": list(dtypes), "shapes": shapes}
         body |= {"group_name": group_name}
-        return await self._update("from_distributed", body, version, flush_cache, LOAD_TIMEOUT_S)
+        await self._update("from_distributed", body, version, flush_cache, LOAD_TIMEOUT_S)
 
     async def init_weights_update_group(
         self,
@@ -252,27 +253,26 @@ class EngineClient(HttpEngine):
         """Return the weight version, as `api.Engine.state` says. An engine without `/model_info`
         does not say."""
         try:
-            version = (await self.model_info())["weight_version"]
-            return EngineState(version_number(version), is_canary(version))
-        except (EngineError, ValueError, LookupError) as e:
-            if isinstance(e, EngineError) and not is_missing(e):
+            return EngineState.of((await self.model_info()).get("weight_version"))
+        except EngineError as e:
+            if not is_missing(e):
                 raise
-            return EngineState(None)
+            return EngineState()
 
     async def weight_version(self) -> int:
         answer = await self._object("/model_info", has=("weight_version",))
         return version_number(answer["weight_version"])
 
-    async def about(self) -> EngineAbout:
+    async def about(self) -> EngineState:
         info = await self._object("/model_info", has=("model_path",))
         server = await self.server_info()
         sizes = [int(server.get(f"{kind}_size") or 1) for kind in ("tp", "pp")]
-        return EngineAbout(
-            info["model_path"],
-            str(server.get("dtype") or "auto"),
-            str(server.get("device") or "cuda").partition(":")[0],
-            sizes[0] * sizes[1],
-            server.get("version") == EMBEDDED,
+        return EngineState.of(info.get("weight_version"))._replace(
+            model_path=info["model_path"],
+            dtype=str(server.get("dtype") or "auto"),
+            device=str(server.get("device") or "cuda").partition(":")[0],
+            ranks=sizes[0] * sizes[1],
+            is_embedded=server.get("version") == EMBEDDED,
         )
 
     async def name(self) -> str:
@@ -313,12 +313,13 @@ class EngineClient(HttpEngine):
 
     async def _update(
         self, way: str, body: dict[str, Any], version: int | str, flush: bool, timeout_s: float
-    ) -> UpdateResult:
+    ) -> None:
         body |= {"weight_version": str(version), "flush_cache": flush}
-        answer = await self._object(
+        # Its `success` is not read: a real SGLang says false after an update without a pause
+        # although the weights are in force. Only its version tells.
+        await self._object(
             f"/update_weights_{way}", body, has=("success", "message"), timeout_s=timeout_s
         )
-        return UpdateResult(bool(answer["success"]), str(answer["message"]))
 
 
 def _plain(url: str) -> str:

@@ -14,8 +14,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping
 
 from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines.api import Engine, Routes
-from stepwell.backends.engines.http import HttpEngine
+from stepwell.backends.engines.api import Engine, HttpEngine, Routes
 from stepwell.backends.errors import EngineStartError
 
 log = logging.getLogger(__name__)

@@ -36,20 +36,21 @@ import orjson
 from stepwell.backends.config import EngineConfig, PauseMode
 from stepwell.backends.engines.api import (
     LOAD_TIMEOUT_S,
-    EngineAbout,
     EngineState,
     GenerateRequest,
+    HttpEngine,
     OnOutput,
     Output,
     Routes,
     Sampling,
     TopLogProbs,
-    UpdateResult,
     is_canary,
+    is_missing,
+    refusal,
+    unavailable,
     version_number,
 )
 from stepwell.backends.engines.commands import CommandLine, Launch, has_gpu, interpreter
-from stepwell.backends.engines.http import HttpEngine, is_missing, refusal, unavailable
 from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,
@@ -209,30 +210,32 @@ class VllmEngine(HttpEngine):
         *,
         flush_cache: bool = True,
         timeout_s: float = LOAD_TIMEOUT_S,
-    ) -> UpdateResult:
+    ) -> None:
         """Load weights from a directory that the engine's machine and this one can read.
 
         Raises:
             EngineRequestError: they do not fit what it serves, or are not whole; nothing changed.
             EngineInternalError: it could not load them. Its core has ended then.
         """
-        base = (await self.about()).model_path
-        await asyncio.to_thread(_check_loadable, str(path), base)
+        await asyncio.to_thread(_check_loadable, str(path), await self._root())
         # Its version is set by a request of its own: what is sampled between the two would be
         # named wrongly, so nothing is.
         waits = not (await self._object("/is_paused", has=("is_paused",)))["is_paused"]
-        if waits:
-            await self._ask("/pause?mode=wait", {}, timeout_s=timeout_s)
         try:
+            if waits:
+                await self._ask("/pause?mode=wait", {}, timeout_s=timeout_s)
             load = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
             await self._ask("/collective_rpc", load, timeout_s=timeout_s)
             await self._ask("/update_weight_version", {"new_version": str(version)})
             if flush_cache:
                 await self._drop_cache(self.timeout_s)
-        finally:
-            if waits:
-                await self.continue_()
-        return UpdateResult(True, f"loaded {path} as version {version}")
+        except BaseException:
+            if waits:  # also if it did not answer: it may be paused
+                with suppress(EngineError):  # the first error is the reason
+                    await self.continue_()
+            raise
+        if waits:
+            await self.continue_()
 
     async def _drop_cache(self, timeout_s: float) -> None:
         """Forget all prefixes; requests that are held compute theirs again."""
@@ -242,14 +245,18 @@ class VllmEngine(HttpEngine):
             raise EngineInternalError(f"{self.url}{path} did not drop the cache: {answer!r:.200}")
 
     async def state(self) -> EngineState:
-        version = (await self._object("/weight_info", has=("weight_version",)))["weight_version"]
-        try:
-            return EngineState(version_number(version), is_canary(version))
-        except ValueError:  # another publisher's
-            return EngineState(None)
+        info = await self._object("/weight_info", has=("weight_version",))
+        return EngineState.of(info["weight_version"])
 
-    async def about(self) -> EngineAbout:
-        return EngineAbout(str((await self.served_model()).get("root") or ""))
+    async def about(self) -> EngineState:
+        state = await self.state()
+        if state.version:
+            return state  # which directory its last update named, it does not say
+        return state._replace(model_path=await self._root())
+
+    async def _root(self) -> str:
+        """Directory of the weights that it was started with."""
+        return str((await self.served_model()).get("root") or "")
 
     async def weight_hashes(self) -> list[dict[str, Any]] | None:
         try:

@@ -24,7 +24,7 @@ from typing import Any, TypedDict
 from stepwell.backends.base import TrainingBackend
 from stepwell.backends.errors import BatchError
 from stepwell.backends.verl.backend import trained_steps
-from stepwell.backends.verl.rows import VerlRow, build
+from stepwell.backends.verl.rows import VerlRow, build, trajectory_rewards
 from stepwell.datapool.types import Group, Step
 
 REMEDY = "pip install 'trl>=1.16'"
@@ -39,7 +39,7 @@ class Rollouts(TypedDict):
     env_mask: list[list[int]]
     """1: sampled by the policy, and trained; 0: written by others, or not to be trained."""
     reward: list[float | None]
-    """None: not scored; TRL leaves the completion out of its group's baseline."""
+    """None of all of them: not scored, another function of `reward_funcs` has to."""
 
 
 class TrlBackend(TrainingBackend):
@@ -62,7 +62,7 @@ class TrlBackend(TrainingBackend):
                     f"step {step.step_index} of trajectory {step.trajectory_uid!r} has no "
                     "rollout_log_probs, which TRL wants of every token; leave the trajectory out"
                 )
-        rows = build(steps)
+        rows, rewards = build(steps), trajectory_rewards(steps)
         seen: set[str] = set()
         for row in rows:
             uid = row.fields["extra_info"]["trajectory_uid"]
@@ -78,7 +78,7 @@ class TrlBackend(TrainingBackend):
             "completion_ids": [_column(row, "responses") for row in rows],
             "logprobs": [_column(row, "rollout_log_probs") for row in rows],
             "env_mask": [_column(row, "response_mask") for row in rows],
-            "reward": [_reward(row, steps) for row in rows],
+            "reward": [rewards[row.fields["extra_info"]["trajectory_uid"]] for row in rows],
         }
 
 
@@ -101,11 +101,18 @@ class RolloutFunc:
         """The completions of as many groups as TRL has prompts.
 
         Raises:
-            BatchError: a group has another size than `num_generations`, or a temperature that is
-                not the trainer's, at which log-probs would be computed anew.
+            BatchError: there are fewer or more groups; a group has another size than
+                `num_generations`, or a temperature that is not the trainer's, at which log-probs
+                would be computed anew.
         """
         size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
-        groups = list(self._take(len(prompts) // size))
+        wanted = len(prompts) // size
+        groups = list(self._take(wanted))
+        if len(groups) != wanted:
+            raise BatchError(
+                f"{len(groups)} groups were taken, and TRL has prompts for {wanted}; return as "
+                "many as are asked for, or end the training"
+            )
         steps = trained_steps(groups)
         for group in groups:
             n = len({s.trajectory_uid for s in trained_steps([group])})
@@ -114,12 +121,12 @@ class RolloutFunc:
                     f"group {group.prompt_uid!r} has {n} rollouts and TRL's num_generations is "
                     f"{size}; set rollout.n to {size}, or num_generations to the groups' size"
                 )
-        wanted = float(trainer.temperature)
+        temperature = float(trainer.temperature)
         for row in build(steps):
-            if abs(row.temperature - wanted) > 1e-6:
+            if abs(row.temperature - temperature) > 1e-6:
                 raise BatchError(
                     f"a step was sampled at temperature {row.temperature:g} and TRL's temperature "
-                    f"is {wanted:g}; give both the same"
+                    f"is {temperature:g}; give both the same"
                 )
         return TrlBackend().convert(steps)
 
@@ -132,9 +139,3 @@ def reward(reward: Sequence[float | None], **_: Any) -> list[float | None]:
 def _column(row: VerlRow, name: str) -> list[Any]:
     values: list[Any] = row.columns[name].tolist()
     return values
-
-
-def _reward(row: VerlRow, steps: Sequence[Step]) -> float | None:
-    uid = row.fields["extra_info"]["trajectory_uid"]
-    rewards = [s.reward for s in steps if s.trajectory_uid == uid and s.reward is not None]
-    return sum(rewards) if rewards else None

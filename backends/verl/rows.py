@@ -116,7 +116,7 @@ def build(
         offsets,
         _folded(columns or {}, _known(steps, lengths)),
         tasks or {},
-        _rewards(steps),
+        trajectory_rewards(steps),
         _sessions(steps),
         _turns(steps),
     )
@@ -149,7 +149,12 @@ def _known(steps: Sequence[Step], lengths: npt.NDArray[np.int64]) -> Tensor:
     return torch.from_numpy(np.repeat(has, lengths)).float()
 
 
-def _rewards(steps: Sequence[Step]) -> dict[str, float | None]:
+def trajectory_rewards(steps: Sequence[Step]) -> dict[str, float | None]:
+    """Sum of each trajectory's rewards, by uid; None of all of them: not scored.
+
+    Raises:
+        BatchError: some are scored and others are not.
+    """
     rewards: dict[str, float | None] = {}
     for step in steps:
         so_far = rewards.setdefault(step.trajectory_uid, None)

@@ -279,8 +279,7 @@ class _Transaction:
             await self.hook(phase, when)
 
     async def _remember(self, replica: _Replica) -> None:
-        replica.version = (await replica.engine.state()).version
-        replica.about = await replica.engine.about()
+        replica.before = await replica.engine.about()
 
     async def _pause(self, replica: _Replica) -> None:
         replica.paused = True  # before the answer: a lost answer may still have paused it
@@ -328,7 +327,7 @@ class _Transaction:
 
     def _expected(self) -> dict[str, dict[str, str]]:
         """The hashes that live embedded engines must have, by replica. Reads the checkpoint."""
-        dtypes = {r.engine.url: r.about.dtype for r in self._live if r.about.is_embedded}
+        dtypes = {r.engine.url: r.before.dtype for r in self._live if r.before.is_embedded}
         if self.transport.adapter:
             dtypes = dict.fromkeys(dtypes, "auto")
         prefix = f"{ADAPTER_NAME}:" if self.transport.adapter else ""
@@ -338,7 +337,7 @@ class _Transaction:
 
     async def _verify_version(self, replica: _Replica) -> None:
         found = await replica.engine.state()
-        if found[:2] != (self.update.version, self.update.canary):
+        if (found.version, found.is_canary) != (self.update.version, self.update.canary):
             raise WeightUpdateError(
                 f"{replica.engine.url} serves version {found.name} after loading "
                 f"{self.update.name}",
@@ -414,9 +413,9 @@ class _Transaction:
         """Version a replica goes back to: the committed one, which need not be what it had."""
         if self.committed is not None:
             return self.committed
-        if replica.version is None or not replica.about.model_path:
+        if replica.before.version is None or not replica.before.model_path:
             raise ValueError(f"{replica.engine.url} does not say which weights it had")
-        return Published(replica.version, replica.about.model_path)
+        return Published(replica.before.version, replica.before.model_path)
 
     # -- after the commit ---------------------------------------------------------------------
 
@@ -472,5 +471,5 @@ def _rank_hashes(rank: Mapping[str, Any], replica: _Replica) -> RankHashes:
         {k: v for k, v in place.items() if k not in ("dp_rank", "rank", "size")}
         for place in rank["parallelism_info"]
     ]
-    layout = repr((replica.about.device, replica.about.dtype, sorted(map(repr, places))))
+    layout = repr((replica.before.device, replica.before.dtype, sorted(map(repr, places))))
     return layout, dict(rank["checksums"])

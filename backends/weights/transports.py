@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from stepwell.backends.config import WeightTransport
-from stepwell.backends.engines.api import Engine, EngineAbout
+from stepwell.backends.engines.api import Engine, EngineState
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import EngineRequestError
 from stepwell.backends.weights.store import Published
@@ -49,8 +49,7 @@ class Target:
     """A replica, and what it was before the publication."""
 
     engine: Engine
-    version: int | None = None
-    about: EngineAbout = field(default_factory=EngineAbout)
+    before: EngineState = field(default_factory=EngineState)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +113,9 @@ class Distributed(Transport):
         if self._read is None:  # once for all replicas
             self._read = asyncio.ensure_future(asyncio.to_thread(_tensors, update.path))
         tensors = await asyncio.shield(self._read)
-        backend = "gloo" if target.about.device == "cpu" else "nccl"
+        backend = "gloo" if target.before.device == "cpu" else "nccl"
         name = f"stepwell-v{update.version}-{uuid.uuid4().hex[:8]}"
-        address, world = address_for(engine.url), 1 + target.about.ranks
+        address, world = address_for(engine.url), 1 + target.before.ranks
         store = Group.listen(address, world, JOIN_TIMEOUT_S)
         led = _in_thread(
             lambda: Group.lead(

@@ -29,12 +29,10 @@ from stepwell.backends.config import PauseMode
 from stepwell.backends.engines.api import (
     LOAD_TIMEOUT_S,
     Engine,
-    EngineAbout,
     EngineState,
     GenerateRequest,
     OnOutput,
     Output,
-    UpdateResult,
     is_canary,
     version_number,
 )
@@ -179,16 +177,15 @@ class Lines(Engine):
         *,
         flush_cache: bool = True,
         timeout_s: float = LOAD_TIMEOUT_S,
-    ) -> UpdateResult:
+    ) -> None:
         await self._ask("update", timeout_s, path=str(path), version=str(version))
-        return UpdateResult(True, "")
 
     async def state(self) -> EngineState:
-        name = (await self._ask("about"))["version"]
-        return EngineState(version_number(name), is_canary(name))
+        return EngineState.of((await self._ask("about"))["version"])
 
-    async def about(self) -> EngineAbout:
-        return EngineAbout((await self._ask("about"))["path"])
+    async def about(self) -> EngineState:
+        about = await self._ask("about")
+        return EngineState.of(about["version"])._replace(model_path=about["path"])
 
     async def check(self) -> None:
         await self._ask("about")

@@ -117,11 +117,12 @@ class EngineChecks:
         fleet, client = self._fleet, self.asking(engine.url)
         asked, state = engine.asked(), fleet.state(engine)
         try:
-            version, canary = await client.state()
+            found = await client.state()
         except AskingError as e:
             refused = isinstance(e, NotThereError) and e.refused
             fleet.check_failed(engine, _now(), str(e), refused=refused)
         else:
+            version, canary = found.version, found.is_canary
             if not fleet.check_passed(engine, _now(), asked=asked, version=version, canary=canary):
                 return
             self._tell()

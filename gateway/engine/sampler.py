@@ -363,7 +363,7 @@ class Sampler:
 
 
 def _joined(whole: Part | None, part: Part) -> Part:
-    """What was sampled before, with what a further request sampled."""
+    """Join a part to the one before, if there is one."""
     if whole is None:
         return part
     whole.add(part)

@@ -425,8 +425,9 @@ def attached(config: EngineConfig) -> Sequence[str]:
 def engines(config: EngineConfig, urls: Iterable[str]) -> Iterator[Finding]:
     async def ask(url: str) -> str:
         async with connect(config, url, timeout_s=ANSWER_S) as engine:
-            version, path = (await engine.state()).name, (await engine.about()).model_path
-            return f"{url}: {path}, weights {version}"
+            about = await engine.about()
+            path = about.model_path and f"{about.model_path}, "
+            return f"{url}: {path}weights {about.name}"
 
     for url in urls:
         try:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from stepwell.backends.config import PublishMode
-from stepwell.backends.engines.api import EngineAbout
+from stepwell.backends.engines.api import EngineState
 from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,
@@ -98,7 +98,7 @@ class Replica(FakeEngine):
                             break
                 await asyncio.sleep(0)
 
-    async def about(self) -> EngineAbout:
+    async def about(self) -> EngineState:
         return (await super().about())._replace(device="cuda", dtype="float32", ranks=2)
 
     async def weight_hashes(self) -> list[dict[str, Any]] | None:

@@ -116,6 +116,12 @@ def test_it_takes_as_many_groups_as_trl_has_prompts() -> None:
     assert reward(**made) == made["reward"]
 
 
+def test_fewer_groups_than_trl_has_prompts_are_no_batch() -> None:
+    """TRL would hold completions against the wrong prompts, or fail at a tensor's size."""
+    with pytest.raises(BatchError, match="2 groups were taken, and TRL has prompts for 3"):
+        RolloutFunc(lambda n: linear_groups()[:2])(["p"] * (3 * SIZE), trainer_of())
+
+
 def _branched(group: Group) -> Group:
     first = group.trajectories[0]
     step = first.steps[-1]

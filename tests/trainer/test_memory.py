@@ -9,7 +9,12 @@ from typing import cast
 import pytest
 
 from stepwell.backends.engines.client import EngineClient
-from stepwell.backends.errors import EngineRequestError, EngineUnavailableError
+from stepwell.backends.errors import (
+    EngineInternalError,
+    EngineRequestError,
+    EngineTimeoutError,
+    EngineUnavailableError,
+)
 from stepwell.backends.weights import StoreLock
 from stepwell.trainer.publish.memory import EngineMemory
 from tests.engines import FakeEngine
@@ -89,6 +94,43 @@ async def test_an_engine_that_is_down_is_left_to_its_supervisor(lock: StoreLock)
     assert alive.calls == 2 * (LENT + BACK)
     async with asyncio.timeout(1), lock.held():
         pass
+
+
+@pytest.mark.parametrize("error", [EngineTimeoutError("no answer"), EngineInternalError("failed")])
+@pytest.mark.parametrize("point", ["pause", "release"])
+async def test_an_engine_that_fails_at_a_lend_is_not_left_paused(
+    lock: StoreLock, point: str, error: Exception
+) -> None:
+    """It lives, so no supervisor starts it anew; a publication without pauses continues nobody."""
+    failing, other = FakeEngine(**{point: error}), FakeEngine()
+    lent = memory(lock, failing, other)
+    await lent.lend()
+    back = BACK if point == "release" else ["continue"]
+    assert failing.calls == [*LENT[: 1 + (point == "release")], *back]
+    await lent.take_back()
+    assert other.calls == LENT + BACK
+    async with asyncio.timeout(1), lock.held():
+        pass
+
+
+async def test_a_lend_given_up_continues_an_engine_that_does_not_answer_for_its_memory(
+    lock: StoreLock,
+) -> None:
+    class Slow(FakeEngine):
+        async def request(self, *words: str) -> None:
+            await super().request(*words)
+            if words[0] == "release":
+                reached.set()
+                await asyncio.Event().wait()
+
+    reached = asyncio.Event()
+    slow = Slow(resume=EngineTimeoutError("no answer"))
+    lending = asyncio.create_task(memory(lock, slow).lend())
+    await reached.wait()
+    lending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await lending
+    assert slow.calls == LENT + BACK
 
 
 async def test_an_engine_that_came_back_meanwhile_has_nothing_to_take_back(lock: StoreLock) -> None:

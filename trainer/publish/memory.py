@@ -9,7 +9,8 @@ publishes, and an engine that restarts loads its weights when the GPU is free. W
 they were lent, so that nothing is sampled from garbage should the publication after it fail.
 
 An engine that cannot be reached has no memory to lend: its supervisor brings it back. Should it
-come back while the trainer computes, the two share the GPU for that long.
+come back while the trainer computes, the two share the GPU for that long. So they do if an engine
+fails at a lend, or does not answer in time: what it may have done is undone at once.
 
 Owns when memory changes hands, and that it comes back. Does not own the endpoints
 (`backends/engines/client.py`) or what the trainer frees (`TrainingBackend.free_cache`).
@@ -27,7 +28,6 @@ from stepwell.backends.engines.api import Engine
 from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,
-    EngineRequestError,
     EngineTimeoutError,
     EngineUnavailableError,
 )
@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 
 GAP_S = 0.1
 """Seconds between two lends, in which whoever waits for the store's lock gets it."""
-_GONE = (EngineUnavailableError, EngineTimeoutError, EngineInternalError)
 
 
 class EngineMemory:
@@ -98,17 +97,25 @@ class EngineMemory:
             asked = True
             await engine.release_memory()
             lent.append(engine)
-        except _GONE as e:
+        except EngineUnavailableError as e:
             log.warning("%s lends no memory: %s", engine.url, e)
+        except (EngineTimeoutError, EngineInternalError) as e:
+            log.warning("%s lends no memory: %s", engine.url, e)
+            await self._undo(engine, released=asked)
         except EngineError:
             await engine.continue_()
             raise
-        except BaseException:  # a cancellation: no engine may stay paused, or without its memory
-            if asked:
-                with suppress(EngineRequestError):  # it had released nothing yet
-                    await engine.resume_memory()
-            await engine.continue_()
+        except BaseException:  # a cancellation
+            await self._undo(engine, released=asked)
             raise
+
+    async def _undo(self, engine: Engine, *, released: bool) -> None:
+        """Leave an engine whole and generating that may have carried out what it did not answer."""
+        if released:
+            with suppress(EngineError):  # it had released nothing, or does not answer now either
+                await engine.resume_memory()
+        with suppress(EngineError):  # it has ended: its supervisor starts it
+            await engine.continue_()
 
     async def _resume(self, engine: Engine) -> None:
         try:

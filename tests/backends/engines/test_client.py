@@ -59,6 +59,25 @@ async def test_an_answer_without_what_was_asked_for_is_the_engines_error() -> No
         await runner.cleanup()
 
 
+async def test_a_redirect_is_no_answer() -> None:
+    """A login page in front of the engine, for instance: it says nothing about its health."""
+
+    async def answer(_: web.Request) -> web.Response:
+        raise web.HTTPFound("/login")
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        async with EngineClient(f"http://127.0.0.1:{runner.addresses[0][1]}") as client:
+            with pytest.raises(EngineRequestError, match="answered 302"):
+                await client.check()
+    finally:
+        await runner.cleanup()
+
+
 def test_versions_are_integers_and_default_is_zero() -> None:
     assert (version_number("default"), version_number("12")) == (0, 12)
     with pytest.raises(ValueError, match="'step-3'"):

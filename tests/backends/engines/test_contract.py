@@ -264,9 +264,14 @@ async def test_an_update_without_a_pause_lets_running_requests_finish_on_the_old
 async def test_new_weights_are_the_ones_that_sample(
     client: EngineClient, model_dirs: Any, reference: Callable[..., Any]
 ) -> None:
-    result = await client.update_weights_from_disk(str(model_dirs.new), 3)
-    assert result.success
-    assert result.message == "Succeeded to update model weights. Weight version updated to 3."
+    body = {"model_path": str(model_dirs.new), "weight_version": "3"}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{client.url}/update_weights_from_disk", json=body) as answered,
+    ):
+        result = await answered.json()
+    assert result["success"]
+    assert result["message"] == "Succeeded to update model weights. Weight version updated to 3."
     answer = await client.generate(
         PROMPT, {"max_new_tokens": 30, "ignore_eos": True}, return_logprob=True
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import aiohttp
 import pytest
 from transformers import AutoTokenizer
 
@@ -60,8 +61,12 @@ async def test_an_update_after_an_unpaused_drain_says_success(
     client: EngineClient, model_dirs: Any
 ) -> None:
     """SGLang says success:false here although the new weights are in force."""
-    result = await client.update_weights_from_disk(str(model_dirs.new), 1)
-    assert result.success
+    body = {"model_path": str(model_dirs.new), "weight_version": "1"}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{client.url}/update_weights_from_disk", json=body) as answered,
+    ):
+        assert (await answered.json())["success"]
 
 
 def test_streamed_text_never_ends_within_a_character(engine: Any) -> None:

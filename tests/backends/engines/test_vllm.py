@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines.api import GenerateRequest, Output, Sampling
+from stepwell.backends.engines.api import EngineState, GenerateRequest, Output, Sampling
 from stepwell.backends.engines.commands import CommandLine, Launch
 from stepwell.backends.engines.kinds import command_line, connect
 from stepwell.backends.engines.vllm import GENERATE, VllmEngine, _Reader
@@ -309,7 +309,7 @@ async def test_an_update_pauses_an_engine_that_is_not_paused_until_its_version_i
     drop = "/reset_prefix_cache?reset_running_requests=true"
     update = ["/collective_rpc", "/update_weight_version", drop]
     async with serving(server.app()) as url, VllmEngine(url) as engine:
-        assert (await engine.update_weights_from_disk(str(new), 7)).success
+        await engine.update_weights_from_disk(str(new), 7)
         asked = dict(server.asked)
         assert server.paths[2:] == ["/pause?mode=wait", *update, "/resume"]
         assert asked["/collective_rpc"]["kwargs"] == {"weights_path": str(new)}
@@ -320,11 +320,21 @@ async def test_an_update_pauses_an_engine_that_is_not_paused_until_its_version_i
         assert server.paths[2:] == update[:2]
         # One that fails is not left paused.
         server.give("is_paused")
+        server.give("pause_keep", "/pause", status=500, text='{"error": "it does not end"}')
+        server.asked.clear()
+        with pytest.raises(EngineInternalError, match="it does not end"):
+            await engine.update_weights_from_disk(str(new), 8)
+        assert server.paths[-1] == "/resume", "it may wait all the same"
+        server.give("pause_keep", "/pause")
         server.give("load_nowhere", "/collective_rpc")
         server.asked.clear()
         with pytest.raises(EngineInternalError):
             await engine.update_weights_from_disk(str(new), 8)
         assert server.paths[-1] == "/resume"
+        # What it answers then, or that it is gone, is not told in place of the reason.
+        server.give("resume", status=404, text='{"error": "nobody is here"}')
+        with pytest.raises(EngineInternalError, match="collective_rpc"):
+            await engine.update_weights_from_disk(str(new), 8)
 
 
 def _cut(file: Path) -> None:
@@ -380,8 +390,17 @@ async def test_it_says_what_it_is_and_what_fits() -> None:
     async with serving(Scripted().app()) as url, VllmEngine(url) as engine:
         assert await engine.name() == "vllm 0.32.0"
         assert await engine.max_model_len() == 2048
-        assert (await engine.about()).model_path == str(MODEL)
-        assert (await engine.state()) == (0, False)
+        assert await engine.about() == EngineState(0, model_path=str(MODEL))
+        assert (await engine.state()) == EngineState(0)
+
+
+async def test_which_folder_an_update_named_is_not_known() -> None:
+    """A publication that fails would bring it back to the weights of its start, under the number of
+    the update."""
+    server = Scripted()
+    server.give("weight_info_of_7")
+    async with serving(server.app()) as url, VllmEngine(url) as engine:
+        assert await engine.about() == EngineState(7)
 
 
 async def test_the_gateway_samples_from_it_by_its_kind() -> None:
