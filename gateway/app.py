@@ -106,6 +106,7 @@ class _App(FastAPI):
         except Exception as e:  # noqa: BLE001 - told in the dialect's shape
             refused = _refusal(scope["path"], e)
             if not call.response_started:
+                await call.connection.drain()  # of a client that asks on and reads nothing
                 call.respond(refused)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import socket
 from contextlib import suppress
 from typing import Any
 
@@ -293,3 +294,23 @@ async def test_requests_that_come_faster_than_they_are_answered_wait_in_the_sock
     with suppress(ConnectionError):
         await sending
     assert 0 < most < 2 * n_at_once
+
+
+async def test_errors_that_nobody_reads_are_not_piled_up(worlds: Any) -> None:
+    world = await worlds(admin_keys=[KEY])
+    wire = await Wire.to(world)
+    wire.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    wire.reader._transport.pause_reading()  # type: ignore[attr-defined]  # no public way
+    await until(connections)
+    (connection,) = connections()
+    served = connection.transport.get_extra_info("socket")
+    served.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    sending = asyncio.create_task(wire.send(call_of({}) * 100, 60))
+    most = 0
+    for _ in range(300):
+        await asyncio.sleep(0.005)
+        most = max(most, connection.transport.get_write_buffer_size())
+    wire.writer.transport.abort()
+    with suppress(ConnectionError):
+        await sending
+    assert 0 < most < 100_000
