@@ -106,6 +106,7 @@ class _App(FastAPI):
         except Exception as e:  # noqa: BLE001 - told in the dialect's shape
             refused = _refusal(scope["path"], e)
             if not call.response_started:
+                await call.connection.drain()  # of a client that asks on and reads nothing
                 call.respond(refused)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -146,12 +147,15 @@ def _refusal(path: str, e: Exception) -> Response:
 
 async def _cors_headers(cors: CORSMiddleware, scope: Scope) -> bytes:
     """Header lines that let a page read an answer, if it may."""
+    headers = Headers(scope=scope)
+    if "origin" not in headers:  # no page asks, and older Starlettes look for one all the same
+        return b"vary: Origin\r\n"
     lines: list[bytes] = []
 
     async def take(head: Message) -> None:
         lines.extend(b"%b: %b\r\n" % each for each in head["headers"])
 
-    await cors.send({"type": "http.response.start", "headers": []}, take, Headers(scope=scope))
+    await cors.send({"type": "http.response.start", "headers": []}, take, headers)
     return b"".join(lines)
 
 

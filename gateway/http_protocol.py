@@ -23,12 +23,13 @@ import asyncio
 import http
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any, Protocol
 
 import httptools
 import orjson
 from starlette.responses import Response
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -49,6 +50,9 @@ log = logging.getLogger(__name__)
 
 LINGER_S = 1.0
 """Between a last answer and the end of its connection, so that the client can read it."""
+MOST_QUEUED = 16
+"""Pipelined requests of a connection behind the one that is answered, with which no more is read.
+What was read at once may hold more of them."""
 
 
 class ConnectionLimits:
@@ -192,6 +196,19 @@ class DirectCall(RequestResponseCycle):
         self.on_response()
 
 
+class _Flow(FlowControl):
+    """uvicorn's reads on with each request, so that a client that sends them faster than they are
+    answered fills the memory with them."""
+
+    def __init__(self, transport: asyncio.Transport, queued: Sized) -> None:
+        super().__init__(transport)
+        self._queued = queued
+
+    def resume_reading(self) -> None:
+        if len(self._queued) < MOST_QUEUED:
+            super().resume_reading()
+
+
 class HttpProtocol(HttpToolsProtocol):
     """uvicorn's, with these limits, and with calls that are answered directly. It is the
     `web.Connection` of its requests: to wait for the end of one in `receive` takes a task for each
@@ -218,6 +235,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport, self.pipeline)
         peer = self.client[0] if self.client else ""
         self._peer = peer
         self._limits.enter(peer, self)
@@ -363,6 +381,8 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._has_moved = True
         super().on_message_complete()
+        if not self.pipeline:  # a long body paused it, and a client that leaves is to be noticed
+            self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -17,10 +17,16 @@ from pathlib import Path
 import certifi
 import pytest
 import ray
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from ray.cluster_utils import Cluster
 
-settings.register_profile("short", max_examples=25, deadline=None, print_blob=True)
+settings.register_profile(
+    "short",
+    max_examples=25,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],  # it measures a busy machine, not a test
+)
 settings.register_profile("long", settings.get_profile("short"), max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 

@@ -62,6 +62,9 @@ class Agent:
     """Path and body of its last call."""
     previous: str | None = None
     """Last id of a stored response."""
+    connections: tuple[aiohttp.ClientSession, ...] = ()
+    """One connection each to a gateway: a retry over the same one finds a conversation that a retry
+    over another does not, so that may not hang on which one a client's pool hands out first."""
 
 
 class Session:
@@ -71,7 +74,9 @@ class Session:
         self.n = 0
         self.heard: list[str] = []
         """By those who asked again."""
-        self.agents = [self._agent(i) for i in range(6)]
+        self.connections: list[tuple[aiohttp.ClientSession, ...]] = []
+        """By agent."""
+        self.agents: list[Agent] = []
 
     def _agent(self, i: int) -> Agent:
         kind = self.random.choice(("url", "header", "conversation", "session"))
@@ -82,10 +87,18 @@ class Session:
         if kind == "session":
             headers["x-session-id"] = uid
         path = f"/{uid}/p-{uid}" if kind == "url" else ""
-        return Agent(path, headers, self.random.random() < 0.5)
+        with_tools = self.random.random() < 0.5
+        return Agent(path, headers, with_tools, connections=self.connections[i])
 
-    async def play(self, http: aiohttp.ClientSession, n_calls: int) -> None:
-        self.http = http
+    async def play(self, n_calls: int) -> None:
+        async with AsyncExitStack() as stack:
+            for _ in range(6):
+                own = [await stack.enter_async_context(one_connection()) for _ in range(2)]
+                self.connections.append(tuple(own))
+            self.agents = [self._agent(i) for i in range(6)]
+            await self._play(n_calls)
+
+    async def _play(self, n_calls: int) -> None:
         for self.n in range(n_calls):
             i = self.random.randrange(len(self.agents))
             agent = self.agents[i]
@@ -106,11 +119,17 @@ class Session:
         return self.urls[self.random.randrange(2) if moves else 0]
 
     async def send(
-        self, agent: Agent, path: str, body: dict[str, Any], url: str | None = None, **more: str
+        self,
+        agent: Agent,
+        path: str,
+        body: dict[str, Any],
+        url: str | None = None,
+        connection: int = 0,
+        **more: str,
     ) -> str:
         url = f"{url or self.url(agent)}{agent.path}/{path}"
         headers = agent.headers | {name.replace("_", "-"): v for name, v in more.items()}
-        async with self.http.post(url, json=body, headers=headers) as answer:
+        async with agent.connections[connection].post(url, json=body, headers=headers) as answer:
             text = await answer.text()
             failed = answer.status != 200 or 'data: {"error"' in text
             return f"!{answer.status} {text}" if failed else text
@@ -162,8 +181,9 @@ class Session:
         if agent.last is None:
             return
         path, body = agent.last
-        marked = self.random.random() < 0.7
-        self.heard.append(heard(await self.send(agent, path, body, **(RETRY if marked else {}))))
+        marked = RETRY if self.random.random() < 0.7 else {}
+        connection = int(self.random.random() < 0.3)
+        self.heard.append(heard(await self.send(agent, path, body, None, connection, **marked)))
 
     async def lost(self, agent: Agent) -> None:
         """The pool loses a commit, or its answer; the agent tries again or goes on."""
@@ -194,7 +214,7 @@ class Session:
         first = asyncio.create_task(self.send(agent, "v1/chat/completions", body, at))
         await until(lambda: self.engine.arrived.is_set() or first.done())
         n = self.counted()
-        second = asyncio.create_task(self.send(agent, "v1/chat/completions", body, at, **RETRY))
+        second = asyncio.create_task(self.send(agent, "v1/chat/completions", body, at, 1, **RETRY))
         await until(lambda: self.counted() > n or second.done())
         gate.set()
         answers = await first, await second
@@ -228,6 +248,12 @@ class Session:
         if "responses" in path and not body.get("stream") and not answer.startswith("!"):
             agent.previous = json.loads(answer)["id"]
         agent.last = path, body
+
+
+def one_connection() -> aiohttp.ClientSession:
+    """A client that has one connection to each gateway, and keeps it."""
+    connector = aiohttp.TCPConnector(limit_per_host=1, keepalive_timeout=600)
+    return aiohttp.ClientSession(connector=connector)
 
 
 def heard(answer: str) -> str:
@@ -303,7 +329,7 @@ async def digest(n_calls: int, seed: int, path: str | None = None) -> tuple[str,
         urls = [await enter(serving(app, http=http_protocol(config))) for app in apps]
         session = Session(seed, urls, engine, port_of(pool))
         session.counted = lambda: apps[0].state.services.calls.counts["retries"]  # type: ignore[attr-defined]
-        await session.play(await enter(aiohttp.ClientSession()), n_calls)
+        await session.play(n_calls)
         names: dict[str, str] = {}
         rows = [*session.heard]
         rows += [json.dumps(described(s, names), sort_keys=True) for s in port_of(pool).stored()]

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
+import socket
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
 import pytest
 
 from stepwell.gateway.config import Tuning
+from stepwell.gateway.http_protocol import HttpProtocol
+from tests.builders import until
 
 KEY = "an-admin-key-of-32-characters-00"
 AUTHORISED = f"authorization: Bearer {KEY}\r\n"
@@ -235,3 +241,76 @@ async def test_no_byte_of_a_body_is_kept_for_a_stranger(worlds: Any) -> None:
     # The answer comes before the body does.
     assert (await wire.one())[0] == 401
     wire.writer.close()
+
+
+def call_of(body: dict[str, Any]) -> bytes:
+    data = json.dumps({"model": "m", **body}).encode()
+    head = (
+        "POST /t1/p1/v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    )
+    return head.encode() + data
+
+
+def connections() -> list[HttpProtocol]:
+    """The server's side of what is connected."""
+    found = (each for each in gc.get_objects() if isinstance(each, HttpProtocol))
+    return [each for each in found if each.transport is not None and not each.is_lost]
+
+
+@pytest.mark.parametrize("n_first", [1, 20_000, 100_000, 200_000])
+async def test_a_client_that_leaves_behind_a_long_body_is_noticed(
+    worlds: Any, n_first: int
+) -> None:
+    world = await worlds()
+    gate = asyncio.Event()
+    world.say("x", gate=gate)
+    wire = await Wire.to(world)
+    data = call_of({"messages": [{"role": "user", "content": "hi"}], "user": "x" * 300_000})
+    await wire.send(data[:n_first])
+    await asyncio.sleep(0.05)
+    await wire.send(data[n_first:])
+    await until(world.engine.arrived.is_set, 20)
+    wire.writer.close()
+    try:
+        await until(lambda: world.gateway.calls.counts["disconnected"] == 1, 20)
+    finally:
+        gate.set()
+
+
+async def test_requests_that_come_faster_than_they_are_answered_wait_in_the_socket(
+    worlds: Any,
+) -> None:
+    world = await worlds(admin_keys=[KEY])
+    wire = await Wire.to(world)
+    refused = call_of({})
+    n_at_once = 1 + (1 << 18) // len(refused)
+    sending = asyncio.create_task(wire.send(refused * 200, 100))
+    most = 0
+    for _ in range(100):
+        await asyncio.sleep(0.01)
+        most = max(most, *(len(each.pipeline) for each in connections()))
+    wire.writer.transport.abort()
+    with suppress(ConnectionError):
+        await sending
+    assert 0 < most < 2 * n_at_once
+
+
+async def test_errors_that_nobody_reads_are_not_piled_up(worlds: Any) -> None:
+    world = await worlds(admin_keys=[KEY])
+    wire = await Wire.to(world)
+    wire.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    wire.reader._transport.pause_reading()  # type: ignore[attr-defined]  # no public way
+    await until(connections)
+    (connection,) = connections()
+    served = connection.transport.get_extra_info("socket")
+    served.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    sending = asyncio.create_task(wire.send(call_of({}) * 100, 60))
+    most = 0
+    for _ in range(300):
+        await asyncio.sleep(0.005)
+        most = max(most, connection.transport.get_write_buffer_size())
+    wire.writer.transport.abort()
+    with suppress(ConnectionError):
+        await sending
+    assert 0 < most < 100_000
