@@ -84,6 +84,15 @@ async def test_a_reward_that_the_agent_wrote_is_none_and_none_at_all_is_a_loss(
         await harness(tmp_path, cheat)(task, URL, "key")
 
 
+@pytest.mark.parametrize("script", ["rm -r ../logs/verifier", "mkdir ../tests; ln -s / ../tests/x"])
+async def test_folders_that_the_agent_spoilt_are_made_anew(tmp_path: Path, script: str) -> None:
+    _, task = tasks()
+    assert await harness(tmp_path, script)(task, URL, "key") == 0.0
+    link = f"cd .. && mv logs was && ln -s {tmp_path} logs"
+    with pytest.raises(HarnessError, match="replaced or removed its folder logs"):
+        await harness(tmp_path, link)(task, URL, "key")
+
+
 async def test_rollouts_of_a_task_complete_with_its_reward(
     tmp_path: Path, gateway: RecordingGateway
 ) -> None:

@@ -35,7 +35,8 @@ def shell(script: str, **keys: Any) -> dict[str, Any]:
 
 
 def harness(tmp_path: Path, script: str, **keys: Any) -> Harness:
-    config = HarnessConfig.model_validate(shell(script, scratch=str(tmp_path / "s"), **keys))
+    keys = {"scratch": str(tmp_path / "s"), **keys}
+    config = HarnessConfig.model_validate(shell(script) | keys)
     return Harness(config, logs=tmp_path / "logs")
 
 
@@ -108,6 +109,53 @@ async def test_hidden_tests_come_over_what_the_agent_left(tmp_path: Path) -> Non
     (tmp_path / "hidden" / "test.sh").write_text("exit 1")
     grade = {"command": ["sh", "test.sh"], "files": str(tmp_path / "hidden")}
     assert await harness(tmp_path, "echo exit 0 > test.sh", grade=grade)(TASK, URL, "k") == 0.0
+
+
+@pytest.mark.parametrize("way", ["file", "folder"])
+async def test_a_link_that_the_agent_left_is_not_followed_out_of_the_folder(
+    tmp_path: Path, way: str
+) -> None:
+    (tmp_path / "hidden" / "tests").mkdir(parents=True)
+    (tmp_path / "hidden" / "tests" / "test.sh").write_text("echo 0.5 > tests/r")
+    (tmp_path / "mine").mkdir()
+    for name in ("test.sh", "r"):
+        (tmp_path / "mine" / name).write_text("keep")
+    mine = tmp_path / "mine"
+    links = f"mkdir tests && ln -s {mine}/test.sh tests/test.sh && ln -s {mine}/r tests/r"
+    script = links if way == "file" else f"ln -s {mine} tests"
+    grade = {"command": ["sh", "tests/test.sh"], "files": str(tmp_path / "hidden")}
+    run = harness(tmp_path, script, grade={**grade, "file": "tests/r"})
+    assert await run(TASK, URL, "k") == 0.5
+    assert [(mine / name).read_text() for name in ("test.sh", "r")] == ["keep", "keep"]
+    left_nothing(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("script", "grading", "why"),
+    [
+        ("true", "mkfifo r", "r is no plain file"),
+        ("true", "ln -s /etc/hostname r", "r is no plain file"),
+        ("true", r"printf '\377' > r", "r holds no number"),
+        ("true", "head -c 100000 /dev/zero > r", "more than 65536 bytes"),
+        ("mkdir r", "true", "no r was written"),
+        ("cd .. && rm -r work && ln -s /etc work", "echo 1 > r", "replaced .* its folder work"),
+        ("cd .. && rm -r work", "echo 1 > r", "removed its folder work"),
+    ],
+)
+async def test_what_an_agent_did_to_its_folder_is_its_own_loss(
+    tmp_path: Path, script: str, grading: str, why: str
+) -> None:
+    grade = {"command": ["sh", "-c", grading], "file": "r"}
+    with pytest.raises(HarnessError, match=why):
+        await harness(tmp_path, script, grade=grade)(TASK, URL, "key")
+    left_nothing(tmp_path)
+
+
+async def test_a_folder_is_removed_however_deep_it_is(tmp_path: Path) -> None:
+    deep = "import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')"
+    script = f'{sys.executable} -c "{deep}"'
+    assert await harness(tmp_path, script, timeout_s=60)(TASK, URL, "key") is None
+    left_nothing(tmp_path)
 
 
 SMALL = {"processes": 12, "disk_mb": 2, "files": 200, "output_mb": 1, "memory_mb": 128}

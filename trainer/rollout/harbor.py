@@ -21,6 +21,7 @@ from typing import Any
 
 from stepwell.trainer.data.harbor import dockerfile, refuse_image
 from stepwell.trainer.errors import HarnessError
+from stepwell.trainer.rollout.folders import inside, read_written, remove
 
 BUILDS = ("docker", "podman")
 TEST = "test.sh"
@@ -117,8 +118,9 @@ class HarborLayout:
 
     def bring_tests(self) -> list[str]:
         """Copy the tests; returns the command that runs them. Raises OSError."""
+        for folder in (self.tests, self.logs / "verifier"):
+            remove(folder)  # what the agent may have written is no test, and no score
         shutil.copytree(self.task / "tests", self.tests, symlinks=True)
-        shutil.rmtree(self.logs / "verifier")  # what the agent may have written is no score
         (self.logs / "verifier").mkdir()
         if self._sandbox == "process":
             for file in self.tests.rglob("*"):
@@ -147,12 +149,11 @@ class HarborLayout:
         """
         folder = self.logs / "verifier"
         try:
-            if (file := folder / "reward.json").is_file():
-                values = json.loads(file.read_text())
+            if (file := inside(self.logs, "verifier/reward.json")).is_file():
+                values = json.loads(read_written(file))
                 value = values["reward"] if "reward" in values else _only(values)
             else:
-                file = folder / "reward.txt"
-                value = float(file.read_text())
+                value = read_written(folder / "reward.txt")
             reward = float(value)
         except (OSError, ValueError, TypeError, KeyError) as e:
             raise HarnessError(f"grading: {folder.name} wrote no reward: {e} ({said})") from e

@@ -38,6 +38,7 @@ from stepwell.datapool import dotted
 from stepwell.trainer.config.harness import PLACEHOLDER, GradeConfig, HarnessConfig, HarnessLimits
 from stepwell.trainer.config.harness_presets import PRESETS
 from stepwell.trainer.errors import HarnessError, InfrastructureError, RolloutError
+from stepwell.trainer.rollout.folders import copy_over, inside, read_written, remove
 from stepwell.trainer.rollout.harbor import BUILDS, HarborLayout
 from stepwell.trainer.rollout.sandboxes import SandboxRequest, find_sandbox
 from stepwell.trainer.threads import in_thread
@@ -113,7 +114,7 @@ class Harness:
                 rollout.judge(ended)
                 return await self._grade(rollout, task, base_url)
         finally:
-            await _to_the_end(in_thread(_remove, root))
+            await _to_the_end(in_thread(_remove, rollout))
 
     async def _image_ready(self, rollout: Rollout) -> None:
         """Pull or build an image once, before any time of a rollout runs; and put what it has in
@@ -155,6 +156,7 @@ class Harness:
         self, rollout: Rollout, task: Mapping[str, Any], base_url: str
     ) -> float | None:
         grade = self.config.grade
+        rollout.check_folders()
         if rollout.harbor is not None:
             with _room_needed(rollout.root):
                 command = await in_thread(rollout.harbor.bring_tests)
@@ -163,7 +165,7 @@ class Harness:
             return None
         if grade.files is not None:
             with _room_needed(rollout.work):
-                await in_thread(_copy, grade.files, rollout.work)
+                await in_thread(copy_over, grade.files, rollout.work)
         if grade.command is not None:
             return await rollout.grade_by_command(grade)
         transcript = [] if self._transcript is None else await self._transcript(base_url)
@@ -234,7 +236,8 @@ class Rollout:
             self.harbor = HarborLayout(task["harbor"], root, self.work, kind)
         self._own = (0, 0)
         """Bytes and files that the template has brought."""
-        self.log = root / "output.log"
+        # Beside the folders that the agent may write: it is read here, links would be followed.
+        self.log = root.with_name(f"{root.name}.log")
         self._runs = 0
 
     def prepare(self) -> None:
@@ -332,7 +335,8 @@ class Rollout:
         )
         plan = self._harness._sandbox(request)
         limits = config.limits
-        disk = None if limits.disk_mb is None else limits.disk_mb * _MB
+        # A file of that size has exceeded the bound.
+        disk = None if limits.disk_mb is None else (limits.disk_mb + 1) * _MB
         job = Job(
             argv=plan.argv,
             cwd=self.work,
@@ -381,6 +385,17 @@ class Rollout:
             why = _UNSTARTED.get(ended.code, "cannot be run")
             raise InfrastructureError(f"{program} {why} in the container: {self._last_line()}")
 
+    def check_folders(self) -> None:
+        """
+        Raises:
+            HarnessError: the agent has put something else, a link for instance, in place of a
+                folder that is mounted or written next.
+        """
+        harbor = () if self.harbor is None else (self.harbor.logs,)
+        for folder in (self.work, self.home, self.tmp, *harbor):
+            if folder.is_symlink() or not folder.is_dir():
+                raise HarnessError(f"the agent has replaced or removed its folder {folder.name}")
+
     async def grade_by_command(self, grade: GradeConfig) -> float:
         """
         Raises:
@@ -388,9 +403,9 @@ class Rollout:
             InfrastructureError: the machine failed.
         """
         command = self.fill(grade.command or ())
-        reward_file = None if grade.file is None else self.work / grade.file
-        if reward_file is not None:  # what the agent may have written there is no score
-            reward_file.unlink(missing_ok=True)
+        if grade.file is not None:  # what the agent may have written there is no score
+            with _room_needed(self.work):
+                await in_thread(remove, inside(self.work, grade.file))
         ended = await self.run(command, grade.timeout_s)
         self._raise_if_not_run(ended, command[0])
         if ended.how == "timeout":
@@ -398,8 +413,9 @@ class Rollout:
         if ended.how != "exited" or ended.code in _UNSTARTED:
             why = _how(ended) if ended.how != "exited" else _UNSTARTED[ended.code]
             raise HarnessError(f"grading: {command[0]}: {why}")
-        if reward_file is None:
+        if grade.file is None:
             return 1.0 if ended.code == 0 else 0.0
+        reward_file = inside(self.work, grade.file)
         return read_number(reward_file, f"exit status {ended.code}: {self._last_line()}")
 
     async def grade_by_harbor(self, harbor: HarborLayout, command: Sequence[str]) -> float:
@@ -454,7 +470,7 @@ def _log_kept(file: Path, logs: Path | None, most: int) -> Iterator[None]:
             with suppress(OSError):  # a full disk: the rollout's end is what counts
                 logs.mkdir(parents=True, exist_ok=True)
                 said = file.read_bytes() if file.is_file() else b""
-                (logs / f"{file.parent.name}.log").write_bytes(said + why.encode())
+                (logs / file.name).write_bytes(said + why.encode())
                 kept = sorted(logs.glob("*.log"), key=lambda each: each.stat().st_mtime)
                 for old in kept[:-most]:
                     old.unlink(missing_ok=True)
@@ -513,13 +529,17 @@ def read_number(file: Path, said: str) -> float:
     Raises:
         HarnessError: it holds no finite number.
     """
+    text = ""
     try:
-        text = file.read_text()[:100].strip()
+        text = read_written(file).strip()[:100]
         number = float(text)
-    except OSError as e:
+    except FileNotFoundError as e:
         raise HarnessError(f"grading: no {file.name} was written ({said})") from e
+    except OSError as e:
+        raise HarnessError(f"grading: {file.name} is no plain file: {e} ({said})") from e
     except ValueError as e:
-        raise HarnessError(f"grading: {file.name} holds {text!r}, no number ({said})") from e
+        shown = f"{text!r}, no number" if text else f"no number: {e}"
+        raise HarnessError(f"grading: {file.name} holds {shown} ({said})") from e
     if number != number or number in (float("inf"), float("-inf")):
         raise HarnessError(f"grading: {file.name} holds {text!r}; write a finite number")
     return number
@@ -543,7 +563,10 @@ def remove_abandoned(scratch: Path) -> None:
     for folder in scratch.glob(f"{FOLDER}*"):
         pid = folder.name.removeprefix(FOLDER)
         if pid.isdecimal() and not Path(f"/proc/{pid}").exists() and Path("/proc").exists():
-            _remove(folder)
+            try:
+                remove(folder)
+            except OSError as e:
+                log.warning("a worker that was killed leaves something behind: %s", e)
 
 
 def _grader(grade: GradeConfig | None) -> Any:
@@ -582,18 +605,10 @@ def _size(folder: Path) -> tuple[int, int]:
     return sum(e.lstat().st_blocks * 512 for e in entries), len(entries)
 
 
-def _remove(root: Path) -> None:
-    """Remove a folder whatever its rights; what cannot be is told."""
-
-    def allowed(function: Any, path: str, error: BaseException) -> None:
-        with suppress(OSError):
-            os.chmod(os.path.dirname(path), 0o700)
-            os.chmod(path, 0o700)
-            function(path)
-
-    if sys.version_info >= (3, 12):
-        shutil.rmtree(root, onexc=allowed)
-    else:
-        shutil.rmtree(root, onerror=lambda f, p, info: allowed(f, p, info[1]))
-    if root.exists():
-        log.warning("the folder of a rollout could not be removed: %s", root)
+def _remove(rollout: Rollout) -> None:
+    """Remove what a rollout has left here; what cannot be is told."""
+    try:
+        remove(rollout.root)
+        remove(rollout.log)
+    except OSError as e:
+        log.warning("a rollout leaves something behind: %s", e)
