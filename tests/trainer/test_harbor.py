@@ -3,6 +3,7 @@ refused by name where something of them is not read."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from stepwell.config.load import load_config
+from stepwell.config.run import RunConfig
 from stepwell.trainer.config import HarborSource, RolloutConfig
 from stepwell.trainer.config.harness import HarnessConfig, HarnessLimits, SandboxChoice
 from stepwell.trainer.data.harbor import HarborTasks
 from stepwell.trainer.data.tasks import open_tasks
-from stepwell.trainer.errors import DataError, HarnessError
+from stepwell.trainer.errors import ConfigError, DataError, HarnessError
 from stepwell.trainer.rollout.harbor import HarborLayout
 from stepwell.trainer.rollout.harness import Harness
 from stepwell.trainer.rollout.sandboxes import SANDBOXES, SandboxRequest
@@ -142,6 +145,24 @@ def test_an_image_that_only_a_container_builds_is_refused_elsewhere(tmp_path: Pa
         tasks(tmp_path / "t" / "tests")
 
 
+@pytest.mark.parametrize("kind", ["docker", "podman"])
+def test_only_harbor_tasks_bring_the_image_of_a_container(kind: str) -> None:
+    """A container of other tasks has to be named."""
+    own = ["model.path=examples/quickstart/model", "rollout.harness.command=[a]"]
+    container = f"rollout.harness.sandbox={kind}"
+    harbor = {"kind": "harbor", "path": str(TASKS)}
+    rows = {"kind": "jsonl", "path": "tasks.jsonl"}
+
+    def loaded(**sources: Any) -> RunConfig:
+        return load_config(None, [*own, container, f"data={json.dumps(sources)}"])
+
+    assert loaded(train=harbor).rollout.harness is not None
+    assert loaded(train=harbor, val=harbor).rollout.harness is not None
+    for sources in ({"train": rows}, {"train": harbor, "val": rows}):
+        with pytest.raises(ConfigError, match=f"kind is '{kind}', but image is missing; name one"):
+            loaded(**sources)
+
+
 @pytest.mark.parametrize("kind", ["bubblewrap", "docker"])
 def test_sandboxes_have_the_folders_at_the_names_that_a_task_knows(kind: str) -> None:
     task = tasks()[1]
@@ -153,7 +174,7 @@ def test_sandboxes_have_the_folders_at_the_names_that_a_task_knows(kind: str) ->
         root=root,
         workdir=root / "work",
         env={"HOME": "/s/r/home"},
-        choice=SandboxChoice(kind=kind, image="x" if kind == "docker" else None),
+        choice=SandboxChoice(kind=kind),
         limits=HarnessLimits(),
         image=layout.image or layout.tag,
         mounts=layout.mounts(grading=True),

@@ -332,7 +332,6 @@ BAD: Mapping[str, tuple[dict[str, Any] | str, str]] = {
     "home": ({"command": ["a"], "files": {"/etc/x": ""}}, "name files by their path in the home"),
     "codes": ({"command": ["a"], "gave_up": [3], "infrastructure": [3]}, "both hold 3"),
     "success": ({"command": ["a"], "gave_up": [0]}, "holds 0, which is success"),
-    "image": ({"command": ["a"], "sandbox": "docker"}, "image is missing"),
     "no_image": ({"command": ["a"], "sandbox": {"image": "x"}}, "which has none"),
     "grade": ({"command": ["a"], "grade": {}}, "give one of them"),
     "file": ({"command": ["a"], "grade": {"command": ["b"], "file": "/r"}}, "inside the work"),
