@@ -74,8 +74,9 @@ class SandboxChoice(Section):
     """CPUs of a container."""
 
     @property
-    def is_container(self) -> bool:
-        return self.kind in ("docker", "podman")
+    def needs_image(self) -> bool:
+        """True if it is a container whose image has to come with the task."""
+        return self.kind in ("docker", "podman") and self.image is None
 
     @model_validator(mode="after")
     def _only_containers_have_an_image(self) -> SandboxChoice:
