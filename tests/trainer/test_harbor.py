@@ -163,6 +163,31 @@ def test_only_harbor_tasks_bring_the_image_of_a_container(kind: str) -> None:
             loaded(**sources)
 
 
+def test_a_container_gets_no_key_by_its_command_line_and_its_program_its_users_home(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("HOME", "XDG_RUNTIME_DIR", "SECRET_OF_MINE"):
+        monkeypatch.setenv(name, f"/my/{name}")
+    request = SandboxRequest(
+        name="n",
+        command=["agent"],
+        root=Path("/s/r"),
+        workdir=Path("/s/r/work"),
+        env={"HOME": "/s/r/home", "API_KEY": "key-of-it"},
+        choice=SandboxChoice(kind="podman", image="x"),
+        limits=HarnessLimits(),
+    )
+    plan = SANDBOXES["podman"](request)
+    argv = " ".join(plan.argv)
+    assert "--env API_KEY --env HOME=/s/r/home x agent" in argv
+    assert "key-of-it" not in argv
+    assert "XDG" not in argv
+    assert plan.env["HOME"] == "/my/HOME"  # where podman has its images
+    assert plan.env["XDG_RUNTIME_DIR"] == "/my/XDG_RUNTIME_DIR"
+    assert plan.env["API_KEY"] == "key-of-it"
+    assert "SECRET_OF_MINE" not in plan.env
+
+
 @pytest.mark.parametrize("kind", ["bubblewrap", "docker"])
 def test_sandboxes_have_the_folders_at_the_names_that_a_task_knows(kind: str) -> None:
     task = tasks()[1]
@@ -183,7 +208,7 @@ def test_sandboxes_have_the_folders_at_the_names_that_a_task_knows(kind: str) ->
     if kind == "docker":
         assert "--volume /s/r/work:/app --volume /s/r/logs:/logs --volume /s/r/tests:/tests" in argv
         assert argv.endswith(
-            "--workdir /app --env HOME stepwell-harbor/greet:latest bash /tests/test.sh"
+            "--workdir /app --env HOME=/s/r/home stepwell-harbor/greet:latest bash /tests/test.sh"
         )
     else:
         assert "--bind /s/r/work /app --bind /s/r/logs /logs --bind /s/r/tests /tests" in argv

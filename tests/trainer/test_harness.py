@@ -227,6 +227,41 @@ async def test_what_cannot_be_graded_has_no_score(tmp_path: Path, grade: Any, wh
         await harness(tmp_path, "true", grade=grade)(TASK, URL, "key")
 
 
+@pytest.mark.parametrize(
+    ("code", "error", "why"),
+    [
+        (125, InfrastructureError, "cannot be run: no daemon"),
+        (127, HarnessError, "exit status 127: no daemon"),  # as without a container: it ends a run
+    ],
+)
+async def test_a_containers_daemon_is_told_from_what_ran_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception], why: str
+) -> None:
+    program = tmp_path / "bin" / "docker"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\n[ "$1" = run ] || exit 0\necho no daemon\nexit {code}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    run = harness(tmp_path, "true", sandbox={"kind": "docker", "image": "x"})
+    with pytest.raises(error, match=why):
+        await run(TASK, URL, "key")
+    left_nothing(tmp_path)
+
+
+async def test_an_image_that_cannot_be_had_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "docker"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho manifest unknown\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    run = harness(tmp_path, "true", sandbox={"kind": "docker", "image": "x"})
+    with pytest.raises(InfrastructureError, match="docker: image x: exited 1: manifest unknown"):
+        await run(TASK, URL, "key")
+    left_nothing(tmp_path)
+
+
 async def test_a_cancelled_rollout_leaves_nothing(tmp_path: Path) -> None:
     run = harness(tmp_path, "setsid sleep 600 & touch $HOME/begun; sleep 600", timeout_s=600)
     rollout = asyncio.ensure_future(run(TASK, URL, "key"))

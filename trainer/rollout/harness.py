@@ -30,6 +30,7 @@ import tempfile
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -40,7 +41,7 @@ from stepwell.trainer.config.harness_presets import PRESETS
 from stepwell.trainer.errors import HarnessError, InfrastructureError, RolloutError
 from stepwell.trainer.rollout.folders import copy_over, inside, read_written, remove
 from stepwell.trainer.rollout.harbor import BUILDS, HarborLayout
-from stepwell.trainer.rollout.sandboxes import SandboxRequest, find_sandbox
+from stepwell.trainer.rollout.sandboxes import SandboxRequest, client_env, find_sandbox
 from stepwell.trainer.threads import in_thread
 
 log = logging.getLogger(__name__)
@@ -139,18 +140,22 @@ class Harness:
         elif ended.how != "exited" or ended.code:
             self._images.pop(image, None)  # the next rollout asks again
         if ended.how != "exited" or ended.code:
-            raise InfrastructureError(f"{program}: image {image}: {ended.how} {ended.code}")
+            raise InfrastructureError(
+                f"{program}: image {image}: {ended.how} {ended.code}: {ended.said}"
+            )
 
     async def _do(self, argv: Sequence[str]) -> Ended:
-        return await run_job(
-            Job(
-                argv=argv,
-                cwd=self._scratch,
-                env={"PATH": self._path, "HOME": os.environ.get("HOME", "/")},
-                log=self._scratch / f"{FOLDER}{os.getpid()}" / f"image-{uuid.uuid4().hex}.log",
-                timeout_s=PULL_S,
-            )
-        )
+        """The end of a command of the container's program; `said` is its last line."""
+        file = self._scratch / f"{FOLDER}{os.getpid()}" / f"image-{uuid.uuid4().hex}.log"
+        env = {**client_env(), "PATH": self._path}
+        job = Job(argv, cwd=self._scratch, env=env, log=file, timeout_s=PULL_S)
+        try:
+            ended = await run_job(job)
+            return replace(ended, said=ended.said or _last_line(file))
+        except OSError as e:
+            raise InfrastructureError(f"no process can be started: {e}") from e
+        finally:
+            file.unlink(missing_ok=True)
 
     async def _grade(
         self, rollout: Rollout, task: Mapping[str, Any], base_url: str
@@ -381,9 +386,8 @@ class Rollout:
         if ended.how in ("unstarted", "lost", "stopped"):
             raise InfrastructureError(f"{program}: {ended.said or ended.how}")
         in_container = self._config.sandbox.kind in BUILDS
-        if in_container and ended.how == "exited" and ended.code in (_DAEMON, *_UNSTARTED):
-            why = _UNSTARTED.get(ended.code, "cannot be run")
-            raise InfrastructureError(f"{program} {why} in the container: {self._last_line()}")
+        if in_container and ended.how == "exited" and ended.code == _DAEMON:
+            raise InfrastructureError(f"{program} cannot be run: {self._last_line()}")
 
     def check_folders(self) -> None:
         """
@@ -430,8 +434,12 @@ class Rollout:
         return harbor.reward(f"exit status {ended.code}: {self._last_line()}")
 
     def _last_line(self) -> str:
-        lines = [line.strip() for line in last_lines(self.log).splitlines() if line.strip()]
-        return lines[-1][:160] if lines else "no output"
+        return _last_line(self.log)
+
+
+def _last_line(file: Path) -> str:
+    lines = [line.strip() for line in last_lines(file).splitlines() if line.strip()]
+    return lines[-1][:160] if lines else "no output"
 
 
 @contextmanager
