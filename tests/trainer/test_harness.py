@@ -20,7 +20,7 @@ from stepwell.trainer.config.harness import HarnessConfig
 from stepwell.trainer.config.harness_presets import PRESETS
 from stepwell.trainer.errors import HarnessError, InfrastructureError, RolloutError
 from stepwell.trainer.rollout.agents import load_agent
-from stepwell.trainer.rollout.harness import FOLDER, Harness, remove_abandoned
+from stepwell.trainer.rollout.harness import Harness, folder_of_worker, remove_abandoned
 from stepwell.trainer.rollout.worker import RolloutWorker
 from tests.trainer.test_rollout import RecordingGateway, gateway
 
@@ -69,7 +69,7 @@ async def test_a_command_is_given_its_rollout_a_fresh_folder_and_a_clean_environ
         assert text.count("here") == 1  # nobody else's folder
         assert "more" not in text
     assert (tmp_path / "template" / "given.txt").read_text() == "here"
-    assert not [*(tmp_path / "s" / f"{FOLDER}{os.getpid()}").iterdir()]
+    assert not [*folder_of_worker(tmp_path / "s").iterdir()]
 
 
 GRADED = {"command": ["sh", "-c", 'test "$(cat answer)" = {task.answer}']}
@@ -202,7 +202,7 @@ def losing(loss: str) -> dict[str, Any]:
 
 
 def left_nothing(tmp_path: Path) -> None:
-    assert not [*(tmp_path / "s" / f"{FOLDER}{os.getpid()}").iterdir()]
+    assert not [*folder_of_worker(tmp_path / "s").iterdir()]
     scratch = str(tmp_path / "s")
     for process in psutil.process_iter():
         try:
@@ -337,12 +337,15 @@ async def ready(patience_s: float = 0.0) -> None:
 
 
 def test_folders_of_a_worker_that_was_killed_are_removed(tmp_path: Path) -> None:
-    dead, mine = tmp_path / f"{FOLDER}4194305", tmp_path / f"{FOLDER}{os.getpid()}"
-    for folder in (dead, mine):
+    mine = folder_of_worker(tmp_path)
+    prefix = mine.name.removesuffix(str(os.getpid()))
+    dead, elsewhere = tmp_path / f"{prefix}4194305", tmp_path / f"{prefix}2-4194305"
+    for folder in (dead, mine, elsewhere):
         (folder / "x" / "work").mkdir(parents=True)
     remove_abandoned(tmp_path)
     assert not dead.exists()
     assert mine.exists()
+    assert elsewhere.exists()  # of another machine, in a folder that both have
 
 
 @pytest.mark.parametrize(

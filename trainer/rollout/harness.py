@@ -25,6 +25,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import uuid
@@ -103,7 +104,7 @@ class Harness:
         config = self.config
         values = {"base_url": base_url, "api_key": api_key, "model": config.model}
         name = f"{_slug(task.get('instance_id', 'task'))}-{uuid.uuid4().hex[:12]}"
-        root = self._scratch / f"{FOLDER}{os.getpid()}" / name
+        root = folder_of_worker(self._scratch) / name
         rollout = Rollout(self, name, root, task, values)
         try:
             with _log_kept(rollout.log, self._logs, config.keep_logs):
@@ -134,9 +135,11 @@ class Harness:
             self._images[image] = asyncio.ensure_future(self._do(argv))
         ended = await asyncio.shield(self._images[image])
         if ended.how == "exited" and not ended.code and harbor is not None:
-            copy = ["sh", "-c", f"cp -a {shlex.quote(harbor.workdir)}/. /stepwell/ || true"]
-            mount = f"{rollout.work}:/stepwell"
-            ended = await self._do([program, "run", "--rm", "--volume", mount, image, *copy])
+            there, name = shlex.quote(harbor.workdir), f"{FOLDER}{rollout.name}-image"
+            copy = ["sh", "-c", f"[ ! -d {there} ] || cp -a {there}/. /stepwell/"]
+            run = [program, "run", "--rm", "--name", name]
+            argv = [*run, "--volume", f"{rollout.work}:/stepwell", image, *copy]
+            ended = await self._do(argv, after=(program, "rm", "--force", name))
         elif ended.how != "exited" or ended.code:
             self._images.pop(image, None)  # the next rollout asks again
         if ended.how != "exited" or ended.code:
@@ -144,11 +147,11 @@ class Harness:
                 f"{program}: image {image}: {ended.how} {ended.code}: {ended.said}"
             )
 
-    async def _do(self, argv: Sequence[str]) -> Ended:
+    async def _do(self, argv: Sequence[str], after: Sequence[str] = ()) -> Ended:
         """The end of a command of the container's program; `said` is its last line."""
-        file = self._scratch / f"{FOLDER}{os.getpid()}" / f"image-{uuid.uuid4().hex}.log"
+        file = folder_of_worker(self._scratch) / f"image-{uuid.uuid4().hex}.log"
         env = {**client_env(), "PATH": self._path}
-        job = Job(argv, cwd=self._scratch, env=env, log=file, timeout_s=PULL_S)
+        job = Job(argv, self._scratch, env, file, timeout_s=PULL_S, after=after)
         try:
             ended = await run_job(job)
             return replace(ended, said=ended.said or _last_line(file))
@@ -230,7 +233,7 @@ class Rollout:
     ) -> None:
         self._harness = harness
         self._config = harness.config
-        self._name = name
+        self.name = name
         self.root = root
         self.work, self.home, self.tmp = (root / part for part in ("work", "home", "tmp"))
         self._task = task
@@ -328,7 +331,7 @@ class Rollout:
             **(env or {}),
         }
         request = SandboxRequest(
-            name=f"{FOLDER}{self._name}-{self._runs}",
+            name=f"{FOLDER}{self.name}-{self._runs}",
             command=command,
             root=self.root,
             workdir=self.work,
@@ -566,10 +569,18 @@ def path_of(path: str) -> str:
     return os.pathsep.join([path, str(Path(sys.executable).parent)])
 
 
+def folder_of_worker(scratch: Path) -> Path:
+    """Folder of this process's rollouts. The machine's name is in it: workers of several may share
+    `scratch`, and none knows which processes live elsewhere."""
+    machine = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())
+    return scratch / f"{FOLDER}{machine}-{os.getpid()}"
+
+
 def remove_abandoned(scratch: Path) -> None:
-    """Remove folders of workers that were killed."""
-    for folder in scratch.glob(f"{FOLDER}*"):
-        pid = folder.name.removeprefix(FOLDER)
+    """Remove folders of workers of this machine that were killed."""
+    prefix = folder_of_worker(scratch).name.removesuffix(str(os.getpid()))
+    for folder in scratch.glob(f"{prefix}*"):
+        pid = folder.name.removeprefix(prefix)
         if pid.isdecimal() and not Path(f"/proc/{pid}").exists() and Path("/proc").exists():
             try:
                 remove(folder)
