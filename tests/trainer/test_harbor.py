@@ -145,6 +145,19 @@ def test_an_image_that_only_a_container_builds_is_refused_elsewhere(tmp_path: Pa
         tasks(tmp_path / "t" / "tests")
 
 
+@pytest.mark.parametrize("source", ["../../secret", "link", "none.txt", '["name.txt",'])
+def test_a_task_copies_nothing_of_this_machine(tmp_path: Path, source: str) -> None:
+    shutil.copytree(TASKS / "greet", tmp_path / "t" / "greet")
+    (tmp_path / "secret").write_text("key")
+    environment = tmp_path / "t" / "greet" / "environment"
+    (environment / "link").symlink_to(tmp_path / "secret")
+    (environment / "Dockerfile").write_text(f"FROM x\nCOPY {source} ./\n")
+    (task,) = tasks(tmp_path / "t")
+    root = tmp_path / "r"
+    with pytest.raises(DataError, match="which is no file or folder below"):
+        HarborLayout(task["harbor"], root, root / "work", "bubblewrap")
+
+
 @pytest.mark.parametrize("kind", ["docker", "podman"])
 def test_only_harbor_tasks_bring_the_image_of_a_container(kind: str) -> None:
     """A container of other tasks has to be named."""

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stepwell.trainer.data.harbor import dockerfile, refuse_image
+from stepwell.trainer.data.harbor import copied, dockerfile, refuse_image
 from stepwell.trainer.errors import HarnessError
 from stepwell.trainer.rollout.folders import inside, read_written, remove
 
@@ -93,10 +92,10 @@ class HarborLayout:
         environment = self.task / "environment"
         for name, rest in dockerfile(self.task):
             if name == "COPY":
-                self._copy(environment, shlex.split(rest))
+                self._copy(environment, copied(rest))
 
     def _copy(self, environment: Path, arguments: list[str]) -> None:
-        *sources, to = [a for a in arguments if not a.startswith("--")]
+        *sources, to = arguments
         inside = Path(self._about["workdir"], to)
         if not inside.is_relative_to(self._about["workdir"]):
             raise HarnessError(
@@ -105,7 +104,7 @@ class HarborLayout:
             )
         target = self._work / inside.relative_to(self._about["workdir"])
         for source in sources:
-            found = environment / source
+            found = environment / source.lstrip("/")
             if found.is_dir():
                 shutil.copytree(found, target, symlinks=True, dirs_exist_ok=True)
             elif len(sources) > 1 or to.endswith(("/", ".")):
