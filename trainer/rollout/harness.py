@@ -30,7 +30,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -106,17 +106,21 @@ class Harness:
         name = f"{_slug(task.get('instance_id', 'task'))}-{uuid.uuid4().hex[:12]}"
         root = folder_of_worker(self._scratch) / name
         rollout = Rollout(self, name, root, task, values)
+        why = ""
         try:
-            with _log_kept(rollout.log, self._logs, config.keep_logs):
-                with _room_needed(root):
-                    await in_thread(rollout.prepare)
-                if config.sandbox.kind in BUILDS:
-                    await self._image_ready(rollout)
-                ended = await rollout.run(rollout.fill(config.command), config.timeout_s)
-                rollout.judge(ended)
-                return await self._grade(rollout, task, base_url)
+            with _room_needed(root):
+                await in_thread(rollout.prepare)
+            if config.sandbox.kind in BUILDS:
+                await self._image_ready(rollout)
+            ended = await rollout.run(rollout.fill(config.command), config.timeout_s)
+            rollout.judge(ended)
+            return await self._grade(rollout, task, base_url)
+        except BaseException as e:
+            why = f"\n--- {type(e).__name__}: {e}\n"
+            raise
         finally:
-            await _to_the_end(in_thread(_remove, rollout))
+            # A log has megabytes: they are read in a thread.
+            await _to_the_end(in_thread(_finish, rollout, self._logs, config.keep_logs, why))
 
     async def _image_ready(self, rollout: Rollout) -> None:
         """Pull or build an image once, before any time of a rollout runs; and put what it has in
@@ -467,26 +471,6 @@ async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
         raise
 
 
-@contextmanager
-def _log_kept(file: Path, logs: Path | None, most: int) -> Iterator[None]:
-    """Keep a rollout's log at the end of the block, with the reason if it failed."""
-    why = ""
-    try:
-        yield
-    except BaseException as e:
-        why = f"\n--- {type(e).__name__}: {e}\n"
-        raise
-    finally:
-        if logs is not None and most:
-            with suppress(OSError):  # a full disk: the rollout's end is what counts
-                logs.mkdir(parents=True, exist_ok=True)
-                said = file.read_bytes() if file.is_file() else b""
-                (logs / file.name).write_bytes(said + why.encode())
-                kept = sorted(logs.glob("*.log"), key=lambda each: each.stat().st_mtime)
-                for old in kept[:-most]:
-                    old.unlink(missing_ok=True)
-
-
 def _how(ended: Ended) -> str:
     if ended.how == "signal":
         names = {number.value: number.name for number in signal.Signals}
@@ -624,8 +608,19 @@ def _size(folder: Path) -> tuple[int, int]:
     return sum(e.lstat().st_blocks * 512 for e in entries), len(entries)
 
 
-def _remove(rollout: Rollout) -> None:
-    """Remove what a rollout has left here; what cannot be is told."""
+def _finish(rollout: Rollout, logs: Path | None, most: int, why: str) -> None:
+    """Keep a rollout's log, with the reason `why` it failed, and remove all else that it has left
+    here; what cannot be is told."""
+    try:
+        if logs is not None and most:
+            logs.mkdir(parents=True, exist_ok=True)
+            said = rollout.log.read_bytes() if rollout.log.is_file() else b""
+            (logs / rollout.log.name).write_bytes(said + why.encode())
+            kept = sorted(logs.glob("*.log"), key=lambda each: each.stat().st_mtime)
+            for old in kept[:-most]:
+                old.unlink(missing_ok=True)
+    except OSError as e:  # a full disk: the rollout's end is what counts
+        log.warning("the log of a rollout could not be kept: %s", e)
     try:
         remove(rollout.root)
         remove(rollout.log)
