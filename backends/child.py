@@ -68,7 +68,8 @@ def reap(job: str, command: list[str]) -> None:
     bound; then kill all that it has started, and say on stdout, as JSON, how it ended.
 
     `job`: JSON of `log` (file that its output goes to), `limits`, `bounds`, `folders` (whose
-    content counts), and `after` (a command that is run at the end, with this environment).
+    content counts), and `after` (a command that is run at the end, with this environment, for
+    `after_s` at most).
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -107,12 +108,17 @@ def reap(job: str, command: list[str]) -> None:
         ended = watch(pid, woken, log, asked["bounds"], asked["folders"])
     end_descendants(pid)
     if asked["after"]:
-        subprocess.run(
-            asked["after"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        try:
+            subprocess.run(
+                asked["after"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=asked["after_s"],
+            )
+        except (OSError, subprocess.TimeoutExpired) as e:  # a daemon that hangs: the owner waits
+            os.write(log, f"{type(e).__name__}: {e}\n".encode())
+        end_descendants(pid)
     try:
         os.write(1, json.dumps(ended).encode())
     except BrokenPipeError:  # the owner has died

@@ -159,6 +159,8 @@ class Job:
     """Folders that `bounds` is about."""
     after: Sequence[str] = ()
     """Command that is run at its end, however it ends: to stop what runs elsewhere."""
+    after_s: float = 60.0
+    """Seconds that `after` may take: whoever runs the job waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,7 @@ async def run_job(job: Job) -> Ended:
         "bounds": {name: most for name, most in asdict(job.bounds).items() if most is not None},
         "folders": [str(folder) for folder in job.folders],
         "after": list(job.after),
+        "after_s": job.after_s,
     }
     reaper = await asyncio.create_subprocess_exec(
         *(sys.executable, "-IS", _HELPER, "reaper", json.dumps(asked), *job.argv),

@@ -201,7 +201,8 @@ class Prompts:
             context: texts that certainly have more tokens are refused before they are made.
 
         Raises:
-            RequestError: the chat template refuses the conversation, or there is no text.
+            RequestError: the chat template refuses the conversation, there is no text, or an id is
+                none of the model's.
             ContextLengthError
         """
         keys, plain = request.keys, request.plain
@@ -262,6 +263,9 @@ class Prompts:
 
         Args:
             rest: what follows the conversation of `attached`.
+
+        Raises:
+            RequestError, ContextLengthError: as `prepare`.
         """
         if attached is not None and not rest:
             # A reply that was cut off goes on. A child is longer than its parent, so the new turn
@@ -269,6 +273,13 @@ class Prompts:
             return attached.parent, join([attached.new_prompt_ids, attached.response_ids])
         if isinstance(rest, bytes):
             new_ids = np.frombuffer(rest, np.int32)
+            vocabulary = self.renderer.tokenizer.vocabulary
+            if len(new_ids) and (most := int(new_ids.max())) >= vocabulary:
+                # An engine may take it; the trainer's embedding has no such row.
+                raise RequestError(
+                    f"prompt holds the token id {most}; the model's lie in [0, {vocabulary})",
+                    "prompt",
+                )
         else:
             tokenizer = self.renderer.tokenizer
             new_ids = await self._offload(len(rest), lambda: tokenizer.encode(rest, context))

@@ -11,6 +11,7 @@ from stepwell.gateway.dialects.gemini import Gemini
 from stepwell.gateway.dialects.openai_chat import OpenAIChat
 from stepwell.gateway.dialects.openai_completions import OpenAICompletions
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
+from stepwell.gateway.dialects.token_generate import TokenGenerate
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.web import OrjsonResponse
 
@@ -34,8 +35,9 @@ def make_gemini(chat_template: str) -> dict[str, Gemini]:
     }
 
 
-_WORDING = make_dialects("", OpenAIResponses())
-PATHS = tuple(_WORDING)
+_CALLS = make_dialects("", OpenAIResponses())
+PATHS = tuple(_CALLS)
+_WORDING = {**_CALLS, "generate": TokenGenerate()}  # below /inference/v1/
 _GEMINI = Gemini()
 
 

@@ -27,7 +27,7 @@ from stepwell.gateway.dialects.base import (
 from stepwell.gateway.dialects.openai_chat import LEAST_LOGPROB, CompletionParams
 from stepwell.gateway.dialects.openai_completions import token_ids
 from stepwell.gateway.dialects.params import Params
-from stepwell.gateway.errors import GatewayError, RequestError
+from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.trajectory.calls import LiveCall
 from stepwell.gateway.web import error_body
@@ -93,8 +93,9 @@ class TokenGenerate(Dialect):
         raise RequestError("this route does not stream; leave stream out", "stream")
 
     def error(self, e: GatewayError) -> dict[str, Any]:
-        """OpenAI's error object."""
-        return error_body(e, e.param)
+        """OpenAI's error object; the conversation is called `token_ids` here."""
+        is_prompt = isinstance(e, ContextLengthError) or e.param == "prompt"
+        return error_body(e, "token_ids" if is_prompt else e.param)
 
 
 def _choice(index: int, reply: LiveCall) -> dict[str, Any]:

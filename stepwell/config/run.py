@@ -317,6 +317,13 @@ class RunConfig(Section):
                 "data is of kind harbor, whose tasks a harness works on, but rollout.harness is "
                 "missing; name one, e.g. rollout.harness: claude_code"
             )
+        container = None if self.rollout.harness is None else self.rollout.harness.sandbox
+        others = [s for s in sources if s is not None and not isinstance(s, HarborSource)]
+        if container is not None and container.needs_image and others:
+            raise ValueError(
+                f"rollout.harness.sandbox.kind is {container.kind!r}, but image is missing; name "
+                "one that holds the harness (only Harbor tasks bring their own)"
+            )
         if agent is None and self.has_tasks:
             raise ValueError(
                 "data is given, but rollout.agent is null: nobody runs an agent on its tasks; set "

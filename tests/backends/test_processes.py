@@ -13,7 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stepwell.backends.processes import Limits, last_lines, spawn, start, start_logged
+from stepwell.backends.processes import (
+    Job,
+    Limits,
+    last_lines,
+    run_job,
+    spawn,
+    start,
+    start_logged,
+)
 
 FAMILY = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); "
 
@@ -88,6 +96,27 @@ async def test_limits_hold_for_a_command_and_for_a_source_in_python(tmp_path: Pa
     unlimited = await spawn(Limits().command("true"))
     assert await unlimited.process.wait() == 0
     unlimited.kill()
+
+
+@pytest.mark.parametrize(
+    ("after", "why"),
+    [(["sh", "-c", "sleep 600 & sleep 601"], "TimeoutExpired"), (["no-such-command"], "FileNot")],
+)
+async def test_a_job_ends_although_what_runs_after_it_does_not(
+    tmp_path: Path, after: list[str], why: str
+) -> None:
+    log = tmp_path / "log"
+    env = {"PATH": os.environ["PATH"], "MARK": str(tmp_path)}
+    argv = ["sh", "-c", "exit 3"]
+    job = Job(argv, tmp_path, env, log, timeout_s=60, after=after, after_s=0.5)
+    ended = await asyncio.wait_for(run_job(job), 60)
+    assert (ended.how, ended.code) == ("exited", 3)
+    assert why in log.read_text()
+    for process in psutil.process_iter():
+        try:
+            assert process.environ().get("MARK") != str(tmp_path)
+        except psutil.Error:
+            continue
 
 
 def test_a_command_that_cannot_be_run_is_the_callers_error() -> None:

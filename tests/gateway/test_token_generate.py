@@ -10,8 +10,11 @@ import pytest
 from tests.gateway.conftest import World
 
 
-async def post(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    async with aiohttp.ClientSession() as http, http.post(url, json=body) as answer:
+async def post(
+    url: str, body: dict[str, Any], key: str | None = None
+) -> tuple[int, dict[str, Any]]:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    async with aiohttp.ClientSession(headers=headers) as http, http.post(url, json=body) as answer:
         return answer.status, await answer.json()
 
 
@@ -62,6 +65,11 @@ async def test_a_prompt_that_goes_on_from_a_reply_extends_it(world: World) -> No
         ({"token_ids": [1], "features": {}}, "features"),
         ({"token_ids": [1], "sampling_params": {"logit_bias": {"1": 2}}}, "sampling_params"),
         ({"token_ids": [1], "stream": True}, "stream"),
+        ({"token_ids": [1, 10**9]}, "prompt holds the token id 1000000000; the model's lie in"),
+        ({"token_ids": [1, 2**40]}, "token_ids holds ids outside"),
+        ({"token_ids": [1, -1]}, "token_ids holds ids outside"),
+        ({"token_ids": [True]}, "token_ids is [True]"),
+        ({"token_ids": []}, "token_ids is []"),
     ],
 )
 async def test_what_cannot_be_honoured_is_refused_by_name(
@@ -70,4 +78,30 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
     status, answer = await post(f"{world.base_url()}/inference/v1/generate", sent)
     assert status == 400
     assert why in answer["error"]["message"]
+    assert not world.stored()
+
+
+ROUTE = "/inference/v1/generate"
+
+
+async def test_a_call_needs_a_key_and_reaches_no_others_trajectory(worlds: Any) -> None:
+    agents = {"bot": {"key": "the-agents'-key-of-this-test"}}
+    world: World = await worlds(admin_keys=["the-admin's-key-of-this-test"], agent_keys=agents)
+    mine, other = (world.gateway.keys.issue(uid, "p1") for uid in ("mine", "other"))
+    sent, url = body(world.ids("One?")), f"{world.url}/mine/p1{ROUTE}"
+    for where in (f"{world.url}{ROUTE}", url):
+        assert (await post(where, sent))[0] == 401
+    assert (await post(url, sent, other))[0] == 403
+    assert not world.stored()
+    assert (await post(url, sent, mine))[0] == 200
+    assert [step.trajectory_uid for step in world.stored()] == ["mine"]
+
+
+async def test_a_body_and_a_prompt_are_bounded(worlds: Any) -> None:
+    world: World = await worlds(max_body_bytes=1 << 20, context_length=64)
+    status, answer = await post(f"{world.base_url()}{ROUTE}", body([1] * 64))
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert answer["error"]["param"] == "token_ids"
+    status, _ = await post(f"{world.base_url()}{ROUTE}", body([1] * (1 << 19)))
+    assert status == 413
     assert not world.stored()

@@ -25,7 +25,7 @@ from stepwell.trainer.config.harness import HarnessConfig
 from stepwell.trainer.config.harness_presets import PRESETS
 from stepwell.trainer.environments import verifiers_episode
 from stepwell.trainer.environments.openenv import OpenEnvAgent
-from stepwell.trainer.rollout.harness import FOLDER, Harness
+from stepwell.trainer.rollout.harness import Harness, folder_of_worker
 from tests.gateway.conftest import World, one_thread, worlds
 from tests.helpers import reserved_port
 
@@ -78,7 +78,7 @@ async def test_a_rollout_of_the_real_program_is_exact_and_one_branch(
     steps = world.stored()
     assert [s.parent_index for s in steps] == [None, *range(len(steps) - 1)], said.read_text()
     assert len(steps) == len(REPLIES[name])
-    assert not [*(tmp_path / "scratch" / f"{FOLDER}{os.getpid()}").iterdir()]
+    assert not [*folder_of_worker(tmp_path / "scratch").iterdir()]
 
 
 async def test_bubblewrap_hides_homes_and_writes_nowhere_else(

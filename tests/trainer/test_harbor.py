@@ -3,6 +3,7 @@ refused by name where something of them is not read."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from stepwell.config.load import load_config
+from stepwell.config.run import RunConfig
 from stepwell.trainer.config import HarborSource, RolloutConfig
 from stepwell.trainer.config.harness import HarnessConfig, HarnessLimits, SandboxChoice
 from stepwell.trainer.data.harbor import HarborTasks
 from stepwell.trainer.data.tasks import open_tasks
-from stepwell.trainer.errors import DataError, HarnessError
+from stepwell.trainer.errors import ConfigError, DataError, HarnessError
 from stepwell.trainer.rollout.harbor import HarborLayout
 from stepwell.trainer.rollout.harness import Harness
 from stepwell.trainer.rollout.sandboxes import SANDBOXES, SandboxRequest
@@ -84,6 +87,15 @@ async def test_a_reward_that_the_agent_wrote_is_none_and_none_at_all_is_a_loss(
         await harness(tmp_path, cheat)(task, URL, "key")
 
 
+@pytest.mark.parametrize("script", ["rm -r ../logs/verifier", "mkdir ../tests; ln -s / ../tests/x"])
+async def test_folders_that_the_agent_spoilt_are_made_anew(tmp_path: Path, script: str) -> None:
+    _, task = tasks()
+    assert await harness(tmp_path, script)(task, URL, "key") == 0.0
+    link = f"cd .. && mv logs was && ln -s {tmp_path} logs"
+    with pytest.raises(HarnessError, match="replaced or removed its folder logs"):
+        await harness(tmp_path, link)(task, URL, "key")
+
+
 async def test_rollouts_of_a_task_complete_with_its_reward(
     tmp_path: Path, gateway: RecordingGateway
 ) -> None:
@@ -133,6 +145,62 @@ def test_an_image_that_only_a_container_builds_is_refused_elsewhere(tmp_path: Pa
         tasks(tmp_path / "t" / "tests")
 
 
+@pytest.mark.parametrize("source", ["../../secret", "link", "none.txt", '["name.txt",'])
+def test_a_task_copies_nothing_of_this_machine(tmp_path: Path, source: str) -> None:
+    shutil.copytree(TASKS / "greet", tmp_path / "t" / "greet")
+    (tmp_path / "secret").write_text("key")
+    environment = tmp_path / "t" / "greet" / "environment"
+    (environment / "link").symlink_to(tmp_path / "secret")
+    (environment / "Dockerfile").write_text(f"FROM x\nCOPY {source} ./\n")
+    (task,) = tasks(tmp_path / "t")
+    root = tmp_path / "r"
+    with pytest.raises(DataError, match="which is no file or folder below"):
+        HarborLayout(task["harbor"], root, root / "work", "bubblewrap")
+
+
+@pytest.mark.parametrize("kind", ["docker", "podman"])
+def test_only_harbor_tasks_bring_the_image_of_a_container(kind: str) -> None:
+    """A container of other tasks has to be named."""
+    own = ["model.path=examples/quickstart/model", "rollout.harness.command=[a]"]
+    container = f"rollout.harness.sandbox={kind}"
+    harbor = {"kind": "harbor", "path": str(TASKS)}
+    rows = {"kind": "jsonl", "path": "tasks.jsonl"}
+
+    def loaded(**sources: Any) -> RunConfig:
+        return load_config(None, [*own, container, f"data={json.dumps(sources)}"])
+
+    assert loaded(train=harbor).rollout.harness is not None
+    assert loaded(train=harbor, val=harbor).rollout.harness is not None
+    for sources in ({"train": rows}, {"train": harbor, "val": rows}):
+        with pytest.raises(ConfigError, match=f"kind is '{kind}', but image is missing; name one"):
+            loaded(**sources)
+
+
+def test_a_container_gets_no_key_by_its_command_line_and_its_program_its_users_home(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("HOME", "XDG_RUNTIME_DIR", "SECRET_OF_MINE"):
+        monkeypatch.setenv(name, f"/my/{name}")
+    request = SandboxRequest(
+        name="n",
+        command=["agent"],
+        root=Path("/s/r"),
+        workdir=Path("/s/r/work"),
+        env={"HOME": "/s/r/home", "API_KEY": "key-of-it"},
+        choice=SandboxChoice(kind="podman", image="x"),
+        limits=HarnessLimits(),
+    )
+    plan = SANDBOXES["podman"](request)
+    argv = " ".join(plan.argv)
+    assert "--env API_KEY --env HOME=/s/r/home x agent" in argv
+    assert "key-of-it" not in argv
+    assert "XDG" not in argv
+    assert plan.env["HOME"] == "/my/HOME"  # where podman has its images
+    assert plan.env["XDG_RUNTIME_DIR"] == "/my/XDG_RUNTIME_DIR"
+    assert plan.env["API_KEY"] == "key-of-it"
+    assert "SECRET_OF_MINE" not in plan.env
+
+
 @pytest.mark.parametrize("kind", ["bubblewrap", "docker"])
 def test_sandboxes_have_the_folders_at_the_names_that_a_task_knows(kind: str) -> None:
     task = tasks()[1]
@@ -144,7 +212,7 @@ def test_sandboxes_have_the_folders_at_the_names_that_a_task_knows(kind: str) ->
         root=root,
         workdir=root / "work",
         env={"HOME": "/s/r/home"},
-        choice=SandboxChoice(kind=kind, image="x" if kind == "docker" else None),
+        choice=SandboxChoice(kind=kind),
         limits=HarnessLimits(),
         image=layout.image or layout.tag,
         mounts=layout.mounts(grading=True),
@@ -153,7 +221,7 @@ def test_sandboxes_have_the_folders_at_the_names_that_a_task_knows(kind: str) ->
     if kind == "docker":
         assert "--volume /s/r/work:/app --volume /s/r/logs:/logs --volume /s/r/tests:/tests" in argv
         assert argv.endswith(
-            "--workdir /app --env HOME stepwell-harbor/greet:latest bash /tests/test.sh"
+            "--workdir /app --env HOME=/s/r/home stepwell-harbor/greet:latest bash /tests/test.sh"
         )
     else:
         assert "--bind /s/r/work /app --bind /s/r/logs /logs --bind /s/r/tests /tests" in argv

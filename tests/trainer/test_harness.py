@@ -20,7 +20,7 @@ from stepwell.trainer.config.harness import HarnessConfig
 from stepwell.trainer.config.harness_presets import PRESETS
 from stepwell.trainer.errors import HarnessError, InfrastructureError, RolloutError
 from stepwell.trainer.rollout.agents import load_agent
-from stepwell.trainer.rollout.harness import FOLDER, Harness, remove_abandoned
+from stepwell.trainer.rollout.harness import Harness, folder_of_worker, remove_abandoned
 from stepwell.trainer.rollout.worker import RolloutWorker
 from tests.trainer.test_rollout import RecordingGateway, gateway
 
@@ -35,7 +35,8 @@ def shell(script: str, **keys: Any) -> dict[str, Any]:
 
 
 def harness(tmp_path: Path, script: str, **keys: Any) -> Harness:
-    config = HarnessConfig.model_validate(shell(script, scratch=str(tmp_path / "s"), **keys))
+    keys = {"scratch": str(tmp_path / "s"), **keys}
+    config = HarnessConfig.model_validate(shell(script) | keys)
     return Harness(config, logs=tmp_path / "logs")
 
 
@@ -68,7 +69,7 @@ async def test_a_command_is_given_its_rollout_a_fresh_folder_and_a_clean_environ
         assert text.count("here") == 1  # nobody else's folder
         assert "more" not in text
     assert (tmp_path / "template" / "given.txt").read_text() == "here"
-    assert not [*(tmp_path / "s" / f"{FOLDER}{os.getpid()}").iterdir()]
+    assert not [*folder_of_worker(tmp_path / "s").iterdir()]
 
 
 GRADED = {"command": ["sh", "-c", 'test "$(cat answer)" = {task.answer}']}
@@ -108,6 +109,53 @@ async def test_hidden_tests_come_over_what_the_agent_left(tmp_path: Path) -> Non
     (tmp_path / "hidden" / "test.sh").write_text("exit 1")
     grade = {"command": ["sh", "test.sh"], "files": str(tmp_path / "hidden")}
     assert await harness(tmp_path, "echo exit 0 > test.sh", grade=grade)(TASK, URL, "k") == 0.0
+
+
+@pytest.mark.parametrize("way", ["file", "folder"])
+async def test_a_link_that_the_agent_left_is_not_followed_out_of_the_folder(
+    tmp_path: Path, way: str
+) -> None:
+    (tmp_path / "hidden" / "tests").mkdir(parents=True)
+    (tmp_path / "hidden" / "tests" / "test.sh").write_text("echo 0.5 > tests/r")
+    (tmp_path / "mine").mkdir()
+    for name in ("test.sh", "r"):
+        (tmp_path / "mine" / name).write_text("keep")
+    mine = tmp_path / "mine"
+    links = f"mkdir tests && ln -s {mine}/test.sh tests/test.sh && ln -s {mine}/r tests/r"
+    script = links if way == "file" else f"ln -s {mine} tests"
+    grade = {"command": ["sh", "tests/test.sh"], "files": str(tmp_path / "hidden")}
+    run = harness(tmp_path, script, grade={**grade, "file": "tests/r"})
+    assert await run(TASK, URL, "k") == 0.5
+    assert [(mine / name).read_text() for name in ("test.sh", "r")] == ["keep", "keep"]
+    left_nothing(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("script", "grading", "why"),
+    [
+        ("true", "mkfifo r", "r is no plain file"),
+        ("true", "ln -s /etc/hostname r", "r is no plain file"),
+        ("true", r"printf '\377' > r", "r holds no number"),
+        ("true", "head -c 100000 /dev/zero > r", "more than 65536 bytes"),
+        ("mkdir r", "true", "no r was written"),
+        ("cd .. && rm -r work && ln -s /etc work", "echo 1 > r", "replaced .* its folder work"),
+        ("cd .. && rm -r work", "echo 1 > r", "removed its folder work"),
+    ],
+)
+async def test_what_an_agent_did_to_its_folder_is_its_own_loss(
+    tmp_path: Path, script: str, grading: str, why: str
+) -> None:
+    grade = {"command": ["sh", "-c", grading], "file": "r"}
+    with pytest.raises(HarnessError, match=why):
+        await harness(tmp_path, script, grade=grade)(TASK, URL, "key")
+    left_nothing(tmp_path)
+
+
+async def test_a_folder_is_removed_however_deep_it_is(tmp_path: Path) -> None:
+    deep = "import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')"
+    script = f'{sys.executable} -c "{deep}"'
+    assert await harness(tmp_path, script, timeout_s=60)(TASK, URL, "key") is None
+    left_nothing(tmp_path)
 
 
 SMALL = {"processes": 12, "disk_mb": 2, "files": 200, "output_mb": 1, "memory_mb": 128}
@@ -154,7 +202,7 @@ def losing(loss: str) -> dict[str, Any]:
 
 
 def left_nothing(tmp_path: Path) -> None:
-    assert not [*(tmp_path / "s" / f"{FOLDER}{os.getpid()}").iterdir()]
+    assert not [*folder_of_worker(tmp_path / "s").iterdir()]
     scratch = str(tmp_path / "s")
     for process in psutil.process_iter():
         try:
@@ -177,6 +225,41 @@ def left_nothing(tmp_path: Path) -> None:
 async def test_what_cannot_be_graded_has_no_score(tmp_path: Path, grade: Any, why: str) -> None:
     with pytest.raises(HarnessError, match=why):
         await harness(tmp_path, "true", grade=grade)(TASK, URL, "key")
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "why"),
+    [
+        (125, InfrastructureError, "cannot be run: no daemon"),
+        (127, HarnessError, "exit status 127: no daemon"),  # as without a container: it ends a run
+    ],
+)
+async def test_a_containers_daemon_is_told_from_what_ran_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception], why: str
+) -> None:
+    program = tmp_path / "bin" / "docker"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\n[ "$1" = run ] || exit 0\necho no daemon\nexit {code}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    run = harness(tmp_path, "true", sandbox={"kind": "docker", "image": "x"})
+    with pytest.raises(error, match=why):
+        await run(TASK, URL, "key")
+    left_nothing(tmp_path)
+
+
+async def test_an_image_that_cannot_be_had_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "docker"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho manifest unknown\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    run = harness(tmp_path, "true", sandbox={"kind": "docker", "image": "x"})
+    with pytest.raises(InfrastructureError, match="docker: image x: exited 1: manifest unknown"):
+        await run(TASK, URL, "key")
+    left_nothing(tmp_path)
 
 
 async def test_a_cancelled_rollout_leaves_nothing(tmp_path: Path) -> None:
@@ -254,12 +337,15 @@ async def ready(patience_s: float = 0.0) -> None:
 
 
 def test_folders_of_a_worker_that_was_killed_are_removed(tmp_path: Path) -> None:
-    dead, mine = tmp_path / f"{FOLDER}4194305", tmp_path / f"{FOLDER}{os.getpid()}"
-    for folder in (dead, mine):
+    mine = folder_of_worker(tmp_path)
+    prefix = mine.name.removesuffix(str(os.getpid()))
+    dead, elsewhere = tmp_path / f"{prefix}4194305", tmp_path / f"{prefix}2-4194305"
+    for folder in (dead, mine, elsewhere):
         (folder / "x" / "work").mkdir(parents=True)
     remove_abandoned(tmp_path)
     assert not dead.exists()
     assert mine.exists()
+    assert elsewhere.exists()  # of another machine, in a folder that both have
 
 
 @pytest.mark.parametrize(
@@ -284,7 +370,6 @@ BAD: Mapping[str, tuple[dict[str, Any] | str, str]] = {
     "home": ({"command": ["a"], "files": {"/etc/x": ""}}, "name files by their path in the home"),
     "codes": ({"command": ["a"], "gave_up": [3], "infrastructure": [3]}, "both hold 3"),
     "success": ({"command": ["a"], "gave_up": [0]}, "holds 0, which is success"),
-    "image": ({"command": ["a"], "sandbox": "docker"}, "image is missing"),
     "no_image": ({"command": ["a"], "sandbox": {"image": "x"}}, "which has none"),
     "grade": ({"command": ["a"], "grade": {}}, "give one of them"),
     "file": ({"command": ["a"], "grade": {"command": ["b"], "file": "/r"}}, "inside the work"),

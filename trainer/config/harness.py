@@ -64,7 +64,7 @@ class SandboxChoice(Section):
     `docker`, `podman`: a container of `image`. Or the dotted path of a function
     `(SandboxRequest) -> SandboxPlan` (`stepwell.trainer.rollout.sandboxes`)."""
     image: str | None = Field(default=None, min_length=1)
-    """Image of `docker` and `podman`, which holds the harness."""
+    """Image of `docker` and `podman`, which holds the harness. Harbor tasks bring their own."""
     network: str = Field(default="host", min_length=1)
     """Network of a container. Other than `host`, the gateway is called at the host's name, and has
     to listen there (`gateway.host`)."""
@@ -73,10 +73,13 @@ class SandboxChoice(Section):
     cpus: float | None = Field(default=None, gt=0)
     """CPUs of a container."""
 
+    @property
+    def needs_image(self) -> bool:
+        """True if it is a container whose image has to come with the task."""
+        return self.kind in ("docker", "podman") and self.image is None
+
     @model_validator(mode="after")
-    def _has_image(self) -> SandboxChoice:
-        if self.kind in ("docker", "podman") and self.image is None:
-            raise ValueError(f"kind is {self.kind!r}, but image is missing; name one that holds it")
+    def _only_containers_have_an_image(self) -> SandboxChoice:
         if self.image is not None and self.kind in ("process", "bubblewrap"):
             raise ValueError(
                 f"image is {self.image!r}, but kind is {self.kind!r}, which has none; set kind to "

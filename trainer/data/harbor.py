@@ -12,6 +12,7 @@ scores something else. Does not own how tasks are run.
 
 from __future__ import annotations
 
+import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -134,6 +135,24 @@ def refuse_image(folder: Path, sandbox: str) -> None:
                 f"{folder}/environment/Dockerfile has {name} {rest:.60}, which only a container "
                 f"does, and rollout.harness.sandbox.kind is {sandbox!r}; set it to docker or podman"
             )
+        for source in copied(rest)[:-1] if name == "COPY" else ():
+            _refuse_outside(folder / "environment", source)
+
+
+def copied(arguments: str) -> list[str]:
+    """Sources of a COPY, then where to."""
+    return [each for each in shlex.split(arguments) if not each.startswith("--")]
+
+
+def _refuse_outside(environment: Path, source: str) -> None:
+    """As a build does: a task names nothing of this machine."""
+    found = (environment / source.lstrip("/")).resolve()
+    if not found.exists() or not found.is_relative_to(environment.resolve()):
+        raise DataError(
+            f"{environment}/Dockerfile copies {source}, which is no file or folder below "
+            f"{environment}; only a container's build knows other forms: set "
+            "rollout.harness.sandbox.kind to docker or podman"
+        )
 
 
 def _refuse(folder: Path, raw: Mapping[str, Any]) -> None:

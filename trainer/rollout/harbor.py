@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stepwell.trainer.data.harbor import dockerfile, refuse_image
+from stepwell.trainer.data.harbor import copied, dockerfile, refuse_image
 from stepwell.trainer.errors import HarnessError
+from stepwell.trainer.rollout.folders import inside, read_written, remove
 
 BUILDS = ("docker", "podman")
 TEST = "test.sh"
@@ -92,10 +92,10 @@ class HarborLayout:
         environment = self.task / "environment"
         for name, rest in dockerfile(self.task):
             if name == "COPY":
-                self._copy(environment, shlex.split(rest))
+                self._copy(environment, copied(rest))
 
     def _copy(self, environment: Path, arguments: list[str]) -> None:
-        *sources, to = [a for a in arguments if not a.startswith("--")]
+        *sources, to = arguments
         inside = Path(self._about["workdir"], to)
         if not inside.is_relative_to(self._about["workdir"]):
             raise HarnessError(
@@ -104,7 +104,7 @@ class HarborLayout:
             )
         target = self._work / inside.relative_to(self._about["workdir"])
         for source in sources:
-            found = environment / source
+            found = environment / source.lstrip("/")
             if found.is_dir():
                 shutil.copytree(found, target, symlinks=True, dirs_exist_ok=True)
             elif len(sources) > 1 or to.endswith(("/", ".")):
@@ -117,8 +117,9 @@ class HarborLayout:
 
     def bring_tests(self) -> list[str]:
         """Copy the tests; returns the command that runs them. Raises OSError."""
+        for folder in (self.tests, self.logs / "verifier"):
+            remove(folder)  # what the agent may have written is no test, and no score
         shutil.copytree(self.task / "tests", self.tests, symlinks=True)
-        shutil.rmtree(self.logs / "verifier")  # what the agent may have written is no score
         (self.logs / "verifier").mkdir()
         if self._sandbox == "process":
             for file in self.tests.rglob("*"):
@@ -147,12 +148,11 @@ class HarborLayout:
         """
         folder = self.logs / "verifier"
         try:
-            if (file := folder / "reward.json").is_file():
-                values = json.loads(file.read_text())
+            if (file := inside(self.logs, "verifier/reward.json")).is_file():
+                values = json.loads(read_written(file))
                 value = values["reward"] if "reward" in values else _only(values)
             else:
-                file = folder / "reward.txt"
-                value = float(file.read_text())
+                value = read_written(folder / "reward.txt")
             reward = float(value)
         except (OSError, ValueError, TypeError, KeyError) as e:
             raise HarnessError(f"grading: {folder.name} wrote no reward: {e} ({said})") from e

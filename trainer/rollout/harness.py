@@ -25,11 +25,13 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -38,8 +40,9 @@ from stepwell.datapool import dotted
 from stepwell.trainer.config.harness import PLACEHOLDER, GradeConfig, HarnessConfig, HarnessLimits
 from stepwell.trainer.config.harness_presets import PRESETS
 from stepwell.trainer.errors import HarnessError, InfrastructureError, RolloutError
+from stepwell.trainer.rollout.folders import copy_over, inside, read_written, remove
 from stepwell.trainer.rollout.harbor import BUILDS, HarborLayout
-from stepwell.trainer.rollout.sandboxes import SandboxRequest, find_sandbox
+from stepwell.trainer.rollout.sandboxes import SandboxRequest, client_env, find_sandbox
 from stepwell.trainer.threads import in_thread
 
 log = logging.getLogger(__name__)
@@ -101,19 +104,23 @@ class Harness:
         config = self.config
         values = {"base_url": base_url, "api_key": api_key, "model": config.model}
         name = f"{_slug(task.get('instance_id', 'task'))}-{uuid.uuid4().hex[:12]}"
-        root = self._scratch / f"{FOLDER}{os.getpid()}" / name
+        root = folder_of_worker(self._scratch) / name
         rollout = Rollout(self, name, root, task, values)
+        why = ""
         try:
-            with _log_kept(rollout.log, self._logs, config.keep_logs):
-                with _room_needed(root):
-                    await in_thread(rollout.prepare)
-                if config.sandbox.kind in BUILDS:
-                    await self._image_ready(rollout)
-                ended = await rollout.run(rollout.fill(config.command), config.timeout_s)
-                rollout.judge(ended)
-                return await self._grade(rollout, task, base_url)
+            with _room_needed(root):
+                await in_thread(rollout.prepare)
+            if config.sandbox.kind in BUILDS:
+                await self._image_ready(rollout)
+            ended = await rollout.run(rollout.fill(config.command), config.timeout_s)
+            rollout.judge(ended)
+            return await self._grade(rollout, task, base_url)
+        except BaseException as e:
+            why = f"\n--- {type(e).__name__}: {e}\n"
+            raise
         finally:
-            await _to_the_end(in_thread(_remove, root))
+            # A log has megabytes: they are read in a thread.
+            await _to_the_end(in_thread(_finish, rollout, self._logs, config.keep_logs, why))
 
     async def _image_ready(self, rollout: Rollout) -> None:
         """Pull or build an image once, before any time of a rollout runs; and put what it has in
@@ -132,29 +139,36 @@ class Harness:
             self._images[image] = asyncio.ensure_future(self._do(argv))
         ended = await asyncio.shield(self._images[image])
         if ended.how == "exited" and not ended.code and harbor is not None:
-            copy = ["sh", "-c", f"cp -a {shlex.quote(harbor.workdir)}/. /stepwell/ || true"]
-            mount = f"{rollout.work}:/stepwell"
-            ended = await self._do([program, "run", "--rm", "--volume", mount, image, *copy])
+            there, name = shlex.quote(harbor.workdir), f"{FOLDER}{rollout.name}-image"
+            copy = ["sh", "-c", f"[ ! -d {there} ] || cp -a {there}/. /stepwell/"]
+            run = [program, "run", "--rm", "--name", name]
+            argv = [*run, "--volume", f"{rollout.work}:/stepwell", image, *copy]
+            ended = await self._do(argv, after=(program, "rm", "--force", name))
         elif ended.how != "exited" or ended.code:
             self._images.pop(image, None)  # the next rollout asks again
         if ended.how != "exited" or ended.code:
-            raise InfrastructureError(f"{program}: image {image}: {ended.how} {ended.code}")
-
-    async def _do(self, argv: Sequence[str]) -> Ended:
-        return await run_job(
-            Job(
-                argv=argv,
-                cwd=self._scratch,
-                env={"PATH": self._path, "HOME": os.environ.get("HOME", "/")},
-                log=self._scratch / f"{FOLDER}{os.getpid()}" / f"image-{uuid.uuid4().hex}.log",
-                timeout_s=PULL_S,
+            raise InfrastructureError(
+                f"{program}: image {image}: {ended.how} {ended.code}: {ended.said}"
             )
-        )
+
+    async def _do(self, argv: Sequence[str], after: Sequence[str] = ()) -> Ended:
+        """The end of a command of the container's program; `said` is its last line."""
+        file = folder_of_worker(self._scratch) / f"image-{uuid.uuid4().hex}.log"
+        env = {**client_env(), "PATH": self._path}
+        job = Job(argv, self._scratch, env, file, timeout_s=PULL_S, after=after)
+        try:
+            ended = await run_job(job)
+            return replace(ended, said=ended.said or _last_line(file))
+        except OSError as e:
+            raise InfrastructureError(f"no process can be started: {e}") from e
+        finally:
+            file.unlink(missing_ok=True)
 
     async def _grade(
         self, rollout: Rollout, task: Mapping[str, Any], base_url: str
     ) -> float | None:
         grade = self.config.grade
+        rollout.check_folders()
         if rollout.harbor is not None:
             with _room_needed(rollout.root):
                 command = await in_thread(rollout.harbor.bring_tests)
@@ -163,7 +177,7 @@ class Harness:
             return None
         if grade.files is not None:
             with _room_needed(rollout.work):
-                await in_thread(_copy, grade.files, rollout.work)
+                await in_thread(copy_over, grade.files, rollout.work)
         if grade.command is not None:
             return await rollout.grade_by_command(grade)
         transcript = [] if self._transcript is None else await self._transcript(base_url)
@@ -223,7 +237,7 @@ class Rollout:
     ) -> None:
         self._harness = harness
         self._config = harness.config
-        self._name = name
+        self.name = name
         self.root = root
         self.work, self.home, self.tmp = (root / part for part in ("work", "home", "tmp"))
         self._task = task
@@ -234,7 +248,8 @@ class Rollout:
             self.harbor = HarborLayout(task["harbor"], root, self.work, kind)
         self._own = (0, 0)
         """Bytes and files that the template has brought."""
-        self.log = root / "output.log"
+        # Beside the folders that the agent may write: it is read here, links would be followed.
+        self.log = root.with_name(f"{root.name}.log")
         self._runs = 0
 
     def prepare(self) -> None:
@@ -320,7 +335,7 @@ class Rollout:
             **(env or {}),
         }
         request = SandboxRequest(
-            name=f"{FOLDER}{self._name}-{self._runs}",
+            name=f"{FOLDER}{self.name}-{self._runs}",
             command=command,
             root=self.root,
             workdir=self.work,
@@ -332,7 +347,8 @@ class Rollout:
         )
         plan = self._harness._sandbox(request)
         limits = config.limits
-        disk = None if limits.disk_mb is None else limits.disk_mb * _MB
+        # A file of that size has exceeded the bound.
+        disk = None if limits.disk_mb is None else (limits.disk_mb + 1) * _MB
         job = Job(
             argv=plan.argv,
             cwd=self.work,
@@ -377,9 +393,19 @@ class Rollout:
         if ended.how in ("unstarted", "lost", "stopped"):
             raise InfrastructureError(f"{program}: {ended.said or ended.how}")
         in_container = self._config.sandbox.kind in BUILDS
-        if in_container and ended.how == "exited" and ended.code in (_DAEMON, *_UNSTARTED):
-            why = _UNSTARTED.get(ended.code, "cannot be run")
-            raise InfrastructureError(f"{program} {why} in the container: {self._last_line()}")
+        if in_container and ended.how == "exited" and ended.code == _DAEMON:
+            raise InfrastructureError(f"{program} cannot be run: {self._last_line()}")
+
+    def check_folders(self) -> None:
+        """
+        Raises:
+            HarnessError: the agent has put something else, a link for instance, in place of a
+                folder that is mounted or written next.
+        """
+        harbor = () if self.harbor is None else (self.harbor.logs,)
+        for folder in (self.work, self.home, self.tmp, *harbor):
+            if folder.is_symlink() or not folder.is_dir():
+                raise HarnessError(f"the agent has replaced or removed its folder {folder.name}")
 
     async def grade_by_command(self, grade: GradeConfig) -> float:
         """
@@ -388,9 +414,9 @@ class Rollout:
             InfrastructureError: the machine failed.
         """
         command = self.fill(grade.command or ())
-        reward_file = None if grade.file is None else self.work / grade.file
-        if reward_file is not None:  # what the agent may have written there is no score
-            reward_file.unlink(missing_ok=True)
+        if grade.file is not None:  # what the agent may have written there is no score
+            with _room_needed(self.work):
+                await in_thread(remove, inside(self.work, grade.file))
         ended = await self.run(command, grade.timeout_s)
         self._raise_if_not_run(ended, command[0])
         if ended.how == "timeout":
@@ -398,8 +424,9 @@ class Rollout:
         if ended.how != "exited" or ended.code in _UNSTARTED:
             why = _how(ended) if ended.how != "exited" else _UNSTARTED[ended.code]
             raise HarnessError(f"grading: {command[0]}: {why}")
-        if reward_file is None:
+        if grade.file is None:
             return 1.0 if ended.code == 0 else 0.0
+        reward_file = inside(self.work, grade.file)
         return read_number(reward_file, f"exit status {ended.code}: {self._last_line()}")
 
     async def grade_by_harbor(self, harbor: HarborLayout, command: Sequence[str]) -> float:
@@ -414,8 +441,12 @@ class Rollout:
         return harbor.reward(f"exit status {ended.code}: {self._last_line()}")
 
     def _last_line(self) -> str:
-        lines = [line.strip() for line in last_lines(self.log).splitlines() if line.strip()]
-        return lines[-1][:160] if lines else "no output"
+        return _last_line(self.log)
+
+
+def _last_line(file: Path) -> str:
+    lines = [line.strip() for line in last_lines(file).splitlines() if line.strip()]
+    return lines[-1][:160] if lines else "no output"
 
 
 @contextmanager
@@ -438,26 +469,6 @@ async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
     except asyncio.CancelledError:
         await asyncio.wait({task})
         raise
-
-
-@contextmanager
-def _log_kept(file: Path, logs: Path | None, most: int) -> Iterator[None]:
-    """Keep a rollout's log at the end of the block, with the reason if it failed."""
-    why = ""
-    try:
-        yield
-    except BaseException as e:
-        why = f"\n--- {type(e).__name__}: {e}\n"
-        raise
-    finally:
-        if logs is not None and most:
-            with suppress(OSError):  # a full disk: the rollout's end is what counts
-                logs.mkdir(parents=True, exist_ok=True)
-                said = file.read_bytes() if file.is_file() else b""
-                (logs / f"{file.parent.name}.log").write_bytes(said + why.encode())
-                kept = sorted(logs.glob("*.log"), key=lambda each: each.stat().st_mtime)
-                for old in kept[:-most]:
-                    old.unlink(missing_ok=True)
 
 
 def _how(ended: Ended) -> str:
@@ -513,13 +524,17 @@ def read_number(file: Path, said: str) -> float:
     Raises:
         HarnessError: it holds no finite number.
     """
+    text = ""
     try:
-        text = file.read_text()[:100].strip()
+        text = read_written(file).strip()[:100]
         number = float(text)
-    except OSError as e:
+    except FileNotFoundError as e:
         raise HarnessError(f"grading: no {file.name} was written ({said})") from e
+    except OSError as e:
+        raise HarnessError(f"grading: {file.name} is no plain file: {e} ({said})") from e
     except ValueError as e:
-        raise HarnessError(f"grading: {file.name} holds {text!r}, no number ({said})") from e
+        shown = f"{text!r}, no number" if text else f"no number: {e}"
+        raise HarnessError(f"grading: {file.name} holds {shown} ({said})") from e
     if number != number or number in (float("inf"), float("-inf")):
         raise HarnessError(f"grading: {file.name} holds {text!r}; write a finite number")
     return number
@@ -538,12 +553,23 @@ def path_of(path: str) -> str:
     return os.pathsep.join([path, str(Path(sys.executable).parent)])
 
 
+def folder_of_worker(scratch: Path) -> Path:
+    """Folder of this process's rollouts. The machine's name is in it: workers of several may share
+    `scratch`, and none knows which processes live elsewhere."""
+    machine = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())
+    return scratch / f"{FOLDER}{machine}-{os.getpid()}"
+
+
 def remove_abandoned(scratch: Path) -> None:
-    """Remove folders of workers that were killed."""
-    for folder in scratch.glob(f"{FOLDER}*"):
-        pid = folder.name.removeprefix(FOLDER)
+    """Remove folders of workers of this machine that were killed."""
+    prefix = folder_of_worker(scratch).name.removesuffix(str(os.getpid()))
+    for folder in scratch.glob(f"{prefix}*"):
+        pid = folder.name.removeprefix(prefix)
         if pid.isdecimal() and not Path(f"/proc/{pid}").exists() and Path("/proc").exists():
-            _remove(folder)
+            try:
+                remove(folder)
+            except OSError as e:
+                log.warning("a worker that was killed leaves something behind: %s", e)
 
 
 def _grader(grade: GradeConfig | None) -> Any:
@@ -582,18 +608,21 @@ def _size(folder: Path) -> tuple[int, int]:
     return sum(e.lstat().st_blocks * 512 for e in entries), len(entries)
 
 
-def _remove(root: Path) -> None:
-    """Remove a folder whatever its rights; what cannot be is told."""
-
-    def allowed(function: Any, path: str, error: BaseException) -> None:
-        with suppress(OSError):
-            os.chmod(os.path.dirname(path), 0o700)
-            os.chmod(path, 0o700)
-            function(path)
-
-    if sys.version_info >= (3, 12):
-        shutil.rmtree(root, onexc=allowed)
-    else:
-        shutil.rmtree(root, onerror=lambda f, p, info: allowed(f, p, info[1]))
-    if root.exists():
-        log.warning("the folder of a rollout could not be removed: %s", root)
+def _finish(rollout: Rollout, logs: Path | None, most: int, why: str) -> None:
+    """Keep a rollout's log, with the reason `why` it failed, and remove all else that it has left
+    here; what cannot be is told."""
+    try:
+        if logs is not None and most:
+            logs.mkdir(parents=True, exist_ok=True)
+            said = rollout.log.read_bytes() if rollout.log.is_file() else b""
+            (logs / rollout.log.name).write_bytes(said + why.encode())
+            kept = sorted(logs.glob("*.log"), key=lambda each: each.stat().st_mtime)
+            for old in kept[:-most]:
+                old.unlink(missing_ok=True)
+    except OSError as e:  # a full disk: the rollout's end is what counts
+        log.warning("the log of a rollout could not be kept: %s", e)
+    try:
+        remove(rollout.root)
+        remove(rollout.log)
+    except OSError as e:
+        log.warning("a rollout leaves something behind: %s", e)

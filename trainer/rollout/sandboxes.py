@@ -119,15 +119,26 @@ def _container(program: str, request: SandboxRequest) -> SandboxPlan:
     for path in choice.visible:
         argv += ["--volume", f"{path}:{path}:ro"]
     argv += ["--workdir", _inside(request)]
-    # Values come from this process's environment: keys are in no command line. PATH is the image's.
+    # Values come from this process's environment: keys are in no command line. PATH is the image's,
+    # and what the program itself reads is its user's: podman keeps its images in the home.
+    client = client_env()
     for name in sorted(env.keys() - {"PATH"}):
-        argv += ["--env", name]
+        argv += ["--env", f"{name}={env[name]}" if name in _CLIENTS else name]
     command = request.command
     if choice.network != "host":
         command = [_at_host(part, host) for part in command]
     argv += [request.image or choice.image or "", *command]
     env.setdefault("PATH", os.defpath)  # finds the program itself
-    return SandboxPlan(argv, env, (program, "rm", "--force", request.name))
+    return SandboxPlan(argv, {**env, **client}, (program, "rm", "--force", request.name))
+
+
+_CLIENTS = ("HOME", "XDG_RUNTIME_DIR", "DOCKER_HOST", "DOCKER_CONFIG", "CONTAINER_HOST")
+"""Variables by which docker and podman find their daemon, images and logins."""
+
+
+def client_env() -> dict[str, str]:
+    """What docker and podman are given of this process's environment; containers get none of it."""
+    return {name: os.environ[name] for name in _CLIENTS if name in os.environ}
 
 
 def _at_host(text: str, host: str) -> str:
