@@ -12,12 +12,15 @@ from stepwell.datapool import ChannelConfig
 from stepwell.datapool.config import ArchiveConfig
 from stepwell.datapool.errors import DamagedFileError, InvalidRequestError
 from stepwell.datapool.files.archive import archiver
-from stepwell.datapool.files.archive.archiver import Archive, archive_waiting
+from stepwell.datapool.files.archive.archiver import Archive, archive_stopped, archive_waiting
 from stepwell.datapool.files.archive.catalogue import match_of
+from stepwell.datapool.files.archive.folder import ArchiveFolder
 from stepwell.datapool.files.archive.launch import Settings
 from stepwell.datapool.files.archive.reader import ArchiveReader, parse, waiting
+from stepwell.datapool.files.deletion import delete_from_journals
 from stepwell.datapool.ops import Mark, OpenGroup, OpenTrajectory, ReleaseDeparted
 from stepwell.datapool.questions import ReadDeparted
+from stepwell.datapool.remote.stopped import stopped_pool
 from stepwell.datapool.types import Step
 from tests.datapool.conftest import JournaledPool
 
@@ -200,6 +203,35 @@ def test_an_archiver_that_dies_before_the_pool_knows_writes_the_same_again(run):
     assert [p.name for p in run.files()][:1] == names
     assert {row["uid"] for row in run.reader.rows().items} == {"t", "u"}
     assert run.reader.counts()["trajectories"] == 2
+
+
+def test_an_archiver_that_dies_between_two_files_writes_both_again(run, monkeypatch):
+    run.train("t", reward=1.0)
+    run.pool("set_reward", "t", 0.5)
+    write = ArchiveFolder.write
+
+    def dies(folder, kind, *what):
+        if kind == "trajectories":
+            raise KeyboardInterrupt
+        write(folder, kind, *what)
+
+    monkeypatch.setattr(ArchiveFolder, "write", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run.archive()
+    monkeypatch.undo()
+    run.archive()
+    assert run.reader.find("t")[0]["last"] == "It is 4."
+    assert [row["reward"] for row in run.reader.feedback("t")] == [0.5]
+
+
+def test_deletion_from_a_stopped_pool_leaves_what_else_waits_for_the_archive(run):
+    run.train("t", "kept")
+    run.train("s", SECRET)
+    run.pool.journal.close()
+    assert delete_from_journals(run.path / "pool", "s").trajectories == ("s",)
+    stopped = stopped_pool(run.path / "pool", run.pool.pool.config)
+    asyncio.run(archive_stopped(stopped, run.pool.pool.config))
+    assert [row["uid"] for row in run.reader.rows().items] == ["t"]
 
 
 def test_a_file_that_the_catalogue_does_not_know_is_added_to_it(run, monkeypatch):

@@ -81,9 +81,9 @@ class Archive:
     # -- writing -----------------------------------------------------------------------------
 
     def archived_through(self) -> int:
-        """The last row of this journal that is in a file; 0: none is."""
+        """The last row of this journal that is in a file; 0: none is. A file of feedback is written
+        before that of the trajectories, so that it says nothing of them."""
         names = self.folder.names(TRAJECTORIES, self.settings.shard)
-        names += self.folder.names(FEEDBACK, self.settings.shard)
         return max((n.last for n in names if n.journal == self.settings.journal_id), default=0)
 
     def write(self, first: int, last: int, found: Sequence[Conversation | Feedback]) -> None:
