@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +12,10 @@ import pytest
 
 from stepwell.datapool import ChannelConfig
 from stepwell.datapool.config import ArchiveConfig
-from stepwell.datapool.errors import DamagedFileError, InvalidRequestError
-from stepwell.datapool.files.archive import archiver
+from stepwell.datapool.errors import DamagedFileError, DataPoolError, InvalidRequestError
+from stepwell.datapool.files.archive import archiver, catalogue
 from stepwell.datapool.files.archive.archiver import Archive, archive_stopped, archive_waiting
-from stepwell.datapool.files.archive.catalogue import match_of
+from stepwell.datapool.files.archive.catalogue import Catalogue, match_of
 from stepwell.datapool.files.archive.folder import ArchiveFolder
 from stepwell.datapool.files.archive.launch import Settings
 from stepwell.datapool.files.archive.reader import ArchiveReader, parse, waiting
@@ -357,6 +359,83 @@ def test_what_is_deleted_is_in_no_file_and_on_no_page(run, how):
     assert run.reader.was_deleted("s")
     assert run.reader.find("t7")[0]["first"] == "common text 7"
     assert run.reader.check() == []
+
+
+def private(run, uid="s", user="eve", **fields):
+    run.pool("apply", OpenTrajectory(uid, fields.get("prompt_uid", f"p-{uid}"), 0, {"user": user}))
+    run.turn(uid, f"Keep {SECRET}", "I do.", **fields)
+    run.pool("complete_trajectory", uid, 1.0)
+
+
+def test_a_deletion_that_was_killed_is_done_by_the_next(run, monkeypatch):
+    for i in range(5):
+        run.train(f"t{i}", f"common text {i}")
+    private(run)
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    run.archive()
+    run.pool.now = 4e9
+
+    def dies(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Catalogue, "add", dies)  # the file is written anew, the catalogue is not
+    with pytest.raises(KeyboardInterrupt):
+        run.reader.delete("user", "eve")
+    monkeypatch.undo()
+    run.reader.delete("user", "eve")
+    assert b"secret" not in run.bytes_of_everything()
+    assert run.reader.was_deleted("s")
+    for i in range(5):
+        assert run.reader.read(f"t{i}").trajectory.trajectory_uid == f"t{i}"
+
+
+def test_a_deletion_says_that_somebody_reads_what_is_deleted(run, monkeypatch):
+    monkeypatch.setattr(catalogue, "CHECKPOINTS", 1)
+    run.train("s", SECRET)
+    run.archive()
+    with closing(sqlite3.connect(run.path / "archive" / "catalogue-0.sqlite")) as reading:
+        reading.execute("BEGIN")
+        reading.execute("SELECT count(*) FROM trajectories").fetchall()
+        with pytest.raises(DataPoolError, match="delete again"):
+            run.reader.delete("trajectory", "s")
+        reading.execute("COMMIT")
+    run.reader.delete("trajectory", "s")
+    assert b"secret" not in run.bytes_of_everything()
+
+
+def test_half_a_file_of_a_killed_archiver_goes_with_a_deletion(run):
+    run.train("s", SECRET)
+    run.archive()
+    (file,) = run.files()
+    draft = file.with_name(f"{file.name}.1-1.tmp")
+    draft.write_bytes(SECRET.encode())
+    run.reader.delete("trajectory", "s")
+    assert not draft.exists()
+
+
+def test_half_a_tombstone_of_a_full_disk_spoils_no_other(run):
+    run.train("s", SECRET)
+    run.train("t", "common")
+    run.archive()
+    run.reader.delete("trajectory", "s")
+    path = run.path / "archive" / "deleted.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"kind":"traj')
+    run.reader.delete("trajectory", "t")
+    assert run.reader.was_deleted("s")
+    assert run.reader.was_deleted("t")
+
+
+def test_siblings_go_with_a_group(run):
+    run.pool("apply", OpenGroup("g", 2))
+    private(run, "a", "eve", prompt_uid="g")
+    private(run, "b", "bob", prompt_uid="g")
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    run.train("t", "common")
+    run.archive()
+    assert sorted(run.reader.delete("trajectory", "a", with_group=True)) == ["a", "b"]
+    assert b"secret" not in run.bytes_of_everything()
+    assert run.reader.was_deleted("b")
+    assert [row["uid"] for row in run.reader.rows().items] == ["t"]
 
 
 def test_what_was_deleted_while_it_waited_never_reaches_a_file(run):

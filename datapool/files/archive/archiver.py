@@ -35,8 +35,10 @@ from stepwell.datapool.files.archive.folder import (
     FEEDBACK,
     TRAJECTORIES,
     ArchiveFolder,
+    Deletions,
     FileName,
-    Tombstone,
+    Kind,
+    tombstone,
 )
 from stepwell.datapool.files.archive.launch import Settings
 from stepwell.datapool.log_files import log_to_file
@@ -58,6 +60,8 @@ BATCH_BYTES: Final = 16 << 20
 MERGED: Final = 16
 """Neighbouring small files that become one."""
 SMALL_BYTES: Final = 32 << 20
+KEYS: Final = ("trajectory_uid", "user", "tags", "opened_at")
+"""Columns by which trajectories are deleted; feedback has the first alone."""
 TRIES: Final = 5
 """Tries to read rows that the journal moves meanwhile."""
 
@@ -99,8 +103,8 @@ class Archive:
         tables = {TRAJECTORIES: parquet.trajectory_table(said)}
         if late:
             tables[FEEDBACK] = parquet.feedback_table(late)
-        tombstones = self.folder.tombstones()
-        written = {kind: _kept(table, tombstones) for kind, table in tables.items()}
+        deletions = self.folder.deletions()
+        written = {kind: _kept(table, deletions) for kind, table in tables.items()}
         files = {kind: parquet.file_bytes(table) for kind, table in written.items()}
         if not self.folder.has_space(sum(map(len, files.values()))):
             raise NoSpaceError(str(self.folder.path))
@@ -120,23 +124,32 @@ class Archive:
     # -- looking after -----------------------------------------------------------------------
 
     def reconcile(self) -> list[str]:
-        """Make the catalogue that of the files that are there; what is damaged, a line each."""
+        """Make the catalogue that of the files that are there; what is damaged, a line each. A file
+        that was written anew by one who died before the catalogue knew has another size."""
+        self.folder.remove_drafts(self.settings.shard)
         told: list[str] = []
+        deletions = self.folder.deletions()
         known = self.catalogue.files()
         there: set[tuple[str, str]] = set()
         for kind in (TRAJECTORIES, FEEDBACK):
             for name in self.folder.names(kind, self.settings.shard):
                 there.add((kind, name.text))
-                if (kind, name.text) in known:
+                path, row = self.folder.file(kind, name), known.get((kind, name.text))
+                if row is not None and row["n_bytes"] == path.stat().st_size:
                     continue
-                path = self.folder.file(kind, name)
                 try:
-                    table = _kept(parquet.read_table(path), self.folder.tombstones())
-                    self._add(kind, name, table, path.read_bytes())
+                    table = parquet.read_table(path)
+                    if gone := len(table) - len(kept := _kept(table, deletions)):
+                        logger.warning("archive: %s still had %d deleted rows", path, gone)
+                        content = parquet.file_bytes(kept)
+                        self.folder.write(kind, name, content)
+                        self._add(kind, name, kept, content)
+                    else:
+                        self._add(kind, name, table, path.read_bytes())
                 except (DamagedFileError, OSError) as e:
                     told.append(str(e))
-        for gone in known.keys() - there:
-            self.catalogue.forget_file(*gone)
+        for removed in known.keys() - there:
+            self.catalogue.forget_file(*removed)
         return told
 
     def merge(self) -> None:
@@ -193,28 +206,48 @@ class Archive:
             gone.append(row["name"])
         return gone
 
+    def siblings(self, kind: Kind, values: Sequence[str]) -> list[str]:
+        """Other trajectories of the groups of those that a deletion means, by uid."""
+        self.reconcile()
+        deletions = self.folder.deletions()
+        named = {
+            "trajectory": "uid = ?",
+            "user": "user = ?",
+            "tag": "id IN (SELECT id FROM tags WHERE tag = ?)",
+        }[kind]
+        meant = f"SELECT channel, prompt_uid FROM trajectories WHERE {named}"
+        sql = f"SELECT uid FROM trajectories WHERE (channel, prompt_uid) IN ({meant})"
+        found = {row["uid"] for value in values for row in self.catalogue.query(sql, (value,))}
+        return sorted(found - deletions.uids)
+
     def erase(self) -> list[str]:
         """Take what tombstones name out of files and catalogue; the uids of trajectories.
 
         Raises:
             DamagedFileError: a file cannot be read, so that it could still hold what is deleted.
+            DataPoolError: somebody reads the catalogue all the time.
         """
-        tombstones = self.folder.tombstones()
+        self.reconcile()
+        deletions = self.folder.deletions()
         gone: dict[str, None] = {}
-        columns = ["trajectory_uid", "user", "tags", "opened_at"]
+        meant: dict[FileName, list[int]] = {}
         for name in self.folder.names(TRAJECTORIES, self.settings.shard):
             path = self.folder.file(TRAJECTORIES, name)
-            keys = parquet.read_table(path, columns).to_pylist()
-            meant = [i for i, row in enumerate(keys) if any(t.meets(row) for t in tombstones)]
-            if meant:
-                gone |= dict.fromkeys(keys[i]["trajectory_uid"] for i in meant)
-                self._rewrite(TRAJECTORIES, name, meant)
-        named = {t.value for t in tombstones if t.kind == "trajectory"} | gone.keys()
+            keys = parquet.read_table(path, list(KEYS)).to_pylist()
+            if found := [i for i, row in enumerate(keys) if deletions.meets(row)]:
+                meant[name] = found
+                gone |= dict.fromkeys(keys[i]["trajectory_uid"] for i in found)
+        named = deletions.uids
+        # Before the rows that say whose they were: their uids lead somewhere, and after a crash
+        # what else is known of them still goes.
+        self.folder.bury([tombstone("trajectory", uid) for uid in gone if uid not in named])
+        named |= gone.keys()
+        for name, found in meant.items():
+            self._rewrite(TRAJECTORIES, name, found)
         for name in self.folder.names(FEEDBACK, self.settings.shard):
             uids = parquet.read_table(self.folder.file(FEEDBACK, name), ["trajectory_uid"])
-            meant = [i for i, uid in enumerate(uids[0].to_pylist()) if uid in named]
-            if meant:
-                self._rewrite(FEEDBACK, name, meant)
+            if found := [i for i, uid in enumerate(uids[0].to_pylist()) if uid in named]:
+                self._rewrite(FEEDBACK, name, found)
         self.catalogue.forget(named)
         return list(gone)
 
@@ -226,16 +259,12 @@ class Archive:
         self._add(kind, name, table, content)
 
 
-def _kept(table: Any, tombstones: Sequence[Tombstone]) -> Any:
-    """The rows that no tombstone names."""
-    if not tombstones or not len(table):
+def _kept(table: Any, deletions: Deletions) -> Any:
+    """The rows that are not deleted."""
+    if not deletions or not len(table):
         return table
-    names = [n for n in ("trajectory_uid", "user", "tags", "opened_at") if n in table.column_names]
-    empty = {"user": None, "tags": (), "opened_at": None}
-    rows = table.select(names).to_pylist()
-    if "user" not in names:  # feedback, which is named by its trajectory alone
-        tombstones = [t for t in tombstones if t.kind == "trajectory"]
-    gone = [i for i, row in enumerate(rows) if any(t.meets(empty | row) for t in tombstones)]
+    names = [name for name in KEYS if name in table.column_names]
+    gone = [i for i, row in enumerate(table.select(names).to_pylist()) if deletions.meets(row)]
     return parquet.without(table, gone) if gone else table
 
 

@@ -436,26 +436,32 @@ class ArchiveReader:
 
     # -- operators ---------------------------------------------------------------------------
 
-    def delete(self, kind: Kind, value: str) -> list[str]:
-        """Delete a trajectory, or all of a user or with a tag; the uids of what was here. When it
+    def delete(self, kind: Kind, *values: str, with_group: bool = False) -> list[str]:
+        """Delete trajectories, or all of users or with tags; the uids of what was here. When it
         returns, no file and no page of the catalogue has a byte of it.
+
+        Args:
+            with_group: also all others of their groups, which were asked the same.
 
         Raises:
             DamagedFileError: a file cannot be read, so that it could still hold it.
+            DataPoolError: somebody reads a catalogue all the time; delete again.
+            OSError: the disk is full, or cannot be written; delete again.
         """
-        if not self.folder.exists():
+        if not self.folder.exists() or not values:
             return []
-        self.folder.bury([tombstone(kind, value)])
+        self.folder.bury([tombstone(kind, value) for value in values])
         gone: dict[str, None] = {}
         for shard in self.folder.shards():
             with self.folder.locked(shard):
                 archive = _opened(self.folder.path, shard)
                 try:
+                    if with_group:
+                        others = archive.siblings(kind, values)
+                        self.folder.bury([tombstone("trajectory", uid) for uid in others])
                     gone |= dict.fromkeys(archive.erase())
                 finally:
                     archive.close()
-        if kind != "trajectory" and gone:  # so that their uids lead somewhere
-            self.folder.bury([tombstone("trajectory", uid) for uid in gone])
         return list(gone)
 
     def check(self) -> list[str]:
