@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from stepwell.datapool.errors import PoolUnavailableError
+from stepwell.gateway.errors import ArchiveUnavailableError
+
+log = logging.getLogger(__name__)
 
 
 class ArchiveDeletions:
@@ -38,7 +41,7 @@ class ArchiveDeletions:
             with_groups: also all others of their groups.
 
         Raises:
-            PoolUnavailableError: it failed.
+            ArchiveUnavailableError: it failed.
         """
         if self._folder is None:
             return
@@ -63,9 +66,8 @@ class ArchiveDeletions:
         if process.returncode:
             said = error.decode(errors="replace").strip().splitlines()
             last = said[-1] if said else f"it ended with {process.returncode}"
-            named = next(iter(waiting))
-            raise PoolUnavailableError(
-                f"trajectory {named!r:.200} and {len(waiting) - 1} others are deleted from the "
-                f"pool, and the archive in {folder} may still hold them ({last:.300}); delete them "
-                "again, or run `stepwell archive check`"
+            log.error("%d trajectories are not deleted from %s: %s", len(waiting), folder, last)
+            raise ArchiveUnavailableError(
+                "deleted from the DataPool, but the archive may still hold it, as the gateway's "
+                "log says; repeat the DELETE once `stepwell archive check` finds no damage"
             )
