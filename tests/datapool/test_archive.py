@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -484,6 +485,54 @@ def test_a_query_filters(many):
 def test_what_is_no_query_is_refused_with_what_there_is(text):
     with pytest.raises(InvalidRequestError, match="compare attempt"):
         parse(text)
+
+
+def test_what_is_not_the_same_is_the_rest(run, many):
+    run.turn("s", "one with a tag", "yes")
+    run.pool("apply", Mark(trajectory_uid="s", marks={"tags": ["x"]}))
+    run.pool("complete_trajectory", "s", 1.0)
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    run.archive()
+    assert [row["uid"] for row in many.rows(parse("tag == 'x'")).items] == ["s"]
+    assert len(many.rows(parse("tag != 'x'")).items) == 30
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "reward < None",
+        "reward is 5",
+        "tag < 'x'",
+        "reward < 99999999999999999999",
+        "uid == '\\ud800'",
+        "uid == {[]: 1}",
+        "uid == '\0'",
+        "not " * 200 + "turns > 1",
+        "turns > 1 and " * 1000 + "turns > 1",
+        "'!?' in text",
+    ],
+)
+def test_a_query_that_sqlite_cannot_answer_is_refused(many, text):
+    with pytest.raises(InvalidRequestError):
+        many.rows(parse(text))
+
+
+def test_the_longest_query_is_answered(many):
+    assert many.rows(parse("turns<9>" * 240 + "turns")).items
+    assert many.rows(parse("uid>'' or " * 190 + "uid>''")).items
+
+
+@pytest.mark.parametrize("search", ["!?", "\0", "\ud800", '"'])
+@pytest.mark.parametrize("order", ["time", "relevance"])
+def test_a_search_without_a_word_is_refused(many, search, order):
+    with pytest.raises(InvalidRequestError, match="has no word"):
+        many.rows(search=search, order=order)
+
+
+@pytest.mark.parametrize("places", [{"0": [[], 1]}, {"0": [0, 1 << 70]}, {"0": [1]}, [1], {"0": 1}])
+def test_a_cursor_that_nobody_was_given_is_refused(many, places):
+    with pytest.raises(InvalidRequestError, match="cursor"):
+        many.rows(cursor=json.dumps(places).encode().hex())
 
 
 def test_text_is_searched_in_any_language(many):
