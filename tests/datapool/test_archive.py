@@ -227,6 +227,26 @@ def test_an_archiver_that_dies_between_two_files_writes_both_again(run, monkeypa
     assert [row["reward"] for row in run.reader.feedback("t")] == [0.5]
 
 
+def test_a_group_that_nobody_can_read_holds_nothing_up(run, monkeypatch, caplog):
+    run.train("t")
+    run.train("bad")
+    run.train("u")
+    read = archiver.conversations
+
+    def damaged(channel, rows):
+        if any(b"bad" in row.head for row in rows):
+            raise LookupError("no such prompt")
+        return read(channel, rows)
+
+    monkeypatch.setattr(archiver, "conversations", damaged)
+    while run.archive():
+        pass
+    assert {row["uid"] for row in run.reader.rows().items} == {"t", "u"}
+    assert run.pool.pool.backlog["waiting"] == 0
+    assert run.pool.pool.backlog["unarchived"] == 1
+    assert "no such prompt" in caplog.text
+
+
 def test_deletion_from_a_stopped_pool_leaves_what_else_waits_for_the_archive(run):
     run.train("t", "kept")
     run.train("s", SECRET)

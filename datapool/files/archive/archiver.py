@@ -62,6 +62,8 @@ MERGED: Final = 16
 SMALL_BYTES: Final = 32 << 20
 KEYS: Final = ("trajectory_uid", "user", "tags", "opened_at")
 """Columns by which trajectories are deleted; feedback has the first alone."""
+UNREADABLE: Final = (FileNotFoundError, ValueError, LookupError, msgspec.MsgspecError)
+"""Errors of rows that are not what this release wrote, or are gone."""
 TRIES: Final = 5
 """Tries to read rows that the journal moves meanwhile."""
 
@@ -302,16 +304,22 @@ class _PoolLink(Link):
         return self._door, "here"
 
 
-async def archive_waiting(archive: Archive, pool: Caller) -> int:
-    """Archive one page of what waits; how many groups and late rows that were."""
-    page: DepartedPage = await pool.call(ListDeparted(max_bytes=BATCH_BYTES))
+async def archive_waiting(archive: Archive, pool: Caller, max_bytes: int = BATCH_BYTES) -> int:
+    """Archive one page of what waits; how many groups and late rows that were. One whose rows
+    nobody can read leaves unarchived, so that what is behind it does not."""
+    page: DepartedPage = await pool.call(ListDeparted(max_bytes=max_bytes))
     if not page.items:
         return 0
     folder, through = Path(archive.settings.journal), archive.archived_through()
     new = [each for each in page.items if each.row > through]
     if new:
-        rows = await _read(folder, new, pool)
-        found = [each for channel, group in rows for each in conversations(channel, group)]
+        try:
+            found = await _read(folder, new, pool)
+        except UNREADABLE as e:
+            if len(new) > 1:  # which one it is
+                return await archive_waiting(archive, pool, max_bytes=1)
+            await pool.call(ReleaseDeparted(new[0].row, f"its rows cannot be read: {e}"))
+            return 1
         try:
             with archive.folder.locked(archive.settings.shard):
                 archive.write(new[0].row, new[-1].row, found)
@@ -325,22 +333,33 @@ async def archive_waiting(archive: Archive, pool: Caller) -> int:
 
 async def _read(
     folder: Path, groups: Sequence[Departed], pool: Caller
-) -> list[tuple[str, list[Row]]]:
-    """The rows of groups; those that the journal has moved meanwhile are looked for again."""
-    found: list[tuple[str, list[Row]]] = []
+) -> list[Conversation | Feedback]:
+    """What the rows of groups say; those that the journal has moved meanwhile are looked for again.
+
+    Raises:
+        UNREADABLE: they are damaged, or another release wrote them.
+    """
+    found: list[Conversation | Feedback] = []
     for group in groups:
-        for tried in range(TRIES):
-            try:
-                found.append((group.channel, rows_at_places(folder, group.places)))
-                break
-            except (OSError, ValueError):
-                if tried + 1 == TRIES:
-                    raise
-                again: DepartedPage = await pool.call(ListDeparted(group.row - 1, 1))
-                if not again.items or again.items[0].row != group.row:
-                    break  # it was deleted
-                group = again.items[0]
+        rows = await _rows(folder, group, pool)
+        if rows is not None:
+            found += conversations(group.channel, rows)
     return found
+
+
+async def _rows(folder: Path, group: Departed, pool: Caller) -> list[Row] | None:
+    """The rows of a group; None if it was deleted."""
+    for tried in range(TRIES):
+        try:
+            return rows_at_places(folder, group.places)
+        except (OSError, ValueError):
+            if tried + 1 == TRIES:
+                raise
+            again: DepartedPage = await pool.call(ListDeparted(group.row - 1, 1))
+            if not again.items or again.items[0].row != group.row:
+                return None
+            group = again.items[0]
+    return None
 
 
 async def run(settings: Settings) -> None:
@@ -354,9 +373,9 @@ async def run(settings: Settings) -> None:
         try:
             n = await archive_waiting(archive, pool)
             with archive.folder.locked(settings.shard):
-                archive.merge()
-                for name in archive.trim(time.time()):
+                for name in archive.trim(time.time()):  # first: a damaged file cannot be merged
                     logger.info("archive: %s is beyond pool.archive's bounds and was removed", name)
+                archive.merge()
         except (DataPoolError, OSError) as e:
             logger.error("archive: %s", e)
             n = 0

@@ -237,12 +237,7 @@ class ArchiveReader:
         found: list[dict[str, Any]] = []
         gone = {t.value for t in self.folder.tombstones() if t.kind == "trajectory"}
         for shard, catalogue in self._catalogues():
-            try:
-                rows = catalogue.query(sql, values)
-            except sqlite3.DatabaseError as e:
-                raise DamagedFileError(
-                    f"{catalogue.path}: {e}; `stepwell archive check` makes it anew of the files"
-                ) from e
+            rows = _query(catalogue, sql, values)
             found += [row | {"shard": shard} for row in rows if row.get("uid") not in gone]
         return found
 
@@ -299,7 +294,7 @@ class ArchiveReader:
                 f"SELECT t.*, {column} AS sorted FROM {source} WHERE {bound} "
                 f"ORDER BY {ordered} LIMIT {limit + 1}"
             )
-            rows = catalogue.query(statement, more)
+            rows = _query(catalogue, statement, more)
             found.append((shard, rows))
         return self._merged(found, order, descending, before or {}, limit)
 
@@ -532,6 +527,15 @@ class ArchiveReader:
         return []
 
 
+def _query(catalogue: Catalogue, sql: str, values: Sequence[Any]) -> list[dict[str, Any]]:
+    try:
+        return catalogue.query(sql, values)
+    except sqlite3.DatabaseError as e:
+        raise DamagedFileError(
+            f"{catalogue.path}: {e}; `stepwell archive check` makes it anew of the files"
+        ) from e
+
+
 def _few(catalogue: Catalogue, where: Filter) -> str | None:
     """A condition that names the few trajectories that pass; None: they are many. One index has all
     that filters look at, so that a filter without hits reads that alone."""
@@ -540,7 +544,7 @@ def _few(catalogue: Catalogue, where: Filter) -> str | None:
     names = set(re.findall(r'\bt\."?(\w+)', where.sql)) - {"id"}
     index = " INDEXED BY facts" if names and names <= set(FACTS) else ""
     sql = f"SELECT t.id FROM trajectories t{index} WHERE {where.sql} LIMIT {FEW + 1}"
-    found = catalogue.query(sql, where.values)
+    found = _query(catalogue, sql, where.values)
     return None if len(found) > FEW else f"t.id IN ({', '.join(str(row['id']) for row in found)})"
 
 
