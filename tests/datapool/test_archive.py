@@ -280,6 +280,16 @@ def test_the_catalogue_is_made_again_of_the_files(run):
     assert run.reader.check() == []
 
 
+def test_an_archiver_makes_a_damaged_catalogue_anew(run):
+    run.train("t")
+    run.archive()
+    run.reader.folder.catalogue(0).write_bytes(b"no database, " * 1000)
+    with pytest.raises(DamagedFileError, match="stepwell archive check"):
+        run.reader.rows()
+    archiver.open_sound(run.settings).close()
+    assert [row["uid"] for row in run.reader.rows().items] == ["t"]
+
+
 def test_a_damaged_file_is_named_by_check(run):
     run.train("t")
     run.archive()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sqlite3
 import sys
 import threading
 import time
@@ -362,12 +363,36 @@ async def _rows(folder: Path, group: Departed, pool: Caller) -> list[Row] | None
     return None
 
 
+def open_sound(settings: Settings, *, is_damaged: bool = False) -> Archive:
+    """The archive, its catalogue that of its files. A damaged one is made anew of them.
+
+    Args:
+        is_damaged: it is known to be.
+    """
+    folder = ArchiveFolder(Path(settings.folder))
+    folder.make()
+    with folder.locked(settings.shard):
+        if is_damaged:
+            folder.remove_catalogue(settings.shard)
+            logger.error("archive: the catalogue of shard %d is made anew", settings.shard)
+        archive = None
+        try:
+            archive = Archive(settings)
+            for line in archive.reconcile():
+                logger.error("archive: %s", line)
+            return archive
+        except sqlite3.DatabaseError as e:
+            if archive is not None:
+                archive.close()
+            if is_damaged or isinstance(e, sqlite3.OperationalError):
+                raise
+            logger.error("archive: the catalogue is damaged (%s)", e)
+    return open_sound(settings, is_damaged=True)
+
+
 async def run(settings: Settings) -> None:
     """Archive what waits until the pool is gone."""
-    archive, pool = Archive(settings), _PoolLink(settings)
-    with archive.folder.locked(settings.shard):
-        for line in archive.reconcile():
-            logger.error("archive: %s", line)
+    archive, pool = open_sound(settings), _PoolLink(settings)
     while True:
         began = time.monotonic()
         try:
@@ -379,6 +404,12 @@ async def run(settings: Settings) -> None:
         except (DataPoolError, OSError) as e:
             logger.error("archive: %s", e)
             n = 0
+        except sqlite3.OperationalError:  # a full disk, or a lock: the next process tries again
+            raise
+        except sqlite3.DatabaseError as e:
+            logger.error("archive: the catalogue is damaged (%s)", e)
+            archive.close()
+            archive, n = open_sound(settings, is_damaged=True), 1
         if not n or time.monotonic() - began < INTERVAL_S / 4:
             await asyncio.sleep(INTERVAL_S)
 

@@ -108,6 +108,11 @@ class ArchiveFolder:
     def catalogue(self, shard: int) -> Path:
         return self.path / f"catalogue-{shard}.sqlite"
 
+    def remove_catalogue(self, shard: int) -> None:
+        """Remove a catalogue, which is made anew of the files. For who holds the lock."""
+        for end in ("", "-wal", "-shm"):
+            Path(f"{self.catalogue(shard)}{end}").unlink(missing_ok=True)
+
     def shards(self) -> list[int]:
         """Numbers of the shards that have files or a catalogue here."""
         named = {name.shard for kind in (TRAJECTORIES, FEEDBACK) for name in self.names(kind)}

@@ -19,6 +19,7 @@ import heapq
 import re
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
 from itertools import accumulate
@@ -226,7 +227,10 @@ class ArchiveReader:
     def _catalogues(self) -> Iterator[tuple[int, Catalogue]]:
         for shard in self.folder.shards():
             if (path := self.folder.catalogue(shard)).is_file():
-                catalogue = Catalogue(path)
+                try:
+                    catalogue = Catalogue(path)
+                except sqlite3.DatabaseError as e:
+                    raise _damaged(path, e) from e
                 try:
                     yield shard, catalogue
                 finally:
@@ -505,8 +509,9 @@ class ArchiveReader:
                     told += self._checked(kind, name, parquet)
             with self.folder.locked(shard):
                 path = self.folder.catalogue(shard)
-                if path.is_file():
-                    told += _sound(path)
+                if path.is_file() and (why := _damage(path)) is not None:
+                    self.folder.remove_catalogue(shard)
+                    told.append(f"{path} was damaged: {why}; it was made anew of the files")
                 archive = _opened(self.folder.path, shard)
                 try:
                     told += [line for line in archive.reconcile() if line not in told]
@@ -531,9 +536,11 @@ def _query(catalogue: Catalogue, sql: str, values: Sequence[Any]) -> list[dict[s
     try:
         return catalogue.query(sql, values)
     except sqlite3.DatabaseError as e:
-        raise DamagedFileError(
-            f"{catalogue.path}: {e}; `stepwell archive check` makes it anew of the files"
-        ) from e
+        raise _damaged(catalogue.path, e) from e
+
+
+def _damaged(path: Path, error: sqlite3.DatabaseError) -> DamagedFileError:
+    return DamagedFileError(f"{path}: {error}; `stepwell archive check` makes it anew of the files")
 
 
 def _few(catalogue: Catalogue, where: Filter) -> str | None:
@@ -548,19 +555,13 @@ def _few(catalogue: Catalogue, where: Filter) -> str | None:
     return None if len(found) > FEW else f"t.id IN ({', '.join(str(row['id']) for row in found)})"
 
 
-def _sound(path: Path) -> list[str]:
-    """Whether a catalogue is damaged; one that is goes, and is made anew of the files."""
+def _damage(path: Path) -> str | None:
+    """The damage of a catalogue; None: there is none."""
     try:
-        catalogue = Catalogue(path)
-        why = catalogue.is_sound()
-        catalogue.close()
+        with closing(Catalogue(path)) as catalogue:
+            return catalogue.is_sound()
     except sqlite3.DatabaseError as e:
-        why = str(e)
-    if why is None:
-        return []
-    for end in ("", "-wal", "-shm"):
-        Path(f"{path}{end}").unlink(missing_ok=True)
-    return [f"{path} was damaged: {why}; it was made anew of the files"]
+        return str(e)
 
 
 def _opened(path: Path, shard: int) -> Any:
