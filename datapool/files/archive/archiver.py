@@ -56,6 +56,9 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 2.0
 """Seconds between two looks at what waits."""
+INDEX_S: Final = 1800.0
+"""Seconds after which words of files that were removed go from the index's older parts, too: it is
+written anew as a whole."""
 BATCH_BYTES: Final = 16 << 20
 """Bytes of rows in one file, about."""
 MERGED: Final = 16
@@ -393,13 +396,19 @@ def open_sound(settings: Settings, *, is_damaged: bool = False) -> Archive:
 async def run(settings: Settings) -> None:
     """Archive what waits until the pool is gone."""
     archive, pool = open_sound(settings), _PoolLink(settings)
+    words_left_at: float | None = time.monotonic()  # of one that was killed before
     while True:
         began = time.monotonic()
         try:
+            if words_left_at is not None and began > words_left_at + INDEX_S:
+                with archive.folder.locked(settings.shard):
+                    archive.catalogue.forget(())
+                words_left_at = None
             n = await archive_waiting(archive, pool)
             with archive.folder.locked(settings.shard):
                 for name in archive.trim(time.time()):  # first: a damaged file cannot be merged
                     logger.info("archive: %s is beyond pool.archive's bounds and was removed", name)
+                    words_left_at = words_left_at or began
                 archive.merge()
         except (DataPoolError, OSError) as e:
             logger.error("archive: %s", e)
