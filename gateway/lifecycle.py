@@ -7,10 +7,8 @@ who may use them (`endpoints.py`).
 from __future__ import annotations
 
 import asyncio
-import sys
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 from urllib.parse import unquote
 
@@ -19,7 +17,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stepwell.datapool.errors import (
-    PoolUnavailableError,
     StepIndexError,
     TrajectoryClosedError,
     TrajectoryConflictError,
@@ -395,38 +392,19 @@ async def forget_trajectory(services: Services, uid: str, *, with_group: bool) -
 
     Raises:
         ReplicaUnavailableError: it is deleted, but a replica may still know it.
-        PoolUnavailableError: it is out of the pool, and the archive could not be written anew.
+        ArchiveUnavailableError: it is deleted, but the archive could not be written anew.
     """
     pool = services.pool
     deleting = pool.delete(uid) if with_group else pool.delete_trajectory(uid)
     deleted = await services.pool_access.ask(deleting)
-    if services.archive_dir is not None:
-        await delete_archived(services.archive_dir, uid)
     uids = dict.fromkeys((uid, *deleted.trajectories, *deleted.leased))
     _forget(services, uids)
     told = {f"/v1/trajectories/{quoted(each)}": services.keys.issue(each, "-") for each in uids}
-    await services.replicas.have_forgotten(told)
+    try:
+        await services.replicas.have_forgotten(told)
+    finally:  # a replica that is away keeps nothing in the archive
+        await services.archive_deletions.delete(uids, with_groups=with_group)
     return {"deleted": deleted.trajectories, "leased": deleted.leased}
-
-
-async def delete_archived(folder: Path, uid: str) -> None:
-    """Delete a trajectory from the archive, in a process of its own: files and catalogue are
-    written anew, which takes seconds of a processor.
-
-    Raises:
-        PoolUnavailableError: it failed.
-    """
-    command = (sys.executable, "-m", "stepwell.datapool.files.archive.deletion", str(folder), uid)
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
-    )
-    _, error = await process.communicate()
-    if process.returncode:
-        last = (error.decode(errors="replace").strip().splitlines() or ["no reason was given"])[-1]
-        raise PoolUnavailableError(
-            f"trajectory {uid!r:.200} is deleted from the pool, and the archive in {folder} still "
-            f"holds it ({last:.300}); delete it again, or run `stepwell archive check`"
-        )
 
 
 def _forget(services: Services, uids: Collection[str]) -> None:

@@ -19,6 +19,7 @@ from starlette.requests import Request
 
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.access import AccessControl
+from stepwell.gateway.archive import ArchiveDeletions
 from stepwell.gateway.call import Calls
 from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
@@ -59,7 +60,7 @@ class Services:
         self.tuning = tuning = wiring.tuning
         self.reward = config.function("reward_fn")
         self.threads = ThreadPoolExecutor(RENDER_THREADS, "gateway-render")
-        self.archive_dir = wiring.archive_dir
+        self.archive_deletions = ArchiveDeletions(wiring.archive_dir)
         self.access = AccessControl(config, self.threads, wiring.replica_urls, tuning)
         self.keys, self.hosts = self.access.keys, self.access.hosts
         self.replicas = Replicas(wiring, config.public_url)

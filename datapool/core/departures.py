@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ class Departure(NamedTuple):
     """All of its rows in the log, in the order they were written in."""
     n_bytes: int
     """About the bytes that they take there."""
+    tags: frozenset[str] = frozenset()
+    """Of the marks of the group and its trajectories."""
 
 
 class Departures:
@@ -83,13 +85,15 @@ class Departures:
             self._count(len(gone), unarchived)
         return self._let_go(gone)
 
-    def delete(self, trajectory_uids: Collection[str]) -> list[int]:
-        """Forget the departures of these trajectories, which somebody wants gone; the rows to be
-        deleted. Others of the same group are not archived either."""
-        gone = [d for d in self if any(uid in trajectory_uids for uid in d.trajectory_uids)]
+    def delete(self, uid: str | None, tag: str | None = None) -> tuple[list[str], list[int]]:
+        """Forget the departures of a trajectory, or with a tag, which somebody wants gone; the
+        trajectories of their groups, of which the others are not archived either, and the rows to
+        be deleted."""
+        gone = [d for d in self if uid in d.trajectory_uids or tag in d.tags]
         for departure in gone:
             del self._waiting[departure.row]
-        return self._let_go(gone)
+        uids = dict.fromkeys(each for d in gone for each in d.trajectory_uids)
+        return list(uids), self._let_go(gone)
 
     def of(self, uid: str) -> list[Departure]:
         """The departures of a trajectory or a group."""

@@ -179,8 +179,9 @@ class GroupLog(RowLog):
     def depart(self, group: GroupRecord, left: GroupLeft) -> None:
         """Leave the rows of a group, of which the last one says that it left, to the archive."""
         uids = tuple(record.trajectory_uid for record in group.trajectories)
+        tags = group.marks.tags.union(*(record.marks.tags for record in group.trajectories))
         of = self._channel, left.prompt_uid, uids
-        self._departures.add(Departure(group.rows[-1], *of, group.rows, _cost(group)))
+        self._departures.add(Departure(group.rows[-1], *of, group.rows, _cost(group), tags))
 
     def keep_late(self, late: StepCameLate | RewardCameLate, now: float, payload: bytes) -> None:
         """Write what came too late, for the archive alone; nothing without one."""

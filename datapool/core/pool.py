@@ -124,8 +124,8 @@ class DataPool:
         for name in self.channels:
             if not found.more:
                 found += self._at(name, now).delete(op)
-        if op.trajectory_uid is not None:
-            found += self._delete_departed(op.trajectory_uid)
+        uids = self._delete_departed(op.trajectory_uid, op.tag)
+        found = ops.Deleted(uids) + found
         self.leases.log.scrub()  # also what was acked before
         return found
 
@@ -134,17 +134,18 @@ class DataPool:
         try:
             for name in self.channels:
                 found += self._at(name, now).delete_trajectory(op)
-            found += self._delete_departed(op.trajectory_uid)
+            if self._delete_departed(op.trajectory_uid):
+                found = ops.Deleted((op.trajectory_uid,)) + found
         finally:
             self.leases.log.scrub()
         return found
 
-    def _delete_departed(self, uid: str) -> ops.Deleted:
-        """Delete what waits to be archived of a trajectory; with it goes what waits of its
-        group."""
-        gone = self.departures.delete((uid,))
+    def _delete_departed(self, uid: str | None, tag: str | None = None) -> tuple[str, ...]:
+        """Delete what waits to be archived of a trajectory, or with a tag; with it goes what waits
+        of its group, whose uids are returned."""
+        uids, gone = self.departures.delete(uid, tag)
         self.leases.log.delete(gone)
-        return ops.Deleted((uid,)) if gone else ops.Deleted()
+        return tuple(uids)
 
     # -- the archive -------------------------------------------------------------------------
 

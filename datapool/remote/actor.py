@@ -222,10 +222,14 @@ async def _keep_archiver(settings: Settings, service: PoolService, server: Serve
     """Run the archiver, again whenever it ends."""
     door = await server.door()
     while True:
-        process = await asyncio.to_thread(start_archiver, settings, door)
-        service.archiver_pid = process.pid
-        code = await asyncio.to_thread(process.wait)
-        logger.error("DataPool: the archiver ended with %d; it is started again", code)
+        try:
+            process = await asyncio.to_thread(start_archiver, settings, door)
+        except OSError as e:  # no memory for a process, or it ended at once
+            logger.error("DataPool: the archiver cannot be started (%s); it is tried again", e)
+        else:
+            service.archiver_pid = process.pid
+            code = await asyncio.to_thread(process.wait)
+            logger.error("DataPool: the archiver ended with %d; it is started again", code)
         await asyncio.sleep(ARCHIVER_PAUSE_S)
 
 

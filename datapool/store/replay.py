@@ -13,11 +13,12 @@ apply.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
 
-from stepwell.datapool.config import ChannelConfig, PoolConfig
+from stepwell.datapool.config import ArchiveConfig, ChannelConfig, PoolConfig
 from stepwell.datapool.core import log_rows as kinds
 from stepwell.datapool.core.channel import METHODS
 from stepwell.datapool.core.pool import COUNTS, DataPool
@@ -27,8 +28,11 @@ from stepwell.datapool.store.segments import Row
 DAMAGE = (DataPoolError, LookupError, TypeError, ValueError, AttributeError, msgspec.MsgspecError)
 """Errors of rows and states that this release did not write, or not in this order."""
 ROWS_BETWEEN_SPILLS = 128
-UNKNOWN: Final = PoolConfig(default=ChannelConfig(siblings_wait_s=1e12))
-"""Configuration for tools over a journal whose own they do not know: nothing is decided by time."""
+UNKNOWN: Final = PoolConfig(
+    default=ChannelConfig(siblings_wait_s=1e12), archive=ArchiveConfig(dir=Path("archive"))
+)
+"""Configuration for tools over a journal whose own they do not know: nothing is decided by time,
+and what waits to be archived goes on waiting, which a pool without an archive would delete."""
 
 _STEPS, _PROMPT = kinds.StepsStored.__name__, kinds.PromptStored.__name__
 

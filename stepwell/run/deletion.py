@@ -57,7 +57,7 @@ async def delete(
             "when it acks or returns them"
         )
     lines += notes
-    lines += _from_archive(run_dir, trajectory_uid, tag)
+    lines += _from_archive(run_dir, trajectory_uid, tag, found.trajectories)
     for path in exports:
         lines.append(f"{path}: deleted {_named(delete_from_export(path, trajectory_uid, tag))}")
     for aside in _copies(journal_folder(run_dir)):
@@ -65,15 +65,24 @@ async def delete(
     return lines
 
 
-def _from_archive(run_dir: Path, trajectory_uid: str | None, tag: str | None) -> Iterator[str]:
-    """Delete from the run's archive; a line of what was there, and of what is not reached."""
+def _from_archive(
+    run_dir: Path, trajectory_uid: str | None, tag: str | None, found: Sequence[str]
+) -> Iterator[str]:
+    """Delete from the run's archive, as from the pool with groups; a line of what was there, and of
+    what is not reached.
+
+    Args:
+        found: what was in the pool.
+    """
     if not (run_dir / RUN_FILE).is_file():
         return
     reader = ArchiveReader(archive_folder(run_dir))
     if not reader.folder.exists():
         return
     kind: Kind = "tag" if trajectory_uid is None else "trajectory"
-    gone = reader.delete(kind, trajectory_uid or tag or "")
+    gone = reader.delete(kind, trajectory_uid or tag or "", with_group=True)
+    # Also what the archiver had read when it was deleted from the pool.
+    gone += reader.delete("trajectory", *found)
     yield f"{reader.folder.path}: deleted {_named(gone)}"
     yield "not reached: copies that somebody made of the archive's files, and exports not named"
 

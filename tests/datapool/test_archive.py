@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +13,17 @@ import pytest
 
 from stepwell.datapool import ChannelConfig
 from stepwell.datapool.config import ArchiveConfig
-from stepwell.datapool.errors import DamagedFileError, InvalidRequestError
-from stepwell.datapool.files.archive import archiver
-from stepwell.datapool.files.archive.archiver import Archive, archive_waiting
-from stepwell.datapool.files.archive.catalogue import match_of
+from stepwell.datapool.errors import DamagedFileError, DataPoolError, InvalidRequestError
+from stepwell.datapool.files.archive import archiver, catalogue
+from stepwell.datapool.files.archive.archiver import Archive, archive_stopped, archive_waiting
+from stepwell.datapool.files.archive.catalogue import Catalogue, match_of
+from stepwell.datapool.files.archive.folder import ArchiveFolder
 from stepwell.datapool.files.archive.launch import Settings
 from stepwell.datapool.files.archive.reader import ArchiveReader, parse, waiting
+from stepwell.datapool.files.deletion import delete_from_journals
 from stepwell.datapool.ops import Mark, OpenGroup, OpenTrajectory, ReleaseDeparted
 from stepwell.datapool.questions import ReadDeparted
+from stepwell.datapool.remote.stopped import stopped_pool
 from stepwell.datapool.types import Step
 from tests.datapool.conftest import JournaledPool
 
@@ -202,6 +208,55 @@ def test_an_archiver_that_dies_before_the_pool_knows_writes_the_same_again(run):
     assert run.reader.counts()["trajectories"] == 2
 
 
+def test_an_archiver_that_dies_between_two_files_writes_both_again(run, monkeypatch):
+    run.train("t", reward=1.0)
+    run.pool("set_reward", "t", 0.5)
+    write = ArchiveFolder.write
+
+    def dies(folder, kind, *what):
+        if kind == "trajectories":
+            raise KeyboardInterrupt
+        write(folder, kind, *what)
+
+    monkeypatch.setattr(ArchiveFolder, "write", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run.archive()
+    monkeypatch.undo()
+    run.archive()
+    assert run.reader.find("t")[0]["last"] == "It is 4."
+    assert [row["reward"] for row in run.reader.feedback("t")] == [0.5]
+
+
+def test_a_group_that_nobody_can_read_holds_nothing_up(run, monkeypatch, caplog):
+    run.train("t")
+    run.train("bad")
+    run.train("u")
+    read = archiver.conversations
+
+    def damaged(channel, rows):
+        if any(b"bad" in row.head for row in rows):
+            raise LookupError("no such prompt")
+        return read(channel, rows)
+
+    monkeypatch.setattr(archiver, "conversations", damaged)
+    while run.archive():
+        pass
+    assert {row["uid"] for row in run.reader.rows().items} == {"t", "u"}
+    assert run.pool.pool.backlog["waiting"] == 0
+    assert run.pool.pool.backlog["unarchived"] == 1
+    assert "no such prompt" in caplog.text
+
+
+def test_deletion_from_a_stopped_pool_leaves_what_else_waits_for_the_archive(run):
+    run.train("t", "kept")
+    run.train("s", SECRET)
+    run.pool.journal.close()
+    assert delete_from_journals(run.path / "pool", "s").trajectories == ("s",)
+    stopped = stopped_pool(run.path / "pool", run.pool.pool.config)
+    asyncio.run(archive_stopped(stopped, run.pool.pool.config))
+    assert [row["uid"] for row in run.reader.rows().items] == ["t"]
+
+
 def test_a_file_that_the_catalogue_does_not_know_is_added_to_it(run, monkeypatch):
     run.train("t")
     monkeypatch.setattr(Archive, "_add", lambda *_: (_ for _ in ()).throw(OSError("killed")))
@@ -223,6 +278,16 @@ def test_the_catalogue_is_made_again_of_the_files(run):
     assert "made anew" in told
     assert [r["uid"] for r in run.reader.rows().items] == [r["uid"] for r in before]
     assert run.reader.check() == []
+
+
+def test_an_archiver_makes_a_damaged_catalogue_anew(run):
+    run.train("t")
+    run.archive()
+    run.reader.folder.catalogue(0).write_bytes(b"no database, " * 1000)
+    with pytest.raises(DamagedFileError, match="stepwell archive check"):
+        run.reader.rows()
+    archiver.open_sound(run.settings).close()
+    assert [row["uid"] for row in run.reader.rows().items] == ["t"]
 
 
 def test_a_damaged_file_is_named_by_check(run):
@@ -327,6 +392,83 @@ def test_what_is_deleted_is_in_no_file_and_on_no_page(run, how):
     assert run.reader.check() == []
 
 
+def private(run, uid="s", user="eve", **fields):
+    run.pool("apply", OpenTrajectory(uid, fields.get("prompt_uid", f"p-{uid}"), 0, {"user": user}))
+    run.turn(uid, f"Keep {SECRET}", "I do.", **fields)
+    run.pool("complete_trajectory", uid, 1.0)
+
+
+def test_a_deletion_that_was_killed_is_done_by_the_next(run, monkeypatch):
+    for i in range(5):
+        run.train(f"t{i}", f"common text {i}")
+    private(run)
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    run.archive()
+    run.pool.now = 4e9
+
+    def dies(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Catalogue, "add", dies)  # the file is written anew, the catalogue is not
+    with pytest.raises(KeyboardInterrupt):
+        run.reader.delete("user", "eve")
+    monkeypatch.undo()
+    run.reader.delete("user", "eve")
+    assert b"secret" not in run.bytes_of_everything()
+    assert run.reader.was_deleted("s")
+    for i in range(5):
+        assert run.reader.read(f"t{i}").trajectory.trajectory_uid == f"t{i}"
+
+
+def test_a_deletion_says_that_somebody_reads_what_is_deleted(run, monkeypatch):
+    monkeypatch.setattr(catalogue, "CHECKPOINTS", 1)
+    run.train("s", SECRET)
+    run.archive()
+    with closing(sqlite3.connect(run.path / "archive" / "catalogue-0.sqlite")) as reading:
+        reading.execute("BEGIN")
+        reading.execute("SELECT count(*) FROM trajectories").fetchall()
+        with pytest.raises(DataPoolError, match="delete again"):
+            run.reader.delete("trajectory", "s")
+        reading.execute("COMMIT")
+    run.reader.delete("trajectory", "s")
+    assert b"secret" not in run.bytes_of_everything()
+
+
+def test_half_a_file_of_a_killed_archiver_goes_with_a_deletion(run):
+    run.train("s", SECRET)
+    run.archive()
+    (file,) = run.files()
+    draft = file.with_name(f"{file.name}.1-1.tmp")
+    draft.write_bytes(SECRET.encode())
+    run.reader.delete("trajectory", "s")
+    assert not draft.exists()
+
+
+def test_half_a_tombstone_of_a_full_disk_spoils_no_other(run):
+    run.train("s", SECRET)
+    run.train("t", "common")
+    run.archive()
+    run.reader.delete("trajectory", "s")
+    path = run.path / "archive" / "deleted.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"kind":"traj')
+    run.reader.delete("trajectory", "t")
+    assert run.reader.was_deleted("s")
+    assert run.reader.was_deleted("t")
+
+
+def test_siblings_go_with_a_group(run):
+    run.pool("apply", OpenGroup("g", 2))
+    private(run, "a", "eve", prompt_uid="g")
+    private(run, "b", "bob", prompt_uid="g")
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    run.train("t", "common")
+    run.archive()
+    assert sorted(run.reader.delete("trajectory", "a", with_group=True)) == ["a", "b"]
+    assert b"secret" not in run.bytes_of_everything()
+    assert run.reader.was_deleted("b")
+    assert [row["uid"] for row in run.reader.rows().items] == ["t"]
+
+
 def test_what_was_deleted_while_it_waited_never_reaches_a_file(run):
     run.train("s", SECRET)
     run.archive()
@@ -373,6 +515,54 @@ def test_a_query_filters(many):
 def test_what_is_no_query_is_refused_with_what_there_is(text):
     with pytest.raises(InvalidRequestError, match="compare attempt"):
         parse(text)
+
+
+def test_what_is_not_the_same_is_the_rest(run, many):
+    run.turn("s", "one with a tag", "yes")
+    run.pool("apply", Mark(trajectory_uid="s", marks={"tags": ["x"]}))
+    run.pool("complete_trajectory", "s", 1.0)
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    run.archive()
+    assert [row["uid"] for row in many.rows(parse("tag == 'x'")).items] == ["s"]
+    assert len(many.rows(parse("tag != 'x'")).items) == 30
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "reward < None",
+        "reward is 5",
+        "tag < 'x'",
+        "reward < 99999999999999999999",
+        "uid == '\\ud800'",
+        "uid == {[]: 1}",
+        "uid == '\0'",
+        "not " * 200 + "turns > 1",
+        "turns > 1 and " * 1000 + "turns > 1",
+        "'!?' in text",
+    ],
+)
+def test_a_query_that_sqlite_cannot_answer_is_refused(many, text):
+    with pytest.raises(InvalidRequestError):
+        many.rows(parse(text))
+
+
+def test_the_longest_query_is_answered(many):
+    assert many.rows(parse("turns<9>" * 240 + "turns")).items
+    assert many.rows(parse("uid>'' or " * 190 + "uid>''")).items
+
+
+@pytest.mark.parametrize("search", ["!?", "\0", "\ud800", '"'])
+@pytest.mark.parametrize("order", ["time", "relevance"])
+def test_a_search_without_a_word_is_refused(many, search, order):
+    with pytest.raises(InvalidRequestError, match="has no word"):
+        many.rows(search=search, order=order)
+
+
+@pytest.mark.parametrize("places", [{"0": [[], 1]}, {"0": [0, 1 << 70]}, {"0": [1]}, [1], {"0": 1}])
+def test_a_cursor_that_nobody_was_given_is_refused(many, places):
+    with pytest.raises(InvalidRequestError, match="cursor"):
+        many.rows(cursor=json.dumps(places).encode().hex())
 
 
 def test_text_is_searched_in_any_language(many):

@@ -7,7 +7,7 @@ import pytest
 from stepwell.datapool.config import ArchiveConfig
 from stepwell.datapool.core import departures
 from stepwell.datapool.errors import TrajectoryClosedError
-from stepwell.datapool.ops import ReleaseDeparted
+from stepwell.datapool.ops import Delete, Mark, ReleaseDeparted
 from stepwell.datapool.questions import ListDeparted, ReadDeparted
 from stepwell.datapool.store.reading import rows_at_places
 from tests.datapool.conftest import JournaledPool
@@ -70,6 +70,19 @@ def test_a_deletion_takes_what_waits_of_the_trajectory_out_of_the_journal(pool):
     assert pool("delete", "t").trajectories == ("t",)
     pool.later(0)
     assert waiting(pool) == []
+    assert not pool.holds("a secret of somebody")
+
+
+def test_a_deletion_by_tag_takes_what_waits_too(pool):
+    pool.say("t", "p", "a secret of somebody")
+    pool("apply", Mark(trajectory_uid="t", marks={"tags": ["private"]}))
+    pool("complete_trajectory", "t", 1.0)
+    pool("ack", pool("lease_batch", 1).lease_id)
+    train(pool, "u", "q", text="something else")
+    pool = pool.restart(**archived(pool.folder.parent))  # which knows the tags again
+    assert pool("apply", Delete(tag="private")).trajectories == ("t",)
+    pool.later(0)
+    assert len(waiting(pool)) == 1
     assert not pool.holds("a secret of somebody")
 
 

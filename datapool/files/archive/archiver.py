@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sqlite3
 import sys
 import threading
 import time
@@ -35,8 +36,10 @@ from stepwell.datapool.files.archive.folder import (
     FEEDBACK,
     TRAJECTORIES,
     ArchiveFolder,
+    Deletions,
     FileName,
-    Tombstone,
+    Kind,
+    tombstone,
 )
 from stepwell.datapool.files.archive.launch import Settings
 from stepwell.datapool.log_files import log_to_file
@@ -53,11 +56,18 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 2.0
 """Seconds between two looks at what waits."""
+INDEX_S: Final = 1800.0
+"""Seconds after which words of files that were removed go from the index's older parts, too: it is
+written anew as a whole."""
 BATCH_BYTES: Final = 16 << 20
 """Bytes of rows in one file, about."""
 MERGED: Final = 16
 """Neighbouring small files that become one."""
 SMALL_BYTES: Final = 32 << 20
+KEYS: Final = ("trajectory_uid", "user", "tags", "opened_at")
+"""Columns by which trajectories are deleted; feedback has the first alone."""
+UNREADABLE: Final = (FileNotFoundError, ValueError, LookupError, msgspec.MsgspecError)
+"""Errors of rows that are not what this release wrote, or are gone."""
 TRIES: Final = 5
 """Tries to read rows that the journal moves meanwhile."""
 
@@ -81,9 +91,9 @@ class Archive:
     # -- writing -----------------------------------------------------------------------------
 
     def archived_through(self) -> int:
-        """The last row of this journal that is in a file; 0: none is."""
+        """The last row of this journal that is in a file; 0: none is. A file of feedback is written
+        before that of the trajectories, so that it says nothing of them."""
         names = self.folder.names(TRAJECTORIES, self.settings.shard)
-        names += self.folder.names(FEEDBACK, self.settings.shard)
         return max((n.last for n in names if n.journal == self.settings.journal_id), default=0)
 
     def write(self, first: int, last: int, found: Sequence[Conversation | Feedback]) -> None:
@@ -99,8 +109,8 @@ class Archive:
         tables = {TRAJECTORIES: parquet.trajectory_table(said)}
         if late:
             tables[FEEDBACK] = parquet.feedback_table(late)
-        tombstones = self.folder.tombstones()
-        written = {kind: _kept(table, tombstones) for kind, table in tables.items()}
+        deletions = self.folder.deletions()
+        written = {kind: _kept(table, deletions) for kind, table in tables.items()}
         files = {kind: parquet.file_bytes(table) for kind, table in written.items()}
         if not self.folder.has_space(sum(map(len, files.values()))):
             raise NoSpaceError(str(self.folder.path))
@@ -120,23 +130,32 @@ class Archive:
     # -- looking after -----------------------------------------------------------------------
 
     def reconcile(self) -> list[str]:
-        """Make the catalogue that of the files that are there; what is damaged, a line each."""
+        """Make the catalogue that of the files that are there; what is damaged, a line each. A file
+        that was written anew by one who died before the catalogue knew has another size."""
+        self.folder.remove_drafts(self.settings.shard)
         told: list[str] = []
+        deletions = self.folder.deletions()
         known = self.catalogue.files()
         there: set[tuple[str, str]] = set()
         for kind in (TRAJECTORIES, FEEDBACK):
             for name in self.folder.names(kind, self.settings.shard):
                 there.add((kind, name.text))
-                if (kind, name.text) in known:
+                path, row = self.folder.file(kind, name), known.get((kind, name.text))
+                if row is not None and row["n_bytes"] == path.stat().st_size:
                     continue
-                path = self.folder.file(kind, name)
                 try:
-                    table = _kept(parquet.read_table(path), self.folder.tombstones())
-                    self._add(kind, name, table, path.read_bytes())
+                    table = parquet.read_table(path)
+                    if gone := len(table) - len(kept := _kept(table, deletions)):
+                        logger.warning("archive: %s still had %d deleted rows", path, gone)
+                        content = parquet.file_bytes(kept)
+                        self.folder.write(kind, name, content)
+                        self._add(kind, name, kept, content)
+                    else:
+                        self._add(kind, name, table, path.read_bytes())
                 except (DamagedFileError, OSError) as e:
                     told.append(str(e))
-        for gone in known.keys() - there:
-            self.catalogue.forget_file(*gone)
+        for removed in known.keys() - there:
+            self.catalogue.forget_file(*removed)
         return told
 
     def merge(self) -> None:
@@ -193,28 +212,48 @@ class Archive:
             gone.append(row["name"])
         return gone
 
+    def siblings(self, kind: Kind, values: Sequence[str]) -> list[str]:
+        """Other trajectories of the groups of those that a deletion means, by uid."""
+        self.reconcile()
+        deletions = self.folder.deletions()
+        named = {
+            "trajectory": "uid = ?",
+            "user": "user = ?",
+            "tag": "id IN (SELECT id FROM tags WHERE tag = ?)",
+        }[kind]
+        meant = f"SELECT channel, prompt_uid FROM trajectories WHERE {named}"
+        sql = f"SELECT uid FROM trajectories WHERE (channel, prompt_uid) IN ({meant})"
+        found = {row["uid"] for value in values for row in self.catalogue.query(sql, (value,))}
+        return sorted(found - deletions.uids)
+
     def erase(self) -> list[str]:
         """Take what tombstones name out of files and catalogue; the uids of trajectories.
 
         Raises:
             DamagedFileError: a file cannot be read, so that it could still hold what is deleted.
+            DataPoolError: somebody reads the catalogue all the time.
         """
-        tombstones = self.folder.tombstones()
+        self.reconcile()
+        deletions = self.folder.deletions()
         gone: dict[str, None] = {}
-        columns = ["trajectory_uid", "user", "tags", "opened_at"]
+        meant: dict[FileName, list[int]] = {}
         for name in self.folder.names(TRAJECTORIES, self.settings.shard):
             path = self.folder.file(TRAJECTORIES, name)
-            keys = parquet.read_table(path, columns).to_pylist()
-            meant = [i for i, row in enumerate(keys) if any(t.meets(row) for t in tombstones)]
-            if meant:
-                gone |= dict.fromkeys(keys[i]["trajectory_uid"] for i in meant)
-                self._rewrite(TRAJECTORIES, name, meant)
-        named = {t.value for t in tombstones if t.kind == "trajectory"} | gone.keys()
+            keys = parquet.read_table(path, list(KEYS)).to_pylist()
+            if found := [i for i, row in enumerate(keys) if deletions.meets(row)]:
+                meant[name] = found
+                gone |= dict.fromkeys(keys[i]["trajectory_uid"] for i in found)
+        named = deletions.uids
+        # Before the rows that say whose they were: their uids lead somewhere, and after a crash
+        # what else is known of them still goes.
+        self.folder.bury([tombstone("trajectory", uid) for uid in gone if uid not in named])
+        named |= gone.keys()
+        for name, found in meant.items():
+            self._rewrite(TRAJECTORIES, name, found)
         for name in self.folder.names(FEEDBACK, self.settings.shard):
             uids = parquet.read_table(self.folder.file(FEEDBACK, name), ["trajectory_uid"])
-            meant = [i for i, uid in enumerate(uids[0].to_pylist()) if uid in named]
-            if meant:
-                self._rewrite(FEEDBACK, name, meant)
+            if found := [i for i, uid in enumerate(uids[0].to_pylist()) if uid in named]:
+                self._rewrite(FEEDBACK, name, found)
         self.catalogue.forget(named)
         return list(gone)
 
@@ -226,16 +265,12 @@ class Archive:
         self._add(kind, name, table, content)
 
 
-def _kept(table: Any, tombstones: Sequence[Tombstone]) -> Any:
-    """The rows that no tombstone names."""
-    if not tombstones or not len(table):
+def _kept(table: Any, deletions: Deletions) -> Any:
+    """The rows that are not deleted."""
+    if not deletions or not len(table):
         return table
-    names = [n for n in ("trajectory_uid", "user", "tags", "opened_at") if n in table.column_names]
-    empty = {"user": None, "tags": (), "opened_at": None}
-    rows = table.select(names).to_pylist()
-    if "user" not in names:  # feedback, which is named by its trajectory alone
-        tombstones = [t for t in tombstones if t.kind == "trajectory"]
-    gone = [i for i, row in enumerate(rows) if any(t.meets(empty | row) for t in tombstones)]
+    names = [name for name in KEYS if name in table.column_names]
+    gone = [i for i, row in enumerate(table.select(names).to_pylist()) if deletions.meets(row)]
     return parquet.without(table, gone) if gone else table
 
 
@@ -273,16 +308,22 @@ class _PoolLink(Link):
         return self._door, "here"
 
 
-async def archive_waiting(archive: Archive, pool: Caller) -> int:
-    """Archive one page of what waits; how many groups and late rows that were."""
-    page: DepartedPage = await pool.call(ListDeparted(max_bytes=BATCH_BYTES))
+async def archive_waiting(archive: Archive, pool: Caller, max_bytes: int = BATCH_BYTES) -> int:
+    """Archive one page of what waits; how many groups and late rows that were. One whose rows
+    nobody can read leaves unarchived, so that what is behind it does not."""
+    page: DepartedPage = await pool.call(ListDeparted(max_bytes=max_bytes))
     if not page.items:
         return 0
     folder, through = Path(archive.settings.journal), archive.archived_through()
     new = [each for each in page.items if each.row > through]
     if new:
-        rows = await _read(folder, new, pool)
-        found = [each for channel, group in rows for each in conversations(channel, group)]
+        try:
+            found = await _read(folder, new, pool)
+        except UNREADABLE as e:
+            if len(new) > 1:  # which one it is
+                return await archive_waiting(archive, pool, max_bytes=1)
+            await pool.call(ReleaseDeparted(new[0].row, f"its rows cannot be read: {e}"))
+            return 1
         try:
             with archive.folder.locked(archive.settings.shard):
                 archive.write(new[0].row, new[-1].row, found)
@@ -296,41 +337,88 @@ async def archive_waiting(archive: Archive, pool: Caller) -> int:
 
 async def _read(
     folder: Path, groups: Sequence[Departed], pool: Caller
-) -> list[tuple[str, list[Row]]]:
-    """The rows of groups; those that the journal has moved meanwhile are looked for again."""
-    found: list[tuple[str, list[Row]]] = []
+) -> list[Conversation | Feedback]:
+    """What the rows of groups say; those that the journal has moved meanwhile are looked for again.
+
+    Raises:
+        UNREADABLE: they are damaged, or another release wrote them.
+    """
+    found: list[Conversation | Feedback] = []
     for group in groups:
-        for tried in range(TRIES):
-            try:
-                found.append((group.channel, rows_at_places(folder, group.places)))
-                break
-            except (OSError, ValueError):
-                if tried + 1 == TRIES:
-                    raise
-                again: DepartedPage = await pool.call(ListDeparted(group.row - 1, 1))
-                if not again.items or again.items[0].row != group.row:
-                    break  # it was deleted
-                group = again.items[0]
+        rows = await _rows(folder, group, pool)
+        if rows is not None:
+            found += conversations(group.channel, rows)
     return found
+
+
+async def _rows(folder: Path, group: Departed, pool: Caller) -> list[Row] | None:
+    """The rows of a group; None if it was deleted."""
+    for tried in range(TRIES):
+        try:
+            return rows_at_places(folder, group.places)
+        except (OSError, ValueError):
+            if tried + 1 == TRIES:
+                raise
+            again: DepartedPage = await pool.call(ListDeparted(group.row - 1, 1))
+            if not again.items or again.items[0].row != group.row:
+                return None
+            group = again.items[0]
+    return None
+
+
+def open_sound(settings: Settings, *, is_damaged: bool = False) -> Archive:
+    """The archive, its catalogue that of its files. A damaged one is made anew of them.
+
+    Args:
+        is_damaged: it is known to be.
+    """
+    folder = ArchiveFolder(Path(settings.folder))
+    folder.make()
+    with folder.locked(settings.shard):
+        if is_damaged:
+            folder.remove_catalogue(settings.shard)
+            logger.error("archive: the catalogue of shard %d is made anew", settings.shard)
+        archive = None
+        try:
+            archive = Archive(settings)
+            for line in archive.reconcile():
+                logger.error("archive: %s", line)
+            return archive
+        except sqlite3.DatabaseError as e:
+            if archive is not None:
+                archive.close()
+            if is_damaged or isinstance(e, sqlite3.OperationalError):
+                raise
+            logger.error("archive: the catalogue is damaged (%s)", e)
+    return open_sound(settings, is_damaged=True)
 
 
 async def run(settings: Settings) -> None:
     """Archive what waits until the pool is gone."""
-    archive, pool = Archive(settings), _PoolLink(settings)
-    with archive.folder.locked(settings.shard):
-        for line in archive.reconcile():
-            logger.error("archive: %s", line)
+    archive, pool = open_sound(settings), _PoolLink(settings)
+    words_left_at: float | None = time.monotonic()  # of one that was killed before
     while True:
         began = time.monotonic()
         try:
+            if words_left_at is not None and began > words_left_at + INDEX_S:
+                with archive.folder.locked(settings.shard):
+                    archive.catalogue.forget(())
+                words_left_at = None
             n = await archive_waiting(archive, pool)
             with archive.folder.locked(settings.shard):
-                archive.merge()
-                for name in archive.trim(time.time()):
+                for name in archive.trim(time.time()):  # first: a damaged file cannot be merged
                     logger.info("archive: %s is beyond pool.archive's bounds and was removed", name)
+                    words_left_at = words_left_at or began
+                archive.merge()
         except (DataPoolError, OSError) as e:
             logger.error("archive: %s", e)
             n = 0
+        except sqlite3.OperationalError:  # a full disk, or a lock: the next process tries again
+            raise
+        except sqlite3.DatabaseError as e:
+            logger.error("archive: the catalogue is damaged (%s)", e)
+            archive.close()
+            archive, n = open_sound(settings, is_damaged=True), 1
         if not n or time.monotonic() - began < INTERVAL_S / 4:
             await asyncio.sleep(INTERVAL_S)
 

@@ -24,12 +24,15 @@ from typing import Any, Final
 
 import orjson
 
+from stepwell.datapool.errors import DataPoolError
 from stepwell.datapool.files.archive.conversations import text_of
 from stepwell.datapool.files.archive.parquet import step_messages
 
 VERSION: Final = 1
 TEXT_CHARACTERS: Final = 200_000
 """Characters of a trajectory that are searched at most, from its beginning."""
+CHECKPOINTS: Final = 6
+"""Tries to empty SQLite's log, which a reader may still read."""
 PREVIEW: Final = 240
 """Characters of the first and the last message in lists."""
 ALONE: Final = re.compile(
@@ -175,7 +178,7 @@ class Catalogue:
 
     def add(self, name: str, table: Any, groups: Sequence[int], digest: str, n_bytes: int) -> None:
         """Add the rows of a file of trajectories; those that are here already stay, and are read
-        from this file from now on.
+        from this file from now on. Rows that the file had before, and has no longer, go.
 
         Args:
             groups: numbers of rows of its row groups.
@@ -184,19 +187,24 @@ class Catalogue:
         rows = table.drop_columns(["token_ids", "log_probs"]).to_pylist()
         newest = max((_seconds(row["left_at"]) or 0.0 for row in rows), default=0.0)
         with self._change():
+            before = self._db.execute("SELECT id FROM trajectories WHERE file = ?", (name,))
+            gone = {row[0] for row in before.fetchall()}
             for (group, at), row in zip(places, rows, strict=True):
-                self._add(name, group, at, row)
+                gone.discard(self._add(name, group, at, row))
+            self._forget(sorted(gone))
             self._note("trajectories", name, digest, n_bytes, len(rows), newest)
 
     def _note(self, *values: Any) -> None:
         self._db.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)", values)
 
-    def _add(self, name: str, group: int, at: int, row: Mapping[str, Any]) -> None:
+    def _add(self, name: str, group: int, at: int, row: Mapping[str, Any]) -> int | None:
+        """Add a row, or its new place; its id."""
         key = row["trajectory_uid"], row["channel"], row["attempt"], row["part"]
         where = "uid = ? AND channel = ? AND attempt = ? AND part = ?"
         place = f"UPDATE trajectories SET file = ?, row_group = ?, row = ? WHERE {where}"
-        if self._db.execute(place, (name, group, at, *key)).rowcount:
-            return
+        moved = self._db.execute(f"{place} RETURNING id", (name, group, at, *key)).fetchall()
+        if moved:
+            return int(moved[0][0])
         messages = [m for each in step_messages(row) for m in each]
         text = "\n".join(filter(None, map(text_of, messages)))[:TEXT_CHARACTERS]
         prompt = prompt_key(row)
@@ -233,6 +241,7 @@ class Catalogue:
             self._db.execute("INSERT INTO words(rowid, body) VALUES (?, ?)", (rowid, body))
         if row["state"] == "complete":
             self._try(prompt, row)
+        return rowid
 
     def _try(self, prompt: str, row: Mapping[str, Any]) -> None:
         """Count a try of a prompt."""
@@ -274,6 +283,7 @@ class Catalogue:
         """Add the rows of a file of feedback."""
         rows = table.to_pylist()
         with self._change():
+            self._db.execute("DELETE FROM feedback WHERE file = ?", (name,))
             for row in rows:
                 self._db.execute(
                     "INSERT OR REPLACE INTO feedback VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -310,7 +320,11 @@ class Catalogue:
                 self._db.execute("UPDATE feedback SET file = ? WHERE file = ?", (by, name))
 
     def forget(self, uids: Iterable[str]) -> None:
-        """Take out trajectories; afterwards the database's files have no byte of their text."""
+        """Take out trajectories; afterwards the database's files have no byte of their text.
+
+        Raises:
+            DataPoolError: somebody reads it all the time, so that its log could not be emptied.
+        """
         with self._change():
             for uid in uids:
                 ids = self._db.execute("SELECT id FROM trajectories WHERE uid = ?", (uid,))
@@ -318,7 +332,13 @@ class Catalogue:
                 self._db.execute("DELETE FROM feedback WHERE uid = ?", (uid,))
         # Segments of the index that were written before still have its words: merge them into one.
         self._db.execute("INSERT INTO words(words) VALUES ('optimize')")
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        for _ in range(CHECKPOINTS):  # each waits 5 s for readers, SQLite's default
+            if not self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+                return
+        raise DataPoolError(
+            f"{self.path}-wal still has what is deleted, because somebody has read {self.path} all "
+            "the time; end what reads it and delete again"
+        )
 
     def _forget(self, ids: Sequence[int]) -> None:
         prompts = set()

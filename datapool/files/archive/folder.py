@@ -12,11 +12,12 @@ name again, or a longer range: rows that are in two files are the same.
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
@@ -62,12 +63,33 @@ class Tombstone(NamedTuple):
     at: float
     """Time of the deletion, seconds since 1970. Of a user or a tag, what was opened later stays."""
 
+
+class Deletions:
+    """All deletions, by what they name: a row costs the same with many of them."""
+
+    def __init__(self, tombstones: Iterable[Tombstone]) -> None:
+        self._times: dict[tuple[Kind, str], float] = {}
+        for kind, value, at in tombstones:
+            self._times[kind, value] = max(at, self._times.get((kind, value), at))
+
+    def __bool__(self) -> bool:
+        return bool(self._times)
+
+    @property
+    def uids(self) -> set[str]:
+        """Trajectories that were deleted by their uids."""
+        return {value for kind, value in self._times if kind == "trajectory"}
+
     def meets(self, row: Mapping[str, Any]) -> bool:
-        """Return whether it deletes a trajectory with these columns."""
-        if self.kind == "trajectory":
-            return bool(row["trajectory_uid"] == self.value)
-        found = row["tags"] or () if self.kind == "tag" else (row["user"],)
-        return self.value in found and row["opened_at"].timestamp() <= self.at
+        """Return whether a trajectory with these columns is deleted. Without `opened_at`, only by
+        its uid."""
+        if ("trajectory", row["trajectory_uid"]) in self._times:
+            return True
+        names: list[tuple[Kind, str]] = [("tag", tag) for tag in row.get("tags") or ()]
+        if row.get("user") is not None:
+            names.append(("user", row["user"]))
+        times = [self._times[name] for name in names if name in self._times]
+        return bool(times) and row["opened_at"].timestamp() <= max(times)
 
 
 class ArchiveFolder:
@@ -86,6 +108,11 @@ class ArchiveFolder:
     def catalogue(self, shard: int) -> Path:
         return self.path / f"catalogue-{shard}.sqlite"
 
+    def remove_catalogue(self, shard: int) -> None:
+        """Remove a catalogue, which is made anew of the files. For who holds the lock."""
+        for end in ("", "-wal", "-shm"):
+            Path(f"{self.catalogue(shard)}{end}").unlink(missing_ok=True)
+
     def shards(self) -> list[int]:
         """Numbers of the shards that have files or a catalogue here."""
         named = {name.shard for kind in (TRAJECTORIES, FEEDBACK) for name in self.names(kind)}
@@ -101,6 +128,13 @@ class ArchiveFolder:
 
     def file(self, kind: str, name: FileName | str) -> Path:
         return self.path / kind / (name if isinstance(name, str) else name.text)
+
+    def remove_drafts(self, shard: int) -> None:
+        """Remove what writers of this shard's files left half written when they were killed. For
+        who holds the lock: there is no other writer."""
+        for kind in (TRAJECTORIES, FEEDBACK):
+            for draft in (self.path / kind).glob(f"{shard}-*.tmp"):
+                draft.unlink(missing_ok=True)
 
     def write(self, kind: str, name: FileName, content: bytes) -> None:
         """Write a file durably, in place of one of this name."""
@@ -131,14 +165,35 @@ class ArchiveFolder:
     # -- tombstones --------------------------------------------------------------------------
 
     def bury(self, tombstones: list[Tombstone]) -> None:
-        """Append tombstones, durably: what they name is filtered from now on."""
+        """Append tombstones, durably: what they name is filtered from now on.
+
+        Raises:
+            OSError: they cannot be written; none of them is there.
+            DamagedFileError: the file of tombstones is not what was written.
+        """
         lines = b"".join(sealed(orjson.dumps(each._asdict())) for each in tombstones)
         path = self.path / DELETED
-        with open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            file.write(lines)
-            file.flush()
-            os.fsync(file.fileno())
+        with open(path, "a+b", 0, opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            self.tombstones()  # a damaged end is not cut off as half a line
+            end = _end_of_lines(file)
+            file.truncate(end)  # half a line of one who died would spoil the next
+            try:
+                while lines:
+                    lines = lines[file.write(lines) :]
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(end)
+                raise
         fsync(path.parent)
+
+    def deletions(self) -> Deletions:
+        """All deletions, to look rows up in.
+
+        Raises:
+            DamagedFileError: the file of tombstones is not what was written.
+        """
+        return Deletions(self.tombstones())
 
     def tombstones(self) -> list[Tombstone]:
         """All deletions.
@@ -164,6 +219,19 @@ class ArchiveFolder:
 
 def tombstone(kind: Kind, value: str) -> Tombstone:
     return Tombstone(kind, value, time.time())
+
+
+def _end_of_lines(file: io.FileIO) -> int:
+    """Bytes up to the end of the last whole line."""
+    end = at = file.seek(0, os.SEEK_END)
+    while at:
+        start = max(0, at - 4096)
+        file.seek(start)
+        found = file.read(at - start).rfind(b"\n")
+        if found >= 0:
+            return min(end, start + found + 1)
+        at = start
+    return 0
 
 
 def _size(path: Path) -> int:

@@ -19,8 +19,10 @@ import heapq
 import re
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -38,9 +40,13 @@ from stepwell.datapool.files.archive.folder import (
 from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.questions import DepartedRows
 from stepwell.datapool.store.segments import Row
+from stepwell.datapool.types import MAX_INT
 
 ORDERS: Final = ("time", "reward", "turns", "tokens", "version")
 MOST: Final = 1000
+MOST_CHARACTERS: Final = 2000
+MOST_DEEP: Final = 30
+"""Characters of a query, and brackets in brackets: SQLite's parser takes no more than 100."""
 FEW: Final = 5000
 """Trajectories that pass a filter up to which they are looked up one by one; of more, the first
 page is found soon by going through all in order."""
@@ -69,9 +75,6 @@ class Filter(NamedTuple):
     sql: str
     values: tuple[Any, ...] = ()
 
-    def __and__(self, other: Filter) -> Filter:
-        return Filter(f"({self.sql}) AND ({other.sql})", self.values + other.values)
-
 
 ALL: Final = Filter("1")
 
@@ -82,10 +85,20 @@ def parse(text: str) -> Filter:
     Raises:
         InvalidRequestError: it names what there is not, or is no comparison.
     """
+    if len(text) > MOST_CHARACTERS:
+        raise _refused(text, f"it has more than {MOST_CHARACTERS} characters")
     try:
-        return _parsed(ast.parse(text.strip() or "True", mode="eval").body)
+        found = _parsed(ast.parse(text.strip() or "True", mode="eval").body)
     except SyntaxError as e:
         raise _refused(text, e.msg) from e
+    except InvalidRequestError:
+        raise
+    except (ValueError, RecursionError, MemoryError) as e:  # NUL, or too deep for the parser
+        raise _refused(text, str(e) or "it is too deep") from e
+    brackets = accumulate((c == "(") - (c == ")") for c in found.sql)
+    if max(brackets, default=0) > MOST_DEEP:
+        raise _refused(text, "it is too deep")
+    return found
 
 
 def _parsed(node: ast.expr) -> Filter:
@@ -101,12 +114,10 @@ def _parsed(node: ast.expr) -> Filter:
             inner = _parsed(operand)
             return Filter(f"NOT ({inner.sql})", inner.values)
         case ast.Compare(left=left, ops=[*operators], comparators=[*right]):
-            found = ALL
-            for operator, a, b in zip(operators, [left, *right], right, strict=False):
-                found = (
-                    _compared(operator, a, b) if found is ALL else found & _compared(operator, a, b)
-                )
-            return found
+            pairs = zip(operators, [left, *right], right, strict=False)
+            all_of = [_compared(operator, a, b) for operator, a, b in pairs]
+            values = tuple(v for part in all_of for v in part.values)
+            return Filter(" AND ".join(part.sql for part in all_of), values)
         case _:
             raise _refused(ast.unparse(node), "no comparison")
 
@@ -119,15 +130,21 @@ def _compared(operator: ast.cmpop, left: ast.expr, right: ast.expr) -> Filter:
         inside = _contains(right.id, _value(left, right.id))
         no = isinstance(operator, ast.NotIn)
         return Filter(f"NOT ({inside.sql})", inside.values) if no else inside
-    if isinstance(operator, ast.Is | ast.IsNot) or _is_none(right):
-        word = "IS" if isinstance(operator, ast.Is | ast.Eq) else "IS NOT"
-        return Filter(f"{_column(left, said)} {word} NULL")
+    is_same = isinstance(operator, ast.Is | ast.Eq)
+    is_other = isinstance(operator, ast.IsNot | ast.NotEq)
+    if _is_none(right):
+        if not (is_same or is_other):
+            raise _refused(said, "None is neither more nor less")
+        return Filter(f"{_column(left, said)} {'IS' if is_same else 'IS NOT'} NULL")
     sign = _OPERATORS.get(type(operator))
     if sign is None:
         raise _refused(said, "no operator of these")
     if isinstance(left, ast.Name):
         if left.id in ("tag", "tags"):
-            return _contains("tags", _value(right, left.id))
+            if not (is_same or is_other):
+                raise _refused(said, "tags are the same or not")
+            inside = _contains("tags", _value(right, left.id))
+            return inside if is_same else Filter(f"NOT ({inside.sql})", inside.values)
         return Filter(f"{_column(left, said)} {sign} ?", (_value(right, left.id),))
     if isinstance(right, ast.Name):
         return Filter(f"? {sign} {_column(right, said)}", (_value(left, right.id),))
@@ -140,11 +157,23 @@ def _is_none(node: ast.expr) -> bool:
 
 def _contains(name: str, value: Any) -> Filter:
     if name == "text":
-        query = match_of(f'"{value}"')
+        query = _matched(f'"{value}"')
         return Filter("t.id IN (SELECT rowid FROM words WHERE words MATCH ?)", (query,))
     if name in ("tag", "tags"):
         return Filter("t.id IN (SELECT id FROM tags WHERE tag = ?)", (value,))
     return Filter(f"instr({_column(ast.Name(name), name)}, ?) > 0", (value,))
+
+
+def _matched(search: str) -> str:
+    """The FTS5 query of what somebody typed.
+
+    Raises:
+        InvalidRequestError: it has no word.
+    """
+    text = search.encode(errors="replace").decode().replace("\0", " ")
+    if not (query := match_of(text)):
+        raise InvalidRequestError(f"search is {search!r:.200}, which has no word; send one")
+    return query
 
 
 def _column(node: ast.expr, said: str) -> str:
@@ -156,7 +185,7 @@ def _column(node: ast.expr, said: str) -> str:
 def _value(node: ast.expr, name: str) -> Any:
     try:
         value = ast.literal_eval(node)
-    except ValueError as e:
+    except (ValueError, TypeError) as e:
         raise _refused(ast.unparse(node), "no text and no number") from e
     if name == "time" and isinstance(value, str):
         try:
@@ -165,6 +194,12 @@ def _value(node: ast.expr, name: str) -> Any:
             raise _refused(value, "no time such as '2026-11-26 14:30'") from e
     if not isinstance(value, str | int | float):
         raise _refused(ast.unparse(node), "no text and no number")
+    if isinstance(value, int) and abs(value) >= MAX_INT:
+        raise _refused(ast.unparse(node), "its number is not below 2**63")
+    try:
+        str(value).encode()
+    except UnicodeEncodeError as e:
+        raise _refused(ascii(value), "it has half a character") from e
     return value
 
 
@@ -192,7 +227,10 @@ class ArchiveReader:
     def _catalogues(self) -> Iterator[tuple[int, Catalogue]]:
         for shard in self.folder.shards():
             if (path := self.folder.catalogue(shard)).is_file():
-                catalogue = Catalogue(path)
+                try:
+                    catalogue = Catalogue(path)
+                except sqlite3.DatabaseError as e:
+                    raise _damaged(path, e) from e
                 try:
                     yield shard, catalogue
                 finally:
@@ -203,12 +241,7 @@ class ArchiveReader:
         found: list[dict[str, Any]] = []
         gone = {t.value for t in self.folder.tombstones() if t.kind == "trajectory"}
         for shard, catalogue in self._catalogues():
-            try:
-                rows = catalogue.query(sql, values)
-            except sqlite3.DatabaseError as e:
-                raise DamagedFileError(
-                    f"{catalogue.path}: {e}; `stepwell archive check` makes it anew of the files"
-                ) from e
+            rows = _query(catalogue, sql, values)
             found += [row | {"shard": shard} for row in rows if row.get("uid") not in gone]
         return found
 
@@ -240,7 +273,7 @@ class ArchiveReader:
         column = "t.id" if order == "time" else f'ifnull(t."{order}", -1e300)'
         if search:
             source = "words JOIN trajectories t ON t.id = words.rowid"
-            sql, values = f"words MATCH ? AND {sql}", [match_of(search), *values]
+            sql, values = f"words MATCH ? AND {sql}", [_matched(search), *values]
             column = "words.rowid" if order == "time" else column
         if order != "time" and not search:
             column = f't."{order}"'
@@ -265,7 +298,7 @@ class ArchiveReader:
                 f"SELECT t.*, {column} AS sorted FROM {source} WHERE {bound} "
                 f"ORDER BY {ordered} LIMIT {limit + 1}"
             )
-            rows = catalogue.query(statement, more)
+            rows = _query(catalogue, statement, more)
             found.append((shard, rows))
         return self._merged(found, order, descending, before or {}, limit)
 
@@ -301,7 +334,7 @@ class ArchiveReader:
             f"SELECT t.*, rank FROM ({newest}) hits JOIN trajectories t ON t.id = hits.id "
             f"WHERE {where.sql} ORDER BY rank LIMIT {limit}"
         )
-        found = self._ask(sql, (match_of(search), *where.values))
+        found = self._ask(sql, (_matched(search), *where.values))
         return sorted(found, key=lambda row: row["rank"])[:limit]
 
     def prompts(
@@ -436,26 +469,32 @@ class ArchiveReader:
 
     # -- operators ---------------------------------------------------------------------------
 
-    def delete(self, kind: Kind, value: str) -> list[str]:
-        """Delete a trajectory, or all of a user or with a tag; the uids of what was here. When it
+    def delete(self, kind: Kind, *values: str, with_group: bool = False) -> list[str]:
+        """Delete trajectories, or all of users or with tags; the uids of what was here. When it
         returns, no file and no page of the catalogue has a byte of it.
+
+        Args:
+            with_group: also all others of their groups, which were asked the same.
 
         Raises:
             DamagedFileError: a file cannot be read, so that it could still hold it.
+            DataPoolError: somebody reads a catalogue all the time; delete again.
+            OSError: the disk is full, or cannot be written; delete again.
         """
-        if not self.folder.exists():
+        if not self.folder.exists() or not values:
             return []
-        self.folder.bury([tombstone(kind, value)])
+        self.folder.bury([tombstone(kind, value) for value in values])
         gone: dict[str, None] = {}
         for shard in self.folder.shards():
             with self.folder.locked(shard):
                 archive = _opened(self.folder.path, shard)
                 try:
+                    if with_group:
+                        others = archive.siblings(kind, values)
+                        self.folder.bury([tombstone("trajectory", uid) for uid in others])
                     gone |= dict.fromkeys(archive.erase())
                 finally:
                     archive.close()
-        if kind != "trajectory" and gone:  # so that their uids lead somewhere
-            self.folder.bury([tombstone("trajectory", uid) for uid in gone])
         return list(gone)
 
     def check(self) -> list[str]:
@@ -470,8 +509,9 @@ class ArchiveReader:
                     told += self._checked(kind, name, parquet)
             with self.folder.locked(shard):
                 path = self.folder.catalogue(shard)
-                if path.is_file():
-                    told += _sound(path)
+                if path.is_file() and (why := _damage(path)) is not None:
+                    self.folder.remove_catalogue(shard)
+                    told.append(f"{path} was damaged: {why}; it was made anew of the files")
                 archive = _opened(self.folder.path, shard)
                 try:
                     told += [line for line in archive.reconcile() if line not in told]
@@ -492,6 +532,17 @@ class ArchiveReader:
         return []
 
 
+def _query(catalogue: Catalogue, sql: str, values: Sequence[Any]) -> list[dict[str, Any]]:
+    try:
+        return catalogue.query(sql, values)
+    except sqlite3.DatabaseError as e:
+        raise _damaged(catalogue.path, e) from e
+
+
+def _damaged(path: Path, error: sqlite3.DatabaseError) -> DamagedFileError:
+    return DamagedFileError(f"{path}: {error}; `stepwell archive check` makes it anew of the files")
+
+
 def _few(catalogue: Catalogue, where: Filter) -> str | None:
     """A condition that names the few trajectories that pass; None: they are many. One index has all
     that filters look at, so that a filter without hits reads that alone."""
@@ -500,23 +551,17 @@ def _few(catalogue: Catalogue, where: Filter) -> str | None:
     names = set(re.findall(r'\bt\."?(\w+)', where.sql)) - {"id"}
     index = " INDEXED BY facts" if names and names <= set(FACTS) else ""
     sql = f"SELECT t.id FROM trajectories t{index} WHERE {where.sql} LIMIT {FEW + 1}"
-    found = catalogue.query(sql, where.values)
+    found = _query(catalogue, sql, where.values)
     return None if len(found) > FEW else f"t.id IN ({', '.join(str(row['id']) for row in found)})"
 
 
-def _sound(path: Path) -> list[str]:
-    """Whether a catalogue is damaged; one that is goes, and is made anew of the files."""
+def _damage(path: Path) -> str | None:
+    """The damage of a catalogue; None: there is none."""
     try:
-        catalogue = Catalogue(path)
-        why = catalogue.is_sound()
-        catalogue.close()
+        with closing(Catalogue(path)) as catalogue:
+            return catalogue.is_sound()
     except sqlite3.DatabaseError as e:
-        why = str(e)
-    if why is None:
-        return []
-    for end in ("", "-wal", "-shm"):
-        Path(f"{path}{end}").unlink(missing_ok=True)
-    return [f"{path} was damaged: {why}; it was made anew of the files"]
+        return str(e)
 
 
 def _opened(path: Path, shard: int) -> Any:
@@ -555,7 +600,10 @@ def _cursor(text: str | None) -> dict[str, Any] | None:
         return None
     try:
         found = orjson.loads(bytes.fromhex(text))
-        return {str(shard): (place[0], int(place[1])) for shard, place in found.items()}
+        places = {str(shard): (float(key), int(last)) for shard, (key, last) in found.items()}
+        if any(abs(last) >= MAX_INT for _, last in places.values()):
+            raise ValueError(text)
+        return places
     except (ValueError, AttributeError, LookupError, TypeError) as e:
         raise InvalidRequestError(f"cursor is {text!r:.80}; pass that of the page before") from e
 

@@ -1,0 +1,73 @@
+"""This module deletes trajectories from the archive of what left the pool, in a process beside the
+gateway: files and catalogue are written anew, which takes seconds of a processor.
+
+    DELETE, DELETE, … ──► those that wait ──► one process for all of them ──► each is answered
+
+Owns how many processes there are: one. Does not own the files (`datapool/files/archive`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from stepwell.gateway.errors import ArchiveUnavailableError
+
+log = logging.getLogger(__name__)
+
+
+class ArchiveDeletions:
+    """The deletions that this gateway has asked for.
+
+    Args:
+        folder: of the archive; None: there is none.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._lock = asyncio.Lock()
+        self._waiting: dict[str, bool] = {}
+        """Trajectories that the next process deletes, and whether with their groups."""
+        self._next: asyncio.Task[None] | None = None
+
+    async def delete(self, uids: Iterable[str], *, with_groups: bool) -> None:
+        """Delete trajectories.
+
+        Args:
+            with_groups: also all others of their groups.
+
+        Raises:
+            ArchiveUnavailableError: it failed.
+        """
+        if self._folder is None:
+            return
+        for uid in uids:
+            self._waiting[uid] = with_groups or self._waiting.get(uid, False)
+        if self._next is None:
+            self._next = asyncio.create_task(self._run(self._folder))
+        # Others wait for it, too: who hangs up does not end it.
+        await asyncio.shield(self._next)
+
+    async def _run(self, folder: Path) -> None:
+        async with self._lock:
+            waiting, self._waiting, self._next = self._waiting, {}, None
+            command = (sys.executable, "-m", "stepwell.datapool.files.archive.deletion", folder)
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            _, error = await process.communicate(json.dumps(waiting).encode())
+        if process.returncode:
+            said = error.decode(errors="replace").strip().splitlines()
+            last = said[-1] if said else f"it ended with {process.returncode}"
+            log.error("%d trajectories are not deleted from %s: %s", len(waiting), folder, last)
+            raise ArchiveUnavailableError(
+                "deleted from the DataPool, but the archive may still hold it, as the gateway's "
+                "log says; repeat the DELETE once `stepwell archive check` finds no damage"
+            )

@@ -1,0 +1,66 @@
+"""DELETE of what is in the archive."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from stepwell.gateway.archive import ArchiveDeletions
+from tests.datapool.test_archive import SECRET, Archived
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    run = Archived(tmp_path)
+    for i in range(100):
+        run.train(f"t{i}", SECRET)
+    run.archive()
+    yield run
+    run.pool.journal.close()
+
+
+async def delete(world: Any, uid: str) -> tuple[int, str]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.delete(f"{world.url}/v1/trajectories/{uid}") as response,
+    ):
+        return response.status, await response.text()
+
+
+async def test_a_hundred_deletions_at_once_take_few_processes(
+    world: Any, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.gateway.archive_deletions = ArchiveDeletions(run.path / "archive")
+    started, start = [], asyncio.create_subprocess_exec
+
+    async def counted(*args: Any, **kwargs: Any) -> Any:
+        started.append(args)
+        return await start(*args, **kwargs)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", counted)
+    answers = await asyncio.gather(*(delete(world, f"t{i}") for i in range(100)))
+    assert {status for status, _ in answers} == {200}
+    assert len(started) < 10
+    assert run.reader.rows().items == []
+    assert b"secret" not in b"".join(
+        path.read_bytes() for path in (run.path / "archive").rglob("*") if path.is_file()
+    )
+
+
+async def test_what_an_archive_could_not_delete_is_forgotten_here(
+    world: Any, run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.gateway.archive_deletions = ArchiveDeletions(run.path / "archive")
+    client = await world.client("mine", "p1")
+    messages = [{"role": "user", "content": "a secret"}]
+    await client.chat.completions.create(model="m", messages=messages)
+    (run.path / "archive" / "deleted.jsonl").write_bytes(b"damaged\n")
+    status, said = await delete(world, "mine")
+    assert status == 503
+    assert "the archive may still hold it" in said
+    assert "is not what was written" in caplog.text
+    assert world.gateway.trajectories.known("mine") is None
