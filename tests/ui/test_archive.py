@@ -105,7 +105,7 @@ async def test_what_is_deleted_by_the_gateway_is_deleted_from_the_archive_too(
     assert "was deleted at" in gone.text
     files = (shown.run_dir / "archive").rglob("*.parquet")
     assert uid.encode() not in b"".join(path.read_bytes() for path in files)
-    assert (await ok(http, "find", uid="chain_sum/1002:0"))["page"] == "trajectory"
+    assert (await ok(http, "find", uid="chain_sum/1002:0"))["deleted"], "its group goes with it"
 
 
 async def test_a_late_reward_is_shown_with_its_trajectory(

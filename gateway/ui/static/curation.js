@@ -113,7 +113,7 @@ export function Reward({ about, channel, uid, row, done: reload }) {
 
 /** @param {string} uid */
 export async function removal(uid) {
-  if (!confirm(`Delete ${safe(uid)} with its group, from the pool and its journal? This cannot be undone.`)) return;
+  if (!confirm(`Delete ${safe(uid)} with its group, from the pool, its journal and the archive? This cannot be undone.`)) return;
   const { deleted, leased } = await post("delete", { trajectory_uid: uid });
   did(`${deleted.length} trajectories deleted${leased.length ? `, ${leased.length} of them leased` : ""}`, null);
   location.hash = link("trajectories");
