@@ -14,6 +14,7 @@ from stepwell.trainer.rollout.sandboxes import (
     SANDBOXES,
     SandboxPlan,
     SandboxRequest,
+    client_env,
     find_sandbox,
 )
 
@@ -55,7 +56,7 @@ CONTAINER = (
     "{program} run --rm --init --name stepwell-harness-a --network host --user {user}{more} "
     "--cap-drop ALL --security-opt no-new-privileges --memory 512m --pids-limit 64 --cpus 1.5 "
     "--ulimit cpu=100 --volume /tmp/r:/tmp/r --volume /opt/node:/opt/node:ro "
-    "--workdir /tmp/r/work --env HOME --env KEY --env OPENAI_BASE_URL "
+    "--workdir /tmp/r/work --env HOME=/tmp/r/home --env KEY --env OPENAI_BASE_URL "
     "node:22 agent -p do it {url}"
 )
 
@@ -68,7 +69,7 @@ def test_a_container_is_bounded_and_removed_and_no_key_is_in_its_command_line(
     expected = CONTAINER.format(program=program, user=USER, more=more, url=URL)
     assert " ".join(planned.argv) == expected
     assert "secret" not in expected
-    assert planned.env == REQUEST.env
+    assert planned.env == {**REQUEST.env, **client_env()}, "the program's home is its user's"
     assert list(planned.after) == [program, "rm", "--force", "stepwell-harness-a"]
 
 

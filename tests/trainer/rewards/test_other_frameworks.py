@@ -46,6 +46,7 @@ def sample(answer: str = "4", source: str = "any", **info: Any) -> RewardSample:
             trajectory_uid="t",
             prompt_uid="p",
             step_index=k,
+            parent_index=0 if k else None,
             policy_version=7,
             finish_reason="stop",
         )
