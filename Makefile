@@ -203,12 +203,12 @@ test-chaos: install
 test-chaos-plants: install
 	$(BIN)/python -m tests.chaos planted
 
-# torch first, with what it needs on this platform; then everything as pinned, nothing resolved:
-# SGLang's own requirements are of its GPU path.
-.venv-sglang/.installed: constraints-sglang.txt
+# The environment of an engine: torch first, with what it needs on this platform; then everything as
+# pinned, nothing resolved: SGLang's own requirements are of its GPU path.
+.venv-sglang/.installed .venv-vllm/.installed: .venv-%/.installed: constraints-%.txt
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet --disable-pip-version-check "$$(grep ^torch== constraints-sglang.txt)"
-	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints-sglang.txt
+	$(@D)/bin/pip install --quiet --disable-pip-version-check "$$(grep ^torch== $<)"
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
 #   make install-sglang  a real SGLang that runs on this CPU, in .venv-sglang
@@ -231,12 +231,6 @@ test-sglang: install install-sglang
 #   make record-sglang  write the answers of a real SGLang, which the embedded engine is held to
 record-sglang: install install-sglang
 	$(ON_SGLANG) $(BIN)/python -m tests.backends.engines.record
-
-.venv-vllm/.installed: constraints-vllm.txt
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet --disable-pip-version-check "$$(grep ^torch== constraints-vllm.txt)"
-	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt
-	@touch $@
 
 #   make install-vllm  a real vLLM that runs on this CPU, in .venv-vllm
 install-vllm: .venv-vllm/.installed

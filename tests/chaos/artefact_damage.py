@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import random
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -47,6 +46,7 @@ from stepwell.trainer.recording import load_recording, record_batch
 from stepwell.trainer.samples import read_samples, write_samples
 from stepwell.trainer.slime.data_source import RolloutDataSource
 from stepwell.trainer.slime.pool import FILE, SlimePool
+from tests.chaos.trials import result_of
 from tests.trainer.test_slime_rollout import slime_args
 
 SHOWN = 20
@@ -323,17 +323,7 @@ async def run(
     trials: int = 1000,
     seed: Annotated[int | None, "default: a random one"] = None,
 ) -> BenchResult:
-    seed = random.randrange(1 << 30) if seed is None else seed
-    with tempfile.TemporaryDirectory(prefix="stepwell-artefacts-") as scratch:
-        found = summary(run_trials(trials, seed, Path(scratch)), seed)
-    result = BenchResult()
-    result.zero(failures=len(found["failures"]))
-    for key, value in found.items():
-        if key == "failures":
-            if value:
-                result.figures[key] = [{"failure": str(each)} for each in value]
-        elif isinstance(value, dict):
-            result.figures[key] = [{key: name, "trials": str(n)} for name, n in value.items()]
-        else:
-            result.figures[key] = value
-    return result
+    def try_all(seed: int, folder: Path) -> Mapping[str, Any]:
+        return summary(run_trials(trials, seed, folder), seed)
+
+    return result_of(try_all, seed, "stepwell-artefacts-")

@@ -24,7 +24,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +49,7 @@ from stepwell.datapool.store.segments import segment_path, segments_in
 from stepwell.datapool.types import Step
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.errors import CheckpointError
+from tests.chaos.trials import result_of
 from tests.datapool.conftest import SyncPool
 
 Outcome = Literal["harmless", "raised", "silent"]
@@ -371,20 +371,10 @@ async def run(
     trials: int = 200,
     seed: Annotated[int | None, "default: a random one"] = None,
 ) -> BenchResult:
-    seed = random.randrange(1 << 30) if seed is None else seed
-    with tempfile.TemporaryDirectory(prefix="stepwell-damage-") as scratch:
-        found = summary(run_trials(trials, seed, Path(scratch)), seed)
-    result = BenchResult()
-    result.zero(failures=len(found["failures"]))
-    for key, value in found.items():
-        if key == "failures":
-            if value:
-                result.figures[key] = [{"failure": str(each)} for each in value]
-        elif isinstance(value, dict):
-            result.figures[key] = [{key: name, "trials": str(n)} for name, n in value.items()]
-        else:
-            result.figures[key] = value
-    return result
+    def try_all(seed: int, folder: Path) -> Mapping[str, Any]:
+        return summary(run_trials(trials, seed, folder), seed)
+
+    return result_of(try_all, seed, "stepwell-damage-")
 
 
 if __name__ == "__main__":  # the writer, which is killed
