@@ -128,7 +128,7 @@ def reap(job: str, command: list[str]) -> None:
 def watch(
     pid: int, woken: int, log: int, bounds: dict[str, int], folders: list[str]
 ) -> dict[str, object]:
-    """How the process ended, or why it has to."""
+    """Wait for the end of the process; return it, or why it has to end."""
     look_at = time.monotonic() + BETWEEN_LOOKS_S
     while True:
         try:

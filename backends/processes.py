@@ -172,7 +172,7 @@ class Ended:
     code: int = 0
     """Exit status, or number of the signal."""
     said: str = ""
-    """Which bound, or why it cannot be run."""
+    """Name of the bound, or why it cannot be run."""
 
 
 async def run_job(job: Job) -> Ended:

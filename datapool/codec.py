@@ -291,7 +291,7 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def place(self) -> Place:
-        """Where the payload is, if it is spilled."""
+        """Place of a spilled payload."""
         return _PLACE.unpack_from(self.payload, _HEADER.size)
 
     def spill(self, place: Place) -> None:

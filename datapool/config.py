@@ -128,7 +128,7 @@ class ChannelConfig(Section):
 
 
 class ArchiveConfig(Section):
-    """What left the pool, trained or dropped, in files: every trajectory with its text, tokens,
+    """Files of all that left the pool, trained or dropped: every trajectory with its text, tokens,
     reward and the reason."""
 
     enabled: bool = True

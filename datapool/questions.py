@@ -187,7 +187,7 @@ class DepartedRows(NamedTuple):
 
 
 class ListDeparted(Op[DepartedPage], frozen=True, array_like=True):
-    """What left the pool and waits to be archived, as far as it is durable."""
+    """Groups that left the pool and wait to be archived, as far as their leaving is durable."""
 
     after: int = 0
     """Only what left after this row."""

@@ -130,7 +130,7 @@ class _App(FastAPI):
             response = await endpoint.answer(Request(scope, receive, send))
         except ConnectionResetError:
             return
-        except Exception as e:  # noqa: BLE001
+        except Exception as e:  # noqa: BLE001 - whatever it is, its client is answered
             response = _refusal(path, e)
         await response(scope, receive, send)
 

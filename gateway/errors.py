@@ -253,8 +253,8 @@ class PoolError(GatewayError):
 
 
 class _Answer(NamedTuple):
-    """How an error of the pool is told; `{}` are its own words. Failures of the pool are told
-    without addresses and files."""
+    """Answer to an error of the pool; `{}` are its own words. Failures of the pool are told without
+    addresses and files."""
 
     status: int
     code: str

@@ -355,8 +355,8 @@ def _is_everywhere(host: str) -> bool:
 
 
 def _where_it_is(config: GatewayConfig, wiring: Wiring) -> tuple[GatewayConfig, Wiring]:
-    """What a replica serves with where Ray has started it: elsewhere than planned at that machine's
-    address, and at another port if its own is taken there."""
+    """Return what a replica serves with where Ray has started it: elsewhere than planned at that
+    machine's address, and at another port if its own is taken there."""
     import ray
 
     host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # theirs

@@ -32,7 +32,7 @@ class FakeEngine:
         """The version as it says it."""
         self.path = ""
         self.calls: list[str] = []
-        """What it was told, in order: `pause MODE`, `load VERSION`, `continue`, `release`,
+        """Requests, in order: `pause MODE`, `load VERSION`, `continue`, `release`,
         `resume`."""
         self.fails: dict[str, Exception] = dict(fails)
         """Request, such as `pause` or `load 1` -> what it raises."""

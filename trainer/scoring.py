@@ -341,8 +341,8 @@ class FlatRewards:
 
 
 def _figures(group: Group) -> _Figures:
-    """What may be the cause: the group's metrics, "rollouts", "tool_use" where it was offered
-    tools, and "same": 1 if every rollout has the very tokens of the first."""
+    """Figures that may show the cause: the group's metrics, "rollouts", "tool_use" where it was
+    offered tools, and "same": 1 if every rollout has the very tokens of the first."""
     replies = {tuple(s.response_ids.tobytes() for s in t.steps) for t in group.trajectories}
     n, calls = len(group.trajectories), tool_use([group])
     return {

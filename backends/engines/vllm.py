@@ -229,7 +229,7 @@ class VllmEngine(HttpEngine):
             await self._ask("/update_weight_version", {"new_version": str(version)})
             if flush_cache:
                 await self._drop_cache(self.timeout_s)
-        except BaseException:
+        except BaseException:  # also a cancellation: it must not stay paused
             if waits:  # also if it did not answer: it may be paused
                 with suppress(EngineError):  # the first error is the reason
                     await self.continue_()

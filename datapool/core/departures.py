@@ -33,11 +33,11 @@ class Departure(NamedTuple):
     n_bytes: int
     """About the bytes that they take there."""
     tags: frozenset[str] = frozenset()
-    """Of the marks of the group and its trajectories."""
+    """Tags of the group and its trajectories."""
 
 
 class Departures:
-    """What waits to be archived, the oldest first.
+    """Groups that left and wait to be archived, the oldest first.
 
     Args:
         limit_bytes: most bytes of rows that wait; 0: there is no archive.

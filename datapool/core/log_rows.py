@@ -137,7 +137,7 @@ class RewardCameLate(_Record, frozen=True, array_like=True, gc=False):
     reward: float | None
     step_index: int | None
     why: str
-    """What had become of the trajectory."""
+    """Fate of the trajectory before this came."""
 
 
 class GroupClosed(_Record, frozen=True, array_like=True, gc=False):

@@ -65,11 +65,11 @@ class DataPool:
         self.epoch = epoch
         self._journal: Log | None = None
         self.departures = Departures(self.config.backlog_bytes)
-        """What left and waits to be archived."""
+        """Groups that left and wait to be archived."""
         self.events = EventLog(life or epoch)
         self.channels: dict[str, Channel] = {}
         self.next_tick = NextTick()
-        """When `tick` is to be called. Whoever needs it earlier says so."""
+        """Time at which `tick` is to be called. Whoever needs it earlier says so."""
         self.may_spill = self.config.memory_limit_bytes is not None or any(
             c.overflow == "spill" for c in (self.config.default, *self.config.channels.values())
         )

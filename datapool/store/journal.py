@@ -374,7 +374,7 @@ class Journal(LogReader):
             if self._closed:
                 raise JournalError(f"{self.folder}: the journal was closed, open a new one")
             n_deleted = self._transact()
-        except BaseException as e:
+        except BaseException as e:  # also an interrupt: what was not written is tried again
             self._cleaner.again()
             self._failed_commits += 1
             self.error = self.translate(e, len(self._rows))

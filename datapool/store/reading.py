@@ -194,7 +194,7 @@ class StoppedJournal(LogReader):
             found = self._load(acked)
         self.index, self._states = found.index, found.states
         self.identity = acked.journal.hex()
-        """As of `Journal`."""
+        """Identity of the journal, as `Journal` has it."""
 
     def states(self) -> dict[str, bytes]:
         return self._states

@@ -35,7 +35,7 @@ TOOLS: list[dict[str, Any]] = [
         },
     }
 ]
-"""As `llm` sends the function `shell` of the preset."""
+"""The function `shell` of the preset, in the form in which `llm` sends it."""
 
 
 def expression(seed: int) -> str:

@@ -308,7 +308,7 @@ async def serve(settings: dict[str, Any]) -> None:
                 writer.write(json.dumps(await obey(asked)).encode() + b"\n")
         except (InvalidRequestError, WeightLoadError, ValueError) as e:
             writer.write(json.dumps({"error": str(e), "refused": True}).encode() + b"\n")
-        except Exception as e:
+        except Exception as e:  # the client is told, and it is raised
             writer.write(json.dumps({"error": repr(e), "refused": False}).encode() + b"\n")
             raise
         finally:

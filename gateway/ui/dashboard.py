@@ -404,7 +404,7 @@ class Dashboard:
         return await self._of_archive(read)
 
     async def find(self, uid: str) -> dict[str, Any]:
-        """Where a uid, or the beginning of one, leads: `page` and `params` of the page, or `items`
+        """Find the page of a uid, or of the beginning of one: `page` and its `params`, or `items`
         to choose from; or that it was `deleted`."""
         for name in await self.ask(self.pool.get_statistics()):
             if (await self.ask(self.pool.list_groups(name, None, 1, prompt_uid=uid))).items:

@@ -45,7 +45,7 @@ LOCK_WAIT_S = 0.5
 REPAIR_S = 3.0
 """Seconds in which a killed trainer's leftovers are put right, mostly."""
 PACKAGES = ("torch", "ray", "transformers", "sglang")
-"""What a run's figures depend on, beside Stepwell and Python."""
+"""Packages on which a run's figures depend, beside Stepwell and Python."""
 GIT_S = 10.0
 ANSWER_S = 5.0
 """A gateway answers within this."""

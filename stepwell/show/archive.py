@@ -81,7 +81,7 @@ def rows_screen(items: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def outcome(row: Mapping[str, Any]) -> str:
-    """What became of a trajectory, in a line."""
+    """Describe the end of a trajectory in a line."""
     reward = "no reward" if row["reward"] is None else f"reward {row['reward']:.3g}"
     said = [reward, f"{row['turns']} turns", f"{row['tokens']:,} tokens"]
     if row["version"] is not None:

@@ -52,7 +52,7 @@ class Tried:
     ended: str
     """`complete`, or why it failed."""
     log: Path
-    """What the harness printed."""
+    """File of what the harness printed."""
     opened: Opened | None = None
     """Its calls; None: it made none, or failed."""
 

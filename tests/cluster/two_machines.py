@@ -48,7 +48,7 @@ def there(machines: TwoMachines, folder: Path) -> tuple[str, ...]:
 
 
 def wait_for(what: Callable[[], T | None], limit_s: float) -> T:
-    """What `what` returns, once that is something."""
+    """Return what `what` returns, once that is something."""
     give_up = time.monotonic() + limit_s
     while (found := what()) is None:
         assert time.monotonic() < give_up, "in vain"

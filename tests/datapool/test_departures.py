@@ -1,4 +1,4 @@
-"""What leaves a pool waits, in the journal, until it is archived."""
+"""Groups that leave a pool wait in the journal until they are archived."""
 
 from __future__ import annotations
 

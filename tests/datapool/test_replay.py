@@ -801,7 +801,7 @@ async def test_what_comes_due_on_a_full_disk_is_done_when_there_is_space(
 async def test_rollouts_of_one_call_are_one_row_though_each_changes_what_the_group_is_ready_for(
     tmp_path: Path, make_step: MakeStep
 ) -> None:
-    """What the trajectories of an undeclared group say by themselves is not written down."""
+    """A decision that follows from the trajectories of an undeclared group is not written down."""
     pool = pool_here(None, tmp_path)
     await pool.submit_steps([make_step(f"t{i}", "p", is_last=True) for i in range(16)])
     assert (await pool.describe())["journal"]["rows_stored"] == 2, "their prompt, and all of them"

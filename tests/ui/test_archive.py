@@ -1,4 +1,4 @@
-"""What left the pool, in the dashboard: the three questions of somebody who looks, over HTTP."""
+"""Dashboard of what left the pool: the three questions of somebody who looks, over HTTP."""
 
 from __future__ import annotations
 

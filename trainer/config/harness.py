@@ -54,7 +54,7 @@ class HarnessLimits(Section):
 
 
 class SandboxChoice(Section):
-    """Where commands run; a string alone is its `kind`."""
+    """Sandbox in which commands run; a string alone is its `kind`."""
 
     named_by = "kind"
 
@@ -145,7 +145,7 @@ class HarnessConfig(Section):
     timeout_s: float = Field(default=600.0, gt=0)
     """It may run this long."""
     on_timeout: OnTimeout = "drop"
-    """What becomes of the calls of one that ran too long: `drop` loses the rollout ("timeout");
+    """Fate of the calls of one that ran too long: `drop` loses the rollout ("timeout");
     `grade` grades what it has done by then, and trains it."""
     gave_up: tuple[int, ...] = ()
     """Exit statuses of a harness that works and says that it could not solve its task: graded, as

@@ -21,7 +21,7 @@ class Preset:
     install: str
     """Command that installs it."""
     needs: str
-    """What has to be there first."""
+    """Requirement of that command."""
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     gave_up: tuple[int, ...] = ()

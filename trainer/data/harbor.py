@@ -145,7 +145,11 @@ def copied(arguments: str) -> list[str]:
 
 
 def _refuse_outside(environment: Path, source: str) -> None:
-    """As a build does: a task names nothing of this machine."""
+    """Refuse a source outside the task, as a build does.
+
+    Raises:
+        DataError: it is no file or folder below `environment`.
+    """
     found = (environment / source.lstrip("/")).resolve()
     if not found.exists() or not found.is_relative_to(environment.resolve()):
         raise DataError(

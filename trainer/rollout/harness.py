@@ -115,7 +115,7 @@ class Harness:
             ended = await rollout.run(rollout.fill(config.command), config.timeout_s)
             rollout.judge(ended)
             return await self._grade(rollout, task, base_url)
-        except BaseException as e:
+        except BaseException as e:  # its log says it, and it is raised
             why = f"\n--- {type(e).__name__}: {e}\n"
             raise
         finally:
@@ -541,7 +541,7 @@ def read_number(file: Path, said: str) -> float:
 
 
 def install_hint(preset: str | None) -> str:
-    """What to do for a command that is missing."""
+    """Return the remedy for a command that is missing."""
     if preset is None:
         return "install it, or give its path"
     known = PRESETS[preset]

@@ -32,7 +32,7 @@ class SandboxRequest:
     root: Path
     """Folder of the rollout, which holds all that it may write."""
     workdir: Path
-    """Where the command runs."""
+    """Folder in which the command runs."""
     env: Mapping[str, str]
     choice: SandboxChoice
     limits: HarnessLimits
@@ -44,7 +44,7 @@ class SandboxRequest:
 
 @dataclass(frozen=True, slots=True)
 class SandboxPlan:
-    """What is run on this machine."""
+    """Command of this machine."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -137,7 +137,7 @@ _CLIENTS = ("HOME", "XDG_RUNTIME_DIR", "DOCKER_HOST", "DOCKER_CONFIG", "CONTAINE
 
 
 def client_env() -> dict[str, str]:
-    """What docker and podman are given of this process's environment; containers get none of it."""
+    """Return what docker and podman get of this process's environment; containers get nothing."""
     return {name: os.environ[name] for name in _CLIENTS if name in os.environ}
 
 

@@ -338,7 +338,7 @@ async def archive_waiting(archive: Archive, pool: Caller, max_bytes: int = BATCH
 async def _read(
     folder: Path, groups: Sequence[Departed], pool: Caller
 ) -> list[Conversation | Feedback]:
-    """What the rows of groups say; those that the journal has moved meanwhile are looked for again.
+    """Read the rows of groups; those that the journal has moved meanwhile are looked for again.
 
     Raises:
         UNREADABLE: they are damaged, or another release wrote them.

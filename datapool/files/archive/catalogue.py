@@ -164,7 +164,7 @@ class Catalogue:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
-        except BaseException:
+        except BaseException:  # also a cancellation: nothing of the change stays
             self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
@@ -172,7 +172,7 @@ class Catalogue:
     # -- writing -----------------------------------------------------------------------------
 
     def files(self) -> dict[tuple[str, str], sqlite3.Row]:
-        """What is known of each file, by its kind and name."""
+        """Rows of all files, by kind and name."""
         rows = self._db.execute("SELECT * FROM files")
         return {(row["kind"], row["name"]): row for row in rows}
 

@@ -97,7 +97,7 @@ class Feedback(NamedTuple):
     reward: float | None
     step_index: int | None
     why: str
-    """What had become of the trajectory."""
+    """Fate of the trajectory before this came."""
 
 
 def conversations(channel: str, rows: Sequence[Row]) -> list[Conversation | Feedback]:

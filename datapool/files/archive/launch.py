@@ -16,17 +16,17 @@ DAY_S: Final = 86_400.0
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What the archiver is started with."""
+    """Arguments of the archiver's process."""
 
     folder: str
-    """Of the archive."""
+    """Folder of the archive."""
     journal: str
     """Folder of the shard's journal."""
     journal_id: str
     shard: int
     keep_s: float
     max_bytes: int
-    """Of this shard."""
+    """Number of this shard."""
     log_file: str | None = None
     unix: str = ""
     """Address and secret of the pool."""

@@ -1,4 +1,4 @@
-"""What anybody asks of an archive, whose pool runs or has ended.
+"""Questions to an archive, whose pool runs or has ended.
 
     find(uid)      a trajectory or a group by its uid, or the beginning of one
     rows           lists: filters, search, order, page by page
@@ -215,7 +215,7 @@ class Page(NamedTuple):
 
     items: list[dict[str, Any]]
     cursor: str | None
-    """Of the next page; None: there is nothing more."""
+    """Cursor of the next page; None: there is nothing more."""
 
 
 class ArchiveReader:
@@ -615,7 +615,7 @@ def _written(after: dict[str, Any]) -> str:
 
 
 def fate(row: Mapping[str, Any]) -> str:
-    """How a trajectory ended: trained, dropped or aborted, and why."""
+    """Describe the end of a trajectory: trained, dropped or aborted, and why."""
     if row["state"] == "late":
         return "came too late: its trajectory was closed"
     group = {"acked": "its group was taken by a trainer", "dropped": "its group was dropped"}
