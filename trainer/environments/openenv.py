@@ -49,7 +49,7 @@ class OpenEnvAgent:
 
     async def __call__(
         self, task: Mapping[str, Any], base_url: str, api_key: str
-    ) -> list[float] | None:
+    ) -> list[float | None] | None:
         """Play one episode; return the reward of each reply, or None if the episode is not scored.
 
         Raises:
@@ -71,7 +71,7 @@ class OpenEnvAgent:
         task: Mapping[str, Any],
         socket: aiohttp.ClientWebSocketResponse,
         openai: AsyncOpenAI,
-    ) -> list[float] | None:
+    ) -> list[float | None] | None:
         config = self._config
         own = (task.get("metadata") or {}).get("reset") or {}
         try:
@@ -84,7 +84,7 @@ class OpenEnvAgent:
         prompt = prompt_of(task)
         first = self._observation(found)
         messages.append({"role": "user", "content": f"{prompt}\n\n{first}" if prompt else first})
-        rewards: list[float] = []
+        rewards: list[float | None] = []
         gave_none = True
         while not found.get("done") and len(rewards) < config.max_turns:
             try:
