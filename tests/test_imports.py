@@ -149,7 +149,6 @@ def test_the_gateway_sees_of_backends_only_the_client_of_engines_masks_and_proce
         "engines.api",
         "engines.client",
         "engines.connections",
-        "engines.ids_json",
         "engines.kinds",
         "errors",
         "masks",

@@ -26,7 +26,6 @@ from pydantic import BaseModel, ValidationError
 
 from stepwell.backends.config import EngineConfig, PauseMode, WeightTransport
 from stepwell.backends.engines.connections import ConnectionPool
-from stepwell.backends.engines.ids_json import IdsJson
 from stepwell.backends.errors import (
     BackendConfigError,
     EngineError,
@@ -193,20 +192,17 @@ class Engine(ABC):
         timeout_s: float = CONTROL_TIMEOUT_S,
         options: BaseModel | None = None,
         connections: ConnectionPool | None = None,
-        ids_json: IdsJson | None = None,
     ) -> None:
         """
         Args:
             timeout_s: seconds that an answer may take, but for tokens and weights.
             options: an instance of the class's `options`.
             connections: shared with other engines; None: its own.
-            ids_json: shared JSON of token ids that come again; None: its own.
         """
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self.own = self.options() if options is None else options
         self.connections = ConnectionPool() if connections is None else connections
-        self._ids_json = IdsJson() if ids_json is None else ids_json
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"

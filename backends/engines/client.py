@@ -37,7 +37,7 @@ from stepwell.backends.engines.api import (
     unavailable,
     version_number,
 )
-from stepwell.backends.engines.ids_json import IdsJson
+from stepwell.backends.engines.connections import IdsJson
 from stepwell.backends.engines.routes import SGLANG
 from stepwell.backends.errors import (
     EngineError,
@@ -80,7 +80,7 @@ class EngineClient(HttpEngine):
             status, content = await self.connections.request(
                 "POST",
                 url,
-                _body(request, self._ids_json),
+                _body(request, self.connections.ids_json),
                 on_data=None if reader is None else reader.feed,
             )
         except ConnectionError as e:

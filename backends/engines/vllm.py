@@ -178,7 +178,7 @@ class VllmEngine(HttpEngine):
         if request.adapter is not None:
             fields["model"] = request.adapter
         if request.pieces:
-            ids = self._ids_json.parts(request.pieces)
+            ids = self.connections.ids_json.parts(request.pieces)
         else:
             array = np.ascontiguousarray(request.input_ids)
             ids = [orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)]

@@ -29,7 +29,7 @@ from stepwell.datapool.codec import PackedLease, decoder, encoder
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.core.accounting import Counts
 from stepwell.datapool.core.channel import METHODS, Channel
-from stepwell.datapool.core.departures import Departures
+from stepwell.datapool.core.group_log import Departures
 from stepwell.datapool.core.leases import STATE as LEASES
 from stepwell.datapool.core.leases import LeaseBook
 from stepwell.datapool.core.log_rows import GroupReturned, LeaseRecord, Log

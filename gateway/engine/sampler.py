@@ -36,7 +36,6 @@ import numpy as np
 
 from stepwell.backends.engines.api import GenerateRequest, Output, Sampling
 from stepwell.backends.engines.connections import ConnectionPool
-from stepwell.backends.engines.ids_json import IdsJson
 from stepwell.backends.engines.kinds import connect
 from stepwell.backends.errors import EngineError as AskingError
 from stepwell.backends.errors import (
@@ -90,15 +89,9 @@ class Sampler:
         self._vocabulary = vocabulary
         self._fleet = Fleet(wiring.engine_urls, wiring.tuning, canary_share=wiring.canary_share)
         self.pace = Pace()
-        self.ids_json = IdsJson()
-        self._connections = ConnectionPool(self.pace.keep)
+        self.connections = ConnectionPool(self.pace.keep)
         self._clients = {
-            engine: connect(
-                wiring.engine,
-                engine.url,
-                connections=self._connections,
-                ids_json=self.ids_json,
-            )
+            engine: connect(wiring.engine, engine.url, connections=self.connections)
             for engine in self._fleet
         }
         self._checks = EngineChecks(wiring, self._fleet)
@@ -121,7 +114,7 @@ class Sampler:
         """Stop watching; wait for aborts under way. Idempotent."""
         await asyncio.gather(*self._aborts, return_exceptions=True)
         await self._checks.close()
-        self._connections.close()
+        self.connections.close()
 
     @property
     def version(self) -> int | None:

@@ -130,6 +130,8 @@ def _late_step(channel: str, row: Row, now: float, late: StepCameLate) -> Conver
         reason="it came too late: its trajectory was closed",
         left=LATE,
         steps=[step],
+        metadata=late.metadata,
+        marks=Marks(tags=frozenset(late.tags)),
         opened_at=now,
         left_at=now,
     )
