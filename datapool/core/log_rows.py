@@ -79,7 +79,8 @@ class StepsStored(_Record, frozen=True, array_like=True, gc=False):
     steps: list[tuple[str, int | None, int]]
     """The trajectory_uid of each step, the row of its prompt if it is a root, and its bytes."""
     pictures: dict[int, tuple[str, ...]] = {}
-    """References to pictures, by position in `steps`. Reserved: always empty yet."""
+    """Pictures of the new tokens of each step that has some (`core/pictures.py`: `references`), by
+    position in `steps`."""
 
 
 class GroupDecided(_Record, frozen=True, array_like=True, gc=False):
@@ -127,6 +128,8 @@ class StepCameLate(_Record, frozen=True, array_like=True, gc=False):
     prompt_uid: str
     trajectory_uid: str
     n_prompt_bytes: int
+    pictures: tuple[str, ...] = ()
+    """Those of its pictures that were stored already."""
 
 
 class RewardCameLate(_Record, frozen=True, array_like=True, gc=False):
