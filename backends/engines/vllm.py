@@ -151,6 +151,9 @@ class VllmEngine(HttpEngine):
 
     async def sample(self, request: GenerateRequest, on_output: OnOutput) -> None:
         url = f"{self.url}{GENERATE}"
+        if request.pictures is not None:
+            words = "serve the model with SGLang, or with the embedded engine (engine.kind)"
+            raise refusal(url, 400, "takes no pictures: it is vLLM", words)
         reader = _Reader(url, request, on_output)
         try:
             status, content = await self.connections.request(
