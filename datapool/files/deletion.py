@@ -11,6 +11,7 @@ its group, which is trained as a whole; from a file, only the rows of the trajec
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from stepwell.datapool.core.pool import DataPool
@@ -18,6 +19,7 @@ from stepwell.datapool.files.columns import Row, loads
 from stepwell.datapool.files.export import read_rows, write_rows
 from stepwell.datapool.ops import Delete, Deleted, Nack
 from stepwell.datapool.store.journal import Journal
+from stepwell.datapool.store.picture_folder import PICTURES, PictureFolder
 from stepwell.datapool.store.replay import UNKNOWN, restore
 from stepwell.datapool.store.salvage import journals_in
 
@@ -40,10 +42,14 @@ def delete_from_journals(
         journal = Journal(folder, "process")
         try:
             pool = DataPool(UNKNOWN.model_copy(update={"memory_limit_bytes": MEMORY_BYTES}))
+            pool.pictures.store = PictureFolder(folder / PICTURES, power=False)
             restore(pool, journal)
             found += _delete(pool, trajectory_uid, tag)
             pool.write_counts()
             journal.flush()
+            pool.pictures.find_orphans(-math.inf)  # nobody is about to send their steps
+            pool.pictures.expire(0.0)
+            pool.pictures.sweep(None)
         finally:
             journal.close()  # which erases it
     return found
