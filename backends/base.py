@@ -173,6 +173,13 @@ class TrainingBackend(ABC):
     def convert(self, steps: list[Step]) -> Any:
         """The trainer's own batch made of `steps`; a `TokenBatch` if Stepwell's loop drives it."""
 
+    def convert_with_pictures(self, steps: list[Step], pictures: Mapping[str, bytes]) -> Any:
+        """`convert` of steps that name pictures, where `pictures` has their PNGs by digest."""
+        raise UnsupportedByBackendError(
+            f"{type(self).__name__} trains on text only, and the steps have pictures; set "
+            "trainer.backend to 'torch'"
+        )
+
     def compute_log_probs(self, batch: Any) -> Tensor:
         """log π of every response token at its step's temperature: [T] fp32 on the CPU, no grad."""
         raise self._unsupported("compute_log_probs")

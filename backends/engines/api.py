@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeAlias
@@ -26,7 +26,6 @@ from pydantic import BaseModel, ValidationError
 
 from stepwell.backends.config import EngineConfig, PauseMode, WeightTransport
 from stepwell.backends.engines.connections import ConnectionPool
-from stepwell.backends.engines.ids_json import IdsJson
 from stepwell.backends.errors import (
     BackendConfigError,
     EngineError,
@@ -36,6 +35,7 @@ from stepwell.backends.errors import (
     EngineUnavailableError,
 )
 from stepwell.datapool.config import Section
+from stepwell.datapool.pictures import Picture
 from stepwell.datapool.types import CANARY, TokenIds, VersionSpan
 
 if TYPE_CHECKING:
@@ -70,6 +70,18 @@ class Sampling:
     """(kind, text): "json_schema", "regex", "ebnf" or "structural_tag"."""
 
 
+class PromptPictures(NamedTuple):
+    """Pictures of a prompt, each a run of placeholders in its ids, and the way to their bytes."""
+
+    places: Sequence[Picture]
+    """All of them, in order."""
+    read: Callable[[Sequence[str]], Awaitable[Mapping[str, bytes]]]
+    """The canonical PNGs of these digests, for an engine that has not seen them."""
+    placeholder_id: int
+    owner: str = ""
+    """Whose prompt it is: prefixes that an engine keeps for one owner serve no other."""
+
+
 class GenerateRequest(NamedTuple):
     """One prompt to sample from."""
 
@@ -85,6 +97,10 @@ class GenerateRequest(NamedTuple):
     pieces: Sequence[TokenIds] = ()
     """Arrays that `input_ids` is made of, if later requests have the same objects: what is made of
     them for the wire may be kept."""
+    pictures: PromptPictures | None = None
+    """None: the prompt has none."""
+    masked_ids: tuple[int, ...] = ()
+    """Ids that the model may not sample: those of its vision tokens."""
 
 
 class Output(NamedTuple):
@@ -193,20 +209,17 @@ class Engine(ABC):
         timeout_s: float = CONTROL_TIMEOUT_S,
         options: BaseModel | None = None,
         connections: ConnectionPool | None = None,
-        ids_json: IdsJson | None = None,
     ) -> None:
         """
         Args:
             timeout_s: seconds that an answer may take, but for tokens and weights.
             options: an instance of the class's `options`.
             connections: shared with other engines; None: its own.
-            ids_json: shared JSON of token ids that come again; None: its own.
         """
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self.own = self.options() if options is None else options
         self.connections = ConnectionPool() if connections is None else connections
-        self._ids_json = IdsJson() if ids_json is None else ids_json
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"

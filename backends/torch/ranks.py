@@ -15,7 +15,7 @@ Does not own: the model, the sharding, who computes what (`torch/backend.py`, `f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import TCPStore
 from stepwell.backends.base import LossFn, TokenBatch, TrainingBackend
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError, BackendError, BatchError, RankError
+from stepwell.backends.torch.vision import Pictures
 from stepwell.datapool.types import Step
 
 _GRACE_S = 10.0
@@ -49,8 +50,8 @@ class Rank:
 
     def call(self, method: str, *args: Any) -> Any:
         """The backend's method, on this rank's batch where it takes one."""
-        if method == "convert":
-            self._batch = self._backend.convert(*args)
+        if method == "convert_with_pictures":
+            self._batch = self._backend.convert_with_pictures(*args)
             return None
         if method in ("compute_log_probs", "compute_ref_log_probs"):
             return getattr(self._backend, method)(self._batch)
@@ -69,6 +70,7 @@ class RankedBatch(TokenBatch):
     """A `TokenBatch` that the ranks know by its number."""
 
     number: int = 0
+    pictures: Pictures = field(default_factory=Pictures)
 
 
 class RankedBackend(TrainingBackend):
@@ -83,9 +85,16 @@ class RankedBackend(TrainingBackend):
 
     def convert(self, steps: list[Step]) -> RankedBatch:
         """Flat columns here, rows on every rank. Raises as `TorchBackend.convert`."""
+        return self.convert_with_pictures(steps, {})
+
+    def convert_with_pictures(
+        self, steps: list[Step], pictures: Mapping[str, bytes]
+    ) -> RankedBatch:
+        """`convert`; every rank gets all `pictures`."""
         flat = TokenBatch.of(steps)
         self._batches += 1
-        batch = RankedBatch(flat.steps, flat.offsets, flat.columns, self._batches)
+        own = Pictures(dict(pictures))
+        batch = RankedBatch(flat.steps, flat.offsets, flat.columns, self._batches, own)
         self._send(batch)
         return batch
 
@@ -144,7 +153,7 @@ class RankedBackend(TrainingBackend):
 
     def _send(self, batch: RankedBatch) -> None:
         if self._sent != batch.number:
-            self._ranks.call("convert", list(batch.steps))
+            self._ranks.call("convert_with_pictures", list(batch.steps), batch.pictures.pngs)
             self._sent = batch.number
 
 
