@@ -54,10 +54,10 @@ test-long: install
 test-luck: install
 	@exec $(BIN)/python -m tests.luck --times $(or $(TIMES),20)
 
-#   make test-cluster  runs on two machines, which are network namespaces (Linux, root, `ip`)
+#   make test-cluster  runs on two and three machines, which are network namespaces (Linux, root, `ip`)
 .PHONY: test-cluster
 test-cluster: install
-	$(BIN)/pytest tests/cluster/two_machines.py
+	$(BIN)/pytest tests/cluster/two_machines.py tests/cluster/three_machines.py
 
 #   make test-newcomer  a newcomer's first hour: the built wheel in an empty folder, an own agent, live traffic, mistakes
 .PHONY: test-newcomer

@@ -175,8 +175,9 @@ class TorchBackendConfig(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes cuda when there is one."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute and saved weights. Master weights and optimizer state are float32 either way."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute and saved weights; `auto`: bfloat16 on CUDA, float32 on the CPU. Master weights and
+    optimizer state are float32 either way."""
     attention: str = "sdpa"
     """transformers' `attn_implementation`."""
     rows: Literal["step", "merged", "tree"] = "merged"
@@ -187,9 +188,9 @@ class TorchBackendConfig(Section):
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Padded tokens per forward pass (of each rank); bounds activation memory. A longer row goes
     alone."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Keep only each layer's input and compute the layer again in the backward pass: activations
-    of one layer at a time for a third more compute."""
+    of one layer at a time for a third more compute. `auto`: on CUDA only."""
     logits_mb: int = Field(default=256, ge=1)
     """float32 logits that exist at once, in MB. Beyond it the LM head goes over the response
     positions in chunks and again in the backward pass (`backends/torch/chunked_head.py`)."""
@@ -231,6 +232,10 @@ class TorchBackendConfig(Section):
     ranks: int = Field(default=1, ge=1)
     """Processes that shard weights, gradients and optimizer state (FSDP2) and share the
     micro-batches: Ray actors with a GPU each."""
+    reduce: Literal["auto", "each", "last"] = "auto"
+    """When ranks sum their gradients. `each`: after every micro-batch; `last`: once a step, which
+    keeps the whole gradient in float32 on every rank (16 GB of a 4B) and sends less; `auto`:
+    `last` where it fits (`backends/torch/memory.py`)."""
     num_threads: int | None = Field(default=None, ge=1)
     """torch's threads in this process; null leaves them as they are."""
     seed: int = Field(default=0, ge=0)
@@ -241,6 +246,19 @@ class TorchBackendConfig(Section):
     """Run the Python code that comes with a model."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of a backend that an installed package adds: the keys of its own `options` model."""
+
+    def resolved(self, on_cuda: bool) -> TorchBackendConfig:
+        """This section with `dtype` and `gradient_checkpointing` as they are on that device."""
+        dtype = "bfloat16" if on_cuda else "float32"
+        checkpointing = on_cuda
+        return self.model_copy(
+            update={
+                "dtype": dtype if self.dtype == "auto" else self.dtype,
+                "gradient_checkpointing": checkpointing
+                if self.gradient_checkpointing == "auto"
+                else self.gradient_checkpointing,
+            }
+        )
 
     @model_validator(mode="before")
     @classmethod

@@ -32,10 +32,11 @@ class ArchiveDeletions:
         self._lock = asyncio.Lock()
         self._waiting: dict[str, bool] = {}
         """Trajectories that the next process deletes, and whether with their groups."""
-        self._next: asyncio.Task[None] | None = None
+        self._next: asyncio.Task[list[str]] | None = None
 
-    async def delete(self, uids: Iterable[str], *, with_groups: bool) -> None:
-        """Delete trajectories.
+    async def delete(self, uids: Iterable[str], *, with_groups: bool) -> list[str]:
+        """Delete trajectories; all that went from the archive with this process: also what others
+        asked for at the same time.
 
         Args:
             with_groups: also all others of their groups.
@@ -44,25 +45,25 @@ class ArchiveDeletions:
             ArchiveUnavailableError: it failed.
         """
         if self._folder is None:
-            return
+            return []
         for uid in uids:
             self._waiting[uid] = with_groups or self._waiting.get(uid, False)
         if self._next is None:
             self._next = asyncio.create_task(self._run(self._folder))
         # Others wait for it, too: who hangs up does not end it.
-        await asyncio.shield(self._next)
+        return await asyncio.shield(self._next)
 
-    async def _run(self, folder: Path) -> None:
+    async def _run(self, folder: Path) -> list[str]:
         async with self._lock:
             waiting, self._waiting, self._next = self._waiting, {}, None
             command = (sys.executable, "-m", "stepwell.datapool.files.archive.deletion", folder)
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
             )
-            _, error = await process.communicate(json.dumps(waiting).encode())
+            told, error = await process.communicate(json.dumps(waiting).encode())
         if process.returncode:
             said = error.decode(errors="replace").strip().splitlines()
             last = said[-1] if said else f"it ended with {process.returncode}"
@@ -71,3 +72,5 @@ class ArchiveDeletions:
                 "deleted from the DataPool, but the archive may still hold it, as the gateway's "
                 "log says; repeat the DELETE once `stepwell archive check` finds no damage"
             )
+        gone: list[str] = json.loads(told)
+        return gone

@@ -562,6 +562,7 @@ class Calls:
             generation.spans if len(generation.spans) > 1 else (),
             None,  # multi_modal_data
             None,  # routed_experts
+            (),  # pictures
         )
 
     def _answered(self, trajectory: LiveTrajectory, live: LiveCall, turn: Turn) -> None:

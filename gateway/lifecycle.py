@@ -398,13 +398,19 @@ async def forget_trajectory(services: Services, uid: str, *, with_group: bool) -
     deleting = pool.delete(uid) if with_group else pool.delete_trajectory(uid)
     deleted = await services.pool_access.ask(deleting)
     uids = dict.fromkeys((uid, *deleted.trajectories, *deleted.leased))
+    try:
+        await _forget_everywhere(services, uids)
+    finally:  # a replica that is away keeps nothing in the archive
+        gone = await services.archive_deletions.delete(uids, with_groups=with_group)
+    if siblings := [each for each in gone if each not in uids]:
+        await _forget_everywhere(services, siblings)
+    return {"deleted": deleted.trajectories, "leased": deleted.leased}
+
+
+async def _forget_everywhere(services: Services, uids: Collection[str]) -> None:
     _forget(services, uids)
     told = {f"/v1/trajectories/{quoted(each)}": services.keys.issue(each, "-") for each in uids}
-    try:
-        await services.replicas.have_forgotten(told)
-    finally:  # a replica that is away keeps nothing in the archive
-        await services.archive_deletions.delete(uids, with_groups=with_group)
-    return {"deleted": deleted.trajectories, "leased": deleted.leased}
+    await services.replicas.have_forgotten(told)
 
 
 def _forget(services: Services, uids: Collection[str]) -> None:

@@ -90,9 +90,9 @@ class TorchBackend(TrainingBackend):
     returns_columns = True
 
     def __init__(self, config: TorchBackendConfig, model_path: str | Path) -> None:
-        self._config = config
-        self._model_path = Path(model_path)
         self._device = device_of(config.device)
+        self._config = config = config.resolved(self._device.type == "cuda")
+        self._model_path = Path(model_path)
         self._ranks = Ranks.join(config.ranks, self._device)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)

@@ -38,9 +38,8 @@ from stepwell.datapool.config import ChannelConfig, SelectionConfig
 from stepwell.datapool.core import limits
 from stepwell.datapool.core import log_rows as rows
 from stepwell.datapool.core.accounting import Counts, count_reason
-from stepwell.datapool.core.departures import Departures
 from stepwell.datapool.core.erasure import only_owner
-from stepwell.datapool.core.group_log import GroupLog
+from stepwell.datapool.core.group_log import Departures, GroupLog
 from stepwell.datapool.core.orders import KeyedOrder, NextTick, ReadyQueue
 from stepwell.datapool.core.readiness import (
     RETENTION,
@@ -598,6 +597,13 @@ class Channel:
         if closing is not None and not closing.is_deleted:
             prompt = bytes(step.prompt or b"")
             late = rows.StepCameLate(prompt_uid, uid, len(prompt))
+            if isinstance(known, TrajectoryRecord):  # by which it can be deleted
+                group = self.records.groups[prompt_uid]
+                late = replace(
+                    late,
+                    metadata={**group.metadata, **known.metadata},
+                    tags=tuple(sorted(group.marks.tags | known.marks.tags)),
+                )
             self.log.keep_late(late, self.now, prompt + bytes(step.payload))
 
     def _count_refusal(self, error: errors.DataPoolError) -> None:

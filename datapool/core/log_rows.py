@@ -8,7 +8,7 @@
 
 A row's kind is the name of the record's class. `now` is when it was written, `number` that of its
 group (0: of none). A row stands for one change of one group and goes with it, or stays until the
-group is archived (`departures.py`); `GroupClosed` and `LeaseEnded` are what is left, as long as
+group is archived (`group_log.py`); `GroupClosed` and `LeaseEnded` are what is left, as long as
 uids are remembered.
 
 Owns the form of rows. Does not decide when they are written (`core/`), read (`store/replay.py`) or
@@ -127,6 +127,10 @@ class StepCameLate(_Record, frozen=True, array_like=True, gc=False):
     prompt_uid: str
     trajectory_uid: str
     n_prompt_bytes: int
+    metadata: dict[str, Any] = {}
+    """Metadata of its trajectory and group; empty once that has left, since nothing knows it."""
+    tags: tuple[str, ...] = ()
+    """Tags of both."""
 
 
 class RewardCameLate(_Record, frozen=True, array_like=True, gc=False):

@@ -25,11 +25,11 @@ import msgspec
 
 from stepwell.datapool import ops
 from stepwell.datapool import questions as asked
-from stepwell.datapool.codec import PackedLease, decoder, encoder
+from stepwell.datapool.codec import PackedLease, PackedStep, decoder, encoder
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.core.accounting import Counts
 from stepwell.datapool.core.channel import METHODS, Channel
-from stepwell.datapool.core.departures import Departures
+from stepwell.datapool.core.group_log import Departures
 from stepwell.datapool.core.leases import STATE as LEASES
 from stepwell.datapool.core.leases import LeaseBook
 from stepwell.datapool.core.log_rows import GroupReturned, LeaseRecord, Log
@@ -288,6 +288,18 @@ class DataPool:
         page: R = listed(self._seen(op.channel, now), self.epoch, op)
         return page
 
+    def _read_ends(self, op: asked.ReadEnds, now: float) -> dict[str, list[PackedStep]]:
+        channel = self._seen(op.channel, now)
+        found: dict[str, list[PackedStep]] = {}
+        for uid in op.uids:
+            group = channel.records.groups.get(uid)
+            of = channel.records.trajectories.get(uid)
+            records = group.trajectories if group is not None else [] if of is None else [of]
+            steps = next((record.steps for record in records if record.steps), [])
+            ends = channel.steps.loaded([*steps[:1], *steps[1:][-1:]])
+            found[uid] = [PackedStep(None, step.payload) for step in ends]
+        return {uid: ends for uid, ends in found.items() if ends}
+
     # -- memory and the log ------------------------------------------------------------------
 
     @property
@@ -397,6 +409,7 @@ _ANSWERS: Final[Mapping[type, Callable[[DataPool, Any, float], Any]]] = {
     asked.ListTrajectories: DataPool._list,
     asked.IndexTrajectories: DataPool._list,
     asked.ReadTrajectories: DataPool._list,
+    asked.ReadEnds: DataPool._read_ends,
 }
 """Method for each operation or question that is not about one channel alone; `METHODS` has the
 others."""

@@ -77,9 +77,16 @@ class TrajectoryRow:
     n_missing: int
     """Steps that have not arrived, below the highest index that has."""
     n_tokens: int
+    """Tokens of its calls, prompts and responses, each call counted in full."""
+    n_unique_tokens: int
+    """Tokens without those that a step begins with and another one has."""
     oldest_version: int | None
     newest_version: int | None
     attempt: int
+    opened_at: float
+    """Time at which its group was opened. Pool clock, seconds."""
+    closed_at: float | None
+    """Time at which it was completed; None: it is open, or aborted."""
     metadata: dict[str, Any]
     marks: Marks
     """Its own; those of its group count for it too."""

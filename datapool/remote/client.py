@@ -376,16 +376,29 @@ class DataPoolClient:
     # -- reading -----------------------------------------------------------------------------
 
     async def list_groups(
-        self, channel: str = TRAIN, cursor: str | None = None, limit: int = 100, **filters: Any
+        self,
+        channel: str = TRAIN,
+        cursor: str | None = None,
+        limit: int = 100,
+        *,
+        newest_first: bool = False,
+        **filters: Any,
     ) -> Page[GroupRow]:
         """Live groups; filters and errors: `inspect/listing.py`. Shard by shard."""
-        return await self.call(asked.ListGroups(channel, cursor, limit, filters))
+        return await self.call(asked.ListGroups(channel, cursor, limit, filters, newest_first))
 
     async def list_trajectories(
-        self, channel: str = TRAIN, cursor: str | None = None, limit: int = 100, **filters: Any
+        self,
+        channel: str = TRAIN,
+        cursor: str | None = None,
+        limit: int = 100,
+        *,
+        newest_first: bool = False,
+        **filters: Any,
     ) -> Page[TrajectoryRow]:
         """Trajectories of live groups, as `list_groups`."""
-        return await self.call(asked.ListTrajectories(channel, cursor, limit, filters))
+        op = asked.ListTrajectories(channel, cursor, limit, filters, newest_first)
+        return await self.call(op)
 
     async def read_trajectories(
         self, channel: str = TRAIN, cursor: str | None = None, limit: int = 100, **filters: Any

@@ -295,7 +295,13 @@ QUESTIONS: Final[Mapping[str, Handler]] = {
     "batch": _question(Dashboard.batch, step=_number),
     "groups": _question(Dashboard.groups, channel=_channel, cursor=_text, filters=_filters),
     "trajectories": _question(
-        Dashboard.trajectories, channel=_channel, cursor=_text, filters=_filters
+        Dashboard.trajectories,
+        channel=_channel,
+        cursor=_text,
+        search=_text,
+        order=_text,
+        ascending=_text,
+        filters=_filters,
     ),
     "events": _question(Dashboard.events, channel=_text, kinds=_words, reason=_text),
     "group": _question(Dashboard.group, channel=_channel, prompt_uid=_needed, step=_number),

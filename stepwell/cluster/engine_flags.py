@@ -71,6 +71,16 @@ def flags_of_run(config: RunConfig, is_colocated: bool) -> tuple[str, ...]:
     return tuple(flags)
 
 
+def engine_share(config: RunConfig) -> float:
+    """Share of a GPU's memory that an engine takes where a trainer's rank is on the same one:
+    `SHARED_MEMORY`, unless `engine.extra_args` says another."""
+    given = [part for flag in config.engine.extra_args for part in flag.split("=", 1)]
+    for name in ("--mem-fraction-static", "--gpu-memory-utilization"):
+        if name in given[:-1]:
+            return float(given[given.index(name) + 1])
+    return SHARED_MEMORY
+
+
 def _modules(target: str | tuple[str, ...]) -> tuple[str, ...]:
     if target == "all-linear":
         return ("all",)

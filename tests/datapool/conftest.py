@@ -143,7 +143,7 @@ class SyncPool(DataPool):
         return self.apply(question(**about, filters=filters), now)
 
 
-LISTED = ("channel", "cursor", "limit", "include_tokens")
+LISTED = ("channel", "cursor", "limit", "newest_first")
 OPERATIONS: dict[str, Any] = {
     "open_trajectory": ops.OpenTrajectory,
     "resume_trajectory": ops.ResumeTrajectory,
@@ -164,6 +164,7 @@ OPERATIONS: dict[str, Any] = {
     "wait_credit": asked.WaitCredit,
     "get_events": asked.GetEvents,
     "why_closed": asked.WhyClosed,
+    "read_ends": asked.ReadEnds,
 }
 
 

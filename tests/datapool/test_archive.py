@@ -21,7 +21,7 @@ from stepwell.datapool.files.archive.folder import ArchiveFolder
 from stepwell.datapool.files.archive.launch import Settings
 from stepwell.datapool.files.archive.reader import ArchiveReader, parse, waiting
 from stepwell.datapool.files.deletion import delete_from_journals
-from stepwell.datapool.ops import Mark, OpenGroup, OpenTrajectory, ReleaseDeparted
+from stepwell.datapool.ops import Delete, Mark, OpenGroup, OpenTrajectory, ReleaseDeparted
 from stepwell.datapool.questions import ReadDeparted
 from stepwell.datapool.remote.stopped import stopped_pool
 from stepwell.datapool.types import Step
@@ -396,6 +396,56 @@ def private(run, uid="s", user="eve", **fields):
     run.pool("apply", OpenTrajectory(uid, fields.get("prompt_uid", f"p-{uid}"), 0, {"user": user}))
     run.turn(uid, f"Keep {SECRET}", "I do.", **fields)
     run.pool("complete_trajectory", uid, 1.0)
+
+
+@pytest.mark.parametrize("how", ["user", "tag"])
+@pytest.mark.parametrize("when", ["while its group is live", "once its group is archived"])
+def test_a_late_step_goes_with_its_user_and_its_tags(run, how, when):
+    """It came for a trajectory that takes none any more, and says itself whose it is."""
+    run.pool("apply", OpenGroup("g", 2, metadata={"data_source": "chat"}))
+    run.pool("apply", OpenTrajectory("s", "g", 0, {"user": "eve"}))
+    run.pool("apply", OpenTrajectory("t", "g", 0, {"user": "bob"}))
+    run.turn("s", "Hello.", "Hi.", "g")
+    run.pool("apply", Mark(trajectory_uid="s", marks={"tags": ["private"]}))
+    run.pool("abort_trajectory", "s", "timeout")
+    if when == "once its group is archived":
+        run.pool("drop_group", "g", "test")
+        run.archive()
+    run.turn("s", f"Keep {SECRET}", "I do.", "g")
+    run.archive()
+    late = [row for row in run.reader.find("s") if row["part"]]
+    assert [row["state"] for row in late] == ["late"]
+    assert [row["user"] for row in late] == ["eve"]
+    assert run.reader.rows(parse("tag == 'private'"), "secret").items
+    run.pool.now = 4e9
+    run.reader.delete(how, {"user": "eve", "tag": "private"}[how])
+    archive = [p.read_bytes() for p in (run.path / "archive").rglob("*") if p.is_file()]
+    assert b"secret" not in b"".join(archive)
+    assert run.reader.find("s") == []
+
+
+def test_what_is_known_of_a_late_step_is_no_condition_of_its_deletion(run):
+    private(run)
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    run.archive()
+    run.turn("s", f"Again {SECRET}", "I do.")
+    with_archive = run.with_archive
+    with_archive(lambda archive: archive.catalogue.forget(["s"]))  # as of a file that was too old
+    run.archive()
+    run.pool.now = 4e9
+    run.reader.delete("user", "eve")
+    assert b"secret" not in run.bytes_of_everything()
+
+
+def test_a_deletion_by_tag_takes_a_late_step_that_waits(run):
+    run.pool("apply", OpenGroup("g", 2))
+    run.turn("s", "Hello.", "Hi.", "g")
+    run.pool("apply", Mark(trajectory_uid="s", marks={"tags": ["private"]}))
+    run.pool("abort_trajectory", "s", "timeout")
+    run.turn("s", f"Keep {SECRET}", "I do.", "g")
+    run.pool("apply", Delete(tag="private"))
+    run.archive()
+    assert b"secret" not in run.bytes_of_everything()
 
 
 def test_a_deletion_that_was_killed_is_done_by_the_next(run, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepwell.datapool.config import ArchiveConfig
-from stepwell.datapool.core import departures
+from stepwell.datapool.core import group_log
 from stepwell.datapool.errors import TrajectoryClosedError
 from stepwell.datapool.ops import Delete, Mark, ReleaseDeparted
 from stepwell.datapool.questions import ListDeparted, ReadDeparted
@@ -138,4 +138,4 @@ def test_without_an_archive_nothing_waits(tmp_path):
 
 
 def test_an_empty_backlog_releases_nothing():
-    assert departures.Departures(100).release(5) == []
+    assert group_log.Departures(100).release(5) == []

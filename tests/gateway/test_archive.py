@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from stepwell.datapool.ops import OpenGroup
 from stepwell.gateway.archive import ArchiveDeletions
 from tests.datapool.test_archive import SECRET, Archived
 
@@ -64,3 +65,24 @@ async def test_what_an_archive_could_not_delete_is_forgotten_here(
     assert "the archive may still hold it" in said
     assert "is not what was written" in caplog.text
     assert world.gateway.trajectories.known("mine") is None
+
+
+async def test_archived_siblings_are_forgotten_here_too(world: Any, tmp_path: Path) -> None:
+    """The pool knows nothing of a group that is archived: the archive says who was in it."""
+    run = Archived(tmp_path)
+    run.pool("apply", OpenGroup("p1", 2))
+    for uid in ("mine", "other"):
+        client = await world.client(uid, "p1")
+        messages = [{"role": "user", "content": f"of {uid}"}]
+        await client.chat.completions.create(model="m", messages=messages)
+        run.turn(uid, "Hello?", "Hi.", "p1")
+        run.pool("complete_trajectory", uid, 1.0)
+    await world.pool.drop_group("p1", "archived")
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    await asyncio.to_thread(run.archive)
+    run.pool.journal.close()
+    world.gateway.archive_deletions = ArchiveDeletions(tmp_path / "archive")
+    assert world.gateway.trajectories.known("other") is not None
+    assert (await delete(world, "mine"))[0] == 200
+    assert world.gateway.trajectories.known("mine") is None
+    assert world.gateway.trajectories.known("other") is None

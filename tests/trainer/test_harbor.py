@@ -201,6 +201,24 @@ def test_a_container_gets_no_key_by_its_command_line_and_its_program_its_users_h
     assert "SECRET_OF_MINE" not in plan.env
 
 
+@pytest.mark.parametrize(("uid", "keeps"), [(0, False), (1000, True)])
+def test_podman_keeps_the_ids_of_a_user_that_is_not_root(
+    monkeypatch: pytest.MonkeyPatch, uid: int, keeps: bool
+) -> None:
+    """Root's podman refuses `--userns keep-id`, with which alone others own what they write."""
+    monkeypatch.setattr("os.getuid", lambda: uid)
+    request = SandboxRequest(
+        name="n",
+        command=["agent"],
+        root=Path("/s/r"),
+        workdir=Path("/s/r/work"),
+        env={},
+        choice=SandboxChoice(kind="podman", image="x"),
+        limits=HarnessLimits(),
+    )
+    assert ("--userns keep-id" in " ".join(SANDBOXES["podman"](request).argv)) == keeps
+
+
 @pytest.mark.parametrize("kind", ["bubblewrap", "docker"])
 def test_sandboxes_have_the_folders_at_the_names_that_a_task_knows(kind: str) -> None:
     task = tasks()[1]

@@ -13,6 +13,7 @@ then it says so, and the pool lets what waits go unarchived. Training waits for 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import sqlite3
@@ -49,6 +50,7 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.link import Caller, Link
 from stepwell.datapool.remote.stopped import StoppedPort
 from stepwell.datapool.remote.wire import Door
+from stepwell.datapool.selection import Marks
 from stepwell.datapool.store.reading import rows_at_places
 from stepwell.datapool.store.segments import Row
 
@@ -105,6 +107,7 @@ class Archive:
         """
         name = FileName(self.settings.shard, self.settings.journal_id, first, last)
         said = [each for each in found if isinstance(each, Conversation)]
+        self._name_users(said)
         late = [each for each in found if isinstance(each, Feedback)]
         tables = {TRAJECTORIES: parquet.trajectory_table(said)}
         if late:
@@ -118,6 +121,24 @@ class Archive:
             if kind in files:
                 self.folder.write(kind, name, files[kind])
                 self._add(kind, name, written[kind], files[kind])
+
+    def _name_users(self, said: Sequence[Conversation]) -> None:
+        """Give steps that came after their group had left the user and the tags of their
+        trajectory, which was archived before: they are deleted by these."""
+        written = {(each.channel, each.trajectory_uid): each for each in said if not each.part}
+        for late in said:
+            if not late.part or late.metadata or late.marks.tags:
+                continue
+            of = late.channel, late.trajectory_uid
+            if (whole := written.get(of)) is not None:
+                late.metadata, late.marks = whole.metadata, whole.marks
+                late.group_metadata, late.group_marks = whole.group_metadata, whole.group_marks
+                continue
+            sql = "SELECT user, tags, data_source FROM trajectories WHERE channel = ? AND uid = ?"
+            for row in self.catalogue.query(f"{sql} ORDER BY part LIMIT 1", of):
+                known = {"user": row["user"], "data_source": row["data_source"]}
+                late.metadata = {name: value for name, value in known.items() if value is not None}
+                late.marks = Marks(tags=frozenset(json.loads(row["tags"])))
 
     def _add(self, kind: str, name: FileName, table: Any, content: bytes) -> None:
         digest, size = xxh3_128_hexdigest(content), len(content)
@@ -236,23 +257,24 @@ class Archive:
         self.reconcile()
         deletions = self.folder.deletions()
         gone: dict[str, None] = {}
-        meant: dict[FileName, list[int]] = {}
+        uids: dict[FileName, list[str]] = {}
         for name in self.folder.names(TRAJECTORIES, self.settings.shard):
             path = self.folder.file(TRAJECTORIES, name)
             keys = parquet.read_table(path, list(KEYS)).to_pylist()
-            if found := [i for i, row in enumerate(keys) if deletions.meets(row)]:
-                meant[name] = found
-                gone |= dict.fromkeys(keys[i]["trajectory_uid"] for i in found)
+            uids[name] = [row["trajectory_uid"] for row in keys]
+            gone |= dict.fromkeys(r["trajectory_uid"] for r in keys if deletions.meets(r))
         named = deletions.uids
         # Before the rows that say whose they were: their uids lead somewhere, and after a crash
         # what else is known of them still goes.
         self.folder.bury([tombstone("trajectory", uid) for uid in gone if uid not in named])
         named |= gone.keys()
-        for name, found in meant.items():
-            self._rewrite(TRAJECTORIES, name, found)
+        # Also steps of these that came late, whatever is known of them.
+        for name, of in uids.items():
+            if found := [i for i, uid in enumerate(of) if uid in named]:
+                self._rewrite(TRAJECTORIES, name, found)
         for name in self.folder.names(FEEDBACK, self.settings.shard):
-            uids = parquet.read_table(self.folder.file(FEEDBACK, name), ["trajectory_uid"])
-            if found := [i for i, uid in enumerate(uids[0].to_pylist()) if uid in named]:
+            late = parquet.read_table(self.folder.file(FEEDBACK, name), ["trajectory_uid"])
+            if found := [i for i, uid in enumerate(late[0].to_pylist()) if uid in named]:
                 self._rewrite(FEEDBACK, name, found)
         self.catalogue.forget(named)
         return list(gone)
