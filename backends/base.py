@@ -222,6 +222,12 @@ class TrainingBackend(ABC):
         """Go on from a `state_dict`."""
         raise self._unsupported("load_state_dict")
 
+    def lead(self, method: str, *args: Any) -> Any:
+        """Call a method of the `Sender` (`backends/weights/sender.py`) in the process that has the
+        whole weights when they are saved; also beside a running `train_step`. A backend without it
+        sends what it has written."""
+        raise self._unsupported("lead")
+
     def free_cache(self) -> None:
         """Give memory that is cached between two calls back to the device, for engines on it."""
         return

@@ -71,6 +71,7 @@ from stepwell.backends.torch.optimizer import (
 )
 from stepwell.backends.torch.vision import Pictures, Tower, freeze_tower
 from stepwell.backends.weights.digest import read_tensors
+from stepwell.backends.weights.sender import Sender
 from stepwell.datapool.types import Step
 
 
@@ -123,6 +124,7 @@ class TorchBackend(TrainingBackend):
         self._masters = MasterWeights(self._model, rounded)
         self._optimizer = build_optimizer(config, self._masters.parameters)
         self._reference: Policy | None = None
+        self._sender = Sender()
         self._updates = 0
         self._skipped_updates = 0
         self._skipped_in_a_row = 0
@@ -336,6 +338,8 @@ class TorchBackend(TrainingBackend):
         adapters = self._adapters() if self._config.lora is not None else None
         if self._ranks.rank != 0:
             return
+        if self._sender.is_used:
+            self._sender.hold(weights, is_live=self._ranks.size == 1)
         with no_progress_bars():
             self._model.save_pretrained(target, state_dict=weights)
         # save_pretrained writes the dtype of the master weights.
@@ -479,6 +483,10 @@ class TorchBackend(TrainingBackend):
         self._updates = state["updates"]
         self._skipped_updates = state["skipped_updates"]
         self._skipped_in_a_row = state["skipped_in_a_row"]
+
+    def lead(self, method: str, *args: Any) -> Any:
+        """Call the `Sender` of this process."""
+        return self._sender.call(method, *args)
 
     def free_cache(self) -> None:
         """Gradients and what torch keeps for the next step go back to the device; weights and

@@ -33,6 +33,8 @@ from stepwell.datapool.types import Step
 
 _GRACE_S = 10.0
 """After one rank's error, how long the others may take to raise theirs."""
+_LEAD = "lead"
+"""Threads of an actor for its sender: a broadcast may wait, and another call ends it."""
 PLACED_S = 300.0
 """For Ray to start the ranks. One that waits longer waits for a GPU that is not there."""
 
@@ -121,6 +123,10 @@ class RankedBackend(TrainingBackend):
         # A rank's working directory need not be ours.
         self._ranks.call("save_weights", Path(path).absolute())
 
+    def lead(self, method: str, *args: Any) -> Any:
+        """Call the `Sender` of rank 0, which gathers the weights; other calls need not wait."""
+        return self._ranks.lead(method, *args)
+
     def free_cache(self) -> None:
         """Free the cache of every rank (`TorchBackend.free_cache`)."""
         self._ranks.call("free_cache")
@@ -186,6 +192,10 @@ class _RankActor:
         )
         self._inner = Rank(build, config, path)
 
+    @ray.method(concurrency_group=_LEAD)
+    def lead(self, method: str, args: tuple[Any, ...]) -> Any:
+        return self._inner.call("lead", method, *args)
+
     def call(self, method: str, args: tuple[Any, ...]) -> Any:
         answer = self._inner.call(method, *args)
         return answer if self._rank == 0 else None
@@ -206,7 +216,8 @@ class RayRanks:
         options: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         default = {"num_cpus": 0, "num_gpus": 1 if _wants_gpu(config) else 0}
-        actor = ray.remote(_RankActor)
+        remote: Any = ray.remote
+        actor = remote(concurrency_groups={_LEAD: 4})(_RankActor)
         self._actors: list[Any] = [
             actor.options(**(default | dict(options[rank] if options else {}))).remote(
                 rank, config.ranks
@@ -240,6 +251,21 @@ class RayRanks:
             raise RankError(f"{method} was called on ranks that were stopped; start the run again")
         shared = ray.put(args)  # once, not once a rank
         return self._wait([a.call.remote(method, shared) for a in self._actors], method)
+
+    def lead(self, method: str, *args: Any) -> Any:
+        """A method of rank 0's `Sender`, beside whatever the ranks compute.
+
+        Raises:
+            RankError: rank 0 died, or they were stopped.
+        """
+        if not self._actors:
+            raise RankError(f"{method} was called on ranks that were stopped; start the run again")
+        try:
+            return ray.get(self._actors[0].lead.remote(method, args))
+        except ray.exceptions.RayTaskError as e:
+            raise e.cause from e
+        except ray.exceptions.RayError as e:
+            raise RankError(f"rank 0 ended in {method}: {e}; resume the run") from e
 
     def stop(self) -> None:
         """End the ranks. Idempotent."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.files.columns import Row, loads
-from stepwell.datapool.files.export import read_rows, write_rows
+from stepwell.datapool.files.export import read_rows, remove_unnamed, write_rows
 from stepwell.datapool.ops import Delete, Deleted, Nack
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.picture_folder import PICTURES, PictureFolder
@@ -87,4 +87,6 @@ def delete_from_export(
     if gone:
         kept = (row for _, row in read_rows(path) if not is_meant(row))
         write_rows(path, kept, overwrite=True)
+        images = (image for _, row in read_rows(path) for image in row["images"] or ())
+        remove_unnamed(path, {Path(image["path"]).name for image in images})
     return list(gone)
