@@ -3,9 +3,9 @@ and the tasks.
 
     python -m examples.colours.prepare runs/colours-model
 
-The supervised part first shows cards that are named rightly, then cards whose colours are mostly
-guessed, half of them without turning the card. So the model begins near chance; that looking pays
-is for reinforcement learning to find out, with the vision tower frozen.
+The supervised part first shows cards that are turned and named rightly, then cards that are turned
+and mostly guessed. So the model begins near chance; that looking pays is for reinforcement learning
+to find out, with the vision tower frozen.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ VISION = ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>
 SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
 TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 TURN = '<tool_call>\n{"name": "turn", "arguments": {}}\n</tool_call>'
-SKILL, HONEST, TURNS = 0.6, 0.1, 0.5
-"""Share of the updates that show the skill; after them, colours that are named as they are seen,
-beyond chance, and cards that are turned."""
+SKILL, HONEST = 0.6, 0.1
+"""Share of the updates that show the skill; after them, share of the colours that are named as they
+are seen, and not by chance."""
 
 
 def question(seed: int) -> str:
@@ -63,15 +63,16 @@ def episode(tokens: ChatTokens, seed: int, *, skill: bool) -> Episode:
     """One card, by a player who looks (`skill`) or mostly guesses."""
     rng, sides = random.Random(-seed), colours(seed)
     named = [side if skill or rng.random() < HONEST else rng.choice([*COLOURS]) for side in sides]
-    parts = [(tokens.prompt(question(seed) + SHOWN), False)]
-    turns = skill or rng.random() < TURNS
-    if turns:
-        parts += [(tokens.turn(TURN), True), (tokens.tool_result(SHOWN), False)]
-    parts.append((tokens.turn(" ".join(named)), True))
+    parts = [
+        (tokens.prompt(question(seed) + SHOWN), False),
+        (tokens.turn(TURN), True),
+        (tokens.tool_result(SHOWN), False),
+        (tokens.turn(" ".join(named)), True),
+    ]
     return Episode(
         [i for ids, _ in parts for i in ids],
         [learnt for ids, learnt in parts for _ in ids],
-        [card(side, seed + i) for i, side in enumerate(sides[: 1 + turns])],
+        [card(side, seed + i) for i, side in enumerate(sides)],
     )
 
 
