@@ -356,7 +356,7 @@ def pool(cluster: str) -> Iterator[DataPoolClient]:
 class Recording(VerlBackend):
     """The real backend up to where it needs verl."""
 
-    def convert_groups(self, groups: Any, *, columns: Any = None) -> Any:
+    def convert_groups(self, groups: Any, *, columns: Any = None, pictures: Any = None) -> Any:
         tasks = {g.prompt_uid: g.metadata for g in groups}
         return lay_out(self.rows(trained_steps(groups), columns=columns, tasks=tasks))
 
