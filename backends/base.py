@@ -30,6 +30,8 @@ from stepwell.backends.registry import BACKEND_NAMES, Registry, first_line
 from stepwell.datapool.config import Section
 from stepwell.datapool.types import Step
 
+NO_PICTURES: Mapping[str, bytes] = MappingProxyType({})
+
 
 @dataclass(eq=False, slots=True)
 class TokenBatch:

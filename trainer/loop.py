@@ -132,7 +132,9 @@ class Trainer:
             return
         await self.publisher.borrow_memory()
         with self._phases("prepare"):
-            prepared = await self._traced("prepare", partial(self.updater.prepare, groups))
+            pictures = await self.batches.pictures(groups)
+            prepare = partial(self.updater.prepare, groups, pictures)
+            prepared = await self._traced("prepare", prepare)
         before = self.progress.updates
         for number, (steps, trained_on, epoch) in enumerate(prepared.mini_batches, 1):
             self._untrained = len(prepared.mini_batches) - number
