@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
@@ -199,23 +200,40 @@ def device_of(name: str) -> torch.device:
     return torch.device(name)
 
 
-def load_model(path: Path, config: TorchBackendConfig, *, frozen: bool) -> Any:
-    """The model on the CPU, in eval mode; in float32 unless `frozen`, which no update rounds."""
+def device_bytes(device: torch.device) -> int:
+    """Memory of the device: of a GPU, or of this machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total)
+
+
+def load_model(path: Path, config: TorchBackendConfig, *, frozen: bool, empty: bool = False) -> Any:
+    """The model on the CPU, in eval mode; in float32 unless `frozen`, which no update rounds.
+
+    Args:
+        empty: on the meta device, without reading weights: another rank sends them.
+    """
+    options = {
+        "dtype": getattr(torch, config.dtype) if frozen else torch.float32,
+        "attn_implementation": config.attention,
+        "trust_remote_code": config.trust_remote_code,
+    }
     try:
         with no_progress_bars():
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=getattr(torch, config.dtype) if frozen else torch.float32,
-                attn_implementation=config.attention,
-                trust_remote_code=config.trust_remote_code,
-                local_files_only=True,
-            )
+            if empty:
+                form = AutoConfig.from_pretrained(
+                    path, trust_remote_code=config.trust_remote_code, local_files_only=True
+                )
+                with torch.device("meta"):
+                    model: Any = AutoModelForCausalLM.from_config(form, **options)  # type: ignore[no-untyped-call]  # theirs
+            else:
+                model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, **options)
     except (OSError, ValueError, ImportError) as e:
         raise BackendConfigError(
             f"the model in {str(path)!r} cannot be loaded: {str(e).strip().splitlines()[0]}"
         ) from e
     if config.rows == "tree":
-        tree.enable(model, getattr(torch, config.dtype))
+        tree.enable(model, getattr(torch, config.dtype), probe=not empty)
     model.eval()
     return model
 
