@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,26 @@ def _object(file: Path, whose: str) -> dict[str, Any]:
             f"{whose}, whose {file.name} cannot be read ({e}); download the model again"
         ) from e
     return found
+
+
+# ── names of tensors ──────────────────────────────────────────────────────────────────────────────
+
+_DEEPER = (("visual.", "model.visual."), ("model.", "model.language_model."))
+"""Prefixes in the files of a model that reads pictures, and in the module that is loaded."""
+
+
+def module_name(name: str, own: Container[str]) -> str:
+    """Name in a loaded module, whose own names are `own`, of a tensor of its files."""
+    if name not in own:
+        for outer, inner in _DEEPER:
+            if name.startswith(outer):
+                return inner + name.removeprefix(outer)
+    return name
+
+
+def checkpoint_name(name: str) -> str:
+    """Name in the files of a tensor of a loaded model that reads pictures."""
+    for outer, inner in _DEEPER:
+        if name.startswith(inner):
+            return outer + name.removeprefix(inner)
+    return name

@@ -10,6 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from stepwell.datapool.codec import PackedStep
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.errors import InvalidRequestError
 from stepwell.datapool.inspect.events import KINDS, Events
@@ -73,6 +74,8 @@ class Listing(Op[R], Generic[R], frozen=True, array_like=True):
     cursor: str | None = None
     limit: int = 100
     filters: dict[str, Any] = msgspec.field(default_factory=dict)
+    newest_first: bool = False
+    """Groups come in the reverse of the order they were opened in."""
 
 
 class ListGroups(Listing[Page[GroupRow]], frozen=True, array_like=True):
@@ -81,6 +84,19 @@ class ListGroups(Listing[Page[GroupRow]], frozen=True, array_like=True):
 
 class ListTrajectories(Listing[Page[TrajectoryRow]], frozen=True, array_like=True):
     """Trajectories of live groups; filters and errors: `inspect/listing.py`."""
+
+
+class ReadEnds(Op[dict[str, list[PackedStep]]], frozen=True, array_like=True):
+    """The first and the last step of live trajectories, without prompts, by the uids asked for; of
+    a group those of its first trajectory that has some. For lists that show what was said: it is
+    in the steps' metadata, and a trajectory may have thousands of steps.
+
+    Raises:
+        JournalError: a payload cannot be read back.
+    """
+
+    uids: tuple[Text, ...]
+    channel: Text = TRAIN
 
 
 class IndexTrajectories(Listing[Page[IndexRow]], frozen=True, array_like=True):
@@ -101,6 +117,25 @@ class WhyClosed(Op[str], frozen=True, array_like=True):
 
     trajectory_uid: Text
     channel: Text = TRAIN
+
+
+class ReadPictures(Op[dict[str, bytes]], frozen=True, array_like=True):
+    """Pictures of a live trajectory by digest, as PNG: as many of the first ones as `max_bytes`
+    holds, and one at least.
+
+    Raises:
+        UnknownTrajectoryError, TrajectoryClosedError: never seen; its group has left the pool.
+        NotOwnerError: it has another owner than `owner`.
+        UnknownPictureError: no step of it refers to one of them, whether it is stored or not.
+        DamagedFileError: one is not what was stored.
+    """
+
+    trajectory_uid: Text
+    digests: tuple[str, ...]
+    channel: Text = TRAIN
+    owner: str | None = None
+    """Owner that asks, as in `ops.CompleteTrajectory`."""
+    max_bytes: Positive = 8 << 20
 
 
 class GetEvents(Op[Events], frozen=True, array_like=True):
@@ -214,7 +249,9 @@ QUESTIONS: tuple[type[Op[Any]], ...] = (
     ListTrajectories,
     IndexTrajectories,
     ReadTrajectories,
+    ReadEnds,
     WhyClosed,
+    ReadPictures,
     ListDeparted,
     ReadDeparted,
     GetEvents,

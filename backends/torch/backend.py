@@ -31,7 +31,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +42,8 @@ from torch import Tensor
 from stepwell.backends.base import LossFn, Mean, TokenBatch, TrainingBackend
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError, BatchError, NonFiniteUpdateError
-from stepwell.backends.model_folder import WEIGHT_SUFFIXES, fingerprint
+from stepwell.backends.model_folder import WEIGHT_SUFFIXES, fingerprint, module_name
+from stepwell.backends.pictures import PictureProcessor, no_pictures
 from stepwell.backends.rows import TokenRow, build_rows, computed_tokens, select
 from stepwell.backends.torch import lora, ranks
 from stepwell.backends.torch.fsdp import (
@@ -69,7 +70,9 @@ from stepwell.backends.torch.optimizer import (
     load_optimizer,
 )
 from stepwell.backends.torch.shards import ShardWriter, read_shards, stored_tensors
+from stepwell.backends.torch.vision import Pictures, Tower, freeze_tower
 from stepwell.backends.weights.digest import read_tensors
+from stepwell.backends.weights.sender import Sender
 from stepwell.datapool.types import Step
 
 
@@ -78,6 +81,7 @@ class TorchBatch(TokenBatch):
     """A `TokenBatch` and the rows that its steps are computed in."""
 
     rows: tuple[TokenRow, ...] = ()
+    pictures: Pictures = field(default_factory=Pictures)
 
 
 class TorchBackend(TrainingBackend):
@@ -107,6 +111,7 @@ class TorchBackend(TrainingBackend):
             "model": fingerprint(model_dir(self._model_path, "model.path")),
             "reference": fingerprint(model_dir(self._reference_path, "backend.reference_path")),
         }
+        self._processor = PictureProcessor.of(self._model_path)
         with self._ranks.only_first():
             self._model = self._load(self._model_path, frozen=config.lora is not None)
             if config.lora is not None:
@@ -126,6 +131,7 @@ class TorchBackend(TrainingBackend):
         self._has_bytes = min(self._ranks.gather(device_bytes(self._device) / config.ranks))
         self._writer = ShardWriter(self._ranks)
         self._reference: Policy | None = None
+        self._sender = Sender()
         self._updates = 0
         self._skipped_updates = 0
         self._skipped_in_a_row = 0
@@ -148,20 +154,60 @@ class TorchBackend(TrainingBackend):
         """Rows and flat columns of `steps`.
 
         Raises:
-            BatchError: no steps, a token id outside the vocabulary, or multi-modal data.
+            BatchError: as `convert_with_pictures`.
+        """
+        return self.convert_with_pictures(steps, {})
+
+    def convert_with_pictures(self, steps: list[Step], pictures: Mapping[str, bytes]) -> TorchBatch:
+        """Rows and flat columns of `steps`, whose pictures are `pictures`.
+
+        Raises:
+            BatchError: no steps, a token id outside the vocabulary, `multi_modal_data`, or pictures
+                that are missing, not those of the ids, or not for this model.
         """
         batch = TorchBatch.of(steps)
         for step in steps:
             if step.multi_modal_data:
                 raise BatchError(
-                    f"{_name(step)} has multi_modal_data; the torch backend trains on text only"
+                    f"{_name(step)} has multi_modal_data; the torch backend trains on text and "
+                    "on its pictures (`Step.pictures`)"
                 )
+            if step.pictures or self._processor is not None:
+                self._check_pictures(step, pictures)
         batch.rows = tuple(build_rows(steps, self._config.rows))
+        batch.pictures = Pictures(pictures)
         # Rows hold every token, most of them once.
         vocab = self._model.get_input_embeddings().num_embeddings
         if any(np.maximum.reduce(row.ids) >= vocab for row in batch.rows):
             raise self._unknown_token(steps, vocab)
         return batch
+
+    def _check_pictures(self, step: Step, pictures: Mapping[str, bytes]) -> None:
+        processor = self._processor
+        if processor is None:
+            raise BatchError(f"{_name(step)} has pictures, but {no_pictures(self._model_path)}")
+        if np.isin(step.response_ids, processor.forbidden_ids).any():
+            raise BatchError(
+                f"{_name(step)} has a vision token in its response_ids "
+                f"({', '.join(map(str, processor.forbidden_ids))}), which the model never samples"
+            )
+        placeholders = step.prompt_ids == processor.placeholder_id
+        for picture in step.pictures:
+            n_tokens = picture.width * picture.height // processor.factor**2
+            run = placeholders[picture.at : picture.end]
+            if picture.n_tokens != n_tokens or not run.all():
+                raise BatchError(
+                    f"{_name(step)} has {picture}, of which the model in {self._model_path} makes "
+                    f"{n_tokens} placeholders (id {processor.placeholder_id}); engine and trainer "
+                    "must load the same model"
+                )
+            if picture.digest not in pictures:
+                raise BatchError(f"{_name(step)} has {picture}, whose bytes are not there")
+        if int(placeholders.sum()) != sum(p.n_tokens for p in step.pictures):
+            raise BatchError(
+                f"{_name(step)} has placeholders (id {processor.placeholder_id}) outside its "
+                "pictures; a prompt has them for its pictures alone"
+            )
 
     def _unknown_token(self, steps: Sequence[Step], vocab: int) -> BatchError:
         step, largest = next(
@@ -303,6 +349,8 @@ class TorchBackend(TrainingBackend):
         adapters = self._adapters() if self._config.lora is not None else None
         if self._ranks.rank != 0:
             return
+        if self._sender.is_used:
+            self._sender.hold(weights, is_live=self._ranks.size == 1)
         with no_progress_bars():
             self._model.save_pretrained(target, state_dict=weights)
         # save_pretrained writes the dtype of the master weights.
@@ -343,8 +391,8 @@ class TorchBackend(TrainingBackend):
                 own = lora.adapter_weights(self._masters.named())
                 weights = lora.load_adapters(folder, own)
             else:
-                weights = dict(read_tensors(folder))
                 known = self._model.state_dict().keys()
+                weights = {module_name(name, known): t for name, t in read_tensors(folder)}
                 if wrong := (known ^ weights.keys()) - self._aliases.keys():
                     raise RuntimeError(f"{sorted(wrong)[0]} is in one of the two alone")
             load_weights(self._model, weights)
@@ -520,6 +568,10 @@ class TorchBackend(TrainingBackend):
         self._skipped_updates = state["skipped_updates"]
         self._skipped_in_a_row = state["skipped_in_a_row"]
 
+    def lead(self, method: str, *args: Any) -> Any:
+        """Call the `Sender` of this process."""
+        return self._sender.call(method, *args)
+
     def free_cache(self) -> None:
         """Gradients and what torch keeps for the next step go back to the device; weights and
         optimizer state stay."""
@@ -546,13 +598,9 @@ class TorchBackend(TrainingBackend):
     def _micro_batches(self, rows: Sequence[TokenRow]) -> list[list[TokenRow]]:
         return self._ranks.rounds(rows, self._config.micro_batch_tokens, self._config.rows)
 
-    def _load(self, path: Path, *, frozen: bool) -> Any:
-        """The model in `path`, which rank 0 alone reads (`Ranks.place`)."""
-        return load_model(path, self._config, frozen=frozen, empty=self._ranks.rank > 0)
-
     def _on_device(self, model: Any) -> Policy:
         """`model`, ready to score rows; sharded if there are ranks to share it."""
-        policy = Policy(model, self._config, self._device)
+        policy = Policy(model, self._config, self._device, self._tower_of(model))
         self._ranks.place(policy, self._device, getattr(torch, self._config.dtype))
         return policy
 
@@ -564,6 +612,20 @@ class TorchBackend(TrainingBackend):
         ranks, on_cuda = self._ranks.size, self._device.type == "cuda"
         last = estimate(self._shape, self._config, ranks, longest, on_cuda=on_cuda, reduce="last")
         return choose_reduce(last, self._has_bytes, self._config.reduce)
+
+    def _load(self, path: Path, *, frozen: bool) -> Any:
+        """The model in `path`, which rank 0 alone reads (`Ranks.place`)."""
+        model = load_model(path, self._config, frozen=frozen, empty=self._ranks.rank > 0)
+        if self._processor is not None:
+            # Sharded weights are of one type, and gathered in `dtype`.
+            dtype = getattr(torch, self._config.dtype) if self._config.ranks == 1 else None
+            freeze_tower(model, dtype)
+        return model
+
+    def _tower_of(self, model: Any) -> Tower | None:
+        if self._processor is None:
+            return None
+        return Tower(model, self._processor, self._device, getattr(torch, self._config.dtype))
 
     def _idle(self, batch: TorchBatch, rows: Sequence[TokenRow]) -> None:
         """A round in which this rank has no rows: the others cannot do without it."""

@@ -3,12 +3,12 @@ export.
 
     cursor ──► group 17, its 3rd trajectory ──► looks_at, admits … ──► next cursor
 
-A page walks the channel's live groups in the order they were opened in, from its cursor, and looks
-at a bounded number of them, whatever the filters are. So a page may be empty and still have a
-cursor; only a page without one is the last. `prompt_uid` and `trajectory_uid` go straight to what
-they name. What stays in the pool while somebody pages is seen exactly once, also across a restart;
-what comes or goes meanwhile may be seen or not. Groups that were acked or dropped are gone from
-here (`get_events`, `get_statistics` tell of them).
+A page walks the channel's live groups in the order they were opened in, or in its reverse
+(`newest_first`), from its cursor, and looks at a bounded number of them, whatever the filters are.
+So a page may be empty and still have a cursor; only a page without one is the last. `prompt_uid`
+and `trajectory_uid` go straight to what they name. What stays in the pool while somebody pages is
+seen exactly once, also across a restart; what comes or goes meanwhile may be seen or not. Groups
+that were acked or dropped are gone from here (`get_events`, `get_statistics` tell of them).
 
 A page costs what it looks at, and what lies before its cursor inside one group. Changes nothing,
 and makes no channel. Does not own their items (`pages.py`).
@@ -22,14 +22,14 @@ from difflib import get_close_matches
 from typing import Any, Final, NamedTuple, TypeAlias, cast, get_args
 
 from stepwell.datapool import questions
-from stepwell.datapool.codec import PackedTrajectory
+from stepwell.datapool.codec import PackedStep, PackedTrajectory
 from stepwell.datapool.core.channel import Channel
 from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
 from stepwell.datapool.errors import InvalidRequestError
 from stepwell.datapool.inspect import pages
 from stepwell.datapool.ops import CURSOR, NATURAL, POSITIVE, TEXT, Check
 from stepwell.datapool.selection import UNMARKED, Marks
-from stepwell.datapool.types import Trajectory
+from stepwell.datapool.types import MAX_INT, Trajectory
 
 MAX_LIMIT: Final = 1000
 LOOKS_PER_ITEM: Final = 10
@@ -147,8 +147,10 @@ class Pager:
         self._checks = [_check(name, wanted) for name, wanted in self.wanted.items()]
         self._asked = {"prompt_uid", "trajectory_uid"}
         """Values that filters have looked at; the walk itself goes to what these two name."""
-        self._name = f"{kind}:{epoch}"
-        self.start = Place(0) if asked.cursor is None else self._parse(asked.cursor)
+        self.newest_first = asked.newest_first
+        self._name = f"{kind}{'-newest' if asked.newest_first else ''}:{epoch}"
+        first = Place(MAX_INT if asked.newest_first else 0)
+        self.start = first if asked.cursor is None else self._parse(asked.cursor)
         self._next: Place | None = None
         self.left = limit
         """Items that the page may still hold."""
@@ -231,9 +233,13 @@ def _live_groups(channel: Channel, pager: Pager) -> Iterator[GroupRecord]:
             return
         prompt_uid = record.prompt_uid
     if prompt_uid is None:
-        for number in channel.records.by_number.irange(first):
-            yield channel.records.by_number[number]
-    elif (group := channel.records.groups.get(prompt_uid)) and group.number >= first:
+        by_number = channel.records.by_number
+        bounds = (None, first) if pager.newest_first else (first, None)
+        for number in by_number.irange(*bounds, reverse=pager.newest_first):
+            yield by_number[number]
+    elif (group := channel.records.groups.get(prompt_uid)) and (
+        group.number <= first if pager.newest_first else group.number >= first
+    ):
         yield group
 
 
@@ -313,12 +319,21 @@ def _trajectory_rows(channel: Channel, pager: Pager) -> Iterator[pages.Trajector
             n_steps=len(steps),
             n_missing=record.max_index + 1 - len(steps),
             n_tokens=sum(step.n_tokens for step in steps),
+            n_unique_tokens=sum(map(_own_tokens, steps)),
             oldest_version=oldest,
             newest_version=newest,
             attempt=record.attempt,
+            opened_at=found.group.opened_at,
+            closed_at=record.closed_at if record.is_complete else None,
             metadata=dict(record.metadata),
             marks=record.marks,
         )
+
+
+def _own_tokens(step: PackedStep) -> int:
+    """Tokens of a step that no step before it has."""
+    header = step.header
+    return header.n_response + (header.n_prompt if header.base_index < 0 else header.n_new)
 
 
 def _index_rows(channel: Channel, pager: Pager) -> Iterator[pages.IndexRow]:

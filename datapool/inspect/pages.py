@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
@@ -77,9 +77,16 @@ class TrajectoryRow:
     n_missing: int
     """Steps that have not arrived, below the highest index that has."""
     n_tokens: int
+    """Tokens of its calls, prompts and responses, each call counted in full."""
+    n_unique_tokens: int
+    """Tokens without those that a step begins with and another one has."""
     oldest_version: int | None
     newest_version: int | None
     attempt: int
+    opened_at: float
+    """Time at which its group was opened. Pool clock, seconds."""
+    closed_at: float | None
+    """Time at which it was completed; None: it is open, or aborted."""
     metadata: dict[str, Any]
     marks: Marks
     """Its own; those of its group count for it too."""
@@ -126,6 +133,8 @@ class ExportedTrajectory:
     """Curation marks (`selection.Marks.as_dict`); None: nobody has marked it."""
     group_metadata: dict[str, Any] = field(default_factory=dict)
     group_marks: dict[str, Any] | None = None
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+    """PNG of the pictures of its steps, by digest; only on the way into a file, or out of one."""
 
 
 @dataclass(frozen=True, slots=True)

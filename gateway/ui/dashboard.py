@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -25,8 +26,9 @@ from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.errors import DataPoolError, InvalidRequestError, SelectionError
 from stepwell.datapool.files.trained import with_rewards
 from stepwell.datapool.inspect.events import Event
+from stepwell.datapool.inspect.pages import GroupRow, TrajectoryRow
 from stepwell.datapool.ops import Mark
-from stepwell.datapool.questions import ReadDeparted
+from stepwell.datapool.questions import ReadDeparted, ReadEnds
 from stepwell.datapool.selection.built_in import FILTERS, ORDERS, read_name
 from stepwell.datapool.types import TRAIN, Trajectory
 from stepwell.gateway.errors import RequestError, UnknownItemError
@@ -36,7 +38,7 @@ from stepwell.gateway.ui.alerts import alerts
 from stepwell.gateway.ui.comparison import MOST_RUNS, Comparison
 from stepwell.gateway.ui.live import Live
 from stepwell.gateway.ui.run_folder import RunFolder
-from stepwell.gateway.ui.trajectories import last_words, prefixes, said, shown, tokens
+from stepwell.gateway.ui.trajectories import ends_texts, last_words, prefixes, said, shown, tokens
 
 if TYPE_CHECKING:
     from stepwell.datapool.files.archive.reader import ArchiveReader
@@ -46,10 +48,24 @@ EVENTS_A_TICK: Final = 200
 EVENTS_A_PAGE: Final = 1000
 MOST_TRIED: Final = 2000
 """Ready groups of a dry run: some 0.3 ms each, during which the pool answers nobody else."""
+LISTED: Final = 1000
+MOST_SORTED: Final = 2000
+"""Newest trajectories of the pool that are looked through for a search or an order: some 20 µs of
+the pool each, of a search some 50 µs."""
 MOST_SHOWN: Final = 64
 """Trajectories of an archived group that are laid side by side."""
 LAST_RECORDS: Final = 20
 """Optimizer steps that the lag histogram sums up."""
+
+
+_SORTED: Final[Mapping[str, Callable[[TrajectoryRow], float | None]]] = {
+    "time": lambda row: row.opened_at,
+    "reward": lambda row: row.reward,
+    "turns": lambda row: row.n_steps,
+    "tokens": lambda row: row.n_unique_tokens,
+    "version": lambda row: row.newest_version,
+}
+"""Values that a list of trajectories can be sorted by."""
 
 
 class _Found(NamedTuple):
@@ -203,17 +219,64 @@ class Dashboard:
     async def groups(
         self, channel: str, cursor: str | None, filters: Mapping[str, Any]
     ) -> dict[str, Any]:
-        page = await self.ask(self.pool.list_groups(channel, cursor, PAGE, **filters))
+        """Groups, the newest first, with the first message of each."""
+        listed = self.pool.list_groups(channel, cursor, PAGE, newest_first=True, **filters)
+        page = await self.ask(listed)
         items: Sequence[Any] = page.items
         if self._folder is not None:
             items = await asyncio.to_thread(with_rewards, self._folder.path, page.items)
-        return {"items": items, "cursor": page.cursor}
+        texts = await self._texts(channel, [row.prompt_uid for row in items])
+        return {"items": [_row(each, texts) for each in items], "cursor": page.cursor}
 
     async def trajectories(
-        self, channel: str, cursor: str | None, filters: Mapping[str, Any]
+        self,
+        channel: str,
+        cursor: str | None,
+        search: str | None,
+        order: str | None,
+        ascending: str | None,
+        filters: Mapping[str, Any],
     ) -> dict[str, Any]:
-        page = await self.ask(self.pool.list_trajectories(channel, cursor, PAGE, **filters))
-        return {"items": page.items, "cursor": page.cursor}
+        """Trajectories with what was said first and last in each, the newest first, page by page.
+        With a search or another order: the first ones of the `MOST_SORTED` newest that pass the
+        filters; `looked` says of how many, if there are more."""
+        if order not in (None, *_SORTED):
+            known = ", ".join(_SORTED)
+            raise RequestError(f"order is {order!r:.80}; there are {known}", "order")
+        is_newest = order in (None, "time") and not ascending and search is None
+        rows: list[TrajectoryRow] = []
+        while True:
+            size = PAGE if is_newest else LISTED
+            page = await self.ask(
+                self.pool.list_trajectories(channel, cursor, size, newest_first=True, **filters)
+            )
+            rows += page.items
+            cursor = page.cursor
+            if is_newest or cursor is None or len(rows) >= MOST_SORTED:
+                break
+        looked = None if is_newest or cursor is None else len(rows)
+        texts: dict[str, dict[str, str | None]] = {}
+        if search is not None:
+            texts = await self._texts(channel, [row.trajectory_uid for row in rows])
+            words = search.lower().split()
+            said = {uid: " ".join(filter(None, ends.values())) for uid, ends in texts.items()}
+            told = {uid: text.lower() for uid, text in said.items()}
+            rows = [r for r in rows if all(w in told.get(r.trajectory_uid, "") for w in words)]
+        if not is_newest:
+            rows = _in_order(rows, order or "time", descending=not ascending)[:PAGE]
+        if search is None:
+            texts = await self._texts(channel, [row.trajectory_uid for row in rows])
+        items = [_row(row, texts) for row in rows]
+        return {"items": items, "cursor": cursor if is_newest else None, "looked": looked}
+
+    async def _texts(self, channel: str, uids: Sequence[str]) -> dict[str, dict[str, str | None]]:
+        """The first message of a user and the last reply, by uid of a trajectory or a group."""
+        found: dict[str, dict[str, str | None]] = {}
+        for i in range(0, len(uids), PAGE):
+            asked = ReadEnds(tuple(uids[i : i + PAGE]), channel)
+            ends = await self.ask(self.pool.call(asked))
+            found |= await asyncio.to_thread(ends_texts, ends)
+        return found
 
     async def events(
         self, channel: str | None, kinds: Sequence[str] | None, reason: str | None
@@ -241,7 +304,7 @@ class Dashboard:
     async def group(self, channel: str, prompt_uid: str, step: int | None) -> dict[str, Any]:
         """Its rollouts side by side and the tree of their prefixes: as the pool has it, or as an
         optimizer step was trained on it."""
-        folder, named = self._folder, {"prompt_uid": prompt_uid}
+        folder, named = self._folder, dict[str, Any](prompt_uid=prompt_uid)
         if step is not None and folder is not None:
             trained = await asyncio.to_thread(folder.group, prompt_uid, step)
             about = await asyncio.to_thread(folder.about, step) or {"trajectories": []}
@@ -297,7 +360,7 @@ class Dashboard:
         whole, row = found.trajectory, None
         tree = await asyncio.to_thread(shown, whole, found.columns, self._decode)
         if found.channel is not None:
-            named = {"trajectory_uid": trajectory_uid}
+            named = dict[str, Any](trajectory_uid=trajectory_uid)
             page = await self.ask(self.pool.list_trajectories(found.channel, None, 1, **named))
             row = next(iter(page.items), None)
         return {
@@ -532,6 +595,25 @@ def _told(row: dict[str, Any]) -> dict[str, Any]:
     from stepwell.datapool.files.archive.reader import fate
 
     return row | {"fate": fate(row)}
+
+
+def _row(row: GroupRow | TrajectoryRow, texts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """A row of the pool's listing with its texts."""
+    uid = row.trajectory_uid if isinstance(row, TrajectoryRow) else row.prompt_uid
+    own = {field.name: getattr(row, field.name) for field in fields(row)}
+    return {**own, "first": None, "last": None, **texts.get(uid, {})}
+
+
+def _in_order(
+    rows: Iterable[TrajectoryRow], order: str, *, descending: bool
+) -> list[TrajectoryRow]:
+    """The rows in order of a value; those that have none come last."""
+
+    def key(row: TrajectoryRow) -> tuple[bool, float]:
+        value = _SORTED[order](row)
+        return value is None, (-1 if descending else 1) * (value or 0)
+
+    return sorted(rows, key=key)
 
 
 def _as_listed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -154,7 +154,9 @@ async def export(request: Request) -> Response:
     folder = tempfile.TemporaryDirectory(prefix="stepwell-export-")
     try:
         path = Path(folder.name) / f"export.{form}"
-        await export_channel(services.pool, path, _channel(request), **_filters(request))
+        await export_channel(
+            services.pool, path, _channel(request), pictures="embedded", **_filters(request)
+        )
     except BaseException:  # the reader may have left in the middle: half a file is of no use
         folder.cleanup()
         raise
@@ -295,7 +297,13 @@ QUESTIONS: Final[Mapping[str, Handler]] = {
     "batch": _question(Dashboard.batch, step=_number),
     "groups": _question(Dashboard.groups, channel=_channel, cursor=_text, filters=_filters),
     "trajectories": _question(
-        Dashboard.trajectories, channel=_channel, cursor=_text, filters=_filters
+        Dashboard.trajectories,
+        channel=_channel,
+        cursor=_text,
+        search=_text,
+        order=_text,
+        ascending=_text,
+        filters=_filters,
     ),
     "events": _question(Dashboard.events, channel=_text, kinds=_words, reason=_text),
     "group": _question(Dashboard.group, channel=_channel, prompt_uid=_needed, step=_number),

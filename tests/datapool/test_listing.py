@@ -219,9 +219,9 @@ def histories(draw: Any) -> list[tuple[str, int, int]]:
 class Paging:
     """A reader in the middle of a listing, and everything it must see."""
 
-    def __init__(self, listing: str, limit: int) -> None:
+    def __init__(self, listing: str, limit: int, newest_first: bool) -> None:
         self.listing = listing
-        self.limit = limit
+        self.how = {"limit": limit, "newest_first": newest_first}
         self.cursor: str | None = None
         self.done = False
         self.seen: list[str] = []
@@ -237,7 +237,7 @@ class Paging:
 
     def turn(self, pool: DataPool) -> None:
         if not self.done:
-            page = getattr(pool, self.listing)(cursor=self.cursor, limit=self.limit, now=NOW)
+            page = getattr(pool, self.listing)(cursor=self.cursor, now=NOW, **self.how)
             self.seen += uids(list(page.items))
             self.cursor = page.cursor
             self.done = self.cursor is None
@@ -269,15 +269,15 @@ def act(pool: DataPool, kind: str, group: int, trajectory: int, leases: list[str
 
 
 @pytest.mark.parametrize("listing", LISTINGS)
-@given(before=histories(), after=histories(), limit=st.integers(1, 4))
+@given(before=histories(), after=histories(), limit=st.integers(1, 4), newest=st.booleans())
 def test_what_stays_is_seen_exactly_once_whatever_happens_between_the_pages(
-    listing, before, after, limit
+    listing, before, after, limit, newest
 ):
     pool = build_pool(n_rollouts=2)
     leases: list[str] = []
     for kind, group, trajectory in before:
         act(pool, kind, group, trajectory, leases)
-    paging = Paging(listing, limit)
+    paging = Paging(listing, limit, newest)
     paging.watch(pool)
     paging.turn(pool)
     for kind, group, trajectory in after:
@@ -308,6 +308,42 @@ def test_a_page_looks_at_a_bounded_number_of_things_and_goes_on_from_there(listi
     assert len(groups) >= 3
     assert advances.min() > 0
     assert advances.max() <= MIN_LOOKS
+
+
+@pytest.mark.parametrize("listing", LISTINGS)
+def test_the_newest_come_first_if_they_are_asked_for(listing):
+    pool = build_pool()
+    for i in range(5):
+        pool.submit_step(step_of(f"t{i}", f"p{i}"), now=NOW + i)
+    oldest = [row.prompt_uid for row in listed(pool, listing, limit=2)]
+    newest = [row.prompt_uid for row in listed(pool, listing, limit=2, newest_first=True)]
+    assert newest == oldest[::-1] == ["p4", "p3", "p2", "p1", "p0"]
+    page = getattr(pool, listing)(limit=1, now=NOW, newest_first=True)
+    with pytest.raises(InvalidRequestError, match="another listing"):
+        getattr(pool, listing)(cursor=page.cursor, now=NOW)
+    one = getattr(pool, listing)(limit=1, now=NOW, newest_first=True, prompt_uid="p0")
+    assert [row.prompt_uid for row in one.items] == ["p0"]
+
+
+def test_the_ends_of_trajectories_are_read_by_their_uids_or_their_groups():
+    pool = build_pool()
+    texts = [{"messages": [text]} for text in ("first", "middle", "last")]
+    for i, metadata in enumerate(texts):
+        pool.submit_step(step_of("t", "p", i, metadata=metadata), now=NOW)
+    pool.submit_step(step_of("u", "p"), now=NOW)
+    ends = pool.read_ends(("t", "u", "p", "nobody"), now=NOW)
+    told = {uid: [step.extra[0].get("messages") for step in steps] for uid, steps in ends.items()}
+    assert told == {"t": [["first"], ["last"]], "u": [None], "p": [["first"], ["last"]]}
+    assert all(step.prompt is None for steps in ends.values() for step in steps)
+
+
+def test_tokens_that_calls_have_in_common_are_counted_once():
+    pool = build_pool()
+    pool.submit_step(step_of("t", "p", 0, prompt_ids=[1, 2], response_ids=[3]), now=NOW)
+    reply = step_of("t", "p", 1, prompt_ids=[1, 2, 3, 4], response_ids=[5], parent_index=0)
+    pool.submit_step(reply, now=NOW)
+    (row,) = pool.list_trajectories(now=NOW).items
+    assert (row.n_tokens, row.n_unique_tokens) == (8, 5)
 
 
 def test_groups_with_many_steps_make_a_page_look_at_fewer_of_them():

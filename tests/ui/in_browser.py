@@ -22,7 +22,7 @@ import pytest
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, Page, async_playwright, expect
 
-from tests.ui.demo import HOSTILE, Demo, demo, fill, train
+from tests.ui.demo import HOSTILE, Demo, archive_all, demo, fill, train
 
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 KEY = "an-admin-key-for-the-browser"
@@ -43,6 +43,7 @@ SHOTS = os.environ.get("STEPWELL_SHOTS")
 async def shown(tmp_path: Path) -> AsyncIterator[Demo]:
     async with demo(tmp_path) as served:
         await fill(served)
+        await archive_all(served)
         await train(served)
         yield served
 
@@ -55,10 +56,10 @@ async def browser() -> AsyncIterator[Browser]:
         await found.close()
 
 
-async def opened(browser: Browser, scheme: Any = "light") -> Page:
+async def opened(browser: Browser, scheme: Any = "light", width: int = 1400) -> Page:
     """A page that fails its test if a script fails or the policy refuses one of ours."""
     context = await browser.new_context(
-        viewport={"width": 1440, "height": 900}, color_scheme=scheme, accept_downloads=True
+        viewport={"width": width, "height": 900}, color_scheme=scheme, accept_downloads=True
     )
     page = await context.new_page()
     page.failures = []  # type: ignore[attr-defined]
@@ -95,29 +96,58 @@ def pages(step: int) -> list[tuple[str, str, dict[str, Any]]]:
         ("curation", "curation", {}),
         ("pool", "pool", {}),
         ("runs", "runs", {"x": "tokens", "smooth": "0.9"}),
+        ("archive", "archive", {}),
+        ("prompts", "archive", {"view": "prompts", "which": "all"}),
+        ("archived", "trajectory", {"uid": "chain_sum/1000:1"}),
+        ("archived-group", "group", {"prompt_uid": "chain_sum/1000"}),
+        ("found", "find", {"uid": "chain_sum/1000:"}),
     ]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 400])
 async def test_every_page_is_shown_runs_nothing_of_an_agents_and_satisfies_axe(
-    shown: Demo, browser: Browser, scheme: str
+    shown: Demo, browser: Browser, scheme: str, width: int
 ) -> None:
-    page = await opened(browser, scheme)
+    page = await opened(browser, scheme, width)
     for name, where, params in pages(40):
         await go(page, shown, where, **params)
         await page.wait_for_timeout(1300 if name in ("overview", "pool") else 300)
-        found = await Axe().run(page)
-        serious = [
-            (v["id"], [node["html"][:200] for node in v["nodes"][:3]])
-            for v in found.response["violations"]
-            if v["impact"] in ("serious", "critical")
-        ]
-        assert not serious, f"{name}: {serious}"
+        if SHOTS:
+            await page.screenshot(path=f"{SHOTS}/{name}-{scheme}-{width}.png", full_page=True)
+        assert await serious(page) == [], name
         assert "owned" not in await page.title(), name
         assert not await page.locator("main img, main script").count(), name
         assert not page.failures, f"{name}: {page.failures}"  # type: ignore[attr-defined]
-        if SHOTS:
-            await page.screenshot(path=f"{SHOTS}/{name}-{scheme}.png")
+        assert await page.evaluate(WIDER, width) == [], name
+        for tab in await page.get_by_label("Pages").get_by_role("link").all():
+            box = await tab.bounding_box()
+            assert box is not None, name
+            assert box["x"] >= 0, name
+            assert box["x"] + box["width"] <= width, name
+
+
+async def serious(page: Page) -> list[Any]:
+    """What axe finds that keeps people from using the page."""
+    found = await Axe().run(page)
+    return [
+        (v["id"], [node["html"][:200] for node in v["nodes"][:3]])
+        for v in found.response["violations"]
+        if v["impact"] in ("serious", "critical")
+    ]
+
+
+WIDER = """width => {
+  const hides = (e) => /auto|scroll|hidden|clip/.test(getComputedStyle(e).overflowX);
+  const scrolls = (e) => e && (hides(e) || scrolls(e.parentElement));
+  const wide = [...document.querySelectorAll("body *")].filter((e) => {
+    const box = e.getBoundingClientRect();
+    return box.width && box.right > width + 1 && !scrolls(e.parentElement);
+  });
+  const whole = document.documentElement.scrollWidth > width ? ["page"] : [];
+  return wide.map((e) => `${e.tagName}.${e.className}`).concat(whole);
+}"""
+"""What is wider than the page and does not scroll by itself."""
 
 
 async def test_the_overview_moves_with_the_run(shown: Demo, browser: Browser) -> None:
@@ -228,14 +258,56 @@ async def test_a_gateway_with_keys_asks_for_one(tmp_path: Path, browser: Browser
         assert KEY not in await page.evaluate("document.cookie + JSON.stringify(localStorage)")
 
 
-async def test_a_phone_shows_every_page(shown: Demo, browser: Browser) -> None:
+async def test_a_list_is_sorted_searched_and_gone_through_by_keys(
+    shown: Demo, browser: Browser
+) -> None:
     page = await opened(browser)
-    await page.set_viewport_size({"width": 390, "height": 844})
-    for name, where, params in pages(40):
-        await go(page, shown, where, **params)
-        await page.wait_for_timeout(200)
-        wide = await page.evaluate("document.documentElement.scrollWidth")
-        assert wide <= 400, f"{name} is {wide} px wide"
+    await go(page, shown, "trajectories")
+    await expect(page.locator("a.talk").first).to_contain_text("State the final answer")
+    await page.get_by_role("button", name="Reward").click()
+    await expect(page.locator("th[aria-sort=descending]")).to_contain_text("Reward")
+    await expect(page.locator("tbody tr").first.locator("td").nth(1)).to_have_text("1")
+    await page.get_by_role("button", name="Reward").click()
+    await expect(page.locator("tbody tr").first.locator("td").nth(1)).to_have_text("0")
+    search = page.get_by_label("Search first messages and last replies")
+    await search.fill("answer is")
+    await search.press("Enter")
+    await expect(page.locator("a.talk", has_text="The answer is").first).to_be_visible()
+    address = page.url
+    assert "order=reward" in address
+    assert "ascending=1" in address
+    assert "search=answer" in address
+    await search.blur()
+    await page.keyboard.press("n")
+    await page.keyboard.press("n")
+    second = page.locator("a.talk").nth(1)
+    await expect(second).to_be_focused()
+    uids = [
+        (await page.locator("tbody tr").nth(i).locator("a.uid").first.inner_text())
+        for i in (0, 1, 2)
+    ]
+    await page.keyboard.press("Enter")
+    heading = page.get_by_role("heading", level=1)
+    await expect(heading).to_contain_text(uids[1])
+    await page.keyboard.press("n")
+    await expect(heading).to_contain_text(uids[2])
+    await page.keyboard.press("p")
+    await page.keyboard.press("p")
+    await expect(heading).to_contain_text(uids[0])
+    again = await opened(browser)
+    await again.goto(address)
+    await expect(again.locator("tbody tr").first.locator("a.uid").first).to_have_text(uids[0])
+
+
+async def test_tokens_have_no_colour_until_one_is_chosen(shown: Demo, browser: Browser) -> None:
+    page = await opened(browser)
+    await go(page, shown, "trajectory", uid="chain_sum/1005:1", view="tokens")
+    painted = "all => all.filter(t => t.style.background).length"
+    tokens = page.locator(".token[data-i]")
+    await expect(tokens.first).to_be_visible()
+    assert await tokens.evaluate_all(painted) == 0
+    await page.get_by_label("Colour").select_option("log_probs")
+    assert await tokens.evaluate_all(painted) > 0
 
 
 async def test_every_page_of_a_live_quickstart(tmp_path: Path, browser: Browser) -> None:

@@ -20,6 +20,7 @@ from stepwell.datapool.files.export import read
 from stepwell.datapool.sealed import sealed
 from stepwell.datapool.types import Step, Trajectory
 from stepwell.gateway.endpoints import ENDPOINTS
+from stepwell.gateway.ui import dashboard
 from stepwell.gateway.ui.alerts import alerts
 from stepwell.gateway.ui.dashboard import as_json
 from stepwell.gateway.ui.router import STATIC
@@ -163,6 +164,49 @@ async def test_listings_come_in_pages_and_filtered(http: httpx.AsyncClient) -> N
         refused = await http.get("groups", params={name: value})
         assert refused.status_code == 400
         assert f"{name} is '{value}'" in refused.text
+
+
+async def test_lists_show_what_was_said_the_newest_first(http: httpx.AsyncClient) -> None:
+    rows = (await ok(http, "trajectories"))["items"]
+    groups = [row["prompt_uid"] for row in rows]
+    assert groups == sorted(groups, reverse=True)
+    assert all(row["first"].startswith("State the final answer to:") for row in rows)
+    assert {row["last"] for row in rows if row["state"] == "complete"} != {None}
+    assert all(row["n_unique_tokens"] < row["n_tokens"] for row in rows)
+    listed = (await ok(http, "groups"))["items"]
+    assert [row["prompt_uid"] for row in listed] == [*dict.fromkeys(groups)]
+    assert all(row["first"].startswith("State the final answer to:") for row in listed)
+
+
+async def test_a_list_is_sorted_and_searched(http: httpx.AsyncClient) -> None:
+    every = (await ok(http, "trajectories"))["items"]
+    by_reward = (await ok(http, "trajectories", order="reward"))["items"]
+    rewards = [row["reward"] for row in by_reward]
+    assert len(by_reward) == len(every)
+    assert rewards == [*sorted((r for r in rewards if r is not None), reverse=True), None]
+    least = (await ok(http, "trajectories", order="tokens", ascending="1"))["items"]
+    tokens = [row["n_unique_tokens"] for row in least]
+    assert tokens == sorted(tokens)
+    oldest = (await ok(http, "trajectories", ascending="1"))["items"]
+    assert oldest[0]["opened_at"] == min(row["opened_at"] for row in every)
+    word = every[0]["first"].split()[-2]
+    found = (await ok(http, "trajectories", search=f"STATE {word}"))["items"]
+    assert 0 < len(found) < len(every)
+    assert all(word in row["first"] for row in found)
+    assert (await ok(http, "trajectories", search="nobody said this"))["items"] == []
+    wrong = await http.get("trajectories", params={"order": "size"})
+    assert wrong.status_code == 400
+    assert "order is 'size'" in wrong.text
+
+
+async def test_a_list_says_of_how_many_its_order_is(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard, "MOST_SORTED", 4)
+    monkeypatch.setattr(dashboard, "LISTED", 4)
+    answer = await ok(http, "trajectories", order="reward")
+    assert (answer["looked"], answer["cursor"]) == (4, None)
+    assert (await ok(http, "trajectories"))["looked"] is None
 
 
 async def test_a_trajectory_shows_its_tree_and_the_tokens_of_the_journal(

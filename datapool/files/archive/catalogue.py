@@ -25,7 +25,7 @@ from typing import Any, Final
 import orjson
 
 from stepwell.datapool.errors import DataPoolError
-from stepwell.datapool.files.archive.conversations import text_of
+from stepwell.datapool.files.archive.conversations import preview, text_of
 from stepwell.datapool.files.archive.parquet import step_messages
 
 VERSION: Final = 1
@@ -33,8 +33,6 @@ TEXT_CHARACTERS: Final = 200_000
 """Characters of a trajectory that are searched at most, from its beginning."""
 CHECKPOINTS: Final = 6
 """Tries to empty SQLite's log, which a reader may still read."""
-PREVIEW: Final = 240
-"""Characters of the first and the last message in lists."""
 ALONE: Final = re.compile(
     "([\u0e00-\u0eff\u1100-\u11ff\u3040-\u30ff\u3130-\u318f\u3400-\u4dbf\u4e00-\u9fff\ua960-\ua97f"
     "\uac00-\ud7ff\uf900-\ufaff\U00020000-\U0003ffff])"
@@ -227,8 +225,8 @@ class Catalogue:
             "time": _seconds(row["left_at"]),
             "seconds": None if closed is None or opened is None else closed - opened,
             "prompt": prompt,
-            "first": _preview(row["first_user"]),
-            "last": _preview(row["last_reply"]),
+            "first": preview(row["first_user"]),
+            "last": preview(row["last_reply"]),
         }
         names, marks = ", ".join(f'"{key}"' for key in values), ", ".join("?" * len(values))
         insert = f"INSERT INTO trajectories ({names}) VALUES ({marks})"
@@ -251,7 +249,7 @@ class Catalogue:
             prompt,
             row["data_source"],
             row["instance_id"],
-            _preview(row["first_user"]),
+            preview(row["first_user"]),
             int(reward is not None),
             int(solved),
             reward or 0.0,
@@ -412,12 +410,6 @@ def prompt_key(row: Mapping[str, Any]) -> str:
     else:
         said = row["first_user"] or row["prompt_uid"]
     return blake2b(said.encode(errors="surrogatepass"), digest_size=8).hexdigest()
-
-
-def _preview(text: str | None) -> str | None:
-    if text is None:
-        return None
-    return text if len(text) <= PREVIEW else f"{text[: PREVIEW - 1]}…"
 
 
 def _seconds(time: Any) -> float | None:

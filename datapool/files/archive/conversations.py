@@ -34,6 +34,8 @@ from stepwell.datapool.types import OWNER
 MESSAGES: Final = "messages"
 """Key of a step's metadata."""
 LATE: Final = "late"
+PREVIEW: Final = 240
+"""Characters of the first and the last message in lists."""
 
 
 class TimedStep(NamedTuple):
@@ -255,6 +257,11 @@ def first_and_last(messages: Sequence[Any]) -> tuple[str | None, str | None]:
     first = next((text_of(m) for m in messages if _role(m) == "user"), None)
     last = next((text_of(m) for m in reversed(messages) if _role(m) == "assistant"), None)
     return first, last
+
+
+def preview(text: str | None) -> str | None:
+    """The beginning of a text, for lists."""
+    return text if text is None or len(text) <= PREVIEW else f"{text[: PREVIEW - 1]}…"
 
 
 def _role(message: Any) -> Any:

@@ -67,6 +67,7 @@ export function useApi(name, params = {}) {
   };
 }
 
+const NOTHING = /** @type {Row[]} */ ([]);
 const ENOUGH = 50;
 const SEARCH_MS = 2500;
 
@@ -84,20 +85,20 @@ export function usePages(name, params) {
   const load = async (/** @type {Row[]} */ before, /** @type {string | null} */ from) => {
     setError(null);
     const until = performance.now() + SEARCH_MS;
-    let [items, cursor] = [before, from];
-    set({ key, items, cursor, busy: true });
+    let [items, cursor, looked] = [before, from, null];
+    set({ key, items, cursor, looked, busy: true });
     try {
       for (let busy = true; busy; ) {
         const answer = await get(name, { ...params, cursor });
         if (asked.current !== key) return;
         items = [...items, ...answer.items];
-        cursor = answer.cursor;
+        [cursor, looked] = [answer.cursor, answer.looked];
         busy = cursor !== null && items.length < before.length + ENOUGH && performance.now() < until;
-        set({ key, items, cursor, busy });
+        set({ key, items, cursor, looked, busy });
       }
     } catch (e) {
       setError(/** @type {Error} */ (e));
-      set({ key, items, cursor, busy: false });
+      set({ key, items, cursor, looked, busy: false });
     }
   };
   useEffect(() => {
@@ -105,7 +106,8 @@ export function usePages(name, params) {
   }, [key]);
   const same = state.key === key;
   return {
-    items: /** @type {Row[]} */ (same ? state.items : []),
+    items: /** @type {Row[]} */ (same ? state.items : NOTHING),
+    looked: same ? state.looked : null,
     busy: !same || state.busy,
     error,
     more: same && state.cursor !== null ? () => load(state.items, state.cursor) : null,

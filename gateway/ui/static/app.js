@@ -94,7 +94,7 @@ function Frame() {
   useEffect(() => {
     document.title = `${PAGES[parent][0]} · ${name ?? "Stepwell"}`;
     window.scrollTo(0, 0);
-  }, [page, name]);
+  }, [page, params.uid, name]);
   if (keyNeeded) return html`<${Login} />`;
   if (about === null) {
     return html`<main>${error ? html`<${Failure} error=${error} /><button onClick=${reload}>Try again</button>` : html`<${Loading} />`}</main>`;
@@ -120,7 +120,7 @@ function Frame() {
       </span>
       <${Theme} />
     </header>
-    <main id="main" tabindex="-1"><${Shown} key=${page} of=${Page} about=${about} params=${params} /></main>
+    <main id="main" tabindex="-1"><${Shown} key=${`${page} ${params.uid ?? ""}`} of=${Page} about=${about} params=${params} /></main>
     <${Done} />
   `;
 }

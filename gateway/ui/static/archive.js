@@ -1,44 +1,22 @@
 // What left the pool: a list that is searched, filtered and sorted; prompts over all their tries; where a uid leads.
-import { useEffect, useRef, useState } from "./vendor/preact.js";
+import { useEffect, useState } from "./vendor/preact.js";
 import { html } from "./shown.js";
 import { amend, get, link, useApi, usePages } from "./api.js";
-import { Card, Chip, Empty, Failure, Field, Loading, Select, Table, Tabs, Uid, number } from "./parts.js";
+import { Card, Chip, Empty, Failure, Field, Loading, Said, Select, Table, Tabs, Uid, number, ordered, useKeys, when } from "./parts.js";
 
-const when = (/** @type {number | null} */ time) => (time ? new Date(time * 1000).toLocaleString() : "–");
+const NONE = /** @type {Row[]} */ ([]);
 const submitted = (/** @type {Event} */ event) => event.preventDefault();
 
-/** @param {Row} props */
-const Said = ({ row }) => html`<a class="talk" href=${link("trajectory", { uid: row.uid })}>
-  <span>${row.first ?? "no text was kept"}</span><span>${row.last ?? ""}</span></a>`;
-
-const COLUMNS = /** @type {[string, (row: Row) => any, string?][]} */ ([
-  ["First message, last reply", (t) => html`<${Said} row=${t} />`],
-  ["Reward", (t) => number(t.reward), "num"],
-  ["Turns", (t) => number(t.turns), "num"],
-  ["Tokens", (t) => number(t.tokens), "num"],
-  ["Version", (t) => t.version ?? "–", "num"],
+const COLUMNS = /** @type {[string, (row: Row) => any, string?, string?][]} */ ([
+  ["First message, last reply", (t) => html`<${Said} row=${t} href=${link("trajectory", { uid: t.uid })} />`],
+  ["Reward", (t) => number(t.reward), "num", "reward"],
+  ["Turns", (t) => number(t.turns), "num", "turns"],
+  ["Tokens", (t) => number(t.tokens), "num", "tokens"],
+  ["Version", (t) => t.version ?? "–", "num", "version"],
   ["Left", (t) => html`<span title=${t.fate}><${Chip} of=${t.state === "complete" ? t.left : t.state} /> <small>${t.drop_reason ?? t.reason}</small></span>`],
-  ["When", (t) => html`<small>${when(t.time)}</small>`],
+  ["When", (t) => html`<small>${when(t.time)}</small>`, "", "time"],
   ["Trajectory", (t) => html`<${Uid} page="trajectory" uid=${t.uid} />`],
 ]);
-
-/** Keys n and p, or j and k, choose the next and the previous row; Enter opens it. @param {Row[]} rows */
-function useKeys(rows) {
-  const at = useRef(-1);
-  useEffect(() => {
-    const move = (/** @type {KeyboardEvent} */ event) => {
-      const target = /** @type {HTMLElement} */ (event.target);
-      if (["INPUT", "SELECT", "TEXTAREA"].includes(target.tagName) || event.ctrlKey || event.metaKey || event.altKey) return;
-      const by = /** @type {Row} */ ({ n: 1, j: 1, p: -1, k: -1 })[event.key];
-      if (!by) return;
-      const links = document.querySelectorAll("a.talk");
-      at.current = Math.max(0, Math.min(links.length - 1, at.current + by));
-      /** @type {HTMLElement | undefined} */ (links[at.current])?.focus();
-    };
-    addEventListener("keydown", move);
-    return () => removeEventListener("keydown", move);
-  }, [rows.length]);
-}
 
 /** @param {{ about: Row, params: Row }} props */
 export function Archive({ about, params }) {
@@ -60,22 +38,22 @@ function Listed({ params }) {
   useKeys(pages.items);
   return html`
     <form class="filters" aria-label="Filters" onSubmit=${submitted}>
-      <${Field} label="Search what was said" type="search" value=${search} onChange=${(v) => amend({ search: v })} />
+      <${Field} label="Search what was said" type="search" value=${search} onChange=${(v) => amend({ search: v, order: "" })} />
       <${Field} label="Query" value=${query} placeholder="reward < 0.2 and version >= 10" onChange=${(v) => amend({ query: v })} />
-      <${Select} label="Sort by" value=${order ?? "time"} options=${["time", "reward", "turns", "tokens", "version", ...(search ? ["relevance"] : [])]}
-        onChange=${(v) => amend({ order: v === "time" ? "" : v })} />
-      <${Select} label="First" value=${ascending ?? ""} options=${[["", "newest, largest"], ["1", "oldest, smallest"]]} onChange=${(v) => amend({ ascending: v })} />
+      ${search && html`<${Select} label="Order" value=${order === "relevance" ? order : ""} options=${[["", "of the columns"], ["relevance", "by relevance"]]}
+        onChange=${(v) => amend({ order: v, ascending: "" })} />`}
       <button type="button" onClick=${pages.reload}>Refresh</button>
     </form>
     <${Failure} error=${pages.error} />
     <${Card}><${Table} label="Trajectories that left the pool; n and p choose the next and the previous" rows=${pages.items} more=${pages.more} busy=${pages.busy}
-      empty="Nothing that left the pool passes." columns=${COLUMNS} /><//>`;
+      empty="Nothing that left the pool passes." columns=${COLUMNS} order=${ordered(params)} /><//>`;
 }
 
 /** @param {{ params: Row }} props */
 function Prompts({ params }) {
   const which = params.which ?? "never";
   const { data, error, reload } = useApi("prompts", { which: which === "all" ? "" : which });
+  useKeys(data?.items ?? NONE);
   return html`
     <form class="filters" aria-label="Filters" onSubmit=${submitted}>
       <${Select} label="Prompts" value=${which} options=${[["never", "that never got a reward"], ["always", "that always got one"], ["all", "all, the newest first"]]}

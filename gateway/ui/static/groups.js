@@ -2,7 +2,7 @@
 import { useState } from "./vendor/preact.js";
 import { html } from "./shown.js";
 import { amend, link, useApi, usePages } from "./api.js";
-import { Bars, Card, Chip, Empty, Failure, Field, Loading, MarksShown, Select, Stat, Table, Tabs, Uid, clock, number, percent, seconds } from "./parts.js";
+import { Bars, Card, Chip, Empty, Failure, Field, Loading, MarksShown, Said, Select, Stat, Table, Tabs, Uid, clock, number, ordered, percent, seconds, useKeys, when } from "./parts.js";
 import { Marks } from "./curation.js";
 
 /** @param {{ about: Row, params: Row, states: string[], extra?: any }} props */
@@ -38,6 +38,7 @@ export function Groups({ about, params }) {
 function Live({ about, params }) {
   const pages = usePages("groups", { channel: "train", ...chosen(params) });
   const channel = params.channel ?? "train";
+  useKeys(pages.items);
   return html`
     <${Filters} about=${about} params=${params} states=${["open", "ready", "held", "leased"]}
       extra=${html`<${Field} label="Prompt id" value=${params.prompt_uid} onChange=${(v) => amend({ prompt_uid: v })} />
@@ -46,17 +47,19 @@ function Live({ about, params }) {
     <${Card}><${Table} label="Groups" rows=${pages.items} more=${pages.more} busy=${pages.busy}
       empty="No group of this kind is in the pool. Groups that were trained on are under Batches, dropped ones under Recently gone."
       columns=${[
-        ["Prompt", (g) => html`<${Uid} page="group" uid=${g.prompt_uid} channel=${channel} />`],
+        ["First message", (g) => html`<a class="talk" href=${link("group", { prompt_uid: g.prompt_uid, channel })}><span>${g.first ?? "no text was kept"}</span></a>`],
         ["State", (g) => html`<${Chip} of=${g.state} title=${g.reason} />`],
         ["Rollouts", (g) => `${g.n_complete}${g.n_rollouts ? ` of ${g.n_rollouts}` : ""}${g.n_running ? `, ${g.n_running} running` : ""}${g.n_aborted ? `, ${g.n_aborted} aborted` : ""}`],
         ["Reward", (g) => number(g.reward_mean), "num"],
         ["±", (g) => number(g.reward_std), "num"],
         ["Versions", versions, "num"],
         ["Steps", (g) => number(g.n_steps), "num"],
-        ["Tokens", (g) => number(g.n_tokens), "num"],
+        ["Tokens, call by call", (g) => number(g.n_tokens), "num"],
+        ["Opened", (g) => html`<small>${when(g.opened_at)}</small>`],
         ["Delivery", (g) => g.delivery, "num"],
         ["Marks", (g) => html`<${MarksShown} marks=${g.marks} />`],
         ["Why", (g) => html`<small>${g.reason}</small>`],
+        ["Prompt", (g) => html`<${Uid} page="group" uid=${g.prompt_uid} channel=${channel} />`],
       ]} /><//>`;
 }
 
@@ -86,32 +89,39 @@ function Gone({ about, params }) {
 
 /** @param {{ about: Row, params: Row }} props */
 export function Trajectories({ about, params }) {
-  const pages = usePages("trajectories", { channel: "train", ...chosen(params) });
+  const { search, order, ascending } = params;
+  const pages = usePages("trajectories", { channel: "train", ...chosen(params), search, order, ascending });
+  useKeys(pages.items);
   return html`
     <div class="head"><h1>Trajectories</h1></div>
+    <form class="filters" aria-label="Search" onSubmit=${(/** @type {Event} */ e) => e.preventDefault()}>
+      <${Field} label="Search first messages and last replies" type="search" value=${search} onChange=${(v) => amend({ search: v })} />
+    </form>
     <${Filters} about=${about} params=${params} states=${["open", "complete", "aborted"]}
       extra=${html`<${Field} label="Trajectory id" value=${params.trajectory_uid} onChange=${(v) => amend({ trajectory_uid: v })} />
         <${Field} label="Abort reason" value=${params.reason} onChange=${(v) => amend({ reason: v })} />
         <button type="button" onClick=${pages.reload}>Refresh</button>`} />
     <${Failure} error=${pages.error} />
-    <${Card}><${TrajectoryTable} rows=${pages.items} channel=${params.channel ?? "train"} more=${pages.more} busy=${pages.busy} /><//>`;
+    ${pages.looked && html`<p class="fine">The first of the ${number(pages.looked)} newest that pass; filters narrow them down.</p>`}
+    <${Card}><${Table} label="Trajectories; n and p choose the next and the previous" rows=${pages.items} more=${pages.more} busy=${pages.busy}
+      empty="No trajectory of this kind is in the pool; what left it is under Archive." columns=${columns(params.channel ?? "train")} order=${ordered(params)} /><//>`;
 }
 
-/** @param {Row} props */
-export const TrajectoryTable = ({ rows, channel, more, busy }) => html`
-  <${Table} label="Trajectories" rows=${rows} more=${more} busy=${busy}
-    empty="No trajectory of this kind is in the pool; those that were trained on are under Batches." columns=${[
-      ["Trajectory", (t) => html`<${Uid} page="trajectory" uid=${t.trajectory_uid} channel=${channel} />`],
-      ["Prompt", (t) => html`<${Uid} page="group" uid=${t.prompt_uid} channel=${channel} />`],
-      ["State", (t) => html`<${Chip} of=${t.state} title=${t.reason} />`],
-      ["Group", (t) => html`<${Chip} of=${t.group_state} />`],
-      ["Reward", (t) => number(t.reward), "num"],
-      ["Steps", (t) => number(t.n_steps), "num"],
-      ["Tokens", (t) => number(t.n_tokens), "num"],
-      ["Versions", versions, "num"],
-      ["Attempt", (t) => t.attempt, "num"],
-      ["Marks", (t) => html`<${MarksShown} marks=${t.marks} />`],
-    ]} />`;
+/** @param {string} channel @returns {[string, (row: Row) => any, string?, string?][]} */
+const columns = (channel) => [
+  ["First message, last reply", (t) => html`<${Said} row=${t} href=${link("trajectory", { uid: t.trajectory_uid, channel })} />`],
+  ["Reward", (t) => number(t.reward), "num", "reward"],
+  ["Turns", (t) => number(t.n_steps), "num", "turns"],
+  ["Tokens", (t) => html`<span title=${`${number(t.n_tokens)} call by call`}>${number(t.n_unique_tokens)}</span>`, "num", "tokens"],
+  ["Versions", versions, "num", "version"],
+  ["State", (t) => html`<${Chip} of=${t.state} title=${t.reason} />`],
+  ["Group", (t) => html`<${Chip} of=${t.group_state} />`],
+  ["Opened", (t) => html`<small>${when(t.opened_at)}</small>`, "", "time"],
+  ["Attempt", (t) => t.attempt, "num"],
+  ["Marks", (t) => html`<${MarksShown} marks=${t.marks} />`],
+  ["Trajectory", (t) => html`<${Uid} page="trajectory" uid=${t.trajectory_uid} channel=${channel} />`],
+  ["Prompt", (t) => html`<${Uid} page="group" uid=${t.prompt_uid} channel=${channel} />`],
+];
 
 // -- one group -----------------------------------------------------------------------------------
 

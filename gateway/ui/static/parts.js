@@ -1,7 +1,7 @@
 // What pages are built of: figures, tables, charts, states, filters.
 import { useEffect, useMemo, useRef, useState } from "./vendor/preact.js";
 import { html } from "./shown.js";
-import { link } from "./api.js";
+import { amend, link } from "./api.js";
 
 // -- figures -----------------------------------------------------------------------------------
 
@@ -82,6 +82,57 @@ export const Uid = ({ page, uid, ...params }) => {
   return html`<a class="uid" title=${uid} href=${link(page, { [name]: uid, ...params })}>${uid}</a>`;
 };
 
+/** What was said first and last, as the link of a row. @param {Row} props */
+export const Said = ({ row, href }) => html`<a class="talk" href=${href}>
+  <span>${row.first ?? "no text was kept"}</span><span>${row.last ?? ""}</span></a>`;
+
+const typing = (/** @type {KeyboardEvent} */ event) =>
+  ["INPUT", "SELECT", "TEXTAREA"].includes(/** @type {HTMLElement} */ (event.target).tagName) || event.ctrlKey || event.metaKey || event.altKey;
+const way = (/** @type {KeyboardEvent} */ event) =>
+  typing(event) ? 0 : /** @type {Row} */ ({ n: 1, j: 1, p: -1, k: -1 })[event.key] ?? 0;
+
+/** @type {string[]} */
+let listed = [];
+
+/** Keys n and p, or j and k, choose the next and the previous row of a list; Enter opens it, where the same keys go
+ * on to its neighbours. @param {Row[]} rows */
+export function useKeys(rows) {
+  const at = useRef(-1);
+  useEffect(() => {
+    const links = () => [...document.querySelectorAll("a.talk")].map((each) => /** @type {HTMLAnchorElement} */ (each));
+    if (rows.length) listed = links().map((each) => each.hash);
+    const move = (/** @type {KeyboardEvent} */ event) => {
+      const by = way(event);
+      if (!by) return;
+      at.current = Math.max(0, Math.min(links().length - 1, at.current + by));
+      links()[at.current]?.focus();
+    };
+    addEventListener("keydown", move);
+    return () => removeEventListener("keydown", move);
+  }, [rows]);
+}
+
+/** Links to what is before and after this page in the list that was seen last, by mouse and the keys p and n. */
+export function Neighbours() {
+  const at = listed.indexOf(location.hash.replace(/&(view|at)=[^&]*/g, ""));
+  const [before, after] = at < 0 ? [null, null] : [listed[at - 1], listed[at + 1]];
+  useEffect(() => {
+    const move = (/** @type {KeyboardEvent} */ event) => {
+      const to = /** @type {Row} */ ({ 1: after, [-1]: before })[way(event)];
+      if (to) location.hash = to;
+    };
+    addEventListener("keydown", move);
+    return () => removeEventListener("keydown", move);
+  }, [before, after]);
+  if (!before && !after) return null;
+  return html`<nav class="tabs" aria-label="Neighbours in the list">
+    ${before ? html`<a href=${before} title="Previous in the list (p)">Previous</a>` : html`<span>Previous</span>`}
+    ${after ? html`<a href=${after} title="Next in the list (n)">Next</a>` : html`<span>Next</span>`}</nav>`;
+}
+
+/** @param {number | null} time */
+export const when = (time) => (time ? new Date(time * 1000).toLocaleString() : "–");
+
 /** @param {{ marks: Row | null | undefined }} props */
 export const MarksShown = ({ marks }) =>
   marks
@@ -91,15 +142,28 @@ export const MarksShown = ({ marks }) =>
         ${marks.note && html`<span class="note" title=${marks.note}>✎</span>`}`
     : null;
 
+/** The order of a list, as the address has it. @param {Row} params */
+export const ordered = ({ order, ascending }) => ({ by: order || "time", ascending: Boolean(ascending) });
+
+/** @param {{ name: string, by: string, order: Row }} props */
+const Sorted = ({ name, by, order }) => {
+  const is = order.by === by;
+  const next = is && !order.ascending ? { order: by, ascending: 1 } : { order: by === "time" ? "" : by, ascending: "" };
+  return html`<button class="sort" title=${`Sort by ${name.toLowerCase()}`} onClick=${() => amend(next)}>${name}<span aria-hidden="true">${is ? (order.ascending ? " ↑" : " ↓") : ""}</span></button>`;
+};
+
 /**
- * @param {{ label: string, columns: [string, (row: Row) => any, string?][], rows: Row[],
- *   empty?: any, more?: (() => void) | null, busy?: boolean }} props
+ * @param {{ label: string, columns: [string, (row: Row) => any, string?, string?][], rows: Row[],
+ *   empty?: any, more?: (() => void) | null, busy?: boolean, order?: Row }} props a column's fourth
+ *   entry is the order that its head sorts by
  */
-export const Table = ({ label, columns, rows, empty, more, busy }) => html`
+export const Table = ({ label, columns, rows, empty, more, busy, order }) => html`
   <div class="scroll" tabindex="0" role="region" aria-label=${label}>
     <table>
       <thead>
-        <tr>${columns.map(([name, , kind]) => html`<th scope="col" class=${kind ?? ""}>${name}</th>`)}</tr>
+        <tr>${columns.map(([name, , kind, by]) => html`<th scope="col" class=${kind ?? ""}
+          aria-sort=${order && by && order.by === by ? (order.ascending ? "ascending" : "descending") : undefined}>
+          ${order && by ? html`<${Sorted} name=${name} by=${by} order=${order} />` : name}</th>`)}</tr>
       </thead>
       <tbody>
         ${rows.map((row) => html`<tr>${columns.map(([, cell, kind]) => html`<td class=${kind ?? ""}>${cell(row)}</td>`)}</tr>`)}

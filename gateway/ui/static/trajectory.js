@@ -2,7 +2,7 @@
 import { useEffect, useMemo, useRef, useState } from "./vendor/preact.js";
 import { html } from "./shown.js";
 import { amend, get, link, useApi, useTicks } from "./api.js";
-import { Card, Chip, Empty, Failure, Found, Loading, MarksShown, Select, Stat, Tabs, Uid, number, seconds } from "./parts.js";
+import { Card, Chip, Empty, Failure, Found, Loading, MarksShown, Neighbours, Select, Stat, Tabs, Uid, number, seconds } from "./parts.js";
 import { Marks, Reward, removal } from "./curation.js";
 
 /** @param {{ about: Row, params: Row }} props */
@@ -28,6 +28,7 @@ export function Trajectory({ about, params }) {
   const state = shown.row ?? (shown.step === null && archived ? { state: archived.state, reason: archived.reason } : { state: "trained" });
   return html`
     <div class="head"><h1><small>Trajectory</small> <span class="uid">${uid}</span></h1>
+      <${Neighbours} />
       <${Tabs} label="View" value=${view} onChange=${(v) => amend({ view: v })}
         options=${[["conversation", "Conversation"], ["tokens", "Tokens"], ["timing", "Timing"], ["details", "Details"]]} />
     </div>
@@ -142,6 +143,7 @@ function Conversation({ shown, path, asked }) {
 
 /** @type {Record<string, { text: string, of: (t: Tokens, i: number) => number | null | undefined, range?: [number, number], categories?: boolean }>} */
 const COLOURS = {
+  none: { text: "nothing", of: () => null, categories: true },
   mask: { text: "trained or not", of: (t, i) => t.columns.mask?.[i] ?? (t.start + i < t.n_prompt ? 0 : 1), range: [0, 1] },
   log_probs: { text: "log-prob of the rollout", of: (t, i) => t.columns.log_probs?.[i], range: [-4, 0] },
   version: { text: "policy version", of: (t, i) => t.versions[i], categories: true },
@@ -164,7 +166,7 @@ const visible = (/** @type {string} */ text) => text.replaceAll("\n", "⏎\n").r
 
 /** @param {{ shown: Shown, index: number, asked: Params }} props */
 function TokenView({ shown, index, asked }) {
-  const [by, colourBy] = useState(shown.step === null ? "mask" : "advantages");
+  const [by, colourBy] = useState("none");
   const [start, begin] = useState(/** @type {number | null} */ (null));
   const [chosen, choose] = useState(/** @type {number | null} */ (null));
   useEffect(() => (begin(null), choose(null)), [index]);
