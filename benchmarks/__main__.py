@@ -17,6 +17,7 @@ BENCHES = {
     "gateway": "requests, latency, CPU and memory, beside other gateways",
     "pool": "steps/s, latency and memory, beside other stores",
     "trainer": "tokens/s and memory of a step by row form, beside TRL",
+    "publication": "how long an engine is paused for new weights, by transport",
     "overlap": "generation and training at once, by one after the other",
     "ui": "the dashboard over 1,000,000 steps, and what it costs",
     "tasks": "what the tasks in examples/ teach their models",
