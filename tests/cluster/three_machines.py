@@ -84,9 +84,11 @@ class Training(Serving):
         wait_for(there, 300)
 
     def ended(self) -> str:
-        """The last line of a command that is to end."""
+        """The line by which a command says why it ended."""
         assert self.process.wait(120) == 1, self.output
-        return self.output.strip().splitlines()[-1]
+        own = ("stepwell: node ", "stepwell: the Ray ")
+        (line,) = [line for line in self.output.splitlines() if line.startswith(own)]
+        return line
 
 
 @contextmanager
