@@ -28,6 +28,7 @@ from stepwell.backends.engines.embedded.vision import Vision
 from stepwell.backends.model_folder import checkpoint_name, module_name
 from stepwell.backends.model_loading import load_causal_lm
 from stepwell.backends.pictures import PictureProcessor
+from stepwell.backends.weights.delta import since
 from stepwell.backends.weights.digest import model_hashes
 
 DTYPES = {
@@ -172,7 +173,8 @@ class ModelRunner:
         return found
 
     def load_weights(self, path: str) -> None:
-        """Replace the weights from a Hugging Face directory; all or nothing.
+        """Replace the weights from a Hugging Face directory, or those that changed
+        (`weights/delta.py`); all or nothing.
 
         Raises:
             WeightLoadError: unreadable, or another architecture. The old weights are untouched.
@@ -181,7 +183,8 @@ class ModelRunner:
             new = self._read_checkpoint(path)
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as e:
             raise WeightLoadError(f"Failed to load weights from {path!r}: {e}") from e
-        self._replace(new, f"Failed to load weights from {path!r}: ", partial=False)
+        is_partial = since(Path(path)) is not None
+        self._replace(new, f"Failed to load weights from {path!r}: ", partial=is_partial)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace some or all of the weights; all of those given or none.
