@@ -22,6 +22,7 @@ BENCHES = {
     "ui": "the dashboard over 1,000,000 steps, and what it costs",
     "tasks": "what the tasks in examples/ teach their models",
     "lag": "score by lag and off-policy method: many quickstarts, hours",
+    "scale": "first bottleneck at 100, 1,000, 10,000 agents, simulated",
     "path": "functions, files, types of a turn and two optimizer steps",
     "size": "lines, public names and configuration keys, by room",
 }
