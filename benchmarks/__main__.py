@@ -19,6 +19,7 @@ BENCHES = {
     "trainer": "tokens/s and memory of a step by row form, beside TRL",
     "overlap": "generation and training at once, by one after the other",
     "ui": "the dashboard over 1,000,000 steps, and what it costs",
+    "catalogue": "pages of the archive at 1,000,000 trajectories",
     "tasks": "what the tasks in examples/ teach their models",
     "lag": "score by lag and off-policy method: many quickstarts, hours",
     "path": "functions, files, types of a turn and two optimizer steps",

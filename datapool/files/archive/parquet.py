@@ -36,7 +36,7 @@ from stepwell.datapool.files.archive.conversations import (
 from stepwell.datapool.files.columns import dumps, loads
 from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.selection import UNMARKED, Marks
-from stepwell.datapool.types import Step, Trajectory, VersionSpan
+from stepwell.datapool.types import UNKNOWN, Step, Trajectory, VersionSpan, without_tokens
 
 FORM: Final = "1"
 SEAL: Final = b"stepwell.seal"
@@ -390,9 +390,10 @@ def _step(row: dict[str, Any], each: dict[str, Any], tokens: Any, n: int, known:
     if each["messages"] is not None:
         metadata[MESSAGES] = loads(each["messages"])
     spans, multi_modal_data, routed_experts = loads(each["more"]) or ((), None, None)
-    return Step(
-        prompt_ids=tokens[:n],
-        response_ids=tokens[n:],
+    is_text = not len(tokens)  # of an import
+    step = Step(
+        prompt_ids=UNKNOWN if is_text else tokens[:n],
+        response_ids=UNKNOWN if is_text else tokens[n:],
         reward=each["reward"],
         trajectory_uid=row["trajectory_uid"],
         prompt_uid=row["prompt_uid"],
@@ -407,6 +408,7 @@ def _step(row: dict[str, Any], each: dict[str, Any], tokens: Any, n: int, known:
         multi_modal_data=multi_modal_data,
         routed_experts=routed_experts,
     )
+    return without_tokens(step) if is_text else step
 
 
 def without(table: Any, gone: Iterable[int]) -> Any:
