@@ -173,6 +173,13 @@ class TrainingBackend(ABC):
     def convert(self, steps: list[Step]) -> Any:
         """The trainer's own batch made of `steps`; a `TokenBatch` if Stepwell's loop drives it."""
 
+    def convert_with_pictures(self, steps: list[Step], pictures: Mapping[str, bytes]) -> Any:
+        """`convert` of steps that name pictures, where `pictures` has their PNGs by digest."""
+        raise UnsupportedByBackendError(
+            f"{type(self).__name__} trains on text only, and the steps have pictures; set "
+            "trainer.backend to 'torch'"
+        )
+
     def compute_log_probs(self, batch: Any) -> Tensor:
         """log π of every response token at its step's temperature: [T] fp32 on the CPU, no grad."""
         raise self._unsupported("compute_log_probs")
@@ -212,6 +219,12 @@ class TrainingBackend(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`."""
         raise self._unsupported("load_state_dict")
+
+    def lead(self, method: str, *args: Any) -> Any:
+        """Call a method of the `Sender` (`backends/weights/sender.py`) in the process that has the
+        whole weights when they are saved; also beside a running `train_step`. A backend without it
+        sends what it has written."""
+        raise self._unsupported("lead")
 
     def free_cache(self) -> None:
         """Give memory that is cached between two calls back to the device, for engines on it."""

@@ -15,7 +15,7 @@ from stepwell.datapool.config import Section
 
 PauseMode = Literal["abort", "retract", "in_place"]
 PublishMode = Literal["abort", "retract", "in_place", "drain"]
-WeightTransport = Literal["disk", "distributed", "lora"]
+WeightTransport = Literal["disk", "delta", "nccl", "ipc", "lora"]
 ValueAggregation = Literal["token-mean", "sequence-mean-token-mean", "trajectory-mean"]
 
 
@@ -83,11 +83,18 @@ class EngineConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of an engine that an installed package adds: the keys of its own `options` model."""
     weight_transport: WeightTransport = "disk"
-    """Transport of new weights to the engine. `disk`: it reads the version's directory.
-    `distributed`: broadcast in a process group, NCCL to GPUs, gloo to CPUs. `lora`: only the
+    """Transport of new weights to the engine. `disk`: it reads the version's directory. `delta`: it
+    reads the tensors that changed since the version that it has. `nccl`: rank 0 broadcasts them,
+    NCCL to GPUs, gloo to CPUs. `ipc`: an engine that shares rank 0's GPU takes them from its
+    memory; needs the same torch in both interpreters, else `nccl` is used. `lora`: only the
     adapter, which needs `backend.lora`; SGLang is launched for it (`--enable-lora --max-lora-rank R
     --lora-target-modules …`). Every version is also written to disk: a crashed engine restarts from
-    there."""
+    there, and all engines read it if a broadcast fails."""
+    weight_bucket_mb: int = Field(default=512, ge=1)
+    """Weights that `nccl` and `ipc` send at once, in MB: each process holds one such buffer. A
+    larger tensor goes alone."""
+    weight_join_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds for engines to join the process group of `nccl`, and for each broadcast."""
     release_memory: bool = False
     """Engines give the memory of weights and KV cache up while the trainer computes, so that both
     fit on the same GPUs; nothing is generated meanwhile. A launched SGLang server keeps its weights
@@ -168,8 +175,9 @@ class TorchBackendConfig(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes cuda when there is one."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute and saved weights. Master weights and optimizer state are float32 either way."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute and saved weights; `auto`: bfloat16 on CUDA, float32 on the CPU. Master weights and
+    optimizer state are float32 either way."""
     attention: str = "sdpa"
     """transformers' `attn_implementation`."""
     rows: Literal["step", "merged", "tree"] = "merged"
@@ -180,9 +188,9 @@ class TorchBackendConfig(Section):
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Padded tokens per forward pass (of each rank); bounds activation memory. A longer row goes
     alone."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Keep only each layer's input and compute the layer again in the backward pass: activations
-    of one layer at a time for a third more compute."""
+    of one layer at a time for a third more compute. `auto`: on CUDA only."""
     logits_mb: int = Field(default=256, ge=1)
     """float32 logits that exist at once, in MB. Beyond it the LM head goes over the response
     positions in chunks and again in the backward pass (`backends/torch/chunked_head.py`)."""
@@ -224,6 +232,10 @@ class TorchBackendConfig(Section):
     ranks: int = Field(default=1, ge=1)
     """Processes that shard weights, gradients and optimizer state (FSDP2) and share the
     micro-batches: Ray actors with a GPU each."""
+    reduce: Literal["auto", "each", "last"] = "auto"
+    """When ranks sum their gradients. `each`: after every micro-batch; `last`: once a step, which
+    keeps the whole gradient in float32 on every rank (16 GB of a 4B) and sends less; `auto`:
+    `last` where it fits (`backends/torch/memory.py`)."""
     num_threads: int | None = Field(default=None, ge=1)
     """torch's threads in this process; null leaves them as they are."""
     seed: int = Field(default=0, ge=0)
@@ -234,6 +246,19 @@ class TorchBackendConfig(Section):
     """Run the Python code that comes with a model."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of a backend that an installed package adds: the keys of its own `options` model."""
+
+    def resolved(self, on_cuda: bool) -> TorchBackendConfig:
+        """This section with `dtype` and `gradient_checkpointing` as they are on that device."""
+        dtype = "bfloat16" if on_cuda else "float32"
+        checkpointing = on_cuda
+        return self.model_copy(
+            update={
+                "dtype": dtype if self.dtype == "auto" else self.dtype,
+                "gradient_checkpointing": checkpointing
+                if self.gradient_checkpointing == "auto"
+                else self.gradient_checkpointing,
+            }
+        )
 
     @model_validator(mode="before")
     @classmethod

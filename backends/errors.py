@@ -16,6 +16,7 @@ also subclasses the matching built-in::
     ├── BackendConfigError(ValueError)              no such backend or engine, or not so configured
     ├── BatchError(ValueError)                      steps or indices that no batch can be made of
     ├── MaskError(ValueError)                       no exact loss mask of these messages
+    ├── PictureError(ValueError)                    a picture that is not read, and why
     ├── NonFiniteUpdateError(ArithmeticError)       too many updates in a row were not finite
     ├── RankError(RuntimeError)                     a rank of a sharded backend died or failed alone
     └── UnsupportedByBackendError(NotImplementedError)  a method that this plug-in does not have
@@ -124,6 +125,10 @@ class RankError(BackendError, RuntimeError):
 
 class MaskError(BackendError, ValueError):
     """No exact loss mask can be made of these messages; a wrong one is never returned."""
+
+
+class PictureError(BackendError, ValueError):
+    """A picture is refused; the message is the reason, for the one who sent it."""
 
 
 class UnsupportedByBackendError(BackendError, NotImplementedError):

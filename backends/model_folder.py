@@ -1,14 +1,13 @@
 """This module looks at a Hugging Face model directory without loading it, so that a model that
-cannot be trained is refused in milliseconds: files that are missing, cut off or only pointers, and
-one that needs more memory than there is.
+cannot be trained is refused in milliseconds: files that are missing, cut off or only pointers.
 
     config.json        which architecture it is
     *.safetensors      each begins with the names, shapes and places of its tensors: their number of
                        parameters is exact, and a file that was cut off is shorter than it says
     tokenizer, chat template
 
-Owns what is read of the folder and the bytes that training it takes. Does not own loading it
-(`torch/backend.py`, the engines). Loads no torch.
+Owns what is read of the folder. Does not own loading it (`torch/backend.py`, the engines) or the
+memory that training it takes (`torch/memory.py`). Loads no torch.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
@@ -31,8 +30,6 @@ _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _POINTER = b"version https://git-lfs"
 _END = 1 << 16
 """Bytes at each end of a file that its fingerprint reads."""
-_MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.0, "adafactor": 0.0, "sgd": 0.0}
-"""Bytes of state per parameter."""
 
 
 def check_weights(folder: Path, key: str = "model.path") -> None:
@@ -133,17 +130,6 @@ def weight_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in _weights(folder))
 
 
-def training_bytes(parameters: int, config: TorchBackendConfig) -> int:
-    """Memory that weights, gradients and optimizer state take, over all ranks; activations come on
-    top. Adam in float32 takes 16 bytes a parameter: 4 for it, 4 for its gradient, 8 for moments."""
-    compute = 2.0 if config.dtype == "bfloat16" else 4.0
-    if config.lora is not None:  # the adapters are a hundredth of it
-        return int(parameters * compute)
-    moments = _MOMENTS[config.optimizer] + (4.0 if config.momentum else 0.0)
-    copy = compute if config.dtype == "bfloat16" else 0.0
-    return int(parameters * (4 + 4 + moments + copy))
-
-
 def _weights(folder: Path) -> list[Path]:
     """The files that are loaded, as transformers chooses them: safetensors before others, one file
     before many. The same weights, or their index alone, may lie beside them in another format."""
@@ -192,3 +178,26 @@ def _object(file: Path, whose: str) -> dict[str, Any]:
             f"{whose}, whose {file.name} cannot be read ({e}); download the model again"
         ) from e
     return found
+
+
+# ── names of tensors ──────────────────────────────────────────────────────────────────────────────
+
+_DEEPER = (("visual.", "model.visual."), ("model.", "model.language_model."))
+"""Prefixes in the files of a model that reads pictures, and in the module that is loaded."""
+
+
+def module_name(name: str, own: Container[str]) -> str:
+    """Name in a loaded module, whose own names are `own`, of a tensor of its files."""
+    if name not in own:
+        for outer, inner in _DEEPER:
+            if name.startswith(outer):
+                return inner + name.removeprefix(outer)
+    return name
+
+
+def checkpoint_name(name: str) -> str:
+    """Name in the files of a tensor of a loaded model that reads pictures."""
+    for outer, inner in _DEEPER:
+        if name.startswith(inner):
+            return outer + name.removeprefix(inner)
+    return name

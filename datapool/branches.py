@@ -44,7 +44,7 @@ def parents(steps: Sequence[Step]) -> list[int | None]:
 
 
 def _continues(child: Step, parent: Step) -> bool:
-    """True if the child's prompt begins with the parent's tokens."""
+    """True if the child's prompt begins with the parent's tokens and pictures."""
     n, p = parent.n_tokens, len(parent.prompt_ids)
     prompt = child.prompt_ids
     return (
@@ -53,4 +53,5 @@ def _continues(child: Step, parent: Step) -> bool:
         # faster than comparing arrays of this size.
         and prompt[p:n].tobytes() == parent.response_ids.tobytes()
         and prompt[:p].tobytes() == parent.prompt_ids.tobytes()
+        and tuple(p for p in child.pictures if p.at < n) == parent.pictures
     )

@@ -11,7 +11,9 @@ from the rest, so that the rollouts of a group share one copy of their common pr
     payload  header │ new prompt ids, response ids: int32 │ log-probs: float32 │ extra
 
 A step names the tokens that it is relative to by their CRC-32, too: a pool that holds other ones
-asks for it whole, whatever was lost or refused on the way.
+asks for it whole, whatever was lost or refused on the way. Pictures are tokens in this: a step
+carries the references to those behind its base's tokens alone, and the CRC-32 is of the shadow ids
+(`pictures.py`), cut to int32, so that other pictures are another base.
 
 A `PackedStep` is one object with one buffer wherever it is: on its way, in the pool, in a lease,
 and in the journal. What indexes look at is in its header (`Header`), at fixed places.
@@ -36,6 +38,7 @@ import numpy.typing as npt
 from xxhash import xxh3_128, xxh3_128_digest
 
 from stepwell.datapool.errors import DataPoolError, InvalidStepError
+from stepwell.datapool.pictures import Picture, shadow_ids
 from stepwell.datapool.types import (
     FinishReason,
     Group,
@@ -57,6 +60,8 @@ _LOG_PROBS, _MORE, _LAST, _REASON_SHIFT, _REASON = 1, 2, 4, 3, 3
 """Flags; the two bits of a reason."""
 SPILLED = 32
 """Flag of a step whose payload the journal alone has."""
+_PICTURES = 64
+"""Flag of a step whose prompt has pictures: its own, or its base's."""
 HEADER_BYTES = _HEADER.size
 Place: TypeAlias = tuple[int, int, int]
 """Row of the journal, offset and size in it."""
@@ -97,7 +102,11 @@ class Header(NamedTuple):
     @property
     def has_more(self) -> bool:
         """True if the step may hold pictures, so that equal ids need not be equal prompts."""
-        return bool(self.flags & _MORE)
+        return bool(self.flags & (_MORE | _PICTURES))
+
+    @property
+    def has_pictures(self) -> bool:
+        return bool(self.flags & _PICTURES)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -192,6 +201,13 @@ def _check_carried(value: Any) -> None:
 
 
 _extra_decoder = decoder(list[Any])
+_OWN = 4
+"""Index of the own pictures in `extra`."""
+
+
+def pictures_of(extra: Sequence[Any]) -> list[Picture]:
+    """The own pictures of a step with this `extra`."""
+    return [Picture(*values) for own in extra[_OWN:] for values in own]
 
 
 # -- a step ------------------------------------------------------------------------------------
@@ -270,13 +286,23 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def extra(self) -> list[Any]:
-        """Metadata; with version spans, multi-modal data and routed experts if it has one of
-        them."""
+        """Metadata; with version spans, multi-modal data, routed experts and own pictures if it has
+        one of them."""
         n_new, n_response = _N_OWN.unpack_from(self.payload)
         n_columns = n_new + n_response * (2 if self.payload[_FLAGS_AT] & _LOG_PROBS else 1)
         at = _HEADER.size + 4 * n_columns
         extra: list[Any] = _extra_decoder.decode(memoryview(self.payload)[at:])
         return extra
+
+    @property
+    def has_pictures(self) -> bool:
+        """True if the prompt has pictures: its own, or its base's."""
+        return bool(self.payload[_FLAGS_AT] & _PICTURES)
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """Pictures of the new prompt tokens; those of its base are not among them."""
+        return pictures_of(self.extra) if self.has_pictures else []
 
     @property
     def is_hollow(self) -> bool:
@@ -327,16 +353,30 @@ class Base(NamedTuple):
 
     @classmethod
     def of(cls, step: Step, crc: int) -> Base:
-        digest = xxh3_128(np.ascontiguousarray(step.prompt_ids).data)
+        prompt = _shadow(step.prompt_ids, step.pictures) if step.pictures else step.prompt_ids
+        digest = xxh3_128(np.ascontiguousarray(prompt).data)
         digest.update(np.ascontiguousarray(step.response_ids).data)
         return cls(step.step_index, 4 * step.n_tokens, crc, digest.digest())
 
-    def begins(self, prompt: TokenIds) -> bool:
-        n = self.n_bytes // 4
+    def begins(self, step: Step) -> bool:
+        """True if the prompt of `step` begins with these tokens."""
+        prompt, n = step.prompt_ids, self.n_bytes // 4
+        if len(prompt) < n or any(picture.at < n < picture.end for picture in step.pictures):
+            return False
         if self.digest is None:
-            return len(prompt) >= n
-        own = np.ascontiguousarray(prompt[:n]).data
-        return len(prompt) >= n and xxh3_128_digest(own) == self.digest
+            return True
+        own = prompt[:n]
+        if step.pictures:
+            own = _shadow(own, step.pictures)
+        return bool(xxh3_128_digest(np.ascontiguousarray(own).data) == self.digest)
+
+
+def _shadow(ids: TokenIds, pictures: Iterable[Picture], start: int = 0) -> TokenIds:
+    """Shadow ids as the CRC-32 takes them, int32: of tokens from index `start` on, with all
+    pictures there."""
+    moved = [p._replace(at=p.at - start) for p in pictures]
+    shadow: TokenIds = shadow_ids(ids, moved).astype(np.int32)
+    return shadow
 
 
 def pack(step: Step, base: Base | None = None) -> PackedStep:
@@ -348,15 +388,20 @@ def pack(step: Step, base: Base | None = None) -> PackedStep:
     """
     response = as_bytes(step.response_ids)
     prompt, new, base_crc, parent = None, b"", 0, step.parent_index
-    if base is not None and base.begins(step.prompt_ids):
-        new, base_crc = step.prompt_ids[base.n_bytes // 4 :].tobytes(), base.crc
-        crc = crc32(response, crc32(new, base_crc))
+    pictures = step.pictures
+    if base is not None and base.begins(step):
+        n = base.n_bytes // 4
+        new, base_crc = step.prompt_ids[n:].tobytes(), base.crc
+        pictures = tuple(picture for picture in pictures if picture.at >= n)
+        named = _shadow(step.prompt_ids[n:], pictures, n).tobytes() if pictures else new
+        crc = crc32(response, crc32(named, base_crc))
         parent = base.step_index
     else:
         base, prompt = None, as_bytes(step.prompt_ids)
-        crc = crc32(response, crc32(prompt))
+        named = _shadow(step.prompt_ids, pictures).tobytes() if pictures else prompt
+        crc = crc32(response, crc32(named))
     log_probs = step.rollout_log_probs
-    more = step.version_spans or step.multi_modal_data is not None
+    more = bool(step.version_spans or pictures) or step.multi_modal_data is not None
     more = more or step.routed_experts is not None
     header = _HEADER.pack(
         step.step_index,
@@ -365,6 +410,7 @@ def pack(step: Step, base: Base | None = None) -> PackedStep:
         (_LOG_PROBS if log_probs is not None else 0)
         | (_MORE if more else 0)
         | (_LAST if step.is_last else 0)
+        | (_PICTURES if step.pictures else 0)
         | _REASONS.index(step.finish_reason) << _REASON_SHIFT,
         step.policy_version,
         math.nan if step.reward is None else step.reward,
@@ -375,17 +421,22 @@ def pack(step: Step, base: Base | None = None) -> PackedStep:
         base_crc,
     )
     columns = new, response, b"" if log_probs is None else as_bytes(log_probs)
-    payload = b"".join((header, *columns, _pack_extra(step, more)))
+    payload = b"".join((header, *columns, _pack_extra(step, more, pictures)))
     return PackedStep(prompt, payload)
 
 
 def relative(step: PackedStep, base: Header) -> PackedStep:
     """A step with a whole prompt, relative to its parent, the step with this header."""
     new, index = (step.prompt or b"")[4 * base.n_tokens :], base.step_index
-    header = step.header._replace(
-        parent=index, base_index=index, n_new=len(new) // 4, base_crc=base.crc
-    )
-    return PackedStep(None, b"".join((_HEADER.pack(*header), new, step.payload[_HEADER.size :])))
+    header = step.header
+    columns = step.payload[_HEADER.size :]
+    if base.has_pictures:
+        extra = step.extra
+        extra[_OWN:] = [own] if (own := [p for p in step.pictures if p.at >= base.n_tokens]) else []
+        n_columns = header.n_response * (2 if header.flags & _LOG_PROBS else 1)
+        columns = columns[: 4 * n_columns] + encoder.encode(extra)
+    header = header._replace(parent=index, base_index=index, n_new=len(new) // 4, base_crc=base.crc)
+    return PackedStep(None, b"".join((_HEADER.pack(*header), new, columns)))
 
 
 def as_root(step: PackedStep) -> PackedStep:
@@ -403,11 +454,13 @@ def as_bytes(column: npt.NDArray[Any]) -> bytes:
     return base if isinstance(base, bytes) and len(base) == column.nbytes else column.tobytes()
 
 
-def _pack_extra(step: Step, more: object) -> bytes:
+def _pack_extra(step: Step, more: object, pictures: Sequence[Picture]) -> bytes:
     extra: list[Any] = [step.metadata]
     if more:
         spans = [(s.version, s.start, s.end) for s in step.version_spans]
         extra += (spans, step.multi_modal_data, step.routed_experts)
+    if pictures:
+        extra.append(pictures)
     try:
         return encode_any(extra)
     except (TypeError, ValueError, OverflowError, RecursionError) as e:
@@ -488,7 +541,25 @@ def unpack(trajectory: PackedTrajectory) -> list[Step]:
                 tokens.setdefault(headers[at][0], array[: headers[at].n_tokens])
     uids = trajectory.trajectory_uid, trajectory.prompt_uid
     each = zip(headers, trajectory.steps, strict=True)
-    return [_unpack(header, packed, tokens[header[0]], *uids) for header, packed in each]
+    steps = [_unpack(header, packed, tokens[header[0]], *uids) for header, packed in each]
+    if any(header.flags & _PICTURES for header in headers):
+        for index in sorted(found):  # a base comes before what extends it
+            header, step = headers[found[index]], steps[found[index]]
+            if header.flags & _PICTURES and header.base_index >= 0:
+                before = steps[found[header.base_index]].pictures
+                object.__setattr__(step, "pictures", before + step.pictures)
+    return steps
+
+
+def chain_pictures(chain: Sequence[PackedStep]) -> list[Picture]:
+    """Pictures in the prompt of the first step of such a chain, in order."""
+    return [picture for packed in reversed(chain) for picture in packed.pictures]
+
+
+def shadow_bytes(prompt: Prompt, pictures: Sequence[Picture]) -> bytes:
+    """Shadow ids of a prompt, or of its beginning, as the CRC-32 takes them."""
+    ids = np.frombuffer(prompt, np.int32)
+    return _shadow(ids, pictures).tobytes()
 
 
 def chain_tokens(chain: Sequence[PackedStep]) -> bytes:
@@ -505,8 +576,8 @@ def _unpack(
         log_probs = np.frombuffer(packed.payload, np.float32, n_response, offset)
         offset += 4 * n_response
     # What no index looks at.
-    metadata, *more = _extra_decoder.decode(memoryview(packed.payload)[offset:])
-    spans, multi_modal_data, routed_experts = more or ((), None, None)
+    metadata, *more = extra = _extra_decoder.decode(memoryview(packed.payload)[offset:])
+    spans, multi_modal_data, routed_experts, *_ = more or ((), None, None)
     return trusted_step(
         tokens[:n_prompt],
         tokens[n_prompt:],
@@ -523,6 +594,7 @@ def _unpack(
         tuple(VersionSpan(*span) for span in spans),
         multi_modal_data,
         routed_experts,
+        tuple(pictures_of(extra)) if flags & _PICTURES else (),
     )
 
 

@@ -13,9 +13,9 @@ Conservation, per channel, at every moment::
 
     groups submitted = open + ready + leased + acked + dropped
 
-This module owns the records and their validation. It holds no state, imports nothing of ours
-and loads no torch. Token payloads are read-only NumPy columns (int32 ids, float32 log-probs):
-4 bytes a token, cheap to pickle, ready to be tensors.
+This module owns the records and their validation. It holds no state and loads no torch. Token
+payloads are read-only NumPy columns (int32 ids, float32 log-probs): 4 bytes a token, cheap to
+pickle, ready to be tensors.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.datapool.errors import InvalidStepError
+from stepwell.datapool.pictures import Picture, malformed
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 LogProbs: TypeAlias = npt.NDArray[np.float32]
@@ -209,11 +210,13 @@ class Step:
     parent_index: int | None = None
     """Step whose prompt + response this prompt begins with; None for a root. Where it is missing or
     false, the pool finds it by the token ids: the longest such step that is stored. Not for steps
-    with `multi_modal_data`, which have to declare it."""
+    with `pictures` or `multi_modal_data`, which have to declare it."""
     version_spans: tuple[VersionSpan, ...] = ()
     """Set when a weight update fell inside the call; covers [0, R) without gaps."""
     multi_modal_data: dict[str, Any] | None = None
     routed_experts: npt.NDArray[Any] | None = None
+    pictures: tuple[Picture, ...] = ()
+    """All pictures of the prompt, in order. Their bytes are the pool's (`put_pictures`)."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -257,6 +260,8 @@ class Step:
             )
         if type(self.version_spans) is not tuple or self.version_spans:
             self._check_spans()
+        if type(self.pictures) is not tuple or self.pictures:
+            self._check_pictures()
 
     @property
     def _name(self) -> str:
@@ -285,6 +290,14 @@ class Step:
                 f"{min(s.version for s in spans)}; policy_version is the oldest"
             )
 
+    def _check_pictures(self) -> None:
+        pictures: Any = self.pictures
+        if not isinstance(pictures, list | tuple):
+            raise InvalidStepError(f"{self._name}: pictures is {pictures!r:.80}; pass a sequence")
+        if (why := malformed(pictures, len(self.prompt_ids))) is not None:
+            raise InvalidStepError(f"{self._name}: {why}")
+        object.__setattr__(self, "pictures", tuple(pictures))
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Step):
             return NotImplemented
@@ -300,10 +313,12 @@ class Step:
         return _unpickled, tuple(values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Its fields as `from_dict` and `POST /submit_steps` take them: JSON, if `metadata` and
-        `multi_modal_data` are."""
+        """Its fields as `from_dict` takes them, and `POST /submit_steps` if it has no pictures;
+        JSON, if `metadata` and `multi_modal_data` are."""
         values = {name: getattr(self, name) for name in _NAMES}
         values["version_spans"] = [asdict(span) for span in self.version_spans]
+        if pictures := values.pop("pictures"):
+            values["pictures"] = [picture._asdict() for picture in pictures]
         return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in values.items()}
 
     @classmethod
@@ -317,7 +332,8 @@ class Step:
             spans = tuple(VersionSpan(**span) for span in values.get("version_spans") or ())
             experts = values.get("routed_experts")
             arrays = {"routed_experts": None if experts is None else np.asarray(experts)}
-            return cls(**{**values, **arrays, "version_spans": spans})
+            pictures = tuple(Picture(**picture) for picture in values.get("pictures") or ())
+            return cls(**{**values, **arrays, "version_spans": spans, "pictures": pictures})
         except InvalidStepError:
             raise
         except (TypeError, ValueError) as e:

@@ -420,4 +420,4 @@ def _forget(services: Services, uids: Collection[str]) -> None:
     services.responses.store.forget(uids)
     services.calls.prompts.forget()
     services.known_bodies.forget()
-    services.engine.ids_json.clear()
+    services.engine.connections.ids_json.clear()

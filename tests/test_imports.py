@@ -134,7 +134,7 @@ def test_the_folders_of_the_shell_are_floors() -> None:
 
 
 def test_backends_see_nothing_of_the_pool_but_its_nouns_and_the_lease_keeper() -> None:
-    nouns = ("types", "branches", "errors", "config")
+    nouns = ("types", "branches", "errors", "config", "pictures")
     parts = (*nouns, "remote.lease_keeper", "log_files", "heap", "sealed", "dotted")
     seen = {f"stepwell.datapool.{part}" for part in parts}
     for module, targets in edges(ROOT).items():
@@ -143,16 +143,18 @@ def test_backends_see_nothing_of_the_pool_but_its_nouns_and_the_lease_keeper() -
             assert not wrong, f"{module} imports {wrong}"
 
 
-def test_the_gateway_sees_of_backends_only_the_client_of_engines_masks_and_processes() -> None:
+def test_the_gateway_sees_of_backends_only_the_client_of_engines_masks_pictures_and_processes() -> (
+    None
+):
     parts = (
         "config",
         "engines.api",
         "engines.client",
         "engines.connections",
-        "engines.ids_json",
         "engines.kinds",
         "errors",
         "masks",
+        "pictures",
         "processes",
     )
     seen = {f"stepwell.backends.{part}" for part in parts}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeAlias
@@ -26,7 +26,6 @@ from pydantic import BaseModel, ValidationError
 
 from stepwell.backends.config import EngineConfig, PauseMode, WeightTransport
 from stepwell.backends.engines.connections import ConnectionPool
-from stepwell.backends.engines.ids_json import IdsJson
 from stepwell.backends.errors import (
     BackendConfigError,
     EngineError,
@@ -36,6 +35,7 @@ from stepwell.backends.errors import (
     EngineUnavailableError,
 )
 from stepwell.datapool.config import Section
+from stepwell.datapool.pictures import Picture
 from stepwell.datapool.types import CANARY, TokenIds, VersionSpan
 
 if TYPE_CHECKING:
@@ -70,6 +70,18 @@ class Sampling:
     """(kind, text): "json_schema", "regex", "ebnf" or "structural_tag"."""
 
 
+class PromptPictures(NamedTuple):
+    """Pictures of a prompt, each a run of placeholders in its ids, and the way to their bytes."""
+
+    places: Sequence[Picture]
+    """All of them, in order."""
+    read: Callable[[Sequence[str]], Awaitable[Mapping[str, bytes]]]
+    """The canonical PNGs of these digests, for an engine that has not seen them."""
+    placeholder_id: int
+    owner: str = ""
+    """Whose prompt it is: prefixes that an engine keeps for one owner serve no other."""
+
+
 class GenerateRequest(NamedTuple):
     """One prompt to sample from."""
 
@@ -85,6 +97,10 @@ class GenerateRequest(NamedTuple):
     pieces: Sequence[TokenIds] = ()
     """Arrays that `input_ids` is made of, if later requests have the same objects: what is made of
     them for the wire may be kept."""
+    pictures: PromptPictures | None = None
+    """None: the prompt has none."""
+    masked_ids: tuple[int, ...] = ()
+    """Ids that the model may not sample: those of its vision tokens."""
 
 
 class Output(NamedTuple):
@@ -130,7 +146,8 @@ class EngineState(NamedTuple):
     ranks: int = 1
     """Processes over which it shards the weights."""
     is_embedded: bool = False
-    """True: it hashes tensors as `weights/digest.py` does."""
+    """True: it hashes tensors as `weights/digest.py` does, and loads what a session brought at its
+    end."""
 
     @classmethod
     def of(cls, weight_version: Any) -> EngineState:
@@ -145,6 +162,30 @@ class EngineState(NamedTuple):
     def name(self) -> str:
         """The version as it is published: "7", of a canary "7-canary"."""
         return f"{self.version}{CANARY}" if self.is_canary else str(self.version)
+
+
+class Bucket(NamedTuple):
+    """Tensors whose bytes stand one behind another in one flat buffer."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    """As torch names them: "bfloat16"."""
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class Meeting(NamedTuple):
+    """A process group as its members find it. Rank 0 is the sender."""
+
+    name: str
+    world_size: int
+    backend: str
+    """"gloo", "nccl", or "raw_nccl": a communicator without a torch group."""
+    host: str
+    port: int
+    timeout_s: float
+    """Seconds for all to join."""
+    unique_id: str = ""
+    """NCCL's, in base64, of "raw_nccl"."""
 
 
 class Routes(NamedTuple):
@@ -181,6 +222,8 @@ class Engine(ABC):
     """The model of `engine.options`: fields with a type, a default and a docstring."""
     transports: ClassVar[tuple[WeightTransport, ...]] = ("disk",)
     """Values of `engine.weight_transport` that it takes."""
+    group_backend: ClassVar[str] = "nccl"
+    """Kind of the process group of its GPUs (`Meeting.backend`)."""
     lends_memory: ClassVar[bool] = False
     """It has `release_memory` and `resume_memory` (`engine.release_memory`)."""
     routes: ClassVar[Routes] = Routes()
@@ -193,20 +236,17 @@ class Engine(ABC):
         timeout_s: float = CONTROL_TIMEOUT_S,
         options: BaseModel | None = None,
         connections: ConnectionPool | None = None,
-        ids_json: IdsJson | None = None,
     ) -> None:
         """
         Args:
             timeout_s: seconds that an answer may take, but for tokens and weights.
             options: an instance of the class's `options`.
             connections: shared with other engines; None: its own.
-            ids_json: shared JSON of token ids that come again; None: its own.
         """
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self.own = self.options() if options is None else options
         self.connections = ConnectionPool() if connections is None else connections
-        self._ids_json = IdsJson() if ids_json is None else ids_json
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -294,6 +334,47 @@ class Engine(ABC):
         """Load weights from a Hugging Face directory that the engine's machine can read; they are
         named `version` from then on. An engine that is not paused finishes what runs first."""
 
+    async def init_weights_update_group(self, meeting: Meeting, rank: int) -> None:
+        """Join a process group, the first of its processes as `rank`; returns when it is in."""
+        raise self._no_tensors()
+
+    async def destroy_weights_update_group(self, name: str) -> None:
+        """Leave the group."""
+        raise self._no_tensors()
+
+    async def begin_weight_update(self) -> None:
+        """Open a session, outside which no tensors are taken."""
+        raise self._no_tensors()
+
+    async def update_weights_from_distributed(
+        self, bucket: Bucket, group: str, *, version: int | str | None, flush_cache: bool = True
+    ) -> None:
+        """Take a bucket that rank 0 of the group broadcasts; within a session.
+
+        Args:
+            version: given with the last bucket: name of all that the session brought.
+        """
+        raise self._no_tensors()
+
+    async def update_weights_from_tensor(
+        self, handles: Sequence[str], *, version: int | str | None, flush_cache: bool = True
+    ) -> None:
+        """Take tensors from memory that is shared with the sender (`weights/ipc.py`), likewise.
+
+        Args:
+            handles: for each of the engine's ranks.
+        """
+        raise self._no_tensors()
+
+    async def end_weight_update(self, version: int | str | None = None) -> None:
+        """Close the session; `version` as it was given with the last bucket."""
+        raise self._no_tensors()
+
+    def _no_tensors(self) -> EngineRequestError:
+        return EngineRequestError(
+            f"{self} takes weights from disk only: set engine.weight_transport to disk"
+        )
+
     @abstractmethod
     async def state(self) -> EngineState:
         """Return the version of its weights; answered also while it is paused. Gateways ask often;
@@ -322,8 +403,8 @@ class Engine(ABC):
         """Free the memory of a paused engine (`lends_memory`)."""
         raise EngineRequestError(f"{self} lends no memory: set engine.release_memory to false")
 
-    async def resume_memory(self) -> None:
-        """Take the memory back."""
+    async def resume_memory(self, tags: Sequence[str] = ()) -> None:
+        """Take the memory back: all of it, or that of `tags` (`weights`, `kv_cache`)."""
         raise EngineRequestError(f"{self} lends no memory: set engine.release_memory to false")
 
     # -- information --------------------------------------------------------------------------

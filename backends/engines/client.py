@@ -12,24 +12,30 @@ not own retries, or which engine is asked.
 
 from __future__ import annotations
 
+import asyncio
 import re
+from binascii import b2a_base64
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 import orjson
+from cachetools import LRUCache
 
 from stepwell.backends.config import PauseMode
 from stepwell.backends.engines.api import (
     LOAD_TIMEOUT_S,
+    Bucket,
     EngineState,
     GenerateRequest,
     HttpEngine,
+    Meeting,
     OnOutput,
     Output,
+    PromptPictures,
     TopLogProbs,
     is_canary,
     is_missing,
@@ -37,17 +43,23 @@ from stepwell.backends.engines.api import (
     unavailable,
     version_number,
 )
-from stepwell.backends.engines.ids_json import IdsJson
+from stepwell.backends.engines.connections import IdsJson
 from stepwell.backends.engines.routes import SGLANG
 from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,
+    EngineRequestError,
     EngineUnavailableError,
 )
-from stepwell.datapool.types import VersionSpan
+from stepwell.datapool.types import TokenIds, VersionSpan
 
 T = TypeVar("T")
 
+UNKNOWN_PICTURES: Final = 409
+"""Status of an engine that is sent the digest of a picture that it has not."""
+HELD_PICTURES = 4096
+MASKED = -1e9
+"""Added to the logits of ids that a model may not sample."""
 EMBEDDED: Final = "stepwell-embedded"
 """`version` in `/server_info` of the engine whose hashes follow from the checkpoint."""
 
@@ -66,32 +78,84 @@ class EngineClient(HttpEngine):
     Raises (every method): as `api.Engine` says.
     """
 
-    transports = ("disk", "distributed", "lora")
+    transports = ("disk", "delta", "nccl", "ipc", "lora")
     lends_memory = True
     routes = SGLANG
+    _is_embedded: bool | None = None
+    """None: it was not asked yet."""
+
+    @cached_property
+    def _held(self) -> LRUCache[tuple[str, str], bool]:
+        """Pictures that the engine has, if it is one that keeps them: owners and digests."""
+        return LRUCache(HELD_PICTURES)
 
     # -- generation ---------------------------------------------------------------------------
 
     async def sample(self, request: GenerateRequest, on_output: OnOutput) -> None:
         """Sample a response by `/generate`, as `api.Engine.sample` says."""
-        url = f"{self.url}/generate"
-        reader = _StreamReader(url, on_output) if request.stream else None
+        url, pictures = f"{self.url}/generate", request.pictures
+        n_prompt = None if pictures is None else len(request.input_ids)
+        reader = _StreamReader(url, on_output, n_prompt) if request.stream else None
+        more = b""
+        if request.masked_ids:
+            if await self._masks_by_itself():
+                request = request._replace(masked_ids=())
+            if pictures is not None:
+                more = await self._picture_fields(pictures)
         try:
             status, content = await self.connections.request(
                 "POST",
                 url,
-                _body(request, self._ids_json),
+                _body(request, self.connections.ids_json, more),
                 on_data=None if reader is None else reader.feed,
             )
+            if status == UNKNOWN_PICTURES and pictures is not None:
+                # It was restarted, or keeps others now.
+                for picture in pictures.places:
+                    self._held.pop((pictures.owner, picture.digest), None)
+                more = await self._picture_fields(pictures)
+                status, content = await self.connections.request(
+                    "POST",
+                    url,
+                    _body(request, self.connections.ids_json, more),
+                    on_data=None if reader is None else reader.feed,
+                )
         except ConnectionError as e:
             raise unavailable(url, e) from e
         if status != 200:
             words = content.decode(errors="replace")[:300]
             raise refusal(url, status, f"answered {status}", words)
+        if pictures is not None and self._is_embedded:
+            self._held.update(
+                ((pictures.owner, picture.digest), True) for picture in pictures.places
+            )
         if reader is None:
-            on_output(_read_whole(url, content))
+            on_output(_read_whole(url, content, n_prompt))
         elif not reader.has_ended:
             raise EngineUnavailableError(f"{url}: the stream ended without a finish reason")
+
+    async def _masks_by_itself(self) -> bool:
+        """It is the embedded engine, which knows the ids of its model's vision tokens, and keeps
+        the pictures that it has seen."""
+        if self._is_embedded is None:
+            try:
+                version = (await self.server_info()).get("version")
+            except EngineError as e:
+                if not is_missing(e):
+                    raise
+                version = None
+            self._is_embedded = version == EMBEDDED
+        return self._is_embedded
+
+    async def _picture_fields(self, pictures: PromptPictures) -> bytes:
+        """Fields of a prompt with pictures, as JSON behind others."""
+        fields = {"extra_key": pictures.owner} if pictures.owner else {}
+        digests = [picture.digest for picture in pictures.places]
+        needed = dict.fromkeys(digests)
+        if self._is_embedded:
+            needed = {d: None for d in needed if (pictures.owner, d) not in self._held}
+        pngs = await pictures.read([*needed]) if needed else {}
+        return await asyncio.to_thread(_image_fields, fields, digests, pngs)
 
     async def generate(
         self,
@@ -139,56 +203,57 @@ class EngineClient(HttpEngine):
         await self._update("from_disk", body, version, flush_cache, timeout_s)
 
     async def update_weights_from_distributed(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        version: int | str,
-        *,
-        group_name: str,
-        flush_cache: bool = True,
+        self, bucket: Bucket, group: str, *, version: int | str | None, flush_cache: bool = True
     ) -> None:
-        """Load tensors that rank 0 of a group broadcasts in this order; within a session.
+        """Take a bucket that rank 0 of the group broadcasts; within a session.
 
         Raises:
-            EngineRequestError: the engine could not receive or load them; some may be in force.
+            EngineRequestError: the engine could not receive or load it; some may be in force.
         """
-        shapes = [list(shape) for shape in shapes]
-        body = {"names": list(names), "dtypes": list(dtypes), "shapes": shapes}
-        body |= {"group_name": group_name}
+        body = {
+            "names": bucket.names,
+            "dtypes": bucket.dtypes,
+            "shapes": bucket.shapes,
+            "group_name": group,
+            "load_format": "flattened_bucket",
+        }
         await self._update("from_distributed", body, version, flush_cache, LOAD_TIMEOUT_S)
 
-    async def init_weights_update_group(
-        self,
-        address: str,
-        port: int,
-        *,
-        rank_offset: int,
-        world_size: int,
-        group_name: str,
-        backend: str,
-        timeout_s: float = 60.0,
+    async def update_weights_from_tensor(
+        self, handles: Sequence[str], *, version: int | str | None, flush_cache: bool = True
     ) -> None:
+        """Take tensors from memory that is shared with the sender; likewise."""
+        body = {"serialized_named_tensors": list(handles)}
+        await self._update("from_tensor", body, version, flush_cache, LOAD_TIMEOUT_S)
+
+    async def init_weights_update_group(self, meeting: Meeting, rank: int) -> None:
         """Join a process group whose rank 0 is the sender; answers when all have joined."""
         body = {
-            "master_address": address,
-            "master_port": port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "group_name": group_name,
-            "backend": backend,
+            "master_address": meeting.host,
+            "master_port": meeting.port,
+            "rank_offset": rank,
+            "world_size": meeting.world_size,
+            "group_name": meeting.name,
+            "backend": meeting.backend,
         }
-        await self._ask("/init_weights_update_group", body, timeout_s=timeout_s)
+        await self._ask("/init_weights_update_group", body, timeout_s=meeting.timeout_s)
 
-    async def destroy_weights_update_group(self, group_name: str) -> None:
-        await self._ask("/destroy_weights_update_group", {"group_name": group_name})
+    async def destroy_weights_update_group(self, name: str) -> None:
+        await self._ask("/destroy_weights_update_group", {"group_name": name})
 
     async def begin_weight_update(self) -> None:
-        """Open a session, outside which no tensors are taken."""
-        await self._ask("/begin_weight_update", {})
+        """Open a session; one that a former publisher left open is closed first."""
+        try:
+            await self._ask("/begin_weight_update", {})
+        except EngineRequestError:
+            await self.end_weight_update()
+            await self._ask("/begin_weight_update", {})
 
-    async def end_weight_update(self) -> None:
-        await self._ask("/end_weight_update", {})
+    async def end_weight_update(self, version: int | str | None = None) -> None:
+        """Close the session. The embedded engine loads now what it brought, if `version` names it;
+        SGLang loaded it as it came, and does not read the field."""
+        body = {} if version is None else {"weight_version": str(version)}
+        await self._ask("/end_weight_update", body, timeout_s=LOAD_TIMEOUT_S)
 
     async def load_lora_adapter(self, name: str, path: str) -> dict[str, str]:
         """Load an adapter that the engine's machine can read; the loaded ones, name -> path."""
@@ -228,9 +293,10 @@ class EngineClient(HttpEngine):
         `engine.release_memory` sets both."""
         await self._ask("/release_memory_occupation", {}, timeout_s=LOAD_TIMEOUT_S)
 
-    async def resume_memory(self) -> None:
+    async def resume_memory(self, tags: Sequence[str] = ()) -> None:
         """Take the memory back. SGLang 0.5.23 dies of it if it was not released."""
-        await self._ask("/resume_memory_occupation", {}, timeout_s=LOAD_TIMEOUT_S)
+        body = {"tags": list(tags)} if tags else {}
+        await self._ask("/resume_memory_occupation", body, timeout_s=LOAD_TIMEOUT_S)
 
     # -- information --------------------------------------------------------------------------
 
@@ -312,9 +378,16 @@ class EngineClient(HttpEngine):
         return list(dict.fromkeys(found))
 
     async def _update(
-        self, way: str, body: dict[str, Any], version: int | str, flush: bool, timeout_s: float
+        self,
+        way: str,
+        body: dict[str, Any],
+        version: int | str | None,
+        flush: bool,
+        timeout_s: float,
     ) -> None:
-        body |= {"weight_version": str(version), "flush_cache": flush}
+        if version is not None:
+            body |= {"weight_version": str(version)}
+        body |= {"flush_cache": flush}
         # Its `success` is not read: a real SGLang says false after an update without a pause
         # although the weights are in force. Only its version tells.
         await self._object(
@@ -330,7 +403,28 @@ def _plain(url: str) -> str:
 # -- /generate as SGLang words it --------------------------------------------------------------
 
 
-def _body(request: GenerateRequest, ids_json: IdsJson) -> bytes:
+def _image_fields(
+    fields: Mapping[str, Any], digests: Sequence[str], pngs: Mapping[str, bytes]
+) -> bytes:
+    """The fields with `image_data`: a picture for each digest in base64, or the digest of one that
+    the engine has. Long; run it in a thread."""
+    data = [
+        b2a_base64(pngs[digest], newline=False) if digest in pngs else f"sha256:{digest}".encode()
+        for digest in digests
+    ]
+    inner = orjson.dumps(fields)[1:-1]
+    return b'%b%b,"image_data":["%b"]' % (b"," * bool(inner), inner, b'","'.join(data))
+
+
+def _one_placeholder_each(ids: TokenIds, pictures: PromptPictures) -> TokenIds:
+    """Ids in which each picture has one placeholder: the engine expands it."""
+    is_kept = np.ones(len(ids), bool)
+    for picture in pictures.places:
+        is_kept[picture.at + 1 : picture.end] = False
+    return ids[is_kept]
+
+
+def _body(request: GenerateRequest, ids_json: IdsJson, more: bytes = b"") -> bytes:
     sampling = request.sampling
     params: dict[str, Any] = {
         "max_new_tokens": request.max_new_tokens,
@@ -349,6 +443,8 @@ def _body(request: GenerateRequest, ids_json: IdsJson) -> bytes:
     if sampling.constraint is not None:
         kind, text = sampling.constraint
         params[kind] = text
+    if request.masked_ids:
+        params["logit_bias"] = {str(i): MASKED for i in request.masked_ids}
     fields: dict[str, Any] = {
         "rid": request.rid,
         "sampling_params": params,
@@ -359,12 +455,15 @@ def _body(request: GenerateRequest, ids_json: IdsJson) -> bytes:
         fields["top_logprobs_num"] = sampling.n_top_logprobs
     if request.adapter is not None:
         fields["lora_path"] = request.adapter
-    if request.pieces:
+    if request.pictures is not None:
+        array = _one_placeholder_each(request.input_ids, request.pictures)
+        ids = [orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)]
+    elif request.pieces:
         ids = ids_json.parts(request.pieces)
     else:
         array = np.ascontiguousarray(request.input_ids)
         ids = [orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)]
-    return b"".join((orjson.dumps(fields)[:-1], b',"input_ids":', *ids, b"}"))
+    return b"".join((orjson.dumps(fields)[:-1], more, b',"input_ids":', *ids, b"}"))
 
 
 _Entry: TypeAlias = tuple[float, int, Any]
@@ -389,6 +488,7 @@ class _About(msgspec.Struct):
     """`meta_info`, but for log-probs."""
 
     finish_reason: _Finish | None = None
+    prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     weight_version: Any = None
@@ -428,7 +528,21 @@ _ids = msgspec.json.Decoder(list[int])
 _entries = msgspec.json.Decoder(list[_Entry] | None)
 
 
-def _read_whole(url: str, data: bytes) -> Output:
+def _check_prompt(url: str, meta: _About, n_prompt: int) -> None:
+    """
+    Raises:
+        EngineInternalError: the prompt that the engine made of placeholders and pictures has
+            another length than ours, so it saw other pictures, or tokenised the prompt again.
+    """
+    if meta.prompt_tokens != n_prompt:
+        what = (
+            f"the engine's prompt has {meta.prompt_tokens} tokens and the one that was sent "
+            f"{n_prompt} with its pictures; do engine and gateway serve the same model folder?"
+        )
+        raise _nonsense(url, what)
+
+
+def _read_whole(url: str, data: bytes, n_prompt: int | None = None) -> Output:
     try:
         answer = _answers.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
@@ -436,6 +550,8 @@ def _read_whole(url: str, data: bytes) -> Output:
     meta, ids = answer.meta_info, answer.output_ids
     if answer.error is not None or meta.finish_reason is None or meta.finish_reason.type == "abort":
         _check_error(url, answer.error, meta)
+    if n_prompt is not None:
+        _check_prompt(url, meta, n_prompt)
     entries = meta.output_token_logprobs or []
     return _output(url, ids, entries, meta, len(ids))
 
@@ -447,8 +563,10 @@ class _StreamReader:
     changed among them.
     """
 
-    def __init__(self, url: str, on_output: OnOutput) -> None:
+    def __init__(self, url: str, on_output: OnOutput, n_prompt: int | None = None) -> None:
+        """`n_prompt`: tokens of a prompt with pictures, which the engine makes itself."""
         self.has_ended = False
+        self._n_prompt = n_prompt
         self._url = url
         self._on_output = on_output
         self._rest = b""
@@ -498,6 +616,8 @@ class _StreamReader:
     def _take(self, event: _Event) -> bool:
         """Hand on what is new of an event; true: it is the last one."""
         meta = event.meta_info
+        if self._n_prompt is not None:
+            _check_prompt(self._url, meta, self._n_prompt)
         ids_json = bytes(event.output_ids)
         entries_json = bytes(meta.output_token_logprobs)
         new = self._behind(_ids, ids_json, self._ids_json)

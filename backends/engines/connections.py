@@ -1,5 +1,5 @@
 """This module sends HTTP/1.1 requests over connections that it keeps, so that a call to an engine
-costs one write and one wake-up, however many calls are under way.
+costs one write and one wake-up, however many calls are under way and however long their prompts.
 
     request ──► an idle connection, the one used last, or a new one ──► Response
                     ▲                                       └─ on_data ─► pieces of the body as
@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections import OrderedDict, defaultdict
+from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 import httptools
+import orjson
+
+from stepwell.datapool.types import TokenIds
 
 CONNECT_TIMEOUT_S = 10.0
 IDLE_S = 4.0
@@ -31,6 +34,11 @@ REST_S = 1.0
 
 LARGE_BODY = 32_768
 """Bytes of a request that are not joined with its head."""
+
+MAX_IDS_BYTES = 64 * 1024 * 1024
+"""Bytes kept of ids and their JSON: 7 million ids, or a hundred conversations of 60,000."""
+LEAST_IDS = 32
+"""Fewer are written as fast as they are found."""
 
 _LENGTHS = frozenset({b"content-length", b"transfer-encoding"})
 """Headers that say where a body ends."""
@@ -51,7 +59,7 @@ class _Place(NamedTuple):
 
 
 class ConnectionPool:
-    """Connections of one event loop. `close` ends those that are idle."""
+    """Connections of one event loop to any number of engines. `close` ends those that are idle."""
 
     def __init__(self, turn: Callable[[], Awaitable[None]] | None = None) -> None:
         """
@@ -61,6 +69,8 @@ class ConnectionPool:
         """
         self._idle: defaultdict[_Place, list[_Connection]] = defaultdict(list)
         self._turn = turn
+        self.ids_json = IdsJson()
+        """JSON of ids that come again, whichever engine they are sent to."""
 
     async def request(
         self,
@@ -262,3 +272,48 @@ def _head(method: str, url: str) -> tuple[_Place, bytes]:
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     head = f"{method} {path} HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/json\r\n"
     return _Place(parts.hostname or "", port, tls), head.encode()
+
+
+class IdsJson:
+    """JSON of token ids, so that those of a long conversation are written once::
+
+        prompt   [first prompt | reply | new | reply | new]      arrays of the turns, and the new
+        JSON     [ as before   | as …  | …   | as …  | new ]     joined
+
+    Kept are texts of arrays, of which nothing changes; those not used for longest go first."""
+
+    def __init__(self, max_bytes: int = MAX_IDS_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._n_bytes = 0
+        self._texts: OrderedDict[int, tuple[TokenIds, bytes]] = OrderedDict()
+        """Arrays and their texts by the array's id, which is its own as long as it is here."""
+
+    def parts(self, pieces: Sequence[TokenIds]) -> list[bytes]:
+        """Parts of one JSON list of all these ids."""
+        parts = [b"["]
+        for ids in pieces:
+            if not len(ids):
+                continue
+            if (known := self._texts.get(id(ids))) is not None:
+                self._texts.move_to_end(id(ids))
+                text = known[1]
+            else:
+                text = orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+                if len(ids) >= LEAST_IDS:
+                    self._keep(ids, text)
+            parts += (text, b",")
+        if len(parts) == 1:
+            return [b"[]"]
+        parts[-1] = b"]"
+        return parts
+
+    def clear(self) -> None:
+        self._texts.clear()
+        self._n_bytes = 0
+
+    def _keep(self, ids: TokenIds, text: bytes) -> None:
+        self._texts[id(ids)] = ids, text
+        self._n_bytes += len(text) + ids.nbytes
+        while self._n_bytes > self._max_bytes and self._texts:
+            _, (gone, its_text) = self._texts.popitem(last=False)
+            self._n_bytes -= len(its_text) + gone.nbytes

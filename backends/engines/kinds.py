@@ -40,7 +40,7 @@ def connect(config: EngineConfig, url: str, **how: Any) -> Engine:
     """Return the engine at `url`, of the kind that `config` names.
 
     Args:
-        how: further arguments of `Engine`: `timeout_s`, `connections`, `ids_json`.
+        how: further arguments of `Engine`: `timeout_s`, `connections`.
 
     Raises:
         BackendConfigError: there is no such kind here, or `engine.options` are not its own.

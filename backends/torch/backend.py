@@ -31,7 +31,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ from torch import Tensor
 from stepwell.backends.base import LossFn, Mean, TokenBatch, TrainingBackend
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError, BatchError, NonFiniteUpdateError
-from stepwell.backends.model_folder import WEIGHT_SUFFIXES, fingerprint
+from stepwell.backends.model_folder import WEIGHT_SUFFIXES, fingerprint, module_name
+from stepwell.backends.pictures import PictureProcessor, no_pictures
 from stepwell.backends.rows import TokenRow, build_rows, computed_tokens, select
 from stepwell.backends.torch import lora, ranks
 from stepwell.backends.torch.fsdp import (
@@ -68,7 +69,9 @@ from stepwell.backends.torch.optimizer import (
     learning_rate,
     load_optimizer,
 )
+from stepwell.backends.torch.vision import Pictures, Tower, freeze_tower
 from stepwell.backends.weights.digest import read_tensors
+from stepwell.backends.weights.sender import Sender
 from stepwell.datapool.types import Step
 
 
@@ -77,6 +80,7 @@ class TorchBatch(TokenBatch):
     """A `TokenBatch` and the rows that its steps are computed in."""
 
     rows: tuple[TokenRow, ...] = ()
+    pictures: Pictures = field(default_factory=Pictures)
 
 
 class TorchBackend(TrainingBackend):
@@ -89,9 +93,9 @@ class TorchBackend(TrainingBackend):
     returns_columns = True
 
     def __init__(self, config: TorchBackendConfig, model_path: str | Path) -> None:
-        self._config = config
-        self._model_path = Path(model_path)
         self._device = device_of(config.device)
+        self._config = config = config.resolved(self._device.type == "cuda")
+        self._model_path = Path(model_path)
         self._ranks = Ranks.join(config.ranks, self._device)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
@@ -106,7 +110,8 @@ class TorchBackend(TrainingBackend):
             "model": fingerprint(model_dir(self._model_path, "model.path")),
             "reference": fingerprint(model_dir(self._reference_path, "backend.reference_path")),
         }
-        self._model = load_model(self._model_path, config, frozen=config.lora is not None)
+        self._processor = PictureProcessor.of(self._model_path)
+        self._model = self._load(self._model_path, frozen=config.lora is not None)
         if config.lora is not None:
             lora.add_adapters(self._model, config.lora)
         if config.gradient_checkpointing:
@@ -119,6 +124,7 @@ class TorchBackend(TrainingBackend):
         self._masters = MasterWeights(self._model, rounded)
         self._optimizer = build_optimizer(config, self._masters.parameters)
         self._reference: Policy | None = None
+        self._sender = Sender()
         self._updates = 0
         self._skipped_updates = 0
         self._skipped_in_a_row = 0
@@ -141,20 +147,60 @@ class TorchBackend(TrainingBackend):
         """Rows and flat columns of `steps`.
 
         Raises:
-            BatchError: no steps, a token id outside the vocabulary, or multi-modal data.
+            BatchError: as `convert_with_pictures`.
+        """
+        return self.convert_with_pictures(steps, {})
+
+    def convert_with_pictures(self, steps: list[Step], pictures: Mapping[str, bytes]) -> TorchBatch:
+        """Rows and flat columns of `steps`, whose pictures are `pictures`.
+
+        Raises:
+            BatchError: no steps, a token id outside the vocabulary, `multi_modal_data`, or pictures
+                that are missing, not those of the ids, or not for this model.
         """
         batch = TorchBatch.of(steps)
         for step in steps:
             if step.multi_modal_data:
                 raise BatchError(
-                    f"{_name(step)} has multi_modal_data; the torch backend trains on text only"
+                    f"{_name(step)} has multi_modal_data; the torch backend trains on text and "
+                    "on its pictures (`Step.pictures`)"
                 )
+            if step.pictures or self._processor is not None:
+                self._check_pictures(step, pictures)
         batch.rows = tuple(build_rows(steps, self._config.rows))
+        batch.pictures = Pictures(pictures)
         # Rows hold every token, most of them once.
         vocab = self._model.get_input_embeddings().num_embeddings
         if any(np.maximum.reduce(row.ids) >= vocab for row in batch.rows):
             raise self._unknown_token(steps, vocab)
         return batch
+
+    def _check_pictures(self, step: Step, pictures: Mapping[str, bytes]) -> None:
+        processor = self._processor
+        if processor is None:
+            raise BatchError(f"{_name(step)} has pictures, but {no_pictures(self._model_path)}")
+        if np.isin(step.response_ids, processor.forbidden_ids).any():
+            raise BatchError(
+                f"{_name(step)} has a vision token in its response_ids "
+                f"({', '.join(map(str, processor.forbidden_ids))}), which the model never samples"
+            )
+        placeholders = step.prompt_ids == processor.placeholder_id
+        for picture in step.pictures:
+            n_tokens = picture.width * picture.height // processor.factor**2
+            run = placeholders[picture.at : picture.end]
+            if picture.n_tokens != n_tokens or not run.all():
+                raise BatchError(
+                    f"{_name(step)} has {picture}, of which the model in {self._model_path} makes "
+                    f"{n_tokens} placeholders (id {processor.placeholder_id}); engine and trainer "
+                    "must load the same model"
+                )
+            if picture.digest not in pictures:
+                raise BatchError(f"{_name(step)} has {picture}, whose bytes are not there")
+        if int(placeholders.sum()) != sum(p.n_tokens for p in step.pictures):
+            raise BatchError(
+                f"{_name(step)} has placeholders (id {processor.placeholder_id}) outside its "
+                "pictures; a prompt has them for its pictures alone"
+            )
 
     def _unknown_token(self, steps: Sequence[Step], vocab: int) -> BatchError:
         step, largest = next(
@@ -189,7 +235,7 @@ class TorchBackend(TrainingBackend):
                     f"the reference policy in {self._reference_path} is not the one that the run "
                     "started with; set backend.reference_path to a directory that holds it"
                 )
-            model = load_model(self._reference_path, self._config, frozen=True)
+            model = self._load(self._reference_path, frozen=True)
             self._reference = self._on_device(model.requires_grad_(False))
         return self._score(self._reference, batch)
 
@@ -292,6 +338,8 @@ class TorchBackend(TrainingBackend):
         adapters = self._adapters() if self._config.lora is not None else None
         if self._ranks.rank != 0:
             return
+        if self._sender.is_used:
+            self._sender.hold(weights, is_live=self._ranks.size == 1)
         with no_progress_bars():
             self._model.save_pretrained(target, state_dict=weights)
         # save_pretrained writes the dtype of the master weights.
@@ -332,8 +380,8 @@ class TorchBackend(TrainingBackend):
                 own = lora.adapter_weights(self._masters.named())
                 weights = lora.load_adapters(folder, own)
             else:
-                weights = dict(read_tensors(folder))
                 known = self._model.state_dict().keys()
+                weights = {module_name(name, known): t for name, t in read_tensors(folder)}
                 if wrong := (known ^ weights.keys()) - self._aliases.keys():
                     raise RuntimeError(f"{sorted(wrong)[0]} is in one of the two alone")
             load_weights(self._model, weights, strict=False)
@@ -436,6 +484,10 @@ class TorchBackend(TrainingBackend):
         self._skipped_updates = state["skipped_updates"]
         self._skipped_in_a_row = state["skipped_in_a_row"]
 
+    def lead(self, method: str, *args: Any) -> Any:
+        """Call the `Sender` of this process."""
+        return self._sender.call(method, *args)
+
     def free_cache(self) -> None:
         """Gradients and what torch keeps for the next step go back to the device; weights and
         optimizer state stay."""
@@ -464,9 +516,22 @@ class TorchBackend(TrainingBackend):
 
     def _on_device(self, model: Any) -> Policy:
         """`model`, ready to score rows; sharded if there are ranks to share it."""
-        policy = Policy(model, self._config, self._device)
+        policy = Policy(model, self._config, self._device, self._tower_of(model))
         self._ranks.shard(policy, getattr(torch, self._config.dtype))
         return policy.to(self._device)
+
+    def _load(self, path: Path, *, frozen: bool) -> Any:
+        model = load_model(path, self._config, frozen=frozen)
+        if self._processor is not None:
+            # Sharded weights are of one type, and gathered in `dtype`.
+            dtype = getattr(torch, self._config.dtype) if self._config.ranks == 1 else None
+            freeze_tower(model, dtype)
+        return model
+
+    def _tower_of(self, model: Any) -> Tower | None:
+        if self._processor is None:
+            return None
+        return Tower(model, self._processor, self._device, getattr(torch, self._config.dtype))
 
     def _idle(self, batch: TorchBatch, rows: Sequence[TokenRow]) -> None:
         """A round in which this rank has no rows: the others cannot do without it."""

@@ -15,7 +15,7 @@ Does not own: the model, the sharding, who computes what (`torch/backend.py`, `f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,10 +28,13 @@ from torch._C._distributed_c10d import TCPStore
 from stepwell.backends.base import LossFn, TokenBatch, TrainingBackend
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError, BackendError, BatchError, RankError
+from stepwell.backends.torch.vision import Pictures
 from stepwell.datapool.types import Step
 
 _GRACE_S = 10.0
 """After one rank's error, how long the others may take to raise theirs."""
+_LEAD = "lead"
+"""Threads of an actor for its sender: a broadcast may wait, and another call ends it."""
 PLACED_S = 300.0
 """For Ray to start the ranks. One that waits longer waits for a GPU that is not there."""
 
@@ -49,8 +52,8 @@ class Rank:
 
     def call(self, method: str, *args: Any) -> Any:
         """The backend's method, on this rank's batch where it takes one."""
-        if method == "convert":
-            self._batch = self._backend.convert(*args)
+        if method == "convert_with_pictures":
+            self._batch = self._backend.convert_with_pictures(*args)
             return None
         if method in ("compute_log_probs", "compute_ref_log_probs"):
             return getattr(self._backend, method)(self._batch)
@@ -69,6 +72,7 @@ class RankedBatch(TokenBatch):
     """A `TokenBatch` that the ranks know by its number."""
 
     number: int = 0
+    pictures: Pictures = field(default_factory=Pictures)
 
 
 class RankedBackend(TrainingBackend):
@@ -83,9 +87,16 @@ class RankedBackend(TrainingBackend):
 
     def convert(self, steps: list[Step]) -> RankedBatch:
         """Flat columns here, rows on every rank. Raises as `TorchBackend.convert`."""
+        return self.convert_with_pictures(steps, {})
+
+    def convert_with_pictures(
+        self, steps: list[Step], pictures: Mapping[str, bytes]
+    ) -> RankedBatch:
+        """`convert`; every rank gets all `pictures`."""
         flat = TokenBatch.of(steps)
         self._batches += 1
-        batch = RankedBatch(flat.steps, flat.offsets, flat.columns, self._batches)
+        own = Pictures(dict(pictures))
+        batch = RankedBatch(flat.steps, flat.offsets, flat.columns, self._batches, own)
         self._send(batch)
         return batch
 
@@ -111,6 +122,10 @@ class RankedBackend(TrainingBackend):
         """Write a Hugging Face directory; rank 0 does, so it must see `path`."""
         # A rank's working directory need not be ours.
         self._ranks.call("save_weights", Path(path).absolute())
+
+    def lead(self, method: str, *args: Any) -> Any:
+        """Call the `Sender` of rank 0, which gathers the weights; other calls need not wait."""
+        return self._ranks.lead(method, *args)
 
     def free_cache(self) -> None:
         """Free the cache of every rank (`TorchBackend.free_cache`)."""
@@ -144,7 +159,7 @@ class RankedBackend(TrainingBackend):
 
     def _send(self, batch: RankedBatch) -> None:
         if self._sent != batch.number:
-            self._ranks.call("convert", list(batch.steps))
+            self._ranks.call("convert_with_pictures", list(batch.steps), batch.pictures.pngs)
             self._sent = batch.number
 
 
@@ -177,6 +192,10 @@ class _RankActor:
         )
         self._inner = Rank(build, config, path)
 
+    @ray.method(concurrency_group=_LEAD)
+    def lead(self, method: str, args: tuple[Any, ...]) -> Any:
+        return self._inner.call("lead", method, *args)
+
     def call(self, method: str, args: tuple[Any, ...]) -> Any:
         answer = self._inner.call(method, *args)
         return answer if self._rank == 0 else None
@@ -197,7 +216,8 @@ class RayRanks:
         options: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         default = {"num_cpus": 0, "num_gpus": 1 if _wants_gpu(config) else 0}
-        actor = ray.remote(_RankActor)
+        remote: Any = ray.remote
+        actor = remote(concurrency_groups={_LEAD: 4})(_RankActor)
         self._actors: list[Any] = [
             actor.options(**(default | dict(options[rank] if options else {}))).remote(
                 rank, config.ranks
@@ -231,6 +251,21 @@ class RayRanks:
             raise RankError(f"{method} was called on ranks that were stopped; start the run again")
         shared = ray.put(args)  # once, not once a rank
         return self._wait([a.call.remote(method, shared) for a in self._actors], method)
+
+    def lead(self, method: str, *args: Any) -> Any:
+        """A method of rank 0's `Sender`, beside whatever the ranks compute.
+
+        Raises:
+            RankError: rank 0 died, or they were stopped.
+        """
+        if not self._actors:
+            raise RankError(f"{method} was called on ranks that were stopped; start the run again")
+        try:
+            return ray.get(self._actors[0].lead.remote(method, args))
+        except ray.exceptions.RayTaskError as e:
+            raise e.cause from e
+        except ray.exceptions.RayError as e:
+            raise RankError(f"rank 0 ended in {method}: {e}; resume the run") from e
 
     def stop(self) -> None:
         """End the ranks. Idempotent."""

@@ -27,8 +27,10 @@ from stepwell.datapool.codec import (
     PackedTrajectory,
     Prompt,
     as_root,
+    chain_pictures,
     chain_tokens,
     relative,
+    shadow_bytes,
     unpack,
 )
 from stepwell.datapool.core.group_log import GroupLog
@@ -103,7 +105,11 @@ class StepStore:
         if step.prompt is not None:
             return self.with_parent(record, step, header)
         base = record.step(header.base_index)
-        if base is None or base.crc != header.base_crc:
+        if (
+            base is None
+            or base.crc != header.base_crc
+            or (base.has_pictures and not header.has_pictures)
+        ):
             raise self.unknown_base(record.trajectory_uid, header)
         return step
 
@@ -145,19 +151,26 @@ class StepStore:
         if declared is not None:
             if (parent := record.step(declared)) is None:
                 return step
-            if self._begins_with(record, step.prompt, parent.header):
+            if self._begins_with(record, step, parent.header):
                 return relative(step, parent.header)
         if not header.has_more:
             for base in _with_equal_sums(record, step.prompt, header.step_index):
-                if not base.has_more and self._begins_with(record, step.prompt, base):
+                if not base.has_more and self._begins_with(record, step, base):
                     return relative(step, base)
         return as_root(step)
 
-    def _begins_with(self, record: TrajectoryRecord, prompt: Prompt, base: Header) -> bool:
-        n_bytes = 4 * base.n_tokens
-        if len(prompt) < n_bytes or crc32(known := memoryview(prompt)[:n_bytes]) != base.crc:
+    def _begins_with(self, record: TrajectoryRecord, step: PackedStep, base: Header) -> bool:
+        prompt, n_bytes = step.prompt or b"", 4 * base.n_tokens
+        if len(prompt) < n_bytes:
             return False
-        return known == chain_tokens(self.loaded(record.chain(base.step_index)))
+        known, pictures = memoryview(prompt)[:n_bytes], step.pictures
+        before = [picture for picture in pictures if picture.at < base.n_tokens]
+        if crc32(shadow_bytes(known, before) if before else known) != base.crc:
+            return False
+        chain = self.loaded(record.chain(base.step_index))
+        return known == chain_tokens(chain) and before == (
+            chain_pictures(chain) if base.has_pictures else []
+        )
 
     # -- bytes -------------------------------------------------------------------------------
 

@@ -192,6 +192,8 @@ def _line(trained: TrainedTrajectory) -> dict[str, Any]:
     for (step, columns), parent in zip(in_order, of, strict=True):
         known = 0 if parent is None else in_order[parent][0].n_tokens
         values = step.to_dict() | {"prompt_ids": step.prompt_ids[known:].tolist()}
+        if step.pictures:
+            values["pictures"] = [p._asdict() for p in step.pictures if p.at >= known]
         rounded = {name: _rounded(column) for name, column in columns.items()}
         steps.append(values | {"extends": parent, "columns": rounded})
     return {
@@ -214,7 +216,10 @@ def _trajectory(line: dict[str, Any]) -> TrainedTrajectory:
     for values in line.pop("steps"):
         if (parent := values.pop("extends")) is not None:
             own = np.asarray(values["prompt_ids"], np.int32)
-            values["prompt_ids"] = np.concatenate([found[parent][0].token_ids, own])
+            before = found[parent][0]
+            values["prompt_ids"] = np.concatenate([before.token_ids, own])
+            known = [picture._asdict() for picture in before.pictures]
+            values["pictures"] = [*known, *values.get("pictures", ())]
         read = {n: np.asarray(c, np.float32) for n, c in values.pop("columns").items()}
         found.append((Step.from_dict(values), read))
     found.sort(key=lambda each: each[0].step_index)

@@ -645,7 +645,7 @@ def _settle(pool: DataPool, journal: Journal, groups: _Groups) -> None:
     """Hold what is doubtful and count what was dropped, so that every group, trajectory and step is
     somewhere."""
     for channel_name, uids in groups.dropped.items():
-        log = RowLog(channel_name, remembered=0)
+        log = RowLog(channel_name, 0, pool.pictures)
         log.journal = journal
         for uid in uids:  # a late step must not begin the group anew
             closed = GroupClosed(uid, f"dropped ({REASON})", {})

@@ -250,6 +250,7 @@ class LiveTrajectory:
             has_reasoning=live.has_reasoning,
             step_index=index,
             crc=crc,
+            pictures=request.new_pictures,
         )
         if self.caller is not None:
             _, _, whole, length = live.keys

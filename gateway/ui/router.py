@@ -154,7 +154,9 @@ async def export(request: Request) -> Response:
     folder = tempfile.TemporaryDirectory(prefix="stepwell-export-")
     try:
         path = Path(folder.name) / f"export.{form}"
-        await export_channel(services.pool, path, _channel(request), **_filters(request))
+        await export_channel(
+            services.pool, path, _channel(request), pictures="embedded", **_filters(request)
+        )
     except BaseException:  # the reader may have left in the middle: half a file is of no use
         folder.cleanup()
         raise

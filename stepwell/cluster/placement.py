@@ -1,8 +1,12 @@
-"""Placement of trainer ranks and engines on GPUs: a Ray placement group in a stable order.
+"""Placement of trainer ranks and engines: on GPUs by a Ray placement group in a stable order,
+without GPUs in turn over the nodes.
 
     disaggregated   trainer ranks and engines on GPUs of their own     needs ranks + engines × GPUs
     colocated       rank i and engine i share GPU i, half each         needs max(ranks, engines)
-    plain           no placement group: plain actors, as on a machine without GPUs
+    plain           no placement group: nobody wants a GPU, or there is none
+
+A rank or engine without a GPU is number i of its kind: it is on node i modulo their number, counted
+from the driver's by address. A single engine is beside the driver, as a single rank always is.
 
 An SGLang engine with more GPUs than a node has is spread over the fewest nodes that hold them in
 equal parts, a bundle each (`backends/engines/nodes.py`).
@@ -79,6 +83,18 @@ class Plan:
     engines: tuple[Seat, ...] = ()
     """`nodes_per_engine` in a row for each engine."""
     nodes_per_engine: int = 1
+    cpu_ranks: tuple[Node, ...] = ()
+    """Node of each rank that has no GPU; empty: there is none, or one node."""
+    cpu_engines: tuple[Node, ...] = ()
+    """Node of each engine that has no GPU, likewise."""
+
+
+def in_turn(nodes: Sequence[Node], n: int) -> tuple[Node, ...]:
+    """Nodes of `n` parts without GPUs; empty where there is one node."""
+    if len(nodes) == 1:
+        return ()
+    order = sorted(nodes, key=lambda node: (not node.is_driver, _address(node.ip), node.node_id))
+    return tuple(order[i % len(order)] for i in range(n))
 
 
 def wanted_gpus(config: RunConfig) -> tuple[int, int]:
@@ -100,16 +116,25 @@ def plan(
         serves: with engines.
 
     Raises:
-        ConfigError: the cluster has GPUs, but not enough for what the configuration asks.
+        ConfigError: the cluster has not enough GPUs for what the configuration asks.
     """
     ranks, engines = wanted_gpus(config)
     ranks, engines = ranks * trains, engines * serves
+    total = sum(node.gpus for node in nodes)
+    if ranks and config.backend.device == "cuda" and not total:
+        raise ConfigError(
+            "backend.device is 'cuda', but Ray knows of no GPU on any node; start Ray where they "
+            "are (`ray start --num-gpus=N` if it does not find them), or set backend.device=cpu"
+        )
+    ranked = trains and config.backend.ranks > 1 and not (total and ranks)
+    launched = serves and not config.engine.is_attached and not (total and engines)
+    cpu_ranks = in_turn(nodes, config.backend.ranks * ranked)
+    cpu_engines = in_turn(nodes, config.cluster.engines * launched)
     # A single rank is the driver's process, and its critic is there too.
     critics = ranks if ranks > 1 and config.algorithm.estimator.critic else 0
     size, asked = config.cluster.gpus_per_engine, config.cluster.placement
-    total = sum(node.gpus for node in nodes)
     if total == 0 or ranks + engines == 0:
-        return Plan("plain")
+        return Plan("plain", cpu_ranks=cpu_ranks, cpu_engines=cpu_engines)
     apart = ranks + engines * size
     mode: Mode = "disaggregated" if asked == "auto" else asked
     if asked == "auto" and total < apart and size == 1:
@@ -134,6 +159,8 @@ def plan(
             tuple(Seat(i, share) for i in range(ranks)),
             tuple(Seat(i, share) for i in range(critics)),
             tuple(Seat(i, share) for i in range(engines)),
+            cpu_ranks=cpu_ranks,
+            cpu_engines=cpu_engines,
         )
     spread = _nodes_of_an_engine(config, nodes) if engines else 1
     part = size // spread
@@ -145,6 +172,8 @@ def plan(
         tuple(Seat(i, share) for i in range(critics)),
         tuple(Seat(ranks + i, part) for i in range(engines * spread)),
         spread,
+        cpu_ranks,
+        cpu_engines,
     )
 
 
@@ -229,10 +258,14 @@ class Placement:
 
     def engine_options(self, number: int) -> list[dict[str, Any]]:
         """Ray's options for each of the engine's nodes; mostly it has one."""
+        if self.plan.cpu_engines:
+            return [_on(self.plan.cpu_engines[number])]
         return [self.options(seat) for seat in self._seats(number)] or [{}]
 
     def engine_ip(self, number: int) -> str | None:
         """The node of an engine's (first) seat; None: it has no seat."""
+        if self.plan.cpu_engines:
+            return self.plan.cpu_engines[number].ip
         seats = self._seats(number)
         return self.bundles[seats[0].bundle].ip if seats else None
 
@@ -251,16 +284,23 @@ class Placement:
                 named.setdefault(self.bundles[seat.bundle].node_id, []).append(
                     f"{word} {i // each}"
                 )
+        for word, nodes in (("rank", self.plan.cpu_ranks), ("engine", self.plan.cpu_engines)):
+            for i, node in enumerate(nodes):
+                named.setdefault(node.node_id, []).append(f"{word} {i}")
         return {node: ", ".join(dict.fromkeys(parts)) for node, parts in named.items()}
 
     def backend_options(self) -> dict[str, Any]:
         """Arguments of `build_backend`: options by rank; none for a rank in this process."""
+        if self.plan.cpu_ranks:
+            return {"options": [_on(node) for node in self.plan.cpu_ranks]}
         if not self.plan.ranks or _in_driver(self.plan):
             return {}
         return {"options": [self.options(seat) for seat in self.plan.ranks]}
 
     def critic_options(self) -> dict[str, Any]:
         """Arguments of `Critic`, like `backend_options`."""
+        if self.plan.cpu_ranks:
+            return self.backend_options()
         return {"options": [self.options(s) for s in self.plan.critic]} if self.plan.critic else {}
 
     def release(self) -> None:
@@ -269,6 +309,11 @@ class Placement:
             from ray.util.placement_group import remove_placement_group
 
             remove_placement_group(self.group)
+
+
+def _on(node: Node) -> dict[str, Any]:
+    """Ray's options of an actor on `node` alone. Ray 2.60 keeps to labels."""
+    return {"label_selector": {"ray.io/node-id": node.node_id}}
 
 
 def machine() -> list[Node]:

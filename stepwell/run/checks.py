@@ -41,11 +41,11 @@ from stepwell.backends.model_folder import (
     check_architecture,
     check_tokenizer,
     check_weights,
-    count_parameters,
-    training_bytes,
     weight_bytes,
 )
+from stepwell.backends.torch.memory import MemoryEstimate, ModelShape, estimate
 from stepwell.cluster.address import find_ray
+from stepwell.cluster.engine_flags import engine_share
 from stepwell.config.run import RunConfig
 from stepwell.datapool.errors import DataPoolError
 from stepwell.gateway.errors import GatewayError
@@ -306,35 +306,62 @@ def architecture(config: RunConfig) -> None:
 
 
 def memory(config: RunConfig) -> None:
-    """Weights, gradients and optimizer state fit; activations and KV cache come on top, so what
-    passes may still be too much."""
+    """A training rank fits: states, the activations of the longest row, and the engine beside it.
+    An estimate (`backends/torch/memory.py`), which what fragments can still exceed."""
     if config.backend.ranks > 1 and not _is_here(config):
         return  # a single rank is this process
-    parameters = count_parameters(config.model.path)
-    trainer = training_bytes(parameters, config.backend)
-    if config.algorithm.estimator.critic:
-        trainer *= 2  # the critic, of the same size mostly
     on_gpu = config.backend.device != "cpu" and has_gpu()
-    size = f"{parameters / _GB:.2g}e9 parameters with backend.optimizer {config.backend.optimizer}"
+    shape = ModelShape.read(config.model.path)
+    size = f"{shape.parameters / _GB:.2g}e9 parameters with backend.optimizer "
+    size += config.backend.optimizer
     less = "take a smaller model, or backend.lora={rank: 16}"
     if on_gpu:
-        per_rank, has = trainer / config.backend.ranks, _gpu_bytes()
-        if has is not None and per_rank > has:
+        if (has := gpu_bytes()) is None:
+            return
+        rank = rank_memory(config, shape, has)
+        if rank.total > has:
             raise ConfigError(
-                f"model.path is {str(config.model.path)!r}: training {size} takes "
-                f"{per_rank / _GB:.0f} GB on each of {config.backend.ranks} ranks, a GPU here has "
-                f"{has / _GB:.0f} GB; {less}, or more backend.ranks"
+                f"model.path is {str(config.model.path)!r}: training {size} takes {rank} on each "
+                f"of {config.backend.ranks} ranks, a GPU here has {has / _GB:.0f} GB; {less}, more "
+                "backend.ranks, or a smaller backend.micro_batch_tokens"
             )
         return
     engines = config.cluster.engines if config.engine.kind == "embedded" else 0
-    needed = trainer + engines * weight_bytes(config.model.path)
+    rank = rank_memory(config, shape, None)
+    needed = config.backend.ranks * rank.total + engines * weight_bytes(config.model.path)
     has = _machine_bytes()
     if needed > has:
         beside = f" and {engines} × embedded engine" if engines else ""
         raise ConfigError(
             f"model.path is {str(config.model.path)!r}: training {size}{beside} takes "
-            f"{needed / _GB:.0f} GB, this machine has {has / _GB:.0f} GB; {less}"
+            f"{needed / _GB:.0f} GB, this machine has {has / _GB:.0f} GB; of a rank {rank}; {less}"
         )
+
+
+def rank_memory(config: RunConfig, shape: ModelShape, gpu_bytes: float | None) -> MemoryEstimate:
+    """Memory of one training rank at the peak of an optimizer step.
+
+    Args:
+        shape: the policy's; `ModelShape.read(config.model.path)`.
+        gpu_bytes: of one GPU, of which a colocated engine keeps its share; None: on the CPU.
+    """
+    backend, algorithm = config.backend, config.algorithm
+    critic = None
+    if algorithm.estimator.critic:
+        path = algorithm.critic.path
+        critic = shape if path is None else ModelShape.read(path)
+    is_policy_its_reference = backend.lora is not None and backend.reference_path is None
+    colocated = config.cluster.placement == "colocated" and not config.engine.release_memory
+    return estimate(
+        shape,
+        backend,
+        backend.ranks,
+        config.engine.context_length or 0,
+        on_cuda=gpu_bytes is not None,
+        reference=algorithm.kl.place != "none" and not is_policy_its_reference,
+        critic=critic,
+        engine_bytes=engine_share(config) * gpu_bytes if gpu_bytes and colocated else 0.0,
+    )
 
 
 def _machine_bytes() -> int:
@@ -346,7 +373,7 @@ def _machine_bytes() -> int:
     return min(limits)
 
 
-def _gpu_bytes() -> int | None:
+def gpu_bytes() -> int | None:
     """Memory of the largest GPU here; None: nobody says. To ask torch would open the GPU in this
     process, before Ray says which one is ours."""
     try:

@@ -64,7 +64,7 @@ def test_children_end_with_whoever_started_them_however_that_ends(killed: str) -
         if {killed!r} == "child":
             first.kill()
         else:
-            guard = [p for p in psutil.Process().children() if "guard" in p.cmdline()][0]
+            [guard] = [p for p in psutil.Process().children() if p.pid != first.pid]
             guard.kill()
             guard.wait()
         child = start([sys.executable, "-c", family], stdout=subprocess.PIPE)

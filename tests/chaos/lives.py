@@ -41,7 +41,7 @@ from stepwell.layout import POOL, WEIGHTS
 from stepwell.trainer.ledger import LEDGER
 from tests.chaos import agent
 from tests.chaos.faults import Fault, attempt, find, part_of
-from tests.chaos.machines import TwoMachines, shell
+from tests.chaos.machines import Machines, shell
 from tests.chaos.plants import PLANT
 
 ROOT = Path(__file__).parents[2]
@@ -186,7 +186,7 @@ class Run:
         *,
         disk: SmallDisk | None = None,
         home: Path | None = None,
-        machines: TwoMachines | None = None,
+        machines: Machines | None = None,
         plant: str | None = None,
     ) -> None:
         self.folder = folder / "run"

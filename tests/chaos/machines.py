@@ -1,9 +1,9 @@
-"""This module makes two machines of one, so that a Ray cluster of two nodes meets what two machines
-meet: addresses of their own, folders of their own, and a cable between them that can be cut.
+"""This module makes several machines of one, so that a Ray cluster of several nodes meets what
+machines meet: addresses of their own, folders of their own, and cables that can be cut.
 
-    network namespace a, 10.77.0.1 ──veth── network namespace b, 10.77.0.2
-    ray start --head                        ray start --address=10.77.0.1
-    LOCAL = a folder of a's own             LOCAL = a folder of b's own, at the same path
+    network namespace 1, 10.77.0.1 ──veth── switch ──veth── namespace 2, 10.77.0.2 (and 3, …)
+    ray start --head                                        ray start --address=10.77.0.1
+    LOCAL = a folder of its own                             LOCAL = likewise, at the same path
 
 Needs root and `ip` (`apt-get install iproute2`). Owns the namespaces and the Ray processes in them.
 """
@@ -38,14 +38,16 @@ def shell(*command: str) -> None:
 
 
 class Machine:
-    """One of the two.
+    """One of them.
 
     Args:
         local: the path at which each machine has a folder of its own.
+        gpus: that its Ray is told of; there are none.
     """
 
-    def __init__(self, number: int, folder: Path, local: Path) -> None:
+    def __init__(self, number: int, folder: Path, local: Path, gpus: int) -> None:
         self.ip = f"10.77.0.{number}"
+        self._gpus = gpus
         self.cable = f"chaos{os.getpid()}-{number}"
         self._is_head = number == 1
         self.own, self._local = folder / f"machine-{number}", local
@@ -69,7 +71,8 @@ class Machine:
             if self._is_head
             else (f"--address=10.77.0.1:{PORT}",)
         )
-        size = ("--num-cpus=4", f"--object-store-memory={OBJECT_STORE}")
+        size = ("--num-cpus=4", f"--num-gpus={self._gpus}")
+        size += (f"--object-store-memory={OBJECT_STORE}",)
         where = (f"--node-ip-address={self.ip}", f"--temp-dir={self._local / 'ray'}")
         with self._log.open("ab") as log:
             self.ray = subprocess.Popen(
@@ -93,36 +96,43 @@ class Machine:
         self.ray = None
 
 
-class TwoMachines:
-    """Both, joined. `start` may be called whenever something of them may have died.
+class Machines:
+    """All of them, joined. `start` may be called whenever something of them may have died.
 
     Args:
-        folder: of this scenario; seen by both, but for `local`.
+        folder: of this scenario; seen by all, but for `local`.
+        gpus: that Ray is told of each machine.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, n: int = 2, gpus: int = 0) -> None:
         self.local = folder / "local"
         self.local.mkdir(parents=True)
         token = folder / "token"
         token.write_text(secrets.token_hex(32))
         self.token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         """Environment of everything that joins."""
-        self.machines = [Machine(n, folder, self.local) for n in (1, 2)]
+        self.machines = [Machine(k + 1, folder, self.local, gpus) for k in range(n)]
         self.address = f"{self.machines[0].ip}:{PORT}"
-        a, b = self.machines
-        for one in self.machines:
+        self._switch = f"chaos{os.getpid()}-switch"
+        shell("ip", "netns", "add", self._switch)
+        there = ("ip", "-n", self._switch, "link")
+        shell(*there, "add", "name", "bridge", "type", "bridge")
+        shell(*there, "set", "bridge", "up")
+        for k, one in enumerate(self.machines):
             shell("ip", "netns", "add", one.cable)
-        # fmt: off
-        shell("ip", "link", "add", "cable", "netns", a.cable,
-              "type", "veth", "peer", "name", "cable", "netns", b.cable)
-        # fmt: on
-        for one, other in ((a, b), (b, a)):
+            port, peer = f"port-{k + 1}", ("type", "veth", "peer", "name", "cable")
+            shell("ip", "link", "add", port, "netns", self._switch, *peer, "netns", one.cable)
+            shell(*there, "set", port, "up", "master", "bridge")
             here = ("ip", "-n", one.cable)
             shell(*here, "addr", "add", f"{one.ip}/24", "dev", "cable")
             for link in ("lo", "cable"):
                 shell(*here, "link", "set", link, "up")
-            # By its default route Ray finds out which address a machine has.
-            shell(*here, "route", "add", "default", "via", other.ip)
+            self._route(k, "add")
+
+    def _route(self, k: int, how: str) -> None:
+        """By its default route Ray finds out which address a machine has."""
+        other = self.machines[(k + 1) % len(self.machines)]
+        shell("ip", "-n", self.machines[k].cable, "route", how, "default", "via", other.ip)
 
     @property
     def prefix(self) -> tuple[str, ...]:
@@ -131,13 +141,14 @@ class TwoMachines:
 
     def start(self, env: Mapping[str, str]) -> None:
         """Head first; a head that died took the cluster with it."""
-        head, other = self.machines
+        head, *others = self.machines
         if head.ray is None or head.ray.poll() is not None:
             for machine in self.machines:
                 machine.stop()
             head.start(env)
             self._wait()
-        other.start(env)
+        for other in others:
+            other.start(env)
 
     def _wait(self) -> None:
         give_up = time.monotonic() + START_S
@@ -149,13 +160,12 @@ class TwoMachines:
             time.sleep(0.5)
 
     def cut(self) -> None:
-        """Nothing gets from one to the other, until `mend`."""
+        """Nothing gets from the first to the others, until `mend`."""
         shell("ip", "-n", self.machines[0].cable, "link", "set", "cable", "down")
 
     def mend(self) -> None:
-        here = ("ip", "-n", self.machines[0].cable)
-        shell(*here, "link", "set", "cable", "up")
-        shell(*here, "route", "replace", "default", "via", self.machines[1].ip)
+        shell("ip", "-n", self.machines[0].cable, "link", "set", "cable", "up")
+        self._route(0, "replace")
 
     def daemons(self) -> list[psutil.Process]:
         found = []
@@ -169,3 +179,4 @@ class TwoMachines:
         for machine in self.machines:
             machine.stop()
             shell("ip", "netns", "delete", machine.cable)
+        shell("ip", "netns", "delete", self._switch)

@@ -25,7 +25,7 @@ from stepwell.layout import CHECKPOINTS, POOL
 from tests.chaos.attached import AttachedRun
 from tests.chaos.faults import PARTS, Action, plan
 from tests.chaos.lives import EXCUSES, OURS, Run, SmallDisk
-from tests.chaos.machines import TwoMachines
+from tests.chaos.machines import Machines
 
 OPTIONS = (
     "logging.wandb=disabled",
@@ -164,7 +164,7 @@ def export_in_vain(run: Run, folder: Path, *targets: str) -> None:
 
 
 async def nodes(folder: Path, seed: str, n: int) -> Run:
-    machines = TwoMachines(folder)
+    machines = Machines(folder)
     options = (
         f"cluster.address={machines.address}",
         f"pool.journal_dir={machines.local / POOL}",

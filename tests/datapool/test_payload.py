@@ -28,6 +28,8 @@ from stepwell.datapool.codec import (
     unpack,
 )
 from stepwell.datapool.errors import InvalidStepError
+from stepwell.datapool.ops import PutPictures
+from stepwell.datapool.pictures import Picture
 from stepwell.datapool.types import TokenIds
 from tests.builders import step_of
 from tests.datapool.conftest import SyncPool
@@ -61,16 +63,40 @@ def trees(draw: st.DrawFn) -> list[Step]:
         parent = draw(st.none() | st.integers(0, index - 1)) if index else None
         prompt = draw(tokens)
         if parent is not None and draw(st.sampled_from([True, True, True, False])):
+            before, known = steps[parent].n_tokens, steps[parent].pictures
             prompt = [*steps[parent].prompt_ids, *steps[parent].response_ids, *prompt]
             if draw(st.booleans()):
                 parent = None  # extends it, and does not say so
-        steps.append(draw(_step(index, parent, prompt, draw(tokens))))
+        else:
+            before, known = 0, ()
+        pictures = draw(_pictures(known, before, len(prompt)))
+        steps.append(draw(_step(index, parent, prompt, draw(tokens), pictures)))
     return steps
 
 
 @st.composite
+def _pictures(
+    draw: st.DrawFn, known: tuple[Picture, ...], start: int, end: int
+) -> tuple[Picture, ...]:
+    """Those of the tokens before `start`, and perhaps new ones."""
+    known = draw(st.sampled_from([known, known, known, ()]))  # another prompt with the same ids
+    new = []
+    while start < end and draw(st.sampled_from([True, False, False])):
+        at = draw(st.integers(start, end - 1))
+        n = draw(st.integers(1, end - at))
+        new.append(Picture(draw(st.sampled_from("ab")) * 64, 28, 28 * n, at, n))
+        start = at + n
+    return (*known, *new)
+
+
+@st.composite
 def _step(
-    draw: st.DrawFn, index: int, parent: int | None, prompt: list[int], response: list[int]
+    draw: st.DrawFn,
+    index: int,
+    parent: int | None,
+    prompt: list[int],
+    response: list[int],
+    pictures: tuple[Picture, ...],
 ) -> Step:
     n = len(response)
     version = draw(st.integers(0, 5))
@@ -94,6 +120,7 @@ def _step(
         version_spans=spans,
         multi_modal_data=draw(st.none() | st.fixed_dictionaries({"images": st.lists(ARRAYS)})),
         routed_experts=draw(st.none() | ARRAYS),
+        pictures=pictures,
     )
 
 
@@ -117,6 +144,14 @@ def sent(packed: Sequence[PackedStep]) -> list[tuple[str, str, PackedStep]]:
 
 def unpacked(packed: Sequence[PackedStep]) -> list[Step]:
     return unpack(PackedTrajectory("t", "p", list(packed)))
+
+
+def with_pictures_of(steps: Sequence[Step]) -> SyncPool:
+    """A pool that has the pictures of these steps, and nothing else."""
+    pool = SyncPool()
+    pictures = {p.digest: b"png" for step in steps for p in step.pictures}
+    pool.apply(PutPictures("t", pictures, prompt_uid="p"), 0.0)
+    return pool
 
 
 def arrived(lease: PackedLease | None) -> Lease:
@@ -165,7 +200,7 @@ def test_a_lease_arrives_as_what_was_submitted(steps: list[Step], whole: bool) -
 def test_the_pool_serves_what_was_submitted_however_it_was_packed(
     steps: list[Step], whole: bool, cut: int
 ) -> None:
-    pool = SyncPool()
+    pool = with_pictures_of(steps)
     packed = sent(pack_all(steps, whole))
     answers = pool.apply_steps(packed[:cut], now=0.0) + pool.apply_steps(packed[cut:], now=0.0)
     assert answers == ["accepted"] * len(steps)
@@ -183,7 +218,7 @@ def test_the_pool_serves_what_was_submitted_however_it_was_packed(
 
 @given(trees())
 def test_a_parent_that_is_not_named_or_false_is_found_once(steps: list[Step]) -> None:
-    pool = SyncPool()
+    pool = with_pictures_of(steps)
     pool.apply_steps(steps, now=0.0)
     pool.complete_trajectory("t", now=0.0)
     served = arrived(pool.lease_packed(now=0.0)).steps
@@ -201,7 +236,7 @@ def test_a_step_that_comes_before_its_parent_keeps_the_parent_that_it_names() ->
 
 @given(trees())
 def test_any_changed_column_is_a_conflict(steps: list[Step]) -> None:
-    pool = SyncPool()
+    pool = with_pictures_of(steps)
     pool.apply_steps(steps, now=0.0)
     last = steps[-1]
     values = {f.name: getattr(last, f.name) for f in fields(Step)}
@@ -211,6 +246,7 @@ def test_any_changed_column_is_a_conflict(steps: list[Step]) -> None:
         "finish_reason": "stop" if last.finish_reason is None else None,
         "metadata": {**last.metadata, "another": 1},
         "routed_experts": np.ones(1) if last.routed_experts is None else None,
+        "pictures": [Picture("c" * 64, 28, 28, 0, 1)],
     }.items():
         (answer,) = pool.apply_steps([Step(**{**values, name: value})], now=0.0)
         assert type(answer).__name__ == "StepConflictError", name
@@ -222,11 +258,13 @@ def with_parents(steps: Sequence[Step]) -> list[Step]:
     ids do not."""
 
     def begins(step: Step, parent: Step) -> bool:
-        return step.prompt_ids[: parent.n_tokens].tolist() == parent.token_ids.tolist()
+        n = parent.n_tokens
+        same_ids = step.prompt_ids[:n].tolist() == parent.token_ids.tolist()
+        return same_ids and tuple(p for p in step.pictures if p.at < n) == parent.pictures
 
     def has_more(step: Step) -> bool:
         more = step.multi_modal_data, step.routed_experts
-        return bool(step.version_spans) or any(value is not None for value in more)
+        return bool(step.version_spans or step.pictures) or any(value is not None for value in more)
 
     stored: list[Step] = []
     for step in steps:

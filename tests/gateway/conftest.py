@@ -7,11 +7,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from base64 import b64decode
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -20,6 +22,7 @@ import pytest
 import uvicorn
 from aiohttp import web
 from openai import AsyncOpenAI
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from stepwell.datapool.codec import PackedTrajectory, unpack
@@ -239,9 +242,11 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart" / "
 
 @lru_cache
 def make_tokenizer(family: str) -> ChatTokenizer:
-    """A family's, or the quickstart's own."""
+    """A family's, the quickstart's own, or that of a model's folder."""
     if family == "quickstart":
         return ChatTokenizer.load(str(QUICKSTART))
+    if family not in FAMILIES:
+        return ChatTokenizer.load(family)
     return ChatTokenizer(make_backend(family), make_template(family))
 
 
@@ -464,7 +469,9 @@ class ScriptedEngine:
         if said.status != 200:
             error = {"error": {"message": said.words}}
             return web.json_response(error, status=said.status, dumps=_compact)
-        n_prompt = len(body["input_ids"])
+        # One placeholder stands for each picture, of 28 x 28 pixels a token, and is expanded.
+        sizes = [Image.open(BytesIO(b64decode(data))).size for data in body.get("image_data") or ()]
+        n_prompt = len(body["input_ids"]) + sum(w // 28 * (h // 28) - 1 for w, h in sizes)
         if body.get("stream"):
             return await self._stream(request, said, n_prompt)
         if said.gate is not None:

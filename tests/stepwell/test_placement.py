@@ -86,10 +86,56 @@ def test_without_gpus_every_part_is_a_plain_actor(asked: str) -> None:
     assert planned == Plan("plain")
 
 
+BARE = [
+    Node("10.0.0.10", "b" * 40, 0),
+    Node("10.0.0.3", "c" * 40, 0, is_driver=True),
+    Node("10.0.0.2", "a" * 40, 0),
+]
+
+
+def on_cpu(*overrides: str) -> RunConfig:
+    return load_config("quickstart", ["backend.device=cpu", *overrides])
+
+
+def test_without_gpus_ranks_and_engines_are_dealt_out_from_the_drivers_node() -> None:
+    planned = plan(on_cpu("backend.ranks=2", "cluster.engines=4"), BARE)
+    assert planned.mode == "plain"
+    assert [node.ip for node in planned.cpu_ranks] == ["10.0.0.3", "10.0.0.2"]
+    ips = ["10.0.0.3", "10.0.0.2", "10.0.0.10", "10.0.0.3"]
+    assert [node.ip for node in planned.cpu_engines] == ips
+    placement = Placement(planned)
+    assert [placement.engine_ip(i) for i in range(4)] == ips
+    assert placement.engine_options(1) == [{"label_selector": {"ray.io/node-id": "a" * 40}}]
+    assert placement.backend_options() == placement.critic_options()
+    assert placement.backend_options()["options"][1] == placement.engine_options(1)[0]
+    assert placement.parts_by_node() == {
+        "c" * 40: "rank 0, engine 0, engine 3",
+        "a" * 40: "rank 1, engine 1",
+        "b" * 40: "engine 2",
+    }
+
+
+def test_a_run_of_one_engine_and_one_rank_is_on_the_drivers_node_alone() -> None:
+    assert {*Placement(plan(on_cpu(), BARE)).parts_by_node()} == {"c" * 40}
+    attached = on_cpu("engine.kind=attach", "engine.urls=[http://10.0.0.9:1]", "cluster.engines=3")
+    assert plan(attached, BARE) == Plan("plain")
+    assert plan(on_cpu("cluster.engines=3"), BARE, serves=False) == Plan("plain")
+
+
+def test_embedded_engines_are_dealt_out_beside_ranks_on_gpus() -> None:
+    planned = plan(config("engine.kind=embedded", "cluster.engines=2"), [OTHER, DRIVER])
+    assert (len(planned.ranks), planned.engines, planned.cpu_ranks) == (2, (), ())
+    assert [node.ip for node in planned.cpu_engines] == ["10.0.0.2", "10.0.0.10"]
+
+
+def test_a_trainer_on_cuda_in_a_cluster_without_gpus_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"backend\.device is 'cuda'.*--num-gpus"):
+        plan(load_config("quickstart", ["backend.device=cuda"]), BARE)
+
+
 def test_the_embedded_engine_and_a_trainer_on_the_cpu_ask_for_none() -> None:
-    on_cpu = load_config("quickstart", ["backend.device=cpu"])
-    assert wanted_gpus(on_cpu) == (0, 0)
-    assert plan(on_cpu, [DRIVER]).mode == "plain"
+    assert wanted_gpus(on_cpu()) == (0, 0)
+    assert plan(on_cpu(), [DRIVER]).mode == "plain"
 
 
 @pytest.mark.parametrize(

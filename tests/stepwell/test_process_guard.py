@@ -77,8 +77,10 @@ def test_what_descends_from_a_raylet_ends_with_the_run_if_the_run_has_started_it
 
 
 def test_a_run_ends_as_ever_whose_guard_was_killed() -> None:
+    before = {p.pid for p in psutil.Process().children()}
     guard = ProcessGuard()
-    [process] = [p for p in psutil.Process().children() if guard.mark in p.cmdline()]
+    # Not by its command line, which is empty for a moment while a process begins.
+    [process] = [p for p in psutil.Process().children() if p.pid not in before]
     process.kill()
     process.wait()
     guard.close()

@@ -332,6 +332,68 @@ async def test_an_attempt_that_the_machine_failed_is_made_again_and_not_counted(
     assert all(b["will_retry"] for b in aborted)
 
 
+async def test_set_up_run_and_grading_of_different_rollouts_overlap(
+    tmp_path: Path, gateway: RecordingGateway
+) -> None:
+    """With one slot: an agent runs until the next one's folder is there, and its grading until the
+    next agent runs; neither would come to an end otherwise."""
+    scratch = tmp_path / "s"
+    (tmp_path / "template").mkdir()
+    (tmp_path / "template" / "given").touch()
+    (tmp_path / "begun").mkdir()
+    next_is_set_up = (
+        f"until [ $(ls -d {scratch}/*/*/work/given | wc -l) -ge 2 ]; do sleep 0.05; done"
+    )
+    script = f"""
+        n=$(ls {tmp_path}/begun | wc -l); touch {tmp_path}/begun/$n; echo $n > n
+        [ $n = 2 ] || {{ {next_is_set_up} ; }}
+    """
+    next_runs = (
+        f"[ $(cat n) = 2 ] || until [ -e {tmp_path}/begun/$(($(cat n) + 1)) ]; do sleep 0.05; done"
+    )
+    section = shell(script, timeout_s=60, workdir=str(tmp_path / "template"))
+    section |= {"scratch": str(scratch), "grade": {"command": ["sh", "-c", next_runs]}}
+    given = {"harness": section, "concurrency": 1, "max_attempts": 1}
+    worker = RolloutWorker(RolloutConfig.model_validate(given), [gateway.url])
+    assert await worker.run_group(TASK, "g", 3) == {"complete": 3}
+    await worker.close()
+    assert len([*(tmp_path / "begun").iterdir()]) == 3  # one agent at a time, each with a number
+    left_nothing(tmp_path)
+
+
+async def test_at_most_twice_as_many_rollouts_as_run_at_once_have_a_folder(
+    tmp_path: Path, gateway: RecordingGateway
+) -> None:
+    seen = tmp_path / "seen"
+    script = f"ls -d {tmp_path}/s/*/*/work | wc -l >> {seen}"
+    section = shell(script, timeout_s=60, scratch=str(tmp_path / "s"))
+    section |= {"grade": {"command": ["sh", "-c", script]}}
+    given = {"harness": section, "concurrency": 2, "max_attempts": 1}
+    worker = RolloutWorker(RolloutConfig.model_validate(given), [gateway.url])
+    assert await worker.run_group(TASK, "g", 12) == {"complete": 12}
+    await worker.close()
+    assert max(map(int, seen.read_text().split())) <= 4
+
+
+async def test_a_set_up_that_fails_is_its_rollouts_own_loss(
+    tmp_path: Path, gateway: RecordingGateway
+) -> None:
+    section = shell("true", workdir=f"{tmp_path}/{{task.metadata.repo}}")
+    section |= {"scratch": str(tmp_path / "s"), "grade": {"command": ["true"]}}
+    given = {"harness": section, "max_attempts": 1}
+    worker = RolloutWorker(
+        RolloutConfig.model_validate(given), [gateway.url], logs=tmp_path / "logs"
+    )
+    task = {**TASK, "metadata": {"repo": "none"}}
+    ((reason, n),) = (await worker.run_group(task, "g", 2)).items()
+    await worker.close()
+    assert n == 2
+    assert reason.startswith("HarnessError: workdir: there is no folder")
+    assert [body["reason"] for body in gateway.told("abort")] == [reason] * 2
+    assert all("there is no folder" in log.read_text() for log in (tmp_path / "logs").iterdir())
+    left_nothing(tmp_path)
+
+
 async def ready(patience_s: float = 0.0) -> None:
     return
 
@@ -367,6 +429,7 @@ BAD: Mapping[str, tuple[dict[str, Any] | str, str]] = {
     "preset": ("claude", "preset is 'claude', which is none of claude_code, codex"),
     "empty": ({"env": {}}, "command is empty; give one, or a preset"),
     "placeholder": ({"command": ["a", "{base}"]}, r"\{base\}, which is none of \{api_key\}"),
+    "workdir": ({"command": ["a"], "workdir": "x/{model}"}, "use placeholders of the task"),
     "home": ({"command": ["a"], "files": {"/etc/x": ""}}, "name files by their path in the home"),
     "codes": ({"command": ["a"], "gave_up": [3], "infrastructure": [3]}, "both hold 3"),
     "success": ({"command": ["a"], "gave_up": [0]}, "holds 0, which is success"),

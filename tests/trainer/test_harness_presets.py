@@ -51,9 +51,9 @@ def test_a_preset_calls_the_gateway_and_nobody_else(
     name: str, tmp_path: Path, installed: None
 ) -> None:
     harness = Harness(HarnessConfig(preset=name, scratch=tmp_path / "s"))
-    values = {"base_url": URL, "api_key": "the-key", "model": "policy"}
-    rollout = Rollout(harness, "r", tmp_path / "r", TASK, values)
+    rollout = Rollout(harness, "r", tmp_path / "r", TASK)
     rollout.prepare()
+    rollout.write_files(URL, "the-key")
     command = rollout.fill(harness.config.command)
     assert TASK["question"] in command  # one argument, whatever is in it
     told = " ".join("PROMPT" if part == TASK["question"] else part for part in command)

@@ -28,6 +28,7 @@ class Server:
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
         self.url = ""
+        self.scores = True
 
     async def serve(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
@@ -47,7 +48,8 @@ class Server:
                 right = asked["data"]["guess"] == "four"
                 text = "right" if right else f"{left} left"
                 done = right or not left
-                answer = {"observation": {"text": text}, "reward": float(right), "done": done}
+                answer = {"observation": {"text": text}, "done": done}
+                answer["reward"] = float(right) if self.scores else None
             await socket.send_json({"type": "observation", "data": answer})
         return socket
 
@@ -95,6 +97,30 @@ async def test_an_action_that_is_none_is_told_to_the_policy(
     last = world.tokenizer.decode(world.stored()[-1].prompt_ids.tolist())
     assert "error: reply with a JSON object alone" in last
     assert "error: guess is missing (VALIDATION_ERROR)" in last
+
+
+async def test_a_policy_whose_every_action_is_refused_earns_nothing_and_is_scored(
+    server: Server, worlds: Callable[..., Any]
+) -> None:
+    """Lost instead, its group would learn from those alone that did act."""
+    world: World = await worlds()
+    for text in ("four", '{"gess": "four"}'):
+        world.say(text)
+    agent = OpenEnvAgent(OpenEnvConfig(url=server.url, max_turns=2))
+    assert await agent(TASK, world.base_url(), "none") == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("max_turns", "rewards"), [(2, None), (1, [0.0])])
+async def test_an_episode_that_ends_without_any_reward_is_not_scored(
+    server: Server, worlds: Callable[..., Any], max_turns: int, rewards: list[float] | None
+) -> None:
+    """One that used up its turns did not get there: it has earned nothing."""
+    world: World = await worlds()
+    server.scores = False
+    for text in ("three", "four"):
+        world.say(text)
+    agent = OpenEnvAgent(OpenEnvConfig(url=server.url, action_key="guess", max_turns=max_turns))
+    assert await agent(TASK, world.base_url(), "none") == rewards
 
 
 async def test_a_server_that_is_not_there_is_infrastructure() -> None:

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -314,6 +315,49 @@ async def test_an_agent_that_never_works_is_named_at_once_and_ends_the_run(
     drawn = len(audit(rig.folder / "ledger.jsonl").draws)
     # The lost ones, those that the pool had admitted, and one that waits for admission.
     assert drawn <= LOST_IN_A_ROW + 16 + 1
+
+
+TURNS = count()
+
+
+async def fails_in_two_ways(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    reward, number = await asks_once(task, base_url, api_key), next(TURNS)
+    if number % 4 == 0:
+        raise ValueError(f"bad tool at {base_url}")
+    if number % 4 == 1:
+        raise KeyError(task["instance_id"])
+    return reward
+
+
+async def test_the_first_failure_of_each_kind_is_a_line_for_the_user(rig: Rig) -> None:
+    told: list[str] = []
+    options = {"agent": f"{__name__}:fails_in_two_ways", "n": 8, "min_n": 1, "max_attempts": 1}
+    async with producer_of(rig, 4, notify=told.append, **options) as producer:
+        tasks = [{"question": "?", "instance_id": f"v{i}"} for i in range(2)]
+        await producer.evaluate(tasks, 8, "val")
+        await rig.generate(producer)
+    of_key, of_value = sorted(told)
+    assert of_value.startswith("ValueError: bad tool at {base_url}: "), of_value
+    assert of_key.startswith("KeyError: 'v"), of_key
+    assert "the worker's log has the traceback" in of_key
+    assert producer.ends["ValueError"] == producer.ends["KeyError"] == 12
+
+
+class DyingWorker:
+    """A worker whose process ends under each group."""
+
+    async def run_group(self, *args: Any) -> dict[str, int]:
+        raise ray.exceptions.RayActorError
+
+    async def ready(self) -> None: ...
+
+
+async def test_a_worker_that_dies_is_one_line_however_often_it_does(rig: Rig) -> None:
+    told: list[str] = []
+    producer = rig.producer(1, [DyingWorker()], notify=told.append, n=1, min_n=1)
+    await producer.evaluate([{"question": "?", "instance_id": "v0"}], 1, "val")
+    assert len(told) == 1
+    assert told[0].startswith("rollout worker 0 died while it ran v0-"), told[0]
 
 
 async def works_at_every_seventh(task: Mapping[str, Any], base_url: str, api_key: str) -> float:

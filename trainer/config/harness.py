@@ -190,6 +190,17 @@ class HarnessConfig(Section):
             check_placeholders(text)
         return value
 
+    @field_validator("workdir", mode="after")
+    @classmethod
+    def _known_before_the_rollout(cls, workdir: str | None) -> str | None:
+        for found in PLACEHOLDER.finditer(workdir or ""):
+            if found[3] is not None and not found[3].startswith("task."):
+                raise ValueError(
+                    f"workdir is {workdir!r}; it is copied before there is a {{{found[3]}}}: use "
+                    "placeholders of the task"
+                )
+        return workdir
+
     @field_validator("files", mode="after")
     @classmethod
     def _inside_the_home(cls, files: dict[str, str]) -> dict[str, str]:

@@ -173,7 +173,8 @@ class RolloutConfig(CallSampling):
     max_outstanding_groups: int = Field(default=16, ge=1)
     """Groups open or ready at once: how far generation may run ahead of training."""
     concurrency: int = Field(default=64, ge=1)
-    """Agents running at once in one worker."""
+    """Agents running at once in one worker. As many more rollouts of a harness are set up or graded
+    meanwhile."""
     workers: int = Field(default=1, ge=1)
     """Processes that run agents, on all nodes of the cluster."""
     timeout_s: float = Field(default=120.0, gt=0)

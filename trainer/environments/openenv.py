@@ -5,8 +5,10 @@
                   └──────────────────────── not done ─────────────────────────────┘
 
 Speaks the server's own messages over its WebSocket (`openenv` 0.10, `EnvClient`), so the package is
-not needed. Each reply has the reward that its step gave. An action that the server refuses is told
-to the policy, and gives none. Does not own the server.
+not needed. Each reply has the reward that its step gave. An action that the server refuses, or that
+is none, is told to the policy and earns 0.0: it is the policy's own doing, and a rollout of nothing
+else has to be worth less than one that acts. An episode that is done without any reward is not
+scored: `rollout.reward` scores it. Does not own the server.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ class OpenEnvAgent:
 
     async def __call__(
         self, task: Mapping[str, Any], base_url: str, api_key: str
-    ) -> list[float | None]:
-        """One episode; the reward of each reply.
+    ) -> list[float | None] | None:
+        """Play one episode; return the reward of each reply, or None if the episode is not scored.
 
         Raises:
             HarnessError: the environment's code has raised; the rollout is lost.
@@ -69,7 +71,7 @@ class OpenEnvAgent:
         task: Mapping[str, Any],
         socket: aiohttp.ClientWebSocketResponse,
         openai: AsyncOpenAI,
-    ) -> list[float | None]:
+    ) -> list[float | None] | None:
         config = self._config
         own = (task.get("metadata") or {}).get("reset") or {}
         try:
@@ -83,6 +85,7 @@ class OpenEnvAgent:
         first = self._observation(found)
         messages.append({"role": "user", "content": f"{prompt}\n\n{first}" if prompt else first})
         rewards: list[float | None] = []
+        gave_none = True
         while not found.get("done") and len(rewards) < config.max_turns:
             try:
                 reply = await openai.chat.completions.create(model="policy", messages=messages)
@@ -98,9 +101,11 @@ class OpenEnvAgent:
                 rewards.append(0.0)
                 messages.append({"role": "user", "content": f"error: {e}"})
                 continue
+            gave_none = gave_none and found.get("reward") is None
             rewards.append(float(found.get("reward") or 0.0))
             messages.append({"role": "user", "content": self._observation(found)})
-        return rewards
+        # One that used up its turns or its context has earned what its steps gave, 0.0 if nothing.
+        return None if found.get("done") and gave_none else rewards
 
     def _action(self, reply: str) -> dict[str, Any]:
         """

@@ -8,6 +8,9 @@ of which nothing is left but its calls, its score and its log.
                                                               ├─ too long        as on_timeout says
                                                               └─ not the agent's InfrastructureError
 
+The three stages are methods of their own, `set_up`, `play` and `grade`, so that a worker can
+overlap those of different rollouts: only `play` calls the model.
+
 A reward comes from the grader alone: what cannot be graded has none, and is lost with its reason.
 An `InfrastructureError` does not count against the agent, and its attempt is made again.
 
@@ -29,8 +32,16 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -81,13 +92,13 @@ class Harness:
         transcript: TranscriptReader | None = None,
     ) -> None:
         self.config = config
-        self._logs = logs
-        self._transcript = transcript
-        self._sandbox = find_sandbox(config.sandbox)
-        self._grader = _grader(config.grade)
+        self.logs = logs
+        self.transcript = transcript
+        self.sandbox = find_sandbox(config.sandbox)
+        self.grader = _grader(config.grade)
         self._images: dict[str, asyncio.Task[Ended]] = {}
         """Pulls, by image."""
-        self._path = path_of(os.environ.get("PATH", os.defpath))
+        self.path = path_of(os.environ.get("PATH", os.defpath))
         self._check()
         self._scratch = config.scratch or Path(tempfile.gettempdir())
         self._scratch.mkdir(parents=True, exist_ok=True)
@@ -101,41 +112,44 @@ class Harness:
             InfrastructureError: the machine failed.
             TimeoutError: it ran too long.
         """
-        config = self.config
-        values = {"base_url": base_url, "api_key": api_key, "model": config.model}
+        async with self.set_up(task) as rollout:
+            await rollout.play(base_url, api_key)
+            return await rollout.grade()
+
+    @asynccontextmanager
+    async def set_up(self, task: Mapping[str, Any]) -> AsyncIterator[Rollout]:
+        """Make the folders of a rollout of `task`, and its image. On exit its log is kept, and
+        nothing else of it. A set-up that fails raises when the rollout is played."""
         name = f"{_slug(task.get('instance_id', 'task'))}-{uuid.uuid4().hex[:12]}"
-        root = folder_of_worker(self._scratch) / name
-        rollout = Rollout(self, name, root, task, values)
-        why = ""
+        rollout = Rollout(self, name, folder_of_worker(self._scratch) / name, task)
         try:
-            with _room_needed(root):
-                await in_thread(rollout.prepare)
-            if config.sandbox.kind in BUILDS:
-                await self._image_ready(rollout)
-            ended = await rollout.run(rollout.fill(config.command), config.timeout_s)
-            rollout.judge(ended)
-            return await self._grade(rollout, task, base_url)
-        except BaseException as e:  # its log says it, and it is raised
-            why = f"\n--- {type(e).__name__}: {e}\n"
-            raise
+            try:
+                with _room_needed(rollout.root):
+                    await in_thread(rollout.prepare)
+                if self.config.sandbox.kind in BUILDS:
+                    await self.image_ready(rollout)
+            except Exception as e:  # noqa: BLE001 - raised in the attempt, which has not begun
+                rollout.failed_set_up = e
+            yield rollout
         finally:
             # A log has megabytes: they are read in a thread.
-            await _to_the_end(in_thread(_finish, rollout, self._logs, config.keep_logs, why))
+            most = self.config.keep_logs
+            await _to_the_end(in_thread(_finish, rollout, self.logs, most))
 
-    async def _image_ready(self, rollout: Rollout) -> None:
-        """Pull or build an image once, before any time of a rollout runs; and put what it has in
-        its working folder into the rollout's.
+    async def image_ready(self, rollout: Rollout) -> None:
+        """Pull or build an image once in this process, before any time of a rollout runs; and put
+        what it has in its working folder into the rollout's.
 
         Raises:
             InfrastructureError: it cannot be had.
         """
         program, image, harbor = self.config.sandbox.kind, rollout.image, rollout.harbor
-        script, more = 'exec "$0" pull "$1"', []
+        had = '"$0" image inspect "$1" > /dev/null 2>&1 || exec "$0" pull "$1"'
+        argv = ["sh", "-c", had, program, image]
         if harbor is not None and harbor.image is None:
-            script, more = 'exec "$0" build -t "$1" "$2"', [str(harbor.task / "environment")]
+            # Also if it is there: the builder's cache knows what of it has changed since.
+            argv = [program, "build", "-t", image, str(harbor.task / "environment")]
         if image not in self._images:
-            had = '"$0" image inspect "$1" > /dev/null 2>&1 ||'
-            argv = ["sh", "-c", f"{had} {script}", program, image, *more]
             self._images[image] = asyncio.ensure_future(self._do(argv))
         ended = await asyncio.shield(self._images[image])
         if ended.how == "exited" and not ended.code and harbor is not None:
@@ -154,7 +168,7 @@ class Harness:
     async def _do(self, argv: Sequence[str], after: Sequence[str] = ()) -> Ended:
         """The end of a command of the container's program; `said` is its last line."""
         file = folder_of_worker(self._scratch) / f"image-{uuid.uuid4().hex}.log"
-        env = {**client_env(), "PATH": self._path}
+        env = {**client_env(), "PATH": self.path}
         job = Job(argv, self._scratch, env, file, timeout_s=PULL_S, after=after)
         try:
             ended = await run_job(job)
@@ -164,42 +178,6 @@ class Harness:
         finally:
             file.unlink(missing_ok=True)
 
-    async def _grade(
-        self, rollout: Rollout, task: Mapping[str, Any], base_url: str
-    ) -> float | None:
-        grade = self.config.grade
-        rollout.check_folders()
-        if rollout.harbor is not None:
-            with _room_needed(rollout.root):
-                command = await in_thread(rollout.harbor.bring_tests)
-            return await rollout.grade_by_harbor(rollout.harbor, command)
-        if grade is None:
-            return None
-        if grade.files is not None:
-            with _room_needed(rollout.work):
-                await in_thread(copy_over, grade.files, rollout.work)
-        if grade.command is not None:
-            return await rollout.grade_by_command(grade)
-        transcript = [] if self._transcript is None else await self._transcript(base_url)
-        try:
-            async with asyncio.timeout(grade.timeout_s) as limit:
-                if inspect.iscoroutinefunction(self._grader):
-                    reward = await self._grader(rollout.work, transcript, task)
-                else:
-                    reward = await in_thread(self._grader, rollout.work, transcript, task)
-        except TimeoutError as e:
-            if not limit.expired():
-                raise
-            why = f"grading: {grade.function} took more than {grade.timeout_s:g} s"
-            raise HarnessError(why) from e
-        except Exception as e:  # foreign code: no score is not 0
-            raise HarnessError(f"grading: {grade.function}: {type(e).__name__}: {e}") from e
-        if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
-            raise HarnessError(
-                f"grading: {grade.function} returned a {type(reward).__name__}; return a number"
-            )
-        return None if reward is None else float(reward)
-
     def _check(self) -> None:
         """
         Raises:
@@ -208,7 +186,7 @@ class Harness:
         config = self.config
         program = config.command[0]
         is_here = config.sandbox.kind in ("process", "bubblewrap") and "{" not in program
-        if is_here and shutil.which(program, path=self._path) is None:
+        if is_here and shutil.which(program, path=self.path) is None:
             raise RolloutError(
                 f"rollout.harness.command is {program!r}, which is not on the PATH; "
                 + install_hint(config.preset)
@@ -233,7 +211,6 @@ class Rollout:
         name: str,
         root: Path,
         task: Mapping[str, Any],
-        values: Mapping[str, str],
     ) -> None:
         self._harness = harness
         self._config = harness.config
@@ -241,11 +218,12 @@ class Rollout:
         self.root = root
         self.work, self.home, self.tmp = (root / part for part in ("work", "home", "tmp"))
         self._task = task
-        self._values = {**values, "workdir": str(self.work), "home": str(self.home)}
+        folders = {"workdir": str(self.work), "home": str(self.home)}
+        self._values = {"model": harness.config.model, **folders}
         self.harbor: HarborLayout | None = None
-        if "harbor" in task:
-            kind = self._config.sandbox.kind
-            self.harbor = HarborLayout(task["harbor"], root, self.work, kind)
+        self.failed_set_up: Exception | None = None
+        self.why = ""
+        """End of its log: the failure, if there was one."""
         self._own = (0, 0)
         """Bytes and files that the template has brought."""
         # Beside the folders that the agent may write: it is read here, links would be followed.
@@ -253,26 +231,106 @@ class Rollout:
         self._runs = 0
 
     def prepare(self) -> None:
-        """Make the folders, copy the template and write the files of the home.
+        """Make the folders and copy the template.
 
         Raises:
             HarnessError: the task names a template that is not there.
+            DataError: the sandbox does not build what a Harbor task needs.
             OSError: there is no room.
         """
         for folder in (self.work, self.home, self.tmp):
             folder.mkdir(parents=True)
-        if self.harbor is not None:
+        if "harbor" in self._task:
+            kind = self._config.sandbox.kind
+            self.harbor = HarborLayout(self._task["harbor"], self.root, self.work, kind)
             self.harbor.prepare()
         if self._config.workdir is not None:
             template = Path(self._inside(self._config.workdir))
             if not template.is_dir():
                 raise HarnessError(f"workdir: there is no folder {template}; correct the task")
             _copy(template, self.work)
+        self._own = _size(self.root)
+
+    def write_files(self, base_url: str, api_key: str) -> None:
+        """Write the files of the home, as all from here on fill the gateway's address and key in.
+        Raises OSError."""
+        self._values |= {"base_url": base_url, "api_key": api_key}
         for name, text in self._config.files.items():
             file = self.home / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(self.fill_text(text))
-        self._own = _size(self.root)
+        own, files = self._own, _size(self.home)
+        self._own = (own[0] + files[0], own[1] + files[1])
+
+    async def play(self, base_url: str, api_key: str) -> None:
+        """Run the command; returns if what it has done is to be graded.
+
+        Raises:
+            HarnessError: the agent failed, or its task cannot be set up.
+            InfrastructureError: the machine failed.
+            TimeoutError: it ran too long.
+        """
+        with self._why_told():
+            if self.failed_set_up is not None:
+                raise self.failed_set_up
+            with _room_needed(self.home):
+                await in_thread(self.write_files, base_url, api_key)
+            command = self.fill(self._config.command)
+            self.judge(await self.run(command, self._config.timeout_s))
+
+    async def grade(self) -> float | None:
+        """Score what the agent has left; None where `rollout.reward` scores.
+
+        Raises:
+            HarnessError: it cannot be graded.
+            InfrastructureError: the machine failed.
+        """
+        with self._why_told():
+            return await self._grade()
+
+    @contextmanager
+    def _why_told(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as e:  # its log says it, and it is raised
+            self.why = f"\n--- {type(e).__name__}: {e}\n"
+            raise
+
+    async def _grade(self) -> float | None:
+        harness, grade = self._harness, self._config.grade
+        self.check_folders()
+        if self.harbor is not None:
+            with _room_needed(self.root):
+                command = await in_thread(self.harbor.bring_tests)
+            return await self.grade_by_harbor(self.harbor, command)
+        if grade is None:
+            return None
+        if grade.files is not None:
+            with _room_needed(self.work):
+                await in_thread(copy_over, grade.files, self.work)
+        if grade.command is not None:
+            return await self.grade_by_command(grade)
+        transcript = []
+        if harness.transcript is not None:
+            transcript = await harness.transcript(self._values["base_url"])
+        try:
+            async with asyncio.timeout(grade.timeout_s) as limit:
+                if inspect.iscoroutinefunction(harness.grader):
+                    reward = await harness.grader(self.work, transcript, self._task)
+                else:
+                    reward = await in_thread(harness.grader, self.work, transcript, self._task)
+        except TimeoutError as e:
+            if not limit.expired():
+                raise
+            why = f"grading: {grade.function} took more than {grade.timeout_s:g} s"
+            raise HarnessError(why) from e
+        except Exception as e:  # foreign code: no score is not 0
+            raise HarnessError(f"grading: {grade.function}: {type(e).__name__}: {e}") from e
+        if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+            raise HarnessError(
+                f"grading: {grade.function} returned a {type(reward).__name__}; return a number"
+            )
+        return None if reward is None else float(reward)
 
     def fill(self, texts: Sequence[str]) -> list[str]:
         return [self.fill_text(text) for text in texts]
@@ -325,7 +383,7 @@ class Rollout:
         self._runs += 1
         own = {} if self.harbor is None else self.harbor.env
         whole = {
-            "PATH": self._harness._path,
+            "PATH": self._harness.path,
             "HOME": str(self.home),
             "TMPDIR": str(self.tmp),
             "LANG": "C.UTF-8",
@@ -345,7 +403,7 @@ class Rollout:
             image=self.image or None,
             mounts={} if self.harbor is None else self.harbor.mounts(grading=grading),
         )
-        plan = self._harness._sandbox(request)
+        plan = self._harness.sandbox(request)
         limits = config.limits
         # A file of that size has exceeded the bound.
         disk = None if limits.disk_mb is None else (limits.disk_mb + 1) * _MB
@@ -608,14 +666,14 @@ def _size(folder: Path) -> tuple[int, int]:
     return sum(e.lstat().st_blocks * 512 for e in entries), len(entries)
 
 
-def _finish(rollout: Rollout, logs: Path | None, most: int, why: str) -> None:
-    """Keep a rollout's log, with the reason `why` it failed, and remove all else that it has left
+def _finish(rollout: Rollout, logs: Path | None, most: int) -> None:
+    """Keep a rollout's log, with the reason why it failed, and remove all else that it has left
     here; what cannot be is told."""
     try:
         if logs is not None and most:
             logs.mkdir(parents=True, exist_ok=True)
             said = rollout.log.read_bytes() if rollout.log.is_file() else b""
-            (logs / rollout.log.name).write_bytes(said + why.encode())
+            (logs / rollout.log.name).write_bytes(said + rollout.why.encode())
             kept = sorted(logs.glob("*.log"), key=lambda each: each.stat().st_mtime)
             for old in kept[:-most]:
                 old.unlink(missing_ok=True)

@@ -55,6 +55,9 @@ LOST_IN_A_ROW = 8
 """Groups in a row, by order of ending, of which the agent finished no rollout, that end the run."""
 FAILED_IN_A_ROW = 32
 """Rollouts that those groups must have at least: with small groups chance loses eight in a row."""
+LOST = "group lost by the agent"
+"""Kind of what the user sees a line of once, as WORKER_DIED and each kind of a rollout's end."""
+WORKER_DIED = "worker died"
 TOO_FEW = "too few rollouts finished"
 FORGOTTEN = "dropped_unseen"
 """Ledger's reason: the pool dropped the group and was restarted before it could say why."""
@@ -107,8 +110,8 @@ class Producer(GroupProducer):
         self.idle = Idle(config.max_outstanding_groups)
         self.ends: Counter[str] = Counter()
         """Rollouts that ended so far, by their end; failures by their kind."""
-        self._agent_failed = False
-        """The user was told of a group that the agent lost."""
+        self._shown: set[str] = set()
+        """Kinds of failures that the user has seen a line of."""
         self._lost_in_a_row = 0
         """Groups that the agent lost since a rollout finished."""
         self._causes: Counter[str] = Counter()
@@ -241,6 +244,7 @@ class Producer(GroupProducer):
                     prompt_uid = new_uid(task)
                     await self._start(prompt_uid, task, n, 1, channel)
                     ends = await self._run_group(number, task, prompt_uid, n, channel)
+                    self._show_failures(prompt_uid, ends)
                     if INFRASTRUCTURE not in ends:
                         break
                     await self._drop_lost(prompt_uid, channel)
@@ -372,6 +376,7 @@ class Producer(GroupProducer):
         ends = await self._run_group(number, task, prompt_uid, self._n, self._channel)
         await self._end_group(prompt_uid, ends)
         self._watch_agent(prompt_uid, ends)
+        self._show_failures(prompt_uid, ends)
 
     async def _end_group(self, prompt_uid: str, ends: Mapping[str, int]) -> None:
         reason = self._drop_reasons.get(prompt_uid)
@@ -400,8 +405,8 @@ class Producer(GroupProducer):
         self._lost_in_a_row += 1
         self._causes.update({MEANINGS.get(end, end): n for end, n in own.items()})
         agent, causes = f"rollout.agent = {self._config.agent}", _common_causes(self._causes)
-        if not self._agent_failed:
-            self._agent_failed = True
+        if LOST not in self._shown:
+            self._shown |= {LOST, *map(_kind, own)}
             self._notify_user(
                 f"{causes}: {agent} lost all rollouts of {prompt_uid}; the log has "
                 f"the traceback, and {LOST_IN_A_ROW} such groups in a row end the run"
@@ -410,6 +415,18 @@ class Producer(GroupProducer):
             raise RolloutError(
                 f"{causes}: {agent} finished no rollout of {self._lost_in_a_row} "
                 "groups in a row; correct the agent and run the same command again"
+            )
+
+    def _show_failures(self, prompt_uid: str, ends: Mapping[str, int]) -> None:
+        """Show the user the first failure of each kind; later ones are counted alone."""
+        for end in ends:
+            if end in (COMPLETE, CLOSED, INFRASTRUCTURE) or _kind(end) in self._shown:
+                continue
+            self._shown.add(_kind(end))
+            self._notify_user(
+                f"{MEANINGS.get(end, end)}: {ends[end]} of {sum(ends.values())} rollouts of "
+                f"{prompt_uid} ended so (rollout.agent = {self._config.agent}); the worker's log "
+                "has the traceback, and later ones of this kind are only counted"
             )
 
     async def _run_group(
@@ -422,11 +439,18 @@ class Producer(GroupProducer):
             )
         except ray.exceptions.RayActorError as e:
             log.warning("rollout worker died while running %s: %s", prompt_uid, e)
+            if WORKER_DIED not in self._shown:
+                self._shown.add(WORKER_DIED)
+                why = " ".join(str(e).split())[:200]
+                self._notify_user(
+                    f"rollout worker {index} died while it ran {prompt_uid} ({why}); Ray starts it "
+                    "again, its groups are issued again, and later deaths are only logged"
+                )
             ends = {INFRASTRUCTURE: n}
         if INFRASTRUCTURE in ends:
             self._failed.add(index)
         for end, times in ends.items():
-            self.ends[end.partition(":")[0]] += times
+            self.ends[_kind(end)] += times
         return ends
 
     async def _drop_lost(self, prompt_uid: str, channel: str) -> bool:
@@ -453,6 +477,11 @@ class Producer(GroupProducer):
                 index = min(self._failed)
                 await self._workers[index].ready()
                 self._failed.discard(index)
+
+
+def _kind(end: str) -> str:
+    """Kind of a rollout's end: of an error its type."""
+    return end.partition(":")[0]
 
 
 def _common_causes(causes: Counter[str]) -> str:

@@ -96,7 +96,7 @@ def _container(program: str, request: SandboxRequest) -> SandboxPlan:
     argv += ["--network", choice.network]
     if not request.mounts:  # tests of a Harbor task install what they need, as root
         argv += ["--user", f"{os.getuid()}:{os.getgid()}"]
-        if program == "podman":
+        if program == "podman" and os.getuid():  # root's podman refuses it, and needs it not
             argv += ["--userns", "keep-id"]
         argv += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
     if limits.memory_mb is not None:
@@ -132,8 +132,11 @@ def _container(program: str, request: SandboxRequest) -> SandboxPlan:
     return SandboxPlan(argv, {**env, **client}, (program, "rm", "--force", request.name))
 
 
-_CLIENTS = ("HOME", "XDG_RUNTIME_DIR", "DOCKER_HOST", "DOCKER_CONFIG", "CONTAINER_HOST")
-"""Variables by which docker and podman find their daemon, images and logins."""
+_CLIENTS = (
+    *("HOME", "XDG_RUNTIME_DIR", "DOCKER_HOST", "DOCKER_CONFIG"),
+    *("CONTAINER_HOST", "CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF"),
+)
+"""Variables by which docker and podman find their settings, daemon, images and logins."""
 
 
 def client_env() -> dict[str, str]:

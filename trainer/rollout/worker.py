@@ -19,6 +19,9 @@ as an engine answers::
         └──disturbed──► aborted, to be made again ──an engine answers──► next attempt
                             └──none within OUTAGE_S, or the group has closed──► INFRASTRUCTURE
 
+At most `rollout.concurrency` agents run at once. A harness's rollout is set up before its turn and
+graded after it: meanwhile others run.
+
 Does not own: scoring (an agent that returns None leaves its trajectory unscored, the trainer scores
 it), group readiness (the pool), which prompt is rolled out (`producer.py`).
 """
@@ -31,7 +34,8 @@ import time
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -44,9 +48,10 @@ from stepwell.datapool.heap import settle_heap
 from stepwell.datapool.log_files import log_to_file, numbered_log
 from stepwell.datapool.types import GREEDY, MAX_REWARD, TRAIN, is_reward
 from stepwell.trainer.config import RolloutConfig, ValidationConfig
+from stepwell.trainer.config.harness import HARNESS
 from stepwell.trainer.data import Task
 from stepwell.trainer.errors import InfrastructureError, RolloutError
-from stepwell.trainer.rollout.agents import agent_of_workers, is_generate, load_agent
+from stepwell.trainer.rollout.agents import Agent, agent_of_workers, is_generate, load_agent
 from stepwell.trainer.rollout.gateway import (
     PATIENCE_S,
     RETRY_S,
@@ -54,7 +59,7 @@ from stepwell.trainer.rollout.gateway import (
     GatewayClient,
     UnreachableError,
 )
-from stepwell.trainer.rollout.harness import Harness
+from stepwell.trainer.rollout.harness import Harness, Rollout
 from stepwell.trainer.slime.generate import GenerateRollouts
 
 log = logging.getLogger(__name__)
@@ -122,12 +127,16 @@ class RolloutWorker:
         log_to_file(log_file)
         self._config = config
         self._gateway = GatewayClient(gateway_urls, key)
+        self._agent: Agent
         if config.harness is None:
             self._agent = load_agent(
                 config.agent or "", config.agent_args, environment=config.environment
             )
         else:
             self._agent = Harness(config.harness, logs=logs, transcript=self._gateway.transcript)
+        self._folders = asyncio.Semaphore(2 * config.concurrency)
+        """Rollouts of a harness that are set up, run or graded: while some run, as many others are
+        made ready, or graded."""
         self._generate: GenerateRollouts | None = None
         if is_generate(self._agent):
             self._generate = GenerateRollouts(
@@ -172,10 +181,13 @@ class RolloutWorker:
         began, attempts = time.monotonic(), count()
         failures, outages, end = 0, 0, INFRASTRUCTURE
         while outages < OUTAGES:
-            async with self._slots:
+            async with self._set_up(task) as rollout, AsyncExitStack() as slot:
+                await slot.enter_async_context(self._slots)
                 final = failures + 1 == self._config.max_attempts
                 attempt = next(attempts)
-                end = await self._attempt(task, prompt_uid, mark, attempt, final, channel)
+                end = await self._attempt(
+                    task, prompt_uid, mark, attempt, final, channel, rollout, slot
+                )
                 if end == INFRASTRUCTURE:
                     if not await self._outlasts(outages, prompt_uid):
                         break
@@ -187,6 +199,15 @@ class RolloutWorker:
             if end in (COMPLETE, NO_STEPS, CLOSED) or failures == self._config.max_attempts:
                 break
         return end
+
+    @asynccontextmanager
+    async def _set_up(self, task: Task) -> AsyncIterator[Rollout | None]:
+        """Set a harness's rollout up before it has a slot; None: the agent is no harness."""
+        if not isinstance(self._agent, Harness):
+            yield None
+            return
+        async with self._folders, self._agent.set_up(task) as rollout:
+            yield rollout
 
     async def _outlasts(self, outages: int, prompt_uid: str) -> bool:
         """Wait for gateway and engine; False: in vain."""
@@ -207,9 +228,11 @@ class RolloutWorker:
         attempt: int,
         final: bool,
         channel: str,
+        rollout: Rollout | None,
+        slot: AsyncExitStack,
     ) -> str:
         """Run one attempt; return its end: COMPLETE, NO_STEPS, CLOSED, INFRASTRUCTURE, or why the
-        agent failed."""
+        agent failed. `slot` is given back when the agent calls the model no more."""
         began = time.monotonic()
         try:
             started = await self._gateway.ask(
@@ -233,7 +256,12 @@ class RolloutWorker:
         machine_failed = False
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                result = await self._run(task, started, mark, channel)
+                if rollout is None:
+                    result = await self._run(task, started, mark, channel)
+                else:
+                    await rollout.play(base_url, started.get("api_key", "none"))
+                    await slot.aclose()
+                    result = read_reward(HARNESS, await rollout.grade())
             ended = await self._gateway.ask(f"{base_url}/v1/complete_trajectory", result)
         except TimeoutError:
             reason = "timeout"

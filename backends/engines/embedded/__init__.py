@@ -3,6 +3,7 @@
 One request through it::
 
     server.py      POST /generate; request.py turns the body into a Request
+    vision.py      its pictures, expanded: held by digest, embedded once per request
     loop.py        posts it to the generation thread
     scheduler.py   waiting -> running: a row of the cache, reusing the longest stored prefix
     model.py       prefill and decode: the model's own forward over cache rows

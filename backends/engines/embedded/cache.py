@@ -7,7 +7,8 @@ Rows are dense so that decoding attends to plain slices, without a gather::
 
 A new request looks for the row, running or retained, that shares the longest token prefix. GRPO
 rollouts share their prompt, and turn k+1 extends turn k, whose row it takes over without a copy.
-A row whose KV was computed under replaced weights is never a donor.
+A row whose KV was computed under replaced weights is never a donor, nor is one of another salt.
+Tokens are `shadow_ids` where there are pictures: two of one size have the same placeholders.
 
 Worked example, 4 rows: A and B run in rows 0 and 1. A ends: B's row moves to 0, A's KV to row 1,
 n_active = 1. A's next turn arrives: it extends row 1 wholly, so it takes over row 1 in place.
@@ -131,14 +132,18 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
 class KVCache(Cache):
     """Rows of keys and values with prefix reuse; see the module docstring."""
 
-    def __init__(self, n_layers: int, max_running: int, n_retained: int) -> None:
-        """`max_running` rows for requests and `n_retained` for finished ones."""
+    def __init__(
+        self, n_layers: int, max_running: int, n_retained: int, dtype: type[Any] = np.int32
+    ) -> None:
+        """`max_running` rows for requests and `n_retained` for finished ones; `dtype` of tokens."""
         self.n_rows = max_running + n_retained
         self.max_running = max_running
         self.capacity = _CAPACITY_STEP
         self.plan: WritePlan | None = None
         self.n_active = 0
-        self.tokens = np.zeros((self.n_rows, self.capacity), dtype=np.int32)
+        self.tokens = np.zeros((self.n_rows, self.capacity), dtype=dtype)
+        self.salt = np.zeros(self.n_rows, dtype=np.int64)
+        """Rows share prefixes with those of their own salt only."""
         self.kv_len = np.zeros(self.n_rows, dtype=np.int64)
         self.planned = np.zeros(self.n_rows, dtype=np.int64)
         """Tokens of a running row that prefill will have computed; 0 for a retained row."""
@@ -151,34 +156,36 @@ class KVCache(Cache):
 
     # -- rows ---------------------------------------------------------------------------------
 
-    def _shared(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    def _shared(self, tokens: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Leading tokens that each row has in common with `tokens`, computed or not."""
         n = min(len(tokens), self.capacity)
         differs = self.tokens[:, :n] != tokens[:n]
         return np.where(differs.any(axis=1), differs.argmax(axis=1), n) if n else self.kv_len * 0
 
-    def worth_waiting(self, tokens: npt.NDArray[np.int32]) -> bool:
+    def worth_waiting(self, tokens: npt.NDArray[Any], salt: int = 0) -> bool:
         """A running row is about to compute much more of `tokens`' prefix than is stored now."""
-        shared = np.where(self.fresh, self._shared(tokens), 0)
+        shared = np.where(self.fresh & (self.salt == salt), self._shared(tokens), 0)
         ready = int(np.minimum(shared, self.kv_len).max(initial=0))
         coming = int(np.minimum(shared, self.planned)[: self.n_active].max(initial=0))
         return coming - ready >= max(16, len(tokens) // 8)
 
-    def longest_prefix(self, tokens: npt.NDArray[np.int32]) -> tuple[int, int]:
+    def longest_prefix(self, tokens: npt.NDArray[Any], salt: int = 0) -> tuple[int, int]:
         """`(row, n)`: the row that shares the most leading tokens, n of them (0: none does)."""
-        shared = np.where(self.fresh, np.minimum(self._shared(tokens), self.kv_len), 0)
+        usable = self.fresh & (self.salt == salt)
+        shared = np.where(usable, np.minimum(self._shared(tokens), self.kv_len), 0)
         # Among equals prefer a retained row: it may be taken over without a copy.
         row = self.n_rows - 1 - int(shared[::-1].argmax())
         return row, int(shared[row])
 
-    def acquire(self, tokens: npt.NDArray[np.int32], max_reuse: int) -> int:
+    def acquire(self, tokens: npt.NDArray[Any], max_reuse: int, salt: int = 0) -> int:
         """Open the next row for a request that will hold `tokens`; returns the row. Up to
-        `max_reuse` leading tokens may come from another row: `kv_len[row]` says how many did."""
+        `max_reuse` leading tokens may come from another row of this salt: `kv_len[row]` says how
+        many did."""
         if self.n_active >= self.max_running:
             raise RuntimeError(f"all {self.max_running} rows run; release one first")
         self.ensure_capacity(len(tokens) + 1)
         row = self.n_active
-        src, n = self.longest_prefix(tokens[: max(0, max_reuse)])
+        src, n = self.longest_prefix(tokens[: max(0, max_reuse)], salt)
         if n < MIN_SHARED_PREFIX:
             n = 0
         if n and src >= row and self.kv_len[src] == n:
@@ -191,6 +198,7 @@ class KVCache(Cache):
                 self._copy(src, row, n)
         self.kv_len[row], self.planned[row], self.fresh[row] = n, len(tokens), True
         self.tokens[row, : len(tokens)] = tokens
+        self.salt[row] = salt
         self.n_active += 1
         return row
 
@@ -230,7 +238,7 @@ class KVCache(Cache):
         if length <= self.capacity:
             return
         capacity = max(2 * self.capacity, -(-length // _CAPACITY_STEP) * _CAPACITY_STEP)
-        tokens = np.zeros((self.n_rows, capacity), dtype=np.int32)
+        tokens = np.zeros((self.n_rows, capacity), dtype=self.tokens.dtype)
         tokens[:, : self.capacity] = self.tokens
         for layer in self._slots:
             layer.grow(capacity)
@@ -259,7 +267,7 @@ class KVCache(Cache):
         for layer in self._slots:
             layer.copy_row(src, dst, n)
         self.tokens[dst, :n] = self.tokens[src, :n]
-        self.kv_len[dst], self.fresh[dst] = n, self.fresh[src]
+        self.kv_len[dst], self.fresh[dst], self.salt[dst] = n, self.fresh[src], self.salt[src]
 
     def _swap(self, a: int, b: int) -> None:
         if a == b:
@@ -272,5 +280,5 @@ class KVCache(Cache):
                 layer.swap_rows(a, b, max(na, nb))
         pair, riap = [a, b], [b, a]
         self.tokens[pair] = self.tokens[riap]
-        for column in (self.kv_len, self.planned, self.fresh, self._used):
+        for column in (self.kv_len, self.planned, self.fresh, self.salt, self._used):
             column[pair] = column[riap]

@@ -1,7 +1,9 @@
 """The model: loading, one forward over cache rows, replacing the weights.
 
 Generic over dense decoder-only models of transformers: the model's own forward runs with a custom
-`Cache`, a 4-D mask and explicit positions. Sliding-window and recurrent layers would need other
+`Cache`, a 4-D mask and explicit positions. Of a model that reads pictures (`backends/pictures.py`)
+the decoder gets embeddings, the tower's at placeholders, and rotary positions of three rows; its
+vision tokens are never sampled. Sliding-window and recurrent layers would need other
 masks or states and are refused. Not thread-safe: the scheduler's thread owns it.
 """
 
@@ -18,10 +20,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from stepwell.backends.engines.embedded.adapters import Adapters, WeightLoadError
 from stepwell.backends.engines.embedded.cache import KVCache, WritePlan
+from stepwell.backends.engines.embedded.vision import Vision
+from stepwell.backends.model_folder import checkpoint_name, module_name
+from stepwell.backends.model_loading import load_causal_lm
+from stepwell.backends.pictures import PictureProcessor
+from stepwell.backends.weights.delta import since
 from stepwell.backends.weights.digest import model_hashes
 
 DTYPES = {
@@ -49,15 +56,23 @@ class ModelRunner:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
         config = AutoConfig.from_pretrained(model_path)
-        self.context_length = _context_length(config, context_length)
-        _refuse_unsupported_layers(config, self.context_length)
-        model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=DTYPES[dtype])
+        decoder = config.get_text_config()
+        self.context_length = _context_length(decoder, context_length)
+        _refuse_unsupported_layers(decoder, self.context_length)
+        self.pictures = PictureProcessor.of(model_path)
+        """None: it reads text only."""
+        model: Any = load_causal_lm(model_path, dtype=DTYPES[dtype])
         self._model = model.to(self.device).eval().requires_grad_(False)
         self.config: PretrainedConfig = self._model.config
         self.dtype: torch.dtype = self._model.dtype
         self.vocab_size = int(self._model.get_input_embeddings().num_embeddings)
         self.eos_ids = _eos_ids(self._model)
-        self.cache = KVCache(self.config.num_hidden_layers, max_running, n_retained)
+        self.cache = KVCache(
+            decoder.num_hidden_layers,
+            max_running,
+            n_retained,
+            np.int32 if self.pictures is None else np.int64,
+        )
         self.adapters = Adapters(self._model)
         self._offloaded = False
         self._columns = torch.arange(0, device=self.device)
@@ -68,8 +83,10 @@ class ModelRunner:
         ids: npt.NDArray[np.int64],
         starts: npt.NDArray[np.int64],
         lengths: npt.NDArray[np.int64],
+        visions: Sequence[Vision | None] = (),
     ) -> Tensor:
-        """Run `lengths[b]` new tokens of row `rows[b]`, whose KV holds `starts[b]` positions.
+        """Run `lengths[b]` new tokens of row `rows[b]`, whose KV holds `starts[b]` positions and
+        whose request has the pictures `visions[b]`; negative ids are theirs.
 
         `ids` [B, S] is aligned to the right, so that the last column is every row's last token.
         What pads it on the left writes to the row's next free position, where the next token
@@ -96,10 +113,13 @@ class ModelRunner:
         hidden = self._columns[:kv_len] > at[:, None, :, None]
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
         mask.masked_fill_(hidden, float("-inf"))
+        if self.pictures is None:
+            inputs = {"input_ids": torch.from_numpy(ids).to(self.device), "position_ids": at}
+        else:
+            inputs = self._with_pictures(self.pictures, ids, positions, visions)
         out = self._model(
-            input_ids=torch.from_numpy(ids).to(self.device),
+            **inputs,
             attention_mask=mask,
-            position_ids=at,
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
@@ -107,10 +127,54 @@ class ModelRunner:
         self.cache.plan = None
         self.cache.kv_len[rows] = ends
         logits: Tensor = out.logits[:, -1].float()
+        if self.pictures is not None:
+            logits[:, list(self.pictures.forbidden_ids)] = -torch.inf
         return logits
 
+    def _with_pictures(
+        self,
+        processor: PictureProcessor,
+        ids: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        visions: Sequence[Vision | None],
+    ) -> dict[str, Tensor]:
+        """Inputs of the decoder: `inputs_embeds` [B, S, hidden] and `position_ids` [3, B, S]."""
+        tokens = torch.from_numpy(np.where(ids < 0, processor.placeholder_id, ids)).to(self.device)
+        embeds = self._model.get_input_embeddings()(tokens)
+        rotary = np.repeat(positions[None], 3, axis=0)
+        for b, vision in enumerate(visions):
+            if vision is None:
+                continue
+            rotary[:, b] = vision.positions(positions[b])
+            columns = np.flatnonzero(ids[b] < 0)
+            if not len(columns):
+                continue
+            at = positions[b, columns]
+            for i in vision.within(int(at[0]), int(at[-1]) + 1):
+                own = vision.embeddings[i]
+                if own is None:
+                    own = vision.embeddings[i] = self._embed(processor, vision.png(i))
+                picture = vision.pictures[i]
+                mine = (at >= picture.at) & (at < picture.end)
+                places = torch.from_numpy(at[mine] - picture.at).to(self.device)
+                embeds[b, torch.from_numpy(columns[mine]).to(self.device)] = own[places]
+        return {
+            "inputs_embeds": embeds,
+            "position_ids": torch.from_numpy(rotary).to(self.device),
+        }
+
+    def _embed(self, processor: PictureProcessor, png: bytes) -> Tensor:
+        """The tower's embeddings of one picture, [n_tokens, hidden]."""
+        features = processor.features([png])
+        tower = self._model.base_model.visual
+        pixels = torch.from_numpy(features["pixel_values"]).to(self.device, self.dtype)
+        grid = torch.from_numpy(features["image_grid_thw"]).to(self.device)
+        found: Tensor = tower(pixels, grid_thw=grid).pooler_output
+        return found
+
     def load_weights(self, path: str) -> None:
-        """Replace the weights from a Hugging Face directory; all or nothing.
+        """Replace the weights from a Hugging Face directory, or those that changed
+        (`weights/delta.py`); all or nothing.
 
         Raises:
             WeightLoadError: unreadable, or another architecture. The old weights are untouched.
@@ -119,7 +183,8 @@ class ModelRunner:
             new = self._read_checkpoint(path)
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as e:
             raise WeightLoadError(f"Failed to load weights from {path!r}: {e}") from e
-        self._replace(new, f"Failed to load weights from {path!r}: ", partial=False)
+        is_partial = since(Path(path)) is not None
+        self._replace(new, f"Failed to load weights from {path!r}: ", partial=is_partial)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace some or all of the weights; all of those given or none.
@@ -141,12 +206,16 @@ class ModelRunner:
 
     def hashes(self) -> dict[str, str]:
         """Name -> hash of every weight, and of a loaded adapter's tensors as they came."""
-        return {**model_hashes(self._model), **self.adapters.hashes}
+        hashes = model_hashes(self._model)
+        if self.pictures is not None:
+            hashes = {checkpoint_name(name): value for name, value in hashes.items()}
+        return {**hashes, **self.adapters.hashes}
 
     def _replace(self, new: Mapping[str, Tensor], refusal: str, *, partial: bool) -> None:
         if self._offloaded:
             raise WeightLoadError(f"{refusal}released; resume_memory_occupation comes first")
         own = self._model.state_dict()
+        new = {module_name(name, own): tensor for name, tensor in new.items()}
         missing = [] if partial else sorted(self._required_names(own) - new.keys())
         unknown = sorted(new.keys() - own.keys())
         wrong = [
@@ -184,13 +253,11 @@ class ModelRunner:
         tensors: dict[str, Tensor] = {}
         for file in _safetensors_files(folder):
             tensors.update(load_file(file))
-        if tensors and tensors.keys() <= self._model.state_dict().keys():
+        own = self._model.state_dict()
+        if tensors and {module_name(name, own) for name in tensors} <= own.keys():
             return tensors
         # Other file formats and renamed tensors: transformers knows how to convert them.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=self.dtype, output_loading_info=True
-        )
-        model, info = loaded
+        model, info = load_causal_lm(path, dtype=self.dtype, output_loading_info=True)
         lost = [*info["missing_keys"], *map(str, info["mismatched_keys"])]
         if lost:
             raise ValueError(f"missing or mismatched: {lost[:3]}")
@@ -254,7 +321,7 @@ def _refuse_unsupported_layers(config: PretrainedConfig, context_length: int) ->
 def _eos_ids(model: Any) -> frozenset[int]:
     """End-of-sequence ids of the model config and its generation config, as SGLang unites them."""
     ids: set[int] = set()
-    for config in (model.config, model.generation_config):
+    for config in (model.config.get_text_config(), model.generation_config):
         value = getattr(config, "eos_token_id", None)
         ids.update([value] if isinstance(value, int) else value or ())
     return frozenset(ids)

@@ -15,6 +15,7 @@ Owns the validation of `/generate`'s body. Does not sample, schedule or format J
 
 from __future__ import annotations
 
+import hashlib
 import time
 import uuid
 from collections.abc import Callable
@@ -33,6 +34,8 @@ from pydantic import (
     model_validator,
 )
 
+from stepwell.backends.engines.embedded.vision import Vision
+
 TopLogProbs = list[tuple[float, int]]
 
 _GREEDY_EPS = 1e-6
@@ -42,7 +45,6 @@ _NEUTRAL = {"repetition_penalty": 1, "n": 1, "spaces_between_special_tokens": Tr
 _NO_FIELDS = (
     "text",
     "input_embeds",
-    "image_data",
     "video_data",
     "audio_data",
     "token_ids_logprob",
@@ -130,6 +132,11 @@ class GenerateBody(BaseModel):
     top_logprobs_num: int = Field(0, ge=0)
     stream: bool = False
     lora_path: str | None = None
+    image_data: list[str] = Field(default_factory=list)
+    """For each placeholder in `input_ids`, which has one a picture: a base64 PNG, or `sha256:` and
+    the digest of one that was sent before."""
+    extra_key: str = ""
+    """Requests share prefixes and pictures with those of the same key only."""
 
     @model_validator(mode="before")
     @classmethod
@@ -141,7 +148,10 @@ class GenerateBody(BaseModel):
             refused.append("logprob_start_len")
         if refused:
             raise ValueError(f"not supported by the embedded engine: {refused}; use SGLang")
-        return {k: v for k, v in values.items() if v is not None}
+        values = {k: v for k, v in values.items() if v is not None}
+        if isinstance(values.get("image_data"), str):
+            values["image_data"] = [values["image_data"]]
+        return values
 
     @classmethod
     def parse(cls, content: bytes) -> GenerateBody:
@@ -157,16 +167,23 @@ class GenerateBody(BaseModel):
             raise InvalidRequestError("Either text, input_ids or input_embeds should be provided.")
         return body
 
-    def request(self, stream_interval: int) -> Request:
+    def request(self, stream_interval: int, vision: Vision | None = None) -> Request:
+        key = self.extra_key
         return Request(
             rid=self.rid or uuid.uuid4().hex,
-            prompt_ids=self.input_ids or [],
+            prompt_ids=(self.input_ids or []) if vision is None else vision.prompt_ids,
+            vision=vision,
+            salt=_salt(key) if key else 0,
             params=self.sampling_params,
             return_logprob=self.return_logprob,
             top_logprobs_num=self.top_logprobs_num,
             stream=self.stream,
             stream_interval=self.sampling_params.stream_interval or stream_interval,
         )
+
+
+def _salt(key: str) -> int:
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little", signed=True)
 
 
 def words(errors: Any) -> str:
@@ -191,6 +208,10 @@ class Request:
     rid: str
     prompt_ids: list[int]
     params: SamplingParams
+    vision: Vision | None = None
+    """The prompt's pictures."""
+    salt: int = 0
+    """Of `extra_key`; the prefix cache shares nothing between two."""
     return_logprob: bool = False
     top_logprobs_num: int = 0
     stream: bool = False
@@ -229,8 +250,11 @@ class Request:
         """Prompt plus output tokens."""
         return len(self.prompt_ids) + len(self.output_ids)
 
-    def token_ids(self) -> npt.NDArray[np.int32]:
-        return np.asarray(self.prompt_ids + self.output_ids, dtype=np.int32)
+    def token_ids(self) -> npt.NDArray[Any]:
+        """Prompt and output as the prefix cache compares them."""
+        if self.vision is None:
+            return np.asarray(self.prompt_ids + self.output_ids, dtype=np.int32)
+        return np.concatenate([self.vision.shadow, np.asarray(self.output_ids, dtype=np.int64)])
 
     def append(self, token: int, log_prob: float, top: TopLogProbs, version: str) -> None:
         if self.spans and self.spans[-1].version == version:

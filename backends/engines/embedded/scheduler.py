@@ -33,6 +33,7 @@ from stepwell.backends.engines.embedded.model import ModelRunner
 from stepwell.backends.engines.embedded.reply import StopStrings
 from stepwell.backends.engines.embedded.request import InvalidRequestError, Request
 from stepwell.backends.engines.embedded.sampling import sample
+from stepwell.backends.engines.embedded.vision import Vision
 
 PREFILL_BUDGET = 2048
 """Padded prompt tokens computed between two decode steps."""
@@ -200,6 +201,9 @@ class Scheduler:
         if version is not None:
             self.weight_version = version
         self.cache.mark_stale()
+        for request in self.by_rid.values():
+            if request.vision is not None:
+                request.vision.forget()
 
     @property
     def has_work(self) -> bool:
@@ -236,10 +240,10 @@ class Scheduler:
             request = self.waiting.popleft()
             tokens = request.token_ids()
             reusable = len(tokens) - 1
-            if self.cache.worth_waiting(tokens[:reusable]):
+            if self.cache.worth_waiting(tokens[:reusable], request.salt):
                 postponed.append(request)
                 continue
-            row = self.cache.acquire(tokens, reusable)
+            row = self.cache.acquire(tokens, reusable, request.salt)
             request.row = row
             self.running.append(request)
             admitted += 1
@@ -273,7 +277,7 @@ class Scheduler:
             ids[i, width - lengths[i] :] = self.cache.tokens[
                 row, starts[i] : starts[i] + lengths[i]
             ]
-        logits = self.runner.forward(np.array(rows), ids, starts, lengths)
+        logits = self.runner.forward(np.array(rows), ids, starts, lengths, self._visions(rows))
         self.prefilled_tokens += int(lengths.sum())
         done = [i for i, row in enumerate(rows) if self._todo(row) == 0]
         if done:
@@ -292,13 +296,17 @@ class Scheduler:
         ids = np.zeros((n, 1), dtype=np.int64)
         for row in ready:
             ids[row, 0] = self.running[row].output_ids[-1]
-        logits = self.runner.forward(np.arange(n), ids, starts, np.ones(n, dtype=np.int64))
+        ones = np.ones(n, dtype=np.int64)
+        logits = self.runner.forward(np.arange(n), ids, starts, ones, self._visions(range(n)))
         requests = [self.running[row] for row in ready]
         if len(ready) < n:
             lagging = np.setdiff1d(np.arange(n), ready)
             self.cache.kv_len[lagging] = starts[lagging]
             logits = logits[ready]
         self._extend(requests, logits)
+
+    def _visions(self, rows: Iterable[int]) -> list[Vision | None]:
+        return [self.running[row].vision for row in rows]
 
     def _extend(self, requests: list[Request], logits: torch.Tensor) -> None:
         """Sample the next token of each request and finish those that end with it."""

@@ -36,6 +36,13 @@ from stepwell.backends.engines.embedded.request import (
 )
 from stepwell.backends.engines.embedded.scheduler import Scheduler
 from stepwell.backends.engines.embedded.updates import add_update_routes
+from stepwell.backends.engines.embedded.vision import (
+    MissingPicturesError,
+    PictureStore,
+    Vision,
+)
+from stepwell.backends.errors import PictureError
+from stepwell.backends.pictures import no_pictures
 
 VERSION = EMBEDDED
 HEALTH_TIMEOUT_S = 20.0
@@ -73,6 +80,8 @@ class Server:
         self.tokenizer = tokenizer
         self.info = info
         self.started = int(time.time())
+        processor = loop.scheduler.runner.pictures
+        self.pictures = None if processor is None else PictureStore(processor)
         self.rids: set[str] = set()
 
     # -- /generate ----------------------------------------------------------------------------
@@ -80,9 +89,10 @@ class Server:
     async def generate(self, http: HttpRequest) -> Response:
         body = GenerateBody.parse(await http.body())
         scheduler = self.loop.scheduler
+        vision = await self._vision(body)
         if scheduler.released and not scheduler.paused:
             raise HTTPException(503, "its memory is released; call /resume_memory_occupation first")
-        request = body.request(self.info.stream_interval)
+        request = body.request(self.info.stream_interval, vision)
         scheduler.validate(request)
         if request.rid in self.rids:
             raise InvalidRequestError(f"Duplicate request ID detected: {request.rid}")
@@ -100,6 +110,19 @@ class Server:
         if self.loop.failure is not None:
             raise EngineStoppedError(f"the engine failed: {self.loop.failure!r}")
         return Response(reply.body(scheduler.weight_version), media_type="application/json")
+
+    async def _vision(self, body: GenerateBody) -> Vision | None:
+        if self.pictures is None:
+            if body.image_data:
+                raise InvalidRequestError(
+                    f"image_data: {no_pictures(self.loop.scheduler.model_path)}"
+                )
+            return None
+        processor = self.pictures.processor
+        if not body.image_data and processor.placeholder_id not in (body.input_ids or ()):
+            return None
+        pictures = await asyncio.to_thread(self.pictures.take, body.image_data, body.extra_key)
+        return Vision(processor, body.input_ids or (), pictures)
 
     @asynccontextmanager
     async def _in_flight(
@@ -196,7 +219,7 @@ class Server:
             "weight_version": scheduler.weight_version,
             "load_format": "auto",
             "disaggregation_mode": "null",
-            "has_image_understanding": False,
+            "has_image_understanding": self.pictures is not None,
             "has_audio_understanding": False,
             "model_type": config.model_type,
             "architectures": config.architectures or [],
@@ -347,6 +370,14 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(InvalidRequestError)
     async def invalid(_: HttpRequest, error: InvalidRequestError) -> Response:
         return refusal(400, str(error))
+
+    @app.exception_handler(PictureError)
+    async def unreadable(_: HttpRequest, error: PictureError) -> Response:
+        return refusal(400, str(error))
+
+    @app.exception_handler(MissingPicturesError)
+    async def missing(_: HttpRequest, error: MissingPicturesError) -> Response:
+        return answer({"error": {"message": str(error), "missing": error.digests}}, 409)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: HttpRequest, error: RequestValidationError) -> Response:

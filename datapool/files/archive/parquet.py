@@ -24,6 +24,7 @@ import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
 import pyarrow.parquet as pq  # type: ignore[import-untyped,unused-ignore]
 from xxhash import xxh3_128_hexdigest
 
+from stepwell.datapool.codec import pictures_of
 from stepwell.datapool.core.channel import GROUP_DROPPED
 from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.files.archive.conversations import (
@@ -64,7 +65,7 @@ _STEP = {
     "at": _TIME,  # when the pool stored it
     "messages": _TEXT,  # JSON: what was said since the step before, and the reply
     "metadata": _TEXT,  # JSON, without the messages
-    "more": _TEXT,  # JSON: version spans, multi-modal data, routed experts
+    "more": _TEXT,  # JSON: version spans, multi-modal data, routed experts, pictures after the base
 }
 TRAJECTORIES: Final = pa.schema(
     {
@@ -364,7 +365,7 @@ def exported(rows: Sequence[dict[str, Any]]) -> ExportedTrajectory:
                 log_at += each["n_response"]
             chains.setdefault(index, tokens)
             if index not in steps:
-                steps[index] = _step(row, each, tokens, n_prompt, known)
+                steps[index] = _step(row, each, tokens, n_prompt, known, steps)
     trajectory = Trajectory(
         head["trajectory_uid"],
         head["prompt_uid"],
@@ -385,11 +386,22 @@ def exported(rows: Sequence[dict[str, Any]]) -> ExportedTrajectory:
     )
 
 
-def _step(row: dict[str, Any], each: dict[str, Any], tokens: Any, n: int, known: Any) -> Step:
+def _step(
+    row: dict[str, Any],
+    each: dict[str, Any],
+    tokens: Any,
+    n: int,
+    known: Any,
+    before: Mapping[int, Step],
+) -> Step:
     metadata = loads(each["metadata"]) or {}
     if each["messages"] is not None:
         metadata[MESSAGES] = loads(each["messages"])
-    spans, multi_modal_data, routed_experts = loads(each["more"]) or ((), None, None)
+    more = loads(each["more"]) or ((), None, None)
+    spans, multi_modal_data, routed_experts, *_ = more
+    pictures = tuple(pictures_of((metadata, *more)))
+    if (base := before.get(each["base_index"])) is not None:
+        pictures = base.pictures + pictures
     is_text = not len(tokens)  # of an import
     step = Step(
         prompt_ids=UNKNOWN if is_text else tokens[:n],
@@ -407,6 +419,7 @@ def _step(row: dict[str, Any], each: dict[str, Any], tokens: Any, n: int, known:
         version_spans=tuple(VersionSpan(*span) for span in spans),
         multi_modal_data=multi_modal_data,
         routed_experts=routed_experts,
+        pictures=pictures,
     )
     return without_tokens(step) if is_text else step
 

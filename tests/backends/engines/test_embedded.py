@@ -26,7 +26,9 @@ pytestmark = pytest.mark.parametrize("_running", ["embedded"], indirect=True)
 async def test_fields_it_does_not_implement_are_refused_by_name(client: EngineClient) -> None:
     with pytest.raises(EngineRequestError, match=r"sampling_params\.temprature: Extra"):
         await client.generate(PROMPT, {"temprature": 1})
-    with pytest.raises(EngineRequestError, match=r"not supported .*\['image_data'\]"):
+    with pytest.raises(EngineRequestError, match=r"not supported .*\['video_data'\]"):
+        await client.generate(PROMPT, video_data="x.mp4")
+    with pytest.raises(EngineRequestError, match=r"image_data: the model .* reads text only"):
         await client.generate(PROMPT, image_data="x.png")
     with pytest.raises(EngineRequestError, match=r"not supported .*\['text'\]"):
         await client.generate(PROMPT, text="both")

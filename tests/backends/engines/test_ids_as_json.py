@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import orjson
 
-from stepwell.backends.engines.ids_json import LEAST_IDS, IdsJson
+from stepwell.backends.engines.connections import LEAST_IDS, IdsJson
 
 
 def test_texts_are_the_ids_of_the_pieces() -> None:
