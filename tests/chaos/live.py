@@ -47,7 +47,7 @@ from stepwell.show.run import limits_of
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.ledger import LEDGER, NOT_TRAINED, audit
 from stepwell.trainer.metrics import read_metrics
-from tests.chaos.talkers import FORGOTTEN, Talk, Talkers, bytes_of, missing
+from tests.chaos.talkers import FORGOTTEN, Talk, Talkers, as_lines, bytes_of, missing
 
 WINDOW, KILL, AGAIN = 0.1, 0.5, 0.55
 """Shares of the minutes: the first and last part to compare; the kill; the second attach."""
@@ -175,7 +175,7 @@ async def _journey(base: Path, seconds: float, seed: int) -> BenchResult:
     result = _compare(conversations, began, ended, at_the_kill)
     _compare_books(result, live, groups)
     talked = [*talkers.talks, *_talks_of(_rows(calls))]
-    (base / "talks.jsonl").write_text(told(talked))
+    (base / "talks.jsonl").write_text(as_lines(talked))
     await _search(result, live, talked)
     result.figures["archivers_killed"] = len(archivers)
     result.zero(clients_failures=len(talkers.failures))

@@ -62,7 +62,6 @@ class Talkers:
         self.failures: list[str] = []
         self._url, self._dice = url, random.Random(seed)
         self._numbers = itertools.count()
-        self._late: list[tuple[Talk, asyncio.Task[None]]] = []
 
     async def run(self) -> None:
         """Talk until cancelled."""
@@ -137,12 +136,18 @@ class Talkers:
                     user,
                 )
         elif how == "cut":
-            turn = asyncio.create_task(self._turn(http, talk, base, messages))
-            await asyncio.sleep(self._dice.uniform(0, 0.05))
-            await self._post(http, f"{base}/abort_trajectory", {"reason": GAVE_UP})
-            talk.ended = "aborted"
-            with suppress(LookupError):  # its conversation is over
+            turn = asyncio.create_task(self._cut_turn(http, talk, base, messages))
+            try:
+                await asyncio.sleep(self._dice.uniform(0, 0.05))
+                await self._post(http, f"{base}/abort_trajectory", {"reason": GAVE_UP})
+                talk.ended = "aborted"
                 await turn
+            finally:
+                turn.cancel()
+
+    async def _cut_turn(self, *turn: Any) -> None:
+        with suppress(LookupError):  # its conversation may be over
+            await self._turn(*turn)
 
     async def _turn(self, http: Any, talk: Talk, base: str, messages: list[dict[str, Any]]) -> None:
         word = f"{talk.user}says{next(self._numbers)}x{self._dice.randrange(1 << 40):010x}"
@@ -228,6 +233,6 @@ def bytes_of(words: Sequence[str], *folders: Path) -> list[str]:
     return found
 
 
-def told(talks: Sequence[Talk]) -> str:
+def as_lines(talks: Sequence[Talk]) -> str:
     """The talks as JSON lines, for somebody who looks into a failure."""
     return "".join(json.dumps(vars(talk)) + "\n" for talk in talks)
