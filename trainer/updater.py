@@ -20,6 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, get_args
 
 import numpy as np
@@ -44,6 +45,7 @@ from stepwell.trainer.algorithms.losses import (
 )
 from stepwell.trainer.algorithms.off_policy.correction import TokenWeights, correct, lags
 from stepwell.trainer.algorithms.off_policy.proximal import is_first_forward, proximal_log_probs
+from stepwell.trainer.checkpoint import BACKEND, CRITIC
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
 from stepwell.trainer.config.rollout import BranchKind
 from stepwell.trainer.progress import Progress
@@ -308,16 +310,31 @@ class Updater:
         number."""
         self.progress.updates += self._async.updates_per_batch
 
-    def state_dict(self) -> dict[str, Any]:
-        """State of the models, for a checkpoint."""
-        critic = self.critic.state_dict() if self.critic is not None else None
-        return {"backend": self.backend.state_dict(), "critic": critic}
+    @property
+    def saves_beside(self) -> bool:
+        """True if models are written while training goes on."""
+        return self.backend.saves_beside
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Models and progress of a checkpoint."""
-        self.backend.load_state_dict(state["backend"])
+    def save_state(self, folder: Path) -> dict[str, Any]:
+        """Begin to write the models into the draft of a checkpoint, and return what is small."""
+        critic = None if self.critic is None else self.critic.save_state(folder / CRITIC)
+        return {"backend": self.backend.save_state(folder / BACKEND), "critic": critic}
+
+    def wait_saved(self) -> None:
+        """Return when the models are on disk. Called beside the other methods.
+
+        Raises:
+            OSError, RuntimeError: they cannot be written.
+        """
+        self.backend.wait_saved()
+        if self.critic is not None:
+            self.critic.wait_saved()
+
+    def load_state(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Models and progress of the checkpoint in `folder`."""
+        self.backend.load_state(folder / BACKEND, state["backend"])
         if self.critic is not None and state["critic"] is not None:
-            self.critic.load_state_dict(state["critic"])
+            self.critic.load_state(folder / CRITIC, state["critic"])
         self.progress.become(state["progress"])
 
     def close(self) -> None:

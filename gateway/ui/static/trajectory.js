@@ -37,8 +37,8 @@ export function Trajectory({ about, params }) {
       <${Chip} of=${state.state} title=${state.reason} />
       ${shown.step !== null && html`<a href=${link("batch", { step: shown.step })}>at optimizer step ${shown.step}</a>`}
       ${shown.running > 0 && html`<${Chip} of=${`${shown.running} call${shown.running > 1 ? "s" : ""} running`} kind="info" />`}
-      ${state.reason && html`<small>${state.reason}</small>`}
-      ${archived && html`<small>${archived.fate}</small>`}
+      ${archived?.left && html`<${Chip} of=${archived.left} />`}
+      ${archived ? html`<b>${archived.fate}</b>` : state.reason && html`<small>${state.reason}</small>`}
       <${MarksShown} marks=${shown.row?.marks} />
       <span>of <${Uid} page="group" uid=${shown.prompt_uid} channel=${shown.channel} step=${shown.step} /></span>
     </div>

@@ -63,6 +63,6 @@ interface Tick {
   events: Row[];
   metrics?: Row | null;
   optimizer_steps?: number;
-  alerts: { severity: string; title: string; why: string }[];
+  alerts: { key: string; severity: string; title: string; why: string; since: number; page: string; params: Params }[];
   shards?: Row;
 }
