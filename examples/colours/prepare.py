@@ -4,8 +4,9 @@ and the tasks.
     python -m examples.colours.prepare runs/colours-model
 
 The supervised part first shows cards that are turned and named rightly, then cards that are turned
-and mostly guessed. So the model begins near chance; that looking pays is for reinforcement learning
-to find out, with the vision tower frozen.
+and mostly guessed; of those the last layer alone learns, so that what the others see is not lost.
+So the model begins near chance; that looking pays is for reinforcement learning to find out, with
+the vision tower frozen.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ VISION = ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>
 SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
 TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 TURN = '<tool_call>\n{"name": "turn", "arguments": {}}\n</tool_call>'
-SKILL, HONEST = 0.6, 0.1
+SKILL, HONEST = 0.75, 0.1
 """Share of the updates that show the skill; after them, share of the colours that are named as they
 are seen, and not by chance."""
 
@@ -155,16 +156,20 @@ def warm_up(
         torch.optim.Muon(decoder, lr=2e-3, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=2e-3, weight_decay=0.01, betas=(0.9, 0.98)),
     ]
+    last = {id(p) for p in model.model.language_model.layers[-1].parameters()}
     for update in range(updates):
         first = WARM_UP + update * size
         skill = update < SKILL * updates
         episodes = [episode(tokens, seed, skill=skill) for seed in range(first, first + size)]
         loss = loss_of(model, processor, episodes)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        if not skill:
+            for parameter in model.parameters():
+                parameter.grad = parameter.grad if id(parameter) in last else None
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = 2e-3 * min(1.0, (update + 1) / 20) * max(0.05, 1 - update / updates)
+                group["lr"] = 2e-3 * min(1.0, (update + 1) / 20) * max(0.2, 1 - update / updates)
             optimizer.step()
             optimizer.zero_grad()
         if (update + 1) % 50 == 0:
@@ -187,7 +192,7 @@ def write_data(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
 
 
-def main(folder: Path, updates: int = 160) -> None:
+def main(folder: Path, updates: int = 130) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     folder.mkdir(parents=True, exist_ok=True)
