@@ -166,13 +166,14 @@ class TorchBackend(TrainingBackend):
                 that are missing, not those of the ids, or not for this model.
         """
         batch = TorchBatch.of(steps)
+        has_vision = self._processor is not None
         for step in steps:
             if step.multi_modal_data:
                 raise BatchError(
                     f"{_name(step)} has multi_modal_data; the torch backend trains on text and "
                     "on its pictures (`Step.pictures`)"
                 )
-            if step.pictures or self._processor is not None:
+            if has_vision or step.pictures:
                 self._check_pictures(step, pictures)
         batch.rows = tuple(build_rows(steps, self._config.rows))
         batch.pictures = Pictures(pictures)
