@@ -15,7 +15,7 @@ from stepwell.datapool.config import Section
 
 PauseMode = Literal["abort", "retract", "in_place"]
 PublishMode = Literal["abort", "retract", "in_place", "drain"]
-WeightTransport = Literal["disk", "distributed", "lora"]
+WeightTransport = Literal["disk", "delta", "nccl", "ipc", "lora"]
 ValueAggregation = Literal["token-mean", "sequence-mean-token-mean", "trajectory-mean"]
 
 
@@ -83,11 +83,18 @@ class EngineConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of an engine that an installed package adds: the keys of its own `options` model."""
     weight_transport: WeightTransport = "disk"
-    """Transport of new weights to the engine. `disk`: it reads the version's directory.
-    `distributed`: broadcast in a process group, NCCL to GPUs, gloo to CPUs. `lora`: only the
+    """Transport of new weights to the engine. `disk`: it reads the version's directory. `delta`: it
+    reads the tensors that changed since the version that it has. `nccl`: rank 0 broadcasts them,
+    NCCL to GPUs, gloo to CPUs. `ipc`: an engine that shares rank 0's GPU takes them from its
+    memory; needs the same torch in both interpreters, else `nccl` is used. `lora`: only the
     adapter, which needs `backend.lora`; SGLang is launched for it (`--enable-lora --max-lora-rank R
     --lora-target-modules …`). Every version is also written to disk: a crashed engine restarts from
-    there."""
+    there, and all engines read it if a broadcast fails."""
+    weight_bucket_mb: int = Field(default=512, ge=1)
+    """Weights that `nccl` and `ipc` send at once, in MB: each process holds one such buffer. A
+    larger tensor goes alone."""
+    weight_join_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds for engines to join the process group of `nccl`, and for each broadcast."""
     release_memory: bool = False
     """Engines give the memory of weights and KV cache up while the trainer computes, so that both
     fit on the same GPUs; nothing is generated meanwhile. A launched SGLang server keeps its weights

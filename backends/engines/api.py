@@ -146,7 +146,8 @@ class EngineState(NamedTuple):
     ranks: int = 1
     """Processes over which it shards the weights."""
     is_embedded: bool = False
-    """True: it hashes tensors as `weights/digest.py` does."""
+    """True: it hashes tensors as `weights/digest.py` does, and loads what a session brought at its
+    end."""
 
     @classmethod
     def of(cls, weight_version: Any) -> EngineState:
@@ -161,6 +162,30 @@ class EngineState(NamedTuple):
     def name(self) -> str:
         """The version as it is published: "7", of a canary "7-canary"."""
         return f"{self.version}{CANARY}" if self.is_canary else str(self.version)
+
+
+class Bucket(NamedTuple):
+    """Tensors whose bytes stand one behind another in one flat buffer."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    """As torch names them: "bfloat16"."""
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class Meeting(NamedTuple):
+    """A process group as its members find it. Rank 0 is the sender."""
+
+    name: str
+    world_size: int
+    backend: str
+    """"gloo", "nccl", or "raw_nccl": a communicator without a torch group."""
+    host: str
+    port: int
+    timeout_s: float
+    """Seconds for all to join."""
+    unique_id: str = ""
+    """NCCL's, in base64, of "raw_nccl"."""
 
 
 class Routes(NamedTuple):
@@ -197,6 +222,8 @@ class Engine(ABC):
     """The model of `engine.options`: fields with a type, a default and a docstring."""
     transports: ClassVar[tuple[WeightTransport, ...]] = ("disk",)
     """Values of `engine.weight_transport` that it takes."""
+    group_backend: ClassVar[str] = "nccl"
+    """Kind of the process group of its GPUs (`Meeting.backend`)."""
     lends_memory: ClassVar[bool] = False
     """It has `release_memory` and `resume_memory` (`engine.release_memory`)."""
     routes: ClassVar[Routes] = Routes()
@@ -307,6 +334,47 @@ class Engine(ABC):
         """Load weights from a Hugging Face directory that the engine's machine can read; they are
         named `version` from then on. An engine that is not paused finishes what runs first."""
 
+    async def init_weights_update_group(self, meeting: Meeting, rank: int) -> None:
+        """Join a process group, the first of its processes as `rank`; returns when it is in."""
+        raise self._no_tensors()
+
+    async def destroy_weights_update_group(self, name: str) -> None:
+        """Leave the group."""
+        raise self._no_tensors()
+
+    async def begin_weight_update(self) -> None:
+        """Open a session, outside which no tensors are taken."""
+        raise self._no_tensors()
+
+    async def update_weights_from_distributed(
+        self, bucket: Bucket, group: str, *, version: int | str | None, flush_cache: bool = True
+    ) -> None:
+        """Take a bucket that rank 0 of the group broadcasts; within a session.
+
+        Args:
+            version: given with the last bucket: name of all that the session brought.
+        """
+        raise self._no_tensors()
+
+    async def update_weights_from_tensor(
+        self, handles: Sequence[str], *, version: int | str | None, flush_cache: bool = True
+    ) -> None:
+        """Take tensors from memory that is shared with the sender (`weights/ipc.py`), likewise.
+
+        Args:
+            handles: for each of the engine's ranks.
+        """
+        raise self._no_tensors()
+
+    async def end_weight_update(self, version: int | str | None = None) -> None:
+        """Close the session; `version` as it was given with the last bucket."""
+        raise self._no_tensors()
+
+    def _no_tensors(self) -> EngineRequestError:
+        return EngineRequestError(
+            f"{self} takes weights from disk only: set engine.weight_transport to disk"
+        )
+
     @abstractmethod
     async def state(self) -> EngineState:
         """Return the version of its weights; answered also while it is paused. Gateways ask often;
@@ -335,8 +403,8 @@ class Engine(ABC):
         """Free the memory of a paused engine (`lends_memory`)."""
         raise EngineRequestError(f"{self} lends no memory: set engine.release_memory to false")
 
-    async def resume_memory(self) -> None:
-        """Take the memory back."""
+    async def resume_memory(self, tags: Sequence[str] = ()) -> None:
+        """Take the memory back: all of it, or that of `tags` (`weights`, `kv_cache`)."""
         raise EngineRequestError(f"{self} lends no memory: set engine.release_memory to false")
 
     # -- information --------------------------------------------------------------------------

@@ -28,9 +28,11 @@ from cachetools import LRUCache
 from stepwell.backends.config import PauseMode
 from stepwell.backends.engines.api import (
     LOAD_TIMEOUT_S,
+    Bucket,
     EngineState,
     GenerateRequest,
     HttpEngine,
+    Meeting,
     OnOutput,
     Output,
     PromptPictures,
@@ -46,6 +48,7 @@ from stepwell.backends.engines.routes import SGLANG
 from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,
+    EngineRequestError,
     EngineUnavailableError,
 )
 from stepwell.datapool.types import TokenIds, VersionSpan
@@ -75,7 +78,7 @@ class EngineClient(HttpEngine):
     Raises (every method): as `api.Engine` says.
     """
 
-    transports = ("disk", "distributed", "lora")
+    transports = ("disk", "delta", "nccl", "ipc", "lora")
     lends_memory = True
     routes = SGLANG
     _is_embedded: bool | None = None
@@ -200,56 +203,57 @@ class EngineClient(HttpEngine):
         await self._update("from_disk", body, version, flush_cache, timeout_s)
 
     async def update_weights_from_distributed(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        version: int | str,
-        *,
-        group_name: str,
-        flush_cache: bool = True,
+        self, bucket: Bucket, group: str, *, version: int | str | None, flush_cache: bool = True
     ) -> None:
-        """Load tensors that rank 0 of a group broadcasts in this order; within a session.
+        """Take a bucket that rank 0 of the group broadcasts; within a session.
 
         Raises:
-            EngineRequestError: the engine could not receive or load them; some may be in force.
+            EngineRequestError: the engine could not receive or load it; some may be in force.
         """
-        shapes = [list(shape) for shape in shapes]
-        body = {"names": list(names), "dtypes": list(dtypes), "shapes": shapes}
-        body |= {"group_name": group_name}
+        body = {
+            "names": bucket.names,
+            "dtypes": bucket.dtypes,
+            "shapes": bucket.shapes,
+            "group_name": group,
+            "load_format": "flattened_bucket",
+        }
         await self._update("from_distributed", body, version, flush_cache, LOAD_TIMEOUT_S)
 
-    async def init_weights_update_group(
-        self,
-        address: str,
-        port: int,
-        *,
-        rank_offset: int,
-        world_size: int,
-        group_name: str,
-        backend: str,
-        timeout_s: float = 60.0,
+    async def update_weights_from_tensor(
+        self, handles: Sequence[str], *, version: int | str | None, flush_cache: bool = True
     ) -> None:
+        """Take tensors from memory that is shared with the sender; likewise."""
+        body = {"serialized_named_tensors": list(handles)}
+        await self._update("from_tensor", body, version, flush_cache, LOAD_TIMEOUT_S)
+
+    async def init_weights_update_group(self, meeting: Meeting, rank: int) -> None:
         """Join a process group whose rank 0 is the sender; answers when all have joined."""
         body = {
-            "master_address": address,
-            "master_port": port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "group_name": group_name,
-            "backend": backend,
+            "master_address": meeting.host,
+            "master_port": meeting.port,
+            "rank_offset": rank,
+            "world_size": meeting.world_size,
+            "group_name": meeting.name,
+            "backend": meeting.backend,
         }
-        await self._ask("/init_weights_update_group", body, timeout_s=timeout_s)
+        await self._ask("/init_weights_update_group", body, timeout_s=meeting.timeout_s)
 
-    async def destroy_weights_update_group(self, group_name: str) -> None:
-        await self._ask("/destroy_weights_update_group", {"group_name": group_name})
+    async def destroy_weights_update_group(self, name: str) -> None:
+        await self._ask("/destroy_weights_update_group", {"group_name": name})
 
     async def begin_weight_update(self) -> None:
-        """Open a session, outside which no tensors are taken."""
-        await self._ask("/begin_weight_update", {})
+        """Open a session; one that a former publisher left open is closed first."""
+        try:
+            await self._ask("/begin_weight_update", {})
+        except EngineRequestError:
+            await self.end_weight_update()
+            await self._ask("/begin_weight_update", {})
 
-    async def end_weight_update(self) -> None:
-        await self._ask("/end_weight_update", {})
+    async def end_weight_update(self, version: int | str | None = None) -> None:
+        """Close the session. The embedded engine loads now what it brought, if `version` names it;
+        SGLang loaded it as it came, and does not read the field."""
+        body = {} if version is None else {"weight_version": str(version)}
+        await self._ask("/end_weight_update", body, timeout_s=LOAD_TIMEOUT_S)
 
     async def load_lora_adapter(self, name: str, path: str) -> dict[str, str]:
         """Load an adapter that the engine's machine can read; the loaded ones, name -> path."""
@@ -289,9 +293,10 @@ class EngineClient(HttpEngine):
         `engine.release_memory` sets both."""
         await self._ask("/release_memory_occupation", {}, timeout_s=LOAD_TIMEOUT_S)
 
-    async def resume_memory(self) -> None:
+    async def resume_memory(self, tags: Sequence[str] = ()) -> None:
         """Take the memory back. SGLang 0.5.23 dies of it if it was not released."""
-        await self._ask("/resume_memory_occupation", {}, timeout_s=LOAD_TIMEOUT_S)
+        body = {"tags": list(tags)} if tags else {}
+        await self._ask("/resume_memory_occupation", body, timeout_s=LOAD_TIMEOUT_S)
 
     # -- information --------------------------------------------------------------------------
 
@@ -373,9 +378,16 @@ class EngineClient(HttpEngine):
         return list(dict.fromkeys(found))
 
     async def _update(
-        self, way: str, body: dict[str, Any], version: int | str, flush: bool, timeout_s: float
+        self,
+        way: str,
+        body: dict[str, Any],
+        version: int | str | None,
+        flush: bool,
+        timeout_s: float,
     ) -> None:
-        body |= {"weight_version": str(version), "flush_cache": flush}
+        if version is not None:
+            body |= {"weight_version": str(version)}
+        body |= {"flush_cache": flush}
         # Its `success` is not read: a real SGLang says false after an update without a pause
         # although the weights are in force. Only its version tells.
         await self._object(

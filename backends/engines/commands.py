@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -101,6 +102,15 @@ def interpreter(config: EngineConfig, package: str, install: str) -> Path:
         f"in {own[0]}; run `make install-{package}` in the source checkout, or {install}, or set "
         "engine.python to an interpreter that has it"
     )
+
+
+def torch_version(python: str) -> str:
+    """Version of the torch that the interpreter `python` has; empty if it has none."""
+    ask = "from importlib.metadata import version; print(version('torch'))"
+    done = subprocess.run(
+        [python, "-c", ask], capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.stdout.strip()
 
 
 def has_gpu() -> bool:

@@ -38,12 +38,17 @@ NEEDED: Mapping[str, str] = {
 }
 """Routes of commands without which a run does not train, and what is lost."""
 _FEATURES: Mapping[str, tuple[str, ...]] = {
-    "engine.weight_transport=distributed": (
+    "engine.weight_transport=nccl": (
         "/init_weights_update_group",
         "/destroy_weights_update_group",
         "/begin_weight_update",
         "/end_weight_update",
         "/update_weights_from_distributed",
+    ),
+    "engine.weight_transport=ipc": (
+        "/begin_weight_update",
+        "/end_weight_update",
+        "/update_weights_from_tensor",
     ),
     "engine.weight_transport=lora": (
         "/load_lora_adapter",
@@ -56,7 +61,7 @@ _FEATURES: Mapping[str, tuple[str, ...]] = {
 OPTIONAL: Mapping[str, str] = {
     "/weights_checker": "publications do not verify the weights that an engine has",
     "/v1/loads": "`stepwell top` shows no load",
-    **{path: f"no {setting}" for setting, paths in _FEATURES.items() for path in paths},
+    **{path: f"no {setting}" for setting, paths in [*_FEATURES.items()][::-1] for path in paths},
 }
 """Routes of single features, and what is lost without each."""
 SGLANG = Routes(READ, NEEDED, OPTIONAL, _FEATURES, f"SGLang {TESTED}", "/generate")

@@ -5,6 +5,8 @@
     pause     /pause?mode=abort|keep, and of `retract` /reset_prefix_cache?reset_running_requests
     update    (pause?mode=wait ─►) /collective_rpc reload_weights ─► /update_weight_version
               ─► /reset_prefix_cache (─► resume)
+              by NCCL: /init_weight_transfer_engine · /start_weight_update ─► /update_weights, a
+              bucket each ─► /finish_weight_update with the version
     state     /weight_info
 
     engine.kind=vllm                            started and supervised, at `engine.model_path`
@@ -36,9 +38,11 @@ import orjson
 from stepwell.backends.config import EngineConfig, PauseMode
 from stepwell.backends.engines.api import (
     LOAD_TIMEOUT_S,
+    Bucket,
     EngineState,
     GenerateRequest,
     HttpEngine,
+    Meeting,
     OnOutput,
     Output,
     Routes,
@@ -64,6 +68,14 @@ TESTED = "0.32.0"
 GENERATE: Final = "/inference/v1/generate"
 _NO_PUBLISHING = "weights cannot be published"
 _NO_CLEAN_ABORT = "calls that nobody waits for are sampled to their end"
+_NCCL = (
+    "/get_world_size",
+    "/init_weight_transfer_engine",
+    "/shutdown_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+)
 ROUTES = Routes(
     read=MappingProxyType(
         {
@@ -91,8 +103,12 @@ ROUTES = Routes(
         }
     ),
     optional=MappingProxyType(
-        {"/weight_checker": "publications do not verify the weights that an engine has"}
+        {
+            "/weight_checker": "publications do not verify the weights that an engine has",
+            **dict.fromkeys(_NCCL, "no engine.weight_transport=nccl (VLLM_SERVER_DEV_MODE=1)"),
+        }
     ),
+    features=MappingProxyType({"engine.weight_transport=nccl": _NCCL}),
     tested=f"vLLM {TESTED}",
     generate=GENERATE,
 )
@@ -122,10 +138,18 @@ CPU_ENV: Mapping[str, str] = MappingProxyType(
 _EMPTY_HASH = hashlib.sha256().hexdigest()
 
 
+WHOLE_BUCKET = 1 << 40
+"""Bytes after which vLLM would cut what it receives: each of our buckets is one of its own."""
+
+
 class VllmEngine(HttpEngine):
     """A real vLLM server."""
 
+    transports = ("disk", "nccl")
+    group_backend = "raw_nccl"
     routes = ROUTES
+    _waits = False
+    """An update has paused it, to name its version before anything is sampled."""
 
     @classmethod
     def command_line(cls, config: EngineConfig, launch: Launch) -> CommandLine:
@@ -142,6 +166,8 @@ class VllmEngine(HttpEngine):
         argv += ["--uvicorn-log-level", "warning"]
         if config.context_length is not None:
             argv += ["--max-model-len", str(config.context_length)]
+        if config.weight_transport == "nccl":
+            argv += ["--weight-transfer-config", '{"backend": "nccl"}']
         if on_cpu:
             argv.append("--enforce-eager")
         env = {**ENV, **(CPU_ENV if on_cpu else {})}
@@ -223,22 +249,72 @@ class VllmEngine(HttpEngine):
         await asyncio.to_thread(_check_loadable, str(path), await self._root())
         # Its version is set by a request of its own: what is sampled between the two would be
         # named wrongly, so nothing is.
-        waits = not (await self._object("/is_paused", has=("is_paused",)))["is_paused"]
         try:
-            if waits:
-                await self._ask("/pause?mode=wait", {}, timeout_s=timeout_s)
+            await self._pause_to_load(timeout_s)
             load = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
             await self._ask("/collective_rpc", load, timeout_s=timeout_s)
             await self._ask("/update_weight_version", {"new_version": str(version)})
             if flush_cache:
                 await self._drop_cache(self.timeout_s)
         except BaseException:  # also a cancellation: it must not stay paused
-            if waits:  # also if it did not answer: it may be paused
-                with suppress(EngineError):  # the first error is the reason
-                    await self.continue_()
+            with suppress(EngineError):  # the first error is the reason
+                await self._continue_loaded()
             raise
+        await self._continue_loaded()
+
+    async def _pause_to_load(self, timeout_s: float) -> None:
+        """Let it finish what runs, unless somebody paused it."""
+        self._waits = not (await self._object("/is_paused", has=("is_paused",)))["is_paused"]
+        if self._waits:  # from now on, also if it does not answer: it may be paused
+            await self._ask("/pause?mode=wait", {}, timeout_s=timeout_s)
+
+    async def _continue_loaded(self) -> None:
+        waits, self._waits = self._waits, False
         if waits:
             await self.continue_()
+
+    async def init_weights_update_group(self, meeting: Meeting, rank: int) -> None:
+        """Join by NCCL's unique id; answers when all have joined."""
+        info = {
+            "nccl_unique_id_b64": meeting.unique_id,
+            "rank_offset": rank,
+            "world_size": meeting.world_size,
+            "packed": True,
+            "packed_buffer_size_bytes": WHOLE_BUCKET,
+            "packed_num_buffers": 1,
+        }
+        path = "/init_weight_transfer_engine"
+        await self._ask(path, {"init_info": info}, timeout_s=meeting.timeout_s)
+
+    async def destroy_weights_update_group(self, name: str) -> None:
+        await self._ask("/shutdown_weight_transfer_engine", {})
+
+    async def begin_weight_update(self) -> None:
+        """Open a session; nothing is sampled until it is closed."""
+        try:
+            await self._pause_to_load(LOAD_TIMEOUT_S)
+            await self._ask("/start_weight_update", {}, timeout_s=LOAD_TIMEOUT_S)
+        except BaseException:
+            with suppress(EngineError):
+                await self._continue_loaded()
+            raise
+
+    async def update_weights_from_distributed(
+        self, bucket: Bucket, group: str, *, version: int | str | None, flush_cache: bool = True
+    ) -> None:
+        """Take a bucket. The cache is dropped with the last one."""
+        info = {"names": bucket.names, "dtype_names": bucket.dtypes, "shapes": bucket.shapes}
+        await self._ask("/update_weights", {"update_info": info}, timeout_s=LOAD_TIMEOUT_S)
+        if flush_cache:
+            await self._drop_cache(self.timeout_s)
+
+    async def end_weight_update(self, version: int | str | None = None) -> None:
+        """Close the session; what was loaded is named `version`."""
+        body = {} if version is None else {"weight_version": str(version)}
+        try:
+            await self._ask("/finish_weight_update", body, timeout_s=LOAD_TIMEOUT_S)
+        finally:
+            await self._continue_loaded()
 
     async def _drop_cache(self, timeout_s: float) -> None:
         """Forget all prefixes; requests that are held compute theirs again."""
@@ -253,6 +329,12 @@ class VllmEngine(HttpEngine):
 
     async def about(self) -> EngineState:
         state = await self.state()
+        try:
+            size = (await self._object("/get_world_size", has=("world_size",)))["world_size"]
+            state = state._replace(ranks=int(size))
+        except EngineError as e:
+            if not is_missing(e):
+                raise
         if state.version:
             return state  # which directory its last update named, it does not say
         return state._replace(model_path=await self._root())

@@ -4,8 +4,9 @@
     publish(engines, path, version, mode, store=, transport=) -> Publication
 
 `store.py` versions on disk and the lock · `transaction.py` the transaction · `transports.py` how
-the weights get there · `collective.py` process groups and serialised tensors · `digest.py` which
-bytes were meant. Importing it loads no torch: engines are supervised by processes that need none.
+the weights get there · `sender.py` rank 0's end of it · `buckets.py` flat bytes · `collective.py`
+process groups · `ipc.py` shared memory · `delta.py` what changed · `digest.py` which bytes were
+meant. Importing it loads no torch: engines are supervised by processes that need none.
 """
 
 from stepwell.backends.weights.store import (
@@ -16,13 +17,17 @@ from stepwell.backends.weights.store import (
     read_current,
 )
 from stepwell.backends.weights.transaction import Publication, publish
+from stepwell.backends.weights.transports import Transport, build_transport, stored_transport
 
 __all__ = [
     "Publication",
     "Published",
     "StoreLock",
+    "Transport",
     "WeightStore",
+    "build_transport",
     "check_version",
     "publish",
     "read_current",
+    "stored_transport",
 ]

@@ -11,7 +11,7 @@ Owns hashes. Does not own the requests (`backends/engines/client.py`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -45,14 +45,28 @@ def overall_hash(hashes: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
-def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors of a directory's safetensors files, one at a time."""
+def read_tensors(
+    folder: str | Path, only: Collection[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The named tensors of a directory's safetensors files, one at a time; `only` some of them."""
     from safetensors import safe_open
 
     for file in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
-                yield name, tensors.get_tensor(name)
+                if only is None or name in only:
+                    yield name, tensors.get_tensor(name)
+
+
+def tensor_names(folder: str | Path) -> set[str]:
+    """Names of all tensors of a directory's safetensors files."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in Path(folder).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            names.update(tensors.keys())
+    return names
 
 
 RankHashes: TypeAlias = tuple[str, Mapping[str, str]]

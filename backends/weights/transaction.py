@@ -1,10 +1,13 @@
 """One transaction over all engine replicas: all that live get a version, or none.
 
-    lock ─► remember ─► pause ─► transfer ─► verify ─► commit ─► unlock ─► continue
-               │          │         │          │         └─ rename of `current.json`
-               │          │         │          └─ version and checksum
-               └──────────┴─────────┴──────────┴── a replica is gone ──► *fenced*, the others go on
-                                               └── any other failure ──► roll back, raise
+    lock ─► remember ─► prepare ─► pause ─► transfer ─► verify ─► commit ─► unlock ─► continue
+               │           │         │         │          │         └─ rename of `current.json`
+               │           │         │         │          └─ version and checksum
+               └───────────┴─────────┴─────────┴──────────┴── gone ──► *fenced*, others go on
+                                                          └── any other failure ──► roll back, raise
+
+What needs no pause comes before it: the files are held against their checksums and hashed, and the
+transport prepares (`transports.py`). The pause is for loading and checking.
 
 A replica is fenced when it cannot serve before somebody has brought it to the committed version:
 its process is gone (its machine refuses connections), and its supervisor starts the next one paused
@@ -44,7 +47,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from stepwell.backends.config import PublishMode, WeightTransport
+from stepwell.backends.config import PublishMode
 from stepwell.backends.engines.api import Engine
 from stepwell.backends.errors import (
     EngineError,
@@ -57,15 +60,25 @@ from stepwell.backends.errors import (
 )
 from stepwell.backends.weights.digest import RankHashes, checkpoint_hashes, compare
 from stepwell.backends.weights.store import Published, WeightStore, check_version
-from stepwell.backends.weights.transports import ADAPTER_NAME, TRANSPORTS, Target, Update
+from stepwell.backends.weights.transports import ADAPTER_NAME, Disk, Target, Transport, Update
 
 log = logging.getLogger(__name__)
 
-Phase: TypeAlias = Literal["lock", "remember", "pause", "transfer", "verify", "commit", "continue"]
+Phase: TypeAlias = Literal[
+    "lock", "remember", "prepare", "pause", "transfer", "verify", "commit", "continue"
+]
 When: TypeAlias = Literal["before", "during", "after"]
 Hook: TypeAlias = Callable[[Phase, When], Awaitable[None]]
 
-PHASES: tuple[Phase, ...] = ("remember", "pause", "transfer", "verify", "commit", "continue")
+PHASES: tuple[Phase, ...] = (
+    "remember",
+    "prepare",
+    "pause",
+    "transfer",
+    "verify",
+    "commit",
+    "continue",
+)
 CONTINUE_TIMEOUT_S = 60.0
 FENCE_TIMEOUT_S = 10.0
 """Seconds that a replica that failed may take to be shown gone or paused."""
@@ -91,6 +104,12 @@ class Publication:
     them to the committed version."""
     verified: Mapping[str, str] = field(default_factory=dict)
     """Verification of each replica: `checksum`, `agreement` (with the others) or `version`."""
+    transfer_s: float = 0.0
+    """Seconds that bytes travelled, where that is not part of loading."""
+    load_s: float = 0.0
+    """Seconds of the pause in which engines loaded."""
+    pause_s: float = 0.0
+    """Seconds in which nothing was generated: from the first pause to the last continue."""
 
 
 @dataclass(slots=True)
@@ -110,7 +129,7 @@ async def publish(
     mode: PublishMode = "abort",
     *,
     store: WeightStore | None = None,
-    transport: WeightTransport = "disk",
+    transport: Transport | None = None,
     canary: bool = False,
     seen: int | None = None,
     locked: bool = False,
@@ -125,6 +144,7 @@ async def publish(
     cancellation of the caller: an engine must not be left paused.
 
     Args:
+        transport: None: the directory is read.
         canary: `engines` are not all there are, and nothing is committed.
         seen: committed version that the caller knows of, 0 for none; None: any may be replaced.
         locked: the caller holds the store's lock.
@@ -145,7 +165,7 @@ async def publish(
             version,
             mode,
             store,
-            transport,
+            transport or Disk(),
             canary,
             seen,
             locked,
@@ -170,7 +190,7 @@ class _Transaction:
         version: int,
         mode: PublishMode,
         store: WeightStore | None,
-        transport: WeightTransport,
+        transport: Transport,
         canary: bool,
         seen: int | None,
         locked: bool,
@@ -178,10 +198,12 @@ class _Transaction:
         hook: Hook | None,
     ) -> None:
         self.replicas = [_Replica(engine) for engine in engines]
-        self.update = Update(path, version, flush=mode != "in_place", canary=canary)
+        self.update = Update(
+            path, version, flush=mode != "in_place", drains=mode == "drain", canary=canary
+        )
         self.mode = mode
         self.store = store
-        self.transport = TRANSPORTS[transport](self.update)
+        self.transport = transport
         self.seen = seen
         self.locked = locked
         self.continue_timeout_s = continue_timeout_s
@@ -189,8 +211,16 @@ class _Transaction:
         self.committed: Published | None = None
         """Version that was committed before."""
         self.how: dict[str, str] = {}
+        self.expected: dict[str, dict[str, str]] = {}
+        """The hashes that embedded engines must have, by replica."""
 
     async def run(self) -> Publication:
+        try:
+            return await self._run()
+        finally:
+            await self.transport.end()
+
+    async def _run(self) -> Publication:
         async with self._locked():
             start = time.perf_counter()
             self.committed = self.store.current() if self.store is not None else None
@@ -201,9 +231,15 @@ class _Transaction:
                 if self.update.canary and self.committed is None:
                     raise WeightUpdateError("a canary needs a committed version to go back to")
                 await self._all("remember", "read the state of", self._remember)
+                await self._prepare()
+                paused = begun = time.perf_counter()
                 if self.mode != "drain":
                     await self._all("pause", "pause", self._pause)
+                    begun = time.perf_counter()
+                moved_s = self.transport.transfer_s
                 await self._all("transfer", "load the weights on", self._load)
+                moved_s = self.transport.transfer_s - moved_s
+                load_s = time.perf_counter() - begun - moved_s
                 await self._verify()
                 await self._commit()
             except Exception as e:  # whatever it is, no engine may be left paused
@@ -215,11 +251,20 @@ class _Transaction:
                     serving=serving,
                 ) from e
         await self._all("continue", "continue", self._continue, committed=True)
+        pause_s = 0.0 if self.mode == "drain" else time.perf_counter() - paused
         if not self.update.canary:  # else the next publication does
             fenced = [r for r in self.replicas if r.fenced and not r.gone]
             await asyncio.gather(*map(self._readmit, fenced))
         left_out = {r.engine.url: r.fenced for r in self.replicas if r.fenced}
-        return Publication(self.update.version, time.perf_counter() - start, left_out, self.how)
+        return Publication(
+            self.update.version,
+            time.perf_counter() - start,
+            left_out,
+            self.how,
+            transfer_s=self.transport.transfer_s,
+            load_s=load_s,
+            pause_s=pause_s,
+        )
 
     @property
     def _published(self) -> Published:
@@ -281,6 +326,27 @@ class _Transaction:
     async def _remember(self, replica: _Replica) -> None:
         replica.before = await replica.engine.about()
 
+    async def _prepare(self) -> None:
+        """What comes before the pause. A transport that fails goes on from disk; a replica that is
+        lost meanwhile is met at its pause."""
+        await self._notify("prepare", "before")
+        tasks = [
+            asyncio.ensure_future(asyncio.to_thread(self._read_files)),
+            asyncio.ensure_future(self.transport.prepare(self.update, self._live, self.committed)),
+        ]
+        await self._notify("prepare", "during")
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+        await self._notify("prepare", "after")
+
+    def _read_files(self) -> None:
+        """Hold the files that engines load, and are held against, against their checksums, and
+        hash their tensors."""
+        if self.store is not None:
+            check_version(self.store.folder, self.update.path)
+        self.expected = self._expected()
+
     async def _pause(self, replica: _Replica) -> None:
         replica.paused = True  # before the answer: a lost answer may still have paused it
         if self.mode != "drain":
@@ -289,7 +355,7 @@ class _Transaction:
     async def _load(self, replica: _Replica) -> None:
         replica.touched = True
         try:
-            await self.transport.send(replica)
+            await self.transport.send(self.update, replica)
         except EngineRequestError as e:
             if self.mode != "drain" or _NOT_FLUSHED not in str(e):
                 raise
@@ -297,13 +363,10 @@ class _Transaction:
             # prefixes of the old ones. Paused, it does all three.
             replica.paused = True
             await replica.engine.pause("retract")
-            await self.transport.send(replica)
+            await self.transport.send(self.update, replica)
 
     async def _verify(self) -> None:
         """Version and bytes of every live replica."""
-        expected, _ = await asyncio.gather(
-            asyncio.to_thread(self._expected), asyncio.to_thread(self._check_files)
-        )
         answers: dict[str, Sequence[RankHashes] | None] = {}
 
         async def ask(replica: _Replica) -> None:
@@ -311,16 +374,11 @@ class _Transaction:
             answers[replica.engine.url] = await self._hashes(replica)
 
         await self._all("verify", "verify the weights of", ask)
-        self.how, wrong = compare(self._in_order(answers), expected)
+        self.how, wrong = compare(self._in_order(answers), self.expected)
         for url, what in wrong.items():
             raise WeightUpdateError(
                 f"{url} says that it loaded version {self.update.version}, but {what}", replica=url
             )
-
-    def _check_files(self) -> None:
-        """Hold the files that engines loaded, and are held against, against their checksums."""
-        if self.store is not None:
-            check_version(self.store.folder, self.update.path)
 
     def _in_order(self, answers: Mapping[str, Any]) -> dict[str, Any]:
         return {url: answers[url] for r in self._live if (url := r.engine.url) in answers}
@@ -390,7 +448,7 @@ class _Transaction:
             engine = replica.engine
             try:
                 if replica.touched or await self._strayed(replica):
-                    await self.transport.restore(replica, self._before(replica))
+                    await self.transport.restore(self.update, replica, self._before(replica))
                 if replica.paused:
                     await engine.continue_()
                 return await engine.weight_version()
@@ -457,7 +515,7 @@ class _Transaction:
                 engine = replica.engine
                 if await engine.weight_version() != self.update.version or replica.touched:
                     # From disk: of one that did not answer it is not known what else it takes.
-                    await self.transport.restore(replica, self._published)
+                    await self.transport.restore(self.update, replica, self._published)
                 await self._verify_version(replica)
                 await engine.continue_()
                 replica.fenced = ""

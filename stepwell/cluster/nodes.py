@@ -143,7 +143,7 @@ def needs_of(config: RunConfig, node: str, used: Sequence[str], nonce: str = "")
     harness = config.rollout.harness
     if node not in used:
         return Look(agent, harness=harness)
-    is_shared = config.engine.weight_transport != "distributed"
+    is_shared = config.engine.weight_transport not in ("nccl", "ipc")
     folder = config.run.dir.absolute() if is_shared else None
     return Look(agent, (config.model.path.absolute(),), folder, nonce, harness)
 
@@ -175,7 +175,7 @@ def differences(ip: str, wanted: Look, seen: Seen, here: Mapping[str, str]) -> l
         lines.append(
             f"run.dir is {str(wanted.shared)!r}, which {node} does not share with this machine, "
             "and weights go to its engines through it; name a folder that all nodes see, or set "
-            "engine.weight_transport=distributed"
+            "engine.weight_transport=nccl"
         )
     return lines
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.kinds import connect as connect_engine
-from stepwell.backends.weights import WeightStore
+from stepwell.backends.weights import WeightStore, stored_transport
 from stepwell.run.connection import connect
 from stepwell.run.folder import TRAINER_LOCK, holder, is_starting, live_run
 from stepwell.trainer.publish.rollback import roll_back as publish_earlier
@@ -34,11 +34,11 @@ async def roll_back(run_dir: Path, to: int | None) -> str:
     if run.engines is None:
         raise is_starting(run_dir)
     engine = EngineConfig.model_validate(run.config["engine"])
-    transport = engine.weight_transport
+    transport = stored_transport(engine)
     store = WeightStore(
         run.engines.weights_dir,
         keep=run.config["trainer"]["keep_weights"],
-        base=None if transport == "lora" else run.folder / run.config["model"]["path"],
+        base=None if transport.adapter else run.folder / run.config["model"]["path"],
     )
     trains = holder(run_dir, TRAINER_LOCK) is not None
     async with AsyncExitStack() as stack:

@@ -20,6 +20,7 @@ from typing import Any
 
 from stepwell.backends.errors import SupersededError, WeightUpdateError
 from stepwell.backends.weights import Published, WeightStore, publish
+from stepwell.backends.weights.transports import Disk, Lora
 from stepwell.cluster.parts import POOL_NAME, Cluster, start_cluster
 from stepwell.config.run import RunConfig
 from stepwell.datapool.files.trained import TRAINED
@@ -143,7 +144,7 @@ async def _continue_engines(config: RunConfig, cluster: Cluster) -> None:
                 committed.version,
                 "retract",
                 store=store,
-                transport="lora" if committed.adapter else "disk",
+                transport=Lora() if committed.adapter else Disk(),
                 seen=committed.version,
             )
         except SupersededError:  # `stepwell rollback` has given all engines another one

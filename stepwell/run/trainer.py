@@ -9,11 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 from stepwell.backends.base import TrainingBackend, build_backend
+from stepwell.backends.engines.commands import Launch, torch_version
+from stepwell.backends.engines.kinds import command_line
 from stepwell.backends.torch.critic import Critic
-from stepwell.backends.weights import WeightStore
+from stepwell.backends.weights import Transport, WeightStore, build_transport
+from stepwell.backends.weights.sender import Sender
 from stepwell.cluster.parts import Parts
 from stepwell.config.run import RunConfig
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper
@@ -129,7 +133,7 @@ def build_trainer(
         pool=parts.pool,
         producer=channels[0].producer,
         phases=phases,
-        transport=config.engine.weight_transport,
+        transport=transport_of(config, backend, notify),
         lends_memory=config.engine.release_memory,
         patience_s=config.trainer.starvation_timeout_s,
         notify=notify,
@@ -213,6 +217,34 @@ def _slime_arguments(config: RunConfig) -> dict[str, Any]:
         "rollout_top_k": config.rollout.top_k,
         "rollout_max_response_len": config.rollout.max_tokens,
     }
+
+
+def transport_of(
+    config: RunConfig, backend: TrainingBackend, notify: Callable[[str], None]
+) -> Transport:
+    """Return the transport of a run; in place of shared memory that cannot be shared, `nccl`. A
+    backend that leads none sends what it has written from here."""
+    lead = Sender().call if backend.lacks("lead") else backend.lead
+    engine = config.engine
+    if engine.weight_transport == "ipc" and (why := shares_nothing(config)) is not None:
+        notify(f"engine.weight_transport is 'ipc', but {why}; nccl is used")
+        engine = engine.model_copy(update={"weight_transport": "nccl"})
+    return build_transport(engine, lead)
+
+
+def shares_nothing(config: RunConfig) -> str | None:
+    """Return why rank 0 and the engines cannot share memory; None: they can."""
+    engine, cluster = config.engine, config.cluster
+    if engine.is_attached:
+        return "nobody knows the torch of engines that somebody else runs"
+    if cluster.engines * cluster.gpus_per_engine > 1 or cluster.placement == "disaggregated":
+        return "rank 0 shares its GPU with one engine alone (cluster.engines, cluster.placement)"
+    mine = version("torch")
+    line = command_line(engine, Launch(port=1, model_path=str(engine.model_path)))
+    theirs = torch_version(line.argv[0])
+    if mine == theirs:
+        return None
+    return f"the trainer has torch {mine}, and {line.argv[0]} {theirs or 'none'}"
 
 
 def weight_store(config: RunConfig) -> WeightStore:

@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,8 +54,10 @@ from stepwell.backends.errors import (
     VersionNotKeptError,
     WeightUpdateError,
 )
-from stepwell.backends.weights import WeightStore, publish
+from stepwell.backends.weights import Transport, WeightStore, build_transport, publish
+from stepwell.backends.weights.sender import Sender
 from stepwell.backends.weights.transaction import PHASES, Phase, When
+from stepwell.backends.weights.transports import Disk
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step, VersionSpan
 from stepwell.gateway.config import Tuning
@@ -64,7 +66,7 @@ from stepwell.trainer.publish.rollback import roll_back
 
 WHENS: tuple[When, ...] = ("before", "during", "after")
 MODES: tuple[PublishMode, ...] = ("retract", "retract", "abort", "in_place", "drain")
-TRANSPORTS: tuple[WeightTransport, ...] = ("disk", "distributed")
+TRANSPORTS: tuple[WeightTransport, ...] = ("disk", "delta", "nccl", "ipc")
 FIRST_TOKEN, N_TOKENS = 9, 90
 """Printable tokens of the quickstart's vocabulary."""
 MAX_TOKENS = 60
@@ -291,6 +293,7 @@ class Publications:
     weights: Weights
     record: Record
     pool: DataPoolClient
+    transports: Mapping[str, Transport]
 
     async def roll_back(self, kills: Sequence[Kill], transport: WeightTransport) -> int:
         """Serve an earlier version again, while a trainer publishes the next one, and replicas are
@@ -308,7 +311,7 @@ class Publications:
             store.record = record
             while True:
                 try:
-                    return await roll_back(engines, store, self.pool, None, transport=transport)
+                    return await roll_back(engines, store, self.pool, None, transport=Disk())
                 except WeightUpdateError as e:
                     print(f"  roll-back again: {e}", file=sys.stderr, flush=True)
                     await until_up(self.replicas, 1)
@@ -322,8 +325,9 @@ class Publications:
                 record.weights_of[version] = seen + 1
             while True:
                 try:
+                    way = self.transports[transport]
                     await publish(
-                        engines, path, version, store=self.store, transport=transport, seen=seen
+                        engines, path, version, store=self.store, transport=way, seen=seen
                     )
                     return version
                 except SupersededError:
@@ -377,7 +381,7 @@ class Publications:
                     version,
                     mode,
                     store=self.store,
-                    transport=transport,
+                    transport=self.transports[transport],
                     canary=canary is not None,
                     hook=hook,
                 )
@@ -442,7 +446,11 @@ async def run(
             *(agent(i, origin, session, record, stop) for i in range(agents)),
         ]
         tasks = [asyncio.create_task(each) for each in work]
-        publications = Publications(served, store, weights, record, pool)
+        ways = {
+            name: build_transport(EngineConfig(weight_transport=name, weight_bucket_mb=1), lead)
+            for name, lead in ((name, Sender().call) for name in TRANSPORTS)
+        }
+        publications = Publications(served, store, weights, record, pool, ways)
         version = 0
         while record.kills.total() < kills:
             await until_up(served, min(2, replicas))

@@ -29,7 +29,7 @@ def test_a_node_that_has_everything_is_not_spoken_of() -> None:
         ({"versions": {"python": "3.11.7", "torch": "2.13.0"}}, ("stepwell not at all", "0.1.0")),
         ({"agent_error": "there is no module 'x'\nlonger"}, ("no module 'x'; install", "/env/bin")),
         ({"missing": (Path("/models/base"),)}, ("model.path", "/models/base", "s3://")),
-        ({"is_shared": False}, ("run.dir", "/runs/mine", "engine.weight_transport=distributed")),
+        ({"is_shared": False}, ("run.dir", "/runs/mine", "engine.weight_transport=nccl")),
     ],
 )
 def test_what_a_node_lacks_is_one_line_with_node_and_remedy(
@@ -63,7 +63,7 @@ def test_a_node_needs_what_runs_on_it() -> None:
     full = needs_of(config, "b", used=["a", "b"], nonce="x")
     assert full.paths == (config.model.path.absolute(),)
     assert (full.shared, full.nonce) == (Path("/shared/runs/a"), "x")
-    over_nccl = load_config("quickstart", ["engine.weight_transport=distributed"])
+    over_nccl = load_config("quickstart", ["engine.weight_transport=nccl"])
     assert needs_of(over_nccl, "b", used=["b"]).shared is None
     by_themselves = load_config("live", [])
     assert needs_of(by_themselves, "b", used=[]) == Look(None)

@@ -18,6 +18,7 @@ from stepwell.backends.base import TrainingBackend
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import EngineError, UnsupportedByBackendError, VersionNotKeptError
 from stepwell.backends.weights import StoreLock, WeightStore
+from stepwell.backends.weights.transports import Disk
 from stepwell.config.run import RunConfig
 from stepwell.datapool import Step
 from stepwell.run.trainer import build_updater
@@ -112,7 +113,7 @@ async def command(run: SmallRun, to: int | None) -> int:
         config.run.dir / "weights", keep=config.trainer.keep_weights, base=config.model.path
     )
     engines = cast("list[EngineClient]", [run.engine])
-    return await roll_back(engines, store, run.pool, to, transport="disk", trains=True)
+    return await roll_back(engines, store, run.pool, to, transport=Disk(), trains=True)
 
 
 @asynccontextmanager
@@ -262,7 +263,9 @@ async def test_a_checkpoint_beside_a_roll_back_has_the_weights_that_are_served(
         assert path is not None
         state = run.trainer.checkpoints.load(path)
     assert state["progress"].rolled_back
-    assert state["backend"]["updates"] == 1
+    saved = RecordingBackend()
+    saved.load_state(path / "backend", state["backend"])
+    assert saved.updates == 1
 
 
 async def test_weights_that_are_adopted_stay_on_disk_until_they_are_loaded(tmp_path: Path) -> None:
@@ -383,6 +386,7 @@ class Served:
             pool=self.pool,
             producer=cast(Any, None),
             phases=Phases(),
+            transport=Disk(),
             notify=self.said.append,
         )
 
@@ -400,7 +404,7 @@ class Served:
     async def command(self, to: int | None) -> int:
         engines = cast("list[EngineClient]", self.engines)
         store = self.open_store()
-        return await roll_back(engines, store, self.pool, to, transport="disk", trains=True)
+        return await roll_back(engines, store, self.pool, to, transport=Disk(), trains=True)
 
     async def earn(self, version: int, *rewards: float) -> None:
         for reward in rewards:

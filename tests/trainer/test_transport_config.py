@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from stepwell.backends.weights.transports import Ipc, Nccl
 from stepwell.config.load import load_config
+from stepwell.run.trainer import shares_nothing, transport_of
 from stepwell.trainer.errors import ConfigError
+from tests.trainer.small_run import RecordingBackend
 
 
 def test_adapters_are_published_only_of_a_backend_that_trains_one() -> None:
@@ -18,3 +21,24 @@ def test_adapters_are_published_only_of_a_backend_that_trains_one() -> None:
 def test_an_unknown_transport_is_named() -> None:
     with pytest.raises(ConfigError, match=r"weight_transport.*pigeon|pigeon.*weight_transport"):
         load_config("quickstart", ["engine.weight_transport=pigeon"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        ([], None),
+        (["engine.kind=attach", "engine.urls=[http://a:1]"], "torch of engines that somebody else"),
+        (["cluster.engines=2"], "shares its GPU with one engine alone"),
+        (["engine.python=/bin/true"], "/bin/true none"),
+    ],
+)
+def test_memory_is_shared_where_both_have_the_same_torch(
+    overrides: list[str], why: str | None
+) -> None:
+    config = load_config("quickstart", ["engine.weight_transport=ipc", *overrides])
+    found = shares_nothing(config)
+    assert found is None if why is None else why in str(found)
+    said: list[str] = []
+    transport = transport_of(config, RecordingBackend(), said.append)
+    assert isinstance(transport, Ipc if why is None else Nccl)
+    assert len(said) == (why is not None)

@@ -40,7 +40,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from stepwell.backends.config import PublishMode, WeightTransport
+from stepwell.backends.config import PublishMode
 from stepwell.backends.engines.api import Engine
 from stepwell.backends.errors import (
     EngineError,
@@ -49,7 +49,7 @@ from stepwell.backends.errors import (
     VersionNotKeptError,
     WeightUpdateError,
 )
-from stepwell.backends.weights import Publication, WeightStore, publish
+from stepwell.backends.weights import Publication, Transport, WeightStore, publish
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import TRAIN, Group
 from stepwell.trainer.config import AsyncTrainingConfig, PublishConfig
@@ -77,7 +77,7 @@ class Publisher:
     Args:
         updater: its backend's weights are published.
         compute: thread that the updater computes in.
-        transport: with `lora`, a version is an adapter beside weights that engines keep.
+        transport: sends versions to the engines; the publisher closes it.
         lends_memory: engines lend the trainer their memory while it computes.
         patience_s: seconds that the first engine may take to come back.
         phases: notes how long publications and hand-overs of memory took.
@@ -96,7 +96,7 @@ class Publisher:
         pool: DataPoolClient,
         producer: GroupProducer,
         phases: Phases,
-        transport: WeightTransport = "disk",
+        transport: Transport,
         lends_memory: bool = False,
         patience_s: float = 600.0,
         notify: Callable[[str], None] = log.info,
@@ -111,7 +111,7 @@ class Publisher:
         self._pool = pool
         self._producer = producer
         self._phases = phases
-        self._transport: WeightTransport = transport
+        self._transport = transport
         self._patience_s = patience_s
         self._notify_user = notify
         self._mode: PublishMode = "retract" if async_training.partial_rollout else "drain"
@@ -140,6 +140,8 @@ class Publisher:
         self._undecided = False
         """The trial waits for rewards."""
         self._rolled_back = self._unjudged = 0
+        self._gather_s = 0.0
+        """Seconds in which the last version was gathered and written."""
 
     # -- the loop's calls ---------------------------------------------------------------------
 
@@ -156,6 +158,7 @@ class Publisher:
             if self._canary is not None:  # engines outlive an attached trainer: all of one version
                 await self.memory.take_back()
                 await self.judge()
+            await self._transport.close()
             for task in (following, self._trial):
                 if task is not None and not task.done():
                     task.cancel()
@@ -176,7 +179,7 @@ class Publisher:
             before = (await self._pool.get_statistics(TRAIN))["policy_version"]
             committed = 0 if current is None else current.version
             known = progress.version
-            if new and not any([*versions, before, committed]) and self._transport != "lora":
+            if new and not any([*versions, before, committed]) and not self._transport.adapter:
                 # Nothing is published: tell the pool that it has a consumer from now on.
                 await self._pool.advance_version(0)
                 return
@@ -317,6 +320,10 @@ class Publisher:
         if last is not None and ended and (publication := last.result()) is not None:
             counts["publish/seconds"] = publication.seconds
             counts["publish/version"] = publication.version
+            counts["publish/gather_seconds"] = self._gather_s
+            counts["publish/transfer_seconds"] = publication.transfer_s
+            counts["publish/load_seconds"] = publication.load_s
+            counts["publish/pause_seconds"] = publication.pause_s
         return {name: float(n) for name, n in counts.items()}
 
     # -- publications -------------------------------------------------------------------------
@@ -336,8 +343,12 @@ class Publisher:
     def _write(self) -> tuple[Path, int]:
         """Write the backend's weights of now; their folder, and how many updates they contain."""
         backend, progress = self._updater.backend, self._progress
-        save = backend.save_adapters if self._transport == "lora" else backend.save_weights
-        return self._store.write(max(progress.published) + 1, save), progress.updates
+        save = backend.save_adapters if self._transport.adapter else backend.save_weights
+        begun = time.perf_counter()
+        path = self._store.write(max(progress.published) + 1, save)
+        self._transport.written(str(path))
+        self._gather_s = time.perf_counter() - begun
+        return path, progress.updates
 
     def _begin(self, path: Path, version: int, *, canary: bool = False) -> None:
         """Publish beside training; `_wait_ended` waits for it."""
@@ -380,7 +391,7 @@ class Publisher:
         self, engines: Sequence[Engine], path: Path, version: int, *, canary: bool = False
     ) -> Publication:
         if not engines:
-            self._store.commit(version, path, adapter=self._transport == "lora")
+            self._store.commit(version, path, adapter=self._transport.adapter)
             return Publication(version, seconds=0.0)
         return await publish(
             engines,

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from stepwell.backends.config import WeightTransport
 from stepwell.backends.engines.api import Engine
 from stepwell.backends.errors import (
     EngineError,
@@ -20,7 +19,7 @@ from stepwell.backends.errors import (
     UnsupportedByBackendError,
     WeightUpdateError,
 )
-from stepwell.backends.weights import WeightStore, publish
+from stepwell.backends.weights import Transport, WeightStore, publish
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import TRAIN
 
@@ -31,7 +30,7 @@ async def roll_back(
     pool: DataPoolClient,
     to: int | None,
     *,
-    transport: WeightTransport,
+    transport: Transport,
     before: int | None = None,
     seen: int | None = None,
     trains: bool = False,

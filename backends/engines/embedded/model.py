@@ -28,6 +28,7 @@ from stepwell.backends.engines.embedded.vision import Vision
 from stepwell.backends.model_folder import checkpoint_name, module_name
 from stepwell.backends.model_loading import load_causal_lm
 from stepwell.backends.pictures import PictureProcessor
+from stepwell.backends.weights.delta import since
 from stepwell.backends.weights.digest import model_hashes
 
 DTYPES = {
@@ -172,7 +173,8 @@ class ModelRunner:
         return found
 
     def load_weights(self, path: str) -> None:
-        """Replace the weights from a Hugging Face directory; all or nothing.
+        """Replace the weights from a Hugging Face directory, or those that changed
+        (`weights/delta.py`); all or nothing.
 
         Raises:
             WeightLoadError: unreadable, or another architecture. The old weights are untouched.
@@ -181,7 +183,8 @@ class ModelRunner:
             new = self._read_checkpoint(path)
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as e:
             raise WeightLoadError(f"Failed to load weights from {path!r}: {e}") from e
-        self._replace(new, f"Failed to load weights from {path!r}: ", partial=False)
+        is_partial = since(Path(path)) is not None
+        self._replace(new, f"Failed to load weights from {path!r}: ", partial=is_partial)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace some or all of the weights; all of those given or none.
@@ -225,7 +228,7 @@ class ModelRunner:
                 f"{refusal}not a checkpoint of this model; "
                 f"missing {missing[:3]}, unknown {unknown[:3]}, wrong shape {wrong[:3]}"
             )
-        broken = [k for k, v in new.items() if not torch.isfinite(v).all()]
+        broken = [k for k, v in new.items() if not _is_finite(v)]
         if broken:
             raise WeightLoadError(f"{refusal}not finite in {broken[:3]}")
         self.adapters.forget()  # its weights are replaced, or what it was added to is
@@ -270,6 +273,12 @@ class ModelRunner:
             raise ValueError(
                 f"model_type is {theirs!r}, this engine runs {self.config.model_type!r}"
             )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """True if no value is infinite or NaN, which both ends of the range show: the pause of a
+    publication waits for this, and `isfinite` of every value takes fifty times as long."""
+    return not tensor.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
 
 
 def _safetensors_files(folder: Path) -> Sequence[Path]:

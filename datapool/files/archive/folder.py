@@ -35,6 +35,8 @@ DELETED: Final = "deleted.jsonl"
 RESERVE_BYTES: Final = 512 << 20
 """Bytes that the archive leaves free on its disk: the journal needs them."""
 Kind: TypeAlias = Literal["trajectory", "user", "tag"]
+IMPORTED: Final = "imported"
+"""In place of a journal in the names of files that are no pool's."""
 _NAME: Final = re.compile(r"(\d+)-([0-9a-f]{8}|imported)-(\d{12})-(\d{12})\.parquet")
 
 

@@ -38,7 +38,7 @@ from stepwell.datapool.files.archive.conversations import (
 from stepwell.datapool.files.columns import dumps, loads
 from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.selection import UNMARKED, Marks
-from stepwell.datapool.types import Step, Trajectory, VersionSpan
+from stepwell.datapool.types import UNKNOWN, Step, Trajectory, VersionSpan, without_tokens
 
 FORM: Final = "1"
 SEAL: Final = b"stepwell.seal"
@@ -407,9 +407,10 @@ def _step(
     pictures = tuple(pictures_of((metadata, *more)))
     if (base := before.get(each["base_index"])) is not None:
         pictures = base.pictures + pictures
-    return Step(
-        prompt_ids=tokens[:n],
-        response_ids=tokens[n:],
+    is_text = not len(tokens)  # of an import
+    step = Step(
+        prompt_ids=UNKNOWN if is_text else tokens[:n],
+        response_ids=UNKNOWN if is_text else tokens[n:],
         reward=each["reward"],
         trajectory_uid=row["trajectory_uid"],
         prompt_uid=row["prompt_uid"],
@@ -425,6 +426,7 @@ def _step(
         routed_experts=routed_experts,
         pictures=pictures,
     )
+    return without_tokens(step) if is_text else step
 
 
 def picture_keys(row: Mapping[str, Any]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from stepwell.backends.engines.embedded.adapters import Adapters, WeightLoadErro
 from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import EngineRequestError, WeightUpdateError
 from stepwell.backends.weights import WeightStore, publish
-from stepwell.backends.weights.transports import ADAPTER_NAME
+from stepwell.backends.weights.transports import ADAPTER_NAME, Lora
 from stepwell.datapool.sealed import seal
 from tests.builders import until
 
@@ -133,7 +133,7 @@ async def test_a_published_adapter_generates_and_survives_a_crash(
                     version,
                     "retract",
                     store=store,
-                    transport="lora",
+                    transport=Lora(),
                 )
                 assert done.fenced == {}
                 assert await client.weight_version() == version
@@ -157,7 +157,7 @@ async def test_an_engine_that_refuses_the_first_adapter_generates_on_without_one
     store = WeightStore(tmp_path / "weights")
     nothing = store.write(1, lambda folder: (folder.mkdir(), (folder / "empty").touch()))
     with pytest.raises(WeightUpdateError, match="Failed to load LoRA adapter") as e:
-        await publish([client], nothing, 1, "retract", store=store, transport="lora")
+        await publish([client], nothing, 1, "retract", store=store, transport=Lora())
     assert e.value.serving == {client.url: 0}
     answer = await client.generate(PROMPT, {"max_new_tokens": 2, "ignore_eos": True}, timeout_s=60)
     assert answer["meta_info"]["weight_version"] == "0"

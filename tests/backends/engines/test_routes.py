@@ -50,7 +50,7 @@ async def check(app: Starlette, *, publishes: bool = True, **settings: object) -
         await check_routes(engine, config, publishes=publishes)
 
 
-@pytest.mark.parametrize("transport", ["disk", "distributed", "lora"])
+@pytest.mark.parametrize("transport", ["disk", "delta", "nccl", "ipc", "lora"])
 async def test_of_the_tested_sglang_nothing_is_said(
     transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -64,7 +64,7 @@ async def test_what_this_run_does_not_need_is_a_warning_of_one_line(
     await check(older("0.5.9"))
     [line] = caplog.messages
     assert "(sglang 0.5.9) lacks /v1/loads (`stepwell top` shows no load); " in line
-    assert "/begin_weight_update, /end_weight_update (no engine.weight_transport=distr" in line
+    assert "/begin_weight_update, /end_weight_update (no engine.weight_transport=nccl)" in line
     assert line.endswith("; tested is SGLang 0.5.23")
 
 
@@ -72,8 +72,10 @@ async def test_what_this_run_needs_is_refused_with_the_remedy(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with pytest.raises(EngineStartError) as e:
-        await check(older("0.5.9"), weight_transport="distributed")
-    assert "/begin_weight_update, /end_weight_update (no engine.weight_transport=d" in str(e.value)
+        await check(older("0.5.9"), weight_transport="nccl")
+    assert "/begin_weight_update, /end_weight_update (no engine.weight_transport=nccl)" in str(
+        e.value
+    )
     assert "start SGLang 0.5.23 or newer there" in str(e.value)
     assert "/v1/loads" not in str(e.value)
     with pytest.raises(EngineStartError, match=r"\(sglang\) lacks /model_info, /server_info \(wei"):

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import json
+import os
+import pickle
 import shutil
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,14 +20,40 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file, save_file
 
-from stepwell.backends.config import WeightTransport
+from stepwell.backends.config import EngineConfig, WeightTransport
+from stepwell.backends.engines.api import Bucket
 from stepwell.backends.engines.client import EMBEDDED, EngineClient
+from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import EngineRequestError, WeightUpdateError
-from stepwell.backends.weights import WeightStore, publish
+from stepwell.backends.weights import Transport, WeightStore, build_transport, publish
+from stepwell.backends.weights.delta import write_delta
+from stepwell.backends.weights.digest import checkpoint_hashes
+from stepwell.backends.weights.ipc import read_shared
+from stepwell.backends.weights.sender import Sender
+from stepwell.backends.weights.transports import Lead, Nccl
 from stepwell.datapool.sealed import seal
+from tests.builders import until
 
 PROMPT = [40, 41, 42, 43]
-TRANSPORTS: tuple[WeightTransport, ...] = ("disk", "distributed")
+TRANSPORTS: tuple[WeightTransport, ...] = ("disk", "delta", "nccl", "ipc")
+
+
+def transport_of(name: WeightTransport, lead: Lead | None = None, **options: Any) -> Transport:
+    """A transport whose sender reads what was written, as a backend without `lead` does."""
+    config = EngineConfig.model_validate({"weight_transport": name, **options})
+    return build_transport(config, lead or Sender().call)
+
+
+class Recorded(Sender):
+    """A sender that notes what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def call(self, method: str, *args: Any) -> Any:
+        self.calls.append(method)
+        return super().call(method, *args)
 
 
 async def log_probs(client: EngineClient) -> tuple[list[int], torch.Tensor]:
@@ -56,15 +87,15 @@ async def verified_by(client: EngineClient) -> str:
     return "checksum" if embedded else "agreement"
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("name", TRANSPORTS)
 async def test_a_version_arrives_whole_and_its_checksum_is_held_against_the_checkpoint(
-    transport: WeightTransport,
+    name: WeightTransport,
     client: EngineClient,
     model_dirs: Any,
     reference: Callable[..., Any],
     tmp_path: Path,
 ) -> None:
-    store = WeightStore(tmp_path / "weights")
+    store, transport = WeightStore(tmp_path / "weights"), transport_of(name)
     path = store.write(3, lambda folder: shutil.copytree(model_dirs.new, folder))
     done = await publish([client], str(path), 3, "retract", store=store, transport=transport)
     assert done.verified == {client.url: await verified_by(client)}
@@ -80,6 +111,36 @@ async def test_a_version_arrives_whole_and_its_checksum_is_held_against_the_chec
     done = await publish([client], str(other), 4, "retract", store=store, transport=transport)
     assert done.verified == {client.url: await verified_by(client)}
     assert await agrees(client, reference, other)
+    assert done.pause_s >= done.load_s > 0
+    await transport.close()
+
+
+async def test_weights_go_in_buckets_through_one_group_that_lasts(
+    client: EngineClient, model_dirs: Any, reference: Callable[..., Any], caplog: Any
+) -> None:
+    """A bucket of 1 MB takes the small model whole, one of a few bytes each tensor alone."""
+    sender = Recorded()
+    transport = transport_of("nccl", sender.call)
+    assert isinstance(transport, Nccl)
+    transport._limit = 1024
+    for version, path in ((1, model_dirs.new), (2, model_dirs.base)):
+        done = await publish([client], str(path), version, transport=transport)
+        assert done.transfer_s > 0
+        assert await agrees(client, reference, path)
+    assert sender.calls.count("open") == 1
+    assert sender.calls.count("broadcast") > 20
+    assert "read from disk" not in caplog.text
+    await transport.close()
+
+
+async def test_buckets_go_to_an_engine_that_is_not_paused_and_halves_never_mix(
+    client: EngineClient, model_dirs: Any, reference: Callable[..., Any]
+) -> None:
+    transport = transport_of("nccl", weight_bucket_mb=1)
+    done = await publish([client], str(model_dirs.new), 1, "drain", transport=transport)
+    assert done.pause_s == 0
+    assert await agrees(client, reference, model_dirs.new)
+    await transport.close()
 
 
 @asynccontextmanager
@@ -133,12 +194,157 @@ async def test_a_replica_that_loaded_wrong_bytes_under_the_right_version_is_caug
 
 
 async def test_tensors_are_taken_within_a_session_only(client: EngineClient) -> None:
+    bucket = Bucket(("model.norm.weight",), ("float32",), ((32,),))
     with pytest.raises(EngineRequestError, match="begin_weight_update"):
-        await client.update_weights_from_distributed([], [], [], 5, group_name="none")
+        await client.update_weights_from_distributed(bucket, "none", version=5)
+    with pytest.raises(EngineRequestError, match="begin_weight_update"):
+        await client.update_weights_from_tensor([""], version=5)
     await client.begin_weight_update()
-    with pytest.raises(EngineRequestError, match="already open"):
-        await client.begin_weight_update()
+    await client.begin_weight_update()  # one that a publisher left open is closed
+    with pytest.raises(EngineRequestError, match="none"):
+        await client.update_weights_from_distributed(bucket, "none", version=5)
     await client.end_weight_update()
     with pytest.raises(EngineRequestError, match="no weight-update session"):
         await client.end_weight_update()
     assert await client.weight_version() == 0
+
+
+async def test_a_publication_that_comes_to_nothing_leaves_no_weights_behind(
+    client: EngineClient, model_dirs: Any, reference: Callable[..., Any]
+) -> None:
+    """Its buckets are with the engine, and the next publication must not load them."""
+    transport = transport_of("nccl")
+
+    async def fails(phase: str, when: str) -> None:
+        if (phase, when) == ("pause", "before"):
+            raise RuntimeError("no pause today")
+
+    for _ in range(2):
+        with pytest.raises(WeightUpdateError, match="no pause today"):
+            await publish([client], str(model_dirs.new), 7, transport=transport, hook=fails)
+        assert await agrees(client, reference, model_dirs.base)
+        assert await client.weight_version() == 0
+    await publish([client], str(model_dirs.new), 8, transport=transport)
+    assert await agrees(client, reference, model_dirs.new)
+    await transport.close()
+
+
+async def test_a_group_that_breaks_leaves_the_version_on_disk_to_be_read(
+    client: EngineClient, model_dirs: Any, reference: Callable[..., Any], caplog: Any
+) -> None:
+    class Breaks(Sender):
+        def broadcast(self, number: int) -> None:
+            self.leave()
+            raise RuntimeError("the cable is out")
+
+    broken = transport_of("nccl", Breaks().call, weight_join_timeout_s=5)
+    done = await publish([client], str(model_dirs.new), 1, "retract", transport=broken)
+    assert done.fenced == {}
+    assert "version 1 is read from disk: " in caplog.text
+    assert await agrees(client, reference, model_dirs.new)
+    await broken.close()
+
+
+async def test_after_a_restart_the_engine_is_in_a_new_group(
+    model_dirs: Any, reference: Callable[..., Any], tmp_path: Path
+) -> None:
+    sender, store = Recorded(), WeightStore(tmp_path / "weights")
+    transport = transport_of("nccl", sender.call)
+    supervisor = Supervisor(EngineConfig(model_path=model_dirs.base), tmp_path, store.folder)
+    url = await asyncio.to_thread(supervisor.start)
+    try:
+        async with EngineClient(url) as engine:
+            first = store.write(1, lambda folder: shutil.copytree(model_dirs.new, folder))
+            await publish([engine], first, 1, store=store, transport=transport)
+            assert supervisor.pid is not None
+            os.killpg(supervisor.pid, signal.SIGKILL)
+            await until(lambda: supervisor.restarts == 1 and supervisor.state == "up", 120)
+            second = store.write(2, lambda folder: shutil.copytree(model_dirs.base, folder))
+            done = await publish([engine], second, 2, store=store, transport=transport)
+            assert done.transfer_s > 0
+            assert await agrees(engine, reference, model_dirs.base)
+            assert sender.calls.count("open") == 2
+    finally:
+        await transport.close()
+        await asyncio.to_thread(supervisor.stop)
+
+
+async def test_twenty_updates_of_a_few_tensors_and_a_missed_one_end_bit_equal(
+    client: EngineClient, model_dirs: Any, reference: Callable[..., Any], tmp_path: Path
+) -> None:
+    store, transport = WeightStore(tmp_path / "weights", keep=3), transport_of("delta")
+    weights = load_file(model_dirs.new / "model.safetensors")
+    names = sorted(weights)
+    read: list[str] = []
+    load = client.update_weights_from_disk
+
+    async def noted(path: str, *args: Any, **how: Any) -> None:
+        read.append(",".join(sorted(load_file(Path(path) / "model.safetensors"))))
+        await load(path, *args, **how)
+
+    client.update_weights_from_disk = noted  # type: ignore[method-assign]
+    for version in range(1, 21):
+        changed = names[version % len(names)]
+        weights[changed] = weights[changed] + 1e-3
+
+        def save(folder: Path) -> None:
+            shutil.copytree(model_dirs.new, folder)
+            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+        path = store.write(version, save)
+        if version == 11:  # this one misses it
+            store.commit(version, path)
+            continue
+        done = await publish([client], path, version, "retract", store=store, transport=transport)
+        assert done.verified == {client.url: await verified_by(client)}
+        whole = version in (1, 12)
+        assert read[-1] == (",".join(names) if whole else changed)
+        assert not list(store.folder.glob(".tmp-*delta*"))
+    assert await agrees(client, reference, path)
+    if await verified_by(client) == "checksum":
+        (rank,) = await client.weight_hashes() or [{}]
+        assert rank["checksums"].items() >= checkpoint_hashes(path, "auto").items()
+
+
+@pytest.fixture
+async def embedded(engine: Any, client: EngineClient) -> EngineClient:
+    if engine.kind != "embedded":
+        pytest.skip("SGLang has its own refusals")
+    return client
+
+
+async def test_what_changed_is_refused_beside_other_weights(
+    embedded: EngineClient, model_dirs: Any, tmp_path: Path
+) -> None:
+    write_delta(model_dirs.new, ["model.norm.weight"], 4, tmp_path / "delta")
+    with pytest.raises(EngineRequestError, match="changed since version 4, and version 0"):
+        await embedded.update_weights_from_disk(str(tmp_path / "delta"), 5)
+    assert await embedded.weight_version() == 0
+
+
+async def test_handles_that_name_code_are_refused(embedded: EngineClient) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, ("true",)
+
+    await embedded.begin_weight_update()
+    evil = base64.b64encode(pickle.dumps([("a", Evil())])).decode()
+    with pytest.raises(EngineRequestError, match=r"posix\.system is not part of a tensor's handle"):
+        await embedded.update_weights_from_tensor([evil], version=1)
+    with pytest.raises(EngineRequestError, match="a bucket of the session failed"):
+        await embedded.end_weight_update(1)
+    assert await embedded.weight_version() == 0
+
+
+def test_tensors_in_shared_memory_are_read_as_they_were_written(tmp_path: Path) -> None:
+    weights = {"a": torch.randn(3, 4, dtype=torch.bfloat16), "b": torch.arange(5.0)}
+    save_file(weights, tmp_path / "model.safetensors")
+    sender = Sender()
+    sender.hold(weights, is_live=True)
+    sender.held_as(str(tmp_path))
+    weights["b"].zero_()  # training goes on
+    (bucket,) = sender.plan(str(tmp_path), None)
+    assert bucket == Bucket(("b", "a"), ("float32", "bfloat16"), ((5,), (3, 4)))
+    found = read_shared(sender.share(0))
+    assert torch.equal(found["a"], weights["a"])
+    assert torch.equal(found["b"], torch.arange(5.0))

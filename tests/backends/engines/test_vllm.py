@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines.api import EngineState, GenerateRequest, Output, Sampling
+from stepwell.backends.engines.api import (
+    Bucket,
+    EngineState,
+    GenerateRequest,
+    Meeting,
+    Output,
+    Sampling,
+)
 from stepwell.backends.engines.commands import CommandLine, Launch
 from stepwell.backends.engines.kinds import command_line, connect
 from stepwell.backends.engines.vllm import GENERATE, VllmEngine, _Reader
@@ -37,6 +45,29 @@ from stepwell.trainer.errors import ConfigError
 from tests.backends.engines.exchanges import MODEL, PROMPT, save_new
 from tests.backends.engines.record_vllm import FIXTURES
 from tests.gateway.conftest import serving
+
+WIRE = (
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/shutdown_weight_transfer_engine",
+)
+MEETING = Meeting("g", 5, "raw_nccl", "10.0.0.1", 0, 60.0, base64.b64encode(b"u" * 128).decode())
+BUCKET = Bucket(("a", "b"), ("float32", "bfloat16"), ((2, 3), (5,)))
+INIT_INFO = {
+    "nccl_unique_id_b64": MEETING.unique_id,
+    "rank_offset": 1,
+    "world_size": 5,
+    "packed": True,
+    "packed_buffer_size_bytes": 1 << 40,
+    "packed_num_buffers": 1,
+}
+UPDATE_INFO = {
+    "names": ["a", "b"],
+    "dtype_names": ["float32", "bfloat16"],
+    "shapes": [[2, 3], [5]],
+}
 
 
 def recorded(name: str) -> dict[str, Any]:
@@ -452,13 +483,59 @@ def test_its_command_line_has_the_flags_that_a_run_needs(monkeypatch: pytest.Mon
 def test_a_configuration_that_asks_it_for_what_it_has_not_is_refused() -> None:
     base = ["engine.kind=vllm", "engine.python=python"]
     for key, words in (
-        ("engine.weight_transport=distributed", r"engine\.weight_transport is 'distributed', and"),
+        ("engine.weight_transport=ipc", r"engine\.weight_transport is 'ipc', and"),
         ("engine.release_memory=true", r"engine\.release_memory is true, and engine\.kind 'vllm'"),
         ("engine.options={x: 1}", r"engine\.options\.x is 1: .* options of VllmEngine are none"),
     ):
         config = load_config("quickstart", [*base, key, "async_training.partial_rollout=true"])
         with pytest.raises((ConfigError, EngineError, ValueError), match=words):
             check_engine_of(config)
+
+
+async def test_weights_go_by_its_native_wire_bucket_by_bucket() -> None:
+    """The contract of vLLM 0.32.0's `api_router.py`, `NCCLWeightTransferInitInfo` and
+    `NCCLWeightTransferUpdateInfo`; `real_vllm.py` builds both of what is asked here."""
+    server = Scripted()
+    for path in WIRE:
+        server.answers[path] = {"status": 200, "text": '{"message": "done"}'}
+    server.answers["/get_world_size"] = {"status": 200, "text": '{"world_size": 4}'}
+    async with serving(server.app()) as url, VllmEngine(url) as engine:
+        assert (await engine.about()).ranks == 4
+        server.asked.clear()
+        await engine.init_weights_update_group(MEETING, 1)
+        await engine.begin_weight_update()
+        for version in (None, "7"):
+            await engine.update_weights_from_distributed(
+                BUCKET, "g", version=version, flush_cache=version is not None
+            )
+        await engine.end_weight_update("7")
+        await engine.destroy_weights_update_group("g")
+    assert [(path, body) for path, body in server.asked if path != "/is_paused"] == [
+        ("/init_weight_transfer_engine", {"init_info": INIT_INFO}),
+        ("/pause?mode=wait", {}),
+        ("/start_weight_update", {}),
+        ("/update_weights", {"update_info": UPDATE_INFO}),
+        ("/update_weights", {"update_info": UPDATE_INFO}),
+        ("/reset_prefix_cache?reset_running_requests=true", {}),
+        ("/finish_weight_update", {"weight_version": "7"}),
+        ("/resume", {}),
+        ("/shutdown_weight_transfer_engine", {}),
+    ]
+
+
+async def test_a_session_that_does_not_open_leaves_it_generating() -> None:
+    server = Scripted()
+    server.answers["/start_weight_update"] = {"status": 500, "text": '{"error": "not so"}'}
+    async with serving(server.app()) as url, VllmEngine(url) as engine:
+        with pytest.raises(EngineError, match="not so"):
+            await engine.begin_weight_update()
+    assert server.paths == ["/is_paused", "/pause?mode=wait", "/start_weight_update", "/resume"]
+
+
+def test_it_is_launched_for_that_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = line(monkeypatch, gpu=True, weight_transport="nccl")
+    at = made.argv.index("--weight-transfer-config")
+    assert json.loads(made.argv[at + 1]) == {"backend": "nccl"}
 
 
 async def test_it_is_attached_by_its_urls() -> None:

@@ -1,0 +1,100 @@
+"""Handles of tensors in memory that two processes share, in SGLang's form: no byte is sent.
+
+SGLang's `/update_weights_from_tensor` takes named tensors as torch's `ForkingPickler` writes them:
+on a GPU a CUDA IPC handle and an offset, on a CPU the name of a shared memory object. A GPU is
+named by its UUID, since two processes may number their GPUs differently; SGLang's reader takes it.
+
+What is read is only ever built by the few functions of torch that stand in `_ALLOWED`.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from stepwell.backends.engines.api import Bucket
+from stepwell.backends.weights.buckets import views
+
+_DEVICE = 6
+"""Position of the device in the arguments of torch's `rebuild_cuda_tensor`."""
+_ALLOWED = frozenset(
+    {
+        ("torch", "Size"),
+        ("torch", "Tensor"),
+        ("torch.storage", "TypedStorage"),
+        ("torch.storage", "UntypedStorage"),
+        ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
+        ("torch.multiprocessing.reductions", "rebuild_storage_filename"),
+        ("torch.multiprocessing.reductions", "rebuild_tensor"),
+        ("torch.multiprocessing.reductions", "rebuild_typed_storage"),
+        ("torch.serialization", "_get_layout"),
+    }
+)
+
+
+def shared_tensors(bucket: Bucket, flat: Tensor) -> tuple[Tensor, str]:
+    """A copy of the bucket in memory that others can map, and its tensors' handles as text."""
+    if torch.cuda.is_available():
+        buffer = flat.cuda()
+        torch.cuda.synchronize()
+    else:
+        buffer = flat.clone()
+    stream = io.BytesIO()
+    _Pickler(stream, pickle.HIGHEST_PROTOCOL).dump(list(views(bucket, buffer)))
+    return buffer, base64.b64encode(stream.getvalue()).decode()
+
+
+def read_shared(text: str) -> dict[str, Tensor]:
+    """Copies of the tensors that handles name.
+
+    Raises:
+        ValueError: it is not what `shared_tensors` writes.
+        RuntimeError: the memory is not there.
+    """
+    named = _Unpickler(io.BytesIO(base64.b64decode(text, validate=True))).load()
+    return {str(name): tensor.clone() for name, tensor in named}
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.dtype):
+            return NotImplemented
+        if isinstance(obj, torch.UntypedStorage):
+            storage: Any = obj
+            return reductions.rebuild_storage_filename, (type(obj), *storage._share_filename_cpu_())
+        if isinstance(obj, torch.TypedStorage):
+            return reductions.reduce_typed_storage(obj)  # type: ignore[no-untyped-call]  # theirs
+        if not isinstance(obj, Tensor):
+            return NotImplemented
+        build, args = reductions.reduce_tensor(obj)  # type: ignore[no-untyped-call]  # theirs
+        if obj.is_cuda:
+            uuid = str(torch.cuda.get_device_properties(args[_DEVICE]).uuid)
+            args = (*args[:_DEVICE], uuid, *args[_DEVICE + 1 :])
+        return build, args
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) not in _ALLOWED:
+            raise ValueError(f"{module}.{name} is not part of a tensor's handle")
+        if name == "rebuild_cuda_tensor":
+            return _rebuild_cuda_tensor
+        return super().find_class(module, name)
+
+
+def _rebuild_cuda_tensor(*args: Any) -> Tensor:
+    wanted = args[_DEVICE]
+    for device in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(device).uuid) == wanted:
+            args = (*args[:_DEVICE], device, *args[_DEVICE + 1 :])
+            built: Tensor = reductions.rebuild_cuda_tensor(*args)  # type: ignore[no-untyped-call]  # theirs
+            return built
+    raise ValueError(f"GPU {wanted} is not visible to this process")
