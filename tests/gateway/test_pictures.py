@@ -577,6 +577,27 @@ async def test_messages_of_a_step_refer_to_pictures_and_hold_none(vision: World)
     assert len(json.dumps(step.metadata)) < 2000
 
 
+async def test_the_dashboard_shows_a_picture_of_a_trajectory_that_refers_to_it(
+    vision: World,
+) -> None:
+    for uid, seed in (("t1", 1), ("t2", 2)):
+        client = await vision.client(uid, f"p-{uid}")
+        messages: Any = [{"role": "user", "content": shown("What is it?", png(seed=seed))}]
+        await client.chat.completions.create(model="m", messages=messages)
+    digest = vision.stored("t1")[0].pictures[0].digest
+    async with aiohttp.ClientSession(f"{vision.url}/ui/api/") as http:
+        asked = {"trajectory_uid": "t1", "digest": digest}
+        async with http.get("picture", params=asked) as answer:
+            assert (answer.status, answer.content_type) == (200, "image/png")
+            assert digest_of(Image.open(BytesIO(await answer.read()))) == digest
+        for wrong in ({"trajectory_uid": "t2"}, {"digest": "0" * 64}):
+            async with http.get("picture", params=asked | wrong) as answer:
+                assert answer.status == 404
+        async with http.get("tokens", params={"trajectory_uid": "t1", "index": "0"}) as answer:
+            (picture,) = (await answer.json())["pictures"]
+    assert picture == vision.stored("t1")[0].pictures[0]._asdict()
+
+
 async def test_nothing_keeps_a_pictures_bytes_after_its_request(vision: World) -> None:
     import gc
 
