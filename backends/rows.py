@@ -24,14 +24,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from stepwell.datapool.branches import parents
+from stepwell.datapool.pictures import Picture, shadow_ids
 from stepwell.datapool.types import Step, TokenIds
 
 RowForm: TypeAlias = Literal["step", "merged", "tree"]
+Compared: TypeAlias = npt.NDArray[Any]
+"""Token ids, in which pictures are told apart (`shadow_ids`)."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -44,6 +48,13 @@ class TokenRow:
     steps: tuple[int, ...]
     """Indices into the batch's steps, the shortest first; never empty, and every step is in exactly
     one row of the batch."""
+    pictures: tuple[Picture, ...] = ()
+    """All that stand in `ids`."""
+
+    @property
+    def compared(self) -> Compared:
+        """`ids` as rows are compared: two pictures of one size have the same ids."""
+        return shadow_ids(self.ids, self.pictures) if self.pictures else self.ids
 
     @property
     def n_inputs(self) -> int:
@@ -67,7 +78,8 @@ def build_rows(steps: Sequence[Step], form: RowForm) -> list[TokenRow]:
             chain.append(node)
             node = of[node]
         done.update(chain)
-        rows.append(TokenRow(steps[leaf].token_ids, tuple(reversed(chain))))
+        step = steps[leaf]
+        rows.append(TokenRow(step.token_ids, tuple(reversed(chain)), step.pictures))
     return rows
 
 
@@ -80,7 +92,8 @@ def select(
     for row in rows:
         own = tuple(i for i in row.steps if i in wanted)
         if own:
-            kept.append(TokenRow(row.ids[: steps[own[-1]].n_tokens], own))
+            last = steps[own[-1]]
+            kept.append(TokenRow(row.ids[: last.n_tokens], own, last.pictures))
     return kept
 
 
@@ -146,22 +159,23 @@ def _cheapest_cut(batch: Sequence[tuple[TokenRow, int, int]], budget: int) -> in
 
 def _tree_costs(rows: Sequence[TokenRow]) -> Iterator[tuple[TokenRow, int, int]]:
     """(row, tokens shared with the one before, tokens of its own) in tree order."""
-    fed = [row.ids[: row.n_inputs] for row in rows]
-    previous: TokenIds | None = None
+    fed = [row.compared[: row.n_inputs] for row in rows]
+    previous: Compared | None = None
     for i in in_tree_order(fed):
         shared = 0 if previous is None else common_prefix(previous, fed[i])
         yield rows[i], shared, len(fed[i]) - shared
         previous = fed[i]
 
 
-def in_tree_order(sequences: Sequence[TokenIds]) -> list[int]:
+def in_tree_order(sequences: Sequence[Compared]) -> list[int]:
     """Indices in the order of a depth-first walk: each shares its longest prefix with a
     neighbour, and a sequence comes before those that extend it."""
     # Big-endian bytes sort as the ids do.
-    return sorted(range(len(sequences)), key=lambda i: sequences[i].astype(">i4").tobytes())
+    form = ">i8" if any(sequence.itemsize == 8 for sequence in sequences) else ">i4"
+    return sorted(range(len(sequences)), key=lambda i: sequences[i].astype(form).tobytes())
 
 
-def common_prefix(a: TokenIds, b: TokenIds) -> int:
+def common_prefix(a: Compared, b: Compared) -> int:
     """Return the number of tokens that both begin with."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])

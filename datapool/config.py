@@ -53,7 +53,8 @@ class ChannelConfig(Section):
     """Ready groups kept before `overflow` acts; null = unlimited."""
 
     max_bytes: int | None = Field(default=None, ge=1)
-    """Bytes of step payloads kept in memory before `overflow` acts; null = unlimited."""
+    """Bytes of step payloads kept in memory, and of their pictures, each once, before `overflow`
+    acts; null = unlimited. `spill` leaves pictures out: they are on disk anyway."""
 
     overflow: Literal["drop_oldest", "block", "spill"] = "drop_oldest"
     """Action beyond `max_queue_size` or `max_bytes`: `drop_oldest` drops the oldest ready group

@@ -9,6 +9,8 @@ and also subclasses the matching built-in::
     ├── StepConflictError(ValueError)         same (trajectory_uid, step_index), other content
     ├── UnknownBaseError(KeyError)            a step relative to one that is not stored; the client
     │                                         sends it whole
+    ├── UnknownPictureError(KeyError)         a step refers to pictures that are not stored; the
+    │                                         client sends them, and the step again
     ├── StepIndexError(ValueError)            contradicts the trajectory's is_last step
     ├── TrajectoryConflictError(ValueError)   trajectory_uid used under two prompt_uids
     ├── NotOwnerError(PermissionError)        a trajectory or group has another owner
@@ -44,6 +46,9 @@ What is merely late (a step for a group that was served meanwhile) is no error: 
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
 
 class DataPoolError(Exception):
     """Base of all errors that the DataPool raises. Made from one message, so that it pickles."""
@@ -63,6 +68,18 @@ class StepConflictError(DataPoolError, ValueError): ...
 
 
 class UnknownBaseError(DataPoolError, KeyError): ...
+
+
+class UnknownPictureError(DataPoolError, KeyError):
+    """Pictures are not stored, whose digests end the message."""
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        return tuple(re.findall("[0-9a-f]{64}", str(self).rpartition(LACKS)[2]))
+
+
+LACKS: Final = "which are not stored here: "
+"""Before the digests in the message of an `UnknownPictureError`."""
 
 
 class StepIndexError(DataPoolError, ValueError): ...

@@ -46,6 +46,7 @@ from stepwell.datapool.codec import (
     unpack,
 )
 from stepwell.datapool.errors import DataPoolError, InvalidRequestError, PoolFullError
+from stepwell.datapool.pictures import DIGEST
 from stepwell.datapool.selection import UNMARKED, Marks
 from stepwell.datapool.types import MAX_REWARD, TRAIN, Step, is_reward
 
@@ -57,6 +58,7 @@ TrajectoryOutcome: TypeAlias = Literal["complete", "aborted", "late"]
 """Outcome of a trajectory; "late": the pool had closed it before the producer did."""
 Unserved: TypeAlias = Literal["nothing_yet", "shut_down"]
 """Why `LeaseBatch` gave no lease: too few groups in its time, or too few and no more to come."""
+MAX_PICTURE_BYTES = 64 << 20
 LEFT = "consumer_left"
 """Why a lease goes back that nobody waits for any more."""
 
@@ -267,8 +269,9 @@ class ResumeTrajectory(Change[Resumed], frozen=True, array_like=True):
 
 class SubmitSteps(Change[list[SubmitOutcome | Refusal]], frozen=True, array_like=True):
     """Store steps, in order; each one's outcome or refusal (StepConflictError, StepIndexError,
-    TrajectoryConflictError, InvalidStepError; UnknownBaseError: send it whole; PoolFullError: the
-    channel blocks, and the step would begin a new group)."""
+    TrajectoryConflictError, InvalidStepError; UnknownBaseError: send it whole; UnknownPictureError:
+    put its pictures and send it again; PoolFullError: the channel blocks, and the step would begin
+    a new group)."""
 
     trajectories: list[PackedTrajectory]
     """Steps of each, in order. A trajectory may come several times. Without metadata."""
@@ -282,6 +285,7 @@ class AppendStep(Change[SubmitOutcome | Resumed], frozen=True, array_like=True):
     Raises:
         TrajectoryConflictError, StepIndexError, InvalidStepError: it cannot be stored.
         UnknownBaseError: send it whole.
+        UnknownPictureError: put its pictures and send it again.
         PoolFullError: the channel blocks, and the step would begin a new group.
         JournalError: a payload cannot be read back.
     """
@@ -290,6 +294,38 @@ class AppendStep(Change[SubmitOutcome | Resumed], frozen=True, array_like=True):
     prompt_uid: Text
     step: PackedStep
     channel: Text = TRAIN
+
+
+class PutPictures(Change[None], frozen=True, array_like=True):
+    """Store pictures for steps that are about to come. Each is kept once for all trajectories of
+    one owner in a channel, and for some minutes if no step refers to it. Again: no-op.
+
+    Raises:
+        UnknownTrajectoryError: never seen in this channel, and no `prompt_uid`.
+        NotOwnerError: it has another owner than `owner`.
+        JournalFullError, JournalError: they cannot be written.
+    """
+
+    trajectory_uid: Text
+    pictures: dict[str, bytes]
+    """PNG by digest (`pictures.Picture`)."""
+    channel: Text = TRAIN
+    prompt_uid: str | None = None
+    """Prompt of a trajectory that may not have begun."""
+    owner: str | None = None
+    """Owner that asks, as in `CompleteTrajectory`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for digest, data in self.pictures.items():
+            if not DIGEST.fullmatch(digest):
+                raise InvalidRequestError(
+                    f"pictures holds {digest!r:.80}; pass digests of 64 hex digits in lower case"
+                )
+            if not data or len(data) > MAX_PICTURE_BYTES:
+                raise InvalidRequestError(
+                    f"picture {digest} has {len(data)} bytes; pass 1 to {MAX_PICTURE_BYTES}"
+                )
 
 
 class CompleteTrajectory(Change[TrajectoryOutcome], frozen=True, array_like=True):

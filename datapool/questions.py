@@ -119,6 +119,25 @@ class WhyClosed(Op[str], frozen=True, array_like=True):
     channel: Text = TRAIN
 
 
+class ReadPictures(Op[dict[str, bytes]], frozen=True, array_like=True):
+    """Pictures of a live trajectory by digest, as PNG: as many of the first ones as `max_bytes`
+    holds, and one at least.
+
+    Raises:
+        UnknownTrajectoryError, TrajectoryClosedError: never seen; its group has left the pool.
+        NotOwnerError: it has another owner than `owner`.
+        UnknownPictureError: no step of it refers to one of them, whether it is stored or not.
+        DamagedFileError: one is not what was stored.
+    """
+
+    trajectory_uid: Text
+    digests: tuple[str, ...]
+    channel: Text = TRAIN
+    owner: str | None = None
+    """Owner that asks, as in `ops.CompleteTrajectory`."""
+    max_bytes: Positive = 8 << 20
+
+
 class GetEvents(Op[Events], frozen=True, array_like=True):
     """Events after `cursor`, once there are some.
 
@@ -232,6 +251,7 @@ QUESTIONS: tuple[type[Op[Any]], ...] = (
     ReadTrajectories,
     ReadEnds,
     WhyClosed,
+    ReadPictures,
     ListDeparted,
     ReadDeparted,
     GetEvents,

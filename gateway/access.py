@@ -69,7 +69,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request, cookie_parser
 from starlette.types import Receive, Scope
 
-from stepwell.gateway.bodies import SMALL, check_holdings
+from stepwell.gateway.bodies import BIG, SMALL, check_holdings
 from stepwell.gateway.config import OPERATORS, TUNING, GatewayConfig, Tuning, is_loopback
 from stepwell.gateway.errors import (
     AuthenticationError,
@@ -476,12 +476,19 @@ class AccessControl:
         threads: Executor,
         replica_urls: Iterable[str] = (),
         tuning: Tuning = TUNING,
+        *,
+        takes_pictures: bool = False,
     ) -> None:
         """
         Args:
             threads: count what big bodies hold.
             replica_urls: origins of the gateways that share the work.
+            takes_pictures: the served model does, so bodies of calls may be longer.
         """
+        self._takes_pictures = takes_pictures
+        self._most_of_call = config.max_body_bytes
+        if takes_pictures:
+            self._most_of_call = max(config.max_body_bytes, config.pictures.max_body_bytes)
         self.keys = KeyRing(config)
         self.hosts = Hosts(config, replica_urls)
         self._config, self._tuning = config, tuning
@@ -511,12 +518,20 @@ class AccessControl:
         return caller
 
     async def read_body(
-        self, scope: Scope, receive: Receive, needed: Access, *, is_complete: bool
+        self,
+        scope: Scope,
+        receive: Receive,
+        needed: Access,
+        *,
+        is_complete: bool,
+        is_call: bool = False,
     ) -> bytes:
         """The whole body of an admitted request.
 
         Args:
             is_complete: it has arrived.
+            is_call: it is of a dialect's call, and may bring pictures: one that is longer than
+                `BIG` goes to `check_text` without them.
 
         Raises:
             ClientTimeoutError, BodyTooLargeError, MediaTypeError: the rest of the body is not read,
@@ -528,6 +543,8 @@ class AccessControl:
             return b""
         kind, most = headers.get(b"content-type", b""), self._config.max_body_bytes
         most = min(most, MAX_OPEN_BODY) if needed == "open" else most
+        if is_call:
+            most = self._most_of_call
         if is_complete:  # the rule, which needs no clock
             body = await self._read(receive, kind, most)
         else:
@@ -539,9 +556,25 @@ class AccessControl:
                 raise ClientTimeoutError(
                     f"the request's body did not arrive within {timeout_s:g} s; send it at once"
                 ) from e
-        if len(body) > SMALL:
+        is_with_pictures = is_call and self._takes_pictures and len(body) > BIG
+        if len(body) > SMALL and not is_with_pictures:
             await check_holdings(scope["path"], body, self._threads)
         return body
+
+    async def check_text(self, path: str, text: bytes) -> None:
+        """Check a body whose pictures were taken out.
+
+        Raises:
+            BodyTooLargeError
+        """
+        if len(text) > (most := self._config.max_body_bytes):
+            raise BodyTooLargeError(
+                f"the request's body has {len(text)} bytes without its pictures, and may have "
+                f"{most} (gateway.max_body_bytes)",
+                None,
+            )
+        if len(text) > SMALL:
+            await check_holdings(path, text, self._threads)
 
     async def _read(self, receive: Receive, kind: bytes, most: int) -> bytes:
         pieces: list[bytes] = []
@@ -563,7 +596,12 @@ class AccessControl:
                 limit = "gateway.max_body_bytes"
                 if most < self._config.max_body_bytes:
                     limit = "the most where no key is asked for"
+                elif most > self._config.max_body_bytes:
+                    limit = "gateway.pictures.max_body_bytes"
                 raise BodyTooLargeError(f"the request's body exceeds {most} bytes ({limit})", None)
+        if size > BIG:  # takes long, and lets the loop go on
+            join = asyncio.get_running_loop().run_in_executor
+            return await join(self._threads, b"".join, pieces)
         return b"".join(pieces)
 
 

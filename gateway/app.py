@@ -98,7 +98,7 @@ class _App(FastAPI):
             connection, access = call.connection, services.access
             call.caller = access.admit(scope, connection, needed, call.url)
             call.content = await access.read_body(
-                scope, call.receive, needed, is_complete=not call.more_body
+                scope, call.receive, needed, is_complete=not call.more_body, is_call=True
             )
             await endpoint.handler(services, call)
         except ConnectionResetError:  # nobody is left to answer

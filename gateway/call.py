@@ -31,18 +31,20 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 
-from stepwell.backends.engines.api import Sampling
+from stepwell.backends.engines.api import PromptPictures, Sampling
 from stepwell.datapool.errors import (
     DataPoolError,
     InvalidStepError,
     TrajectoryClosedError,
     TrajectoryConflictError,
+    UnknownPictureError,
 )
 from stepwell.datapool.types import (
     DUPLICATE_OF,
@@ -66,6 +68,7 @@ from stepwell.gateway.errors import (
     from_pool,
 )
 from stepwell.gateway.limits import CallLimits
+from stepwell.gateway.pictures import Pictures
 from stepwell.gateway.prompt import ChatRequest, Prompts
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.reader import ReplyFormat, ReplyText
@@ -107,6 +110,8 @@ class Calls:
     """Sampling by channel, over what agents ask for."""
     replicas: int
     """Gateways that may serve a trajectory."""
+    pictures: Pictures | None = None
+    """None: the model takes none."""
     counts: Counter[str] = field(default_factory=Counter)
     branches: Counter[str] = field(default_factory=Counter)
     added_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_TIMES))
@@ -388,7 +393,9 @@ class Calls:
             live.state = "committing"
             stored = None
             if live.request.stores_step:
-                stored = await trajectory.append(live, partial(self._step, trajectory, live))
+                step, request = partial(self._step, trajectory, live), live.request
+                sources = partial(self._brought, request) if request.pictures else None
+                stored = await trajectory.append(live, step, sources)
             if isinstance(stored, Call):
                 # Another gateway stored another try of the request: its result is this one's.
                 trajectory.calls.discard(live.call)
@@ -451,6 +458,7 @@ class Calls:
                 affinity=trajectory.uid,
                 on_tokens=live.on_tokens if request.stream else None,
                 pieces=request.pieces if request.is_kept else (),
+                pictures=self._shown(trajectory, request) if request.pictures else None,
             )
         except RequestError as e:
             if request.constraint is None:
@@ -490,6 +498,45 @@ class Calls:
                 response = generation.response_ids.tolist()
                 said = plain + self.prompts.renderer.tokenizer.decode(response)
             live.keys = keys.root, text_key(plain), text_key(said), len(said)
+
+    def _shown(self, trajectory: LiveTrajectory, request: ChatRequest) -> PromptPictures | None:
+        """The pictures of a prompt, for an engine."""
+        if self.pictures is None:
+            return None
+        read = partial(self._read_pictures, trajectory, request)
+        placeholder_id = self.pictures.processor.placeholder_id
+        return PromptPictures(request.pictures, read, placeholder_id, trajectory.owner or "")
+
+    async def _read_pictures(
+        self, trajectory: LiveTrajectory, request: ChatRequest, digests: Sequence[str]
+    ) -> dict[str, bytes]:
+        """The PNGs of pictures of a prompt: those that the request was the first to bring; of its
+        earlier turns from the pool; else from the request's body once more.
+
+        Raises:
+            RequestError: nobody has one any more.
+        """
+        parent, sources = request.parent, request.sources
+        new = () if sources is None else sources.pngs
+        stored = {} if parent is None else {p.digest: p for p in parent.stored_pictures()}
+        found: dict[str, bytes] = {}
+        if asked := [digest for digest in digests if digest in stored and digest not in new]:
+            with suppress(*UNAVAILABLE, UnknownPictureError, TrajectoryClosedError):
+                found = await trajectory.read_pictures(asked)
+        found |= await self._brought(request, [d for d in digests if d not in found])
+        if gone := [digest for digest in digests if digest not in found]:
+            raise RequestError(
+                f"{len(gone)} pictures of earlier turns are not held here any more; send the whole "
+                "conversation with its pictures",
+                "messages",
+            )
+        return found
+
+    async def _brought(self, request: ChatRequest, digests: Sequence[str]) -> dict[str, bytes]:
+        """Those of the pictures that the request's own body has."""
+        if request.sources is None or self.pictures is None:
+            return {}
+        return await self.pictures.pngs(request.sources, digests)
 
     def _step(self, trajectory: LiveTrajectory, live: LiveCall, index: int) -> Step:
         """The Step of a generated call with this index."""
@@ -562,7 +609,7 @@ class Calls:
             generation.spans if len(generation.spans) > 1 else (),
             None,  # multi_modal_data
             None,  # routed_experts
-            (),  # pictures
+            request.pictures,
         )
 
     def _answered(self, trajectory: LiveTrajectory, live: LiveCall, turn: Turn) -> None:

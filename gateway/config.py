@@ -130,6 +130,19 @@ class GroupsConfig(Section):
     that are complete. Longer than `conversation_idle_s`, if nobody completes them."""
 
 
+class PicturesConfig(Section):
+    """Bounds of what calls bring in pictures, where the served model takes them."""
+
+    max_body_bytes: int = Field(default=128 * 1024 * 1024, ge=1024)
+    """Bytes of a call's body with its pictures; without them it may have `gateway.max_body_bytes`.
+    50 screenshots of 1 MB are 67 MB."""
+    max_count: int = Field(default=100, ge=1)
+    """Pictures of one body, those of the whole conversation."""
+    max_pixels: int = Field(default=40_000_000, ge=1)
+    """Width times height of one as it is sent; a larger one is refused before it is decoded. The
+    model's own processor says what it is resized to."""
+
+
 class GatewayConfig(Section):
     # Errors do not quote what was given, which may be a key.
     model_config = ConfigDict(hide_input_in_errors=True)
@@ -198,6 +211,7 @@ class GatewayConfig(Section):
     """Web pages that may send requests from a browser, as `https://name:port`; others may not."""
     max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
     """Larger request bodies are refused with 413."""
+    pictures: PicturesConfig = PicturesConfig()
     max_concurrent_calls: int | None = Field(default=None, ge=1)
     """Calls being generated at once; more wait their turn. null: the engines queue them."""
     queue_timeout_s: float = Field(default=60.0, gt=0)

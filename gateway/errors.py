@@ -12,6 +12,7 @@ pickling (they cross Ray) and subclass the matching built-in::
     │   ├── BodyTooLargeError                         413
     │   ├── MediaTypeError                            415   the body is not said to be JSON
     │   ├── HeaderTooLargeError                       431
+    │   ├── PictureFoundError                         400   a picture, and only text is taken
     │   ├── PreviousResponseError                     400   `previous_response_id` is not stored
     │   └── UnknownItemError                          404   nor is this response or item
     ├── AuthenticationError(PermissionError)          401   no key, or none that is known
@@ -133,6 +134,19 @@ class MediaTypeError(RequestError, status=415):
 
 class HeaderTooLargeError(RequestError, status=431):
     """The request's headers exceed `Tuning.max_header_bytes`."""
+
+
+class PictureFoundError(RequestError):
+    """A body holds a picture. Where the model takes pictures they are taken out of the body, which
+    is then read again; anywhere else this is the answer."""
+
+    @classmethod
+    def at(cls, where: str) -> PictureFoundError:
+        return cls(
+            f"{where} is a picture, and only text is taken here; send text, or serve a model with "
+            "vision (docs/images.md)",
+            where,
+        )
 
 
 class PreviousResponseError(RequestError, code="previous_response_not_found"):
@@ -272,6 +286,12 @@ _CONFLICT = _Answer(
 )
 _CLOSED = _Answer(410, "trajectory_closed", kind="invalid_request_error")
 _ANSWERS: Final[Mapping[type[pool.DataPoolError], _Answer]] = {
+    pool.UnknownPictureError: _Answer(
+        404,
+        "unknown_picture",
+        "the DataPool has not the pictures that this refers to; send the whole conversation again",
+        kind="invalid_request_error",
+    ),
     pool.PoolFullError: _Answer(
         503, "channel_full", "the DataPool takes no new group now: {}", retry_after_s=5
     ),

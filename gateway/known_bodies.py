@@ -38,6 +38,7 @@ from xxhash import xxh3_128
 from stepwell.gateway.access import Named, Principal
 from stepwell.gateway.dialects.base import KEPT_CUTS, Cut, Dialect, Known, Parsed
 from stepwell.gateway.errors import GatewayError
+from stepwell.gateway.pictures import RequestPictures
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import KnownMessages, Message, Prefix
 from stepwell.gateway.web import parse_object
@@ -140,13 +141,19 @@ class KnownBodies:
         self._tools.clear()
 
     def read(
-        self, dialect: Dialect, body: bytes, reader: Principal, url: Named | None
+        self,
+        dialect: Dialect,
+        body: bytes,
+        reader: Principal,
+        url: Named | None,
+        pictures: RequestPictures | None = None,
     ) -> Parsed | None:
         """Parse a body of `LEAST_BYTES` or more; None: the dialect is to read all of it, and to say
         what is wrong with it.
 
         Args:
             url: the trajectory that the request's URL names.
+            pictures: those that were taken out of the body.
         """
         if dialect.list_name is None:
             return None
@@ -154,13 +161,20 @@ class KnownBodies:
         passed = _passed(self._marks.get(place, ()), body)
         texts = [_without_known(body, *each) for each in passed[: -1 - MAX_TRIES : -1]]
         for text in (*texts, _Text(body, None, xxh3_128(seed=_SEED))):
-            if text is not None and (read := self._read(dialect, body, text, reader)):
+            if text is not None and (read := self._read(dialect, body, text, reader, pictures)):
                 self.n_known += text.mark is not None
                 older = [mark for mark, _ in passed if mark is not text.mark]
                 return self._reading(dialect, body, text, read, place, older)
         return None
 
-    def _read(self, dialect: Dialect, body: bytes, text: _Text, reader: Principal) -> _Read | None:
+    def _read(
+        self,
+        dialect: Dialect,
+        body: bytes,
+        text: _Text,
+        reader: Principal,
+        pictures: RequestPictures | None,
+    ) -> _Read | None:
         """Parse `text`, and find its parts; None: the whole body is to be read."""
         mark = text.mark
         name = dialect.list_name or ""
@@ -182,7 +196,7 @@ class KnownBodies:
                 if name in said:  # a second list, which would be the one that counts
                     return None
                 said[name] = said.pop(_NEW)
-            known = Known(text.start, text.n_kept, tools, deque(maxlen=KEPT_CUTS))
+            known = Known(text.start, text.n_kept, tools, deque(maxlen=KEPT_CUTS), pictures)
             parsed = dialect.parse(said, reader, known)
         except GatewayError:
             return None
@@ -197,8 +211,11 @@ class KnownBodies:
             ):
                 return None
 
+            names = None if pictures is None else pictures.without_bytes()
+
             def whole() -> Sequence[Message]:
-                return dialect.parse(parse_object(body), reader).call.messages
+                known = Known(pictures=names)
+                return dialect.parse(parse_object(body), reader, known).call.messages
 
             parsed.call.messages = KnownMessages(mark.prefix, begin, new, whole, len(body))
         return _Read(parsed, tuple(known.cuts or ()), spans, tools_digest)

@@ -22,9 +22,12 @@ from typing import Any, TypeVar
 import numpy as np
 from cachetools import LRUCache
 
+from stepwell.backends.pictures import PictureProcessor
+from stepwell.datapool.pictures import Picture
 from stepwell.datapool.types import TokenIds
 from stepwell.gateway.config import TUNING, GatewayConfig, Tuning
 from stepwell.gateway.errors import ContextLengthError, RequestError
+from stepwell.gateway.pictures import RequestPictures
 from stepwell.gateway.reply.parser import THINK_CLOSE, THINK_OPEN
 from stepwell.gateway.tokens.graph import BranchCause, Turn, TurnGraph, join
 from stepwell.gateway.tokens.messages import (
@@ -37,6 +40,8 @@ from stepwell.gateway.tokens.messages import (
     dumps,
     exact_key,
     holds_much,
+    n_chars_of,
+    pictures_in,
     root_key,
     system_of,
 )
@@ -96,6 +101,8 @@ class ChatRequest:
     """Time (`time.perf_counter()`) when the request had been read."""
     constraint_field: str = "response_format"
     """The request's own field that `constraint` came from, for the engine's refusal."""
+    sources: RequestPictures | None = None
+    """Pictures that its body brings."""
     ids: TokenIds = field(init=False, repr=False)
     """The exact prompt."""
     new_ids: TokenIds = field(init=False, repr=False)
@@ -113,6 +120,10 @@ class ChatRequest:
     """The beginning of the reply, which the prompt ends with."""
     n_forced: int = field(init=False, repr=False)
     """Its ids."""
+    pictures: tuple[Picture, ...] = field(default=(), init=False, repr=False)
+    """All pictures of the prompt, in order."""
+    new_pictures: tuple[Picture, ...] = field(default=(), init=False, repr=False)
+    """Those in `new_ids`."""
     _keys: Keys | None = field(default=None, init=False, repr=False)
 
     @property
@@ -146,8 +157,11 @@ class Prompts:
         renderer: ChatRenderer,
         threads: ThreadPoolExecutor,
         tuning: Tuning = TUNING,
+        vision: PictureProcessor | None = None,
     ) -> None:
+        """`vision`: None: the model takes no pictures."""
         self.renderer = renderer
+        self.vision = vision
         self.cached: LRUCache[Key, TokenIds] = LRUCache(CACHED_TOKENS, len)
         """Whole prompts by their `exact_key`: somebody's text."""
         self._config = config
@@ -183,11 +197,11 @@ class Prompts:
         Raises:
             ContextLengthError
         """
-        said = (m.get("content") or "" for m in request.messages if m["role"] != "assistant")
+        said = (m.get("content") for m in request.messages if m["role"] != "assistant")
         calls = (c for m in request.messages for c in m.get("tool_calls") or ())
         arguments = (c["function"]["arguments"] for c in calls)
         as_text = (a for a in arguments if isinstance(a, str) and holds_much(a))
-        n_chars = sum(map(len, (*said, *as_text, request.prompt_text or "")))
+        n_chars = sum(map(n_chars_of, (*said, *as_text, request.prompt_text)))
         n = self.renderer.tokenizer.fewest_of(n_chars)
         if n >= context:
             raise ContextLengthError.of(n, context, at_least=True)
@@ -229,6 +243,8 @@ class Prompts:
         request.parent, request.n_known, request.cause = parent, n_known, cause
         request.forced, request.n_forced = forced, n_forced
         request.new_ids = new_ids
+        if self.vision is not None:
+            _place_pictures(request, self.vision)
         request.pieces = [new_ids] if parent is None else [*parent.arrays(), new_ids]
         request.ids = join(request.pieces) if len(request.pieces) > 1 else new_ids
 
@@ -321,6 +337,39 @@ class Prompts:
         if n_chars <= self._offload_chars:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _place_pictures(request: ChatRequest, vision: PictureProcessor) -> None:
+    """Set the pictures of a request whose new ids are made.
+
+    Raises:
+        RequestError: ids that stand for pictures are there without one.
+    """
+    parent, new_ids = request.parent, request.new_ids
+    request.pictures = before = () if parent is None else parent.all_pictures()
+    parts: Sequence[Message] = ()
+    if request.plain is None:
+        parts = pictures_in(request.messages[request.n_known if parent is not None else 0 :])
+    n_placeholders = sum(part["n_tokens"] for part in parts)
+    vision_ids = new_ids[np.isin(new_ids, vision.forbidden_ids)]
+    if len(vision_ids) != n_placeholders + 2 * len(parts):
+        field_name = "messages" if request.plain is None else "prompt"
+        raise RequestError(
+            f"{field_name} hold ids of vision tokens ({sorted({*vision_ids.tolist()})}) where no "
+            "picture stands; leave them out, and send pictures as parts of messages",
+            field_name,
+        )
+    if not parts:
+        request.new_pictures = ()
+        return
+    offset = 0 if parent is None else parent.n_tokens
+    places, n, found = np.flatnonzero(new_ids == vision.placeholder_id).tolist(), 0, []
+    for part in parts:
+        size = part["width"], part["height"]
+        found.append(Picture(part["digest"], *size, offset + places[n], part["n_tokens"]))
+        n += part["n_tokens"]
+    request.new_pictures = tuple(found)
+    request.pictures = (*before, *found)
 
 
 def _length(

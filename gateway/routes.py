@@ -15,7 +15,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Annotated, Any
@@ -29,17 +29,18 @@ from starlette.responses import RedirectResponse, Response
 from stepwell.datapool.errors import InvalidStepError
 from stepwell.datapool.types import Step
 from stepwell.gateway import known_bodies
-from stepwell.gateway.access import caller_of, named, quoted, take_body, uid_of
+from stepwell.gateway.access import Principal, caller_of, named, quoted, take_body, uid_of
 from stepwell.gateway.bodies import BIG
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages, CountParams
-from stepwell.gateway.dialects.base import Dialect, Exchange, Parsed
-from stepwell.gateway.dialects.gemini import text_tokens
+from stepwell.gateway.dialects.base import NOTHING, Dialect, Exchange, Known, Parsed
+from stepwell.gateway.dialects.gemini import prompt_tokens
 from stepwell.gateway.dialects.openai_chat import OpenAIChat
 from stepwell.gateway.dialects.openai_completions import token_ids
 from stepwell.gateway.dialects.params import Params, kind, wrong
 from stepwell.gateway.dialects.token_generate import TokenGenerate
 from stepwell.gateway.errors import (
     UNAVAILABLE,
+    PictureFoundError,
     RequestError,
     UnknownItemError,
 )
@@ -47,10 +48,13 @@ from stepwell.gateway.http_protocol import DirectCall
 from stepwell.gateway.lifecycle import RECORDED_HEADER
 from stepwell.gateway.metrics import exposition
 from stepwell.gateway.openapi import STEP, TOKEN_IDS
+from stepwell.gateway.pictures import RequestPictures
 from stepwell.gateway.pool_access import ask
+from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reward import compute_reward
 from stepwell.gateway.services import Services, services_of
 from stepwell.gateway.tokens.graph import TurnGraph
+from stepwell.gateway.tokens.messages import KnownMessages, dumps
 from stepwell.gateway.trajectory.calls import LiveCall
 from stepwell.gateway.trajectory.identity import Origin
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
@@ -128,15 +132,23 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
     headers = Headers(scope=request.scope)
     parsed: Parsed | None = None
     is_big = len(body) > BIG
-    if len(body) >= known_bodies.LEAST_BYTES and not is_big:
-        parsed = services.known_bodies.read(dialect, body, principal, url)
-    if parsed is None:
-        parsed = dialect.parse(parse_object(body), principal)
-        if is_big:
-            loop = asyncio.get_running_loop()
-            parsed.digest = await loop.run_in_executor(services.threads, body_digest, body)
-        else:
-            parsed.digest = body_digest(body)
+    if is_big and services.pictures is not None:
+        parsed, is_big = await _without_pictures(services, dialect, request, body)
+    else:
+        try:
+            if len(body) >= known_bodies.LEAST_BYTES and not is_big:
+                parsed = services.known_bodies.read(dialect, body, principal, url)
+            if parsed is None:
+                parsed = dialect.parse(parse_object(body), principal)
+                if is_big:
+                    loop = asyncio.get_running_loop()
+                    parsed.digest = await loop.run_in_executor(services.threads, body_digest, body)
+                else:
+                    parsed.digest = body_digest(body)
+        except PictureFoundError:
+            if services.pictures is None:
+                raise
+            parsed, is_big = await _without_pictures(services, dialect, request, body)
     del body  # as large as all that is parsed of it, and the call may take minutes
     retry = retry_key(headers, parsed.digest, dialect.name)
     if is_big:
@@ -191,9 +203,68 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
                 exchange.delivered()
     finally:
         exchange.close()
+    if parsed.call.sources is not None:  # the connection may be idle for minutes
+        parsed.call.sources = calls[0].sources = None
     connection.handed = exchange
     if connection.is_lost:
         exchange.lose()
+
+
+async def _without_pictures(
+    services: Services, dialect: Dialect, request: DirectCall, body: bytes
+) -> tuple[Parsed, bool]:
+    """Parse a body whose pictures are taken out first; true: what is left of it is big.
+
+    Raises:
+        GatewayError: as `serve`.
+    """
+    principal, path = request.caller, request.scope["path"]
+    texts: set[str] = set()
+    while True:
+        text, pictures = await take_pictures(services, body, principal, path, texts)
+        parsed, is_big = None, len(text) > BIG
+        if len(text) >= known_bodies.LEAST_BYTES and not is_big:
+            parsed = services.known_bodies.read(dialect, text, principal, request.url, pictures)
+        if parsed is None:
+            known = Known(pictures=pictures)
+            parsed = dialect.parse(parse_object(text), principal, known)
+            loop = asyncio.get_running_loop()
+            parsed.digest = await loop.run_in_executor(services.threads, body_digest, text)
+        # A text that looks like a picture's is put back, and the rest read again.
+        found = pictures.named_in(_said(parsed.call)) if pictures.known else ()
+        if not found:
+            break
+        texts.update(found)
+    parsed.call.sources = pictures
+    parsed.ignored += tuple(dict.fromkeys(pictures.ignored))
+    return parsed, is_big
+
+
+async def take_pictures(
+    services: Services, body: bytes, caller: Principal, path: str, texts: Collection[str] = ()
+) -> tuple[bytes, RequestPictures]:
+    """A body without its pictures, which is bounded as any other, and those.
+
+    Args:
+        texts: names of what looks like a picture and is none.
+
+    Raises:
+        RequestError, BodyTooLargeError
+    """
+    if services.pictures is None:
+        raise RuntimeError("the served model takes no pictures")
+    text, pictures = await services.pictures.take(body, caller.owner, texts)
+    await services.access.check_text(path, text)
+    return text, pictures
+
+
+def _said(call: ChatRequest) -> str:
+    """All text of a request that was read."""
+    said = call.messages
+    if isinstance(said, KnownMessages):
+        said = [*said.begin, *said.new]
+    shape = [call.tools, call.template_args, call.constraint, call.stop, call.prefill]
+    return dumps([[*said], *shape]).decode()
 
 
 def _exchange(
@@ -242,15 +313,37 @@ def origin(services: Services, exchange: Exchange) -> dict[str, str]:
 
 async def count_tokens(request: Request) -> Response:
     """Tokens of the prompt that this request would have as a call; nothing is stored or opened."""
-    parsed = AnthropicMessages().parse(parse_object(take_body(request)), kind=CountParams)
+    dialect, body = AnthropicMessages(), take_body(request)
+    parsed = await _parsed(
+        request, body, lambda sent, known: dialect.parse(sent, None, known, CountParams)
+    )
     return OrjsonResponse({"input_tokens": await _n_prompt(request, parsed)})
 
 
 async def count_gemini_tokens(request: Request) -> Response:
     """Tokens of the prompt that this request would have as a call of Gemini's API."""
     dialect = services_of(request).gemini["generateContent"]
-    n = await _n_prompt(request, dialect.parse_count(parse_object(take_body(request))))
-    return OrjsonResponse({"totalTokens": n, "promptTokensDetails": text_tokens(n)})
+    parsed = await _parsed(request, take_body(request), dialect.parse_count)
+    n = await _n_prompt(request, parsed)
+    details = prompt_tokens(n, sum(p.n_tokens for p in parsed.call.pictures))
+    return OrjsonResponse({"totalTokens": n, "promptTokensDetails": details})
+
+
+async def _parsed(
+    request: Request, body: bytes, parse: Callable[[dict[str, Any], Known], Parsed]
+) -> Parsed:
+    """A body as it was parsed, the pictures taken out if it has some."""
+    services, pictures = services_of(request), None
+    try:
+        return parse(parse_object(body), NOTHING)
+    except PictureFoundError:
+        if services.pictures is None:
+            raise
+        path, caller = request.scope["path"], caller_of(request)
+        text, pictures = await take_pictures(services, body, caller, path)
+        parsed = parse(parse_object(text), Known(pictures=pictures))
+        parsed.call.sources = pictures
+        return parsed
 
 
 async def _n_prompt(request: Request, parsed: Parsed) -> int:
@@ -263,6 +356,7 @@ async def _n_prompt(request: Request, parsed: Parsed) -> int:
         trajectory.check_owner(caller)
     graph = TurnGraph() if trajectory is None else trajectory.graph
     await services.calls.prompts.prepare(graph, call)
+    parsed.call.pictures = call.pictures
     return len(call.ids)
 
 
@@ -354,7 +448,7 @@ async def generate(request: Request) -> Response:
     body = Generate.read(parse_object(raw))
     uid = body.trajectory_uid or uuid.uuid4().hex
     prompt_uid = body.prompt_uid or f"prompt-{uid}"
-    parsed = _white_box(body)
+    parsed = await _parsed(request, raw, lambda sent, known: _white_box(Generate.read(sent), known))
     caller = caller_of(request)
     trajectory = services.trajectories.get(uid, prompt_uid, caller)
     retry = retry_key(request.headers, body_digest(raw), "generate")
@@ -390,7 +484,7 @@ async def generate(request: Request) -> Response:
     return answer
 
 
-def _white_box(body: Generate) -> Parsed:
+def _white_box(body: Generate, known: Known) -> Parsed:
     own = ("prompt_ids", "input_ids", "trajectory_uid", "prompt_uid")
     asked = {name: value for name, value in body if name not in own and value is not None}
     ids = body.input_ids if body.prompt_ids is None else body.prompt_ids
@@ -399,7 +493,7 @@ def _white_box(body: Generate) -> Parsed:
             raise RequestError("messages and prompt_ids exclude each other; send one", "messages")
         # The messages stand in for what the parser requires; the prompt is the ids.
         asked["messages"] = [{"role": "user", "content": ""}]
-    parsed = OpenAIChat().parse(asked)
+    parsed = OpenAIChat().parse(asked, None, known)
     if parsed.call.stream:
         raise RequestError("/generate does not stream; leave stream out", "stream")
     if parsed.n > 1:

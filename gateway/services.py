@@ -28,6 +28,7 @@ from stepwell.gateway.engine import Sampler
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.known_bodies import KnownBodies
 from stepwell.gateway.limits import CallLimits
+from stepwell.gateway.pictures import Pictures
 from stepwell.gateway.pool_access import PoolAccess
 from stepwell.gateway.prompt import Prompts
 from stepwell.gateway.replicas import Replicas
@@ -61,21 +62,32 @@ class Services:
         self.reward = config.function("reward_fn")
         self.threads = ThreadPoolExecutor(RENDER_THREADS, "gateway-render")
         self.archive_deletions = ArchiveDeletions(wiring.archive_dir)
-        self.access = AccessControl(config, self.threads, wiring.replica_urls, tuning)
+        self.pictures = Pictures.of(config.tokenizer_path, config.pictures)
+        """None: the served model takes none."""
+        vision = None if self.pictures is None else self.pictures.processor
+        self.access = AccessControl(
+            config,
+            self.threads,
+            wiring.replica_urls,
+            tuning,
+            takes_pictures=vision is not None,
+        )
         self.keys, self.hosts = self.access.keys, self.access.hosts
         self.replicas = Replicas(wiring, config.public_url)
         self.known_bodies = KnownBodies()
-        self.engine = Sampler(config, wiring, tokenizer.vocabulary)
+        masked = () if vision is None else vision.forbidden_ids
+        self.engine = Sampler(config, wiring, tokenizer.vocabulary, masked)
         self.pool_access = PoolAccess(pool, config, tuning)
         self.groups = Groups(config)
         self.trajectories = TrajectoryStore(self.pool_access, self.groups)
-        renderer = ChatRenderer(tokenizer, thinking=config.thinking)
+        placeholder = None if vision is None else vision.placeholder_id
+        renderer = ChatRenderer(tokenizer, thinking=config.thinking, placeholder=placeholder)
         if renderer.turn_close_id is None:
             log.warning(
                 "the chat template ends assistant turns with no special token: every later turn "
                 "of a conversation becomes a branch"
             )
-        prompts = Prompts(config, renderer, self.threads, tuning)
+        prompts = Prompts(config, renderer, self.threads, tuning, vision)
         turn_messages = TurnMessages(config, tuning)
         self.calls = Calls(
             engine=self.engine,
@@ -86,6 +98,7 @@ class Services:
             thinking=config.thinking,
             channel_sampling=wiring.sampling,
             replicas=config.replicas,
+            pictures=self.pictures,
         )
         self.outcomes = Outcomes(config, self.pool_access, self.trajectories)
         self.identities = Identities(
@@ -159,6 +172,8 @@ class Services:
         await asyncio.gather(*(c.wait() for c in calls))
         await self.pool_access.close()
         await self.engine.close()
+        if self.pictures is not None:
+            self.pictures.close()
         self.replicas.close()
 
 

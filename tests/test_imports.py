@@ -143,7 +143,9 @@ def test_backends_see_nothing_of_the_pool_but_its_nouns_and_the_lease_keeper() -
             assert not wrong, f"{module} imports {wrong}"
 
 
-def test_the_gateway_sees_of_backends_only_the_client_of_engines_masks_and_processes() -> None:
+def test_the_gateway_sees_of_backends_only_the_client_of_engines_masks_pictures_and_processes() -> (
+    None
+):
     parts = (
         "config",
         "engines.api",
@@ -152,6 +154,7 @@ def test_the_gateway_sees_of_backends_only_the_client_of_engines_masks_and_proce
         "engines.kinds",
         "errors",
         "masks",
+        "pictures",
         "processes",
     )
     seen = {f"stepwell.backends.{part}" for part in parts}

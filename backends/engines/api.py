@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeAlias
@@ -35,6 +35,7 @@ from stepwell.backends.errors import (
     EngineUnavailableError,
 )
 from stepwell.datapool.config import Section
+from stepwell.datapool.pictures import Picture
 from stepwell.datapool.types import CANARY, TokenIds, VersionSpan
 
 if TYPE_CHECKING:
@@ -69,6 +70,18 @@ class Sampling:
     """(kind, text): "json_schema", "regex", "ebnf" or "structural_tag"."""
 
 
+class PromptPictures(NamedTuple):
+    """Pictures of a prompt, each a run of placeholders in its ids, and the way to their bytes."""
+
+    places: Sequence[Picture]
+    """All of them, in order."""
+    read: Callable[[Sequence[str]], Awaitable[Mapping[str, bytes]]]
+    """The canonical PNGs of these digests, for an engine that has not seen them."""
+    placeholder_id: int
+    owner: str = ""
+    """Whose prompt it is: prefixes that an engine keeps for one owner serve no other."""
+
+
 class GenerateRequest(NamedTuple):
     """One prompt to sample from."""
 
@@ -84,6 +97,10 @@ class GenerateRequest(NamedTuple):
     pieces: Sequence[TokenIds] = ()
     """Arrays that `input_ids` is made of, if later requests have the same objects: what is made of
     them for the wire may be kept."""
+    pictures: PromptPictures | None = None
+    """None: the prompt has none."""
+    masked_ids: tuple[int, ...] = ()
+    """Ids that the model may not sample: those of its vision tokens."""
 
 
 class Output(NamedTuple):

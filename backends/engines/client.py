@@ -12,15 +12,18 @@ not own retries, or which engine is asked.
 
 from __future__ import annotations
 
+import asyncio
 import re
+from binascii import b2a_base64
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 import orjson
+from cachetools import LRUCache
 
 from stepwell.backends.config import PauseMode
 from stepwell.backends.engines.api import (
@@ -32,6 +35,7 @@ from stepwell.backends.engines.api import (
     Meeting,
     OnOutput,
     Output,
+    PromptPictures,
     TopLogProbs,
     is_canary,
     is_missing,
@@ -47,10 +51,15 @@ from stepwell.backends.errors import (
     EngineRequestError,
     EngineUnavailableError,
 )
-from stepwell.datapool.types import VersionSpan
+from stepwell.datapool.types import TokenIds, VersionSpan
 
 T = TypeVar("T")
 
+UNKNOWN_PICTURES: Final = 409
+"""Status of an engine that is sent the digest of a picture that it has not."""
+HELD_PICTURES = 4096
+MASKED = -1e9
+"""Added to the logits of ids that a model may not sample."""
 EMBEDDED: Final = "stepwell-embedded"
 """`version` in `/server_info` of the engine whose hashes follow from the checkpoint."""
 
@@ -72,29 +81,81 @@ class EngineClient(HttpEngine):
     transports = ("disk", "delta", "nccl", "ipc", "lora")
     lends_memory = True
     routes = SGLANG
+    _is_embedded: bool | None = None
+    """None: it was not asked yet."""
+
+    @cached_property
+    def _held(self) -> LRUCache[tuple[str, str], bool]:
+        """Pictures that the engine has, if it is one that keeps them: owners and digests."""
+        return LRUCache(HELD_PICTURES)
 
     # -- generation ---------------------------------------------------------------------------
 
     async def sample(self, request: GenerateRequest, on_output: OnOutput) -> None:
         """Sample a response by `/generate`, as `api.Engine.sample` says."""
-        url = f"{self.url}/generate"
-        reader = _StreamReader(url, on_output) if request.stream else None
+        url, pictures = f"{self.url}/generate", request.pictures
+        n_prompt = None if pictures is None else len(request.input_ids)
+        reader = _StreamReader(url, on_output, n_prompt) if request.stream else None
+        more = b""
+        if request.masked_ids:
+            if await self._masks_by_itself():
+                request = request._replace(masked_ids=())
+            if pictures is not None:
+                more = await self._picture_fields(pictures)
         try:
             status, content = await self.connections.request(
                 "POST",
                 url,
-                _body(request, self.connections.ids_json),
+                _body(request, self.connections.ids_json, more),
                 on_data=None if reader is None else reader.feed,
             )
+            if status == UNKNOWN_PICTURES and pictures is not None:
+                # It was restarted, or keeps others now.
+                for picture in pictures.places:
+                    self._held.pop((pictures.owner, picture.digest), None)
+                more = await self._picture_fields(pictures)
+                status, content = await self.connections.request(
+                    "POST",
+                    url,
+                    _body(request, self.connections.ids_json, more),
+                    on_data=None if reader is None else reader.feed,
+                )
         except ConnectionError as e:
             raise unavailable(url, e) from e
         if status != 200:
             words = content.decode(errors="replace")[:300]
             raise refusal(url, status, f"answered {status}", words)
+        if pictures is not None and self._is_embedded:
+            self._held.update(
+                ((pictures.owner, picture.digest), True) for picture in pictures.places
+            )
         if reader is None:
-            on_output(_read_whole(url, content))
+            on_output(_read_whole(url, content, n_prompt))
         elif not reader.has_ended:
             raise EngineUnavailableError(f"{url}: the stream ended without a finish reason")
+
+    async def _masks_by_itself(self) -> bool:
+        """It is the embedded engine, which knows the ids of its model's vision tokens, and keeps
+        the pictures that it has seen."""
+        if self._is_embedded is None:
+            try:
+                version = (await self.server_info()).get("version")
+            except EngineError as e:
+                if not is_missing(e):
+                    raise
+                version = None
+            self._is_embedded = version == EMBEDDED
+        return self._is_embedded
+
+    async def _picture_fields(self, pictures: PromptPictures) -> bytes:
+        """Fields of a prompt with pictures, as JSON behind others."""
+        fields = {"extra_key": pictures.owner} if pictures.owner else {}
+        digests = [picture.digest for picture in pictures.places]
+        needed = dict.fromkeys(digests)
+        if self._is_embedded:
+            needed = {d: None for d in needed if (pictures.owner, d) not in self._held}
+        pngs = await pictures.read([*needed]) if needed else {}
+        return await asyncio.to_thread(_image_fields, fields, digests, pngs)
 
     async def generate(
         self,
@@ -342,7 +403,28 @@ def _plain(url: str) -> str:
 # -- /generate as SGLang words it --------------------------------------------------------------
 
 
-def _body(request: GenerateRequest, ids_json: IdsJson) -> bytes:
+def _image_fields(
+    fields: Mapping[str, Any], digests: Sequence[str], pngs: Mapping[str, bytes]
+) -> bytes:
+    """The fields with `image_data`: a picture for each digest in base64, or the digest of one that
+    the engine has. Long; run it in a thread."""
+    data = [
+        b2a_base64(pngs[digest], newline=False) if digest in pngs else f"sha256:{digest}".encode()
+        for digest in digests
+    ]
+    inner = orjson.dumps(fields)[1:-1]
+    return b'%b%b,"image_data":["%b"]' % (b"," * bool(inner), inner, b'","'.join(data))
+
+
+def _one_placeholder_each(ids: TokenIds, pictures: PromptPictures) -> TokenIds:
+    """Ids in which each picture has one placeholder: the engine expands it."""
+    is_kept = np.ones(len(ids), bool)
+    for picture in pictures.places:
+        is_kept[picture.at + 1 : picture.end] = False
+    return ids[is_kept]
+
+
+def _body(request: GenerateRequest, ids_json: IdsJson, more: bytes = b"") -> bytes:
     sampling = request.sampling
     params: dict[str, Any] = {
         "max_new_tokens": request.max_new_tokens,
@@ -361,6 +443,8 @@ def _body(request: GenerateRequest, ids_json: IdsJson) -> bytes:
     if sampling.constraint is not None:
         kind, text = sampling.constraint
         params[kind] = text
+    if request.masked_ids:
+        params["logit_bias"] = {str(i): MASKED for i in request.masked_ids}
     fields: dict[str, Any] = {
         "rid": request.rid,
         "sampling_params": params,
@@ -371,12 +455,15 @@ def _body(request: GenerateRequest, ids_json: IdsJson) -> bytes:
         fields["top_logprobs_num"] = sampling.n_top_logprobs
     if request.adapter is not None:
         fields["lora_path"] = request.adapter
-    if request.pieces:
+    if request.pictures is not None:
+        array = _one_placeholder_each(request.input_ids, request.pictures)
+        ids = [orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)]
+    elif request.pieces:
         ids = ids_json.parts(request.pieces)
     else:
         array = np.ascontiguousarray(request.input_ids)
         ids = [orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)]
-    return b"".join((orjson.dumps(fields)[:-1], b',"input_ids":', *ids, b"}"))
+    return b"".join((orjson.dumps(fields)[:-1], more, b',"input_ids":', *ids, b"}"))
 
 
 _Entry: TypeAlias = tuple[float, int, Any]
@@ -401,6 +488,7 @@ class _About(msgspec.Struct):
     """`meta_info`, but for log-probs."""
 
     finish_reason: _Finish | None = None
+    prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     weight_version: Any = None
@@ -440,7 +528,21 @@ _ids = msgspec.json.Decoder(list[int])
 _entries = msgspec.json.Decoder(list[_Entry] | None)
 
 
-def _read_whole(url: str, data: bytes) -> Output:
+def _check_prompt(url: str, meta: _About, n_prompt: int) -> None:
+    """
+    Raises:
+        EngineInternalError: the prompt that the engine made of placeholders and pictures has
+            another length than ours, so it saw other pictures, or tokenised the prompt again.
+    """
+    if meta.prompt_tokens != n_prompt:
+        what = (
+            f"the engine's prompt has {meta.prompt_tokens} tokens and the one that was sent "
+            f"{n_prompt} with its pictures; do engine and gateway serve the same model folder?"
+        )
+        raise _nonsense(url, what)
+
+
+def _read_whole(url: str, data: bytes, n_prompt: int | None = None) -> Output:
     try:
         answer = _answers.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
@@ -448,6 +550,8 @@ def _read_whole(url: str, data: bytes) -> Output:
     meta, ids = answer.meta_info, answer.output_ids
     if answer.error is not None or meta.finish_reason is None or meta.finish_reason.type == "abort":
         _check_error(url, answer.error, meta)
+    if n_prompt is not None:
+        _check_prompt(url, meta, n_prompt)
     entries = meta.output_token_logprobs or []
     return _output(url, ids, entries, meta, len(ids))
 
@@ -459,8 +563,10 @@ class _StreamReader:
     changed among them.
     """
 
-    def __init__(self, url: str, on_output: OnOutput) -> None:
+    def __init__(self, url: str, on_output: OnOutput, n_prompt: int | None = None) -> None:
+        """`n_prompt`: tokens of a prompt with pictures, which the engine makes itself."""
         self.has_ended = False
+        self._n_prompt = n_prompt
         self._url = url
         self._on_output = on_output
         self._rest = b""
@@ -510,6 +616,8 @@ class _StreamReader:
     def _take(self, event: _Event) -> bool:
         """Hand on what is new of an event; true: it is the last one."""
         meta = event.meta_info
+        if self._n_prompt is not None:
+            _check_prompt(self._url, meta, self._n_prompt)
         ids_json = bytes(event.output_ids)
         entries_json = bytes(meta.output_token_logprobs)
         new = self._behind(_ids, ids_json, self._ids_json)

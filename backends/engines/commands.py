@@ -35,6 +35,13 @@ class Launch:
     weight_version: str = "0"
     extra_args: tuple[str, ...] = ()
     """Flags of this launch alone, e.g. `--start-paused`; before the configuration's own."""
+    on_gpu: bool | None = None
+    """True: for a machine with GPUs; None: as this one is."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """True if the engine will see no GPU."""
+        return not (has_gpu() if self.on_gpu is None else self.on_gpu)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from stepwell.backends.engines.commands import (
     CommandLine,
     Launch,
     common_flags,
-    has_gpu,
     interpreter,
 )
 
@@ -70,7 +69,7 @@ def command(config: EngineConfig, launch: Launch) -> CommandLine:
     Raises:
         EngineStartError: no interpreter here has SGLang; the message says how to get one.
     """
-    on_cpu = not has_gpu()
+    on_cpu = launch.on_cpu
     if on_cpu and config.dtype == "auto":  # SGLang's own `auto` turns float32 into float16
         config = config.model_copy(update={"dtype": "float32"})
     python = interpreter(config, "sglang", "pip install 'sglang>=0.5.23'")

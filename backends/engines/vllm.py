@@ -54,7 +54,7 @@ from stepwell.backends.engines.api import (
     unavailable,
     version_number,
 )
-from stepwell.backends.engines.commands import CommandLine, Launch, has_gpu, interpreter
+from stepwell.backends.engines.commands import CommandLine, Launch, interpreter
 from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,
@@ -154,7 +154,7 @@ class VllmEngine(HttpEngine):
     @classmethod
     def command_line(cls, config: EngineConfig, launch: Launch) -> CommandLine:
         """vLLM's OpenAI server with its token-in-token-out route, on GPUs or without."""
-        on_cpu = not has_gpu()
+        on_cpu = launch.on_cpu
         dtype = "float32" if on_cpu and config.dtype == "auto" else config.dtype
         python = interpreter(config, "vllm", "pip install vllm")
         argv = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
@@ -177,6 +177,9 @@ class VllmEngine(HttpEngine):
 
     async def sample(self, request: GenerateRequest, on_output: OnOutput) -> None:
         url = f"{self.url}{GENERATE}"
+        if request.pictures is not None:
+            words = "serve the model with SGLang, or with the embedded engine (engine.kind)"
+            raise refusal(url, 400, "takes no pictures: it is vLLM", words)
         reader = _Reader(url, request, on_output)
         try:
             status, content = await self.connections.request(

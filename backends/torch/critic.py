@@ -28,8 +28,9 @@ from stepwell.backends.config import CriticConfig, TorchBackendConfig, ValueAggr
 from stepwell.backends.errors import BatchError
 from stepwell.backends.rows import TokenRow
 from stepwell.backends.torch.backend import TorchBackend, TorchBatch
-from stepwell.backends.torch.model import prepare
+from stepwell.backends.torch.model import pictures_of, prepare
 from stepwell.backends.torch.tree import is_enabled
+from stepwell.backends.torch.vision import Pictures, Tower
 
 
 class Critic:
@@ -103,13 +104,22 @@ class Critic:
             metrics["critic/explained_variance"] = explained
         return metrics
 
-    def state_dict(self) -> dict[str, Any]:
-        """Weights, optimizer and counters."""
-        return {"model": self._model.state_dict(), "updates": self._updates}
+    @property
+    def saves_beside(self) -> bool:
+        """As `TrainingBackend.saves_beside`."""
+        return self._model.saves_beside
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`."""
-        self._model.load_state_dict(state["model"])
+    def save_state(self, folder: Path) -> dict[str, Any]:
+        """Begin to write weights and optimizer into `folder`; as `TrainingBackend.save_state`."""
+        return {"model": self._model.save_state(folder), "updates": self._updates}
+
+    def wait_saved(self) -> None:
+        """As `TrainingBackend.wait_saved`."""
+        self._model.wait_saved()
+
+    def load_state(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Go on from what `save_state` wrote and returned."""
+        self._model.load_state(folder, state["model"])
         self._updates = state["updates"]
 
     def close(self) -> None:
@@ -120,7 +130,9 @@ class Critic:
         if isinstance(batch, TorchBatch) and isinstance(self._model, ValueModel):
             return batch
         if self._converted is None or self._converted[0] is not batch:
-            self._converted = batch, self._model.convert(list(batch.steps))
+            pngs = (pictures_of(batch) or Pictures()).pngs
+            own = self._model.convert_with_pictures(list(batch.steps), pngs)
+            self._converted = batch, own
         own = self._converted[1]
         own.columns = batch.columns
         return own
@@ -190,9 +202,9 @@ class ValueModel(TorchBackend):
     linear head in place of the LM head; it starts at 0, so V = 0 everywhere."""
 
     def _on_device(self, model: Any) -> Any:
-        values = _Values(model, self._device)
-        self._ranks.shard(values, getattr(torch, self._config.dtype))
-        return values.to(self._device)
+        values = _Values(model, self._device, self._tower_of(model))
+        self._ranks.place(values, self._device, getattr(torch, self._config.dtype))
+        return values
 
     def save_weights(self, path: str | Path) -> None:
         """Refused: no engine serves values."""
@@ -202,8 +214,9 @@ class ValueModel(TorchBackend):
 class _Values(nn.Module):
     """The decoder and the value head as one module: the root that FSDP2 shards."""
 
-    def __init__(self, model: Any, device: torch.device) -> None:
+    def __init__(self, model: Any, device: torch.device, tower: Tower | None) -> None:
         super().__init__()
+        self._tower = tower
         width = model.get_output_embeddings().in_features
         head = nn.Linear(width, 1, bias=False)
         nn.init.zeros_(head.weight)
@@ -216,9 +229,12 @@ class _Values(nn.Module):
         self, batch: TokenBatch, rows: Sequence[TokenRow], *, entropy: bool
     ) -> tuple[Tensor, None, Tensor]:
         """(V, None, token index): [n] each, of the response tokens in `rows`."""
-        inputs = prepare(batch, rows, self._device, as_tree=is_enabled(self.model))
+        tower, as_tree = self._tower, is_enabled(self.model)
+        processor = None if tower is None else tower.processor
+        inputs = prepare(batch, rows, self._device, as_tree=as_tree, processor=processor)
         # Not the model's own forward: what a family does to its logits must not touch values.
-        hidden = self.model.base_model(**inputs.model_kwargs()).last_hidden_state
+        kwargs = inputs.model_kwargs(tower, pictures_of(batch))
+        hidden = self.model.base_model(**kwargs).last_hidden_state
         picked = hidden.flatten(0, 1).index_select(0, inputs.positions)
         # In float32: three digits of a value are too few to learn from its differences.
         head = self.model.get_output_embeddings().weight.float()

@@ -51,6 +51,8 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
                 r=config.rank,
                 lora_alpha=config.alpha,
                 target_modules=target if isinstance(target, str) else list(target),
+                # A vision tower is frozen, whatever the names in it.
+                exclude_modules=r"(.*\.)?visual\..*",
                 use_rslora=config.rslora,
             ),
             model,
@@ -61,7 +63,8 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
             f"backend.lora.target_modules is {target!r}: {str(e).strip().splitlines()[0]}"
         ) from e
     tied = (model.get_output_embeddings(), model.get_input_embeddings())
-    if model.config.get_text_config().tie_word_embeddings and any(
+    ties = (model.config, model.config.get_text_config())
+    if any(getattr(c, "tie_word_embeddings", False) for c in ties) and any(
         m in tied for _, m in _layers(model)
     ):
         raise BackendConfigError(

@@ -23,19 +23,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import psutil
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from stepwell.backends.base import TokenBatch
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError
+from stepwell.backends.model_loading import load_causal_lm
+from stepwell.backends.pictures import PictureProcessor
 from stepwell.backends.rows import TokenRow
 from stepwell.backends.torch import tree
 from stepwell.backends.torch.chunked_head import chunk_tokens, chunked
 from stepwell.backends.torch.tree import Tree, is_enabled, pack
+from stepwell.backends.torch.vision import Pictures, Tower
+
+NEVER = -1e30
+"""Logit of a token that is never sampled: its probability is 0."""
 
 
 class Policy(torch.nn.Module):
@@ -43,10 +50,17 @@ class Policy(torch.nn.Module):
     belongs to no layer (embedding, LM head) is therefore whole until the end of the backward
     pass, where the chunked head is computed again."""
 
-    def __init__(self, model: Any, config: TorchBackendConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: TorchBackendConfig,
+        device: torch.device,
+        tower: Tower | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self._device = device
+        self._tower = tower
         vocab = model.get_input_embeddings().num_embeddings
         self._chunk = chunk_tokens(config.logits_mb, vocab)
 
@@ -55,7 +69,13 @@ class Policy(torch.nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """(log π, entropy | None, token index): [n] each, of the response tokens in `rows`."""
         return forward(
-            self.model, batch, rows, device=self._device, entropy=entropy, chunk=self._chunk
+            self.model,
+            batch,
+            rows,
+            device=self._device,
+            entropy=entropy,
+            chunk=self._chunk,
+            tower=self._tower,
         )
 
 
@@ -78,27 +98,43 @@ class Inputs:
     """int64, [n], on the CPU: indices into the columns of the batch."""
     tree: Tree | None = None
     """Attention's argument; None for padded rows."""
+    pictures: Sequence[tuple[str, Tensor]] = ()
+    """Digest of each picture, and indices into rows x width of its placeholders."""
+    rotary: Tensor | None = None
+    """int64, [3, rows, width], on the device: positions where there are pictures."""
 
-    def model_kwargs(self) -> dict[str, Any]:
-        """Arguments of the model's forward."""
-        kwargs = {"input_ids": self.ids, "use_cache": False}
+    def model_kwargs(self, tower: Tower | None, pictures: Pictures | None) -> dict[str, Any]:
+        """Arguments of the model's forward; `tower` and `pictures` where there are some."""
+        kwargs: dict[str, Any] = {"use_cache": False}
+        if self.rotary is not None and tower is not None and pictures is not None:
+            kwargs["inputs_embeds"] = tower.embed(self.ids, self.pictures, pictures)
+            kwargs["position_ids"] = self.rotary
+        else:
+            kwargs["input_ids"] = self.ids
         if self.tree is None:
             return kwargs
         depths = torch.from_numpy(self.tree.position_ids)[None].to(self.ids.device)
-        return kwargs | {"position_ids": depths, "tree": self.tree}
+        return {"position_ids": depths, **kwargs, "tree": self.tree}
 
 
 def prepare(
-    batch: TokenBatch, rows: Sequence[TokenRow], device: torch.device, *, as_tree: bool = False
+    batch: TokenBatch,
+    rows: Sequence[TokenRow],
+    device: torch.device,
+    *,
+    as_tree: bool = False,
+    processor: PictureProcessor | None = None,
 ) -> Inputs:
     """The inputs for `rows`, which belong to `batch`: padded, or packed as a prefix tree."""
     members = [(r, i) for r, row in enumerate(rows) for i in row.steps]
     steps = [batch.steps[i] for _, i in members]
     starts, lengths = [len(s.prompt_ids) for s in steps], [len(s.response_ids) for s in steps]
     # Position p of a row is predicted by the hidden state at p - 1.
-    packed = pack([row.ids[: row.n_inputs] for row in rows]) if as_tree else None
+    packed = pack([row.compared[: row.n_inputs] for row in rows]) if as_tree else None
     if packed is not None:
         ids = packed.ids[None].astype(np.int64)
+        if processor is not None:
+            ids[ids < 0] = processor.placeholder_id
         picked = [
             packed.where[r][start - 1 : start - 1 + n]
             for (r, _), start, n in zip(members, starts, lengths, strict=True)
@@ -111,6 +147,11 @@ def prepare(
             ids[r, : row.n_inputs] = row.ids[: row.n_inputs]
         firsts = [r * width + start - 1 for (r, _), start in zip(members, starts, strict=True)]
         positions = _ranges(firsts, lengths)
+    pictures: Sequence[tuple[str, Tensor]] = ()
+    rotary = None
+    if processor is not None and any(row.pictures for row in rows):
+        at_rows = packed.where if packed is not None else None
+        rotary, pictures = _places(rows, ids.shape, at_rows, processor)
     offsets = batch.offsets.tolist()
     targets = np.concatenate([step.response_ids for step in steps])
     temperatures = torch.tensor([step.temperature for step in steps])
@@ -121,7 +162,29 @@ def prepare(
         temperature=temperatures.repeat_interleave(torch.tensor(lengths)).to(device),
         tokens=_ranges([offsets[i] for _, i in members], lengths),
         tree=packed,
+        pictures=pictures,
+        rotary=None if rotary is None else rotary.to(device),
     )
+
+
+def _places(
+    rows: Sequence[TokenRow],
+    shape: tuple[int, ...],
+    where: Sequence[npt.NDArray[np.int64]] | None,
+    processor: PictureProcessor,
+) -> tuple[Tensor, list[tuple[str, Tensor]]]:
+    """Rotary positions [3, rows, width], and each picture's indices into rows x width, once for
+    all rows that share it. `where` is of a tree: the place of each row's tokens."""
+    rotary = np.zeros((3, shape[0] * shape[1]), dtype=np.int64)
+    places: dict[int, tuple[str, Tensor]] = {}
+    for r, row in enumerate(rows):
+        n = row.n_inputs
+        at = where[r] if where is not None else np.arange(r * shape[1], r * shape[1] + n)
+        rotary[:, at] = processor.positions(row.ids[:n], row.pictures)
+        for picture in row.pictures:
+            own = at[picture.at : picture.end]
+            places.setdefault(int(own[0]), (picture.digest, torch.from_numpy(own)))
+    return torch.from_numpy(rotary.reshape(3, *shape)), [*places.values()]
 
 
 def forward(
@@ -132,31 +195,51 @@ def forward(
     device: torch.device,
     entropy: bool,
     chunk: int | None = None,
+    tower: Tower | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(log π, entropy | None, token index): [n] each, of the response tokens in `rows`.
 
     The model computes in the type of its weights, scoring is always fp32. With `chunk`, logits of
     at most so many tokens exist at once (`chunked_head.py`).
     """
-    inputs = prepare(batch, rows, device, as_tree=is_enabled(model))
+    processor = None if tower is None else tower.processor
+    inputs = prepare(batch, rows, device, as_tree=is_enabled(model), processor=processor)
+    kwargs = inputs.model_kwargs(tower, pictures_of(batch))
+    forbidden = None if tower is None else tower.forbidden
     if chunk is not None and len(inputs.positions) > chunk:
 
         def score_part(logits: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
             targets, temperature = inputs.targets[part], inputs.temperature[part]
-            return score(logits, targets, temperature, entropy=entropy)
+            return score(logits, targets, temperature, entropy=entropy, forbidden=forbidden)
 
-        kwargs, positions = inputs.model_kwargs(), inputs.positions
-        return *chunked(model, kwargs, positions, score_part, chunk=chunk), inputs.tokens
+        scored = chunked(model, kwargs, inputs.positions, score_part, chunk=chunk)
+        return *scored, inputs.tokens
     with only_positions(model, inputs.positions):
-        output = model(**inputs.model_kwargs())
-    log_probs, h = score(output.logits[0], inputs.targets, inputs.temperature, entropy=entropy)
+        output = model(**kwargs)
+    log_probs, h = score(
+        output.logits[0], inputs.targets, inputs.temperature, entropy=entropy, forbidden=forbidden
+    )
     return log_probs, h, inputs.tokens
 
 
+def pictures_of(batch: TokenBatch) -> Pictures | None:
+    """Pictures of a batch, if the torch backend made it."""
+    return getattr(batch, "pictures", None)
+
+
 def score(
-    logits: Tensor, targets: Tensor, temperature: Tensor, *, entropy: bool
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    *,
+    entropy: bool,
+    forbidden: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log π of `targets` [n] and the entropy of π: softmax(logits [n, vocab] / temperature [n])."""
+    """log π of `targets` [n] and the entropy of π: softmax(logits [n, vocab] / temperature [n]),
+    where `forbidden` ids have no probability."""
+    if forbidden is not None:
+        # Not -inf, of which the entropy would be NaN.
+        logits = logits.float().index_fill(-1, forbidden, NEVER)
     all_log_probs = torch.log_softmax(logits.float() / temperature.unsqueeze(-1), dim=-1)
     log_probs = all_log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     h = -(all_log_probs.exp() * all_log_probs).sum(-1) if entropy else None
@@ -199,23 +282,34 @@ def device_of(name: str) -> torch.device:
     return torch.device(name)
 
 
-def load_model(path: Path, config: TorchBackendConfig, *, frozen: bool) -> Any:
-    """The model on the CPU, in eval mode; in float32 unless `frozen`, which no update rounds."""
+def device_bytes(device: torch.device) -> int:
+    """Memory of the device: of a GPU, or of this machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total)
+
+
+def load_model(path: Path, config: TorchBackendConfig, *, frozen: bool, empty: bool = False) -> Any:
+    """The model on the CPU, in eval mode; in float32 unless `frozen`, which no update rounds.
+
+    Args:
+        empty: on the meta device, without reading weights: another rank sends them.
+    """
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, config.dtype) if frozen else torch.float32,
+        "attn_implementation": config.attention,
+        "trust_remote_code": config.trust_remote_code,
+        "local_files_only": True,
+    }
     try:
         with no_progress_bars():
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=getattr(torch, config.dtype) if frozen else torch.float32,
-                attn_implementation=config.attention,
-                trust_remote_code=config.trust_remote_code,
-                local_files_only=True,
-            )
+            model = load_causal_lm(path, empty=empty, **options)
     except (OSError, ValueError, ImportError) as e:
         raise BackendConfigError(
             f"the model in {str(path)!r} cannot be loaded: {str(e).strip().splitlines()[0]}"
         ) from e
     if config.rows == "tree":
-        tree.enable(model, getattr(torch, config.dtype))
+        tree.enable(model, getattr(torch, config.dtype), probe=not empty)
     model.eval()
     return model
 

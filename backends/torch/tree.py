@@ -47,8 +47,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging as transformers_logging
 
 from stepwell.backends.errors import BackendConfigError, UnsupportedByBackendError
-from stepwell.backends.rows import common_prefix, in_tree_order
-from stepwell.datapool.types import TokenIds
+from stepwell.backends.rows import Compared, common_prefix, in_tree_order
 
 TREE_ATTENTION = "stepwell_tree"
 """The name in transformers' registry of attention functions."""
@@ -92,7 +91,7 @@ class Tree:
 
     nodes: tuple[Node, ...]
     """Depth first."""
-    ids: TokenIds
+    ids: Compared
     position_ids: Indices
     where: tuple[Indices, ...]
     """For each row given, the place of each of its tokens in the sequence."""
@@ -124,13 +123,13 @@ class Tree:
         return self._block_mask
 
 
-def pack(rows: Sequence[TokenIds], min_shared: int = MIN_SHARED) -> Tree:
+def pack(rows: Sequence[Compared], min_shared: int = MIN_SHARED) -> Tree:
     """The rows (none empty) as one prefix tree.
 
     `min_shared` keeps chance agreements of a few tokens from becoming nodes; those tokens are then
     computed once per row, which changes no result.
     """
-    ids: list[TokenIds] = []
+    ids: list[Compared] = []
     positions: list[Indices] = []
     where: list[Indices] = [np.empty(0, np.int64)] * len(rows)
     nodes: list[Node] = []
@@ -288,11 +287,12 @@ def tree_attention_forward(
     return flex[0], None
 
 
-def enable(model: Any, dtype: torch.dtype = torch.float32) -> None:
+def enable(model: Any, dtype: torch.dtype = torch.float32, *, probe: bool = True) -> None:
     """Make `model` attend by tree where it is given one, and prove on it that this works.
 
     Args:
         dtype: that the model will compute in, whatever it was loaded in.
+        probe: False where the weights are not here; the rank that has them proves it.
 
     Raises:
         BackendConfigError: the model does not attend through transformers' interface, or its
@@ -301,23 +301,25 @@ def enable(model: Any, dtype: torch.dtype = torch.float32) -> None:
     remedy = "set backend.rows to 'merged'"
     AttentionInterface.register(TREE_ATTENTION, tree_attention_forward)
     name = type(model).__name__
-    before = model.config._attn_implementation
+    before = model.config.get_text_config()._attn_implementation
     with _quiet():
-        model.set_attn_implementation(TREE_ATTENTION)
+        _set_attention(model, TREE_ATTENTION)
     if not is_enabled(model):
         raise BackendConfigError(
             f"backend.rows is 'tree', but {name} does not attend through transformers' "
             f"AttentionInterface; {remedy}"
         )
+    if not probe:
+        return
     try:
         worst = _probe(model, dtype)
     except UnsupportedByBackendError as e:
-        model.set_attn_implementation(before)
+        _set_attention(model, before)
         raise BackendConfigError(f"backend.rows is 'tree', but {e}") from e
     reduced = dtype != torch.float32
     tolerance = PROBE_TOLERANCE["bfloat16" if reduced else _device(model).type]
     if not worst <= tolerance:
-        model.set_attn_implementation(before)
+        _set_attention(model, before)
         raise BackendConfigError(
             f"backend.rows is 'tree', but logits of {name} differ by {worst:.1e} between a tree "
             f"and its rows (at most {tolerance:g}): it does not attend by the tree, or "
@@ -327,7 +329,16 @@ def enable(model: Any, dtype: torch.dtype = torch.float32) -> None:
 
 def is_enabled(model: Any) -> bool:
     """Return whether `enable` was called on the model."""
-    return bool(model.config._attn_implementation == TREE_ATTENTION)
+    return bool(model.config.get_text_config()._attn_implementation == TREE_ATTENTION)
+
+
+def _has_tower(model: Any) -> bool:
+    return "vision_config" in model.config.sub_configs
+
+
+def _set_attention(model: Any, name: str) -> None:
+    """Of the decoder alone: a vision tower attends without a tree, in kernels that die of one."""
+    model.set_attn_implementation({"text_config": name} if _has_tower(model) else name)
 
 
 @torch.no_grad()
@@ -341,11 +352,20 @@ def _probe(model: Any, dtype: torch.dtype) -> float:
     fork = np.concatenate([stem, leaves[0]])
     rows = [np.concatenate([fork, leaf]) for leaf in leaves[1:3]]
     rows.append(np.concatenate([stem, leaves[3]]))
+    # Two pictures of one size: their ids are the same, what the decoder gets is not.
+    pictures = [np.concatenate([stem, np.full(4, i), leaves[1]]) for i in (-1, -2)]
+    table: Tensor | None = None
+    if _has_tower(model):
+        rows += pictures
+        embeds = model.get_input_embeddings().weight.detach().to(dtype)
+        drawn = torch.randn(2, embeds.shape[1], generator=torch.Generator().manual_seed(0))
+        table = torch.cat([embeds, (drawn * embeds.float().std().cpu()).to(embeds)])
     tree = pack(rows, min_shared=1)
 
     def logits(ids: npt.NDArray[Any], **kwargs: Any) -> Tensor:
         tokens = torch.from_numpy(ids.astype(np.int64))[None].to(device)
-        kwargs |= {"input_ids": tokens, "use_cache": False}
+        own = {"input_ids": tokens} if table is None else {"inputs_embeds": table[tokens]}
+        kwargs |= {**own, "use_cache": False}
         found: Tensor = functional_call(model, weights, kwargs=kwargs).logits[0]
         return found.float()
 

@@ -41,6 +41,7 @@ from stepwell.datapool.core.accounting import Counts, count_reason
 from stepwell.datapool.core.erasure import only_owner
 from stepwell.datapool.core.group_log import Departures, GroupLog
 from stepwell.datapool.core.orders import KeyedOrder, NextTick, ReadyQueue
+from stepwell.datapool.core.pictures import GRACE_S, Pictures, keys_of, references
 from stepwell.datapool.core.readiness import (
     RETENTION,
     TOO_FEW_ROLLOUTS,
@@ -62,6 +63,7 @@ from stepwell.datapool.core.records import (
 )
 from stepwell.datapool.core.steps import StepStore
 from stepwell.datapool.inspect.events import EventLog
+from stepwell.datapool.pictures import malformed
 from stepwell.datapool.selection import (
     DOUBTFUL,
     NOT_TRAINABLE,
@@ -109,6 +111,7 @@ class Channel:
         next_tick: NextTick,
         may_spill: bool,
         departures: Departures,
+        pictures: Pictures,
     ) -> None:
         self.name = name
         self.config = config
@@ -118,7 +121,8 @@ class Channel:
         self.replaying = False
         """True while nothing is decided, refused, dropped or told of."""
         self.records = Records(name, remembered)
-        self.log = GroupLog(name, remembered, may_spill, departures)
+        self.log = GroupLog(name, remembered, may_spill, departures, pictures)
+        self.pictures = pictures
         self.steps = StepStore(name, self.log)
         self.queue = ReadyQueue()
         self.rules = Rules.of(name, config, retention_s, self._sequence)
@@ -138,8 +142,14 @@ class Channel:
 
     @property
     def memory_bytes(self) -> int:
-        """Payloads and prompts in memory."""
-        return self.steps.memory_bytes
+        """Payloads and prompts in memory; pictures, too, if there is no journal."""
+        own = self.pictures.n_bytes[self.name] if self.pictures.store.in_memory else 0
+        return self.steps.memory_bytes + own
+
+    @property
+    def n_bytes(self) -> int:
+        """Payloads and prompts in memory, and pictures, each once."""
+        return self.steps.memory_bytes + self.pictures.n_bytes[self.name]
 
     @property
     def has_consumer(self) -> bool:
@@ -574,7 +584,7 @@ class Channel:
         counts = self.counts.steps
         try:
             outcome = self._accept(uid, prompt_uid, step)
-        except (errors.UnknownBaseError, errors.PoolFullError):
+        except (errors.UnknownBaseError, errors.UnknownPictureError, errors.PoolFullError):
             raise
         except errors.DataPoolError as e:
             self._count_refusal(e)
@@ -596,7 +606,9 @@ class Channel:
         closing = known.closing if isinstance(known, TrajectoryRecord) else known
         if closing is not None and not closing.is_deleted:
             prompt = bytes(step.prompt or b"")
-            late = rows.StepCameLate(prompt_uid, uid, len(prompt))
+            late = rows.StepCameLate(
+                prompt_uid, uid, len(prompt), pictures=self._stored_of(known, step)
+            )
             if isinstance(known, TrajectoryRecord):  # by which it can be deleted
                 group = self.records.groups[prompt_uid]
                 late = replace(
@@ -620,6 +632,8 @@ class Channel:
         if record is None:
             if header.base_index >= 0 and not self.records.is_settled(prompt_uid):
                 raise self.steps.unknown_base(uid, header)
+            if header.has_pictures and not self.records.is_settled(prompt_uid):
+                self._keys_of(uid, None, prompt_uid, step)  # before anything begins
             record = self._begin(uid, prompt_uid)
             if record is None:
                 return "late"
@@ -635,18 +649,58 @@ class Channel:
         if record.closing is not None:
             return "late"
         sent = self.steps.fit(record, step, header)
+        pictures: tuple[str, ...] = ()
+        if header.has_pictures:
+            keys = self._keys_of(uid, record, prompt_uid, sent)
+            record.pictures = (record.pictures or {}) | keys
+            pictures = references(keys)
         group = self.records.groups[prompt_uid]
         prompt, prompt_row = None, None
         if sent.prompt is not None:
             prompt, prompt_row = self._keep_prompt(group, bytes(sent.prompt))
         step = PackedStep(prompt, sent.payload)
-        self.log.add_step(group, record, prompt_row, step, self.now)
+        self.log.add_step(group, record, prompt_row, step, pictures, self.now)
         self._put(group, record, step, header)
         self.counts.response_tokens += header.n_response
         if self.config.max_bytes is not None:
             # Last, because it may drop the very group that the step belongs to.
             self._trim(sparing=prompt_uid)
         return "accepted"
+
+    def _keys_of(
+        self, uid: str, record: TrajectoryRecord | None, prompt_uid: str, step: PackedStep
+    ) -> dict[str, str]:
+        """Return the key of each picture of a step's new tokens, by digest.
+
+        Raises:
+            InvalidStepError: a reference is malformed.
+            UnknownPictureError: one is not stored.
+        """
+        name = f"step {uid!r}[{step.step_index}] in channel {self.name!r}"
+        own, header = step.pictures, step.header
+        why = malformed(own, header.n_prompt)
+        start = 0 if header.base_index < 0 else header.n_prompt - header.n_new
+        if why is None and own and own[0].at < start:
+            why = f"pictures[0] is {own[0]!r:.240}; it lies before the new tokens"
+        if why is not None:
+            raise errors.InvalidStepError(f"{name}: {why}")
+        owner = self._owner_of(record, prompt_uid)
+        keys = {p.digest: self.pictures.key(self.name, owner, p.digest) for p in own}
+        if missing := set(self.pictures.missing(keys.values())):
+            lacking = ", ".join(digest for digest, key in keys.items() if key in missing)
+            raise errors.UnknownPictureError(
+                f"{name} refers to pictures {errors.LACKS}{lacking}; put them and send it again"
+            )
+        return keys
+
+    def _stored_of(
+        self, known: TrajectoryRecord | Closing | None, step: PackedStep
+    ) -> tuple[str, ...]:
+        """References to those pictures of a late step that its trajectory has already."""
+        if not step.header.has_pictures or not isinstance(known, TrajectoryRecord):
+            return ()
+        digests = {p.digest for p in step.pictures}
+        return references({d: k for d, k in (known.pictures or {}).items() if d in digests})
 
     def _put(
         self, group: GroupRecord, record: TrajectoryRecord, step: PackedStep, header: Header
@@ -702,8 +756,61 @@ class Channel:
             steps.append(step)
             self._put(group, record, step, step.header)
             at += n_bytes
+        if stored.pictures:
+            self.log.hold_steps(group, row, stored.steps, stored.pictures)
+            for position, own in stored.pictures.items():
+                record = trajectories[stored.steps[position][0]]
+                record.pictures = (record.pictures or {}) | keys_of(own)
         if self.log.may_spill:
             self.log.note_spillable(steps, row)
+
+    # -- pictures ----------------------------------------------------------------------------
+
+    def put_pictures(self, op: ops.PutPictures) -> None:
+        record = self.records.trajectories.get(op.trajectory_uid)
+        if record is None and op.prompt_uid is None:
+            self.records.closing(op.trajectory_uid)  # or it is unknown
+            return  # its steps come too late
+        prompt_uid = op.prompt_uid or ("" if record is None else record.prompt_uid)
+        self._check_owner(op.owner, op.trajectory_uid, prompt_uid)
+        owner = self._owner_of(record, prompt_uid)
+        for digest, data in op.pictures.items():
+            key = self.pictures.key(self.name, owner, digest)
+            self.pictures.put(key, data, op.trajectory_uid, self.now)
+        self._next_tick.no_later_than(self.now + GRACE_S)
+
+    def read_pictures(self, op: questions.ReadPictures) -> dict[str, bytes]:
+        self._check_owner(op.owner, op.trajectory_uid)
+        record = self.records.trajectories.get(op.trajectory_uid)
+        if record is None:
+            self.records.closing(op.trajectory_uid)
+            raise errors.TrajectoryClosedError(
+                f"trajectory {op.trajectory_uid!r} in channel {self.name!r} has left the pool; the "
+                "archive has its pictures, if there is one"
+            )
+        keys = record.pictures or {}
+        if missing := [digest for digest in op.digests if digest not in keys]:
+            raise errors.UnknownPictureError(
+                f"trajectory {op.trajectory_uid!r} in channel {self.name!r} has no step with "
+                f"pictures {errors.LACKS}{', '.join(missing)}"
+            )
+        found: dict[str, bytes] = {}
+        n_bytes = 0
+        for digest in op.digests:
+            n_bytes += self.pictures.store.size(keys[digest])
+            if found and n_bytes > op.max_bytes:
+                break
+            found[digest] = self.pictures.store.read(keys[digest])
+        return found
+
+    def _owner_of(self, record: TrajectoryRecord | None, prompt_uid: str) -> str:
+        """Return the owner of a trajectory, or of the group that it is to be of; "" if it has
+        none."""
+        group = self.records.groups.get(prompt_uid)
+        for metadata in (record and record.metadata, group and group.metadata):
+            if metadata and isinstance(owner := metadata.get(OWNER), str):
+                return owner
+        return ""
 
     # -- people ------------------------------------------------------------------------------
 
@@ -882,6 +989,8 @@ class Channel:
             self._notice("aborted", record.prompt_uid, record.trajectory_uid, reason=DELETED)
         record.metadata = only_owner(record.metadata)
         record.outcome, record.step_rewards, record.marks = None, None, UNMARKED
+        record.pictures = None
+        self.log.release_unlogged(record.trajectory_uid)
         self.records.tag(group)
         used = {step.prompt for t in group.trajectories for step in t.steps if step.prompt}
         for prompt in [prompt for prompt in group.prompts if prompt not in used]:
@@ -911,7 +1020,7 @@ class Channel:
 
     def _load(self) -> limits.Load:
         n_groups = len(self._open), len(self._ready), len(self._held)
-        return limits.Load(*n_groups, self.memory_bytes, self.has_consumer)
+        return limits.Load(*n_groups, self.n_bytes, self.has_consumer)
 
     def _full(self, *names: str) -> str | None:
         """Return why a new group has to wait, by these limits or (none named) all."""
@@ -938,7 +1047,7 @@ class Channel:
             self._drop(next(iter(self._ready.values())), limits.MAX_QUEUE_SIZE)
         if config.max_bytes is None or config.overflow == "spill":
             return
-        while self.memory_bytes > config.max_bytes:
+        while self.n_bytes > config.max_bytes:
             others = (g for g in islice(self._open.values(), 2) if g.prompt_uid != sparing)
             oldest = next(iter(self._ready.values()), None) or next(others, None)
             if oldest is None:
@@ -1226,6 +1335,10 @@ class Channel:
             "steps": asdict(counts.steps),
             "tokens": {"stored": counts.tokens, "responses": counts.response_tokens},
             "memory_bytes": self.memory_bytes,
+            "pictures": {
+                "stored": self.pictures.n_held[self.name],
+                "bytes": self.pictures.n_bytes[self.name],
+            },
             "ready": len(self._ready) - len(self._held),
             "policy_version": counts.version,
             "oldest_policy_version_ready": None if oldest_version is None else oldest_version[0],
@@ -1382,6 +1495,7 @@ METHODS: Final[Mapping[type, Callable[[Channel, Any], Any]]] = {
     ops.OpenTrajectory: Channel.open_trajectory,
     ops.SubmitSteps: Channel.submit_steps,
     ops.AppendStep: Channel.append_step,
+    ops.PutPictures: Channel.put_pictures,
     ops.CompleteTrajectory: Channel.complete_trajectory,
     ops.AbortTrajectory: Channel.abort_trajectory,
     ops.DropGroup: Channel.drop_group,
@@ -1390,6 +1504,7 @@ METHODS: Final[Mapping[type, Callable[[Channel, Any], Any]]] = {
     ops.AdvanceVersion: Channel.advance_version,
     questions.DryRunOf: Channel.dry_run,
     questions.WhyClosed: Channel.why_closed,
+    questions.ReadPictures: Channel.read_pictures,
     questions.WaitAvailable: Channel.available,
     questions.WaitCredit: Channel.credit,
     rows.GroupDecided: Channel.decided,

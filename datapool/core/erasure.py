@@ -3,7 +3,8 @@
     row                                            what becomes of it
     ───                                            ──────────────────
     steps of it                                    written anew: an index and a version are left of
-                                                   each; those of siblings stay byte for byte
+                                                   each, and no picture; those of siblings stay
+                                                   byte for byte
     a prompt that no step of a sibling begins with   written anew, empty
     opened, completed, aborted                     written anew, without metadata, reward and reason
     reward, mark                                   deleted
@@ -94,4 +95,5 @@ def _without(
             prompt_row = None
         steps.append((uid, prompt_row, len(piece)))
         pieces.append(piece)
-    return replace(stored, steps=steps), b"".join(pieces)
+    pictures = {i: own for i, own in stored.pictures.items() if stored.steps[i][0] not in uids}
+    return replace(stored, steps=steps, pictures=pictures), b"".join(pieces)

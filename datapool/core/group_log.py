@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -36,7 +36,9 @@ from stepwell.datapool.core.log_rows import (
     RewardCameLate,
     StepCameLate,
     StepsStored,
+    read,
 )
+from stepwell.datapool.core.pictures import Pictures, keys_of
 from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
 
 logger = logging.getLogger(__name__)
@@ -152,9 +154,11 @@ class RowLog:
 
     Args:
         remembered: tombstones that it keeps.
+        pictures: of the pool: what rows refer to.
     """
 
-    def __init__(self, channel: str, remembered: int) -> None:
+    def __init__(self, channel: str, remembered: int, pictures: Pictures) -> None:
+        self.pictures = pictures
         self.journal: Log | None = None
         """Log of the pool; None: nothing is written."""
         self.is_changed = False
@@ -178,9 +182,10 @@ class RowLog:
             group.n_bytes += sum(map(len, payload))
         return row
 
-    def delete(self, rows: Iterable[int]) -> None:
+    def delete(self, rows: Sequence[int]) -> None:
         if self.journal is not None:
             self.journal.delete(rows)
+            self.pictures.release(rows)
 
     def scrub(self) -> None:
         if self.journal is not None:
@@ -206,15 +211,22 @@ class GroupLog(RowLog):
     """
 
     def __init__(
-        self, channel: str, remembered: int, may_spill: bool, departures: Departures
+        self,
+        channel: str,
+        remembered: int,
+        may_spill: bool,
+        departures: Departures,
+        pictures: Pictures,
     ) -> None:
-        super().__init__(channel, remembered)
+        super().__init__(channel, remembered, pictures)
         self.may_spill = may_spill
         self._departures = departures
         self.spillable: list[tuple[PackedStep, Place]] = []
         """Steps of rows that were written since this list was last taken, if they may spill."""
         self._steps: list[tuple[TrajectoryRecord, int | None, PackedStep]] = []
         """Steps of `_group` that have no row yet, and the rows of their prompts."""
+        self._pictures: dict[int, tuple[str, ...]] = {}
+        """References to their pictures, by position."""
         self._group: GroupRecord | None = None
         self._n_bytes = 0
 
@@ -234,12 +246,15 @@ class GroupLog(RowLog):
         record: TrajectoryRecord,
         prompt_row: int | None,
         step: PackedStep,
+        pictures: tuple[str, ...],
         now: float,
     ) -> None:
         """Write a step with the next `write` or `write_steps`."""
         if self._group is not group:
             self.write_steps(now)
             self._group = group
+        if pictures:
+            self._pictures[len(self._steps)] = pictures
         self._steps.append((record, prompt_row, step))
         self._n_bytes += len(step.payload)
         if self._n_bytes >= ROW_BYTES:
@@ -252,12 +267,37 @@ class GroupLog(RowLog):
         self._group = None
         if group is None or not steps:
             return
-        self._steps, self._n_bytes = [], 0
+        pictures = self._pictures
+        self._steps, self._pictures, self._n_bytes = [], {}, 0
         stored = [(record.trajectory_uid, row, len(step.payload)) for record, row, step in steps]
         payload = [step.payload for _, _, step in steps]
-        row = self.append(StepsStored(group.prompt_uid, stored), now, group, *payload)
+        row = self.append(StepsStored(group.prompt_uid, stored, pictures), now, group, *payload)
+        if pictures:
+            self.hold_steps(group, row, stored, pictures)
         if row is not None and self.may_spill:
             self.note_spillable([step for _, _, step in steps], row)
+
+    def hold_steps(
+        self,
+        group: GroupRecord,
+        row: int | None,
+        steps: Sequence[tuple[str, int | None, int]],
+        pictures: Mapping[int, tuple[str, ...]],
+    ) -> None:
+        """Hold the pictures of a row of steps. Without a log their trajectories do."""
+        if row is not None:
+            keys = [key for own in pictures.values() for key in keys_of(own).values()]
+            group.n_bytes += self.pictures.hold(self._channel, row, keys)
+            return
+        for position, own in pictures.items():
+            holder = self._channel, steps[position][0]
+            keys = [*self.pictures.held_by(holder), *keys_of(own).values()]
+            self.pictures.hold(self._channel, holder, keys)
+
+    def release_unlogged(self, *uids: str) -> None:
+        """Release the pictures of trajectories, if there is no log that has rows of them."""
+        if self.journal is None:
+            self.pictures.release((self._channel, uid) for uid in uids)
 
     def note_spillable(self, steps: Iterable[PackedStep], row: int) -> None:
         """The payloads of these steps, one after the other, are this row."""
@@ -280,6 +320,7 @@ class GroupLog(RowLog):
             self.depart(group, left)
             return
         self.delete(group.rows)
+        self.release_unlogged(*(record.trajectory_uid for record in group.trajectories))
         if erased:
             self.scrub()
 
@@ -300,6 +341,8 @@ class GroupLog(RowLog):
 
     def depart_late(self, late: StepCameLate | RewardCameLate, row: int, n_bytes: int) -> None:
         """Leave a row of what came too late to the archive."""
+        if isinstance(late, StepCameLate) and late.pictures:
+            n_bytes += self.pictures.hold(self._channel, row, [*keys_of(late.pictures).values()])
         of = self._channel, late.prompt_uid, (late.trajectory_uid,)
         tags = frozenset(late.tags if isinstance(late, StepCameLate) else ())
         self._departures.add(Departure(row, *of, array("q", [row]), n_bytes, tags))
@@ -324,6 +367,10 @@ class GroupLog(RowLog):
         log.delete(erasure.deleted)
         for row, kind, head, payload in erasure.written:
             log.put(row, self._channel, kind, head, payload)
+            if self.pictures.holds(row):
+                *_, stored = read(kind, head)
+                own = [key for each in stored.pictures.values() for key in keys_of(each).values()]
+                self.pictures.hold(self._channel, row, own)
         gone = set(erasure.deleted)
         group.rows = array("q", (row for row in group.rows if row not in gone))
 

@@ -38,7 +38,8 @@ class Load(NamedTuple):
     n_ready: int
     """Held ones, too."""
     n_held: int
-    memory_bytes: int
+    n_bytes: int
+    """Payloads in memory, and pictures, each once."""
     has_consumer: bool
 
 
@@ -64,7 +65,7 @@ def used(config: ChannelConfig, counts: Counts, load: Load) -> dict[str, tuple[i
     if config.overflow == "block" and config.max_queue_size is not None:
         found[MAX_QUEUE_SIZE] = load.n_ready, config.max_queue_size
     if config.overflow == "block" and config.max_bytes is not None:
-        found[MAX_BYTES] = load.memory_bytes, config.max_bytes
+        found[MAX_BYTES] = load.n_bytes, config.max_bytes
     return found
 
 

@@ -79,7 +79,8 @@ class StepsStored(_Record, frozen=True, array_like=True, gc=False):
     steps: list[tuple[str, int | None, int]]
     """The trajectory_uid of each step, the row of its prompt if it is a root, and its bytes."""
     pictures: dict[int, tuple[str, ...]] = {}
-    """References to pictures, by position in `steps`. Reserved: always empty yet."""
+    """Pictures of the new tokens of each step that has some (`core/pictures.py`: `references`), by
+    position in `steps`."""
 
 
 class GroupDecided(_Record, frozen=True, array_like=True, gc=False):
@@ -131,6 +132,8 @@ class StepCameLate(_Record, frozen=True, array_like=True, gc=False):
     """Metadata of its trajectory and group; empty once that has left, since nothing knows it."""
     tags: tuple[str, ...] = ()
     """Tags of both."""
+    pictures: tuple[str, ...] = ()
+    """Those of its pictures that were stored already."""
 
 
 class RewardCameLate(_Record, frozen=True, array_like=True, gc=False):

@@ -34,6 +34,7 @@ from stepwell.datapool.core.leases import STATE as LEASES
 from stepwell.datapool.core.leases import LeaseBook
 from stepwell.datapool.core.log_rows import GroupReturned, LeaseRecord, Log
 from stepwell.datapool.core.orders import NextTick
+from stepwell.datapool.core.pictures import Pictures
 from stepwell.datapool.inspect.events import EventLog, Events
 from stepwell.datapool.inspect.listing import listed
 from stepwell.datapool.types import OWNER, TRAIN, VAL
@@ -74,7 +75,8 @@ class DataPool:
             c.overflow == "spill" for c in (self.config.default, *self.config.channels.values())
         )
         """True if `spill` is to be called when the log was flushed."""
-        self.leases = LeaseBook(self.config.remembered_uids, self.next_tick)
+        self.pictures = Pictures()
+        self.leases = LeaseBook(self.config.remembered_uids, self.next_tick, self.pictures)
         self._shut_down = self._changed = False
         for name in (TRAIN, VAL, *self.config.channels):
             self.channel(name)
@@ -125,6 +127,7 @@ class DataPool:
             if not found.more:
                 found += self._at(name, now).delete(op)
         uids = self._delete_departed(op.trajectory_uid, op.tag)
+        self.pictures.forget(op.trajectory_uid)
         found = ops.Deleted(uids) + found
         self.leases.log.scrub()  # also what was acked before
         return found
@@ -134,6 +137,7 @@ class DataPool:
         try:
             for name in self.channels:
                 found += self._at(name, now).delete_trajectory(op)
+            self.pictures.forget(op.trajectory_uid)
             if self._delete_departed(op.trajectory_uid):
                 found = ops.Deleted((op.trajectory_uid,)) + found
         finally:
@@ -247,6 +251,7 @@ class DataPool:
             self._give_back(lease, now)
         for name in self.channels:
             self._at(name, now).expire()
+        self.pictures.expire(now)
         deadline = self.next_deadline()
         self.next_tick.at = math.inf if deadline is None else deadline
 
@@ -254,6 +259,7 @@ class DataPool:
         """Return when `tick` next has something to do; None: never."""
         first = self.leases.expiries.first()
         times = [first and first[0], *(c.next_alarm for c in self.channels.values())]
+        times.append(self.pictures.next_expiry)
         return min((at for at in times if at is not None), default=None)
 
     def _close(self, op: ops.Shutdown, now: float) -> None:
@@ -313,7 +319,8 @@ class DataPool:
         for channel in self.channels.values():
             channel.log.journal = log
         if not self.departures.has_archive and len(self.departures):  # it was turned off
-            log.delete(self.departures.release(max(d.row for d in self.departures)))
+            gone = self.departures.release(max(d.row for d in self.departures))
+            self.leases.log.delete(gone)
 
     def write_counts(self) -> None:
         """Put the counts that changed into the log. Before a flush."""
@@ -371,6 +378,7 @@ class DataPool:
             self.next_tick,
             self.may_spill,
             self.departures,
+            self.pictures,
         )
         channel.log.journal = self._journal
         channel.counts.shut_down = self._shut_down

@@ -95,6 +95,8 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
     step_rewards: dict[int, float] | None = None
     """Rewards of single steps that were set later."""
     marks: Marks = UNMARKED
+    pictures: dict[str, str] | None = None
+    """Key of each picture that a row of its steps refers to, by digest; also once it is aborted."""
 
     @property
     def is_complete(self) -> bool:

@@ -17,8 +17,9 @@ A step that is on several branches is trained in the first one, in order of the 
 
 Unknown is null, never 0: `log_probs` is null as a whole unless all responses of the row have
 theirs, so 0 stands only where nothing was sampled; if some have, they are in `steps[].log_probs`.
-What has no fixed type is text: JSON, with bytes and arrays as `{"__stepwell__": kind, "value": …}`
-(base64; of arrays the `.npy` format). Nothing is pickled.
+`images` has the row's pictures in the order of their placeholders, as bytes or as paths from the
+file's folder. What has no fixed type is text: JSON, with bytes and arrays as
+`{"__stepwell__": kind, "value": …}` (base64; of arrays the `.npy` format). Nothing is pickled.
 
 `schema()` names and types the columns of both formats. `steps` is the table of the row's steps with
 everything a Step has, and the only thing that reading back looks at, beside `input_ids`,
@@ -28,12 +29,14 @@ everything a Step has, and the only thing that reading back looks at, beside `in
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import json
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -41,11 +44,12 @@ import numpy.typing as npt
 import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
 
 from stepwell.datapool.branches import branches
-from stepwell.datapool.errors import ExportError
+from stepwell.datapool.errors import DamagedFileError, ExportError
 from stepwell.datapool.inspect.pages import ExportedTrajectory
+from stepwell.datapool.pictures import Picture
 from stepwell.datapool.types import Step, Trajectory, VersionSpan
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Raised when a reader of the version before would misread the rows."""
 
 Row: TypeAlias = dict[str, Any]
@@ -75,6 +79,9 @@ def schema() -> Any:
     """
     text, whole, number = pa.string(), pa.int64(), pa.float64()
     span = pa.struct(dict.fromkeys(("version", "start", "end"), whole))
+    picture = {"digest": text, **dict.fromkeys(("width", "height", "at", "n_tokens"), whole)}
+    picture["sha256"] = text  # of the PNG
+    image = {"bytes": pa.binary(), "path": text}
     origin = {"stepwell_version": text, "schema_version": whole}
     origin |= {"exported_at": number, "source": text}
     step = {
@@ -90,6 +97,7 @@ def schema() -> Any:
         "reward": number,
         "log_probs": pa.list_(pa.float32()),  # only where the row's are null
         "is_last": pa.bool_(),
+        "pictures": pa.list_(pa.struct(picture)),  # of the new prompt tokens
         **dict.fromkeys(("metadata", "multi_modal_data", "routed_experts"), text),
     }
     columns = {
@@ -104,6 +112,9 @@ def schema() -> Any:
         "versions": pa.list_(whole),
         "reward": number,  # of the trajectory, also of steps that are not in this row
         "steps": pa.list_(pa.struct(step)),  # root to leaf
+        "images": pa.list_(
+            pa.struct(image)
+        ),  # of the row's prompts, as `datasets.Image` reads them
         **dict.fromkeys(("state", "reason", "group_state"), text),
         "outcome": number,
         "n_rollouts": whole,
@@ -180,10 +191,21 @@ def _untagged(found: dict[str, Any]) -> Any:
 # -- writing -----------------------------------------------------------------------------------
 
 
+def named_image(digest: str) -> dict[str, Any]:
+    """An entry of `images` that names a picture and has no bytes."""
+    return {"bytes": None, "path": f"{digest}.png"}
+
+
 def to_rows(
-    exported: ExportedTrajectory, position: int, origin: Mapping[str, Any]
+    exported: ExportedTrajectory,
+    position: int,
+    origin: Mapping[str, Any],
+    image_of: Callable[[str], dict[str, Any]] = named_image,
 ) -> Iterator[Row]:
     """The branches of a trajectory, which is the `position`-th of the file.
+
+    Args:
+        image_of: a picture's entry in `images`, by digest.
 
     Raises:
         ExportError: it has a value that no row can carry.
@@ -207,12 +229,17 @@ def to_rows(
         "provenance": origin,
     }
     table = [_columns_of(step) for step in steps]
+    sums = {d: hashlib.sha256(png).hexdigest() for d, png in exported.pictures.items()}
     done: set[int] = set()
     for branch, path in enumerate(paths):
         tokens, places = _along(steps, path, done)
         done.update(path)
         entries = [table[i] | place for i, place in zip(path, places, strict=True)]
-        yield head | tokens | {"branch": branch, "steps": entries}
+        for i, entry in zip(path, entries, strict=True):
+            new = [p for p in steps[i].pictures if p.at >= entry["prompt_start"]]
+            entry["pictures"] = [p._asdict() | {"sha256": sums.get(p.digest)} for p in new]
+        images = [image_of(picture.digest) for picture in steps[path[-1]].pictures]
+        yield head | tokens | {"branch": branch, "steps": entries, "images": images}
 
 
 def _columns_of(step: Step) -> dict[str, Any]:
@@ -285,8 +312,11 @@ def check_row(row: Mapping[str, Any], where: str) -> None:
         )
 
 
-def from_rows(rows: Iterable[PlacedRow]) -> Iterator[ExportedTrajectory]:
+def from_rows(rows: Iterable[PlacedRow], folder: Path) -> Iterator[ExportedTrajectory]:
     """The trajectories that `to_rows` was given.
+
+    Args:
+        folder: of the file, from which the paths of pictures go.
 
     Raises:
         ExportError: a row of one is missing, or no trajectory can be made of them.
@@ -301,21 +331,57 @@ def from_rows(rows: Iterable[PlacedRow]) -> Iterator[ExportedTrajectory]:
                 "keep all rows of a trajectory or none"
             )
         try:
-            exported = _trajectory([row for _, row in branches_of_one])
+            exported = _trajectory([row for _, row in branches_of_one], folder)
         except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as e:
             why = f"{type(e).__name__}: {e}"
             raise ExportError(f"{where} is malformed ({why}); export it again") from e
         yield exported
 
 
-def _trajectory(rows: Sequence[Row]) -> ExportedTrajectory:
+class _Pictures(Mapping[str, bytes]):
+    """PNG by digest, read when it is asked for."""
+
+    def __init__(self) -> None:
+        self.images: dict[str, tuple[Path, bytes | None, str | None]] = {}
+        """Path, bytes if they are in the file, and SHA-256."""
+
+    def __getitem__(self, digest: str) -> bytes:
+        path, data, known = self.images[digest]
+        if data is None:
+            try:
+                data = path.read_bytes()
+            except OSError as e:
+                raise ExportError(f"picture {path} cannot be read ({e}); export it again") from e
+        if hashlib.sha256(data).hexdigest() != known:
+            raise DamagedFileError(f"picture {path} is not what was exported; export it again")
+        return data
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.images)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+def _trajectory(rows: Sequence[Row], folder: Path) -> ExportedTrajectory:
     head = rows[0]
     found: dict[int, Step] = {}
+    known = _Pictures()
     for row in rows:
         tokens, log_probs = np.asarray(row["input_ids"]), row["log_probs"]
+        pictures: list[Picture] = []
+        images = iter(row["images"] or ())
         for entry in row["steps"]:
+            for each in entry["pictures"] or ():
+                named = {name: each[name] for name in Picture._fields}
+                pictures.append(Picture(**named))
+                image = next(images)
+                if each["sha256"] is not None:
+                    data = image["bytes"]
+                    data = base64.b64decode(data) if isinstance(data, str) else data
+                    known.images[each["digest"]] = folder / image["path"], data, each["sha256"]
             if entry["step_index"] not in found:
-                found[entry["step_index"]] = _step(row, entry, tokens, log_probs)
+                found[entry["step_index"]] = _step(row, entry, tokens, log_probs, pictures)
     trajectory = Trajectory(
         head["trajectory_uid"],
         head["prompt_uid"],
@@ -325,11 +391,20 @@ def _trajectory(rows: Sequence[Row]) -> ExportedTrajectory:
     )
     others = {name: loads(head[name]) for name in ("marks", "group_metadata", "group_marks")}
     return ExportedTrajectory(
-        trajectory=trajectory, **{name: head[name] for name in _OF_TRAJECTORIES}, **others
+        trajectory=trajectory,
+        pictures=known,
+        **{name: head[name] for name in _OF_TRAJECTORIES},
+        **others,
     )
 
 
-def _step(row: Row, entry: Mapping[str, Any], tokens: npt.NDArray[Any], log_probs: Any) -> Step:
+def _step(
+    row: Row,
+    entry: Mapping[str, Any],
+    tokens: npt.NDArray[Any],
+    log_probs: Any,
+    pictures: Sequence[Picture],
+) -> Step:
     start, end = entry["response_start"], entry["response_end"]
     return Step(
         trajectory_uid=row["trajectory_uid"],
@@ -341,5 +416,6 @@ def _step(row: Row, entry: Mapping[str, Any], tokens: npt.NDArray[Any], log_prob
         metadata=loads(entry["metadata"]),
         multi_modal_data=loads(entry["multi_modal_data"]),
         routed_experts=loads(entry["routed_experts"]),
+        pictures=tuple(pictures),
         **{name: entry[name] for name in _OF_STEPS},
     )

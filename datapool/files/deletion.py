@@ -11,13 +11,15 @@ its group, which is trained as a whole; from a file, only the rows of the trajec
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.files.columns import Row, loads
-from stepwell.datapool.files.export import read_rows, write_rows
+from stepwell.datapool.files.export import read_rows, remove_unnamed, write_rows
 from stepwell.datapool.ops import Delete, Deleted, Nack
 from stepwell.datapool.store.journal import Journal
+from stepwell.datapool.store.picture_folder import PICTURES, PictureFolder
 from stepwell.datapool.store.replay import UNKNOWN, restore
 from stepwell.datapool.store.salvage import journals_in
 
@@ -40,10 +42,14 @@ def delete_from_journals(
         journal = Journal(folder, "process")
         try:
             pool = DataPool(UNKNOWN.model_copy(update={"memory_limit_bytes": MEMORY_BYTES}))
+            pool.pictures.store = PictureFolder(folder / PICTURES, power=False)
             restore(pool, journal)
             found += _delete(pool, trajectory_uid, tag)
             pool.write_counts()
             journal.flush()
+            pool.pictures.find_orphans(-math.inf)  # nobody is about to send their steps
+            pool.pictures.expire(0.0)
+            pool.pictures.sweep(None)
         finally:
             journal.close()  # which erases it
     return found
@@ -81,4 +87,6 @@ def delete_from_export(
     if gone:
         kept = (row for _, row in read_rows(path) if not is_meant(row))
         write_rows(path, kept, overwrite=True)
+        images = (image for _, row in read_rows(path) for image in row["images"] or ())
+        remove_unnamed(path, {Path(image["path"]).name for image in images})
     return list(gone)

@@ -8,6 +8,9 @@ One row per branch of a trajectory; `columns.py` says what is in it. `read(write
 be removed by whole trajectories, and the file saved anew by `datasets`. Both formats load to the
 same values.
 
+Pictures are files of their own, `x.pictures/<digest>.png`, or in the rows (`pictures="embedded"`),
+as often as rows show them.
+
 Beside a file is its digest, `x.parquet.sha256`, as `sha256sum` writes it: a file that has one is
 held against it when it is read. Whoever saves a file anew deletes that of the old one.
 
@@ -17,11 +20,13 @@ nor where they go (`transfer.py`).
 
 from __future__ import annotations
 
+import base64
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import orjson
@@ -36,15 +41,23 @@ from stepwell.datapool.files.columns import (
     Row,
     check_row,
     from_rows,
+    named_image,
     provenance,
     schema,
     to_rows,
 )
 from stepwell.datapool.inspect.pages import ExportedTrajectory
-from stepwell.datapool.sealed import check_sidecar, sidecar_of, write_sidecar, written_durably
+from stepwell.datapool.sealed import (
+    check_sidecar,
+    sidecar_of,
+    write_durably,
+    write_sidecar,
+    written_durably,
+)
 
 _ROW_GROUP_BYTES = 16 << 20
 _ROW_GROUP_ROWS = 2048
+PictureForm: TypeAlias = Literal["files", "embedded"]
 
 
 @dataclass(slots=True)
@@ -65,27 +78,61 @@ def write(
     *,
     source: str = "",
     overwrite: bool = False,
+    pictures: PictureForm = "files",
 ) -> ExportSummary:
     """Write `trajectories` to `path`, one row per branch, in their order, as `write_rows`.
+
+    Args:
+        pictures: `files` beside it, or `embedded` in its rows.
 
     Raises:
         ExportError, OSError: as `write_rows`; a value that no row can carry.
     """
     summary, origin = ExportSummary(Path(path)), provenance(source)
+    folder = pictures_of(summary.path)
+    named: set[str] = set()
+
+    def image_of(exported: ExportedTrajectory, digest: str) -> dict[str, Any]:
+        image, png = named_image(digest), exported.pictures.get(digest)
+        if pictures == "embedded" or png is None:
+            return image | {"bytes": png}
+        name = image["path"]
+        if name not in named:
+            folder.mkdir(exist_ok=True)
+            write_durably(folder / name, png)
+            named.add(name)
+        return {"bytes": None, "path": f"{folder.name}/{name}"}
 
     def rows() -> Iterator[Row]:
         for exported in trajectories:
             if not exported.trajectory.steps:
                 summary.n_without_steps += 1
                 continue
-            for row in to_rows(exported, summary.n_trajectories, origin):
+            images = partial(image_of, exported)
+            for row in to_rows(exported, summary.n_trajectories, origin, images):
                 summary.n_rows += 1
                 yield row
             summary.n_trajectories += 1
             summary.n_steps += len(exported.trajectory.steps)
 
     write_rows(summary.path, rows(), overwrite=overwrite)
+    remove_unnamed(summary.path, named)
     return summary
+
+
+def pictures_of(path: Path) -> Path:
+    """The folder of an exported file's pictures."""
+    return path.with_suffix(".pictures")
+
+
+def remove_unnamed(path: Path, named: Collection[str]) -> None:
+    """Remove pictures of an exported file that no row of it names any more."""
+    folder = pictures_of(path)
+    for picture in folder.glob("*.png"):
+        if picture.name not in named:
+            picture.unlink(missing_ok=True)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def write_rows(path: Path, rows: Iterable[Row], *, overwrite: bool) -> None:
@@ -126,7 +173,7 @@ def read(path: Path | str) -> Iterator[ExportedTrajectory]:
         DamagedFileError: it is not what the digest beside it was made of.
         OSError: the file cannot be read.
     """
-    return from_rows(read_rows(Path(path)))
+    return from_rows(read_rows(Path(path)), Path(path).parent)
 
 
 def read_rows(path: Path) -> Iterator[PlacedRow]:
@@ -163,6 +210,7 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
         for step in row["steps"]:
             texts = step["metadata"], step["multi_modal_data"], step["routed_experts"]
             n_bytes += sum(len(text) for text in texts if text)
+        n_bytes += sum(len(image["bytes"] or b"") for image in row["images"])
         if n_bytes >= _ROW_GROUP_BYTES or len(batch) >= _ROW_GROUP_ROWS:
             yield batch
             batch, n_bytes = [], 0
@@ -204,6 +252,12 @@ def _write_jsonl(file: BinaryIO, rows: Iterable[Row]) -> None:
         if isinstance(row["log_probs"], np.ndarray):
             # Doubles hold a float32 exactly, so that both formats load as the same numbers.
             columns["log_probs"] = row["log_probs"].astype(np.float64)
+        columns["images"] = [
+            image | {"bytes": base64.b64encode(image["bytes"]).decode()}
+            if isinstance(image["bytes"], bytes)
+            else image
+            for image in row["images"]
+        ]
         options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
         file.write(orjson.dumps(columns, option=options))
 

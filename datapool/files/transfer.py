@@ -20,14 +20,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from stepwell.datapool.files.export import ExportSummary, read, write
+from stepwell.datapool.errors import TrajectoryClosedError, UnknownTrajectoryError
+from stepwell.datapool.files.export import ExportSummary, PictureForm, read, write
 from stepwell.datapool.inspect.pages import ExportedPage, ExportedTrajectory
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import TRAIN
@@ -56,12 +57,14 @@ async def export_channel(
     channel: str = TRAIN,
     *,
     overwrite: bool = False,
+    pictures: PictureForm = "files",
     **filters: Any,
 ) -> ExportSummary:
     """Write the trajectories of the channel's live groups to `path`, Parquet or JSONL by its
     suffix. Holds two pages of about 8 MiB; changes nothing in the pool.
 
     Args:
+        pictures: `files` beside it, in `NAME.pictures`, or `embedded` in its rows.
         filters: as `list_trajectories`: `state=["complete"]`, `min_reward=0.5`, ….
 
     Raises:
@@ -85,6 +88,15 @@ async def export_channel(
             for exported in page.unpack():
                 if left.is_set():
                     raise RuntimeError("whoever asked for the export has left")
+                digests = {p.digest for step in exported.trajectory.steps for p in step.pictures}
+                if digests:
+                    uid = exported.trajectory.trajectory_uid
+                    reading = client.read_pictures(uid, sorted(digests), channel)
+                    try:
+                        own = asyncio.run_coroutine_threadsafe(reading, loop).result()
+                    except (TrajectoryClosedError, UnknownTrajectoryError):
+                        continue  # it was acked meanwhile
+                    exported = replace(exported, pictures=own)
                 yield exported
 
     chosen = "".join(f", {name}={value!r}" for name, value in sorted(filters.items()))
@@ -95,6 +107,7 @@ async def export_channel(
             trajectories(),
             source=f"channel {channel!r}{chosen}",
             overwrite=overwrite,
+            pictures=pictures,
         )
     finally:
         left.set()  # the thread, if it still writes, removes what it has written
@@ -156,7 +169,12 @@ async def _import_group(
             own = exported.trajectory.trajectory_uid
             await client.mark(trajectory_uid=own, channel=channel, **exported.marks)
     steps = [step for t in trajectories for step in t.steps]
-    await client.submit_steps(steps, channel)
+    known = {digest: each.pictures for each in group for digest in each.pictures}
+
+    def pictures(digests: Collection[str]) -> dict[str, bytes]:
+        return {digest: known[digest][digest] for digest in digests if digest in known}
+
+    await client.submit_steps(steps, channel, pictures=pictures)
     await _all(client.complete_trajectory(t.trajectory_uid, channel=channel) for t in trajectories)
     return len(steps)
 

@@ -4,11 +4,11 @@ export.
     cursor ──► group 17, its 3rd trajectory ──► looks_at, admits … ──► next cursor
 
 A page walks the channel's live groups in the order they were opened in, or in its reverse
-(`newest_first`), from its cursor, and looks at a bounded number of them, whatever the filters are. So a page may be empty and still have a
-cursor; only a page without one is the last. `prompt_uid` and `trajectory_uid` go straight to what
-they name. What stays in the pool while somebody pages is seen exactly once, also across a restart;
-what comes or goes meanwhile may be seen or not. Groups that were acked or dropped are gone from
-here (`get_events`, `get_statistics` tell of them).
+(`newest_first`), from its cursor, and looks at a bounded number of them, whatever the filters are.
+So a page may be empty and still have a cursor; only a page without one is the last. `prompt_uid`
+and `trajectory_uid` go straight to what they name. What stays in the pool while somebody pages is
+seen exactly once, also across a restart; what comes or goes meanwhile may be seen or not. Groups
+that were acked or dropped are gone from here (`get_events`, `get_statistics` tell of them).
 
 A page costs what it looks at, and what lies before its cursor inside one group. Changes nothing,
 and makes no channel. Does not own their items (`pages.py`).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
@@ -133,6 +133,8 @@ class ExportedTrajectory:
     """Curation marks (`selection.Marks.as_dict`); None: nobody has marked it."""
     group_metadata: dict[str, Any] = field(default_factory=dict)
     group_marks: dict[str, Any] | None = None
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+    """PNG of the pictures of its steps, by digest; only on the way into a file, or out of one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,18 +37,19 @@ from stepwell.datapool.ops import (
     CompleteTrajectory,
     LeaseBatch,
     Op,
+    PutPictures,
     SubmitOutcome,
     SubmitSteps,
     TrajectoryOutcome,
     metadata_of,
     outcomes_or_raise,
 )
-from stepwell.datapool.questions import GetStatistics
+from stepwell.datapool.questions import GetStatistics, ReadPictures
 from stepwell.datapool.remote.incarnation import previous_of, record
 from stepwell.datapool.remote.service import Applied, PoolService
 from stepwell.datapool.remote.wire import Door, Server
 from stepwell.datapool.store.folder import journal_exists
-from stepwell.datapool.types import TRAIN, Step
+from stepwell.datapool.types import MAX_INT, TRAIN, Step
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +150,23 @@ class DataPoolActor:
         packed = in_trajectories((s.trajectory_uid, s.prompt_uid, pack(s)) for s in steps)
         results = self._call(SubmitSteps(packed, channel))
         return outcomes_or_raise(results)
+
+    def put_pictures(
+        self,
+        trajectory_uid: str,
+        pictures: Mapping[str, bytes],
+        channel: str = TRAIN,
+        prompt_uid: str | None = None,
+    ) -> None:
+        """Store pictures for steps that are about to come (`ops.PutPictures`)."""
+        self._call(PutPictures(trajectory_uid, dict(pictures), channel, prompt_uid))
+
+    def read_pictures(
+        self, trajectory_uid: str, digests: Sequence[str], channel: str = TRAIN
+    ) -> dict[str, bytes]:
+        """Return pictures of a live trajectory by digest, as PNG (`questions.ReadPictures`)."""
+        all_of_them = ReadPictures(trajectory_uid, tuple(digests), channel, max_bytes=MAX_INT - 1)
+        return self._call(all_of_them)
 
     def complete_trajectory(
         self,

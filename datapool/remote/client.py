@@ -23,6 +23,7 @@ from collections.abc import (
     Callable,
     Collection,
     Coroutine,
+    Iterable,
     Mapping,
     Sequence,
 )
@@ -36,7 +37,12 @@ from stepwell.datapool import ops
 from stepwell.datapool import questions as asked
 from stepwell.datapool.codec import Base, PackedLease, pack
 from stepwell.datapool.config import PoolConfig, SelectionConfig
-from stepwell.datapool.errors import InvalidStepError, JournalFullError, UnknownBaseError
+from stepwell.datapool.errors import (
+    InvalidStepError,
+    JournalFullError,
+    UnknownBaseError,
+    UnknownPictureError,
+)
 from stepwell.datapool.inspect.events import Events
 from stepwell.datapool.inspect.pages import (
     ExportedPage,
@@ -48,7 +54,7 @@ from stepwell.datapool.inspect.pages import (
 )
 from stepwell.datapool.ops import Op, R, SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.remote.link import Caller, LocalPort, Port
-from stepwell.datapool.remote.outbox import Outbox
+from stepwell.datapool.remote.outbox import Outbox, PictureSource
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.remote.shards import Shards
 from stepwell.datapool.selection import DryRun, Marks
@@ -58,6 +64,8 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 
+APPEND_TRIES = 4
+"""Tries of a step: as it is, whole, and after its pictures."""
 FULL_S = 5.0
 """Seconds between two tries to lease from a pool whose disk is full."""
 
@@ -180,10 +188,25 @@ class DataPoolClient:
         return await self.call(op, timeout_s)
 
     async def submit_step(
-        self, step: Step, channel: str = TRAIN, timeout_s: float | None = None
+        self,
+        step: Step,
+        channel: str = TRAIN,
+        timeout_s: float | None = None,
+        pictures: PictureSource | None = None,
     ) -> SubmitOutcome:
         """Store one step, as `submit_steps`."""
-        return (await self.submit_steps([step], channel, timeout_s))[0]
+        return (await self.submit_steps([step], channel, timeout_s, pictures))[0]
+
+    async def put_pictures(
+        self,
+        trajectory_uid: str,
+        pictures: Mapping[str, bytes],
+        channel: str = TRAIN,
+        prompt_uid: str | None = None,
+        owner: str | None = None,
+    ) -> None:
+        """Store pictures, PNG by digest, for steps that are about to come (`ops.PutPictures`)."""
+        await self._outbox.put(trajectory_uid, pictures, channel, prompt_uid, owner)
 
     async def append_step(
         self,
@@ -191,35 +214,56 @@ class DataPoolClient:
         base: Base | None = None,
         channel: str = TRAIN,
         timeout_s: float | None = None,
+        pictures: PictureSource | None = None,
     ) -> Base | ops.Resumed | Literal["late"]:
         """Store the next step of a trajectory that several producers may go on with
         (`ops.AppendStep`). Waits up to `timeout_s` (None: for ever) for room.
 
         Args:
             base: the step whose tokens the prompt begins with, which travel no second time.
+            pictures: as `submit_steps`.
 
         Returns:
             The step as the base of others, once it is stored; or, if another step has its index,
             the trajectory as it is.
         """
         uids = step.trajectory_uid, step.prompt_uid
-        packed = pack(step, base)
-        try:
-            answer = await self.call(ops.AppendStep(*uids, packed, channel), timeout_s)
-        except UnknownBaseError:
-            packed = pack(step)
-            answer = await self.call(ops.AppendStep(*uids, packed, channel), timeout_s)
+        packed, tries_left = pack(step, base), APPEND_TRIES
+        while True:
+            tries_left -= 1
+            try:
+                answer = await self.call(ops.AppendStep(*uids, packed, channel), timeout_s)
+                break
+            except UnknownBaseError:
+                if not tries_left:
+                    raise
+                packed = pack(step)
+            except UnknownPictureError as e:
+                put = self._outbox.put_missing
+                if not tries_left or pictures is None:
+                    raise
+                if not await put([step], e.digests, channel, pictures):
+                    raise
         if answer == "late" or isinstance(answer, ops.Resumed):
             return answer
         return Base(step.step_index, 4 * step.n_tokens, packed.crc)
 
     async def submit_steps(
-        self, steps: Sequence[Step], channel: str = TRAIN, timeout_s: float | None = None
+        self,
+        steps: Sequence[Step],
+        channel: str = TRAIN,
+        timeout_s: float | None = None,
+        pictures: PictureSource | None = None,
     ) -> list[SubmitOutcome]:
         """Store steps, in order; one outcome each. Waits up to `timeout_s` (None: for ever) for
         room.
 
+        Args:
+            pictures: PNG by digest, or a function that gives it: sent when the pool lacks it.
+
         Raises:
+            UnknownPictureError: a step refers to pictures that neither the pool nor `pictures` has.
+
             StepConflictError, StepIndexError, TrajectoryConflictError, InvalidStepError: the first
                 refusal, after every other step was applied.
             PoolFullError: the channel blocks, and a step would begin a new group.
@@ -231,7 +275,8 @@ class DataPoolClient:
                 )
         if not steps:
             return []
-        return ops.outcomes_or_raise(await self._outbox.submit(steps, channel, timeout_s))
+        sent = await self._outbox.submit(steps, channel, timeout_s, pictures)
+        return ops.outcomes_or_raise(sent)
 
     async def complete_trajectory(
         self,
@@ -405,6 +450,25 @@ class DataPoolClient:
     ) -> ExportedPage:
         """Whole trajectories, as they are exported, as `list_groups`."""
         return await self.call(asked.ReadTrajectories(channel, cursor, limit, filters))
+
+    async def read_pictures(
+        self,
+        trajectory_uid: str,
+        digests: Iterable[str],
+        channel: str = TRAIN,
+        owner: str | None = None,
+    ) -> dict[str, bytes]:
+        """Return pictures of a live trajectory by digest, as PNG (`questions.ReadPictures`). Some
+        MB travel at once; all are in memory in the end."""
+        left = dict.fromkeys(digests)
+        found: dict[str, bytes] = {}
+        while left:
+            asking = asked.ReadPictures(trajectory_uid, tuple(left), channel, owner)
+            part = await self.call(asking)
+            found |= part
+            for digest in part:
+                del left[digest]
+        return found
 
     async def trajectory_index(self, channel: str = TRAIN) -> dict[str, list[int]]:
         """Return the `step_index` of each stored step, by trajectory of a live group. Made when it

@@ -3,10 +3,12 @@ before them, and asked again for room.
 
     submit ──► packed, relative to its base where that was sent lately ──► its shard ──► outcomes
                   ▲                                                           │
+                  ├─ the pool lacks pictures: once more, after those ─────────┤
                   ├─ the pool does not hold the base: once more, whole ───────┤
                   └─ the channel blocks: wait until the trajectory is open ───┘
 
-Owns what is sent, and how often. Does not own the layout (`codec.py`), nor the connection
+Pictures travel when the pool asks for them: it mostly has them from the turn before, or from a
+sibling. Owns what is sent, and how often. Does not own the layout (`codec.py`), nor the connection
 (`link.py`).
 """
 
@@ -14,19 +16,30 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from stepwell.datapool.codec import Base, PackedStep, in_trajectories, pack
-from stepwell.datapool.errors import DataPoolError, InvalidStepError
-from stepwell.datapool.ops import OpenTrajectory, Refusal, SubmitOutcome, SubmitSteps
+from stepwell.datapool.errors import DataPoolError, InvalidStepError, UnknownPictureError
+from stepwell.datapool.ops import (
+    OpenTrajectory,
+    PutPictures,
+    Refusal,
+    SubmitOutcome,
+    SubmitSteps,
+)
 from stepwell.datapool.remote.link import Caller
 from stepwell.datapool.types import Step
 
 MAX_TIPS = 200_000
 """Recent steps that are remembered, some 300 bytes each; the trajectories added to longest ago go
 first."""
+PUT_BYTES = 4 << 20
+"""Bytes of pictures that one call stores: a few ms of the pool's."""
 Results: TypeAlias = list[SubmitOutcome | Refusal]
+_Bytes: TypeAlias = Mapping[str, bytes]
+PictureSource: TypeAlias = _Bytes | Callable[[Collection[str]], _Bytes | Awaitable[_Bytes]]
+"""PNG by digest; or a function that gives those that it is asked for, when the pool lacks them."""
 
 
 class Outbox:
@@ -40,10 +53,16 @@ class Outbox:
         self._pool = pool
         self.tips = Tips()
 
-    async def submit(self, steps: Sequence[Step], channel: str, timeout_s: float | None) -> Results:
+    async def submit(
+        self,
+        steps: Sequence[Step],
+        channel: str,
+        timeout_s: float | None,
+        pictures: PictureSource | None = None,
+    ) -> Results:
         """Each step's outcome or refusal; waits up to `timeout_s` (None: for ever) for room."""
         results: list[Any] = [None] * len(steps)
-        await self._send(steps, channel, range(len(steps)), results)
+        await self._send(steps, channel, range(len(steps)), results, pictures)
         blocked = [i for i, result in enumerate(results) if _is(result, "PoolFullError")]
         if blocked and timeout_s != 0:
             # The channel blocks: steps of new groups wait here, in their producer.
@@ -52,16 +71,95 @@ class Outbox:
             calls = (self._pool.call(op, timeout_s) for op in opening)
             # Whatever refuses one of them refuses its steps, too.
             await asyncio.gather(*calls, return_exceptions=True)
-            await self._send(steps, channel, blocked, results)
+            await self._send(steps, channel, blocked, results, pictures)
         return results
 
+    async def put(
+        self,
+        trajectory_uid: str,
+        pictures: Mapping[str, bytes],
+        channel: str,
+        prompt_uid: str | None = None,
+        owner: str | None = None,
+    ) -> None:
+        """Store pictures, some MB a call."""
+        part: dict[str, bytes] = {}
+        n_bytes = 0
+        for digest, data in pictures.items():
+            if part and n_bytes + len(data) > PUT_BYTES:
+                await self._pool.call(PutPictures(trajectory_uid, part, channel, prompt_uid, owner))
+                part, n_bytes = {}, 0
+            part[digest] = data
+            n_bytes += len(data)
+        if part:
+            await self._pool.call(PutPictures(trajectory_uid, part, channel, prompt_uid, owner))
+
+    async def put_missing(
+        self, steps: Iterable[Step], digests: Collection[str], channel: str, source: PictureSource
+    ) -> bool:
+        """Store pictures that the pool lacks, for each trajectory whose steps refer to them; false
+        if the source has none of them."""
+        known: Any = source
+        if callable(source):
+            known = source(tuple(digests))
+            if isinstance(known, Awaitable):
+                known = await known
+        wanted: dict[tuple[str, str], dict[str, bytes]] = {}
+        for step in steps:
+            for picture in step.pictures:
+                if picture.digest in digests and picture.digest in known:
+                    own = wanted.setdefault((step.trajectory_uid, step.prompt_uid), {})
+                    own[picture.digest] = known[picture.digest]
+        for (trajectory_uid, prompt_uid), pictures in wanted.items():
+            await self.put(trajectory_uid, pictures, channel, prompt_uid)
+        return bool(wanted)
+
     async def _send(
-        self, steps: Sequence[Step], channel: str, which: Collection[int], results: list[Any]
+        self,
+        steps: Sequence[Step],
+        channel: str,
+        which: Collection[int],
+        results: list[Any],
+        pictures: PictureSource | None,
     ) -> None:
         await self._send_once(steps, channel, which, results)
+        if pictures is not None:
+            await self._send_pictures(steps, channel, which, results, pictures)
         if unknown := [i for i in which if _is(results[i], "UnknownBaseError")]:
             self.tips.clear()
             await self._send_once(steps, channel, unknown, results)
+
+    async def _send_pictures(
+        self,
+        steps: Sequence[Step],
+        channel: str,
+        which: Collection[int],
+        results: list[Any],
+        source: PictureSource,
+    ) -> None:
+        """Store the pictures that steps were refused for, and send those steps again, with the ones
+        that are relative to them."""
+        if not any(_is(results[i], "UnknownPictureError") for i in which):
+            return
+        kinds = "UnknownPictureError", "UnknownBaseError"
+        refused = [i for i in which if any(_is(results[i], kind) for kind in kinds)]
+        digests = {
+            d
+            for i in refused
+            if isinstance(error := results[i].error(), UnknownPictureError)
+            for d in error.digests
+        }
+        for i in refused:  # steps that came after one that was refused: what is new in each
+            if _is(results[i], "UnknownBaseError"):
+                digests |= {p.digest for p in steps[i].pictures}
+        try:
+            if not await self.put_missing([steps[i] for i in refused], digests, channel, source):
+                return
+        except DataPoolError as e:
+            for i in refused:
+                results[i] = Refusal.of(e)
+            return
+        await self._send_once(steps, channel, refused, results)
 
     async def _send_once(
         self, steps: Sequence[Step], channel: str, which: Collection[int], results: list[Any]

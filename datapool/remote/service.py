@@ -39,6 +39,7 @@ from stepwell.datapool.clock import STATE as CLOCK
 from stepwell.datapool.clock import Clock
 from stepwell.datapool.codec import PackedLease
 from stepwell.datapool.config import PoolConfig
+from stepwell.datapool.core.pictures import GRACE_S
 from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.errors import (
     DataPoolError,
@@ -59,6 +60,7 @@ from stepwell.datapool.questions import (
 )
 from stepwell.datapool.remote.incarnation import Incarnation, Known, Previous
 from stepwell.datapool.store.journal import Journal
+from stepwell.datapool.store.picture_folder import PICTURES, PictureFolder
 from stepwell.datapool.store.replay import restore
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ CUT_OFF_S = 90.0
 `gcs_rpc_server_reconnect_timeout_s` (60 s), after which a node that is cut off ends what runs on
 it. Then the journal is taken over."""
 TIMER_RETRY_S = 1.0
+SWEEP_PAUSE_S = 0.01
 Applied: TypeAlias = tuple[int, Op[Any] | None, Any]
 """A number of its caller's, an operation, and what `try_` answered."""
 
@@ -157,6 +160,7 @@ class PoolService:
         """Number of the last event that watchers were told of."""
         self._settling: list[tuple[Sequence[Applied], Settled]] = []
         """Operations that are applied and not durable, and the callbacks that get their answers."""
+        self._sweeping: asyncio.TimerHandle | None = None
         self._has_committed = False
         """True if this turn of the loop has had a commit of its own."""
         self._timer: asyncio.TimerHandle | None = None
@@ -178,10 +182,15 @@ class PoolService:
             self.incarnation = here = Incarnation(journal.identity, journal.opening)
             if previous is not None:
                 here._replace(generation=here.generation - 1).check_follows(previous.incarnation)
+            power = self._pool.config.durability == "power"
+            pictures = self._pool.pictures
+            pictures.store = PictureFolder(folder / PICTURES, power=power)
             with growing_heap():
                 n_rows = restore(self._pool, journal)
             last = max(channel.now for channel in self._pool.channels.values())
             self._clock = Clock.resume(journal.states().get(CLOCK), last)
+            pictures.find_orphans(self._clock.now())
+            self._pool.next_tick.no_later_than(self._clock.now() + GRACE_S)
             journal.put_state(CLOCK, self._clock.dump())
             # On a full disk it goes with the first transaction, so before the first answer.
             with contextlib.suppress(JournalFullError):
@@ -190,6 +199,14 @@ class PoolService:
             journal.about_to_commit = self._pool.write_counts
             undo.pop_all()
         self._recovery_s = time.monotonic() - began
+        if lost := pictures.lost():
+            logger.error(
+                "DataPool: %d pictures that steps refer to are not in %s; `stepwell data salvage "
+                "%s`, with the pool stopped, drops the groups that need them",
+                len(lost),
+                folder / PICTURES,
+                folder,
+            )
         if n_rows:
             logger.warning(
                 "DataPool: %d rows of %s replayed in %.2f s", n_rows, folder, self._recovery_s
@@ -256,6 +273,8 @@ class PoolService:
         each waits for the disk, there is that one alone."""
         if self._journal is None:
             then(applied)
+            if self._pool.pictures.doomed:
+                self._pool.pictures.sweep()
             return
         self._settling.append((applied, then))
         if self._has_committed:
@@ -278,12 +297,28 @@ class PoolService:
                 self._journal.flush()
             if self._pool.may_spill:
                 self._pool.spill()
+            if self._pool.pictures.doomed and self._sweeping is None:
+                self._sweep()
         except JournalError as e:
             error = self._ended(e)
         for applied, then in settling:
             if error is not None:
                 applied = [(n, op, self._not_written(op, a, error)) for n, op, a in applied]
             then(applied)
+
+    def _sweep(self) -> None:
+        """Remove pictures that nothing refers to, a slice at a time: that is durable now."""
+        self._sweeping, pictures = None, self._pool.pictures
+        if self._journal is None or self._journal.pending:
+            return  # with the next commit
+        try:
+            with self._journal.owned():
+                pictures.sweep()
+        except OSError as e:
+            logger.error("DataPool: pictures that nobody needs stay on disk (%s)", e)
+            return
+        if pictures.doomed:
+            self._sweeping = asyncio.get_running_loop().call_later(SWEEP_PAUSE_S, self._sweep)
 
     def _not_written(self, op: Op[Any] | None, answer: Any, error: JournalError) -> Any:
         if isinstance(answer, PackedLease):  # a group is there when it is opened again
@@ -445,8 +480,9 @@ class PoolService:
 
     def close(self) -> None:
         """Let go of the journal. Harmless when repeated."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._sweeping):
+            if timer is not None:
+                timer.cancel()
         if self._journal is not None:
             self._journal.close()
 

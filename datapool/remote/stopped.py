@@ -18,6 +18,7 @@ from stepwell.datapool.ops import Op, R, ReleaseDeparted
 from stepwell.datapool.questions import QUESTIONS, Describe
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.incarnation import Known
+from stepwell.datapool.store.picture_folder import PICTURES, PictureFolder
 from stepwell.datapool.store.reading import StoppedJournal
 from stepwell.datapool.store.replay import UNKNOWN, restore
 from stepwell.datapool.store.salvage import journals_in
@@ -36,6 +37,7 @@ class StoppedPort:
         """Folder of the journal."""
         self._pool = DataPool(config.model_copy(update={"memory_limit_bytes": MEMORY_BYTES}))
         journal = StoppedJournal(folder)
+        self._pool.pictures.store = PictureFolder(folder / PICTURES, power=False)
         self.journal_id = journal.identity
         restore(self._pool, journal)
         self._pool.spill()

@@ -493,6 +493,20 @@ class Journal(LogReader):
             os.close(self._file)
             self._file = file
 
+    @contextlib.contextmanager
+    def owned(self) -> Iterator[None]:
+        """A block in which no other process takes the folder over.
+
+        Raises:
+            JournalFencedError: one has.
+        """
+        fcntl.flock(self._acked, fcntl.LOCK_EX)
+        try:
+            self._check_owner()
+            yield
+        finally:
+            fcntl.flock(self._acked, fcntl.LOCK_UN)
+
     def _check_owner(self) -> None:
         """Call while `pool.acked` is locked.
 

@@ -60,9 +60,13 @@ MARKUP = [
 CHAT_TEMPLATE = (HERE / "chat_template.jinja").read_text(encoding="utf-8")
 
 
-def make_tokenizer(texts: Iterable[str] | None = None) -> PreTrainedTokenizerFast:
-    """512 tokens: the bytes, ChatML and tool markup, and merges learnt from `texts`, by default the
-    quickstart's. Digits stay single, so that numbers are copied digit by digit."""
+def make_tokenizer(
+    texts: Iterable[str] | None = None,
+    control: Sequence[str] = CONTROL,
+    template: str = CHAT_TEMPLATE,
+) -> PreTrainedTokenizerFast:
+    """512 tokens: the bytes, `control` and tool markup, and merges learnt from `texts`, by default
+    the quickstart's. Digits stay single, so that numbers are copied digit by digit."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -77,7 +81,7 @@ def make_tokenizer(texts: Iterable[str] | None = None) -> PreTrainedTokenizerFas
         corpus() if texts is None else texts,
         trainers.BpeTrainer(
             vocab_size=512,
-            special_tokens=[AddedToken(t, special=True) for t in CONTROL + MARKUP],
+            special_tokens=[AddedToken(t, special=True) for t in [*control, *MARKUP]],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),
@@ -85,7 +89,7 @@ def make_tokenizer(texts: Iterable[str] | None = None) -> PreTrainedTokenizerFas
     # As in Qwen, tool and thinking markup is text to the reader: it survives skip_special_tokens.
     spec = json.loads(bpe.to_str())
     for token in spec["added_tokens"]:
-        token["special"] = token["content"] in CONTROL
+        token["special"] = token["content"] in control
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call] # untyped in transformers
         tokenizer_object=Tokenizer.from_str(json.dumps(spec)),
         eos_token="<|im_end|>",
@@ -93,7 +97,7 @@ def make_tokenizer(texts: Iterable[str] | None = None) -> PreTrainedTokenizerFas
         padding_side="left",
         model_max_length=2048,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = template
     return tokenizer
 
 

@@ -40,6 +40,7 @@ from stepwell.gateway.dialects.base import (
     Template,
     sse,
 )
+from stepwell.gateway.dialects.computer import anthropic_computer
 from stepwell.gateway.dialects.params import (
     MaxTokens,
     Params,
@@ -56,10 +57,11 @@ from stepwell.gateway.dialects.params import (
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import Delta
-from stepwell.gateway.tokens.messages import AssistantTurn, Message, Tool, Tools
+from stepwell.gateway.tokens.messages import AssistantTurn, Message, Tool, Tools, content_of
 from stepwell.gateway.trajectory.calls import LiveCall, SampledToken
 
 _BUILTIN = re.compile(r"[a-z0-9_]+_20[0-9]{6}|mcp_toolset")
+_COMPUTER = re.compile(r"computer_20[0-9]{6}")
 _AGENT_RUN = ("bash_", "text_editor_", "memory_")
 """Built-in tools whose calls the agent answers itself: it would wait for them in vain."""
 
@@ -379,6 +381,8 @@ class ReadTools(NamedTuple):
                 function = {"name": name, **described, "parameters": schema}
                 tools.append({"type": "function", "function": function})
                 is_strict |= tool.get("strict") is True
+            elif isinstance(kind, str) and _COMPUTER.fullmatch(kind):
+                tools.append(anthropic_computer(tool, where))
             elif not isinstance(kind, str) or not _BUILTIN.fullmatch(kind):
                 raise wrong(f"{where}.type", kind, "send 'custom' and an input_schema")
             elif kind.startswith(_AGENT_RUN):
@@ -411,7 +415,7 @@ def _messages(sent: list[Any], known: Known) -> tuple[list[Message], str]:
         if role == "system":
             messages.append(_system(content, f"{where}.content"))
         elif role == "user":
-            messages += _user(content, f"{where}.content")
+            messages += _user(content, f"{where}.content", known)
         elif role == "assistant":
             if turn is None:
                 known.cut(i, len(messages))
@@ -439,33 +443,51 @@ def _prefill(messages: Sequence[Message], where: str) -> str:
     return text
 
 
-def _user(content: Any, where: str) -> list[Message]:
-    """Tool results become messages of their own, in wire order; the text between them, users'."""
+def _user(content: Any, where: str, known: Known) -> list[Message]:
+    """Tool results become messages of their own, in wire order; what is between them, users'."""
     messages: list[Message] = []
-    texts: list[str] = []
+    parts: list[str | Message] = []
 
     def flush() -> None:
-        if texts:
-            messages.append({"role": "user", "content": "\n".join(texts)})
-            texts.clear()
+        if parts:
+            messages.append({"role": "user", "content": content_of(parts)})
+            parts.clear()
 
     for block, at in _blocks(content, where):
         if block.get("type") == "tool_result":
             flush()
-            messages.append(_tool_result(block, at))
-        elif text := _block_text(block, at, "text, document and tool_result"):
-            texts.append(text)
+            messages.append(_tool_result(block, at, known))
+        elif part := _shown(block, at, "text, image, document and tool_result", known):
+            parts.append(part)
     flush()
     return messages or [{"role": "user", "content": ""}]
 
 
-def _tool_result(block: Mapping[str, Any], where: str) -> Message:
+def _tool_result(block: Mapping[str, Any], where: str, known: Known) -> Message:
     remedy = "send the id of the tool_use it answers"
-    call_id, content = need(block, "tool_use_id", str, where, remedy), block.get("content")
-    text = "" if content is None else _plain_text(content, f"{where}.content")
-    if block.get("is_error") and "error" not in text.lower():
-        text = f"Error: {text}" if text else "Error"  # templates know no other sign
-    return {"role": "tool", "content": text, "tool_call_id": call_id}
+    call_id, sent = need(block, "tool_use_id", str, where, remedy), block.get("content")
+    blocks = () if sent is None else _blocks(sent, f"{where}.content")
+    content = content_of([p for b, at in blocks if (p := _shown(b, at, "text and image", known))])
+    if block.get("is_error") and "error" not in str(content).lower():
+        # templates know no other sign
+        if isinstance(content, list):
+            content = [{"type": "text", "text": "Error"}, *content]
+        else:
+            content = f"Error: {content}" if content else "Error"
+    return {"role": "tool", "content": content, "tool_call_id": call_id}
+
+
+def _shown(block: Mapping[str, Any], where: str, supported: str, known: Known) -> str | Message:
+    """A text, or the part that stands for a picture."""
+    if block.get("type") != "image":
+        return _block_text(block, where, supported)
+    at, source = f"{where}.source", need(block, "source", dict, where, "send a base64 source")
+    match source.get("type"):
+        case "base64":
+            return known.picture(source.get("data"), f"{at}.data")
+        case "url" | "file" as kind:
+            return known.picture(f"{kind}:{source.get('url') or source.get('file_id')}", at)
+    raise wrong(f"{at}.type", source.get("type"), "send base64, with the picture as data")
 
 
 def _add(turn: AssistantTurn, content: Any, where: str) -> None:

@@ -26,9 +26,11 @@ import orjson
 
 from stepwell.gateway.access import Principal
 from stepwell.gateway.call import Calls
-from stepwell.gateway.errors import GatewayError
+from stepwell.gateway.errors import GatewayError, PictureFoundError
+from stepwell.gateway.pictures import RequestPictures
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import THINK_CLOSE, Delta
+from stepwell.gateway.tokens.messages import Message
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.calls import LiveCall, SampledToken
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
@@ -69,6 +71,8 @@ class Known:
     """`Parsed.tools` of a request with the same tools, which the body does not have."""
     cuts: deque[Cut] | None = None
     """The last ones; None: nobody asks for them."""
+    pictures: RequestPictures | None = None
+    """Those that were taken out of the body; None: none were."""
 
     def place(self, i: int) -> int:
         """The place of the body's item `i` in the list of the whole request."""
@@ -83,6 +87,25 @@ class Known:
         if self.cuts is not None:
             n = n_read - self.n_kept + self.start.n_messages
             self.cuts.append(Cut(self.place(i), n, n_calls, tuple(ignored)))
+
+    def picture(self, source: Any, where: str, **left_aside: Any) -> Message:
+        """The part of a message that stands for a picture.
+
+        Args:
+            source: what the body has in its place.
+            where: the path of `source`.
+            left_aside: fields beside it that ask for what is not done here, such as a resolution.
+
+        Raises:
+            PictureFoundError: no pictures were taken out of the body.
+            RequestError: it is no picture, or is refused.
+        """
+        if self.pictures is None:
+            raise PictureFoundError.at(where)
+        for name, value in left_aside.items():
+            if value is not None and value != "auto":
+                self.pictures.ignored.append(f"{name}={value!s:.40}")
+        return self.pictures.part(source, where)
 
     def no_cuts(self) -> None:
         """The list is not all that the conversation was read from."""

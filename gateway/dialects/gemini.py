@@ -281,7 +281,7 @@ class Gemini(Dialect):
     ) -> Parsed:
         return self._parsed(GenerateParams.read(body), known)
 
-    def parse_count(self, body: dict[str, Any]) -> Parsed:
+    def parse_count(self, body: dict[str, Any], known: Known = NOTHING) -> Parsed:
         """Read a body of `POST …:countTokens`: contents, or all that a call would send.
 
         Raises:
@@ -291,12 +291,12 @@ class Gemini(Dialect):
         if (whole := params.generate_content_request) is None:
             if not params.contents:
                 raise wrong("contents", params.contents, "send at least one content")
-            return self._parsed(params)
+            return self._parsed(params, known)
         if params.contents:
             raise RequestError(
                 "contents and generateContentRequest are both there; send one", "contents"
             )
-        return self.parse(whole)
+        return self.parse(whole, None, known)
 
     def _parsed(self, params: GenerateParams, known: Known = NOTHING) -> Parsed:
         config, ignored = params.generation_config, params.told()
@@ -573,7 +573,9 @@ def _usage(replies: Sequence[LiveCall], tokenizer: ChatTokenizer) -> dict[str, A
         "promptTokenCount": n_prompt,
         "candidatesTokenCount": n_response - n_thoughts,
         "totalTokenCount": n_prompt + n_response,
-        "promptTokensDetails": text_tokens(n_prompt),
+        "promptTokensDetails": prompt_tokens(
+            n_prompt, max(sum(p.n_tokens for p in reply.request.pictures) for reply in replies)
+        ),
     }
     if n_thoughts:
         counts["thoughtsTokenCount"] = n_thoughts
@@ -582,6 +584,9 @@ def _usage(replies: Sequence[LiveCall], tokenizer: ChatTokenizer) -> dict[str, A
     return counts
 
 
-def text_tokens(n: int) -> list[dict[str, Any]]:
-    """So many tokens, all of text."""
-    return [{"modality": "TEXT", "tokenCount": n}]
+def prompt_tokens(n: int, n_of_pictures: int = 0) -> list[dict[str, Any]]:
+    """Tokens of a prompt by what they are of."""
+    details = [{"modality": "TEXT", "tokenCount": n - n_of_pictures}]
+    if n_of_pictures:
+        details.append({"modality": "IMAGE", "tokenCount": n_of_pictures})
+    return details

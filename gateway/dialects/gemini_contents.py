@@ -24,7 +24,14 @@ from stepwell.gateway.dialects.base import NOTHING, Known
 from stepwell.gateway.dialects.params import need, optional, wrong
 from stepwell.gateway.errors import RequestError
 from stepwell.gateway.reply.calls import numbered_id
-from stepwell.gateway.tokens.messages import AssistantTurn, Message, Tool, Tools, in_call_order
+from stepwell.gateway.tokens.messages import (
+    AssistantTurn,
+    Message,
+    Tool,
+    Tools,
+    content_of,
+    in_call_order,
+)
 
 _SNAKE = (
     "additional_properties",
@@ -39,6 +46,7 @@ _SNAKE = (
     "enterprise_web_search",
     "executable_code",
     "file_data",
+    "file_uri",
     "exa_ai_search",
     "file_search",
     "frequency_penalty",
@@ -60,6 +68,7 @@ _SNAKE = (
     "max_properties",
     "mcp_servers",
     "media_resolution",
+    "mime_type",
     "min_items",
     "min_length",
     "min_properties",
@@ -138,6 +147,7 @@ class Conversation:
     """Messages that are not of the contents: the system's, or none."""
     n_calls: int = 0
     """Function calls so far."""
+    known: Known = field(default_factory=Known)
     _turn: AssistantTurn | None = None
     """The model's turn that is being read."""
     _of_id: dict[str | None, deque[int]] = field(default_factory=dict)
@@ -151,7 +161,7 @@ class Conversation:
         Raises:
             RequestError
         """
-        conversation = cls(n_calls=known.start.n_calls)
+        conversation = cls(n_calls=known.start.n_calls, known=known)
         if system is not None and (text := system_text(system)):
             conversation.messages.append({"role": "system", "content": text})
         conversation.n_outside = n_outside = len(conversation.messages)
@@ -186,23 +196,25 @@ class Conversation:
             raise wrong(f"{where}.role", role, "send user or model")
 
     def _add_user(self, content: Mapping[str, Any], where: str) -> None:
-        """Responses become messages of their own, in wire order; the text between them, users'."""
-        texts: list[str] = []
+        """Responses become messages of their own, in wire order; what is between them, users'."""
+        said: list[str | Message] = []
         n = len(self.messages)
 
         def flush() -> None:
-            if texts:
-                self.messages.append({"role": "user", "content": "\n".join(texts)})
-                texts.clear()
+            if said:
+                self.messages.append({"role": "user", "content": content_of(said)})
+                said.clear()
 
         for part, at in parts_of(content, where):
             if "functionResponse" in part:
                 flush()
                 self.messages.append(self._response(part["functionResponse"], at))
-            elif text := _text(part, at, "text and functionResponse"):
+            elif "inlineData" in part or "fileData" in part:
+                said.append(_picture(part, at, self.known))
+            elif text := _text(part, at, "text, inlineData and functionResponse"):
                 if part.get("thought"):
                     raise wrong(f"{at}.thought", True, "thoughts are the model's; leave it out")
-                texts.append(text)
+                said.append(text)
         flush()
         if len(self.messages) == n:
             self.messages.append({"role": "user", "content": ""})
@@ -245,15 +257,16 @@ class Conversation:
             raise wrong(where, sent, "send the name of the function and its response")
         sent = camel(sent)
         name, sent_id = need(sent, "name", str, where), optional(sent, "id", where)
-        if sent.get("parts"):
-            raise wrong(f"{where}.parts", sent["parts"], "this gateway serves a text model")
         if sent.get("willContinue"):
             raise wrong(f"{where}.willContinue", True, "send the whole response at once")
         response = sent.get("response")
         if not isinstance(response, dict | None):
             raise wrong(f"{where}.response", response, "send an object")
         call_id = self._find(sent_id, name) or sent_id or name
-        return {"role": "tool", "content": response_text(response), "tool_call_id": call_id}
+        parts = [_picture(part, at, self.known) for part, at in parts_of(sent, where)]
+        text = response_text(response)
+        content = content_of([text, *parts] if text or not parts else parts)
+        return {"role": "tool", "content": content, "tool_call_id": call_id}
 
     def _find(self, sent_id: str | None, name: str) -> str | None:
         """The call that a response answers: that of its id, else the first one of its name."""
@@ -309,11 +322,27 @@ def parts_of(content: Mapping[str, Any], where: str) -> Iterator[tuple[dict[str,
         yield {k: v for k, v in camel(part).items() if v is not None}, at
 
 
+def _picture(part: Mapping[str, Any], where: str, known: Known) -> Message:
+    """The part that stands for a picture."""
+    for name, field_name in (("inlineData", "data"), ("fileData", "fileUri")):
+        if name not in part:
+            continue
+        sent = camel(need(part, name, dict, where, "send mimeType and data"))
+        media = optional(sent, "mimeType", f"{where}.{name}") or ""
+        if not media.lower().startswith("image/"):
+            remedy = "send text; or a picture (image/png, image/jpeg), to a model with vision"
+            raise wrong(f"{where}.{name}.mimeType", media, remedy)
+        at = f"{where}.{name}.{field_name}"
+        resolution = part.get("mediaResolution")
+        return known.picture(sent.get(field_name), at, mediaResolution=resolution)
+    raise wrong(where, part, "send a picture as inlineData")
+
+
 def _text(part: Mapping[str, Any], where: str, supported: str) -> str:
     """The text of a part; one that only has a signature has none."""
     for name in _DATA:
         if name in part and name != "text":
-            remedy = f"this gateway serves a text model and supports {supported} here"
+            remedy = f"this gateway supports {supported} here"
             raise wrong(f"{where}.{name}", part[name], remedy)
     return need(part, "text", str, where) if "text" in part or not _is_signature(part) else ""
 

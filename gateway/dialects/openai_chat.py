@@ -50,7 +50,7 @@ from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import ContentDelta, Delta, ReasoningDelta
-from stepwell.gateway.tokens.messages import NO_TOOLS, Message, Tool, Tools
+from stepwell.gateway.tokens.messages import NO_TOOLS, Message, Tool, Tools, content_of
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.calls import LiveCall, SampledToken
 
@@ -226,7 +226,7 @@ class OpenAIChat(Dialect):
         if (effort := params.reasoning_effort) is not None:
             told = effort_args(effort, self._chat_template, "reasoning_effort", ignored)
             template_args = told | template_args
-        messages = [_message(m, known.place(i)) for i, m in enumerate(params.messages)]
+        messages = [_message(m, known.place(i), known) for i, m in enumerate(params.messages)]
         prefill = ""
         if params.continue_final_message or params.add_generation_prompt is not None:
             prefill = _continued(messages, params, known, forced_tool)
@@ -493,13 +493,13 @@ def _note_cuts(messages: Sequence[Message], known: Known) -> None:
         known.cut(len(messages), len(messages))
 
 
-def _message(message: Any, i: int) -> Message:
+def _message(message: Any, i: int, known: Known) -> Message:
     where = f"messages[{i}]"
     if not isinstance(message, dict):
         raise wrong(where, message, "send an object")
     role, content = message.get("role"), message.get("content")
     if type(content) is not str:
-        content = _content(content, where, role == "assistant")
+        content = _content(content, where, role, known)
     if role in ("system", "developer", "user"):
         if content is None:
             raise wrong(f"{where}.content", content, "send text")
@@ -518,7 +518,7 @@ def _message(message: Any, i: int) -> Message:
     raise wrong(f"{where}.role", role, remedy)
 
 
-def _assistant(message: Mapping[str, Any], content: str | None, where: str) -> Message:
+def _assistant(message: Mapping[str, Any], content: Any, where: str) -> Message:
     if (call := message.get("function_call")) is not None:
         raise wrong(f"{where}.function_call", call, "it is deprecated; use tool_calls")
     refusal = message.get("refusal")
@@ -552,22 +552,27 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     }
 
 
-def _content(content: Any, where: str, is_assistant: bool) -> str | None:
-    """Text of a content field; several text parts become lines."""
+def _content(content: Any, where: str, role: Any, known: Known) -> str | list[Message] | None:
+    """Content of a content field; several text parts become lines."""
     if content is None:
         return content
     if not isinstance(content, list):
         raise wrong(f"{where}.content", content, "send text or a list of parts")
-    texts = []
+    parts: list[str | Message] = []
     for i, part in enumerate(content):
         match part:
             case str(text) | {"type": "text", "text": str(text)}:
-                texts.append(text)
-            case {"type": "refusal", "refusal": str(text)} if is_assistant:
-                texts.append(text)
-            case {"type": str(kind)} if is_assistant and kind in _THOUGHT_PARTS:
+                parts.append(text)
+            case {"type": "refusal", "refusal": str(text)} if role == "assistant":
+                parts.append(text)
+            case {"type": str(kind)} if role == "assistant" and kind in _THOUGHT_PARTS:
                 pass
+            case {"type": "image_url", "image_url": sent} if role in ("user", "tool"):
+                at, about = f"{where}.content[{i}].image_url", {}
+                if isinstance(sent, dict):
+                    at, about, sent = f"{at}.url", sent, sent.get("url")
+                parts.append(known.picture(sent, at, image_detail=about.get("detail")))
             case _:
-                remedy = "this gateway serves a text model, send text parts"
+                remedy = "send text parts, or pictures (image_url) in user and tool messages"
                 raise wrong(f"{where}.content[{i}]", part, remedy)
-    return "\n".join(texts)
+    return content_of(parts)

@@ -63,7 +63,7 @@ from stepwell.gateway.errors import (
 )
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import Delta
-from stepwell.gateway.tokens.messages import KnownMessages, Message, continued, dumps
+from stepwell.gateway.tokens.messages import KnownMessages, Message, continued, dumps, n_chars_of
 from stepwell.gateway.trajectory.calls import LiveCall, SampledToken
 from stepwell.gateway.web import error_body
 
@@ -467,7 +467,7 @@ class StoredResponse:
         if isinstance(self.messages, KnownMessages):
             return n + self.messages.n_chars
         for message in self.messages:
-            n += len(message["content"]) + len(message.get("reasoning_content") or "")
+            n += n_chars_of(message["content"]) + len(message.get("reasoning_content") or "")
             n += len(str(message.get("tool_calls") or ""))
         return n
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 from stepwell.gateway.dialects.base import Exchange, n_reasoning
+from stepwell.gateway.dialects.computer import COMPUTER, computer_fields
 from stepwell.gateway.dialects.response_items import Item, Toolbox, custom_input, seal
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import ContentDelta, Delta, ReasoningDelta
@@ -211,6 +212,17 @@ class Answer:
     def _call(self, call: ToolCall) -> Iterator[Event]:
         """A call is known when it is whole."""
         tool = self._options.toolbox.client_name(call.name)
+        if tool.computer is not None:
+            self._item = {
+                "type": "computer_call",
+                "id": self._new_id("cu"),
+                "call_id": call.id,
+                **computer_fields(call.arguments, is_preview=tool.computer != COMPUTER),
+                "status": "completed",
+            }
+            yield self._added({**self._item, "status": "in_progress"})
+            yield self._done(self._item)
+            return
         if tool.is_custom:
             kind, name, text = "custom_tool_call", "input", custom_input(call.arguments)
             events, prefix = "response.custom_tool_call_input", "ctc"

@@ -17,9 +17,22 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from stepwell.gateway.dialects.base import NOTHING, Known
+from stepwell.gateway.dialects.computer import (
+    COMPUTER,
+    OPENAI_TYPES,
+    computer_arguments,
+    openai_computer,
+)
 from stepwell.gateway.dialects.params import need, optional, wrong
 from stepwell.gateway.errors import UnknownItemError
-from stepwell.gateway.tokens.messages import AssistantTurn, Message, Tool, Tools, in_call_order
+from stepwell.gateway.tokens.messages import (
+    AssistantTurn,
+    Message,
+    Tool,
+    Tools,
+    content_of,
+    in_call_order,
+)
 
 Item: TypeAlias = dict[str, Any]
 FindItem: TypeAlias = Callable[[str], Item | None]
@@ -44,6 +57,8 @@ class ToolName:
     name: str
     namespace: str | None = None
     is_custom: bool = False
+    computer: str | None = None
+    """Type of the computer tool that it is."""
 
 
 @dataclass(slots=True)
@@ -72,6 +87,9 @@ class Toolbox:
                     box.echo.append(box._callable(tool, at))
                 case {"type": "namespace"}:
                     box.echo.append(box._namespace(tool, at))
+                case {"type": str(kind)} if kind in OPENAI_TYPES:
+                    box._add(openai_computer(tool, at), ToolName(COMPUTER, computer=kind), at)
+                    box.echo.append(tool)
                 case {"type": str(kind)} if kind.isascii() and kind.isidentifier():
                     # OpenAI runs it, or trained its models to use it.
                     box.ignored.append(f"{at}={kind}")
@@ -129,12 +147,16 @@ class Toolbox:
             function["description"] = description
         function["parameters"] = parameters or {"type": "object", "properties": {}}
         shown = {"type": "function", "function": function}
+        self._add(shown, ToolName(name, namespace, is_custom), where)
+        return echo
+
+    def _add(self, shown: Tool, name: ToolName, where: str) -> None:
+        flat = shown["function"]["name"]
         if flat not in self.names:
-            self.names[flat] = ToolName(name, namespace, is_custom)
+            self.names[flat] = name
             self.shown.append(shown)
         elif shown not in self.shown:
-            raise wrong(f"{where}.name", name, f"another tool is called {flat!r:.80} too")
-        return echo
+            raise wrong(f"{where}.name", name.name, f"another tool is called {flat!r:.80} too")
 
     def _with_format(self, tool: dict[str, Any], where: str, description: str) -> str:
         """A grammar is told to the model, not enforced."""
@@ -243,7 +265,8 @@ class Conversation:
                 if not isinstance(role, str) or role not in _ROLES:
                     remedy = "send user, assistant, system or developer"
                     raise wrong(f"{where}.role", role, remedy)
-                content = _text(item, "content", where, "\n")
+                shown = _content if role == "user" else _lines
+                content = shown(item, "content", where, self._known)
                 self._append({"role": _ROLES[role], "content": content})
             case "reasoning":
                 turn = self._open()  # before what its items leave aside
@@ -258,14 +281,21 @@ class Conversation:
             case "function_call_output" | "custom_tool_call_output":
                 call_id = _call_id(item, where)
                 absent = item.get("output") is None
-                text = "" if absent else _text(item, "output", where, "\n")
-                self._append({"role": "tool", "content": text, "tool_call_id": call_id})
+                content = "" if absent else _content(item, "output", where, self._known)
+                self._append({"role": "tool", "content": content, "tool_call_id": call_id})
+            case "computer_call":
+                self._call({**item, "name": COMPUTER}, computer_arguments(item, where), where)
+            case "computer_call_output":
+                call_id = _call_id(item, where)
+                shot = need(item, "output", dict, where, "send a computer_screenshot")
+                part = _picture(shot, f"{where}.output", self._known)
+                self._append({"role": "tool", "content": [part], "tool_call_id": call_id})
             case "item_reference":
                 self._reference(item.get("id"), where)
             case _:
                 remedy = (
                     "this gateway supports message, reasoning, function_call, custom_tool_call, "
-                    "their outputs, and item_reference"
+                    "computer_call, their outputs, and item_reference"
                 )
                 raise wrong(f"{where}.type", kind, remedy)
 
@@ -334,21 +364,51 @@ def _call_id(item: Item, where: str) -> str:
     return need(item, "call_id", str, where, "send the id of the call")
 
 
-def _text(holder: Mapping[str, Any], name: str, where: str, joint: str) -> str:
-    """Text of a message, tool output or thought."""
+def _lines(holder: Mapping[str, Any], name: str, where: str, known: Known) -> str:
+    return _text(holder, name, where, "\n")
+
+
+def _content(holder: Mapping[str, Any], name: str, where: str, known: Known) -> str | list[Message]:
+    """Texts, as lines, and pictures of a user's message or a tool's output."""
+    content = holder.get(name)
+    if not isinstance(content, list):
+        return _text(holder, name, where, "\n")
+    parts: list[str | Message] = []
+    for i, part in enumerate(content):
+        if isinstance(part, dict) and part.get("type") in ("input_image", "computer_screenshot"):
+            parts.append(_picture(part, f"{where}.{name}[{i}]", known))
+        else:
+            parts.append(_text({name: [part]}, name, where, "", first=i))
+    return content_of(parts)
+
+
+def _picture(part: Mapping[str, Any], where: str, known: Known) -> Message:
+    source, at = part.get("image_url"), f"{where}.image_url"
+    if source is None and isinstance(file_id := part.get("file_id"), str):
+        source, at = f"file:{file_id}", f"{where}.file_id"
+    return known.picture(source, at, image_detail=part.get("detail"))
+
+
+def _text(holder: Mapping[str, Any], name: str, where: str, joint: str, first: int = 0) -> str:
+    """Text of a message, tool output or thought.
+
+    Args:
+        first: place of the first part of a list.
+    """
     content, where = holder.get(name), f"{where}.{name}"
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise wrong(where, content, "send text or a list of parts")
     texts = []
-    for i, part in enumerate(content):
+    for i, part in enumerate(content, first):
         match part:
             case {"type": "refusal", "refusal": str(text)} | {"text": str(text)}:
                 texts.append(text)
             case _:
                 remedy = (
-                    "send parts with text: input_text, output_text, reasoning_text, summary_text"
+                    "send parts with text: input_text, output_text, reasoning_text, summary_text; "
+                    "or input_image in what a user or a tool says"
                 )
                 raise wrong(f"{where}[{i}]", part, remedy)
     return joint.join(texts)

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from stepwell.backends.engines.api import GenerateRequest, Output, Sampling
+from stepwell.backends.engines.api import GenerateRequest, Output, PromptPictures, Sampling
 from stepwell.backends.engines.connections import ConnectionPool
 from stepwell.backends.engines.kinds import connect
 from stepwell.backends.errors import EngineError as AskingError
@@ -80,9 +80,18 @@ class Sampler:
     """Samples from all engines of one gateway. Owned by the app's lifespan."""
 
     def __init__(
-        self, config: GatewayConfig, wiring: Wiring, vocabulary: int = MOST_TOKENS
+        self,
+        config: GatewayConfig,
+        wiring: Wiring,
+        vocabulary: int = MOST_TOKENS,
+        masked_ids: tuple[int, ...] = (),
     ) -> None:
-        """`vocabulary`: of the served model; the engines' token ids lie in [0, this)."""
+        """
+        Args:
+            vocabulary: of the served model; the engines' token ids lie in [0, this).
+            masked_ids: ids that it may not sample.
+        """
+        self._masked_ids = masked_ids
         self._config = config
         self._backoff_s = wiring.tuning.retry_backoff_s
         self._wiring = wiring
@@ -165,10 +174,12 @@ class Sampler:
         affinity: str,
         on_tokens: OnTokens | None = None,
         pieces: Sequence[TokenIds] = (),
+        pictures: PromptPictures | None = None,
     ) -> Generation:
         """Sample a response to `prompt_ids`.
 
         Args:
+            pictures: those of the prompt; None: it has none.
             pieces: arrays that make up the prompt, the same objects in each call that has them.
             affinity: calls with the same one go to the same engine (its cache holds their prefix).
             on_tokens: called with new ids as they arrive; None asks the engine for one answer.
@@ -193,7 +204,15 @@ class Sampler:
                     raise LostError(self._fleet.why_none())
                 tried.add(engine)
                 await self._send(
-                    engine, prompt_ids, pieces, so_far, sampling, part, on_tokens, deadline
+                    engine,
+                    prompt_ids,
+                    pieces,
+                    so_far,
+                    sampling,
+                    part,
+                    on_tokens,
+                    deadline,
+                    pictures,
                 )
             except LostError as e:
                 if not isinstance(e, BusyError):
@@ -272,6 +291,7 @@ class Sampler:
         part: Part,
         on_tokens: OnTokens | None,
         deadline: float,
+        pictures: PromptPictures | None,
     ) -> None:
         """One request; `part` is brought up to date as it is answered.
 
@@ -291,6 +311,8 @@ class Sampler:
             stream=on_tokens is not None,
             adapter=self._wiring.lora_path,
             pieces=pieces,
+            pictures=pictures,
+            masked_ids=self._masked_ids,
         )
         del ids  # the answer may take minutes
 

@@ -25,6 +25,7 @@ from typing import Literal, TypeAlias
 import msgspec
 import numpy as np
 
+from stepwell.datapool.pictures import Picture
 from stepwell.datapool.types import TokenIds
 from stepwell.gateway.tokens.messages import Key, Keys, Message, text_key, text_prefix_keys
 
@@ -66,6 +67,8 @@ class Turn(msgspec.Struct, frozen=True, eq=False, gc=False):
     """None: white-box, its Step is submitted by the agent itself."""
     crc: int | None = None
     """CRC-32 of prompt and response, as the pool has it; None: not known."""
+    pictures: tuple[Picture, ...] = ()
+    """Pictures of `new_prompt_ids`; their places are those in the whole prompt."""
 
     def arrays(self) -> list[TokenIds]:
         """Prompt and response, from the root on, in pieces; the last one is the response."""
@@ -75,6 +78,20 @@ class Turn(msgspec.Struct, frozen=True, eq=False, gc=False):
             pieces += (turn.response_ids, turn.new_prompt_ids)
             turn = turn.parent
         return pieces[::-1]
+
+    def all_pictures(self) -> tuple[Picture, ...]:
+        """Pictures from the root on, in order."""
+        found: list[tuple[Picture, ...]] = []
+        turn: Turn | None = self
+        while turn is not None:
+            found.append(turn.pictures)
+            turn = turn.parent
+        return tuple(picture for its in reversed(found) for picture in its)
+
+    def stored_pictures(self) -> tuple[Picture, ...]:
+        """Those of `all_pictures` that a stored Step refers to."""
+        nearest = self.nearest()
+        return () if nearest is None else nearest.all_pictures()
 
     def nearest(self) -> Turn | None:
         """The deepest turn with a Step that this turn's tokens extend or are."""
@@ -128,11 +145,12 @@ class TurnGraph:
         has_reasoning: bool,
         step_index: int | None,
         crc: int | None = None,
+        pictures: tuple[Picture, ...] = (),
     ) -> Turn:
         """Store a finished call.
 
         Args:
-            step_index, crc: as the turn's.
+            step_index, crc, pictures: as the turn's.
         """
         n_new = len(new_prompt_ids) + len(response_ids)
         turn = Turn(
@@ -144,6 +162,7 @@ class TurnGraph:
             has_reasoning or (parent is not None and parent.has_reasoning),
             step_index,
             crc,
+            pictures,
         )
         root, prompt, whole, length = keys
         self.n_tokens += n_new

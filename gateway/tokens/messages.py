@@ -4,9 +4,15 @@ back begins no new branch.
 Dialects translate their wire format to these messages; chat templates are fed with them; the turn
 graph compares them. A message is a plain dict as chat templates expect it::
 
-    {"role": "system" | "user" | "tool", "content": str, "tool_call_id"?: str, "name"?: str}
+    {"role": "system" | "user" | "tool", "content": Content, "tool_call_id"?: str, "name"?: str}
     {"role": "assistant", "content": str, "reasoning_content"?: str, "tool_calls"?: [
         {"id": str, "type": "function", "function": {"name": str, "arguments": dict | str}}]}
+
+`Content` is a text; where a user or a tool shows pictures it is a list of parts, and a picture is
+there by its digest, so two that look the same are the same whatever file they came in::
+
+    [{"type": "text", "text": str},
+     {"type": "image", "digest": str, "width": int, "height": int, "n_tokens": int}]
 
 Canonical form (what agents change when they send a reply back, and what must not matter): arguments
 compare as parsed values, assistant text without surrounding white space and without its reasoning,
@@ -98,6 +104,38 @@ def canonical(message: Mapping[str, Any]) -> bytes:
         for c in message.get("tool_calls") or ()
     ]
     return dumps(["assistant", visible_text(content), calls])
+
+
+def content_of(parts: Sequence[str | Message]) -> str | list[Message]:
+    """Content of texts and parts of pictures, in their order. Texts that stand together are lines
+    of one; without a picture the content is that text."""
+    made: list[Message] = []
+    for part in parts:
+        if not isinstance(part, str):
+            made.append(part)
+        elif made and made[-1]["type"] == "text":
+            made[-1]["text"] += f"\n{part}"
+        else:
+            made.append({"type": "text", "text": part})
+    if not made or (len(made) == 1 and made[0]["type"] == "text"):
+        return "".join(part["text"] for part in made)
+    return [part for part in made if part["type"] != "text" or part["text"]]
+
+
+def n_chars_of(content: Any) -> int:
+    """Characters of a message's content; a picture counts as its tokens."""
+    if not isinstance(content, list):
+        return len(content or "")
+    return sum(len(p["text"]) if p["type"] == "text" else p["n_tokens"] for p in content)
+
+
+def pictures_in(messages: Iterable[Message]) -> list[Message]:
+    """The parts that are pictures, in the order in which a template shows them."""
+    found: list[Message] = []
+    for message in messages:
+        if isinstance(content := message.get("content"), list):
+            found += [part for part in content if part["type"] == "image"]
+    return found
 
 
 class ToolPart(dict[str, Any]):
@@ -393,13 +431,22 @@ class Normalizer:
 
     def _normalised(self, message: Message) -> Message:
         content = message.get("content")
+        if isinstance(content, list):
+            parts = [
+                {**part, "text": self._text(message, part["text"])} if "text" in part else part
+                for part in content
+            ]
+            return {**message, "content": parts}
         if not isinstance(content, str):
             return message
-        text = content
+        text = self._text(message, content)
+        return message if text == content else {**message, "content": text}
+
+    def _text(self, message: Message, text: str) -> str:
         for role, pattern, replacement in self.rules:
             if role == message["role"]:
                 text = pattern.sub(replacement, text)
-        return message if text == content else {**message, "content": text}
+        return text
 
 
 class TurnMessages:

@@ -25,6 +25,7 @@ from itertools import takewhile
 from typing import Any
 
 import jinja2
+import numpy as np
 
 from stepwell.datapool.types import TokenIds
 from stepwell.gateway.config import Thinking
@@ -38,6 +39,7 @@ from stepwell.gateway.tokens.messages import (
     Tool,
     extend_key,
     parse_arguments,
+    pictures_in,
     root_key,
 )
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
@@ -117,8 +119,16 @@ def call_example(tokenizer: ChatTokenizer) -> CallExample | None:
 class ChatRenderer:
     """Thread-safe after construction."""
 
-    def __init__(self, tokenizer: ChatTokenizer, *, thinking: Thinking = "preserve") -> None:
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        *,
+        thinking: Thinking = "preserve",
+        placeholder: int | None = None,
+    ) -> None:
+        """`placeholder`: id that stands for a piece of a picture; None: the model takes none."""
         self.tokenizer = tokenizer
+        self._placeholder = placeholder
         self._thinking = thinking
         secret = secrets.token_hex(6)
         self._nonce, self._thought = f"nonce{secret}", f"thought{secret}"
@@ -162,7 +172,7 @@ class ChatRenderer:
         ids = self.tokenizer.encode(text, context)
         if len(ids) == 0:
             raise RequestError("messages render to an empty prompt; send some text", "messages")
-        return ids
+        return ids if self._placeholder is None else self._expanded(ids, messages)
 
     def suffix(
         self,
@@ -198,7 +208,32 @@ class ChatRenderer:
         ids = self.tokenizer.encode(text[len(close.middle) :], context)
         if len(ids) < 2 or ids[0] != close.token_id:
             raise CutError("cut_failed")
-        return ids[1:] if turn.response_ids[-1] == close.token_id else ids
+        ids = ids[1:] if turn.response_ids[-1] == close.token_id else ids
+        return ids if self._placeholder is None else self._expanded(ids, new)
+
+    def _expanded(self, ids: TokenIds, messages: Sequence[Message]) -> TokenIds:
+        """Ids in which each picture of `messages` has as many placeholders as it has tokens, and
+        not the one that templates write.
+
+        Raises:
+            RequestError: the text shows another number of pictures.
+        """
+        sizes = [part["n_tokens"] for part in pictures_in(messages)]
+        at = np.flatnonzero(ids == self._placeholder)
+        if len(at) != len(sizes):
+            raise RequestError(
+                f"messages hold {len(sizes)} pictures and the model's chat template shows "
+                f"{len(at)}; leave the text of its placeholder out, and send pictures where it "
+                "shows them",
+                "messages",
+            )
+        if not sizes:
+            return ids
+        counts = np.ones(len(ids), np.int64)
+        counts[at] = sizes
+        expanded = np.repeat(ids, counts)
+        expanded.flags.writeable = False
+        return expanded
 
     def call_opening(self, name: str | None, prompt_ids: TokenIds | None = None) -> str | None:
         """Beginning of a reply that calls a tool: `name`, or any for None.
@@ -234,7 +269,9 @@ class ChatRenderer:
         if len(new) != 1 or new[0].keys() != _USER.keys() or new[0]["role"] != "user":
             return None
         content: str = new[0]["content"]
-        if not content or content.isspace() or self._looked_for.search(content) is not None:
+        if type(content) is not str or not content or content.isspace():
+            return None
+        if self._looked_for.search(content) is not None:
             return None
         key = root_key(tools, template_args)
         for message in before[:-1]:

@@ -234,12 +234,17 @@ class ChatTokenizer:
 
     def _mark(self, message: Message) -> Message:
         content = message.get("content")
-        if message["role"] not in _UNTRUSTED or not isinstance(content, str):
+        if message["role"] not in _UNTRUSTED:
             return message
-        if self._special_re.search(content) is None:
+        if isinstance(content, list):  # parts, of which texts are marked
+            texts = [self._mark({"role": "user", "content": part.get("text")}) for part in content]
+            parts = zip(content, texts, strict=True)
+            marked = [{**p, "text": t["content"]} if "text" in p else p for p, t in parts]
+            return {**message, "content": marked}
+        if not isinstance(content, str) or self._special_re.search(content) is None:
             return message
-        marked = self._special_re.sub(f"{self._open}\\g<0>{self._shut}", content)
-        return {**message, "content": marked}
+        text = self._special_re.sub(f"{self._open}\\g<0>{self._shut}", content)
+        return {**message, "content": text}
 
 
 class TextEncoder:

@@ -476,6 +476,7 @@ def restore(
             has_reasoning=note.has_reasoning,
             step_index=step.step_index,
             crc=None if crcs is None else crcs[step.step_index],
+            pictures=tuple(p for p in step.pictures if parent is None or p.at >= parent.n_tokens),
         )
         uid, reason = step.metadata.get("call_id"), step.finish_reason
         if (

@@ -154,7 +154,9 @@ async def export(request: Request) -> Response:
     folder = tempfile.TemporaryDirectory(prefix="stepwell-export-")
     try:
         path = Path(folder.name) / f"export.{form}"
-        await export_channel(services.pool, path, _channel(request), **_filters(request))
+        await export_channel(
+            services.pool, path, _channel(request), pictures="embedded", **_filters(request)
+        )
     except BaseException:  # the reader may have left in the middle: half a file is of no use
         folder.cleanup()
         raise
@@ -208,6 +210,13 @@ def _filters(request: Request, _: str = "filters") -> dict[str, Any]:
 
 def _list(request: Request, name: str) -> list[str]:
     return request.query_params.getlist(name)
+
+
+async def _picture(request: Request) -> Response:
+    dashboard, digest = services_of(request).dashboard, _needed(request, "digest")
+    png = await dashboard.picture(_channel(request), _needed(request, "trajectory_uid"), digest)
+    headers = {**HEADERS, "cache-control": "private, max-age=600"}
+    return Response(png, headers=headers, media_type="image/png")
 
 
 async def _compare_csv(request: Request) -> Response:
@@ -312,6 +321,7 @@ QUESTIONS: Final[Mapping[str, Handler]] = {
         Dashboard.archive, query=_text, search=_text, order=_text, ascending=_text, cursor=_text
     ),
     "prompts": _question(Dashboard.prompts, which=_text),
+    "picture": _picture,
     "find": _question(Dashboard.find, uid=_needed),
     "tokens": _question(
         Dashboard.tokens,

@@ -123,6 +123,11 @@ def add_data_commands(actions: Commands) -> None:
         command.add_argument("--channel", default="train", help="default: train")
     _add_filters(export, ("open", "complete", "aborted"))
     export.add_argument("--overwrite", action="store_true", help="replace FILE")
+    export.add_argument(
+        "--embed-pictures",
+        action="store_true",
+        help="pictures go into FILE; else into a folder beside it, each once",
+    )
     imports.add_argument(
         "--timeout", type=float, default=60.0, metavar="S", help="to wait for room; default: 60"
     )
@@ -307,7 +312,8 @@ def _export(args: argparse.Namespace) -> None:
 
     if args.file.exists() and not args.overwrite:
         raise ConfigError(f"{args.file} exists; choose another name, or give --overwrite")
-    chosen = _filters(args) | {"overwrite": args.overwrite}
+    pictures = "embedded" if args.embed_pictures else "files"
+    chosen = _filters(args) | {"overwrite": args.overwrite, "pictures": pictures}
     done = _of_run(
         args.where, lambda view: export_channel(view.pool, args.file, args.channel, **chosen)
     )

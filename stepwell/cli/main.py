@@ -3,6 +3,7 @@ line.
 
     stepwell train   --config quickstart [key=value …]   train an agent, end to end
     stepwell train   --attach runs/live [key=value …]    train on a run that is being served
+    stepwell plan    --config quickstart [--gpus 8]      which part is where, and its memory
     stepwell serve   --config quickstart [key=value …]   pool, engines and gateway for agents;
                      --replicas N                        N gateways, each at its own address
     stepwell init    NAME                                a folder with an agent of your own to train
@@ -108,13 +109,14 @@ def command_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"stepwell {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    own: tuple[tuple[str, Callable[[argparse.Namespace], None], str], ...] = (
+    own: tuple[tuple[str, Callable[[argparse.Namespace], int | None], str], ...] = (
         ("train", _train, "train an agent by async GRPO through the gateway"),
+        ("plan", _plan, "print the place and the memory of each part, and exact commands"),
         ("serve", _serve, "keep pool, engines and gateway running, for agents to call"),
         ("config", _config, "print the resolved configuration"),
     )
     for name, run, text in own:
-        command = add_command(commands, name, run, text, has_json=name == "config")
+        command = add_command(commands, name, run, text, has_json=name in ("config", "plan"))
         command.add_argument(
             "--config",
             required=name == "serve",
@@ -135,6 +137,15 @@ def command_parser() -> argparse.ArgumentParser:
                 metavar="FRAMEWORK",
                 help="say what the names that follow are here: names of verl, slime, trl, "
                 "prime-rl or claw-r1, as keys or flags; none: all that are known",
+            )
+        if name == "plan":
+            of = "default: of the Ray at cluster.address, or of this machine"
+            command.add_argument("--gpus", type=int, metavar="N", help=f"GPUs of a node; {of}")
+            command.add_argument(
+                "--nodes", type=int, default=1, metavar="N", help="nodes with --gpus; default: 1"
+            )
+            command.add_argument(
+                "--gpu-gb", type=float, metavar="GB", help="memory of a GPU; default: 80"
             )
         if name == "train":
             command.add_argument(
@@ -249,6 +260,23 @@ def _attach(args: argparse.Namespace) -> None:
     from stepwell.run.train import attach
 
     asyncio.run(interruptible(attach(config, run, checked)))
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from stepwell.config.load import load_config
+    from stepwell.run.plan import machines_of, plan_run, shape_of
+
+    if args.gpus is None and args.nodes != 1:
+        raise ConfigError(f"--nodes is {args.nodes}, but --gpus is missing; say how many each has")
+    for name, value in (("--gpus", args.gpus or 0), ("--nodes", args.nodes - 1)):
+        if value < 0:
+            raise ConfigError(f"{name} is {getattr(args, name[2:])}; give a number of them")
+    config = load_config(args.config, args.overrides, here=False)
+    machines = machines_of(config, args.gpus, args.nodes, args.gpu_gb)
+    arguments = [] if args.config is None else ["--config", args.config]
+    planned = plan_run(config, shape_of(config), machines, [*arguments, *args.overrides])
+    answer(args, asdict(planned), planned.text())
+    return int(bool(planned.problems))
 
 
 def _serve(args: argparse.Namespace) -> None:

@@ -10,12 +10,16 @@ engine gets (`backends/engines/commands.py`, `sglang.py`).
 
 from __future__ import annotations
 
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.hub import is_hub_id
 from stepwell.config.run import RunConfig
 from stepwell.trainer.errors import ConfigError
 
 SHARED_MEMORY = 0.4
 """Share of a GPU's memory for an engine's weights and KV cache, where a trainer's rank has the
 rest: its weights, gradients, optimizer state and activations need more than half."""
+OWN_MEMORY = 0.85
+"""About what SGLang and vLLM take of a GPU of their own by themselves."""
 _SPLITS = (
     "--tp-size",
     "--tensor-parallel-size",
@@ -33,6 +37,18 @@ _SPLITS = (
     "--dp",
 )
 """Names for how a model is split; one that is given says it all."""
+
+
+def engine_of_run(config: RunConfig, is_colocated: bool) -> EngineConfig:
+    """The engine's section as its processes get it, with the options that follow from the run's
+    keys. Raises as `flags_of_run`."""
+    engine, flags = config.engine, flags_of_run(config, is_colocated)
+    path = engine.model_path
+    if path is not None and not is_hub_id(path):
+        path = path.absolute()
+    return engine.model_copy(
+        update={"model_path": path, "extra_args": (*flags, *engine.extra_args)}
+    )
 
 
 def flags_of_run(config: RunConfig, is_colocated: bool) -> tuple[str, ...]:
@@ -71,14 +87,14 @@ def flags_of_run(config: RunConfig, is_colocated: bool) -> tuple[str, ...]:
     return tuple(flags)
 
 
-def engine_share(config: RunConfig) -> float:
-    """Share of a GPU's memory that an engine takes where a trainer's rank is on the same one:
-    `SHARED_MEMORY`, unless `engine.extra_args` says another."""
+def engine_share(config: RunConfig, is_colocated: bool = True) -> float:
+    """Share of a GPU's memory that an engine takes: what `engine.extra_args` says, else beside a
+    trainer's rank `SHARED_MEMORY` and on a GPU of its own `OWN_MEMORY`."""
     given = [part for flag in config.engine.extra_args for part in flag.split("=", 1)]
     for name in ("--mem-fraction-static", "--gpu-memory-utilization"):
         if name in given[:-1]:
             return float(given[given.index(name) + 1])
-    return SHARED_MEMORY
+    return SHARED_MEMORY if is_colocated else OWN_MEMORY
 
 
 def _modules(target: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from stepwell.backends.engines.routes import check_routes
 from stepwell.backends.engines.server import start_engine, started
 from stepwell.backends.weights.transports import ADAPTER_NAME
 from stepwell.cluster.address import RayPart
-from stepwell.cluster.engine_flags import flags_of_run
+from stepwell.cluster.engine_flags import engine_of_run
 from stepwell.cluster.nodes import check_nodes, lacks_project, project_env
 from stepwell.cluster.placement import (
     Node,
@@ -126,15 +126,7 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
                 folder / LOGS,
             )
         )
-        engine_config = config.engine
-        if engine_config.model_path is not None:
-            engine_config = engine_config.model_copy(
-                update={"model_path": engine_config.model_path.absolute()}
-            )
-        flags = flags_of_run(config, placement.plan.mode == "colocated")
-        engine_config = engine_config.model_copy(
-            update={"extra_args": (*flags, *engine_config.extra_args)}
-        )
+        engine_config = engine_of_run(config, placement.plan.mode == "colocated")
         if not config.serves:
             settle_heap()
             yield Cluster(pool=pool, engines=(), placement=placement, ray=ray_here(namespace))

@@ -316,7 +316,7 @@ def memory(config: RunConfig) -> None:
     size += config.backend.optimizer
     less = "take a smaller model, or backend.lora={rank: 16}"
     if on_gpu:
-        if (has := _gpu_bytes()) is None:
+        if (has := gpu_bytes()) is None:
             return
         rank = rank_memory(config, shape, has)
         if rank.total > has:
@@ -373,7 +373,7 @@ def _machine_bytes() -> int:
     return min(limits)
 
 
-def _gpu_bytes() -> int | None:
+def gpu_bytes() -> int | None:
     """Memory of the largest GPU here; None: nobody says. To ask torch would open the GPU in this
     process, before Ray says which one is ours."""
     try:

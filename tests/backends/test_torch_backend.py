@@ -202,7 +202,7 @@ def test_a_token_outside_the_vocabulary_is_refused(model_path: Path) -> None:
 
 
 def test_multi_modal_steps_are_refused(model_path: Path) -> None:
-    with pytest.raises(BatchError, match="trains on text only"):
+    with pytest.raises(BatchError, match="trains on text and on its pictures"):
         backend(model_path).convert([step([1], [2], multi_modal_data={"image": b"x"})])
 
 

@@ -112,7 +112,7 @@ class Serving:
         def found() -> str | None:
             assert self.process.poll() is None, self.output
             _, _, rest = self.output.partition("gateway at ")
-            return rest.split()[0].rstrip(",") if rest else None
+            return rest.split()[0].rstrip(",;") if rest else None
 
         return wait_for(found, 200)
 

@@ -15,6 +15,7 @@ from stepwell.datapool import questions as asked
 from stepwell.datapool.codec import PackedLease, PackedStep, in_trajectories, pack
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.store.journal import Journal
+from stepwell.datapool.store.picture_folder import PICTURES, PictureFolder
 from stepwell.datapool.store.replay import restore
 from stepwell.datapool.store.segments import segment_path, segments_in
 from tests.builders import step_of
@@ -29,6 +30,8 @@ CHANGES = {
     "apply_steps",
     "complete_trajectory",
     "abort_trajectory",
+    "put_pictures",
+    "read_pictures",
     "drop_group",
     "delete",
     "delete_trajectory",
@@ -150,6 +153,8 @@ OPERATIONS: dict[str, Any] = {
     "complete_trajectory": ops.CompleteTrajectory,
     "abort_trajectory": ops.AbortTrajectory,
     "drop_group": ops.DropGroup,
+    "put_pictures": ops.PutPictures,
+    "read_pictures": asked.ReadPictures,
     "set_reward": ops.SetReward,
     "delete": ops.Delete,
     "delete_trajectory": ops.DeleteTrajectory,
@@ -205,7 +210,9 @@ class JournaledPool:
         self.now = now
         self.journal = Journal(folder, "process")
         self.pool = SyncPool(PoolConfig(**config))
+        self.pool.pictures.store = PictureFolder(folder / PICTURES, power=False)
         restore(self.pool, self.journal)
+        self.pool.pictures.find_orphans(now)
 
     def __call__(self, method: str, *args, **kwargs):
         try:
@@ -214,6 +221,7 @@ class JournaledPool:
             self.pool.write_counts()
             self.journal.flush()
             self.pool.spill()
+            self.pool.pictures.sweep()
 
     def later(self, days: float) -> None:
         self.now += days * DAY
@@ -221,6 +229,7 @@ class JournaledPool:
             self.pool.tick(self.now)
         self.pool.write_counts()
         self.journal.flush()
+        self.pool.pictures.sweep()
         if self.journal._is_asked:
             self.erase()
 
@@ -243,7 +252,7 @@ class JournaledPool:
     def holds(self, text: str) -> bool:
         """True if a file of the journal has these bytes, as text or as token ids."""
         ids = b"".join(bytes([b, 0, 0, 0]) for b in text.encode())
-        files = [path.read_bytes() for path in self.folder.iterdir()]
+        files = [path.read_bytes() for path in self.folder.rglob("*") if path.is_file()]
         return any(form in data for data in files for form in (text.encode(), ids))
 
     def groups(self, channel: str = "train") -> dict:

@@ -398,12 +398,15 @@ def test_the_columns_and_their_types_are_those_that_files_of_this_version_have()
         "response_start: int32, response_end: int32, trained: bool, policy_version: int64, "
         "version_spans: list<item: struct<version: int64, start: int64, end: int64>>, "
         "finish_reason: string, reward: double, log_probs: list<item: float>, is_last: bool, "
+        "pictures: list<item: struct<digest: string, width: int64, height: int64, at: int64, "
+        "n_tokens: int64, sha256: string>>, "
         "metadata: string, multi_modal_data: string, routed_experts: string>>"
     )
     texts = {"channel", "prompt_uid", "trajectory_uid", "state", "reason", "group_state"}
     texts |= {"metadata", "marks", "group_metadata", "group_marks"}
     assert {n for n, t in found.items() if t == "string"} == texts
-    others = {*numbers, *integers, *texts, "reward", "outcome", "provenance", "steps"}
+    assert found["images"] == "list<item: struct<bytes: binary, path: string>>"
+    others = {*numbers, *integers, *texts, "reward", "outcome", "provenance", "steps", "images"}
     assert others == set(found)
 
 

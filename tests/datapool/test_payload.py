@@ -28,6 +28,7 @@ from stepwell.datapool.codec import (
     unpack,
 )
 from stepwell.datapool.errors import InvalidStepError
+from stepwell.datapool.ops import PutPictures
 from stepwell.datapool.pictures import Picture
 from stepwell.datapool.types import TokenIds
 from tests.builders import step_of
@@ -145,6 +146,14 @@ def unpacked(packed: Sequence[PackedStep]) -> list[Step]:
     return unpack(PackedTrajectory("t", "p", list(packed)))
 
 
+def with_pictures_of(steps: Sequence[Step]) -> SyncPool:
+    """A pool that has the pictures of these steps, and nothing else."""
+    pool = SyncPool()
+    pictures = {p.digest: b"png" for step in steps for p in step.pictures}
+    pool.apply(PutPictures("t", pictures, prompt_uid="p"), 0.0)
+    return pool
+
+
 def arrived(lease: PackedLease | None) -> Lease:
     """The lease as its consumer gets it."""
     got: PackedLease = decoder(PackedLease).decode(encoder.encode(lease))
@@ -191,7 +200,7 @@ def test_a_lease_arrives_as_what_was_submitted(steps: list[Step], whole: bool) -
 def test_the_pool_serves_what_was_submitted_however_it_was_packed(
     steps: list[Step], whole: bool, cut: int
 ) -> None:
-    pool = SyncPool()
+    pool = with_pictures_of(steps)
     packed = sent(pack_all(steps, whole))
     answers = pool.apply_steps(packed[:cut], now=0.0) + pool.apply_steps(packed[cut:], now=0.0)
     assert answers == ["accepted"] * len(steps)
@@ -209,7 +218,7 @@ def test_the_pool_serves_what_was_submitted_however_it_was_packed(
 
 @given(trees())
 def test_a_parent_that_is_not_named_or_false_is_found_once(steps: list[Step]) -> None:
-    pool = SyncPool()
+    pool = with_pictures_of(steps)
     pool.apply_steps(steps, now=0.0)
     pool.complete_trajectory("t", now=0.0)
     served = arrived(pool.lease_packed(now=0.0)).steps
@@ -227,7 +236,7 @@ def test_a_step_that_comes_before_its_parent_keeps_the_parent_that_it_names() ->
 
 @given(trees())
 def test_any_changed_column_is_a_conflict(steps: list[Step]) -> None:
-    pool = SyncPool()
+    pool = with_pictures_of(steps)
     pool.apply_steps(steps, now=0.0)
     last = steps[-1]
     values = {f.name: getattr(last, f.name) for f in fields(Step)}

@@ -36,6 +36,9 @@ def call_text(**arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': 'calc', 'arguments': arguments})}\n</tool_call>"
 
 
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "eA=="}}
+
+
 def user(*content: Any) -> Block:
     return {"role": "user", "content": list(content)}
 
@@ -607,8 +610,12 @@ async def test_what_agents_always_send_is_accepted(wire: Wire) -> None:
         ({"messages": []}, "messages is []"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role is 'tool'"),
         ({"messages": ["x"]}, "messages[0] is 'x'"),
-        ({"messages": [user({"type": "image", "source": {}})]}, "messages[0].content[0].type"),
-        ({"messages": [user(result("c", [{"type": "image"}]))]}, "content[0].content[0].type"),
+        ({"messages": [user({"type": "image", "source": {}})]}, "content[0].source.type is None"),
+        ({"messages": [user(IMAGE)]}, "content[0].source.data is a picture, and only text"),
+        (
+            {"messages": [user(result("c", [IMAGE]))]},
+            "content[0].content[0].source.data is a picture, and only text",
+        ),
         ({"messages": [user({"type": "tool_result"})]}, "tool_use_id is None"),
         ({"messages": [*HI, assistant([{"type": "server_tool_use"}]), *HI]}, "server_tool_use"),
         ({"messages": [*HI, assistant([{"type": "tool_use"}]), *HI]}, "content[0].id is None"),

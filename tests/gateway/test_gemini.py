@@ -502,9 +502,18 @@ ONE = {"inlineData": {"mimeType": "image/png", "data": "eA=="}}
         ({"contents": [user("hi")]}, "contents[0].parts[0] is 'hi'; send an object with text"),
         ({"contents": [user({})]}, "contents[0].parts[0].text is None; send text"),
         ({"contents": [user(text("a", thought=True))]}, "contents[0].parts[0].thought is True"),
-        ({"contents": [user(ONE)]}, "contents[0].parts[0].inlineData is {'mimeType': 'image/png'"),
-        ({"contents": [user({"inline_data": {}})]}, "contents[0].parts[0].inlineData is {}; this"),
-        ({"contents": [user({"fileData": {"fileUri": "x"}})]}, "parts[0].fileData is {'fileUri'"),
+        (
+            {"contents": [user(ONE)]},
+            "contents[0].parts[0].inlineData.data is a picture, and only text is taken",
+        ),
+        (
+            {"contents": [user({"inline_data": {}})]},
+            "contents[0].parts[0].inlineData.mimeType is ''; send text",
+        ),
+        (
+            {"contents": [user({"fileData": {"fileUri": "x"}})]},
+            "parts[0].fileData.mimeType is ''; send text",
+        ),
         ({"contents": [user(call())]}, "parts[0].functionCall is {'name': 'calc'"),
         ({"contents": [*HI, model(result({})), *HI]}, "contents[1].parts[0].functionResponse is"),
         (
@@ -526,7 +535,7 @@ ONE = {"inlineData": {"mimeType": "image/png", "data": "eA=="}}
         ),
         (
             {"contents": [user(result({}, parts=[ONE]))]},
-            "contents[0].parts[0].functionResponse.parts is [{'inlineData'",
+            "functionResponse.parts[0].inlineData.data is a picture, and only text",
         ),
         ({"systemInstruction": 3}, "systemInstruction is 3; send an object with parts of text"),
         ({"systemInstruction": user(ONE)}, "systemInstruction.parts[0].inlineData is"),

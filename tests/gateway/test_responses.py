@@ -540,8 +540,8 @@ def test_sealed_reasoning_of_others_and_damaged_is_told(sealed: str) -> None:
         ({"role": "user"}, "input[0].content", "None"),
         (
             {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
-            "input[0].content[0]",
-            "'input_image'",
+            "input[0].content[0].image_url",
+            "is a picture, and only text is taken here",
         ),
         (
             {"role": "user", "content": [{"type": "input_file", "file_id": "x"}]},

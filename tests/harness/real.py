@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,11 +22,14 @@ import aiohttp
 import pytest
 
 from stepwell.backends.processes import spawn
+from stepwell.trainer.config import HarborSource
 from stepwell.trainer.config.environment import OpenEnvConfig
 from stepwell.trainer.config.harness import HarnessConfig
 from stepwell.trainer.config.harness_presets import PRESETS
+from stepwell.trainer.data.tasks import open_tasks
 from stepwell.trainer.environments import verifiers_episode
 from stepwell.trainer.environments.openenv import OpenEnvAgent
+from stepwell.trainer.errors import HarnessError
 from stepwell.trainer.rollout.harness import Harness, folder_of_worker
 from tests.gateway.conftest import World, one_thread, worlds
 from tests.helpers import reserved_port
@@ -99,6 +104,122 @@ async def test_bubblewrap_hides_homes_and_writes_nowhere_else(
         }
     )
     assert await Harness(config)(TASK, world.base_url(), "none") == 1.0
+
+
+# -- containers ------------------------------------------------------------------------------
+
+IMAGE = "localhost/stepwell-test:1"
+PROGRAMS = ("bash", "cat", "cp", "grep", "head", "ls", "mkdir", "sleep", "touch", "tr")
+BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]})
+ASKS = rf"""
+    rest=${{BASE#http://}}; at=${{rest%%/*}}
+    exec 3<>/dev/tcp/${{at%:*}}/${{at#*:}}
+    printf '%s\r\n' "POST /${{rest#*/}}/v1/chat/completions HTTP/1.1" "host: $at" >&3
+    printf '%s\r\n' "authorization: Bearer $KEY" 'content-type: application/json' >&3
+    printf '%s\r\n' 'content-length: {len(BODY)}' 'connection: close' '' >&3
+    printf '%s' '{BODY}' >&3
+    grep -o 'It is 5' <&3 > answer
+    ls /home /root /work 2>/dev/null | grep . && exit 4
+    exit 0
+"""
+"""A harness that calls the gateway with nothing but bash."""
+
+
+def podman(*arguments: str) -> str:
+    """Output of a command of podman, which has to succeed."""
+    return subprocess.run(
+        ["podman", *arguments], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> str:
+    """An image of this machine's bash and a few more programs: no registry is asked."""
+    root = tmp_path / "image"
+    for program in PROGRAMS:
+        found = shutil.which(program, path="/usr/bin:/bin")
+        assert found is not None
+        libraries = subprocess.run(["ldd", found], capture_output=True, text=True, check=True)
+        for file in (found, *re.findall(r"(/\S+) \(", libraries.stdout)):
+            to = root / file.lstrip("/")
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, to)
+    (root / "usr" / "bin" / "sh").symlink_to("bash")
+    (root / "bin").symlink_to("usr/bin")
+    (root / "Dockerfile").write_text("FROM scratch\nENV PATH=/usr/bin:/bin\nCOPY . /\n")
+    podman("build", "--quiet", "--tag", IMAGE, str(root))
+    return IMAGE
+
+
+def in_podman(tmp_path: Path, image: str, script: str, **keys: Any) -> Harness:
+    section = {
+        "command": ["bash", "-c", script],
+        "env": {"BASE": "{base_url}", "KEY": "{api_key}"},
+        "sandbox": {"kind": "podman", "image": image},
+        "scratch": tmp_path / "s",
+        "grade": {"command": ["bash", "-c", 'test "$(cat answer)" = "It is 5"']},
+        **keys,
+    }
+    return Harness(HarnessConfig.model_validate(section), logs=tmp_path / "logs")
+
+
+async def test_a_container_of_podman_calls_the_gateway_and_sees_its_own_folder_alone(
+    worlds: Callable[..., Any], tmp_path: Path, image: str
+) -> None:
+    world: World = await worlds()
+    world.say("It is 5")
+    run = in_podman(tmp_path, image, ASKS)
+    reward = await run(TASK, world.base_url(), "none")
+    (said,) = (tmp_path / "logs").iterdir()
+    assert reward == 1.0, said.read_text()
+    world.check_exact()
+    assert len(world.stored()) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "limits", "error", "why"),
+    [
+        ("sleep 600 & sleep 600", {}, TimeoutError, "ran longer than 5 s"),
+        (
+            "x=$(head -c 300000000 /dev/zero | tr '\\0' x); sleep 600",
+            {"memory_mb": 64},
+            HarnessError,
+            "exit status 137|killed by SIGKILL|limits: memory",
+        ),
+    ],
+)
+async def test_a_container_that_hangs_or_eats_memory_is_ended_and_leaves_nothing(
+    tmp_path: Path,
+    image: str,
+    script: str,
+    limits: dict[str, Any],
+    error: type[Exception],
+    why: str,
+) -> None:
+    run = in_podman(tmp_path, image, script, timeout_s=5 if not limits else 100, limits=limits)
+    with pytest.raises(error, match=why):
+        await run(TASK, "http://127.0.0.1:9/u/p", "none")
+    names = podman("ps", "--all", "--format", "{{.Names}}")
+    assert "stepwell-harness" not in names
+    assert not [*folder_of_worker(tmp_path / "s").iterdir()]
+
+
+async def test_a_harbor_task_is_built_run_and_graded_in_its_own_image(
+    tmp_path: Path, image: str
+) -> None:
+    """The agent and the tests find what the Dockerfile has made, and what the agent left; a
+    Dockerfile that changed is built anew."""
+    task = tmp_path / "tasks" / "greet"
+    shutil.copytree(ROOT / "tests" / "trainer" / "harbor_tasks" / "greet", task)
+    dockerfile = f"FROM {image}\nWORKDIR /app\nCOPY name.txt data/\nRUN echo hello > /app/built\n"
+    (task / "environment" / "Dockerfile").write_text(dockerfile)
+    (found,) = open_tasks(HarborSource(kind="harbor", path=task))
+    script = "cat built > /app/greeting.txt"
+    run = in_podman(tmp_path, image, script, sandbox={"kind": "podman"}, grade=None)
+    assert await run(found, "http://127.0.0.1:9/u/p", "none") == 1.0
+    (task / "environment" / "Dockerfile").write_text(dockerfile.replace("hello", "bye"))
+    run = in_podman(tmp_path, image, script, sandbox={"kind": "podman"}, grade=None)
+    assert await run(found, "http://127.0.0.1:9/u/p", "none") == 0.0
 
 
 # -- environments ----------------------------------------------------------------------------
@@ -204,11 +325,11 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
 
 
 @asynccontextmanager
-async def echo_server(folder: Path) -> AsyncIterator[str]:
-    (folder / "echo.py").write_text(ECHO)
+async def openenv_server(folder: Path, program: str) -> AsyncIterator[str]:
+    (folder / "server.py").write_text(program)
     with reserved_port() as held:
         port = held.getsockname()[1]
-    child = await spawn([python_beside("openenv"), str(folder / "echo.py"), str(port)])
+    child = await spawn([python_beside("openenv"), str(folder / "server.py"), str(port)])
     try:
         async with aiohttp.ClientSession() as http:
             while child.process.returncode is None:
@@ -229,7 +350,7 @@ async def test_an_episode_of_openenvs_own_server_is_a_rollout_with_its_rewards(
     world: World = await worlds()
     for text in ("no", "yes"):
         world.say(text)
-    async with echo_server(tmp_path) as url:
+    async with openenv_server(tmp_path, ECHO) as url:
         agent = OpenEnvAgent(OpenEnvConfig(url=url, action_key="message", observation_key="echoed"))
         assert await agent({"question": ""}, world.base_url(), "none") == [0.0, 1.0]
     world.check_exact()

@@ -201,6 +201,16 @@ def test_a_container_gets_no_key_by_its_command_line_and_its_program_its_users_h
     assert "SECRET_OF_MINE" not in plan.env
 
 
+def test_tasks_of_one_name_in_two_folders_have_an_image_each(tmp_path: Path) -> None:
+    tags = []
+    for task_set in ("a", "b"):
+        shutil.copytree(TASKS / "greet", tmp_path / task_set / "greet")
+        (task,) = tasks(tmp_path / task_set)
+        tags.append(HarborLayout(task["harbor"], tmp_path, tmp_path / "work", "docker").tag)
+    assert all(tag.startswith("stepwell-harbor/greet:") for tag in tags)
+    assert tags[0] != tags[1]
+
+
 @pytest.mark.parametrize(("uid", "keeps"), [(0, False), (1000, True)])
 def test_podman_keeps_the_ids_of_a_user_that_is_not_root(
     monkeypatch: pytest.MonkeyPatch, uid: int, keeps: bool
@@ -239,7 +249,7 @@ def test_sandboxes_have_the_folders_at_the_names_that_a_task_knows(kind: str) ->
     if kind == "docker":
         assert "--volume /s/r/work:/app --volume /s/r/logs:/logs --volume /s/r/tests:/tests" in argv
         assert argv.endswith(
-            "--workdir /app --env HOME=/s/r/home stepwell-harbor/greet:latest bash /tests/test.sh"
+            f"--workdir /app --env HOME=/s/r/home {layout.tag} bash /tests/test.sh"
         )
     else:
         assert "--bind /s/r/work /app --bind /s/r/logs /logs --bind /s/r/tests /tests" in argv

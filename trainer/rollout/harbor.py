@@ -15,6 +15,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,9 @@ class HarborLayout:
 
     @property
     def tag(self) -> str:
+        """Image that is built: one per folder, since task sets may have a name in common."""
         name = re.sub(r"[^a-z0-9]+", "-", self.task.name.lower()).strip("-") or "task"
-        return f"stepwell-harbor/{name}:latest"
+        return f"stepwell-harbor/{name}:{sha256(bytes(self.task)).hexdigest()[:12]}"
 
     def mounts(self, *, grading: bool) -> dict[str, Path]:
         """Folders by their names inside; none for processes, which see the folders themselves."""

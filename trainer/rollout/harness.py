@@ -137,19 +137,19 @@ class Harness:
             await _to_the_end(in_thread(_finish, rollout, self.logs, most))
 
     async def image_ready(self, rollout: Rollout) -> None:
-        """Pull or build an image once, before any time of a rollout runs; and put what it has in
-        its working folder into the rollout's.
+        """Pull or build an image once in this process, before any time of a rollout runs; and put
+        what it has in its working folder into the rollout's.
 
         Raises:
             InfrastructureError: it cannot be had.
         """
         program, image, harbor = self.config.sandbox.kind, rollout.image, rollout.harbor
-        script, more = 'exec "$0" pull "$1"', []
+        had = '"$0" image inspect "$1" > /dev/null 2>&1 || exec "$0" pull "$1"'
+        argv = ["sh", "-c", had, program, image]
         if harbor is not None and harbor.image is None:
-            script, more = 'exec "$0" build -t "$1" "$2"', [str(harbor.task / "environment")]
+            # Also if it is there: the builder's cache knows what of it has changed since.
+            argv = [program, "build", "-t", image, str(harbor.task / "environment")]
         if image not in self._images:
-            had = '"$0" image inspect "$1" > /dev/null 2>&1 ||'
-            argv = ["sh", "-c", f"{had} {script}", program, image, *more]
             self._images[image] = asyncio.ensure_future(self._do(argv))
         ended = await asyncio.shield(self._images[image])
         if ended.how == "exited" and not ended.code and harbor is not None:

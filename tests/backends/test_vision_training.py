@@ -1,0 +1,428 @@
+"""Training on pictures: log π is that of a plain forward and of the engine that sampled; every row
+form gives one loss and one gradient; nothing of the vision tower moves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from stepwell.backends.base import LossOutput, TokenBatch
+from stepwell.backends.config import CriticConfig, LoraConfig, TorchBackendConfig
+from stepwell.backends.engines.embedded.model import ModelRunner
+from stepwell.backends.engines.embedded.reply import StopStrings
+from stepwell.backends.engines.embedded.request import Request, SamplingParams
+from stepwell.backends.engines.embedded.scheduler import Scheduler
+from stepwell.backends.engines.embedded.vision import StoredPicture, Vision
+from stepwell.backends.errors import BatchError, UnsupportedByBackendError
+from stepwell.backends.pictures import CanonicalPicture, PictureProcessor
+from stepwell.backends.rows import RowForm
+from stepwell.backends.slime.backend import SlimeBackend
+from stepwell.backends.torch.backend import TorchBackend
+from stepwell.backends.torch.critic import Critic
+from stepwell.backends.weights.digest import checkpoint_hashes
+from stepwell.datapool.pictures import Picture
+from stepwell.datapool.types import Step
+from tests.backends.models import qwen3, save_model
+from tests.vision_model import make_vision_model, png
+from tests.vision_reference import VisionReference
+
+SIZES = [(56, 56), (84, 84), (112, 56)]
+CLOSE = 5e-6
+
+
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision_model(tmp_path_factory.mktemp(request.param), kind=request.param)
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision_model(tmp_path_factory.mktemp("qwen2"))
+
+
+class Album:
+    """Canonical pictures of a model, and steps with them."""
+
+    def __init__(self, folder: Path) -> None:
+        found = PictureProcessor.of(folder)
+        assert found is not None
+        self.processor = found
+        self.pngs: dict[str, bytes] = {}
+
+    def picture(self, seed: int, size: tuple[int, int] = (56, 56)) -> CanonicalPicture:
+        made = self.processor.canonical(png(*size, seed=seed))
+        self.pngs[made.digest] = made.png
+        return made
+
+    def prompt(
+        self, *parts: int | CanonicalPicture, after: Step | None = None
+    ) -> tuple[list[int], tuple[Picture, ...]]:
+        """Ids with the placeholders, and the pictures, behind the step `after`."""
+        ids = [] if after is None else after.token_ids.tolist()
+        pictures = [] if after is None else list(after.pictures)
+        for part in parts:
+            if isinstance(part, int):
+                ids.append(part)
+                continue
+            ids.append(self.processor.start_id)
+            at = len(ids)
+            pictures.append(Picture(part.digest, part.width, part.height, at, part.n_tokens))
+            ids += [self.processor.placeholder_id] * part.n_tokens + [self.processor.end_id]
+        return ids, tuple(pictures)
+
+    def step(
+        self,
+        uid: str,
+        index: int,
+        *parts: int | CanonicalPicture,
+        response: Sequence[int],
+        after: Step | None = None,
+        temperature: float = 1.0,
+    ) -> Step:
+        ids, pictures = self.prompt(*parts, after=after)
+        return Step(
+            prompt_ids=np.array(ids, np.int32),
+            response_ids=np.array(response, np.int32),
+            trajectory_uid=uid,
+            prompt_uid="p",
+            step_index=index,
+            parent_index=None if after is None else after.step_index,
+            pictures=pictures,
+            metadata={"sampling_params": {"temperature": temperature}},
+        )
+
+    def conversations(self, seed: int = 0) -> list[Step]:
+        """Two trajectories that begin alike, up to a picture of one size; a branch; text alone."""
+        rng = random.Random(seed)
+
+        def text(n: int) -> list[int]:
+            return [rng.randrange(30, 120) for _ in range(n)]
+
+        system, question = text(12), text(5)
+        steps = []
+        for uid, shown in (("a", 1), ("b", 2), ("c", 1)):
+            picture = self.picture(shown, (84, 84))
+            first = self.step(uid, 0, *system, picture, *question, response=text(4))
+            second = self.step(
+                uid, 1, *text(2), self.picture(3), *text(2), response=text(3), after=first
+            )
+            third = self.step(
+                uid, 2, *text(3), self.picture(4), response=text(5), after=second, temperature=0.7
+            )
+            branch = self.step(uid, 3, *text(2), self.picture(5), response=text(3), after=first)
+            steps += [first, second, third, branch]
+        return [*steps, self.step("d", 0, *text(9), response=text(4))]
+
+
+def expected(folder: Path, steps: Sequence[Step], pngs: Mapping[str, bytes]) -> Tensor:
+    reference = VisionReference(folder)
+    with torch.no_grad():
+        return torch.cat(
+            [
+                reference.log_probs(
+                    s.prompt_ids.tolist(),
+                    s.response_ids.tolist(),
+                    [pngs[p.digest] for p in s.pictures],
+                    s.temperature,
+                )
+                for s in steps
+            ]
+        )
+
+
+def backend(folder: Path, rows: RowForm = "merged", **options: Any) -> TorchBackend:
+    form = {"rows": rows, "lr": 1e-2, "micro_batch_tokens": 150, "dtype": "float32", **options}
+    return TorchBackend(TorchBackendConfig.model_validate(form), folder)
+
+
+class Loss:
+    """A weighted sum of log-probs and entropies."""
+
+    entropy = "gradient"
+
+    def __call__(
+        self, log_probs: Tensor, entropy: Tensor | None, columns: Mapping[str, Tensor]
+    ) -> LossOutput:
+        assert entropy is not None
+        return LossOutput((columns["weight"] * (log_probs + 0.1 * entropy)).sum(), {})
+
+
+def gradient(made: TorchBackend, batch: Any) -> tuple[dict[str, Tensor], float]:
+    """Gradient of every parameter by one update, and its loss."""
+    draw = torch.Generator().manual_seed(0)
+    batch.columns["weight"] = torch.randn(batch.n_tokens, generator=draw)
+    found: dict[str, Tensor] = {}
+    apply = made._apply
+
+    def look(loss: float, grad_norm: float) -> float:
+        found.update(
+            {n: p.grad.clone() for n, p in made._model.named_parameters() if p.grad is not None}
+        )
+        return apply(loss, grad_norm)
+
+    made._apply = look  # type: ignore[method-assign]  # to see the gradient before the step
+    metrics = made.train_step(batch, Loss())
+    return found, metrics["loss"]
+
+
+@pytest.mark.parametrize("rows", ["step", "merged", "tree"])
+def test_log_probs_are_those_of_a_plain_forward(folder: Path, rows: RowForm) -> None:
+    album = Album(folder)
+    steps = album.conversations()
+    made = backend(folder, rows)
+    found = made.compute_log_probs(made.convert_with_pictures(steps, album.pngs))
+    assert (found - expected(folder, steps, album.pngs)).abs().max() < CLOSE
+
+
+def test_every_row_form_has_the_same_loss_and_gradient(folder: Path) -> None:
+    album = Album(folder)
+    steps = album.conversations(1)
+    results = {}
+    for rows in ("step", "merged", "tree"):
+        made = backend(folder, rows, max_grad_norm=1e9)
+        batch = made.convert_with_pictures(steps, album.pngs)
+        results[rows] = gradient(made, batch)
+    exact, loss = results["step"]
+    assert exact
+    assert not any("visual" in name for name in exact)
+    size = max(float(g.abs().max()) for g in exact.values())
+    for rows in ("merged", "tree"):
+        own, own_loss = results[rows]
+        assert own_loss == pytest.approx(loss, rel=1e-5)
+        assert own.keys() == exact.keys()
+        worst = max(float((own[n] - exact[n]).abs().max()) for n in exact)
+        assert worst < 1e-5 * size, rows
+
+
+def test_the_shadow_array_keeps_pictures_of_one_size_apart_in_a_tree(
+    qwen2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it, the trajectories of another picture get the first one's."""
+    album = Album(qwen2)
+    steps = album.conversations()
+    made = backend(qwen2, "tree", micro_batch_tokens=10_000)
+    monkeypatch.setattr("stepwell.backends.rows.TokenRow.compared", property(lambda row: row.ids))
+    found = made.compute_log_probs(made.convert_with_pictures(steps, album.pngs))
+    assert (found - expected(qwen2, steps, album.pngs)).abs().max() > 1e-2
+
+
+def test_a_tree_computes_the_beginning_of_one_picture_once(qwen2: Path) -> None:
+    album = Album(qwen2)
+    steps = album.conversations()
+    tokens = {}
+    for rows in ("step", "merged", "tree"):
+        made = backend(qwen2, rows, micro_batch_tokens=100_000)
+        batch = made.convert_with_pictures(steps, album.pngs)
+        batch.columns["weight"] = torch.ones(batch.n_tokens)
+        tokens[rows] = made.train_step(batch, Loss())["padded_tokens"]
+    assert tokens["tree"] < 0.7 * tokens["merged"] < 0.7 * tokens["step"]
+
+
+def test_each_picture_of_a_batch_is_computed_once(qwen2: Path) -> None:
+    album = Album(qwen2)
+    steps = album.conversations()
+    made = backend(qwen2, "merged", micro_batch_tokens=40)
+    calls = []
+    visual = made._model.base_model.visual
+    visual.register_forward_hook(lambda *_: calls.append(1))
+    batch = made.convert_with_pictures(steps, album.pngs)
+    made.compute_log_probs(batch)
+    batch.columns["weight"] = torch.ones(batch.n_tokens)
+    for indices in ([0, 1, 2, 3], [4, 5, 6, 7, 8]):
+        made.train_step(batch, Loss(), indices)
+    assert len(calls) == len(album.pngs) == 5
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_of_the_tower_is_trained(qwen2: Path, lora: LoraConfig | None, dtype: str) -> None:
+    album = Album(qwen2)
+    steps = album.conversations()
+    made = backend(qwen2, "tree", lora=lora, dtype=dtype)
+    model = made._model
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    batch = made.convert_with_pictures(steps, album.pngs)
+    batch.columns["weight"] = torch.ones(batch.n_tokens)
+    made.train_step(batch, Loss())
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved
+    assert not any("visual" in name for name in moved)
+    if lora is not None:
+        adapted = {name for name, _ in model.named_parameters() if ".lora_" in name}
+        assert adapted == {n for n in adapted if ".language_model." in n}
+
+
+def test_written_weights_are_those_of_the_files_and_the_engine_loads_them(
+    qwen2: Path, tmp_path: Path
+) -> None:
+    album = Album(qwen2)
+    steps = album.conversations()
+    made = backend(qwen2, "merged")
+    batch = made.convert_with_pictures(steps, album.pngs)
+    batch.columns["weight"] = torch.ones(batch.n_tokens)
+    made.train_step(batch, Loss())
+    made.save_weights(tmp_path / "new")
+    after = made.compute_log_probs(batch)
+    runner = ModelRunner(str(qwen2), dtype="float32")
+    runner.load_weights(str(tmp_path / "new"))
+    assert runner.hashes() == {
+        name: value
+        for name, value in checkpoint_hashes(tmp_path / "new", "float32").items()
+        if name in runner.hashes()
+    }
+    expect = expected(tmp_path / "new", steps, album.pngs)
+    assert (after - expect).abs().max() < CLOSE
+    again = backend(qwen2, "merged")
+    again.load_weights(tmp_path / "new")
+    assert torch.equal(
+        again.compute_log_probs(again.convert_with_pictures(steps, album.pngs)), after
+    )
+
+
+def test_a_critic_values_steps_with_pictures(qwen2: Path) -> None:
+    album = Album(qwen2)
+    steps = album.conversations()
+    policy = backend(qwen2, "tree")
+    batch: TokenBatch = policy.convert_with_pictures(steps, album.pngs)
+    options = TorchBackendConfig.model_validate(
+        {"rows": "tree", "lr": 1e-2, "micro_batch_tokens": 150, "dtype": "float32"}
+    )
+    critic = Critic(CriticConfig(), options, qwen2)
+    batch.columns["values"] = critic.values(batch)
+    batch.columns["returns"] = torch.ones(batch.n_tokens)
+    critic.update(batch)
+    assert (critic.values(batch) != 0).any()
+
+
+# ── refusals ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_steps_whose_pictures_do_not_fit_are_refused(qwen2: Path, tmp_path: Path) -> None:
+    album = Album(qwen2)
+    processor = album.processor
+    picture = album.picture(1)
+    step = album.step("a", 0, 40, picture, 41, response=[50])
+    made = backend(qwen2)
+    with pytest.raises(BatchError, match="bytes are not there"):
+        made.convert(steps=[step])
+    wrong = step.pictures[0]._replace(width=84)
+    with pytest.raises(BatchError, match=r"makes 6 placeholders"):
+        made.convert_with_pictures([replace(step, pictures=(wrong,))], album.pngs)
+    with pytest.raises(BatchError, match="outside its pictures"):
+        made.convert([replace(step, pictures=())])
+    with pytest.raises(BatchError, match="vision token in its response_ids"):
+        made.convert_with_pictures(
+            [replace(step, response_ids=np.array([processor.start_id], np.int32))], album.pngs
+        )
+    text_only = TorchBackend(
+        TorchBackendConfig(rows="merged"), save_model(qwen3(vocab_size=300), tmp_path)
+    )
+    with pytest.raises(BatchError, match="reads text only"):
+        text_only.convert_with_pictures([step], album.pngs)
+
+
+def test_a_backend_that_trains_on_text_refuses_pictures_by_name() -> None:
+    with pytest.raises(UnsupportedByBackendError, match="SlimeBackend trains on text only"):
+        SlimeBackend.__new__(SlimeBackend).convert_with_pictures([], {})
+
+
+# ── engine and trainer ────────────────────────────────────────────────────────────────────────────
+
+
+def test_engine_and_trainer_agree_over_200_turns_of_linear_branched_and_retried_conversations(
+    folder: Path,
+) -> None:
+    rng = random.Random(3)
+    album = Album(folder)
+    scheduler = Scheduler(
+        ModelRunner(str(folder), dtype="float32", max_running=6, n_retained=12),
+        stop_strings=StopStrings(AutoTokenizer.from_pretrained(folder)),
+        model_path=str(folder),
+    )
+    pool = [album.picture(seed, rng.choice(SIZES)) for seed in range(12)]
+    by_digest = {p.digest: StoredPicture(p.digest, p.png, *p[2:]) for p in pool}
+
+    def text(n: int) -> list[int]:
+        return [rng.randrange(30, 120) for _ in range(n)]
+
+    def submit(ids: Sequence[int], pictures: Sequence[Picture]) -> Request:
+        collapsed, at = [], 0
+        for picture in pictures:
+            collapsed += [*ids[at : picture.at], album.processor.placeholder_id]
+            at = picture.end
+        collapsed += ids[at:]
+        stored = [by_digest[p.digest] for p in pictures]
+        vision = Vision(album.processor, collapsed, stored)
+        assert vision.prompt_ids == list(ids)
+        params = SamplingParams(max_new_tokens=rng.randint(1, 6), ignore_eos=True)
+        request = Request(f"r{rng.random()}", vision.prompt_ids, params, vision=vision)
+        scheduler.validate(request)
+        scheduler.submit(request)
+        return request
+
+    steps: list[Step] = []
+    kinds = {"linear": 0, "branched": 0, "retried": 0}
+    for conversation in range(12):
+        own: list[Step] = []
+        for turn in range(20):
+            after = own[-1] if own else None
+            kind = rng.choice(["linear", "linear", "linear", "branched", "retried"])
+            if kind == "branched" and len(own) > 2:
+                after = rng.choice(own[:-1])
+            elif kind == "branched" or after is None or turn == 0:
+                kind = "linear"
+            if after is not None and after.n_tokens > 330:
+                break
+            shown = [rng.choice(pool)] if rng.random() < 0.85 else []
+            ids, pictures = album.prompt(*text(3), *shown, *text(2), after=after)
+            request = submit(ids, pictures)
+            if kind == "retried":  # given up midway, and asked again
+                for _ in range(2):
+                    scheduler.step()
+                scheduler.cancel(request)
+                request = submit(ids, pictures)
+            while not request.finished:
+                scheduler.step()
+                if rng.random() < 0.03:
+                    scheduler.pause("retract")
+                    scheduler.resume()
+            kinds[kind] += 1
+            own.append(
+                Step(
+                    prompt_ids=np.array(ids, np.int32),
+                    response_ids=np.array(request.output_ids, np.int32),
+                    rollout_log_probs=np.array(request.output_log_probs, np.float32),
+                    trajectory_uid=f"t{conversation}",
+                    prompt_uid="p",
+                    step_index=len(own),
+                    parent_index=None if after is None else after.step_index,
+                    pictures=pictures,
+                )
+            )
+        steps += own
+    steps = steps[:200]
+    assert len(steps) == 200
+    assert all(kinds.values()), kinds
+    sampled = torch.cat([torch.tensor(s.rollout_log_probs) for s in steps])
+    for rows in ("merged", "tree"):
+        made = backend(folder, rows, micro_batch_tokens=2000)
+        trained = made.compute_log_probs(made.convert_with_pictures(steps, album.pngs))
+        assert (trained - sampled).abs().max() < CLOSE, rows
+
+
+def test_the_decoder_alone_attends_by_the_tree(qwen2: Path) -> None:
+    made = backend(qwen2, "tree")
+    config = made._model.config
+    assert config.get_text_config()._attn_implementation == "stepwell_tree"
+    assert config.vision_config._attn_implementation == "sdpa"
+    plain: Any = AutoModelForImageTextToText.from_pretrained(qwen2)
+    assert made._model.state_dict().keys() == plain.state_dict().keys()

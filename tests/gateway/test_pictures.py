@@ -1,0 +1,778 @@
+"""Pictures in calls of the four dialects: what the model is shown, what is stored, what is refused,
+and that known bytes are not decoded again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+import time
+import zlib
+from base64 import b64decode, b64encode
+from io import BytesIO
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from anthropic import AsyncAnthropic
+from google import genai
+from openai import APIError, AsyncOpenAI, BadRequestError
+from PIL import Image
+
+from stepwell.backends.pictures import digest_of
+from stepwell.datapool.pictures import shadow_ids
+from tests.gateway.conftest import World
+from tests.vision_model import make_vision_model, png
+
+TURNS = 50
+
+
+@pytest.fixture(scope="session")
+def vision_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_vision_model(tmp_path_factory.mktemp("vision"), context=32_768))
+
+
+@pytest.fixture
+async def vision(worlds: Any, vision_folder: str) -> World:
+    """A gateway whose model takes pictures; its engine says "fine"."""
+    made: World = await worlds(family=vision_folder, tokenizer_path=vision_folder)
+    for engine in made.engines:  # type: ignore[attr-defined]  # of the failover tests
+        engine.context_length = 32_768
+    return made
+
+
+def data_url(picture: bytes, media: str = "image/png") -> str:
+    return f"data:{media};base64,{b64encode(picture).decode()}"
+
+
+def shown(*parts: Any) -> list[dict[str, Any]]:
+    """A user's content of texts and pictures, as chat completions have it."""
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": data_url(part)}}
+        for part in parts
+    ]
+
+
+def check_exact(world: World, n_branches: int = 1) -> None:
+    """Every stored Step is what the engine was sent, with its pictures, and extends its parent."""
+    steps = world.stored()
+    sent = {
+        (tuple(request["input_ids"]), tuple(request.get("image_data", ())))
+        for request in world.engine.requests
+    }
+    by_digest = {
+        digest_of(Image.open(BytesIO(b64decode(data)))): data
+        for _, pictures in sent
+        for data in pictures
+    }
+    assert sum(step.parent_index is None for step in steps) == n_branches
+    for step in steps:
+        kept = np.ones(len(step.prompt_ids), bool)
+        for picture in step.pictures:
+            assert (step.prompt_ids[picture.at : picture.end] == placeholder(world)).all()
+            kept[picture.at + 1 : picture.end] = False
+        assert (
+            tuple(step.prompt_ids[kept].tolist()),
+            tuple(by_digest[picture.digest] for picture in step.pictures),
+        ) in sent
+        if step.parent_index is not None:
+            parent = next(s for s in steps if s.step_index == step.parent_index)
+            before = shadow_ids(parent.token_ids, parent.pictures)
+            whole = shadow_ids(step.prompt_ids, step.pictures)
+            assert np.array_equal(whole[: len(before)], before)
+
+
+def placeholder(world: World) -> int:
+    return world.tokenizer.special["<|image_pad|>"]
+
+
+# -- fifty turns -----------------------------------------------------------------------------
+
+
+async def test_fifty_turns_of_screenshots_are_one_branch_in_chat_completions(
+    vision: World,
+) -> None:
+    client = await vision.client()
+    messages: list[Any] = [{"role": "system", "content": "Look."}]
+    for i in range(TURNS):
+        messages.append({"role": "user", "content": shown(f"screen {i}", png(seed=i))})
+        answer = await client.chat.completions.create(model="m", messages=messages)
+        messages.append(answer.choices[0].message)
+    assert len(vision.stored()) == TURNS
+    check_exact(vision)
+    assert vision.gateway.pictures.n_decoded == TURNS
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(vision.stored()[-1].prompt_ids)
+    assert len(vision.stored()[-1].pictures) == TURNS
+
+
+CLICK = (
+    '<tool_call>\n{"name": "computer", "arguments": '
+    '{"type": "click", "x": 3, "y": 4}}\n</tool_call>'
+)
+LEFT_CLICK = (
+    '<tool_call>\n{"name": "computer", "arguments": '
+    '{"action": "left_click", "coordinate": [3, 4]}}\n</tool_call>'
+)
+
+
+async def test_fifty_computer_calls_are_one_branch_in_responses(vision: World) -> None:
+    client = await vision.client()
+    tool: Any = {
+        "type": "computer_use_preview",
+        "display_width": 1024,
+        "display_height": 768,
+        "environment": "browser",
+    }
+    items: list[Any] = [{"role": "user", "content": "Click on the button."}]
+    for i in range(TURNS):
+        vision.say(CLICK)
+        answer = await client.responses.create(model="m", input=items, tools=[tool], store=False)
+        (call,) = answer.output
+        assert call.type == "computer_call"
+        assert call.action is not None
+        assert call.action.to_dict() == {"type": "click", "x": 3, "y": 4}
+        items.append(call.to_dict())
+        shot = {"type": "computer_screenshot", "image_url": data_url(png(seed=i))}
+        items.append({"type": "computer_call_output", "call_id": call.call_id, "output": shot})
+    assert len(vision.stored()) == TURNS
+    check_exact(vision)
+    assert vision.gateway.pictures.n_decoded == TURNS - 1
+
+
+async def test_fifty_screenshots_in_tool_results_are_one_branch_in_anthropics_messages(
+    vision: World,
+) -> None:
+    client = AsyncAnthropic(base_url=vision.base_url(), api_key="none", max_retries=0)
+    tool: Any = {
+        "type": "computer_20250124",
+        "name": "computer",
+        "display_width_px": 1024,
+        "display_height_px": 768,
+    }
+    messages: list[Any] = [{"role": "user", "content": "Click on the button."}]
+    async with client:
+        for i in range(TURNS):
+            vision.say(LEFT_CLICK)
+            answer = await client.beta.messages.create(
+                model="m", max_tokens=256, messages=messages, tools=[tool]
+            )
+            (call,) = answer.content
+            assert call.type == "tool_use"
+            assert call.input == {"action": "left_click", "coordinate": [3, 4]}
+            messages.append({"role": "assistant", "content": [call.to_dict()]})
+            source = {
+                "type": "base64",
+                "media_type": "image/png",
+                "data": b64encode(png(seed=i)).decode(),
+            }
+            result = {
+                "type": "tool_result",
+                "tool_use_id": call.id,
+                "content": [{"type": "image", "source": source}],
+            }
+            messages.append({"role": "user", "content": [result]})
+        count = await client.beta.messages.count_tokens(model="m", messages=messages, tools=[tool])
+    assert len(vision.stored()) == TURNS
+    check_exact(vision)
+    assert count.input_tokens > len(vision.stored()[-1].prompt_ids)
+
+
+async def test_fifty_pictures_are_one_branch_in_gemini(vision: World) -> None:
+    client = genai.Client(
+        api_key="none", http_options=genai.types.HttpOptions(base_url=vision.base_url())
+    )
+    contents: list[Any] = []
+    for i in range(TURNS):
+        part = genai.types.Part.from_bytes(data=png(seed=i), mime_type="image/png")
+        contents.append(genai.types.Content(role="user", parts=[part]))
+        answer = await client.aio.models.generate_content(model="m", contents=contents)
+        assert answer.candidates is not None
+        contents.append(answer.candidates[0].content)
+    assert len(vision.stored()) == TURNS
+    check_exact(vision)
+    assert answer.usage_metadata is not None
+    details = answer.usage_metadata.prompt_tokens_details
+    assert details is not None
+    n_of_pictures = sum(picture.n_tokens for picture in vision.stored()[-1].pictures)
+    assert [d.token_count for d in details if d.modality == "IMAGE"] == [n_of_pictures]
+
+
+# -- hostile pictures ------------------------------------------------------------------------
+
+
+def saved(image: Image.Image, form: str, **how: Any) -> bytes:
+    out = BytesIO()
+    image.save(out, form, **how)
+    return out.getvalue()
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def bare_png(width: int, height: int, depth: int = 8, colour: int = 0, data: bytes = b"") -> bytes:
+    """A PNG as its bytes say, whatever they are."""
+    head = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    parts = (chunk(b"IHDR", head), chunk(b"IDAT", data), chunk(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def bomb() -> bytes:
+    """169 Mpx in some 20 kB."""
+    return bare_png(13_000, 13_000, data=zlib.compress(bytes(13_001 * 13_000 // 8), 9))
+
+
+RED = Image.new("RGB", (60, 60), (255, 0, 0))
+WHITE = (255, 255, 255)
+FRAMES = [Image.new("RGB", (60, 60), c) for c in ((255, 0, 0), (0, 255, 0))]
+TURNED = Image.new("RGB", (90, 60), (255, 0, 0))
+EXIF = Image.Exif()
+EXIF[0x0112] = 6
+PALETTE = RED.quantize(4)
+CLEAR = Image.new("RGBA", (60, 60), (0, 0, 255, 0))
+HALF = Image.new("RGBA", (60, 60), (255, 0, 0, 128))
+GREY_ALPHA = Image.new("LA", (60, 60), (0, 0))
+DEEP = Image.fromarray(np.full((60, 60), 30_000, np.uint16))
+INK = Image.new("CMYK", (60, 60), (0, 255, 255, 0))
+SVG = b"<svg xmlns='http://www.w3.org/2000/svg'/>"
+WEBP = saved(RED, "WEBP", lossless=True)
+
+REFUSED: dict[str, tuple[str, str]] = {
+    "a decompression bomb": (data_url(bomb()), "169000000 pixels"),
+    "a side that is too long": (data_url(bare_png(20_000, 20)), "side"),
+    "no pixels": (data_url(bare_png(0, 20)), "refused"),
+    "an aspect of 300": (data_url(saved(Image.new("RGB", (300, 1)), "PNG")), "200 times"),
+    "a truncated PNG": (data_url(png(200, 200)[:300]), "damaged"),
+    "a truncated JPEG": (
+        data_url(
+            saved(
+                Image.fromarray(np.random.default_rng(0).integers(0, 255, (90, 90, 3), np.uint8)),
+                "JPEG",
+            )[:900],
+            "image/jpeg",
+        ),
+        "damaged",
+    ),
+    "a PNG without pixels' data": (data_url(bare_png(60, 60)), "damaged"),
+    "half a head": (data_url(png()[:20]), "damaged"),
+    "text": (data_url(b"I am a picture, believe me."), "PNG, JPEG, WebP"),
+    "an SVG": (data_url(SVG, "image/svg+xml"), "PNG, JPEG, WebP"),
+    "a TIFF": (data_url(saved(RED, "TIFF"), "image/tiff"), "PNG, JPEG, WebP"),
+    "a BMP called a PNG": (data_url(saved(RED, "BMP")), "PNG, JPEG, WebP"),
+    "a PDF": (data_url(b"%PDF-1.7", "application/pdf"), "media type is 'application/pdf'"),
+    "no base64": ("data:image/png;base64,%%%%", "not base64"),
+    "a URL that is not base64": ("data:image/png,abc", "not in base64"),
+    "nothing": ("data:image/png;base64,", "empty"),
+    "an address": ("https://example.com/a.png", "not fetched"),
+    "a file": ("file:///etc/passwd", "not fetched"),
+    "plain base64": (b64encode(png()).decode(), "no picture in base64"),
+    "16-bit RGB with a transparent colour": (
+        data_url(
+            b"\x89PNG\r\n\x1a\n"
+            + chunk(b"IHDR", struct.pack(">IIBBBBB", 30, 30, 16, 2, 0, 0, 0))
+            + chunk(b"tRNS", bytes(6))
+            + chunk(b"IDAT", zlib.compress(bytes((1 + 30 * 6) * 30)))
+            + chunk(b"IEND", b"")
+        ),
+        "16-bit RGB",
+    ),
+}
+READ: dict[str, tuple[bytes, tuple[int, int, int]]] = {
+    "animated GIF: the first frame": (
+        saved(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]),
+        (255, 0, 0),
+    ),
+    "animated PNG": (
+        saved(FRAMES[0], "PNG", save_all=True, append_images=FRAMES[1:]),
+        (255, 0, 0),
+    ),
+    "turned by EXIF": (saved(TURNED, "JPEG", exif=EXIF, quality=100), (254, 0, 0)),
+    "CMYK": (saved(INK, "JPEG", quality=100), (255, 0, 0)),
+    "16-bit grey keeps its high byte": (saved(DEEP, "PNG"), (117, 117, 117)),
+    "palette": (saved(PALETTE, "PNG"), (255, 0, 0)),
+    "clear pixels are white": (saved(CLEAR, "PNG"), WHITE),
+    "half clear red": (saved(HALF, "PNG"), (255, 127, 127)),
+    "grey with alpha": (saved(GREY_ALPHA, "PNG"), WHITE),
+    "one bit": (saved(Image.new("1", (60, 60), 1), "PNG"), WHITE),
+    "a PNG called a JPEG": (png(60, 60, seed=0), (-1, -1, -1)),
+    "WebP": (WEBP, (255, 0, 0)),
+}
+
+
+def test_there_are_thirty_of_them() -> None:
+    assert len(REFUSED) + len(READ) >= 30
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_a_hostile_picture_is_refused_with_its_reason(vision: World, name: str) -> None:
+    source, reason = REFUSED[name]
+    client = await vision.client()
+    content: Any = [{"type": "image_url", "image_url": {"url": source}}]
+    with pytest.raises(BadRequestError) as refused:
+        await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": content}]
+        )
+    assert refused.value.param == "messages[0].content[0].image_url.url"
+    assert reason in refused.value.message
+    assert len(refused.value.message) < 300
+    assert not vision.engine.requests
+
+
+@pytest.mark.parametrize("name", READ)
+async def test_an_odd_picture_is_read_by_the_stated_rules(vision: World, name: str) -> None:
+    file, colour = READ[name]
+    client = await vision.client()
+    content: Any = [{"type": "image_url", "image_url": {"url": data_url(file, "image/jpeg")}}]
+    await client.chat.completions.create(model="m", messages=[{"role": "user", "content": content}])
+    (sent,) = vision.engine.requests[0]["image_data"]
+    image = Image.open(BytesIO(b64decode(sent)))
+    assert (image.mode, image.format) == ("RGB", "PNG")
+    assert colour[0] < 0 or np.abs(np.asarray(image.getpixel((30, 30))) - colour).max() <= 2
+    if name == "turned by EXIF":
+        assert image.width < image.height
+
+
+async def test_a_model_without_vision_refuses_pictures_in_one_clear_line(world: World) -> None:
+    client = await world.client()
+    with pytest.raises(BadRequestError) as refused:
+        await client.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": shown("Look.", png())}],  # type: ignore[misc,list-item]
+        )
+    assert refused.value.message.endswith(
+        "messages[0].content[1].image_url.url is a picture, and only text is taken here; send "
+        "text, or serve a model with vision (docs/images.md)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f1"}]}]},
+            "input[0].content[0].file_id",
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 8,
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "image", "source": {"type": "url", "url": "https://a"}}
+                        ],
+                    }
+                ],
+            },
+            "messages[0].content[0].source",
+        ),
+        (
+            "/v1beta/models/m:generateContent",
+            {
+                "contents": [
+                    {"parts": [{"fileData": {"mimeType": "image/png", "fileUri": "gs://a/b"}}]}
+                ]
+            },
+            "contents[0].parts[0].fileData.fileUri",
+        ),
+    ],
+)
+async def test_addresses_and_file_ids_are_refused_by_name(
+    vision: World, path: str, body: Any, field: str
+) -> None:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(vision.base_url() + path, json=body) as answer,
+    ):
+        assert answer.status == 400
+        text = await answer.text()
+    assert field in text
+    assert "not fetched; send the picture itself, in base64" in text
+
+
+async def test_a_body_brings_so_many_pictures_and_no_more(worlds: Any, vision_folder: str) -> None:
+    world = await worlds(
+        family=vision_folder, tokenizer_path=vision_folder, pictures={"max_count": 2}
+    )
+    client = await world.client()
+    messages: Any = [{"role": "user", "content": shown(*(png(seed=i) for i in range(3)))}]
+    with pytest.raises(Exception, match="brings 3 pictures, and may bring 2") as refused:
+        await client.chat.completions.create(model="m", messages=messages)
+    assert refused.value.status_code == 413  # type: ignore[attr-defined]
+
+
+async def test_a_body_with_pictures_may_be_longer_than_one_of_text(
+    worlds: Any, vision_folder: str
+) -> None:
+    world = await worlds(
+        family=vision_folder,
+        tokenizer_path=vision_folder,
+        max_body_bytes=1_200_000,
+        pictures={"max_body_bytes": 4_000_000},
+    )
+    client = await world.client()
+    noise = np.random.default_rng(0).integers(0, 256, (700, 700, 3), dtype=np.uint8)
+    picture = saved(Image.fromarray(noise), "PNG")
+    assert len(picture) > 1_200_000
+    # An emoji, too: a long body of wide characters is bounded, and a picture has none.
+    await client.chat.completions.create(
+        model="m",
+        messages=[{"role": "user", "content": shown("\U0001f600", picture)}],  # type: ignore[misc,list-item]
+    )
+    for text in ("a " * 700_000, "a " * 2_100_000):
+        with pytest.raises(Exception, match="max_body_bytes") as refused:
+            await client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": text}]
+            )
+        assert refused.value.status_code == 413  # type: ignore[attr-defined]
+
+
+# -- one picture, and another ----------------------------------------------------------------
+
+
+async def test_the_same_bytes_are_decoded_once_whatever_the_number_of_turns_and_rollouts(
+    vision: World,
+) -> None:
+    picture = png(seed=1)
+    for rollout in range(4):
+        client = await vision.client(f"t{rollout}", "p1")
+        messages: list[Any] = [{"role": "user", "content": shown(picture, "What is it?")}]
+        for _ in range(3):
+            answer = await client.chat.completions.create(model="m", messages=messages)
+            messages += [answer.choices[0].message, {"role": "user", "content": "Sure?"}]
+    assert vision.gateway.pictures.n_decoded == 1
+    assert len(vision.stored()) == 12
+
+
+async def test_requests_that_bring_a_picture_together_decode_it_once(vision: World) -> None:
+    messages: Any = [{"role": "user", "content": shown(png(400, 400))}]
+    clients = [await vision.client(f"t{i}", "p1") for i in range(8)]
+    await asyncio.gather(
+        *(c.chat.completions.create(model="m", messages=messages) for c in clients)
+    )
+    assert vision.gateway.pictures.n_decoded == 1
+    digests = {step.pictures[0].digest for step in vision.stored()}
+    assert len(digests) == 1
+
+
+async def test_pictures_of_one_size_make_different_prompts_of_the_same_ids(vision: World) -> None:
+    for i in range(2):
+        client = await vision.client(f"user{i}", "p1")
+        messages: Any = [{"role": "user", "content": shown(png(seed=i), "What is it?")}]
+        await client.chat.completions.create(model="m", messages=messages)
+    one, other = vision.stored()
+    assert np.array_equal(one.prompt_ids, other.prompt_ids)
+    assert one.pictures[0].digest != other.pictures[0].digest
+    assert not np.array_equal(
+        shadow_ids(one.prompt_ids, one.pictures), shadow_ids(other.prompt_ids, other.pictures)
+    )
+    first, second = (request["image_data"] for request in vision.engine.requests)
+    assert first != second
+
+
+async def test_a_conversation_goes_on_only_with_its_own_picture(vision: World) -> None:
+    client = await vision.client()
+    asked: list[Any] = [{"role": "user", "content": shown(png(seed=1))}]
+    answer = await client.chat.completions.create(model="m", messages=asked)
+    for seed in (1, 2):
+        messages: Any = [
+            {"role": "user", "content": shown(png(seed=seed))},
+            answer.choices[0].message,
+            {"role": "user", "content": f"And now, {seed}?"},
+        ]
+        await client.chat.completions.create(model="m", messages=messages)
+    own, other = vision.stored()[1:]
+    assert own.parent_index == 0
+    assert other.parent_index is None
+    assert other.metadata["branch"] == "history_edited"
+
+
+async def test_another_file_of_the_same_pixels_is_the_same_picture(vision: World) -> None:
+    client, out = await vision.client(), BytesIO()
+    Image.open(BytesIO(png(56, 56, seed=3))).save(out, "PNG", compress_level=0)
+    answer = None
+    for file in (png(56, 56, seed=3), out.getvalue()):
+        messages: list[Any] = [{"role": "user", "content": shown(file)}]
+        if answer is not None:
+            messages += [answer.choices[0].message, {"role": "user", "content": "Sure?"}]
+        answer = await client.chat.completions.create(model="m", messages=messages)
+    check_exact(vision)
+    assert vision.gateway.pictures.n_decoded == 2
+
+
+async def test_an_owners_pictures_are_not_known_to_another_owner(
+    worlds: Any, vision_folder: str
+) -> None:
+    keys = {name: {"key": f"a-key-of-{name}-00000", "channel": name} for name in ("one", "two")}
+    world = await worlds(family=vision_folder, tokenizer_path=vision_folder, agent_keys=keys)
+    for name in ("one", "one", "two"):
+        client = AsyncOpenAI(
+            base_url=f"{world.url}/v1", api_key=f"a-key-of-{name}-00000", max_retries=0
+        )
+        async with client:
+            messages: Any = [{"role": "user", "content": shown(png())}]
+            await client.chat.completions.create(model="m", messages=messages)
+    assert world.gateway.pictures.n_decoded == 2
+    assert [request["extra_key"] for request in world.engine.requests] == ["one", "one", "two"]
+
+
+async def test_a_retry_with_pictures_gets_the_stored_reply(vision: World) -> None:
+    client = await vision.client()
+    messages: Any = [{"role": "user", "content": shown(png(), "What is it?")}]
+    answers = [
+        await client.chat.completions.create(
+            model="m", messages=messages, extra_headers={"x-stainless-retry-count": count}
+        )
+        for count in ("0", "1")
+    ]
+    assert answers[0].choices[0].message == answers[1].choices[0].message
+    assert len(vision.stored()) == 1
+    assert len(vision.engine.requests) == 1
+
+
+async def test_a_picture_that_left_the_history_begins_a_branch(vision: World) -> None:
+    """What computer-use agents do with old screenshots: a documented cost, not a wrong prompt."""
+    client = await vision.client()
+    messages: list[Any] = [{"role": "user", "content": shown("screen", png(seed=1))}]
+    answer = await client.chat.completions.create(model="m", messages=messages)
+    messages[0] = {"role": "user", "content": "screen (left out)"}
+    messages += [
+        answer.choices[0].message,
+        {"role": "user", "content": shown("screen", png(seed=2))},
+    ]
+    await client.chat.completions.create(model="m", messages=messages)
+    second = vision.stored()[1]
+    assert (second.parent_index, second.metadata["branch"]) == (None, "history_edited")
+    assert len(second.pictures) == 1
+
+
+# -- what a Step and an answer hold ----------------------------------------------------------
+
+
+async def test_messages_of_a_step_refer_to_pictures_and_hold_none(vision: World) -> None:
+    client = await vision.client()
+    messages: Any = [{"role": "user", "content": shown("What is it?", png(640, 480, seed=4))}]
+    await client.chat.completions.create(model="m", messages=messages)
+    (step,) = vision.stored()
+    (picture,) = step.pictures
+    said, reply = step.metadata["messages"]
+    assert said["content"] == [
+        {"type": "text", "text": "What is it?"},
+        {
+            "type": "image",
+            "digest": picture.digest,
+            "width": picture.width,
+            "height": picture.height,
+            "n_tokens": picture.n_tokens,
+        },
+    ]
+    assert reply["content"] == "fine"
+    assert picture.n_tokens == picture.width // 28 * (picture.height // 28)
+    assert len(json.dumps(step.metadata)) < 2000
+
+
+async def test_nothing_keeps_a_pictures_bytes_after_its_request(vision: World) -> None:
+    import gc
+
+    client = await vision.client()
+    noise = np.random.default_rng(0).integers(0, 256, (300, 300, 3), dtype=np.uint8)
+    out = BytesIO()
+    Image.fromarray(noise).save(out, "PNG")
+    messages: Any = [{"role": "user", "content": shown("x" * 9000, out.getvalue())}]
+    answer = await client.chat.completions.create(model="m", messages=messages)
+    messages += [answer.choices[0].message, {"role": "user", "content": "Sure?"}]
+    await client.chat.completions.create(model="m", messages=messages)
+    del messages, answer
+    vision.engine.requests.clear()
+    gc.collect()
+    from stepwell.gateway.pictures import RequestPictures
+
+    kept = [each for each in gc.get_objects() if isinstance(each, RequestPictures)]
+    assert not [each for each in kept if each._body or each.pngs]
+
+
+async def test_a_resolution_that_is_asked_for_is_told_to_be_left_aside(vision: World) -> None:
+    client = await vision.client()
+    url = {"url": data_url(png()), "detail": "low"}
+    content: Any = [{"type": "image_url", "image_url": url}]
+    answer = await client.chat.completions.with_raw_response.create(
+        model="m", messages=[{"role": "user", "content": content}]
+    )
+    assert answer.headers["x-stepwell-ignored"] == "image_detail=low"
+
+
+async def test_previous_responses_bring_their_pictures(vision: World) -> None:
+    client = await vision.client()
+    content: Any = [{"type": "input_image", "image_url": data_url(png()), "detail": "auto"}]
+    first = await client.responses.create(model="m", input=[{"role": "user", "content": content}])
+    await client.responses.create(model="m", input="Sure?", previous_response_id=first.id)
+    check_exact(vision)
+    assert len(vision.stored()[1].pictures) == 1
+
+
+async def test_white_box_agents_send_pictures_in_messages_alone(vision: World) -> None:
+    async with aiohttp.ClientSession() as http:
+        body: Any = {"messages": [{"role": "user", "content": shown(png())}], "max_tokens": 8}
+        async with http.post(f"{vision.url}/generate", json=body) as answer:
+            assert answer.status == 200
+            sampled = await answer.json()
+        assert placeholder(vision) in sampled["prompt_ids"]
+        sent = {"prompt_ids": sampled["prompt_ids"], "max_tokens": 8}
+        async with http.post(f"{vision.url}/generate", json=sent) as answer:
+            assert answer.status == 400
+            assert "ids of vision tokens" in (await answer.json())["error"]["message"]
+
+
+@pytest.mark.parametrize("role", ["system", "assistant", "user"])
+async def test_the_text_of_a_placeholder_is_no_picture(vision: World, role: str) -> None:
+    client = await vision.client()
+    said = [{"role": role, "content": "<|vision_start|><|image_pad|><|vision_end|>"}]
+    messages: Any = [*said, {"role": "user", "content": shown("Look.", png())}]
+    if role == "user":  # marked as text, which it is
+        await client.chat.completions.create(model="m", messages=messages)
+        assert len(vision.stored()[0].pictures) == 1
+        return
+    with pytest.raises(BadRequestError, match="placeholder"):
+        await client.chat.completions.create(model="m", messages=messages)
+
+
+async def test_a_text_that_looks_like_a_picture_stays_a_text(vision: World) -> None:
+    client = await vision.client()
+    url = data_url(png(seed=9))
+    arguments = json.dumps({"url": url})
+    call = {"id": "c", "type": "function", "function": {"name": "open", "arguments": arguments}}
+    tool = {"name": "open", "parameters": {"type": "object", "default": {"url": url}}}
+    messages: Any = [
+        {"role": "user", "content": shown("Open it.", png(seed=9), png(seed=8))},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "opened"},
+    ]
+    with pytest.raises(BadRequestError):
+        # The very same string is a picture here and a text there: nobody can mean that.
+        await client.chat.completions.create(
+            model="m", messages=messages, tools=[{"type": "function", "function": tool}]
+        )
+    tool["parameters"]["default"]["url"] = data_url(png(seed=7))  # type: ignore[index]
+    await client.chat.completions.create(
+        model="m", messages=messages, tools=[{"type": "function", "function": tool}]
+    )
+    (step,) = vision.stored()
+    assert len(step.pictures) == 2
+
+
+# -- engines ---------------------------------------------------------------------------------
+
+
+async def test_an_engine_that_keeps_pictures_is_sent_each_of_them_once(vision: World) -> None:
+    vision.engine.held_pictures = {}
+    client = await vision.client()
+    messages: list[Any] = []
+    for i in range(5):
+        messages.append({"role": "user", "content": shown(png(seed=i))})
+        answer = await client.chat.completions.create(model="m", messages=messages)
+        messages.append(answer.choices[0].message)
+        if i == 3:  # it was started again
+            vision.engine.held_pictures = {}
+    sent = [request["image_data"] for request in vision.engine.requests]
+    by_bytes = [sum(not p.startswith("sha256:") for p in pictures) for pictures in sent]
+    assert by_bytes == [1, 1, 1, 1, 1, 5]  # the fifth call twice: its engine knew none of them
+    digests = [picture.digest for picture in vision.stored()[3].pictures]
+    assert sent[3][:3] == [f"sha256:{digest}" for digest in digests[:3]]
+    assert not any("logit_bias" in r["sampling_params"] for r in vision.engine.requests)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_of_another_length_in_the_engine_fails_by_name(
+    vision: World, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = vision.engine._chunk
+
+    def longer(said: Any, n: int, start: int, n_prompt: int) -> dict[str, Any]:
+        return chunk(said, n, start, n_prompt + 1)
+
+    monkeypatch.setattr(vision.engine, "_chunk", longer)
+    client = await vision.client()
+    messages: Any = [{"role": "user", "content": shown(png())}]
+
+    async def ask() -> None:
+        answer = await client.chat.completions.create(model="m", messages=messages, stream=stream)
+        async for _ in answer if stream else ():  # type: ignore[attr-defined]
+            pass
+
+    with pytest.raises(APIError, match="tokens and the one that was sent"):
+        await ask()
+    assert not vision.stored()
+
+
+async def test_sglang_is_told_not_to_sample_a_vision_token(vision: World) -> None:
+    client = await vision.client()
+    await client.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "No picture."}]
+    )
+    masked = vision.engine.requests[0]["sampling_params"]["logit_bias"]
+    assert {int(i) for i in masked} == {*vision.gateway.pictures.processor.forbidden_ids}
+    assert placeholder(vision) in {int(i) for i in masked}
+
+
+async def test_vllm_refuses_pictures_by_name(worlds: Any, vision_folder: str) -> None:
+    world = await worlds(
+        family=vision_folder, tokenizer_path=vision_folder, engine_kind="vllm", context_length=9999
+    )
+    client = await world.client()
+    messages: Any = [{"role": "user", "content": shown(png())}]
+    with pytest.raises(BadRequestError, match="takes no pictures: it is vLLM"):
+        await client.chat.completions.create(model="m", messages=messages)
+
+
+# -- the loop --------------------------------------------------------------------------------
+
+
+def screenshot(seed: int) -> bytes:
+    """A megabyte."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (600, 600, 3), dtype=np.uint8)
+    return saved(Image.fromarray(pixels), "PNG", compress_level=1)
+
+
+async def post(url: str, path: str, body: bytes) -> bytes:
+    """Send a body as it is, in pieces, without a client that would work in this loop itself."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    writer.write(head.encode())
+    for at in range(0, len(body), 1 << 17):
+        writer.write(body[at : at + (1 << 17)])
+        await writer.drain()
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def test_no_turn_of_the_loop_is_held_up_by_screenshots_of_a_megabyte(
+    vision: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 requests with one each, as fast as they are taken, and one with all of them: 29 MB."""
+    pictures = [screenshot(i) for i in range(20)]
+    bodies = [
+        json.dumps({"messages": [{"role": "user", "content": shown(*its)}]}).encode()
+        for its in (*([p] for p in pictures), pictures)
+    ]
+    assert len(bodies[0]) > 1_000_000
+    took: list[float] = []
+    run = asyncio.Handle._run  # type: ignore[attr-defined]
+
+    def timed(handle: Any) -> None:
+        began = time.thread_time()  # of this thread alone: what others do meanwhile is not counted
+        run(handle)
+        took.append(time.thread_time() - began)
+
+    monkeypatch.setattr(asyncio.Handle, "_run", timed)
+    for i, body in enumerate(bodies):
+        answer = await post(vision.url, f"/t{i}/p{i}/v1/chat/completions", body)
+        assert answer.startswith(b"HTTP/1.1 200"), answer[:500]
+    assert max(took) < 0.05
