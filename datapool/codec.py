@@ -207,7 +207,7 @@ _OWN = 4
 
 def pictures_of(extra: Sequence[Any]) -> list[Picture]:
     """The own pictures of a step with this `extra`."""
-    return [Picture(*values) for own in extra[_OWN:] for values in own]
+    return [Picture(*values) for values in extra[_OWN]] if len(extra) > _OWN else []
 
 
 # -- a step ------------------------------------------------------------------------------------

@@ -376,6 +376,17 @@ def trusted_step(*values: Any) -> Step:
     return step
 
 
+UNKNOWN = np.zeros(1, np.int32)
+"""Tokens of a step that is made to be `without_tokens`: one has to have some."""
+
+
+def without_tokens(step: Step) -> Step:
+    """The step without its tokens, of which nobody knows more than the text."""
+    values = {f.name: getattr(step, f.name) for f in fields(Step)}
+    values["prompt_ids"] = values["response_ids"] = np.empty(0, np.int32)
+    return trusted_step(*(values | {"rollout_log_probs": None}).values())
+
+
 def _unpickled(*values: Any) -> Step:
     known = list(values)
     for i, column in _COLUMNS.items():

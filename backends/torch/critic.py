@@ -104,13 +104,22 @@ class Critic:
             metrics["critic/explained_variance"] = explained
         return metrics
 
-    def state_dict(self) -> dict[str, Any]:
-        """Weights, optimizer and counters."""
-        return {"model": self._model.state_dict(), "updates": self._updates}
+    @property
+    def saves_beside(self) -> bool:
+        """As `TrainingBackend.saves_beside`."""
+        return self._model.saves_beside
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`."""
-        self._model.load_state_dict(state["model"])
+    def save_state(self, folder: Path) -> dict[str, Any]:
+        """Begin to write weights and optimizer into `folder`; as `TrainingBackend.save_state`."""
+        return {"model": self._model.save_state(folder), "updates": self._updates}
+
+    def wait_saved(self) -> None:
+        """As `TrainingBackend.wait_saved`."""
+        self._model.wait_saved()
+
+    def load_state(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Go on from what `save_state` wrote and returned."""
+        self._model.load_state(folder, state["model"])
         self._updates = state["updates"]
 
     def close(self) -> None:
@@ -194,8 +203,8 @@ class ValueModel(TorchBackend):
 
     def _on_device(self, model: Any) -> Any:
         values = _Values(model, self._device, self._tower_of(model))
-        self._ranks.shard(values, getattr(torch, self._config.dtype))
-        return values.to(self._device)
+        self._ranks.place(values, self._device, getattr(torch, self._config.dtype))
+        return values
 
     def save_weights(self, path: str | Path) -> None:
         """Refused: no engine serves values."""

@@ -106,8 +106,9 @@ def build(
     if not steps:
         raise BatchError("convert was given no steps; a batch has at least one")
     for step in steps:
-        if step.multi_modal_data:
-            raise BatchError(f"{_name(step)} has multi_modal_data; verl is given text only")
+        if step.multi_modal_data or step.pictures:
+            name = "multi_modal_data" if step.multi_modal_data else "pictures"
+            raise BatchError(f"{_name(step)} has {name}; verl is given text only")
     _check_routed(steps)
     lengths = np.array([len(s.response_ids) for s in steps], dtype=np.int64)
     offsets = np.concatenate([[0], lengths.cumsum()]).astype(np.int64)

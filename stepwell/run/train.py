@@ -175,7 +175,7 @@ async def _train(
 
     def report() -> None:
         for e in trainer.validator.finished():
-            display.evaluation(e.step, e.score, e.tool_use)
+            display.evaluation(e)
             if e.weights_step != LOST:
                 trainer.checkpoints.score(e.weights_step, e.score)
             metrics.evaluation(e.step, e.as_metrics())

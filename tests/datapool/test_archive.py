@@ -19,7 +19,7 @@ from stepwell.datapool.files.archive.archiver import Archive, archive_stopped, a
 from stepwell.datapool.files.archive.catalogue import Catalogue, match_of
 from stepwell.datapool.files.archive.folder import ArchiveFolder
 from stepwell.datapool.files.archive.launch import Settings
-from stepwell.datapool.files.archive.reader import ArchiveReader, parse, waiting
+from stepwell.datapool.files.archive.reader import ArchiveReader, fate, parse, waiting
 from stepwell.datapool.files.deletion import delete_from_journals
 from stepwell.datapool.ops import Delete, Mark, OpenGroup, OpenTrajectory, ReleaseDeparted
 from stepwell.datapool.questions import ReadDeparted
@@ -658,13 +658,15 @@ def test_the_text_of_an_aborted_trajectory_is_there_while_its_group_is_live(run)
     run.turn("a", "first try", "failed", "p")
     run.pool("abort_trajectory", "a", "timeout", True)
     found = waiting(run.pool.pool.apply(ReadDeparted("a"), run.pool.now))
-    (one,) = [each for each in found if each.trajectory.trajectory_uid == "a"]
+    ((one, about),) = [each for each in found if each[0].trajectory.trajectory_uid == "a"]
     assert (one.state, one.reason) == ("aborted", "timeout")
+    assert fate(about) == "aborted (timeout); its group is in the pool"
     assert one.trajectory.steps[0].metadata["messages"][1]["content"] == "failed"
 
 
 def test_what_waits_can_be_read(run):
     run.train("t", "question", "answer")
-    (one,) = waiting(run.pool.pool.apply(ReadDeparted("p-t"), run.pool.now))
+    ((one, about),) = waiting(run.pool.pool.apply(ReadDeparted("p-t"), run.pool.now))
+    assert (fate(about), about["reward"]) == ("its group was taken by a trainer", 1.0)
     assert one.trajectory.steps[0].metadata["messages"][0]["content"] == "question"
     assert one.outcome == 1.0

@@ -271,7 +271,9 @@ async def test_a_list_is_sorted_searched_and_gone_through_by_keys(
     await expect(page.locator("tbody tr").first.locator("td").nth(1)).to_have_text("0")
     search = page.get_by_label("Search first messages and last replies")
     await search.fill("answer is")
-    await search.press("Enter")
+    async with page.expect_response(re.compile("search=")):
+        await search.press("Enter")
+    await page.wait_for_timeout(300)
     await expect(page.locator("a.talk", has_text="The answer is").first).to_be_visible()
     address = page.url
     assert "order=reward" in address

@@ -97,15 +97,15 @@ let listed = [];
 /** Keys n and p, or j and k, choose the next and the previous row of a list; Enter opens it, where the same keys go
  * on to its neighbours. @param {Row[]} rows */
 export function useKeys(rows) {
-  const at = useRef(-1);
   useEffect(() => {
     const links = () => [...document.querySelectorAll("a.talk")].map((each) => /** @type {HTMLAnchorElement} */ (each));
     if (rows.length) listed = links().map((each) => each.hash);
     const move = (/** @type {KeyboardEvent} */ event) => {
       const by = way(event);
       if (!by) return;
-      at.current = Math.max(0, Math.min(links().length - 1, at.current + by));
-      links()[at.current]?.focus();
+      const all = links();
+      const now = all.findIndex((each) => each === document.activeElement);
+      all[Math.max(0, Math.min(all.length - 1, now + by))]?.focus();
     };
     addEventListener("keydown", move);
     return () => removeEventListener("keydown", move);

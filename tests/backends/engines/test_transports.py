@@ -336,13 +336,14 @@ async def test_handles_that_name_code_are_refused(embedded: EngineClient) -> Non
     assert await embedded.weight_version() == 0
 
 
-def test_tensors_in_shared_memory_are_read_as_they_were_written() -> None:
+def test_tensors_in_shared_memory_are_read_as_they_were_written(tmp_path: Path) -> None:
     weights = {"a": torch.randn(3, 4, dtype=torch.bfloat16), "b": torch.arange(5.0)}
+    save_file(weights, tmp_path / "model.safetensors")
     sender = Sender()
     sender.hold(weights, is_live=True)
-    sender.held_as("/v1")
+    sender.held_as(str(tmp_path))
     weights["b"].zero_()  # training goes on
-    (bucket,) = sender.plan("/v1", None)
+    (bucket,) = sender.plan(str(tmp_path), None)
     assert bucket == Bucket(("b", "a"), ("float32", "bfloat16"), ((5,), (3, 4)))
     found = read_shared(sender.share(0))
     assert torch.equal(found["a"], weights["a"])
