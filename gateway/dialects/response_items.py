@@ -187,6 +187,16 @@ def unseal(sealed: str) -> str | None:
         return None
 
 
+# -- compaction ------------------------------------------------------------------------------
+
+_SUMMARY = "Summary of the conversation before this message:\n\n"
+
+
+def is_summary(content: str) -> bool:
+    """Return whether a user's message is what a compaction became."""
+    return content.startswith(_SUMMARY)
+
+
 # -- items -----------------------------------------------------------------------------------
 
 
@@ -260,12 +270,19 @@ class Conversation:
                 absent = item.get("output") is None
                 text = "" if absent else _text(item, "output", where, "\n")
                 self._append({"role": "tool", "content": text, "tool_call_id": call_id})
+            case "compaction" | "compaction_summary":
+                summary = unseal(need(item, "encrypted_content", str, where))
+                if summary is None:
+                    sealed = item["encrypted_content"]
+                    remedy = "it was made elsewhere; send the conversation itself"
+                    raise wrong(f"{where}.encrypted_content", sealed, remedy)
+                self._append({"role": "user", "content": _SUMMARY + summary})
             case "item_reference":
                 self._reference(item.get("id"), where)
             case _:
                 remedy = (
                     "this gateway supports message, reasoning, function_call, custom_tool_call, "
-                    "their outputs, and item_reference"
+                    "their outputs, compaction, and item_reference"
                 )
                 raise wrong(f"{where}.type", kind, remedy)
 
