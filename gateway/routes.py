@@ -98,6 +98,11 @@ async def responses(services: Services, call: DirectCall) -> None:
     await serve(services, services.dialects["responses"], call)
 
 
+async def compact(services: Services, call: DirectCall) -> None:
+    """A compaction of OpenAI's Responses API."""
+    await serve(services, services.dialects["responses/compact"], call)
+
+
 async def messages(services: Services, call: DirectCall) -> None:
     """A call of Anthropic's Messages API."""
     await serve(services, services.dialects["messages"], call)

@@ -151,6 +151,7 @@ CALLS = {
     "chat/completions": CHAT,
     "completions": {"prompt": "hi"},
     "responses": {"input": "hi"},
+    "responses/compact": {"input": "hi"},
     "messages": {**CHAT, "max_tokens": 9},
 }
 RESPONSE = {"guess": 404, "guess_bound": 404, "unknown": 404}
