@@ -131,7 +131,11 @@ export function Neighbours() {
 }
 
 /** @param {number | null} time */
-export const when = (time) => (time ? new Date(time * 1000).toLocaleString() : "–");
+export function when(time) {
+  if (!time) return "–";
+  const at = new Date(time * 1000);
+  return at.toDateString() === new Date().toDateString() ? at.toLocaleTimeString() : at.toLocaleString();
+}
 
 /** @param {{ marks: Row | null | undefined }} props */
 export const MarksShown = ({ marks }) =>
@@ -175,8 +179,8 @@ export const Table = ({ label, columns, rows, empty, more, busy, order }) => htm
 `;
 
 /** A field of a filter, told when it is left or Enter is pressed. @param {Row} props */
-export const Field = ({ label, value, onChange, type = "text", placeholder = "" }) => html`
-  <label class="field"><span>${label}</span>
+export const Field = ({ label, value, onChange, type = "text", placeholder = "", wide = false }) => html`
+  <label class=${wide ? "field wide" : "field"}><span>${label}</span>
     <input type=${type} step="any" value=${value ?? ""} placeholder=${placeholder}
       onChange=${(/** @type {any} */ e) => onChange(e.target.value)} />
   </label>
