@@ -37,6 +37,7 @@ SHORT = (
     "trainer.total_steps=500",
     "pool.channels.train.selection.filters=[zero_variance]",
 )
+expect.set_options(timeout=30_000)  # of a busy machine
 SHOTS = os.environ.get("STEPWELL_SHOTS")
 """A folder for screenshots of every page."""
 
@@ -159,7 +160,7 @@ async def test_the_overview_moves_with_the_run(shown: Demo, browser: Browser) ->
     await expect(pool.locator(".main")).to_contain_text("4 groups ready")
     lease = await shown.pool.lease_batch(batch_size=2)
     assert lease is not None
-    await expect(pool.locator(".main")).to_contain_text("2 groups ready", timeout=4000)
+    await expect(pool.locator(".main")).to_contain_text("2 groups ready")
     await expect(page.locator(".state")).to_have_text("live")
 
 
@@ -272,11 +273,9 @@ async def test_a_list_is_sorted_searched_and_gone_through_by_keys(
     await page.get_by_role("button", name="Reward").click()
     await expect(page.locator("tbody tr").first.locator("td").nth(1)).to_have_text("0")
     search = page.get_by_label("Search first messages and last replies")
-    await search.fill("answer is")
-    async with page.expect_response(re.compile("search=")):
-        await search.press("Enter")
-    await page.wait_for_timeout(300)
-    await expect(page.locator("a.talk", has_text="The answer is").first).to_be_visible()
+    await search.fill("answer is 180")
+    await search.press("Enter")
+    await expect(page.locator("tbody tr")).to_have_count(3)
     address = page.url
     assert "order=reward" in address
     assert "ascending=1" in address
