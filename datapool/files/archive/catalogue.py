@@ -29,12 +29,12 @@ from stepwell.datapool.files.archive.conversations import preview, text_of
 from stepwell.datapool.files.archive.folder import IMPORTED, FileName
 from stepwell.datapool.files.archive.parquet import step_messages
 
-VERSION: Final = 2
+VERSION: Final = 1
 TEXT_CHARACTERS: Final = 200_000
 """Characters of a trajectory that are searched at most, from its beginning."""
 CHECKPOINTS: Final = 6
 """Tries to empty SQLite's log, which a reader may still read."""
-WORDS_OF_THEIR_OWN: Final = re.compile(
+ALONE: Final = re.compile(
     "([\u0e00-\u0eff\u1100-\u11ff\u3040-\u30ff\u3130-\u318f\u3400-\u4dbf\u4e00-\u9fff\ua960-\ua97f"
     "\uac00-\ud7ff\uf900-\ufaff\U00020000-\U0003ffff])"
 )
@@ -61,10 +61,6 @@ FACTS: Final = (
 )
 """Columns that a filter may look at. One index has them all, so that a filter without hits reads
 that alone."""
-ALONE: Final = {
-    name: f"by_{name}" for name in ("reward", "version", "turns", "tokens", "user", "data_source")
-}
-"""Indices of one of these columns each."""
 
 _TABLES: Final = f"""
 CREATE TABLE files (
@@ -87,8 +83,6 @@ CREATE INDEX by_reward ON trajectories(reward, id);
 CREATE INDEX by_turns ON trajectories(turns, id);
 CREATE INDEX by_tokens ON trajectories(tokens, id);
 CREATE INDEX by_version ON trajectories(version, id);
-CREATE INDEX by_user ON trajectories(user, id);
-CREATE INDEX by_data_source ON trajectories(data_source, id);
 CREATE INDEX by_reason ON trajectories(drop_reason, reason, id);
 CREATE INDEX facts ON trajectories({", ".join(f'"{name}"' for name in FACTS)});
 CREATE TABLE tags (tag TEXT, id INTEGER, PRIMARY KEY (tag, id)) WITHOUT ROWID;
@@ -111,11 +105,7 @@ CREATE TABLE feedback (
 
 def segmented(text: str) -> str:
     """Text in which each character that is a word stands alone."""
-    return (
-        WORDS_OF_THEIR_OWN.sub(f"{BREAK}\\1{BREAK}", text)
-        if WORDS_OF_THEIR_OWN.search(text)
-        else text
-    )
+    return ALONE.sub(f"{BREAK}\\1{BREAK}", text) if ALONE.search(text) else text
 
 
 def plain(text: str | None) -> str | None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from stepwell.datapool.errors import DamagedFileError, InvalidRequestError
-from stepwell.datapool.files.archive.catalogue import ALONE, FACTS, Catalogue, match_of
+from stepwell.datapool.files.archive.catalogue import FACTS, Catalogue, match_of
 from stepwell.datapool.files.archive.conversations import Conversation, conversations
 from stepwell.datapool.files.archive.folder import (
     FEEDBACK,
@@ -74,8 +74,6 @@ class Filter(NamedTuple):
 
     sql: str
     values: tuple[Any, ...] = ()
-    parts: tuple[Filter, ...] = ()
-    """Conditions that all have to pass, if it is several."""
 
 
 ALL: Final = Filter("1")
@@ -111,9 +109,7 @@ def _parsed(node: ast.expr) -> Filter:
             word = " AND " if isinstance(op, ast.And) else " OR "
             all_of = [_parsed(part) for part in parts]
             values = tuple(v for part in all_of for v in part.values)
-            flat = tuple(p for part in all_of for p in part.parts or (part,))
-            joined = word.join(f"({part.sql})" for part in all_of)
-            return Filter(joined, values, flat if isinstance(op, ast.And) else ())
+            return Filter(word.join(f"({part.sql})" for part in all_of), values)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             inner = _parsed(operand)
             return Filter(f"NOT ({inner.sql})", inner.values)
@@ -121,7 +117,7 @@ def _parsed(node: ast.expr) -> Filter:
             pairs = zip(operators, [left, *right], right, strict=False)
             all_of = [_compared(operator, a, b) for operator, a, b in pairs]
             values = tuple(v for part in all_of for v in part.values)
-            return Filter(" AND ".join(part.sql for part in all_of), values, tuple(all_of))
+            return Filter(" AND ".join(part.sql for part in all_of), values)
         case _:
             raise _refused(ast.unparse(node), "no comparison")
 
@@ -557,35 +553,15 @@ def _damaged(path: Path, error: sqlite3.DatabaseError) -> DamagedFileError:
 
 
 def _few(catalogue: Catalogue, where: Filter) -> str | None:
-    """A condition that names the few trajectories that pass, or more of them; None: they are many.
-    If few pass one of several conditions on a column that has an index, that index alone is read.
-    Else one index has all that filters look at."""
+    """A condition that names the few trajectories that pass; None: they are many. One index has all
+    that filters look at, so that a filter without hits reads that alone."""
     if where == ALL:
         return None
-    for part in where.parts or (where,):
-        names = _names(part)
-        if len(names) == 1 and names <= {*ALONE}:
-            found = _passing(catalogue, part, f" INDEXED BY {ALONE[names.pop()]}")
-            if len(found) <= FEW:
-                return _among(found)
-    names = _names(where)
-    has_all = bool(names) and names <= set(FACTS)
-    found = _passing(catalogue, where, " INDEXED BY facts" if has_all else "")
-    return None if len(found) > FEW else _among(found)
-
-
-def _names(where: Filter) -> set[str]:
-    """Columns that a condition looks at."""
-    return set(re.findall(r'\bt\."?(\w+)', where.sql)) - {"id"}
-
-
-def _passing(catalogue: Catalogue, where: Filter, index: str) -> list[dict[str, Any]]:
+    names = set(re.findall(r'\bt\."?(\w+)', where.sql)) - {"id"}
+    index = " INDEXED BY facts" if names and names <= set(FACTS) else ""
     sql = f"SELECT t.id FROM trajectories t{index} WHERE {where.sql} LIMIT {FEW + 1}"
-    return _query(catalogue, sql, where.values)
-
-
-def _among(found: list[dict[str, Any]]) -> str:
-    return f"t.id IN ({', '.join(str(row['id']) for row in found)})"
+    found = _query(catalogue, sql, where.values)
+    return None if len(found) > FEW else f"t.id IN ({', '.join(str(row['id']) for row in found)})"
 
 
 def _damage(path: Path) -> str | None:
