@@ -141,7 +141,7 @@ CLAW_R1_COMMIT := 4e1dec65a49c4b6f6e64e717e4ac0a169e06a580
 #   make test-verl  verl itself, in an environment of its own: formulas, batches, an actor's update, TransferQueue, its data sets, tools and rewards; Claw-R1's pool
 test-verl: .venv-verl/.installed .claw-r1/$(CLAW_R1_COMMIT)
 	.venv-verl/bin/python -m pytest tests/trainer/test_golden_losses.py tests/trainer/test_advantages.py tests/backends/test_critic.py tests/backends/test_same_loss.py
-	.venv-verl/bin/python -m pytest tests/backends/test_verl_live.py
+	.venv-verl/bin/python -m pytest tests/backends/test_verl_live.py tests/backends/test_verl_images.py
 	.venv-verl/bin/python -m pytest tests/documents/test_verl_itself.py tests/documents/test_verl.py
 	PYTHONPATH=.claw-r1 .venv-verl/bin/python -m pytest tests/backends/test_claw_r1_itself.py
 
@@ -246,7 +246,8 @@ ON_SGLANG := CUDA_VISIBLE_DEVICES= STEPWELL_TEST_ENGINES=sglang
 ENGINE_TESTS := tests/backends/engines
 test-sglang: install install-sglang
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.backends.engines.table sglang
-	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 $(ENGINE_TESTS)/test_contract.py $(ENGINE_TESTS)/test_recorded.py $(ENGINE_TESTS)/test_doctor_engine.py
+	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 $(ENGINE_TESTS)/test_contract.py $(ENGINE_TESTS)/test_recorded.py $(ENGINE_TESTS)/test_doctor_engine.py $(ENGINE_TESTS)/test_transports.py
+	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 -m "" tests/backends/test_sent_from_ranks.py
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 -m "" -k "comes_back or leaves_no_engine or reward_model" $(ENGINE_TESTS)/test_supervisor.py $(ENGINE_TESTS)/real_sglang.py
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 tests/e2e/test_exactness.py
 
