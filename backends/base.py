@@ -36,6 +36,8 @@ from stepwell.datapool.config import Section
 from stepwell.datapool.sealed import check, fsync, seal
 from stepwell.datapool.types import Step
 
+NO_PICTURES: Mapping[str, bytes] = MappingProxyType({})
+
 
 @dataclass(eq=False, slots=True)
 class TokenBatch:

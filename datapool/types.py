@@ -163,6 +163,8 @@ def _is_below(value: object, limit: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
 
 
+_NO_PICTURES: tuple[Picture, ...] = ()
+
 _CHECKS: tuple[tuple[str, Callable[[object], bool], str], ...] = (
     ("trajectory_uid", _is_uid, "a non-empty string"),
     ("prompt_uid", _is_uid, "a non-empty string"),
@@ -260,7 +262,7 @@ class Step:
             )
         if type(self.version_spans) is not tuple or self.version_spans:
             self._check_spans()
-        if type(self.pictures) is not tuple or self.pictures:
+        if self.pictures is not _NO_PICTURES:
             self._check_pictures()
 
     @property
@@ -374,6 +376,17 @@ def trusted_step(*values: Any) -> Step:
     for put, value in zip(_PUT, values, strict=True):
         put(step, value)
     return step
+
+
+UNKNOWN = np.zeros(1, np.int32)
+"""Tokens of a step that is made to be `without_tokens`: one has to have some."""
+
+
+def without_tokens(step: Step) -> Step:
+    """The step without its tokens, of which nobody knows more than the text."""
+    values = {f.name: getattr(step, f.name) for f in fields(Step)}
+    values["prompt_ids"] = values["response_ids"] = np.empty(0, np.int32)
+    return trusted_step(*(values | {"rollout_log_probs": None}).values())
 
 
 def _unpickled(*values: Any) -> Step:

@@ -17,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from stepwell.datapool.types import TRAIN, VAL, Group
@@ -27,7 +28,16 @@ from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.reclaim import RESTARTED, drop_ended, settle_former
 from stepwell.trainer.samples import samples_path, write_samples
 from stepwell.trainer.trajectory_metrics import versions_of
-from stepwell.trainer.validation import Evaluation, Policy, Validator, only_of
+from stepwell.trainer.validation import (
+    ENOUGH,
+    Evaluation,
+    Policy,
+    Pooled,
+    Validator,
+    interval,
+    only_of,
+    rewards_by_prompt,
+)
 
 log = logging.getLogger(__name__)
 
@@ -62,10 +72,17 @@ class Traffic(GroupProducer):
 
 class TrafficValidator(Validator):
     """Evaluates by the rewards of held-out traffic: of what was completed in channel "val" since
-    the last look, the mean per policy version. No task is run, and no publication waits.
+    the last look, the mean per policy version; and of the last versions together, so many that
+    the score says something. No task is run, and no publication waits.
     """
 
     pins = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._recent: deque[tuple[int, list[list[float]]]] = deque()
+        """Versions that were evaluated last, with the rewards of each prompt: `ENOUGH` rollouts
+        and those of one version more at most."""
 
     async def run(
         self, tasks: Sequence[Task], policy: Policy, *, beside_training: bool = False
@@ -86,6 +103,7 @@ class TrafficValidator(Validator):
         for version in sorted({min(v) for t in kept if len(v := versions_of(t)) == 1}):
             pinned = [g for group in scored if (g := only_of(group, version)).trajectories]
             of = policy._replace(version=version)
+            pooled = self._pool_with_former(version, rewards_by_prompt(pinned))
             evaluations.append(
                 self._evaluation(
                     pinned,
@@ -94,6 +112,7 @@ class TrafficValidator(Validator):
                     weights_step=policy.published.get(version, LOST),
                     mixed=mixed[version],
                     seconds=time.monotonic() - began,
+                    pooled=pooled,
                 )
             )
             rows += await asyncio.to_thread(self._samples, pinned, of)
@@ -103,3 +122,17 @@ class TrafficValidator(Validator):
             await self._pool.ack(lease_id)
         self._done += evaluations
         return evaluations
+
+    def _pool_with_former(self, version: int, prompts: list[list[float]]) -> Pooled:
+        """The score of this version with those before it, as few as make `ENOUGH` rollouts."""
+        self._recent.append((version, prompts))
+
+        def rollouts(of: Iterable[tuple[int, list[list[float]]]]) -> int:
+            return sum(len(rewards) for _, prompts in of for rewards in prompts)
+
+        while rollouts(islice(self._recent, 1, None)) >= ENOUGH:
+            self._recent.popleft()
+        every = [rewards for _, prompts in self._recent for rewards in prompts]
+        n = rollouts(self._recent)
+        low, high = interval(every) or (None, None)
+        return Pooled(sum(map(sum, every)) / n, low, high, n, self._recent[0][0])

@@ -140,7 +140,9 @@ class Trainer:
             return
         await self.publisher.borrow_memory()
         with self._phases("prepare"):
-            prepared = await self._traced("prepare", partial(self.updater.prepare, groups))
+            pictures = await self.batches.pictures(groups)
+            prepare = partial(self.updater.prepare, groups, pictures)
+            prepared = await self._traced("prepare", prepare)
         before = self.progress.updates
         for number, (steps, trained_on, epoch) in enumerate(prepared.mini_batches, 1):
             self._untrained = len(prepared.mini_batches) - number
@@ -148,7 +150,8 @@ class Trainer:
             with self._phases("train"):
                 step = partial(self.updater.step, prepared, steps)
                 update = await self._traced("step", step)
-            await self.publisher.stepped()
+            is_last = number == len(prepared.mini_batches) or self.evaluation_due()
+            await self.publisher.stepped(is_last=is_last)
             with self._phases("sample"):
                 write = partial(self.trained.write, version=self.progress.version, again=epoch > 0)
                 await self._compute(write, self.progress.updates, trained_on, prepared.batch)

@@ -27,7 +27,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -55,6 +55,13 @@ ATTEMPTS = 3
 """Evaluations in a row, beside training, of which not one rollout finished, that end the run."""
 
 
+ENOUGH = 30
+"""Rollouts of traffic without which a score is compared with no other one."""
+LEAST_PROMPTS = 4
+"""Prompts without which there is no interval."""
+Z95 = 1.96
+
+
 class Policy(NamedTuple):
     """The policy being evaluated."""
 
@@ -69,6 +76,22 @@ class Policy(NamedTuple):
     def weights_step(self) -> int:
         """Optimizer steps when the version that the engines serve was published."""
         return self.published[self.version]
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """The score of the last versions together, since few rollouts of one version say little."""
+
+    score: float
+    low: float | None
+    high: float | None
+    """95 % interval of the score; None: of too few prompts."""
+    rollouts: int
+    oldest_version: int
+
+    @property
+    def is_enough(self) -> bool:
+        return self.rollouts >= ENOUGH
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +116,41 @@ class Evaluation:
     mixed: int = 0
     """Finished rollouts left out because another version generated some of their tokens."""
     seconds: float = 0.0
+    low: float | None = None
+    high: float | None = None
+    """95 % interval of the score (`interval`); None: of too few prompts."""
+    pooled: Pooled | None = None
+    """Of held-out traffic: this version with those before it, as far as they are needed."""
     metrics: dict[str, float] = field(default_factory=dict)
     """`val/{data_source}/mean@n`, `…/pass@k`, `…/truncated_ratio` and `…/short`, see `figures`; and
     `val/response_length/mean`, …, see `trajectory_metrics`."""
 
+    @property
+    def comparable_score(self) -> float | None:
+        """The score to compare with that of another evaluation; None: of too little traffic."""
+        if self.pooled is None:
+            return self.score
+        return self.pooled.score if self.pooled.is_enough else None
+
+    def describe(self) -> str:
+        """The score with its interval, of how many rollouts of which versions, for people."""
+        of = self if self.pooled is None else self.pooled
+        within = "" if of.low is None else f" (95 %: {of.low:.2f} to {of.high:.2f})"
+        versions = f"version {self.version}"
+        if self.pooled is not None and self.pooled.oldest_version != self.version:
+            versions = f"versions {self.pooled.oldest_version} to {self.version}"
+        few = "" if self.comparable_score is not None else ", too few to compare"
+        return f"score {of.score:.3f}{within}, {of.rollouts} rollouts of {versions}{few}"
+
     def as_metrics(self) -> dict[str, float]:
         """Every figure, under `val/…`."""
+        bounds: dict[str, float | None] = {"val/score_low": self.low, "val/score_high": self.high}
+        if self.pooled is not None:
+            pooled = asdict(self.pooled)
+            told = pooled if self.pooled.is_enough else {"rollouts": self.pooled.rollouts}
+            bounds |= {f"val/pooled/{name}": value for name, value in told.items()}
         return {
+            **{name: float(value) for name, value in bounds.items() if value is not None},
             "val/step": float(self.step),
             "val/version": float(self.version),
             "val/score": self.score,
@@ -211,6 +262,7 @@ class Validator(ABC):
         score = metrics["val/reward/mean"]
         for name in [m for m in metrics if m.startswith("val/reward/") and m.endswith("/mean")]:
             del metrics[name]  # `val/score` and mean@n say it
+        bounds = interval(rewards_by_prompt(groups)) or (None, None)
         if n is not None:
             metrics |= figures(groups, n, pass_reward=self.config.pass_reward)
         return Evaluation(
@@ -218,6 +270,8 @@ class Validator(ABC):
             score=score,
             tool_use=tool_use(groups),
             rollouts=sum(len(g.trajectories) for g in groups),
+            low=bounds[0],
+            high=bounds[1],
             version=policy.version,
             metrics=metrics,
             **counts,
@@ -351,6 +405,42 @@ def figures(groups: Iterable[Group], n: int, *, pass_reward: float) -> dict[str,
         if short := sum(len(p) < n for p in prompts):
             result[f"val/{source}/short"] = float(short)
     return result
+
+
+def rewards_by_prompt(groups: Iterable[Group]) -> list[list[float]]:
+    """Rewards of the finished rollouts of each prompt that has some."""
+    found = [[t.reward for t in g.trajectories if t.reward is not None] for g in groups]
+    return [rewards for rewards in found if rewards]
+
+
+def interval(prompts: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """95 % interval of the mean over all rollouts; None: of fewer than `LEAST_PROMPTS` prompts.
+
+    Rollouts of one prompt are alike, so the variance is that of prompts (clustered). Of rewards
+    that are 0 or 1 it is Wilson's interval, of as many independent rollouts as give this variance:
+    all right in 5 of 5 is not sure to be right. Of others it is Student's.
+
+    Args:
+        prompts: rewards of the rollouts of each.
+    """
+    n_prompts, rewards = len(prompts), [r for rewards in prompts for r in rewards]
+    if n_prompts < LEAST_PROMPTS:
+        return None
+    n, mean = len(rewards), sum(rewards) / len(rewards)
+    off = sum(sum(r - mean for r in of) ** 2 for of in prompts)
+    if set(rewards) <= {0.0, 1.0}:
+        chance = mean * (1 - mean)
+        z2 = Z95**2 / (n / max(1.0, off / (n * chance)) if chance else n_prompts)
+        middle = (mean + z2 / 2) / (1 + z2)
+        half = math.sqrt(chance * z2 + z2**2 / 4) / (1 + z2)
+    else:
+        free = n_prompts - 1
+        student = Z95 + (Z95**3 + Z95) / (4 * free)
+        student += (5 * Z95**5 + 16 * Z95**3 + 3 * Z95) / (96 * free**2)
+        student += (3 * Z95**7 + 19 * Z95**5 + 17 * Z95**3 - 15 * Z95) / (384 * free**3)
+        variance = n_prompts / free * off / n**2
+        middle, half = mean, student * math.sqrt(variance)
+    return middle - half, middle + half
 
 
 def only_of(group: Group, version: int) -> Group:

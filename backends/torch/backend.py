@@ -31,7 +31,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,7 +85,7 @@ class TorchBatch(TokenBatch):
     """A `TokenBatch` and the rows that its steps are computed in."""
 
     rows: tuple[TokenRow, ...] = ()
-    pictures: Pictures = field(default_factory=Pictures)
+    pictures: Pictures | None = None
 
 
 class TorchBackend(TrainingBackend):
@@ -187,7 +187,7 @@ class TorchBackend(TrainingBackend):
             if step.pictures or self._processor is not None:
                 self._check_pictures(step, pictures)
         batch.rows = tuple(build_rows(steps, self._config.rows))
-        batch.pictures = Pictures(pictures)
+        batch.pictures = Pictures(pictures) if pictures else None
         # Rows hold every token, most of them once.
         vocab = self._model.get_input_embeddings().num_embeddings
         if any(np.maximum.reduce(row.ids) >= vocab for row in batch.rows):

@@ -30,7 +30,7 @@ from stepwell.backends.rows import TokenRow
 from stepwell.backends.torch.backend import TorchBackend, TorchBatch
 from stepwell.backends.torch.model import pictures_of, prepare
 from stepwell.backends.torch.tree import is_enabled
-from stepwell.backends.torch.vision import Pictures, Tower
+from stepwell.backends.torch.vision import Tower
 
 
 class Critic:
@@ -130,7 +130,8 @@ class Critic:
         if isinstance(batch, TorchBatch) and isinstance(self._model, ValueModel):
             return batch
         if self._converted is None or self._converted[0] is not batch:
-            pngs = (pictures_of(batch) or Pictures()).pngs
+            pictures = pictures_of(batch)
+            pngs = {} if pictures is None else pictures.pngs
             own = self._model.convert_with_pictures(list(batch.steps), pngs)
             self._converted = batch, own
         own = self._converted[1]

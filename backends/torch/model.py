@@ -232,7 +232,7 @@ def forward(
 
 
 def pictures_of(batch: TokenBatch) -> Pictures | None:
-    """Pictures of a batch, if the torch backend made it."""
+    """Pictures of a batch, if it has some."""
     return getattr(batch, "pictures", None)
 
 

@@ -185,7 +185,8 @@ class RowLog:
     def delete(self, rows: Sequence[int]) -> None:
         if self.journal is not None:
             self.journal.delete(rows)
-            self.pictures.release(rows)
+            if self.pictures.rows:  # most pools have no row with one
+                self.pictures.release(rows)
 
     def scrub(self) -> None:
         if self.journal is not None:

@@ -36,7 +36,9 @@ async def conversation(question: str, answer: str, metadata: Any) -> None:
     uid, version = (reply.headers[f"x-stepwell-{name}"] for name in ("trajectory", "version"))
     score = {"trajectory_uid": uid, "reward": float((message.content or "").strip() == answer)}
     await LLM.post("/complete_trajectory", cast_to=object, body=score)
-    report(score=score["reward"], version=int(version), seconds=time.monotonic() - began)
+    seconds = time.monotonic() - began
+    talk = {"uid": uid, "question": question, "reply": message.content or ""}
+    report(score=score["reward"], version=int(version), seconds=seconds, **talk)
 
 
 async def desk(questions: Any, turn: int) -> None:

@@ -34,7 +34,7 @@ from stepwell.datapool.types import TRAIN, Trajectory
 from stepwell.gateway.errors import RequestError, UnknownItemError
 from stepwell.gateway.pool_access import PoolAccess
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.ui.alerts import alerts
+from stepwell.gateway.ui.alerts import Recent, alerts
 from stepwell.gateway.ui.comparison import MOST_RUNS, Comparison
 from stepwell.gateway.ui.live import Live
 from stepwell.gateway.ui.run_folder import RunFolder
@@ -113,6 +113,7 @@ class Dashboard:
         self._comparison = None if folder is None else Comparison(folder)
         self._decode = tokenizer.decode
         self._text_of = lru_cache(1 << 16)(tokenizer.token_text)
+        self._recent = Recent()
         self._cursor: str | None = None
         """Cursor behind the events that the last tick has seen."""
 
@@ -133,21 +134,28 @@ class Dashboard:
     async def tick(self) -> bytes:
         """JSON that every page is sent each second."""
         said: dict[str, Any] = {"at": time.time(), "gateway": self._statistics(), "pool": None}
+        said["is_over"] = self.read_only
+        unrecorded = said["gateway"]["recording"]["unrecorded"]
+        stored = said["gateway"]["calls"].get("stored", 0)
+        said["calls"] = self._recent.of_calls(stored, unrecorded, said["at"])
         try:
             said["pool"] = await self.ask(self.pool.get_statistics())
             if not self.read_only:
                 said["shards"] = await self.ask(self.pool.describe())
-            if self._cursor is None:  # what happened before is asked for by the page that shows it
-                _, self._cursor = await self._events(None, kinds=("returned",))
+            is_first = self._cursor is None
             events, self._cursor = await self._events(self._cursor)
-            said["events"] = events[-EVENTS_A_TICK:]
+            self._recent.add(events)
+            # What happened before is asked for by the page that shows it.
+            said["events"] = [] if is_first else events[-EVENTS_A_TICK:]
+            said["recent"] = self._recent.of_channels(said["pool"], said["at"])
         except DataPoolError as e:
             said["pool_error"] = str(e)
         if self._folder is not None:
             steps = await asyncio.to_thread(self._folder.steps)
             last = await asyncio.to_thread(self._folder.records, steps[-1:])
             said |= {"metrics": last[0] if last else None, "optimizer_steps": len(steps)}
-        said["alerts"] = [alert._asdict() for alert in alerts(said)]
+            said["metrics_age_s"] = await asyncio.to_thread(self._folder.metrics_age_s)
+        said["alerts"] = self._recent.dated(alerts(said), said["at"])
         return as_json(said)
 
     async def metrics(self, key: Sequence[str]) -> dict[str, Any]:
@@ -369,7 +377,7 @@ class Dashboard:
             "channel": found.channel or channel or TRAIN,
             "attempt": whole.attempt,
             "metadata": whole.metadata,
-            "reward": whole.reward,
+            "reward": (found.archived or {}).get("reward", whole.reward),
             "running": self._running(trajectory_uid),
             "step": found.step,
             "row": row,
@@ -397,6 +405,11 @@ class Dashboard:
         columns = None if found.columns is None else found.columns[at]
         answer = tokens(steps[at], known, columns, self._text_of, start)
         return answer | {"messages": said(steps[at], known, self._decode)}
+
+    async def picture(self, channel: str, trajectory_uid: str, digest: str) -> bytes:
+        """The PNG of a picture that a step of a live trajectory refers to."""
+        found = await self.ask(self.pool.read_pictures(trajectory_uid, [digest], channel))
+        return found[digest]
 
     async def _find(self, channel: str | None, uid: str, step: int | None) -> _Found:
         if step is None:
@@ -518,11 +531,10 @@ class Dashboard:
                         f"trajectory {uid!r:.200} was deleted at {at}; nothing of it is kept",
                         "trajectory_uid",
                     )
-            for each in reader.waiting(waiting):
+            for each, about in reader.waiting(waiting):
                 if each.trajectory.trajectory_uid == uid:
-                    why = each.reason or "it left the pool a moment ago"
-                    about = {"state": each.state, "fate": f"{each.state}: {why}", "feedback": []}
-                    return _Found(each.trajectory, None, None, None, about)
+                    row = _told(about) | {"feedback": []}
+                    return _Found(each.trajectory, None, None, None, row)
             return None
 
         return await asyncio.to_thread(read)

@@ -14,6 +14,7 @@ Every method reads files; call it in a thread. Owns no file.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -55,6 +56,13 @@ class RunFolder:
         with self._lock:
             self._refresh()
             return sorted(self._places)
+
+    def metrics_age_s(self) -> float | None:
+        """Seconds since a trainer wrote its last record; None: there is none."""
+        try:
+            return max(0.0, time.time() - (self.path / METRICS).stat().st_mtime)
+        except OSError:  # no trainer yet
+            return None
 
     def record(self, step: int) -> dict[str, Any] | None:
         """The metrics of an optimizer step."""

@@ -1,10 +1,11 @@
 """This module is the commands on a run's archive: `prompts`, `data query`, `archive check`,
-`archive delete`.
+`archive delete`, `archive import`.
 
     stepwell prompts [RUN] --never-rewarded
     stepwell data query 'reward < 0.2 and version >= 10' [RUN] --search "timed out"
     stepwell archive check [RUN]
     stepwell archive delete [RUN] --user U
+    stepwell archive import [RUN]
 
 Owns their arguments. What is shown is `show/archive.py`'s.
 """
@@ -46,6 +47,10 @@ def add_archive_commands(commands: Commands, data: Commands) -> None:
     actions = archive.add_subparsers(metavar="ACTION", required=True)
     text = "verify every file, and make the catalogue that of the files"
     add_command(actions, "check", _check, text, has_run=True)
+    text = (
+        "add what a run without an archive left: trained/, with tokens, and rollouts.jsonl, as text"
+    )
+    add_command(actions, "import", _import, text, has_run=True)
     text = "delete from the archive alone what is no longer in the pool"
     delete = add_command(actions, "delete", _delete, text, has_run=True)
     what = delete.add_mutually_exclusive_group(required=True)
@@ -102,6 +107,19 @@ def _check(args: argparse.Namespace) -> int:
     sound = f"{reader.folder.path}: {counts['trajectories']:,} trajectories, all files are sound"
     answer(args, {"damaged": told, **counts}, "\n".join(told) or sound)
     return int(bool(told))
+
+
+def _import(args: argparse.Namespace) -> None:
+    from stepwell.show.imported import import_run
+    from stepwell.show.run import choose_run
+
+    folder = Path(choose_run(args.where))
+    done = import_run(folder)
+    text = (
+        f"{folder}: {done.with_tokens} trajectories with tokens, {done.as_text} as text; "
+        f"{done.known} were there already"
+    )
+    answer(args, done._asdict(), text)
 
 
 def _delete(args: argparse.Namespace) -> None:

@@ -122,6 +122,8 @@ async def _run(config: RunConfig, checked: Checked) -> dict[str, Any]:
             url = cluster.gateway_url
             gateway = f"gateway at {url}; dashboard {url}/ui; " if config.serves else ""
             display.status(gateway + where)
+            if placed := cluster.placement.text():
+                display.status(placed)
             return await _train_on(cluster, config, checked, display)
 
 
@@ -173,7 +175,7 @@ async def _train(
 
     def report() -> None:
         for e in trainer.validator.finished():
-            display.evaluation(e.step, e.score, e.tool_use)
+            display.evaluation(e)
             if e.weights_step != LOST:
                 trainer.checkpoints.score(e.weights_step, e.score)
             metrics.evaluation(e.step, e.as_metrics())

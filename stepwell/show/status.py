@@ -78,14 +78,32 @@ async def _gateways(view: RunView) -> list[dict[str, Any]]:
 
 
 def _evaluations(view: RunView) -> list[dict[str, Any]]:
-    """The first and the last one."""
-    figures = view.files.series(keys := ["val/step", "val/score", "val/rollouts"])
-    found = [
-        {"step": int(step), "score": score, "rollouts": int(rollouts)}
-        for step, score, rollouts in zip(*(figures[key] for key in keys), strict=True)
-        if step is not None
-    ]
-    return found[:1] + found[1:][-1:]
+    """The first and the last one; of live traffic those of enough rollouts, each of the last
+    versions together."""
+    of_one = ("score", "score_low", "score_high", "rollouts", "version")
+    of_several = ("score", "low", "high", "rollouts", "oldest_version")
+    keys = ["val/step", *(f"val/{name}" for name in of_one)]
+    figures = view.files.series([*keys, *(f"val/pooled/{name}" for name in of_several)])
+    found = []
+    for i, step in enumerate(figures["val/step"]):
+        if step is None:
+            continue
+        one = {name: figures[f"val/{name}"][i] for name in of_one}
+        several = {name: figures[f"val/pooled/{name}"][i] for name in of_several}
+        is_pooled = several["rollouts"] is not None
+        of = several if is_pooled else one
+        found.append(
+            {
+                "step": int(step),
+                "score": of["score"],
+                "low": of["low" if is_pooled else "score_low"],
+                "high": of["high" if is_pooled else "score_high"],
+                "rollouts": int(of["rollouts"]),
+                "version": None if one["version"] is None else int(one["version"]),
+            }
+        )
+    enough = [each for each in found if each["score"] is not None] or found
+    return enough[:1] + enough[1:][-1:]
 
 
 # -- for people --------------------------------------------------------------------------------
@@ -201,14 +219,17 @@ def _trainer(status: Mapping[str, Any]) -> Text:
 
 def _reward(status: Mapping[str, Any]) -> Text:
     text = Text(sparkline([r for r in status["trainer"]["rewards"] if r is not None]))
-    scores = [
-        f"{e['score']:.3f} at step {e['step']}"
-        for e in status["evaluations"]
-        if e["score"] is not None
-    ]
+    scores = [_evaluation(each) for each in status["evaluations"]]
     if scores:
         text.append(f"{'  ' * bool(text)}evaluation {' → '.join(scores)}")
     return text
+
+
+def _evaluation(each: Mapping[str, Any]) -> str:
+    if each["score"] is None:
+        return f"of {each['rollouts']} rollouts, too few to say"
+    within = "" if each["low"] is None else f" ({each['low']:.2f} to {each['high']:.2f})"
+    return f"{each['score']:.3f}{within} of {each['rollouts']} at step {each['step']}"
 
 
 def _waits(status: Mapping[str, Any]) -> Text:

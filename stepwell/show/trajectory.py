@@ -291,8 +291,10 @@ async def open_trajectory(uid: str, where: str | None) -> Opened | Several:
                 exported = await asyncio.to_thread(_archived, uid, archive)
                 if view.files.trained(uid) is not None:
                     exported, trained, masks = await asyncio.to_thread(_in_sample, uid, view)
-            elif (known := live or await _waiting(uid, view.pool)) is not None:
-                exported = known
+            elif live is not None:
+                exported = live
+            elif (waits := await _waiting(uid, view.pool)) is not None:
+                exported, archived = waits[0], waits[1] | {"feedback": []}
             elif rows_of := await _group_in_pool(uid, view.pool, channels):
                 return Several(rows_of)
             elif (deleted := archive.was_deleted(uid)) is not None:
@@ -379,10 +381,12 @@ async def in_pool(
     return None
 
 
-async def _waiting(uid: str, pool: DataPoolClient) -> ExportedTrajectory | None:
-    """A trajectory that waits to be archived, or was aborted in a live group."""
-    found = await pool.call(ReadDeparted(uid))
-    return next((each for each in waiting(found) if each.trajectory.trajectory_uid == uid), None)
+async def _waiting(
+    uid: str, pool: DataPoolClient
+) -> tuple[ExportedTrajectory, dict[str, Any]] | None:
+    """A trajectory that waits to be archived, or was aborted in a live group; and its end."""
+    rows = await pool.call(ReadDeparted(uid))
+    return next((each for each in waiting(rows) if each[0].trajectory.trajectory_uid == uid), None)
 
 
 def _in_sample(
@@ -447,12 +451,13 @@ def trajectory_screen(opened: Opened) -> RenderableType:
             (head["trajectory_uid"], "bold"),
             "  ",
             (state, STATES.get(state, "")),
-            f"  reward {_number(head['reward'])}",
+            f"  reward {_number((archived or {}).get('reward', head['reward']))}",
             ("" if trained or not head["reason"] else f"  {head['reason']}", "red"),
         ),
         Text(
             f"group {head['prompt_uid']} ({group_state}) · "
-            f"channel {head['channel']} · {len(steps)} steps · {len(rows)} "
+            f"channel {head['channel']} · "
+            f"{len(steps)} {'step' if len(steps) == 1 else 'steps'} · {len(rows)} "
             f"{'branch' if len(rows) == 1 else 'branches'} · {n_masked} tokens "
             f"{'trained' if is_trained else 'in the loss mask'}",
             "dim",

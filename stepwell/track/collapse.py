@@ -29,11 +29,7 @@ def find_collapse(records: Sequence[Mapping[str, Any]]) -> str | None:
     """
     named, scores = (
         "the evaluation score",
-        [
-            (int(r["step"]), float(r["val/score"]))
-            for r in records
-            if r.get("val/score") is not None
-        ],
+        [(int(r["step"]), score) for r in records if (score := _score(r)) is not None],
     )
     if len(scores) < 2:
         named, scores = "the training reward", _rewards(records)
@@ -49,6 +45,14 @@ def find_collapse(records: Sequence[Mapping[str, Any]]) -> str | None:
     rate = _newest(records, "lr")
     suspect = "" if rate is None else f": the learning rate ({rate:g}) is the first suspect"
     return f"{named} fell from {best:.2f} to {last:.2f} after step {step}{about}{suspect}"
+
+
+def _score(record: Mapping[str, Any]) -> float | None:
+    """The score of an evaluation; of traffic that of the last versions together, which is there if
+    it is of enough rollouts: four of one version fall from 1 to 0 by chance."""
+    is_pooled = record.get("val/pooled/rollouts") is not None
+    score = record.get("val/pooled/score" if is_pooled else "val/score")
+    return None if score is None else float(score)
 
 
 def _rewards(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:

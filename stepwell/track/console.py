@@ -6,11 +6,14 @@ import logging
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from stepwell.trainer.validation import Evaluation
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +77,11 @@ class Display:
         if warning := record.get("warning"):
             self.status(f"warning: {warning}")
 
-    def evaluation(self, step: int, score: float, tool_use: float | None) -> None:
-        tools = "" if tool_use is None else f", tool use {tool_use:.2f}"
-        self.status(f"evaluation at step {step}: score {score:.3f}{tools}", always=True)
+    def evaluation(self, evaluation: Evaluation) -> None:
+        use = evaluation.tool_use
+        tools = "" if use is None else f", tool use {use:.2f}"
+        told = f"evaluation at step {evaluation.step}: {evaluation.describe()}{tools}"
+        self.status(told, always=True)
 
     def summary(self, summary: Mapping[str, Any], folder: Path) -> None:
         """The last screen: what changed, how long it took, where the files are."""

@@ -14,7 +14,6 @@ from stepwell.trainer.metrics import waits
 
 if TYPE_CHECKING:
     from stepwell.trainer.progress import Progress
-    from stepwell.trainer.validation import Evaluation
 
 SUMMARY = "summary.json"
 INK, BLUE, ORANGE, GREY = "#1f2933", "#2f6fde", "#e07b39", "#9aa5b1"
@@ -33,20 +32,18 @@ def summarise(
         values = [r[key] for r in records if r.get(key) is not None]
         return float(np.mean(values)) if values else None
 
-    done = progress.evaluations
-    before = [e for e in done[:1] if e.weights_step <= 0]  # not with validation.before_train false
-
-    def evaluated(which: Sequence[Evaluation], figure: str) -> float | None:
-        return getattr(which[0], figure) if which else None
+    compared = [e for e in progress.evaluations if e.comparable_score is not None]
+    before = next((e for e in compared[:1] if e.weights_step == 0), None)
+    after = compared[-1] if compared else None
 
     gaps = [r["log_prob_gap"] for r in records if r.get("log_prob_gap") is not None]
     return {
         "name": name,
         "optimizer_steps": progress.updates,
-        "eval_before": evaluated(before, "score"),
-        "eval_after": evaluated(done[-1:], "score"),
-        "tool_use_before": evaluated(before, "tool_use"),
-        "tool_use_after": evaluated(done[-1:], "tool_use"),
+        "eval_before": None if before is None else before.comparable_score,
+        "eval_after": None if after is None else after.comparable_score,
+        "tool_use_before": None if before is None else before.tool_use,
+        "tool_use_after": None if after is None else after.tool_use,
         "no_signal_share": mean("groups/no_signal"),
         "wall_s": progress.train_s,
         "off_policy_share": mean("off_policy_share"),

@@ -2,26 +2,32 @@
 
     stepwell serve          ├──────────────────────────────────────────────────────────────┤
     the service, 20 agents      ├──────────────────────────────────────────────────────────┤
+    clients who remember        ├──────────────────────────────────────────────────────────┤
     stepwell train --attach          ├──────────✗ kill -9    ├───────────────────┤ ├ the end ┤
+    the archiver                ├────────✗─┼────────✗─┼───── …  kill -9, again and again ────┤
                                 ├ ① ┤                                        ├ ② ┤
 
 ① and ② are the first and the last tenth of the minutes; the trainer is attached after the first
 tenth, killed in the middle and attached again a twentieth later. At the end it is interrupted and
 attached once more for two optimizer steps, so that the books are closed by a checkpoint. Then the
 books are compared: the service's own log (`examples/live/service.py` repeats no call), the
-trainer's ledger, the pool's sums and the gateway's statistics.
+trainer's ledger, the pool's sums and the gateway's statistics. And every conversation that a client
+saw is looked for by its uid: with its text, its state and its reason, in the archive or in what is
+left of the pool (`talkers.py`); of the user who is deleted no file has a byte.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import random
 import re
 import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,10 +37,17 @@ import orjson
 from benchmarks.checks import BenchResult
 from benchmarks.processes import python
 from stepwell import connect
+from stepwell.datapool.files.archive.reader import ArchiveReader
+from stepwell.datapool.files.deletion import delete_from_journals
+from stepwell.datapool.remote.stopped import StoppedPort, stopped_pool
 from stepwell.datapool.types import TRAIN
+from stepwell.run.folder import archive_folder, journal_folder, read_run
+from stepwell.show.archive import archive_rest
+from stepwell.show.run import limits_of
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.ledger import LEDGER, NOT_TRAINED, audit
 from stepwell.trainer.metrics import read_metrics
+from tests.chaos.talkers import FORGOTTEN, Talk, Talkers, as_lines, bytes_of, missing
 
 WINDOW, KILL, AGAIN = 0.1, 0.5, 0.55
 """Shares of the minutes: the first and last part to compare; the kill; the second attach."""
@@ -43,7 +56,15 @@ PATIENCE_S = 300.0
 """For a process to come up, or to end."""
 GAIN = 0.2
 """By so much the share of right answers rises at the least."""
-OPTIONS = ("logging.wandb=disabled", "logging.console=plain", "gateway.port=0")
+OPTIONS = (
+    "logging.wandb=disabled",
+    "logging.console=plain",
+    "gateway.port=0",
+    # Served unrecorded, a conversation would be nowhere, as its client was told.
+    "gateway.on_pool_failure=refuse",
+)
+ARCHIVER_LIVES_S = (5.0, 40.0)
+"""Seconds after which the archiver is killed, at least and at most."""
 
 
 async def _end(process: asyncio.subprocess.Process, how: signal.Signals) -> bool:
@@ -116,6 +137,12 @@ async def _journey(base: Path, seconds: float, seed: int) -> BenchResult:
         )
         await _until(lambda: bool(_rows(calls)), service, calls)
         began = time.time()
+        talkers = Talkers(url, seed)
+        background = [
+            asyncio.create_task(talkers.run()),
+            asyncio.create_task(_kill_archivers(live, seed, archivers := list[int]())),
+        ]
+        stack.push_async_callback(_stop, background)
 
         async def at(share: float) -> None:
             await asyncio.sleep(max(0.0, began + share * seconds - time.time()))
@@ -138,6 +165,7 @@ async def _journey(base: Path, seconds: float, seed: int) -> BenchResult:
         ):
             await trainer.wait()
         lived += [trainer.returncode == 0, await _end(service, signal.SIGTERM)]
+        await _stop(background)
         async with aiohttp.ClientSession() as http, http.get(f"{url}/statistics") as answer:
             gateway = await answer.json()
         async with connect(live) as pool:
@@ -146,6 +174,13 @@ async def _journey(base: Path, seconds: float, seed: int) -> BenchResult:
     conversations = [row for row in _rows(calls) if row["at"] <= ended]
     result = _compare(conversations, began, ended, at_the_kill)
     _compare_books(result, live, groups)
+    talked = [*talkers.talks, *_talks_of(_rows(calls))]
+    (base / "talks.jsonl").write_text(as_lines(talked))
+    await _search(result, live, talked)
+    result.figures["archivers_killed"] = len(archivers)
+    result.zero(clients_failures=len(talkers.failures))
+    if talkers.failures:
+        result.figures["failures"] = talkers.failures[:5]
     result.figures.update(
         optimizer_steps=total,
         optimizer_steps_at_the_kill=steps_at_the_kill,
@@ -158,6 +193,68 @@ async def _journey(base: Path, seconds: float, seed: int) -> BenchResult:
         processes_that_ended_by_themselves=lived.count(False),
     )
     return result
+
+
+async def _kill_archivers(live: Path, seed: int, killed: list[int]) -> None:
+    """Kill the pool's archiver again and again; the pool starts another one."""
+    dice = random.Random(seed)
+    async with connect(live) as pool:
+        while True:
+            await asyncio.sleep(dice.uniform(*ARCHIVER_LIVES_S))
+            described = await pool.describe()
+            for shard in described.get("shards", [described]):
+                if (pid := shard["archive"]["pid"]) is not None and pid not in killed:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+
+
+async def _stop(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    for failure in await asyncio.gather(*tasks, return_exceptions=True):
+        if failure is not None and not isinstance(failure, asyncio.CancelledError):
+            raise failure
+
+
+def _talks_of(rows: Sequence[dict[str, Any]]) -> list[Talk]:
+    """The conversations of the service, each by its question and its last reply."""
+    return [
+        Talk(row["uid"], "", [row["question"]], [row["reply"]], "complete", row["score"])
+        for row in rows
+        if "score" in row
+    ]
+
+
+async def _search(result: BenchResult, live: Path, talks: Sequence[Talk]) -> None:
+    """Look for what clients saw in what the run left; delete a user, and look for their words."""
+    run = read_run(live)
+    await archive_rest(live, run)
+    archive = ArchiveReader(archive_folder(live))
+    pool = stopped_pool(journal_folder(live), limits_of(run))
+    unarchived = sum(
+        port.backlog["unarchived"] for port in pool.ports if isinstance(port, StoppedPort)
+    )
+    lost, places = await missing(talks, pool, archive)
+    forgotten = [talk for talk in talks if talk.user == FORGOTTEN]
+    archive.delete("user", FORGOTTEN)
+    for talk in forgotten:
+        delete_from_journals(journal_folder(live), talk.uid)
+        archive.delete("trajectory", talk.uid)
+    words = [word for talk in forgotten for word in talk.words]
+    found = bytes_of(words, archive_folder(live), journal_folder(live))
+    known = [talk.uid for talk in forgotten if talk.words and archive.find(talk.uid)]
+    result.zero(
+        conversations_missing=len(lost),
+        files_with_words_of_the_deleted_user=len(found),
+        conversations_of_the_deleted_user_found=len(known),
+        files_damaged=len(archive.check()),
+        left_unarchived=unarchived,
+    )
+    result.at_least("conversations_of_the_deleted_user", len(forgotten), 1)
+    result.figures["conversations_found"] = [places]
+    if lost or found:
+        result.figures["missing"] = [*lost, *found][:20]
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -15,11 +15,12 @@ from stepwell.datapool import ChannelConfig
 from stepwell.datapool.config import ArchiveConfig
 from stepwell.datapool.errors import DamagedFileError, DataPoolError, InvalidRequestError
 from stepwell.datapool.files.archive import archiver, catalogue
+from stepwell.datapool.files.archive import reader as reader_module
 from stepwell.datapool.files.archive.archiver import Archive, archive_stopped, archive_waiting
 from stepwell.datapool.files.archive.catalogue import Catalogue, match_of
 from stepwell.datapool.files.archive.folder import ArchiveFolder
 from stepwell.datapool.files.archive.launch import Settings
-from stepwell.datapool.files.archive.reader import ArchiveReader, parse, waiting
+from stepwell.datapool.files.archive.reader import ArchiveReader, fate, parse, waiting
 from stepwell.datapool.files.deletion import delete_from_journals
 from stepwell.datapool.ops import Delete, Mark, OpenGroup, OpenTrajectory, ReleaseDeparted
 from stepwell.datapool.questions import ReadDeparted
@@ -567,6 +568,25 @@ def test_what_is_no_query_is_refused_with_what_there_is(text):
         parse(text)
 
 
+@pytest.mark.parametrize("few", [0, 1, 3, 5000])
+def test_how_few_pass_changes_no_answer(many, few, monkeypatch):
+    """Few are looked up one by one, of the index of one condition or of all; many in order."""
+    monkeypatch.setattr(reader_module, "FEW", few)
+    every = many.rows(limit=1000).items
+    queries = {
+        "reward > 0.5": lambda r: r["reward"] > 0.5,
+        "reward > 1000": lambda r: False,
+        "version >= 2 and reward < 0.3": lambda r: r["version"] >= 2 and r["reward"] < 0.3,
+        "tokens > 0 and state == 'none'": lambda r: False,
+        "0.1 < reward <= 0.4 and turns == 1": lambda r: 0.1 < r["reward"] <= 0.4,
+        "not (reward > 0.2)": lambda r: not r["reward"] > 0.2,
+        "user == 'nobody' or reward == 0.1": lambda r: r["reward"] == 0.1,
+    }
+    for query, passes in queries.items():
+        found = [row["uid"] for row in many.rows(parse(query), limit=1000).items]
+        assert found == [row["uid"] for row in every if passes(row)], query
+
+
 def test_what_is_not_the_same_is_the_rest(run, many):
     run.turn("s", "one with a tag", "yes")
     run.pool("apply", Mark(trajectory_uid="s", marks={"tags": ["x"]}))
@@ -658,13 +678,15 @@ def test_the_text_of_an_aborted_trajectory_is_there_while_its_group_is_live(run)
     run.turn("a", "first try", "failed", "p")
     run.pool("abort_trajectory", "a", "timeout", True)
     found = waiting(run.pool.pool.apply(ReadDeparted("a"), run.pool.now))
-    (one,) = [each for each in found if each.trajectory.trajectory_uid == "a"]
+    ((one, about),) = [each for each in found if each[0].trajectory.trajectory_uid == "a"]
     assert (one.state, one.reason) == ("aborted", "timeout")
+    assert fate(about) == "aborted (timeout); its group is in the pool"
     assert one.trajectory.steps[0].metadata["messages"][1]["content"] == "failed"
 
 
 def test_what_waits_can_be_read(run):
     run.train("t", "question", "answer")
-    (one,) = waiting(run.pool.pool.apply(ReadDeparted("p-t"), run.pool.now))
+    ((one, about),) = waiting(run.pool.pool.apply(ReadDeparted("p-t"), run.pool.now))
+    assert (fate(about), about["reward"]) == ("its group was taken by a trainer", 1.0)
     assert one.trajectory.steps[0].metadata["messages"][0]["content"] == "question"
     assert one.outcome == 1.0

@@ -6,13 +6,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import orjson
 import pytest
 
 from stepwell.cli.main import main
 from stepwell.config.load import load_config
+from stepwell.datapool.files.archive.reader import ArchiveReader
 from stepwell.datapool.files.export import read
+from stepwell.datapool.files.trained import TrainedTrajectory, write_trained
 from stepwell.datapool.ops import OpenGroup
+from stepwell.datapool.types import Trajectory
 from stepwell.run.folder import begin
+from tests.builders import step_of
+from tests.datapool.conftest import JournaledPool
 from tests.datapool.test_archive import Archived
 
 Capture = pytest.CaptureFixture[str]
@@ -104,3 +110,60 @@ def test_a_run_without_an_archive_says_so(tmp_path: Path, capsys: Capture) -> No
     folder.mkdir()
     begin(load_config("quickstart", [f"run.dir={folder}", "pool.archive.enabled=false"]))
     assert "has no archive" in told(capsys, "prompts", folder, code=2)
+
+
+def test_what_a_run_without_an_archive_left_is_imported_once(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    folder = tmp_path / "old"
+    folder.mkdir()
+    begin(load_config("quickstart", [f"run.dir={folder}", "run.name=old"]))
+    JournaledPool(folder / "pool").journal.close()
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4."}]
+    steps = (
+        step_of("kept", "g", 0, metadata={"messages": messages}),
+        step_of("kept", "g", 1, prompt_ids=[1, 2, 3, 4, 5, 6], parent_index=0, reward=1.0),
+    )
+    kept = TrainedTrajectory(Trajectory("kept", "g", steps), ({}, {}))
+    write_trained(folder, 3, {"groups": 1}, [kept], 1 << 20)
+    row = {"step": 3, "version": 2, "prompt": "2+3?", "response": "It is 6.", "reward": 0.0}
+    rows = [
+        row | {"trajectory_uid": "text", "prompt_uid": "g", "data_source": "sums", "step": 2},
+        row | {"trajectory_uid": "text", "prompt_uid": "g", "data_source": "sums"},
+        row | {"trajectory_uid": "kept", "prompt_uid": "g"},
+    ]
+    lines = b"".join(orjson.dumps(r) + b"\n" for r in rows)
+    (folder / "rollouts.jsonl").write_bytes(lines + b'{"half a li')
+    done = json.loads(told(capsys, "archive", "import", folder, "--json"))
+    assert done == {"with_tokens": 1, "as_text": 1, "known": 0}
+    again = json.loads(told(capsys, "archive", "import", folder, "--json"))
+    assert again == {"with_tokens": 0, "as_text": 0, "known": 2}
+    reader = ArchiveReader(folder / "archive")
+    exact = reader.read("kept")
+    assert exact is not None
+    for ours, theirs in zip(steps, exact.trajectory.steps, strict=True):
+        assert ours.prompt_ids.tolist() == theirs.prompt_ids.tolist()
+        assert ours.response_ids.tolist() == theirs.response_ids.tolist()
+    assert exact.trajectory.reward == 1.0
+    (found,) = reader.find("text")
+    assert (found["first"], found["last"], found["reward"]) == ("2+3?", "It is 6.", 0.0)
+    assert (found["version"], found["tokens"], found["data_source"]) == (2, 0, "sums")
+    assert "It is 6." in json.dumps(told(capsys, "show", "text", folder, "--json"))
+    assert [r["uid"] for r in json.loads(told(capsys, "data", "query", "", folder, "--json"))] == [
+        "kept",
+        "text",
+    ]
+    assert reader.check() == []
+    told(capsys, "data", "query", "", folder, "--to", tmp_path / "all.parquet")
+    assert [t.trajectory.trajectory_uid for t in read(tmp_path / "all.parquet")] == ["kept"]
+
+
+def test_a_run_that_left_nothing_is_imported_as_an_error(tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "none"
+    folder.mkdir()
+    begin(load_config("quickstart", [f"run.dir={folder}", "run.name=none"]))
+    assert "neither rollouts.jsonl nor trained/" in told(
+        capsys, "archive", "import", folder, code=2
+    )
+    (folder / "rollouts.jsonl").write_text('{"step": 1}\n')
+    assert "line 1 is no rollout" in told(capsys, "archive", "import", folder, code=2)

@@ -34,6 +34,15 @@ def test_learning_noise_and_penalties_are_no_collapse(scores: tuple[float, ...])
     assert find_collapse(records(*scores, lr=0.01)) is None
 
 
+def test_four_conversations_of_live_traffic_are_no_collapse() -> None:
+    lines = records(1.0, 0.9, 0.0, lr=0.01)
+    live = [line | {"val/pooled/rollouts": 4.0} for line in lines]
+    assert find_collapse(lines) is not None
+    assert find_collapse(live) is None
+    enough = [line | {"val/pooled/score": line["val/score"]} for line in live]
+    assert find_collapse(enough) is not None
+
+
 def test_without_evaluations_the_rewards_of_training_are_looked_at() -> None:
     rewards = [0.4] * 5 + [0.6] * 5 + [0.0] * 5
     lines = [{"step": i, "reward/mean": reward} for i, reward in enumerate(rewards, 1)]

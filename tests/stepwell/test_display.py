@@ -6,6 +6,7 @@ import pytest
 
 from stepwell.datapool.log_files import logging_to
 from stepwell.track.console import Display, sparkline
+from stepwell.trainer.validation import Evaluation
 
 RECORD = {
     "step": 3,
@@ -73,7 +74,7 @@ def test_a_step_on_conversations_has_their_loss(capsys: pytest.CaptureFixture[st
 def test_without_tools_nothing_is_said_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     display = Display("demo", "plain")
     display.step(RECORD | {"tool_use": None})
-    display.evaluation(3, 0.5, None)
+    display.evaluation(Evaluation(3, 0.5, None, 8, 0))
     display.summary(SUMMARY | {"tool_use_before": None, "tool_use_after": None}, Path("runs"))
     shown = capsys.readouterr().out
     assert "evaluation score" in shown
@@ -113,5 +114,7 @@ def test_a_quiet_console_has_evaluations_and_the_summary_alone(
     display.status("starting")
     display.step(RECORD | {"warning": "little to learn from"})
     assert capsys.readouterr().out == ""
-    display.evaluation(3, 0.5, None)
-    assert capsys.readouterr().out == "[demo] evaluation at step 3: score 0.500\n"
+    display.evaluation(Evaluation(3, 0.5, None, 8, 0))
+    assert capsys.readouterr().out == (
+        "[demo] evaluation at step 3: score 0.500, 8 rollouts of version 0\n"
+    )

@@ -12,6 +12,7 @@ from typing import Any
 from stepwell.datapool.types import DUPLICATE_OF, SFT
 from stepwell.trainer.sampling import CHANNEL
 from stepwell.trainer.updater import Updater, record_of
+from stepwell.trainer.validation import Evaluation, Pooled
 from tests.documented_metrics import documented, undocumented, unseen
 from tests.trainer.small_run import small_config, small_run
 from tests.trainer.test_loop_losses import groups, train, updater_of, with_side_call
@@ -118,5 +119,7 @@ async def test_the_figures_of_settings_are_those_of_the_page(tmp_path: Path) -> 
         keys |= (await asyncio.to_thread(mixed, updater)).keys()
     with updater_of(tmp_path, "rollout.train_branches=main") as updater:
         keys |= updater.prepare([with_side_call(group) for group in groups()]).metrics.keys()
+    live = Evaluation(4, 0.5, None, 4, 0, low=0.1, high=0.9, pooled=Pooled(0.5, 0.4, 0.6, 64, 0))
+    keys |= live.as_metrics().keys()
     assert undocumented(keys) == set()
     assert unseen(documented(always=False), keys) == set()

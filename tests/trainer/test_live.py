@@ -212,6 +212,40 @@ async def test_held_out_traffic_is_evaluated_by_the_version_that_answered_it(
         assert (await run.pool.get_statistics(VAL))["groups"]["acked"] == 3
 
 
+async def test_versions_with_little_traffic_are_evaluated_together_and_not_compared_before(
+    tmp_path: Path,
+) -> None:
+    async with small_run(live_config(tmp_path)) as run:
+        found = []
+        for version in range(6):
+            run.trainer.progress.published[version] = version
+            run.trainer.progress.version = version
+            for i in range(10):
+                reward = float(i < 4 + version)
+                await brings(run.pool, channel=VAL, rewards=(reward,), version=version)
+            found += await run.trainer.evaluate([])
+    assert [e.score for e in found] == pytest.approx([0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+    pooled = [e.pooled for e in found if e.pooled is not None]
+    assert [(p.rollouts, p.oldest_version) for p in pooled] == [
+        (10, 0),
+        (20, 0),
+        (30, 0),
+        (30, 1),
+        (30, 2),
+        (30, 3),
+    ]
+    assert pooled[-1].score == pytest.approx(0.8)
+    low, high = pooled[-1].low, pooled[-1].high
+    assert low is not None
+    assert high is not None
+    assert 0.6 < low < 0.8 < high < 0.95
+    assert [e.comparable_score for e in found[:2]] == [None, None]
+    assert "10 rollouts of version 0, too few to compare" in found[0].describe()
+    assert "30 rollouts of versions 3 to 5" in found[5].describe()
+    assert "val/pooled/score" not in found[0].as_metrics()
+    assert found[5].as_metrics()["val/pooled/score"] == pytest.approx(0.8)
+
+
 async def test_held_out_traffic_outlives_a_trainer(tmp_path: Path) -> None:
     async with small_run(live_config(tmp_path)) as run:
         await brings(run.pool, channel=VAL)

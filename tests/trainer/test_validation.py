@@ -28,6 +28,7 @@ from stepwell.trainer.samples import (
 from stepwell.trainer.validation import (
     Evaluation,
     figures,
+    interval,
     pass_at_k,
     powers_of_two,
 )
@@ -97,6 +98,40 @@ def test_figures_are_means_over_prompts_of_each_data_source() -> None:
         "val/math/truncated_ratio": 0.0,
     }
     assert figures(groups, 4, pass_reward=0.5)["val/code/pass@1"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("prompts", "low", "high"),
+    [
+        # Wilson, as statsmodels' proportion_confint(…, method="wilson") has it.
+        ([[1.0]] * 8 + [[0.0]] * 2, 0.490, 0.943),
+        ([[1.0]] * 30, 0.886, 1.0),
+        ([[0.0]] * 5, 0.0, 0.434),
+        # Student: 2.5 ± 2.776 · 1.118 / √5 …
+        ([[1.0], [2.0], [2.5], [3.0], [4.0]], 1.112, 3.888),
+    ],
+)
+def test_an_interval_is_that_of_the_books(
+    prompts: list[list[float]], low: float, high: float
+) -> None:
+    assert interval(prompts) == pytest.approx((low, high), abs=0.012)
+
+
+def test_rollouts_of_one_prompt_make_an_interval_no_narrower() -> None:
+    alike = interval([[r] * 8 for r in (0.0, 1.0, 1.0, 0.0, 1.0, 0.0)])
+    single = interval([[r] for r in (0.0, 1.0, 1.0, 0.0, 1.0, 0.0)])
+    assert alike is not None
+    assert single is not None
+    assert alike[1] - alike[0] > 0.9 * (single[1] - single[0])
+    assert interval([[0.0, 1.0] * 50, [1.0] * 50, [0.0]]) is None, "of three prompts"
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=4), min_size=4))
+def test_an_interval_holds_its_mean(prompts: list[list[float]]) -> None:
+    found = interval(prompts)
+    rewards = [r for of in prompts for r in of]
+    assert found is not None
+    assert found[0] - 1e-9 <= sum(rewards) / len(rewards) <= found[1] + 1e-9
 
 
 def test_a_rollout_that_failed_is_missing_and_not_zero() -> None:

@@ -21,7 +21,6 @@ from stepwell.datapool.sealed import sealed
 from stepwell.datapool.types import Step, Trajectory
 from stepwell.gateway.endpoints import ENDPOINTS
 from stepwell.gateway.ui import dashboard
-from stepwell.gateway.ui.alerts import alerts
 from stepwell.gateway.ui.dashboard import as_json
 from stepwell.gateway.ui.router import STATIC
 from stepwell.gateway.ui.run_folder import RunFolder
@@ -378,63 +377,6 @@ async def test_pages_are_told_once_a_second_and_nobody_is_asked_when_they_have_l
         assert live._task is not None
     async with asyncio.timeout(5):
         await live._task
-
-
-def test_alerts_say_what_is_wrong_and_why() -> None:
-    tick = {
-        "gateway": {"engine": {"engines": [{"url": "http://e", "state": "down", "version": 1}]}},
-        "pool": {
-            "train": {
-                "groups": {
-                    "dropped": 30,
-                    "acked": 10,
-                    "drop_reasons": {"stale": 28, "deadline": 2},
-                },
-                "oldest_open": [
-                    {"prompt_uid": "p", "age_s": 999.0, "running": 0, "why": "1 of 4 complete"}
-                ],
-                "ready": 3,
-                "has_consumer": False,
-            }
-        },
-        "metrics": {"log_prob_gap": 0.7, "wait/trainer_starved": 0.9},
-    }
-    found = {alert.title: alert.why for alert in alerts(tick)}
-    assert list(found) == [
-        "Engine http://e is down",
-        "Group p in train is starving",
-        "Nobody has leased of train yet",
-        "75% of the groups of train were dropped",
-        "Engine and trainer disagree: log-prob gap 0.7",
-        "The trainer waits for groups 90% of the time",
-    ]
-    assert found["75% of the groups of train were dropped"] == "28 stale, 2 deadline"
-    assert "3 groups are ready" in found["Nobody has leased of train yet"]
-    well = {"gateway": {}, "pool": {}, "metrics": {"log_prob_gap": 1e-4}}
-    assert not list(alerts(well))
-    assert [a.title for a in alerts({"pool": None})] == ["The pool does not answer"]
-
-
-@pytest.mark.parametrize(
-    ("tick", "titles"),
-    [
-        (
-            {"gateway": {"recording": {"unrecorded_share": 1 / 3000, "unrecorded": {"closed": 1}}}},
-            [],
-        ),
-        (
-            {"gateway": {"recording": {"unrecorded_share": 0.002, "unrecorded": {"closed": 6}}}},
-            ["0.2% of the calls are not stored"],
-        ),
-        ({"metrics": {"groups/no_signal": 0.88, "reward/mean": 0.97}}, []),
-        (
-            {"metrics": {"groups/no_signal": 0.88, "reward/mean": 0.03}},
-            ["88% of the groups teach nothing"],
-        ),
-    ],
-)
-def test_an_alarm_says_only_what_is_so(tick: dict[str, Any], titles: list[str]) -> None:
-    assert [alert.title for alert in alerts({"pool": {}} | tick)] == titles
 
 
 # -- curation ------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ import orjson
 
 from stepwell.datapool.errors import DataPoolError
 from stepwell.datapool.files.archive.conversations import preview, text_of
+from stepwell.datapool.files.archive.folder import IMPORTED, FileName
 from stepwell.datapool.files.archive.parquet import step_messages
 
 VERSION: Final = 1
@@ -167,6 +168,12 @@ class Catalogue:
             raise
         self._db.execute("COMMIT")
 
+    @contextmanager
+    def bulk(self) -> Iterator[sqlite3.Connection]:
+        """One change of the tables as they are."""
+        with self._change():
+            yield self._db
+
     # -- writing -----------------------------------------------------------------------------
 
     def files(self) -> dict[tuple[str, str], sqlite3.Row]:
@@ -183,20 +190,29 @@ class Catalogue:
         """
         places = [(g, r) for g, n in enumerate(groups) for r in range(n)]
         rows = table.drop_columns(["token_ids", "log_probs"]).to_pylist()
+        found = FileName.of(name)
+        is_older = found is not None and found.journal == IMPORTED
         newest = max((_seconds(row["left_at"]) or 0.0 for row in rows), default=0.0)
         with self._change():
             before = self._db.execute("SELECT id FROM trajectories WHERE file = ?", (name,))
             gone = {row[0] for row in before.fetchall()}
-            for (group, at), row in zip(places, rows, strict=True):
-                gone.discard(self._add(name, group, at, row))
+            both = zip(places, rows, strict=True)
+            for (group, at), row in reversed(list(both)) if is_older else both:
+                gone.discard(self._add(name, group, at, row, is_older))
             self._forget(sorted(gone))
             self._note("trajectories", name, digest, n_bytes, len(rows), newest)
 
     def _note(self, *values: Any) -> None:
         self._db.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)", values)
 
-    def _add(self, name: str, group: int, at: int, row: Mapping[str, Any]) -> int | None:
-        """Add a row, or its new place; its id."""
+    def _add(
+        self, name: str, group: int, at: int, row: Mapping[str, Any], is_older: bool
+    ) -> int | None:
+        """Add a row, or its new place; its id.
+
+        Args:
+            is_older: than all that is here: an import.
+        """
         key = row["trajectory_uid"], row["channel"], row["attempt"], row["part"]
         where = "uid = ? AND channel = ? AND attempt = ? AND part = ?"
         place = f"UPDATE trajectories SET file = ?, row_group = ?, row = ? WHERE {where}"
@@ -228,6 +244,9 @@ class Catalogue:
             "first": preview(row["first_user"]),
             "last": preview(row["last_reply"]),
         }
+        if is_older:
+            oldest = self._db.execute("SELECT min(id) FROM trajectories").fetchone()[0]
+            values["id"] = min(0, oldest or 0) - 1
         names, marks = ", ".join(f'"{key}"' for key in values), ", ".join("?" * len(values))
         insert = f"INSERT INTO trajectories ({names}) VALUES ({marks})"
         rowid = self._db.execute(insert, tuple(values.values())).lastrowid

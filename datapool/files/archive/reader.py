@@ -35,10 +35,12 @@ from stepwell.datapool.files.archive.folder import (
     ArchiveFolder,
     FileName,
     Kind,
+    PictureFiles,
     tombstone,
 )
 from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.questions import DepartedRows
+from stepwell.datapool.store.picture_folder import read_picture
 from stepwell.datapool.store.segments import Row
 from stepwell.datapool.types import MAX_INT
 
@@ -408,6 +410,10 @@ class ArchiveReader:
                 return found
         return []
 
+    def find_exact(self, uid: str) -> bool:
+        """Return whether a trajectory with this uid is here."""
+        return bool(self._ask("SELECT uid FROM trajectories WHERE uid = ? LIMIT 1", (uid,)))
+
     def feedback(self, uid: str) -> list[dict[str, Any]]:
         """Rewards that came after the trajectory took none any more."""
         return self._ask("SELECT * FROM feedback WHERE uid = ? ORDER BY part", (uid,))
@@ -431,7 +437,13 @@ class ArchiveReader:
         last = rows[-1]["attempt"] if all(row["part"] == 0 for row in rows) else None
         chosen = [row for row in rows if last in (None, row["attempt"])]
         chosen.sort(key=lambda row: row["part"])
-        return parquet.exported([self._row(uid, row) for row in chosen])
+        found = [self._row(uid, row) for row in chosen]
+        paths = {
+            digest: self.folder.pictures(row["file"]) / key
+            for row in found
+            for digest, key in parquet.picture_keys(row).items()
+        }
+        return replace(parquet.exported(found), pictures=PictureFiles(paths))
 
     def _row(self, uid: str, row: dict[str, Any]) -> dict[str, Any]:
         from stepwell.datapool.files.archive import parquet
@@ -441,7 +453,7 @@ class ArchiveReader:
             try:
                 found = parquet.read_row(path, row["row_group"], row["row"])
                 if found["trajectory_uid"] == uid:
-                    return found
+                    return found | {"file": row["file"]}
             except (FileNotFoundError, IndexError):
                 pass
             # The archiver merged or rewrote the file since: look the place up again.
@@ -457,12 +469,17 @@ class ArchiveReader:
     def read_all(
         self, where: Filter = ALL, search: str | None = None
     ) -> Iterator[ExportedTrajectory]:
-        """All trajectories that pass, whole, the newest first."""
+        """All trajectories that pass, whole, the newest first; without those of which only the text
+        was imported."""
         cursor = None
         while True:
             page = self.rows(where, search, cursor=cursor)
             for row in page.items:
-                if row["part"] == 0 and (found := self.read(row["uid"])) is not None:
+                if (
+                    row["part"] == 0
+                    and row["tokens"]
+                    and (found := self.read(row["uid"])) is not None
+                ):
                     yield found
             if (cursor := page.cursor) is None:
                 return
@@ -524,12 +541,19 @@ class ArchiveReader:
         try:
             data = path.read_bytes()
             parquet.check_bytes(path, data)
-            parquet.read_table(path)
+            table = parquet.read_table(path)
         except FileNotFoundError:
             return []  # it was merged meanwhile
         except (DamagedFileError, OSError) as e:
             return [str(e)]
-        return []
+        told: list[str] = []
+        for key in parquet.all_picture_keys(table) if kind == TRAJECTORIES else ():
+            try:
+                read_picture(self.folder.pictures(name) / key)
+            except DamagedFileError as e:
+                if path.exists():  # else it was merged meanwhile
+                    told.append(str(e))
+        return told
 
 
 def _query(catalogue: Catalogue, sql: str, values: Sequence[Any]) -> list[dict[str, Any]]:
@@ -628,8 +652,9 @@ def fate(row: Mapping[str, Any]) -> str:
     return f"{row['state']}; {said}" if row["left"] == "live" else said
 
 
-def waiting(found: Sequence[DepartedRows]) -> list[ExportedTrajectory]:
-    """Trajectories that wait to be archived, of rows that `ReadDeparted` answered."""
+def waiting(found: Sequence[DepartedRows]) -> list[tuple[ExportedTrajectory, dict[str, Any]]]:
+    """Trajectories that wait to be archived, of rows that `ReadDeparted` answered; with each what
+    its `fate` is told by, as a list's row has it, and its reward."""
     from stepwell.datapool.files.archive import parquet
 
     parts: dict[str, list[Conversation]] = {}
@@ -638,7 +663,7 @@ def waiting(found: Sequence[DepartedRows]) -> list[ExportedTrajectory]:
         for one in conversations(each.channel, rows):
             if isinstance(one, Conversation):
                 parts.setdefault(one.trajectory_uid, []).append(one)
-    whole: list[ExportedTrajectory] = []
+    whole: list[tuple[ExportedTrajectory, dict[str, Any]]] = []
     for of_one in parts.values():
         table = parquet.trajectory_table(of_one)
         rows_of = table.drop_columns(["token_ids", "log_probs"]).to_pylist()
@@ -646,6 +671,8 @@ def waiting(found: Sequence[DepartedRows]) -> list[ExportedTrajectory]:
             for name in ("token_ids", "log_probs"):
                 row[name] = table[name].combine_chunks()[i].values.to_numpy(zero_copy_only=False)
         is_live = of_one[0].left == "live"
-        found_one = parquet.exported(rows_of)
-        whole.append(replace(found_one, group_state="live") if is_live else found_one)
+        exported = parquet.exported(rows_of)
+        names = ("state", "reason", "left", "drop_reason", "reward")
+        about = {name: rows_of[0][name] for name in names}
+        whole.append((replace(exported, group_state="live") if is_live else exported, about))
     return whole

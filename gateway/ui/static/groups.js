@@ -95,7 +95,7 @@ export function Trajectories({ about, params }) {
   return html`
     <div class="head"><h1>Trajectories</h1></div>
     <form class="filters" aria-label="Search" onSubmit=${(/** @type {Event} */ e) => e.preventDefault()}>
-      <${Field} label="Search first messages and last replies" type="search" value=${search} onChange=${(v) => amend({ search: v })} />
+      <${Field} label="Search first messages and last replies" type="search" wide=${true} value=${search} onChange=${(v) => amend({ search: v })} />
     </form>
     <${Filters} about=${about} params=${params} states=${["open", "complete", "aborted"]}
       extra=${html`<${Field} label="Trajectory id" value=${params.trajectory_uid} onChange=${(v) => amend({ trajectory_uid: v })} />
@@ -177,7 +177,7 @@ export function Group({ about, params }) {
                   ? html`<${Stat} label="advantage" value=${number(t.advantage)} />`
                   : html`<${Stat} label="to the mean" value=${t.reward === null || mean === null ? "–" : number(t.reward - mean)} />`}
                 <${Stat} label="steps" value=${t.n_steps} />
-                <${Stat} label="tokens" value=${number(t.n_tokens)} />
+                <${Stat} label="tokens" value=${number(t.n_unique_tokens ?? t.n_tokens)} />
                 <${Stat} label="versions" value=${versions(t)} />
               </dl>
             </a>`)}

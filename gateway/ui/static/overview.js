@@ -2,10 +2,11 @@
 import { useMemo } from "./vendor/preact.js";
 import { html } from "./shown.js";
 import { link, rate, useApi, useTicks } from "./api.js";
-import { Bars, Card, Chart, Chip, Empty, Spark, Stat, bytes, number, percent, seconds } from "./parts.js";
+import { Bars, Card, Chart, Chip, Empty, Spark, Stat, bytes, clock, number, percent, seconds } from "./parts.js";
 
 const CURVES = [
-  "reward/mean", "val/score", "val/step", "staleness/mean", "staleness/max", "tokens_per_s", "time/step_s",
+  "reward/mean", "val/score", "val/score_low", "val/score_high", "val/step", "val/version", "val/rollouts",
+  "val/pooled/score", "val/pooled/low", "val/pooled/high", "val/pooled/rollouts", "val/pooled/oldest_version", "staleness/mean", "staleness/max", "tokens_per_s", "time/step_s",
   "wait/trainer_starved", "wait/generation_saturated", "off_policy/kl_k1", "off_policy/ess", "log_prob_gap",
   "grad_norm", "policy/entropy", "loss",
 ];
@@ -14,23 +15,44 @@ const CURVES = [
 const total = (pool, count) =>
   Object.entries(pool ?? {}).reduce((sum, [name, channel]) => (name === "val" ? sum : sum + count(channel)), 0);
 
+/** Evaluations in order; of live traffic each is of the last versions together, and has no score of too few.
+ * @param {Record<string, any[]>} series @returns {Row[]} */
+function evaluations(series) {
+  const at = (/** @type {string} */ key, /** @type {number} */ i) => series[`val/${key}`]?.[i] ?? null;
+  return (series["val/step"] ?? []).flatMap((step, i) => {
+    if (step === null) return [];
+    const pooled = at("pooled/rollouts", i) !== null;
+    const of = (/** @type {string} */ key, /** @type {string} */ own) => at(pooled ? `pooled/${key}` : own, i);
+    const version = at("version", i);
+    return [{ step, version, oldest: pooled ? at("pooled/oldest_version", i) ?? version : version, n: of("rollouts", "rollouts"),
+      score: of("score", "score"), low: of("low", "score_low"), high: of("high", "score_high") }];
+  });
+}
+
+/** @param {{ of: Row | undefined }} props */
+const Evaluated = ({ of }) => of ? html`<p class="fine">Evaluation at step ${of.step}: ${of.score === null
+  ? `${of.n} rollouts, too few to say`
+  : `${number(of.score)}${of.low === null ? "" : ` (95 %: ${number(of.low, 2)} to ${number(of.high, 2)})`}, ${of.n} rollouts`}
+  of ${of.oldest === of.version ? `version ${of.version}` : `versions ${of.oldest} to ${of.version}`}.</p>` : null;
+
 /** Scores at the steps whose weights they are of, beside the rewards. @param {Record<string, any[]>} series */
 function scored(series) {
   const [steps, rewards] = [series.step ?? [], series["reward/mean"] ?? []];
   const reward = new Map(steps.map((step, i) => [step, rewards[i]]));
   const score = new Map();
-  (series["val/score"] ?? []).forEach((value, i) => value !== null && score.set(series["val/step"][i] ?? steps[i], value));
+  evaluations(series).forEach((each) => each.score !== null && score.set(each.step, each.score));
   const x = [...new Set([...steps, ...score.keys()])].sort((a, b) => a - b);
   return { x, rewards: x.map((step) => reward.get(step) ?? null), scores: x.map((step) => score.get(step) ?? null) };
 }
 
-/** @param {{ alerts: Tick["alerts"] }} props */
-const Alerts = ({ alerts }) =>
+/** @param {{ alerts: Tick["alerts"], about: Row }} props */
+const Alerts = ({ alerts, about }) =>
   alerts.length === 0
-    ? html`<p class="notice good" role="status">Nothing is wrong: engines, pool and trainer are well.</p>`
+    ? html`<p class="notice good" role="status">${about.read_only ? "This run is over; its last step was well." : "Nothing is wrong with engines, pool and trainer."}</p>`
     : html`<ul class="alerts" aria-label="Alerts">
         ${alerts.map((alert) => html`<li class=${`notice ${alert.severity === "error" ? "bad" : "warn"}`}>
-          <b>${alert.title}</b> <span>${alert.why}</span></li>`)}
+          <b>${alert.title}</b> <span>${alert.why}</span>
+          <small>seen since ${clock(alert.since)}${alert.page !== "overview" && html` · <a href=${link(alert.page, alert.params)}>evidence</a>`}</small></li>`)}
       </ul>`;
 
 /** @param {{ title: string, href?: string, main: any, unit: string, children?: any, spark?: (number | null)[] }} props */
@@ -127,10 +149,11 @@ export function Overview({ about }) {
     <${Chart} label=${label} x=${x} lines=${lines.map(([key, name, hue]) => ({ name, values: series[key] ?? [], colour: hue, points: key.startsWith("val/") }))} />`;
   return html`
     <h1 class="hidden">Overview</h1>
-    ${tick && html`<${Alerts} alerts=${tick.alerts} /><${Flow} ticks=${ticks} />`}
+    ${tick && html`<${Alerts} alerts=${tick.alerts} about=${about} /><${Flow} ticks=${ticks} />`}
     <div class="grid">
       <${Card} title="Reward and evaluation" class="wide">
-        <${Chart} label="Reward" x=${curve.x} height=${230} lines=${[{ name: "reward, training", values: curve.rewards, colour: "accent" }, { name: "score, evaluation", values: curve.scores, colour: "second", points: true }]} /><//>
+        <${Chart} label="Reward" x=${curve.x} height=${230} lines=${[{ name: "reward, training", values: curve.rewards, colour: "accent" }, { name: "score, evaluation", values: curve.scores, colour: "second", points: true }]} />
+        <${Evaluated} of=${evaluations(series).at(-1)} /><//>
       <${Card} title="Who waits for whom">${tick && html`<${Waits} ticks=${ticks} />`}<//>
       <${Card} title="How old the tokens were" aside=${html`<small>last 20 steps, in versions</small>`}>
         ${data?.lag?.length ? html`<${Bars} label="Tokens by lag in versions" bars=${data.lag.map(([name, n]) => ({ name: `lag ${name}`, value: n }))} />` : html`<${Empty}>No figures yet.<//>`}

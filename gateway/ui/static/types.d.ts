@@ -53,6 +53,7 @@ interface Tokens {
   texts: string[];
   versions: (number | null)[];
   columns: Record<string, (number | null)[]>;
+  pictures: { digest: string; width: number; height: number; at: number; n_tokens: number }[];
 }
 
 interface Tick {
@@ -62,6 +63,6 @@ interface Tick {
   events: Row[];
   metrics?: Row | null;
   optimizer_steps?: number;
-  alerts: { severity: string; title: string; why: string }[];
+  alerts: { key: string; severity: string; title: string; why: string; since: number; page: string; params: Params }[];
   shards?: Row;
 }
