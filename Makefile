@@ -72,6 +72,11 @@ test-deploy: install .venv-deploy/.installed
 	KUBERAY_GIT=$(or $(KUBERAY_GIT),$(CURDIR)/.kuberay) .venv-deploy/bin/python -m pytest --noconftest -c /dev/null --rootdir tests/deploy -p no:cacheprovider tests/deploy/with_tools.py
 	$(BIN)/pytest -m "" tests/deploy
 
+#   make test-gpu   the torch backend on one GPU against the CPU: scores, updates, speed, memory (OUT=folder keeps the figures)
+.PHONY: test-gpu
+test-gpu: install
+	$(BIN)/pytest -rs -s tests/gpu/on_one_gpu.py
+
 #   make test-newcomer  a newcomer's first hour: the built wheel in an empty folder, an own agent, live traffic, mistakes
 .PHONY: test-newcomer
 test-newcomer: install
