@@ -141,7 +141,7 @@ CLAW_R1_COMMIT := 4e1dec65a49c4b6f6e64e717e4ac0a169e06a580
 #   make test-verl  verl itself, in an environment of its own: formulas, batches, an actor's update, TransferQueue, its data sets, tools and rewards; Claw-R1's pool
 test-verl: .venv-verl/.installed .claw-r1/$(CLAW_R1_COMMIT)
 	.venv-verl/bin/python -m pytest tests/trainer/test_golden_losses.py tests/trainer/test_advantages.py tests/backends/test_critic.py tests/backends/test_same_loss.py
-	.venv-verl/bin/python -m pytest tests/backends/test_verl_live.py
+	.venv-verl/bin/python -m pytest tests/backends/test_verl_live.py tests/backends/test_verl_images.py
 	.venv-verl/bin/python -m pytest tests/documents/test_verl_itself.py tests/documents/test_verl.py
 	PYTHONPATH=.claw-r1 .venv-verl/bin/python -m pytest tests/backends/test_claw_r1_itself.py
 

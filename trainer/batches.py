@@ -239,29 +239,21 @@ class Batches:
             channel.producer.settle(consumed)
 
     async def pictures(self, groups: Sequence[Group]) -> dict[str, bytes]:
-        """Pictures that the steps of a batch name, PNG by digest: each is read once.
+        """Pictures that the steps of a batch name, PNG by digest.
 
         Raises:
             BatchError: they are more than `MAX_PICTURE_BYTES`.
         """
-        pools = {channel.name: channel.pool for channel in self.channels}
+        keepers = {channel.name: channel.keeper for channel in self.channels}
         found: dict[str, bytes] = {}
-        size = 0
         for group in groups:
-            name = group.metadata.get(CHANNEL, TRAIN)
-            for trajectory in group.trajectories:
-                named = {p.digest for step in trajectory.steps for p in step.pictures}
-                if not (new := named - found.keys()):
-                    continue
-                uid = trajectory.trajectory_uid
-                found |= await pools[name].read_pictures(uid, sorted(new), name)
-                size += sum(len(found[digest]) for digest in new)
-                if size > MAX_PICTURE_BYTES:
-                    raise BatchError(
-                        f"the pictures of a batch of {len(groups)} groups have more than "
-                        f"{MAX_PICTURE_BYTES:,} bytes; train on fewer prompts in a batch, or send "
-                        "smaller pictures (max_pixels in the model's preprocessor_config.json)"
-                    )
+            found |= await keepers[group.metadata.get(CHANNEL, TRAIN)].pictures(group)
+            if sum(map(len, found.values())) > MAX_PICTURE_BYTES:
+                raise BatchError(
+                    f"the pictures of a batch of {len(groups)} groups have more than "
+                    f"{MAX_PICTURE_BYTES:,} bytes; train on fewer prompts in a batch, or send "
+                    "smaller pictures (max_pixels in the model's preprocessor_config.json)"
+                )
         return found
 
     async def metrics(self, groups: Sequence[Group]) -> dict[str, Any]:

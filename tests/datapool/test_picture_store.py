@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stepwell.datapool import ChannelConfig, DataPoolClient, PoolConfig, Step
-from stepwell.datapool.core.pictures import GRACE_S
+from stepwell.datapool.core.pictures import GRACE_S, SWEPT_AT_ONCE
 from stepwell.datapool.errors import (
     DamagedFileError,
     InvalidRequestError,
@@ -29,7 +29,7 @@ from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.remote.stopped import stopped_pool
 from stepwell.datapool.store.salvage import salvage
 from stepwell.datapool.types import OWNER
-from tests.builders import step_of
+from tests.builders import step_of, until
 from tests.datapool.conftest import JournaledPool, SyncPool, newest_segment
 
 PAD, N = 99, 4
@@ -482,3 +482,24 @@ def test_the_pictures_of_a_damaged_journal_go_with_what_is_saved_of_it(pool: Poo
         assert again("read_pictures", row.trajectory_uid, (digest,)) == source(digest)
     assert live
     again.journal.close()
+
+
+# -- the service -----------------------------------------------------------------------------------
+
+
+async def test_a_service_removes_in_slices_what_nothing_refers_to(tmp_path: Path) -> None:
+    digests = [name(i) for i in range(2 * SWEPT_AT_ONCE + 10)]
+    config = PoolConfig(default=ChannelConfig(n_rollouts=1), durability="power")
+    async with DataPoolClient.local(config, tmp_path / "pool") as client:
+        for uid, own in (("t", digests[:-1]), ("u", digests[-1:])):
+            prompt = [PAD] * len(own)
+            pictures = tuple(Picture(digest, 28, 28, i, 1) for i, digest in enumerate(own))
+            step = step_of(uid, uid, prompt_ids=prompt, pictures=pictures)
+            await client.submit_step(step, pictures=source(*own))
+        assert len(stored(tmp_path / "pool")) == len(digests)
+        await client.delete_trajectory("t")
+        left = stored(tmp_path / "pool")
+        assert len(left) == len(digests) - SWEPT_AT_ONCE, "others do not wait for all of them"
+        await until(lambda: len(stored(tmp_path / "pool")) == 1)
+    async with DataPoolClient.local(config, tmp_path / "pool") as client:
+        assert await client.read_pictures("u", digests[-1:]) == source(digests[-1])

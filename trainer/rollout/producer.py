@@ -359,7 +359,7 @@ class Producer(GroupProducer):
                 self._pace.lost(prompt_uid)
 
     async def _start(self, prompt_uid: str, task: Task, n: int, min_n: int, channel: str) -> None:
-        about = without_pictures(task)
+        about = without_pictures(task) if "messages" in task else task
         if channel == SFT:  # a conversation is in its own steps
             about = {k: task[k] for k in ("instance_id", "data_source")}
         await self._pool.open_group(
