@@ -150,7 +150,8 @@ class Trainer:
             with self._phases("train"):
                 step = partial(self.updater.step, prepared, steps)
                 update = await self._traced("step", step)
-            await self.publisher.stepped()
+            is_last = number == len(prepared.mini_batches) or self.evaluation_due()
+            await self.publisher.stepped(is_last=is_last)
             with self._phases("sample"):
                 write = partial(self.trained.write, version=self.progress.version, again=epoch > 0)
                 await self._compute(write, self.progress.updates, trained_on, prepared.batch)

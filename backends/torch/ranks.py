@@ -15,7 +15,7 @@ Does not own: the model, the sharding, who computes what (`torch/backend.py`, `f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -73,7 +73,7 @@ class RankedBatch(TokenBatch):
     """A `TokenBatch` that the ranks know by its number."""
 
     number: int = 0
-    pictures: Pictures = field(default_factory=Pictures)
+    pictures: Pictures | None = None
 
 
 class RankedBackend(TrainingBackend):
@@ -97,7 +97,7 @@ class RankedBackend(TrainingBackend):
         """`convert`; every rank gets all `pictures`."""
         flat = TokenBatch.of(steps)
         self._batches += 1
-        own = Pictures(dict(pictures))
+        own = Pictures(dict(pictures)) if pictures else None
         batch = RankedBatch(flat.steps, flat.offsets, flat.columns, self._batches, own)
         self._send(batch)
         return batch
@@ -167,7 +167,8 @@ class RankedBackend(TrainingBackend):
 
     def _send(self, batch: RankedBatch) -> None:
         if self._sent != batch.number:
-            self._ranks.call("convert_with_pictures", list(batch.steps), batch.pictures.pngs)
+            pngs = {} if batch.pictures is None else batch.pictures.pngs
+            self._ranks.call("convert_with_pictures", list(batch.steps), pngs)
             self._sent = batch.number
 
 

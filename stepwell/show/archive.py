@@ -18,14 +18,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from stepwell.datapool.files.archive.conversations import cut
 from stepwell.datapool.files.archive.reader import ArchiveReader, fate
 from stepwell.run.folder import RunFile, archive_folder, holder, journal_folder, read_run
 from stepwell.show.run import choose_run, limits_of
 from stepwell.track.console import all_safe
 from stepwell.trainer.errors import ConfigError
 
-WIDE = 60
-"""Columns of a text in a list."""
+WIDE = 120
+"""Characters of a text in a list."""
 
 
 def open_archive(where: str | None) -> ArchiveReader:
@@ -92,8 +93,8 @@ def outcome(row: Mapping[str, Any]) -> str:
 
 
 def _short(text: str | None) -> str:
-    one = " ".join((text or "–").split())
-    return one if len(one) <= WIDE else f"{one[: WIDE - 1]}…"
+    """The text in one line, cut where it is long."""
+    return cut(" ".join((text or "–").split()), WIDE)
 
 
 def prompts_screen(rows: Sequence[Mapping[str, Any]]) -> RenderableType:

@@ -451,12 +451,13 @@ def trajectory_screen(opened: Opened) -> RenderableType:
             (head["trajectory_uid"], "bold"),
             "  ",
             (state, STATES.get(state, "")),
-            f"  reward {_number(head['reward'])}",
+            f"  reward {_number((archived or {}).get('reward', head['reward']))}",
             ("" if trained or not head["reason"] else f"  {head['reason']}", "red"),
         ),
         Text(
             f"group {head['prompt_uid']} ({group_state}) · "
-            f"channel {head['channel']} · {len(steps)} steps · {len(rows)} "
+            f"channel {head['channel']} · "
+            f"{len(steps)} {'step' if len(steps) == 1 else 'steps'} · {len(rows)} "
             f"{'branch' if len(rows) == 1 else 'branches'} · {n_masked} tokens "
             f"{'trained' if is_trained else 'in the loss mask'}",
             "dim",

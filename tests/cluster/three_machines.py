@@ -189,9 +189,5 @@ def test_the_plan_of_a_joined_ray_names_its_machines(machines: Machines) -> None
     told = ("backend.device=cpu", "cluster.engines=3", f"cluster.address={machines.address}")
     ran = stepwell(machines, "plan", "--config", "quickstart", *told, folder=machines.local)
     assert ran.returncode == 0, ran.stderr
-    rows = {
-        line.split()[0:2][1] if line.startswith("engine") else "": line
-        for line in ran.stdout.splitlines()
-        if line.startswith("engine ")
-    }
-    assert [ip in rows[str(i)] for i, ip in enumerate((FIRST, SECOND, THIRD))] == [True] * 3
+    rows = [line.split() for line in ran.stdout.splitlines() if line.startswith("engine ")]
+    assert [row[2] for row in rows] == [FIRST, SECOND, THIRD]

@@ -15,6 +15,7 @@ from stepwell.datapool import ChannelConfig
 from stepwell.datapool.config import ArchiveConfig
 from stepwell.datapool.errors import DamagedFileError, DataPoolError, InvalidRequestError
 from stepwell.datapool.files.archive import archiver, catalogue
+from stepwell.datapool.files.archive import reader as reader_module
 from stepwell.datapool.files.archive.archiver import Archive, archive_stopped, archive_waiting
 from stepwell.datapool.files.archive.catalogue import Catalogue, match_of
 from stepwell.datapool.files.archive.folder import ArchiveFolder
@@ -565,6 +566,25 @@ def test_a_query_filters(many):
 def test_what_is_no_query_is_refused_with_what_there_is(text):
     with pytest.raises(InvalidRequestError, match="compare attempt"):
         parse(text)
+
+
+@pytest.mark.parametrize("few", [0, 1, 3, 5000])
+def test_how_few_pass_changes_no_answer(many, few, monkeypatch):
+    """Few are looked up one by one, of the index of one condition or of all; many in order."""
+    monkeypatch.setattr(reader_module, "FEW", few)
+    every = many.rows(limit=1000).items
+    queries = {
+        "reward > 0.5": lambda r: r["reward"] > 0.5,
+        "reward > 1000": lambda r: False,
+        "version >= 2 and reward < 0.3": lambda r: r["version"] >= 2 and r["reward"] < 0.3,
+        "tokens > 0 and state == 'none'": lambda r: False,
+        "0.1 < reward <= 0.4 and turns == 1": lambda r: 0.1 < r["reward"] <= 0.4,
+        "not (reward > 0.2)": lambda r: not r["reward"] > 0.2,
+        "user == 'nobody' or reward == 0.1": lambda r: r["reward"] == 0.1,
+    }
+    for query, passes in queries.items():
+        found = [row["uid"] for row in many.rows(parse(query), limit=1000).items]
+        assert found == [row["uid"] for row in every if passes(row)], query
 
 
 def test_what_is_not_the_same_is_the_rest(run, many):

@@ -22,7 +22,7 @@ from PIL import Image
 
 from stepwell.backends.pictures import digest_of
 from stepwell.datapool.pictures import shadow_ids
-from tests.gateway.conftest import World
+from tests.gateway.conftest import Sampled, World
 from tests.vision_model import make_vision_model, png
 
 TURNS = 50
@@ -577,6 +577,27 @@ async def test_messages_of_a_step_refer_to_pictures_and_hold_none(vision: World)
     assert len(json.dumps(step.metadata)) < 2000
 
 
+async def test_the_dashboard_shows_a_picture_of_a_trajectory_that_refers_to_it(
+    vision: World,
+) -> None:
+    for uid, seed in (("t1", 1), ("t2", 2)):
+        client = await vision.client(uid, f"p-{uid}")
+        messages: Any = [{"role": "user", "content": shown("What is it?", png(seed=seed))}]
+        await client.chat.completions.create(model="m", messages=messages)
+    digest = vision.stored("t1")[0].pictures[0].digest
+    async with aiohttp.ClientSession(f"{vision.url}/ui/api/") as http:
+        asked = {"trajectory_uid": "t1", "digest": digest}
+        async with http.get("picture", params=asked) as answer:
+            assert (answer.status, answer.content_type) == (200, "image/png")
+            assert digest_of(Image.open(BytesIO(await answer.read()))) == digest
+        for wrong in ({"trajectory_uid": "t2"}, {"digest": "0" * 64}):
+            async with http.get("picture", params=asked | wrong) as answer:
+                assert answer.status == 404
+        async with http.get("tokens", params={"trajectory_uid": "t1", "index": "0"}) as answer:
+            (picture,) = (await answer.json())["pictures"]
+    assert picture == vision.stored("t1")[0].pictures[0]._asdict()
+
+
 async def test_nothing_keeps_a_pictures_bytes_after_its_request(vision: World) -> None:
     import gc
 
@@ -627,6 +648,54 @@ async def test_white_box_agents_send_pictures_in_messages_alone(vision: World) -
         async with http.post(f"{vision.url}/generate", json=sent) as answer:
             assert answer.status == 400
             assert "ids of vision tokens" in (await answer.json())["error"]["message"]
+
+
+async def test_white_box_steps_hold_no_vision_tokens(vision: World) -> None:
+    step = {
+        "prompt_ids": [1, placeholder(vision)],
+        "response_ids": [2],
+        "trajectory_uid": "t",
+        "prompt_uid": "p",
+    }
+    item = {"instance_id": "i", "reward": 1.0, "tokens": [1, placeholder(vision), 2]}
+    item |= {"response_length": 1, "weight_versions": ["0"]}
+    async with aiohttp.ClientSession() as http:
+        for path, body in (("/submit_steps", {"steps": [step]}), ("/buffer/write", item)):
+            async with http.post(vision.url + path, json=body) as answer:
+                assert answer.status == 400
+                assert "ids of vision tokens" in await answer.text()
+    assert not vision.stored()
+
+
+async def test_a_vision_token_that_an_engine_samples_fails_the_call(vision: World) -> None:
+    vision.engine.script.append(Sampled([7, placeholder(vision), 9]))
+    client = await vision.client()
+    with pytest.raises(APIError, match="sampled a vision token"):
+        await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "No picture."}]
+        )
+    assert not vision.stored()
+
+
+async def test_a_conversation_with_pictures_goes_on_at_another_gateway(
+    worlds: Any, vision: World, vision_folder: str
+) -> None:
+    """Its engine has not seen the pictures: those of turns that are stored come from the pool."""
+    other = await worlds(family=vision_folder, tokenizer_path=vision_folder, pool=vision.pool)
+    messages: list[Any] = []
+    for i, world in enumerate((vision, other)):
+        client = await world.client()
+        messages.append({"role": "user", "content": shown(png(seed=i))})
+        answer = await client.chat.completions.create(model="m", messages=messages)
+        messages.append(answer.choices[0].message)
+    again = await (await vision.client()).chat.completions.create(
+        model="m", messages=messages[:-1], extra_headers={"x-stainless-retry-count": "1"}
+    )
+    assert again.choices[0].message.content == answer.choices[0].message.content
+    steps = vision.stored()
+    assert [step.parent_index for step in steps] == [None, 0]
+    assert [len(step.pictures) for step in steps] == [1, 2]
+    assert vision.engine.requests[0]["image_data"] == other.engine.requests[0]["image_data"][:1]
 
 
 @pytest.mark.parametrize("role", ["system", "assistant", "user"])

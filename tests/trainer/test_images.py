@@ -16,9 +16,9 @@ from pydantic import TypeAdapter
 
 from stepwell.backends.pictures import PictureProcessor
 from stepwell.trainer.config import DataConfig, SourceConfig
-from stepwell.trainer.data.images import PICTURE, picture_bytes, without_pictures
+from stepwell.trainer.data.images import picture_bytes
 from stepwell.trainer.data.source import PromptSource
-from stepwell.trainer.data.tasks import Task
+from stepwell.trainer.data.tasks import PICTURE, Task, without_pictures
 from stepwell.trainer.errors import DataError
 from stepwell.trainer.rewards.data_sources import usual_reward
 from stepwell.trainer.rewards.loading import load_reward

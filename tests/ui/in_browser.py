@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import httpx
 import pytest
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, Page, async_playwright, expect
@@ -34,7 +35,9 @@ SHORT = (
     "data.val.size=8",
     "rollout.max_outstanding_groups=4",
     "trainer.total_steps=500",
+    "pool.channels.train.selection.filters=[zero_variance]",
 )
+expect.set_options(timeout=30_000)  # of a busy machine
 SHOTS = os.environ.get("STEPWELL_SHOTS")
 """A folder for screenshots of every page."""
 
@@ -157,7 +160,7 @@ async def test_the_overview_moves_with_the_run(shown: Demo, browser: Browser) ->
     await expect(pool.locator(".main")).to_contain_text("4 groups ready")
     lease = await shown.pool.lease_batch(batch_size=2)
     assert lease is not None
-    await expect(pool.locator(".main")).to_contain_text("2 groups ready", timeout=4000)
+    await expect(pool.locator(".main")).to_contain_text("2 groups ready")
     await expect(page.locator(".state")).to_have_text("live")
 
 
@@ -270,11 +273,9 @@ async def test_a_list_is_sorted_searched_and_gone_through_by_keys(
     await page.get_by_role("button", name="Reward").click()
     await expect(page.locator("tbody tr").first.locator("td").nth(1)).to_have_text("0")
     search = page.get_by_label("Search first messages and last replies")
-    await search.fill("answer is")
-    async with page.expect_response(re.compile("search=")):
-        await search.press("Enter")
-    await page.wait_for_timeout(300)
-    await expect(page.locator("a.talk", has_text="The answer is").first).to_be_visible()
+    await search.fill("answer is 180")
+    await search.press("Enter")
+    await expect(page.locator("tbody tr")).to_have_count(3)
     address = page.url
     assert "order=reward" in address
     assert "ascending=1" in address
@@ -312,8 +313,62 @@ async def test_tokens_have_no_colour_until_one_is_chosen(shown: Demo, browser: B
     assert await tokens.evaluate_all(painted) > 0
 
 
+async def find_why_and_what(page: Page, uid: str, why: str) -> None:
+    """Why was this trajectory dropped, and what did the model say in it? Two actions."""
+    await page.get_by_label("Find a uid").fill(uid)
+    await page.keyboard.press("Enter")
+    await expect(page.locator(".chips")).to_contain_text(f"its group was dropped ({why})")
+    said = page.locator(".message.assistant").first
+    await expect(said).to_be_visible()
+    assert await said.inner_text()
+
+
+async def find_never_rewarded(page: Page) -> None:
+    """Which prompts never get a reward? Two actions."""
+    await page.get_by_label("Pages").get_by_role("link", name="Archive").click()
+    await page.get_by_role("button", name="Prompts").click()
+    await expect(page.locator("a.talk").first).to_contain_text("State the final answer")
+    rows = await page.locator("tbody tr").all_inner_texts()
+    assert rows
+    assert all("never" in row for row in rows)
+
+
+async def stepwell(*argv: str) -> str:
+    """What a command prints."""
+    command = [sys.executable, "-m", "stepwell", *argv]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    text = (await process.communicate())[0].decode()
+    assert process.returncode == 0, text
+    if SHOTS:
+        with (Path(SHOTS) / "terminal.txt").open("a") as file:
+            file.write(f"$ stepwell {' '.join(argv)}\n{text}\n")
+    return text
+
+
+async def ask_the_terminal(folder: Path, uid: str, why: str) -> None:
+    """The same in one command each."""
+    shown = await stepwell("show", uid, str(folder))
+    assert f"its group was dropped ({why})" in shown
+    assert "State the final answer" in shown
+    prompts = await stepwell("prompts", str(folder), "--never-rewarded")
+    assert "never" in prompts
+    assert "State the final answer" in prompts
+
+
+async def dropped(url: str) -> str:
+    """Uid of a trajectory that was dropped with its group and is archived."""
+    query = {"query": "left == 'dropped' and state == 'complete' and reward == 0"}
+    async with httpx.AsyncClient(timeout=30) as http, asyncio.timeout(180):
+        while True:
+            items = (await http.get(f"{url}/ui/api/archive", params=query)).json()["items"]
+            if items:
+                return str(items[0]["uid"])
+            await asyncio.sleep(1)
+
+
 async def test_every_page_of_a_live_quickstart(tmp_path: Path, browser: Browser) -> None:
-    """`stepwell train` as a user runs it, looked at while it trains."""
+    """`stepwell train` as a user runs it, looked at while it trains and when it has ended; the
+    three questions of whoever looks are answered in two actions each, or in one command."""
     command = ["train", "--config", "quickstart", f"run.dir={tmp_path}", *SHORT]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "stepwell", *command, stdout=asyncio.subprocess.PIPE
@@ -350,9 +405,24 @@ async def test_every_page_of_a_live_quickstart(tmp_path: Path, browser: Browser)
                 for v in found.response["violations"]
                 if v["impact"] in ("serious", "critical")
             ]
+        uid, why = await dropped(url[1]), "zero_variance"
+        await find_why_and_what(page, uid, why)
+        await find_never_rewarded(page)
+        await ask_the_terminal(tmp_path, uid, why)
         assert not page.failures  # type: ignore[attr-defined]
         process.send_signal(signal.SIGINT)
         await reading
+        await process.wait()
+        view = [sys.executable, "-m", "stepwell", "view", str(tmp_path), "--port", "0"]
+        process = await asyncio.create_subprocess_exec(*view, stdout=asyncio.subprocess.PIPE)
+        assert process.stdout is not None
+        line = (await asyncio.wait_for(process.stdout.readline(), 120)).decode()
+        page = await opened(browser)
+        await page.goto(line.split(": ")[1].strip())
+        await find_why_and_what(page, uid, why)
+        await find_never_rewarded(page)
+        await ask_the_terminal(tmp_path, uid, why)
+        assert not page.failures  # type: ignore[attr-defined]
     finally:
         if process.returncode is None:
             process.terminate()

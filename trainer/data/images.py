@@ -7,7 +7,7 @@
 
 A picture is a path (from the working folder, or beside the file), a data URL, bytes, an object with
 `bytes` or `path`, as `datasets` stores images, or a PIL image. Bytes go to the agent as they are;
-the gateway reads them by its rules. A task in the pool has `PICTURE` in place of the bytes.
+the gateway reads them by its rules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 from stepwell.trainer.errors import DataError
 
 PLACEHOLDER = "<image>"
-PICTURE = "(a picture)"
 _FORMATS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
 
 
@@ -49,27 +48,6 @@ def with_pictures(
         return prompt
     urls = iter([_url(p, folder, f"{where}: picture {i}") for i, p in enumerate(pictures)])
     return [{**m, "content": _parts(m.get("content"), urls)} for m in messages]
-
-
-def without_pictures(task: Mapping[str, Any]) -> dict[str, Any]:
-    """The task with `PICTURE` in place of each picture."""
-    messages = task.get("messages")
-    if not messages:
-        return dict(task)
-
-    def named(part: Any) -> Any:
-        is_picture = isinstance(part, dict) and part.get("type") == "image_url"
-        return {**part, "image_url": {"url": PICTURE}} if is_picture else part
-
-    return {
-        **task,
-        "messages": [
-            {**m, "content": [named(p) for p in m["content"]]}
-            if isinstance(m.get("content"), list)
-            else m
-            for m in messages
-        ],
-    }
 
 
 def picture_bytes(part: Mapping[str, Any]) -> bytes:

@@ -43,12 +43,36 @@ Task: TypeAlias = dict[str, Any]
 prompt was cut. What the agent gets, and the reward as its `extra_info`."""
 
 
+PICTURE = "(a picture)"
+
+
 class TaskSet(Protocol):
     """A data set by index; `__iter__` gives every task in order."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Task: ...
     def __iter__(self) -> Iterator[Task]: ...
+
+
+def without_pictures(task: Mapping[str, Any]) -> dict[str, Any]:
+    """The task as the pool has it: with `PICTURE` in place of each picture."""
+    messages = task.get("messages")
+    if not messages:
+        return dict(task)
+
+    def named(part: Any) -> Any:
+        is_picture = isinstance(part, dict) and part.get("type") == "image_url"
+        return {**part, "image_url": {"url": PICTURE}} if is_picture else part
+
+    return {
+        **task,
+        "messages": [
+            {**m, "content": [named(p) for p in m["content"]]}
+            if isinstance(m.get("content"), list)
+            else m
+            for m in messages
+        ],
+    }
 
 
 def open_tasks(config: SourceConfig, tokenizer_path: Path | None = None) -> TaskSet:

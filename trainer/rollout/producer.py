@@ -35,7 +35,7 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import GREEDY, SFT, TRAIN
 from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.data import PromptSource, Task, slug
-from stepwell.trainer.data.images import without_pictures
+from stepwell.trainer.data.tasks import without_pictures
 from stepwell.trainer.errors import DataExhaustedError, RolloutError
 from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.ledger import Ledger

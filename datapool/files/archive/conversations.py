@@ -266,8 +266,16 @@ def first_and_last(messages: Sequence[Any]) -> tuple[str | None, str | None]:
 
 
 def preview(text: str | None) -> str | None:
-    """The beginning of a text, for lists."""
-    return text if text is None or len(text) <= PREVIEW else f"{text[: PREVIEW - 1]}…"
+    """A text for lists."""
+    return None if text is None else cut(text, PREVIEW)
+
+
+def cut(text: str, most: int) -> str:
+    """The beginning and the end of a text that is longer: prompts of one kind begin alike."""
+    if len(text) <= most:
+        return text
+    n_last = most // 3
+    return f"{text[: most - n_last - 3]} … {text[-n_last:]}"
 
 
 def _role(message: Any) -> Any:

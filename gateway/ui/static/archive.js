@@ -38,8 +38,8 @@ function Listed({ params }) {
   useKeys(pages.items);
   return html`
     <form class="filters" aria-label="Filters" onSubmit=${submitted}>
-      <${Field} label="Search what was said" type="search" value=${search} onChange=${(v) => amend({ search: v, order: "" })} />
-      <${Field} label="Query" value=${query} placeholder="reward < 0.2 and version >= 10" onChange=${(v) => amend({ query: v })} />
+      <${Field} label="Search what was said" type="search" wide=${true} value=${search} onChange=${(v) => amend({ search: v, order: "" })} />
+      <${Field} label="Query" wide=${true} value=${query} placeholder="reward < 0.2 and version >= 10" onChange=${(v) => amend({ query: v })} />
       ${search && html`<${Select} label="Order" value=${order === "relevance" ? order : ""} options=${[["", "of the columns"], ["relevance", "by relevance"]]}
         onChange=${(v) => amend({ order: v, ascending: "" })} />`}
       <button type="button" onClick=${pages.reload}>Refresh</button>

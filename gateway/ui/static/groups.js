@@ -5,6 +5,8 @@ import { amend, link, useApi, usePages } from "./api.js";
 import { Bars, Card, Chip, Empty, Failure, Field, Loading, MarksShown, Said, Select, Stat, Table, Tabs, Uid, clock, number, ordered, percent, seconds, useKeys, when } from "./parts.js";
 import { Marks } from "./curation.js";
 
+const NONE = /** @type {Row[]} */ ([]);
+
 /** @param {{ about: Row, params: Row, states: string[], extra?: any }} props */
 const Filters = ({ about, params, states, extra }) => html`
   <form class="filters" aria-label="Filters" onSubmit=${(/** @type {Event} */ e) => e.preventDefault()}>
@@ -67,6 +69,7 @@ function Live({ about, params }) {
 function Gone({ about, params }) {
   const kind = params.kind ?? "dropped";
   const { data, error, reload } = useApi("events", { channel: params.channel ?? "train", kinds: kind, reason: params.reason });
+  useKeys(data?.items ?? NONE);
   return html`
     <form class="filters" aria-label="Filters" onSubmit=${(/** @type {Event} */ e) => e.preventDefault()}>
       <${Select} label="Channel" value=${params.channel ?? "train"} options=${about.channels} onChange=${(v) => amend({ channel: v })} />
@@ -78,12 +81,13 @@ function Gone({ about, params }) {
     <${Card} aside=${data && html`<small>${data.total}</small>`}><${Table} label="Groups that left the pool" rows=${data?.items ?? []} busy=${!data}
       empty="The pool remembers no such event." columns=${[
         ["When", (e) => clock(e.time)],
-        ["Prompt", (e) => html`<${Uid} page="group" uid=${e.prompt_uid} channel=${e.channel} />`],
+        ["First message", (e) => html`<a class="talk" href=${link("group", { prompt_uid: e.prompt_uid, channel: e.channel })}><span>${e.first ?? "no text yet, or none was kept"}</span></a>`],
         ["Trajectory", (e) => e.trajectory_uid && html`<${Uid} page="trajectory" uid=${e.trajectory_uid} channel=${e.channel} />`],
         ["How", (e) => html`<${Chip} of=${e.kind} />`],
         ["Reason", (e) => e.data.reason],
         ["Complete", (e) => e.data.complete, "num"],
         ["Issued again", (e) => (e.data.returned ? "yes" : "")],
+        ["Prompt", (e) => html`<${Uid} page="group" uid=${e.prompt_uid} channel=${e.channel} />`],
       ]} /><//>`;
 }
 
@@ -95,7 +99,7 @@ export function Trajectories({ about, params }) {
   return html`
     <div class="head"><h1>Trajectories</h1></div>
     <form class="filters" aria-label="Search" onSubmit=${(/** @type {Event} */ e) => e.preventDefault()}>
-      <${Field} label="Search first messages and last replies" type="search" value=${search} onChange=${(v) => amend({ search: v })} />
+      <${Field} label="Search first messages and last replies" type="search" wide=${true} value=${search} onChange=${(v) => amend({ search: v })} />
     </form>
     <${Filters} about=${about} params=${params} states=${["open", "complete", "aborted"]}
       extra=${html`<${Field} label="Trajectory id" value=${params.trajectory_uid} onChange=${(v) => amend({ trajectory_uid: v })} />
@@ -177,7 +181,7 @@ export function Group({ about, params }) {
                   ? html`<${Stat} label="advantage" value=${number(t.advantage)} />`
                   : html`<${Stat} label="to the mean" value=${t.reward === null || mean === null ? "–" : number(t.reward - mean)} />`}
                 <${Stat} label="steps" value=${t.n_steps} />
-                <${Stat} label="tokens" value=${number(t.n_tokens)} />
+                <${Stat} label="tokens" value=${number(t.n_unique_tokens ?? t.n_tokens)} />
                 <${Stat} label="versions" value=${versions(t)} />
               </dl>
             </a>`)}

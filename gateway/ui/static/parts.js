@@ -93,37 +93,35 @@ const way = (/** @type {KeyboardEvent} */ event) =>
 
 /** @type {string[]} */
 let listed = [];
+const talks = () => [...document.querySelectorAll("a.talk")].map((each) => /** @type {HTMLAnchorElement} */ (each));
+/** What is so many places after this page in the list that was seen last. @param {number} by */
+const beside = (by) => {
+  const at = listed.indexOf(location.hash.replace(/&(view|at)=[^&]*/g, ""));
+  return at < 0 ? undefined : listed[at + by];
+};
 
 /** Keys n and p, or j and k, choose the next and the previous row of a list; Enter opens it, where the same keys go
- * on to its neighbours. @param {Row[]} rows */
+ * on to its neighbours. Once for all pages: between two of them no key is lost. */
+addEventListener("keydown", (event) => {
+  const by = way(event);
+  if (!by) return;
+  const all = talks();
+  const now = all.findIndex((each) => each === document.activeElement);
+  const to = all.length ? undefined : beside(by);
+  if (to) location.hash = to;
+  else all[Math.max(0, Math.min(all.length - 1, now + by))]?.focus();
+});
+
+/** A list whose rows keys go through, and on to their neighbours. @param {Row[]} rows */
 export function useKeys(rows) {
   useEffect(() => {
-    const links = () => [...document.querySelectorAll("a.talk")].map((each) => /** @type {HTMLAnchorElement} */ (each));
-    if (rows.length) listed = links().map((each) => each.hash);
-    const move = (/** @type {KeyboardEvent} */ event) => {
-      const by = way(event);
-      if (!by) return;
-      const all = links();
-      const now = all.findIndex((each) => each === document.activeElement);
-      all[Math.max(0, Math.min(all.length - 1, now + by))]?.focus();
-    };
-    addEventListener("keydown", move);
-    return () => removeEventListener("keydown", move);
+    if (rows.length) listed = talks().map((each) => each.hash);
   }, [rows]);
 }
 
-/** Links to what is before and after this page in the list that was seen last, by mouse and the keys p and n. */
+/** Links to what is before and after this page in the list that was seen last. */
 export function Neighbours() {
-  const at = listed.indexOf(location.hash.replace(/&(view|at)=[^&]*/g, ""));
-  const [before, after] = at < 0 ? [null, null] : [listed[at - 1], listed[at + 1]];
-  useEffect(() => {
-    const move = (/** @type {KeyboardEvent} */ event) => {
-      const to = /** @type {Row} */ ({ 1: after, [-1]: before })[way(event)];
-      if (to) location.hash = to;
-    };
-    addEventListener("keydown", move);
-    return () => removeEventListener("keydown", move);
-  }, [before, after]);
+  const [before, after] = [beside(-1), beside(1)];
   if (!before && !after) return null;
   return html`<nav class="tabs" aria-label="Neighbours in the list">
     ${before ? html`<a href=${before} title="Previous in the list (p)">Previous</a>` : html`<span>Previous</span>`}
@@ -131,7 +129,11 @@ export function Neighbours() {
 }
 
 /** @param {number | null} time */
-export const when = (time) => (time ? new Date(time * 1000).toLocaleString() : "–");
+export function when(time) {
+  if (!time) return "–";
+  const at = new Date(time * 1000);
+  return at.toDateString() === new Date().toDateString() ? at.toLocaleTimeString() : at.toLocaleString();
+}
 
 /** @param {{ marks: Row | null | undefined }} props */
 export const MarksShown = ({ marks }) =>
@@ -175,8 +177,8 @@ export const Table = ({ label, columns, rows, empty, more, busy, order }) => htm
 `;
 
 /** A field of a filter, told when it is left or Enter is pressed. @param {Row} props */
-export const Field = ({ label, value, onChange, type = "text", placeholder = "" }) => html`
-  <label class="field"><span>${label}</span>
+export const Field = ({ label, value, onChange, type = "text", placeholder = "", wide = false }) => html`
+  <label class=${wide ? "field wide" : "field"}><span>${label}</span>
     <input type=${type} step="any" value=${value ?? ""} placeholder=${placeholder}
       onChange=${(/** @type {any} */ e) => onChange(e.target.value)} />
   </label>

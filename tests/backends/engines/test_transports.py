@@ -115,6 +115,23 @@ async def test_a_version_arrives_whole_and_its_checksum_is_held_against_the_chec
     await transport.close()
 
 
+async def test_every_transport_gives_an_engine_the_same_bytes(
+    client: EngineClient, model_dirs: Any, tmp_path: Path
+) -> None:
+    """By the engine's own hashes, of whatever layout it keeps weights in."""
+    store, found = WeightStore(tmp_path / "weights"), []
+    with_other_norm(model_dirs.base, tmp_path / "other")
+    for number, name in enumerate(TRANSPORTS):
+        transport = transport_of(name, weight_bucket_mb=1)
+        for version, source in ((1, tmp_path / "other"), (2, model_dirs.new)):
+            path = store.write(2 * number + version, lambda f, s=source: shutil.copytree(s, f))
+            await publish([client], path, store.number(path), store=store, transport=transport)
+        found.append(await client.weight_hashes())
+        await transport.close()
+    assert found[0]
+    assert all(hashes == found[0] for hashes in found)
+
+
 async def test_weights_go_in_buckets_through_one_group_that_lasts(
     client: EngineClient, model_dirs: Any, reference: Callable[..., Any], caplog: Any
 ) -> None:

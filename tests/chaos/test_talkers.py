@@ -1,0 +1,70 @@
+"""The search for what clients saw notices what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stepwell.datapool.files.archive.reader import ArchiveReader
+from stepwell.datapool.remote.stopped import stopped_pool
+from tests.chaos.talkers import GAVE_UP, Talk, bytes_of, missing
+from tests.datapool.test_archive import Archived
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Archived:
+    run = Archived(tmp_path)
+    run.train("done", "What is wordone?", "It is 4.", 1.0)
+    run.turn("gone", "What is wordtwo?", "No idea.")
+    run.pool("abort_trajectory", "gone", GAVE_UP)
+    run.pool("drop_group", "p-gone", "too few rollouts")
+    run.archive()
+    run.turn("open", "What is wordthree?", "Wait.")
+    run.turn("waits", "What is wordfour?", "Later.")
+    run.pool("abort_trajectory", "waits", GAVE_UP)
+    run.pool("drop_group", "p-waits", "too few rollouts")
+    run.pool.journal.close()
+    return run
+
+
+async def search(run: Archived, *talks: Talk) -> tuple[list[str], dict[str, int]]:
+    pool = stopped_pool(run.path / "pool", run.pool.pool.config)
+    return await missing(talks, pool, ArchiveReader(run.path / "archive"))
+
+
+async def test_what_clients_saw_is_found_in_archive_and_pool(run: Archived) -> None:
+    lines, places = await search(
+        run,
+        Talk("done", "u", ["wordone"], ["It is 4."], "complete", 1.0),
+        Talk("gone", "u", ["wordtwo"], ["No idea."], "aborted"),
+        Talk("open", "u", ["wordthree"], ["Wait."]),
+        Talk("waits", "u", ["wordfour"], ["Later."], "aborted"),
+    )
+    assert lines == []
+    assert places == {"archived": 2, "in the pool": 1, "waiting": 1}
+
+
+@pytest.mark.parametrize(
+    ("talk", "why"),
+    [
+        (Talk("nobody", "u", ["word"], ["reply"]), "it is nowhere"),
+        (Talk("done", "u", ["wordone", "wordtwo"], [], "complete", 1.0), "lacks 'wordtwo'"),
+        (Talk("done", "u", ["wordone"], ["It is 5."], "complete", 1.0), "lacks the reply"),
+        (Talk("done", "u", ["wordone"], [], "complete", 0.0), "has the reward 1.0, not 0.0"),
+        (Talk("done", "u", ["wordone"], [], "late", 1.0), "lacks the reward that came late"),
+        (Talk("done", "u", ["wordone"], [], "aborted"), "is complete"),
+        (Talk("gone", "u", ["wordtwo"], [], "complete", 1.0), "is aborted"),
+    ],
+)
+async def test_what_is_not_as_a_client_saw_it_is_noticed(
+    run: Archived, talk: Talk, why: str
+) -> None:
+    lines, _ = await search(run, talk)
+    assert any(why in line for line in lines), lines
+
+
+def test_words_are_found_in_any_file(run: Archived) -> None:
+    assert bytes_of(["nobodysaid"], run.path) == []
+    (run.path / "archive" / "left.tmp").write_bytes(b"a wordone here")
+    assert any("left.tmp" in line for line in bytes_of(["wordone"], run.path))
