@@ -86,7 +86,9 @@ class Talkers:
 
     async def _group(self, http: aiohttp.ClientSession) -> None:
         user = FORGOTTEN if self._dice.random() < SHARE_FORGOTTEN else f"user{next(self._numbers)}"
-        declared = await self._post(http, "/v1/groups", {"n": 2, "metadata": {"user": user}})
+        tags = [FORGOTTEN] if user == FORGOTTEN else []
+        opening = {"n": 2, "metadata": {"user": user}, "tags": tags}
+        declared = await self._post(http, "/v1/groups", opening)
         both = [self._talk(http, each, user) for each in declared["trajectories"]]
         await asyncio.gather(*both)
         if user == FORGOTTEN and self._dice.random() < 0.5:
@@ -113,19 +115,19 @@ class Talkers:
         if how in ("complete", "late"):
             talk.reward = float(self._dice.random() < 0.5)
             body = {"reward": talk.reward}
-            done = await self._post(http, f"{base}/complete_trajectory", body)
+            done = await self._post(http, f"{base}/v1/complete_trajectory", body)
             talk.ended = "complete" if done["outcome"] == "complete" else "aborted"
             if how == "late":
                 await asyncio.sleep(self._dice.uniform(0, 10))
                 body = {"trajectory_uid": talk.uid, "reward": 0.5}
-                told = await self._post(http, "/v1/reward", body)
+                told = await self._post(http, "/v1/rewards", body)
                 if told["outcome"] == "late":
                     talk.ended = "late"
                 elif told["outcome"] == "accepted":
                     talk.reward = 0.5
         elif how in ("aborted", "again"):
             body = {"reason": GAVE_UP, "will_retry": how == "again"}
-            await self._post(http, f"{base}/abort_trajectory", body)
+            await self._post(http, f"{base}/v1/abort_trajectory", body)
             talk.ended = "aborted"
             if how == "again":
                 again = f"{address['trajectory_uid']}-again"
@@ -139,7 +141,7 @@ class Talkers:
             turn = asyncio.create_task(self._cut_turn(http, talk, base, messages))
             try:
                 await asyncio.sleep(self._dice.uniform(0, 0.05))
-                await self._post(http, f"{base}/abort_trajectory", {"reason": GAVE_UP})
+                await self._post(http, f"{base}/v1/abort_trajectory", {"reason": GAVE_UP})
                 talk.ended = "aborted"
                 await turn
             finally:
