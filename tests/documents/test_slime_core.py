@@ -616,7 +616,7 @@ def test_the_parts_of_a_server_over_two_nodes_are_launched_as_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Node 0 answers requests; its dist_init_addr is every part's."""
-    monkeypatch.setattr("stepwell.backends.engines.sglang.has_gpu", lambda: True)
+    monkeypatch.setattr("stepwell.backends.engines.commands.has_gpu", lambda: True)
     launches = node_launches([Host("10.0.0.2", 21000), Host("10.0.0.3", 24500)])
     lines = []
     for ip, launch in zip(("10.0.0.2", "10.0.0.3"), launches, strict=True):

@@ -92,7 +92,7 @@ def test_a_cpu_that_does_not_compute_in_bfloat16_is_told(
     monkeypatch: pytest.MonkeyPatch, factor: float, states: list[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("stepwell.backends.engines.sglang.has_gpu", lambda: False)
+    monkeypatch.setattr("stepwell.backends.engines.commands.has_gpu", lambda: False)
     monkeypatch.setattr(doctor, "bfloat16_by_float32", lambda: factor)
     config = load_config("quickstart", ["engine.dtype=bfloat16"])
     found = list(doctor.torch_device(config))

@@ -30,12 +30,12 @@ def flags(line: CommandLine) -> dict[str, str]:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang, "has_gpu", lambda: True)
+    monkeypatch.setattr(commands, "has_gpu", lambda: True)
 
 
 @pytest.fixture
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang, "has_gpu", lambda: False)
+    monkeypatch.setattr(commands, "has_gpu", lambda: False)
 
 
 @pytest.mark.usefixtures("gpus")
