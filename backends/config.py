@@ -354,3 +354,6 @@ class VerlConfig(Section):
     """Likewise of responses, what tools wrote between turns included."""
     pad_token_id: int = Field(default=0, ge=0)
     """Id that fills the padding; no mask lets it through."""
+    model_path: Path | None = None
+    """Folder of a model that reads pictures: its rows have `multi_modal_inputs` and position ids of
+    four rows. null: steps with pictures are refused."""

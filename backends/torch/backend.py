@@ -19,7 +19,7 @@ An update whose loss or gradient is not finite is not applied: weights and optim
 were, `skipped_updates` counts it, and too many in a row raise `NonFiniteUpdateError`.
 
 On the CPU, with the same thread count, a run is bit-identical to itself and to its continuation
-from a `state_dict`. Not thread-safe: one caller at a time. Does not own: formulas
+from a saved state. Not thread-safe: one caller at a time. Does not own: formulas
 (`trainer/algorithms/`), when weights are published or checkpoints are written (`trainer/loop.py`).
 """
 
@@ -31,9 +31,9 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -49,15 +49,15 @@ from stepwell.backends.torch import lora, ranks
 from stepwell.backends.torch.fsdp import (
     Ranks,
     full,
-    full_optimizer_state,
     load_weights,
     reshard,
-    shard_like,
 )
+from stepwell.backends.torch.memory import ModelShape, choose_reduce, estimate
 from stepwell.backends.torch.model import (
     Policy,
     aliases_of,
     checkpoint_layers,
+    device_bytes,
     device_of,
     load_model,
     model_dir,
@@ -69,6 +69,7 @@ from stepwell.backends.torch.optimizer import (
     learning_rate,
     load_optimizer,
 )
+from stepwell.backends.torch.shards import ShardWriter, read_shards, stored_tensors
 from stepwell.backends.torch.vision import Pictures, Tower, freeze_tower
 from stepwell.backends.weights.digest import read_tensors
 from stepwell.backends.weights.sender import Sender
@@ -80,7 +81,7 @@ class TorchBatch(TokenBatch):
     """A `TokenBatch` and the rows that its steps are computed in."""
 
     rows: tuple[TokenRow, ...] = ()
-    pictures: Pictures = field(default_factory=Pictures)
+    pictures: Pictures | None = None
 
 
 class TorchBackend(TrainingBackend):
@@ -111,9 +112,10 @@ class TorchBackend(TrainingBackend):
             "reference": fingerprint(model_dir(self._reference_path, "backend.reference_path")),
         }
         self._processor = PictureProcessor.of(self._model_path)
-        self._model = self._load(self._model_path, frozen=config.lora is not None)
-        if config.lora is not None:
-            lora.add_adapters(self._model, config.lora)
+        with self._ranks.only_first():
+            self._model = self._load(self._model_path, frozen=config.lora is not None)
+            if config.lora is not None:
+                lora.add_adapters(self._model, config.lora)
         if config.gradient_checkpointing:
             checkpoint_layers(self._model)
         self._policy = self._on_device(self._model)
@@ -123,6 +125,11 @@ class TorchBackend(TrainingBackend):
         rounded = torch.float32 if config.ranks > 1 else getattr(torch, config.dtype)
         self._masters = MasterWeights(self._model, rounded)
         self._optimizer = build_optimizer(config, self._masters.parameters)
+        self._shape = ModelShape.of(
+            self._model.config.to_dict(), sum(p.numel() for p in self._model.parameters())
+        )
+        self._has_bytes = min(self._ranks.gather(device_bytes(self._device) / config.ranks))
+        self._writer = ShardWriter(self._ranks)
         self._reference: Policy | None = None
         self._sender = Sender()
         self._updates = 0
@@ -168,7 +175,7 @@ class TorchBackend(TrainingBackend):
             if step.pictures or self._processor is not None:
                 self._check_pictures(step, pictures)
         batch.rows = tuple(build_rows(steps, self._config.rows))
-        batch.pictures = Pictures(pictures)
+        batch.pictures = Pictures(pictures) if pictures else None
         # Rows hold every token, most of them once.
         vocab = self._model.get_input_embeddings().num_embeddings
         if any(np.maximum.reduce(row.ids) >= vocab for row in batch.rows):
@@ -235,7 +242,8 @@ class TorchBackend(TrainingBackend):
                     f"the reference policy in {self._reference_path} is not the one that the run "
                     "started with; set backend.reference_path to a directory that holds it"
                 )
-            model = self._load(self._reference_path, frozen=True)
+            with self._ranks.only_first():
+                model = self._load(self._reference_path, frozen=True)
             self._reference = self._on_device(model.requires_grad_(False))
         return self._score(self._reference, batch)
 
@@ -276,7 +284,10 @@ class TorchBackend(TrainingBackend):
         found: list[tuple[Tensor, dict[str, Tensor]]] = []
         count = Counter(tokens=0, padded_tokens=0, micro_batches=0)
         self._optimizer.zero_grad(set_to_none=True)
-        for chunk in self._micro_batches(rows):
+        chunks = self._micro_batches(rows)
+        each = self._reduce(rows) == "each"
+        for number, chunk in enumerate(chunks, 1):
+            self._ranks.sum_gradients(self._policy, each or number == len(chunks))
             if not chunk:
                 self._idle(batch, rows)
                 continue
@@ -384,7 +395,7 @@ class TorchBackend(TrainingBackend):
                 weights = {module_name(name, known): t for name, t in read_tensors(folder)}
                 if wrong := (known ^ weights.keys()) - self._aliases.keys():
                     raise RuntimeError(f"{sorted(wrong)[0]} is in one of the two alone")
-            load_weights(self._model, weights, strict=False)
+            load_weights(self._model, weights)
             self._masters.load(weights)
         except RuntimeError as e:
             raise BackendConfigError(
@@ -425,18 +436,27 @@ class TorchBackend(TrainingBackend):
         gathered = ((name, full(tensor)) for name, tensor in weights.items())
         return {name: t.cpu() for name, t in gathered if self._ranks.rank == 0}
 
+    def _trained(self) -> dict[str, Tensor]:
+        """Float32 weights that a checkpoint holds, of LoRA the adapters; live, this rank's shards.
+        A tied weight is one."""
+        named = self._masters.named()
+        if self._config.lora is not None:
+            return lora.adapter_weights(named)
+        return {name: tensor for name, tensor in named.items() if name not in self._aliases}
+
     def state_dict(self) -> dict[str, Any]:
-        """Weights (float32; of LoRA the adapters), optimizer, RNG and counters, whole whatever the
-        ranks, and on the first of them alone. Tensors are live: write, then train on."""
+        """Weights, optimizer, RNG and counters. Tensors are live, and of a rank its shards."""
+        return {
+            "model": self._trained(),
+            "optimizer": self._optimizer.state_dict(),
+            **self._counters(),
+        }
+
+    def _counters(self) -> dict[str, Any]:
         rng = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self._device)
-        trained = self._masters.named()
-        if self._config.lora is not None:
-            trained = lora.adapter_weights(trained)
-        state = {
-            "model": self._whole(trained),
-            "optimizer": full_optimizer_state(self._optimizer),
+        return {
             "optimizer_name": self._config.optimizer,
             "rng": rng,
             "updates": self._updates,
@@ -444,39 +464,103 @@ class TorchBackend(TrainingBackend):
             "skipped_in_a_row": self._skipped_in_a_row,
             "started_from": self._started_from,
         }
-        return state if self._ranks.rank == 0 else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`; the learning rate and its like are the config's.
+        """Go on from a `state_dict` of as many ranks; the learning rate and its like are the
+        config's.
 
         Raises:
             BackendConfigError: the state belongs to another model.
         """
-        started_from = state["started_from"]
+        self._check_fits(state, {name: tensor.shape for name, tensor in state["model"].items()})
+        with torch.no_grad():
+            for name, tensor in self._trained().items():
+                tensor.copy_(state["model"][name])
+        self._go_on(state, state["optimizer"])
+
+    def save_state(self, folder: Path) -> dict[str, Any]:
+        """Begin to write weights and optimizer into `folder`, in shards; the rest is returned."""
+        optimizer = self._optimizer.state_dict()["state"]
+        tensors = {f"model.{name}": tensor for name, tensor in self._trained().items()}
+        plain: dict[int, dict[str, Any]] = {}
+        for i, values in optimizer.items():
+            plain[i] = {k: v for k, v in values.items() if not isinstance(v, Tensor)}
+            tensors |= {f"optimizer.{i}.{k}": v for k, v in values.items() if isinstance(v, Tensor)}
+        self._writer.begin(tensors, folder)
+        return {**self._counters(), "optimizer": plain}
+
+    def wait_saved(self) -> None:
+        """Return when the shards that `save_state` began are on disk."""
+        self._writer.wait()
+
+    def load_state(
+        self, folder: Path, state: Mapping[str, Any], *, weights_only: bool = False
+    ) -> None:
+        """Go on from what any number of ranks wrote; the learning rate and its like are the
+        config's.
+
+        Raises:
+            BackendConfigError: the state belongs to another model.
+            DamagedFileError: a file is not what was written.
+        """
+        stored = stored_tensors(folder, self._ranks)
+        model = {
+            name.removeprefix("model."): found.shape
+            for name, found in stored.items()
+            if name.startswith("model.")
+        }
+        self._check_fits(state, model)
+        wanted = {f"model.{name}": tensor for name, tensor in self._trained().items()}
+        optimizer: dict[int, dict[str, Any]] = {i: {**v} for i, v in state["optimizer"].items()}
+        trained = [p for group in self._optimizer.param_groups for p in group["params"]]
+        for name, found in stored.items() if not weights_only else ():
+            if name.startswith("optimizer."):
+                _, number, key = name.split(".", 2)
+                like = trained[int(number)]
+                place = (
+                    torch.zeros_like(like, dtype=found.dtype)
+                    if found.shape == like.shape
+                    else torch.zeros(found.shape, dtype=found.dtype)
+                )
+                optimizer.setdefault(int(number), {})[key] = wanted[name] = place.detach()
+        read_shards(wanted, folder, self._ranks)
+        self._go_on(state, None if weights_only else {"state": optimizer})
+
+    def _check_fits(self, state: Mapping[str, Any], model: Mapping[str, torch.Size]) -> None:
+        """Raises BackendConfigError: weights of these names and shapes are of another model, or
+        another optimizer's state is with them."""
         if state["optimizer_name"] != self._config.optimizer:
             raise BackendConfigError(
                 f"the checkpoint was trained with optimizer {state['optimizer_name']!r}, but "
                 f"backend.optimizer is {self._config.optimizer!r}; its state is of no use to it. "
                 "Resume with the same one"
             )
-        try:
-            if self._config.lora is not None:
-                if started_from["model"] != self._started_from["model"]:
-                    raise RuntimeError("its adapters belong to other weights")
-                if lora.adapter_weights(self._masters.named()).keys() != state["model"].keys():
-                    raise RuntimeError(
-                        "its adapters are not on the modules that backend.lora names"
-                    )
-            load_weights(self._model, state["model"], strict=self._config.lora is None)
-            self._masters.load(state["model"])
-        except RuntimeError as e:
+        own = self._trained()
+        why = None
+        if self._config.lora is not None:
+            if state["started_from"]["model"] != self._started_from["model"]:
+                why = "its adapters belong to other weights"
+            elif own.keys() != model.keys():
+                why = "its adapters are not on the modules that backend.lora names"
+        elif odd := sorted(own.keys() ^ model.keys()):
+            why = f"{odd[0]} is in one of the two alone"
+        if why is None:
+            wrong = (name for name, tensor in own.items() if tensor.shape != model[name])
+            if (name := next(wrong, None)) is not None:
+                why = f"{name} is {list(model[name])} there and {list(own[name].shape)} here"
+        if why is not None:
             raise BackendConfigError(
-                f"the checkpoint does not fit the model in {self._model_path} "
-                f"({str(e).splitlines()[0]}); resume with the model it was written with"
-            ) from e
-        load_optimizer(self._optimizer, shard_like(self._optimizer, state["optimizer"]))
+                f"the checkpoint does not fit the model in {self._model_path} ({why}); resume "
+                "with the model it was written with"
+            )
+
+    def _go_on(self, state: Mapping[str, Any], optimizer: Mapping[str, Any] | None) -> None:
+        """Take over the rest of a state whose weights are loaded."""
+        self._masters.round()
+        if optimizer is not None:
+            load_optimizer(self._optimizer, dict(optimizer))
         # A resumed run has the reference of its first process, or none.
-        self._started_from = started_from
+        self._started_from = state["started_from"]
         torch.set_rng_state(state["rng"]["cpu"].cpu())
         if self._device.type == "cuda" and "cuda" in state["rng"]:
             torch.cuda.set_rng_state(state["rng"]["cuda"].cpu(), self._device)
@@ -517,11 +601,21 @@ class TorchBackend(TrainingBackend):
     def _on_device(self, model: Any) -> Policy:
         """`model`, ready to score rows; sharded if there are ranks to share it."""
         policy = Policy(model, self._config, self._device, self._tower_of(model))
-        self._ranks.shard(policy, getattr(torch, self._config.dtype))
-        return policy.to(self._device)
+        self._ranks.place(policy, self._device, getattr(torch, self._config.dtype))
+        return policy
+
+    def _reduce(self, rows: Sequence[TokenRow]) -> Literal["each", "last"]:
+        """When the ranks sum the gradients of an update on `rows`."""
+        if self._ranks.size == 1:
+            return "each"
+        longest = max(row.n_inputs for row in rows)
+        ranks, on_cuda = self._ranks.size, self._device.type == "cuda"
+        last = estimate(self._shape, self._config, ranks, longest, on_cuda=on_cuda, reduce="last")
+        return choose_reduce(last, self._has_bytes, self._config.reduce)
 
     def _load(self, path: Path, *, frozen: bool) -> Any:
-        model = load_model(path, self._config, frozen=frozen)
+        """The model in `path`, which rank 0 alone reads (`Ranks.place`)."""
+        model = load_model(path, self._config, frozen=frozen, empty=self._ranks.rank > 0)
         if self._processor is not None:
             # Sharded weights are of one type, and gathered in `dtype`.
             dtype = getattr(torch, self._config.dtype) if self._config.ranks == 1 else None

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import torch
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -222,7 +223,7 @@ def forward(
 
 
 def pictures_of(batch: TokenBatch) -> Pictures | None:
-    """Pictures of a batch, if the torch backend made it."""
+    """Pictures of a batch, if it has some."""
     return getattr(batch, "pictures", None)
 
 
@@ -281,23 +282,34 @@ def device_of(name: str) -> torch.device:
     return torch.device(name)
 
 
-def load_model(path: Path, config: TorchBackendConfig, *, frozen: bool) -> Any:
-    """The model on the CPU, in eval mode; in float32 unless `frozen`, which no update rounds."""
+def device_bytes(device: torch.device) -> int:
+    """Memory of the device: of a GPU, or of this machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total)
+
+
+def load_model(path: Path, config: TorchBackendConfig, *, frozen: bool, empty: bool = False) -> Any:
+    """The model on the CPU, in eval mode; in float32 unless `frozen`, which no update rounds.
+
+    Args:
+        empty: on the meta device, without reading weights: another rank sends them.
+    """
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, config.dtype) if frozen else torch.float32,
+        "attn_implementation": config.attention,
+        "trust_remote_code": config.trust_remote_code,
+        "local_files_only": True,
+    }
     try:
         with no_progress_bars():
-            model = load_causal_lm(
-                path,
-                dtype=getattr(torch, config.dtype) if frozen else torch.float32,
-                attn_implementation=config.attention,
-                trust_remote_code=config.trust_remote_code,
-                local_files_only=True,
-            )
+            model = load_causal_lm(path, empty=empty, **options)
     except (OSError, ValueError, ImportError) as e:
         raise BackendConfigError(
             f"the model in {str(path)!r} cannot be loaded: {str(e).strip().splitlines()[0]}"
         ) from e
     if config.rows == "tree":
-        tree.enable(model, getattr(torch, config.dtype))
+        tree.enable(model, getattr(torch, config.dtype), probe=not empty)
     model.eval()
     return model
 

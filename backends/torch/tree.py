@@ -287,11 +287,12 @@ def tree_attention_forward(
     return flex[0], None
 
 
-def enable(model: Any, dtype: torch.dtype = torch.float32) -> None:
+def enable(model: Any, dtype: torch.dtype = torch.float32, *, probe: bool = True) -> None:
     """Make `model` attend by tree where it is given one, and prove on it that this works.
 
     Args:
         dtype: that the model will compute in, whatever it was loaded in.
+        probe: False where the weights are not here; the rank that has them proves it.
 
     Raises:
         BackendConfigError: the model does not attend through transformers' interface, or its
@@ -308,6 +309,8 @@ def enable(model: Any, dtype: torch.dtype = torch.float32) -> None:
             f"backend.rows is 'tree', but {name} does not attend through transformers' "
             f"AttentionInterface; {remedy}"
         )
+    if not probe:
+        return
     try:
         worst = _probe(model, dtype)
     except UnsupportedByBackendError as e:

@@ -339,8 +339,13 @@ class Nccl(Buckets):
         if members := self._members:
             self._members = {}
             await self._leave()
-            gone = (e.destroy_weights_update_group(self._name) for e in members.values())
-            await asyncio.gather(*gone, return_exceptions=True)
+            leaving = [
+                asyncio.ensure_future(e.destroy_weights_update_group(self._name))
+                for e in members.values()
+            ]
+            for task in leaving:
+                task.add_done_callback(_retrieve)
+            await asyncio.wait(leaving, timeout=LEAVE_S)  # one that hangs is not waited for
 
 
 class Ipc(Buckets):

@@ -185,7 +185,7 @@ class RowLog:
     def delete(self, rows: Sequence[int]) -> None:
         if self.journal is not None:
             self.journal.delete(rows)
-            if self.pictures.n_held.total():  # most pools hold none
+            if self.pictures.rows:  # most pools have no row with one
                 self.pictures.release(rows)
 
     def scrub(self) -> None:

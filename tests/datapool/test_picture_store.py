@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stepwell.datapool import ChannelConfig, DataPoolClient, PoolConfig, Step
-from stepwell.datapool.core.pictures import GRACE_S
+from stepwell.datapool.core.pictures import GRACE_S, SWEPT_AT_ONCE
 from stepwell.datapool.errors import (
     DamagedFileError,
     InvalidRequestError,
@@ -27,9 +27,10 @@ from stepwell.datapool.remote.client import LocalPort
 from stepwell.datapool.remote.picture_cache import PictureCache
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.remote.stopped import stopped_pool
+from stepwell.datapool.store.salvage import salvage
 from stepwell.datapool.types import OWNER
-from tests.builders import step_of
-from tests.datapool.conftest import JournaledPool, SyncPool
+from tests.builders import step_of, until
+from tests.datapool.conftest import JournaledPool, SyncPool, newest_segment
 
 PAD, N = 99, 4
 PNG = b"\x89PNG "
@@ -441,3 +442,64 @@ async def test_a_pool_without_a_journal_lets_go_of_pictures() -> None:
         counts = (await client.get_statistics("train"))["pictures"]
         assert counts == {"stored": 0, "bytes": 0}
         await asyncio.sleep(0)
+
+
+# -- salvage ---------------------------------------------------------------------------------------
+
+
+def test_a_salvaged_journal_has_its_pictures_and_drops_groups_that_lack_one(pool: Pool) -> None:
+    for i, digest in enumerate((A, B, C)):
+        pool.talk(f"t{i}", digest, prompt_uid=f"p{i}")
+    pool.journal.close()
+    assert "nothing is damaged" in salvage(pool.folder)[0].text()
+    paths = {data: pool.folder / "pictures" / key for key, data in stored(pool.folder).items()}
+    paths[png(A)].unlink()
+    paths[png(B)].write_bytes(b"x" + paths[png(B)].read_bytes()[1:])
+    (report,) = salvage(pool.folder)
+    assert report.dropped == {"train": ["p0", "p1"]}
+    assert "2 pictures cannot be read" in report.text()
+    assert pool.pictures() == [png(C)]
+    assert "nothing is damaged" in salvage(pool.folder)[0].text()
+    again = Pool(pool.folder, default=ChannelConfig(n_rollouts=1))
+    assert again("read_pictures", "t2", (C,)) == source(C)
+    again.talk("u", A, B, prompt_uid="q")
+    assert len(stored(pool.folder)) == 3
+    again.journal.close()
+
+
+def test_the_pictures_of_a_damaged_journal_go_with_what_is_saved_of_it(pool: Pool) -> None:
+    pool.talk("t0", A, prompt_uid="p0")
+    pool.talk("t1", B, prompt_uid="p1")
+    pool.journal.close()
+    segment = newest_segment(pool.folder)
+    segment.write_bytes(segment.read_bytes()[:-200])
+    (report,) = salvage(pool.folder)
+    assert report.damage
+    again = Pool(pool.folder, default=ChannelConfig(n_rollouts=1))
+    live = again.pool.list_trajectories(now=again.now).items
+    for row in live:
+        digest = A if row.trajectory_uid == "t0" else B
+        assert again("read_pictures", row.trajectory_uid, (digest,)) == source(digest)
+    assert live
+    again.journal.close()
+
+
+# -- the service -----------------------------------------------------------------------------------
+
+
+async def test_a_service_removes_in_slices_what_nothing_refers_to(tmp_path: Path) -> None:
+    digests = [name(i) for i in range(2 * SWEPT_AT_ONCE + 10)]
+    config = PoolConfig(default=ChannelConfig(n_rollouts=1), durability="power")
+    async with DataPoolClient.local(config, tmp_path / "pool") as client:
+        for uid, own in (("t", digests[:-1]), ("u", digests[-1:])):
+            prompt = [PAD] * len(own)
+            pictures = tuple(Picture(digest, 28, 28, i, 1) for i, digest in enumerate(own))
+            step = step_of(uid, uid, prompt_ids=prompt, pictures=pictures)
+            await client.submit_step(step, pictures=source(*own))
+        assert len(stored(tmp_path / "pool")) == len(digests)
+        await client.delete_trajectory("t")
+        left = stored(tmp_path / "pool")
+        assert len(left) == len(digests) - SWEPT_AT_ONCE, "others do not wait for all of them"
+        await until(lambda: len(stored(tmp_path / "pool")) == 1)
+    async with DataPoolClient.local(config, tmp_path / "pool") as client:
+        assert await client.read_pictures("u", digests[-1:]) == source(digests[-1])
