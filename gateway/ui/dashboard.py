@@ -293,7 +293,16 @@ class Dashboard:
         found, _ = await self._events(None, channel, kinds)
         chosen = [e for e in found if reason in (None, e.data.get("reason"))]
         reasons = sorted({e.data["reason"] for e in found if "reason" in e.data})
-        return {"items": chosen[: -PAGE * 5 - 1 : -1], "total": len(chosen), "reasons": reasons}
+        newest = chosen[: -PAGE * 5 - 1 : -1]
+
+        def said() -> dict[str, str]:
+            with _reader(self._archive) as archive:
+                return archive.first_messages(list({e.prompt_uid for e in newest}))
+
+        # Of what has left; what waits to be archived has none for some seconds.
+        texts = {} if self._archive is None else await asyncio.to_thread(said)
+        items = [{**_fields(e), "first": texts.get(e.prompt_uid)} for e in newest]
+        return {"items": items, "total": len(chosen), "reasons": reasons}
 
     async def _events(
         self, cursor: str | None, channel: str | None = None, kinds: Sequence[str] | None = None
@@ -612,8 +621,11 @@ def _told(row: dict[str, Any]) -> dict[str, Any]:
 def _row(row: GroupRow | TrajectoryRow, texts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """A row of the pool's listing with its texts."""
     uid = row.trajectory_uid if isinstance(row, TrajectoryRow) else row.prompt_uid
-    own = {field.name: getattr(row, field.name) for field in fields(row)}
-    return {**own, "first": None, "last": None, **texts.get(uid, {})}
+    return {**_fields(row), "first": None, "last": None, **texts.get(uid, {})}
+
+
+def _fields(record: GroupRow | TrajectoryRow | Event) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def _in_order(

@@ -238,9 +238,7 @@ async def _search(result: BenchResult, live: Path, talks: Sequence[Talk]) -> Non
     lost, places = await missing(talks, pool, archive)
     forgotten = [talk for talk in talks if talk.user == FORGOTTEN]
     archive.delete("user", FORGOTTEN)
-    for talk in forgotten:
-        delete_from_journals(journal_folder(live), talk.uid)
-        archive.delete("trajectory", talk.uid)
+    delete_from_journals(journal_folder(live), tag=FORGOTTEN)
     words = [word for talk in forgotten for word in talk.words]
     found = bytes_of(words, archive_folder(live), journal_folder(live))
     known = [talk.uid for talk in forgotten if talk.words and archive.find(talk.uid)]

@@ -47,6 +47,7 @@ class Talk:
     ended: str = "open"
     """`open`, `complete`, `aborted`, or `late`: a reward more came after it was complete."""
     reward: float | None = None
+    """None: it has none, or the client does not know which counts."""
     is_deleted: bool = False
 
 
@@ -86,18 +87,20 @@ class Talkers:
 
     async def _group(self, http: aiohttp.ClientSession) -> None:
         user = FORGOTTEN if self._dice.random() < SHARE_FORGOTTEN else f"user{next(self._numbers)}"
-        declared = await self._post(http, "/v1/groups", {"n": 2, "metadata": {"user": user}})
+        tags = [FORGOTTEN] if user == FORGOTTEN else []
+        opening = {"n": 2, "metadata": {"user": user}, "tags": tags}
+        declared = await self._post(http, "/v1/groups", opening)
         both = [self._talk(http, each, user) for each in declared["trajectories"]]
         await asyncio.gather(*both)
         if user == FORGOTTEN and self._dice.random() < 0.5:
             uid = declared["trajectories"][0]["trajectory_uid"]
             await asyncio.sleep(self._dice.uniform(0, 5))
+            gone = {each["trajectory_uid"] for each in declared["trajectories"]}
+            for talk in self.talks:
+                talk.is_deleted |= talk.uid.removesuffix("-again") in gone
             async with http.delete(f"{self._url}/v1/trajectories/{uid}") as answer:
                 if answer.status != 200:
                     raise LookupError(f"DELETE {uid}: {answer.status} {await answer.text()}")
-            gone = {each["trajectory_uid"] for each in declared["trajectories"]}
-            for talk in self.talks:
-                talk.is_deleted = talk.is_deleted or talk.uid in gone
 
     async def _talk(self, http: Any, address: Mapping[str, str], user: str) -> None:
         talk = Talk(address["trajectory_uid"], user)
@@ -113,23 +116,25 @@ class Talkers:
         if how in ("complete", "late"):
             talk.reward = float(self._dice.random() < 0.5)
             body = {"reward": talk.reward}
-            done = await self._post(http, f"{base}/complete_trajectory", body)
+            done = await self._post(http, f"{base}/v1/complete_trajectory", body)
             talk.ended = "complete" if done["outcome"] == "complete" else "aborted"
             if how == "late":
                 await asyncio.sleep(self._dice.uniform(0, 10))
                 body = {"trajectory_uid": talk.uid, "reward": 0.5}
-                told = await self._post(http, "/v1/reward", body)
+                given, talk.reward = talk.reward, None  # until it is known
+                told = await self._post(http, "/v1/rewards", body)
+                talk.reward = 0.5 if told["outcome"] == "accepted" else given
                 if told["outcome"] == "late":
                     talk.ended = "late"
-                elif told["outcome"] == "accepted":
-                    talk.reward = 0.5
+        elif how == "again" and talk.uid.endswith("-again"):
+            pass  # once is enough
         elif how in ("aborted", "again"):
             body = {"reason": GAVE_UP, "will_retry": how == "again"}
-            await self._post(http, f"{base}/abort_trajectory", body)
+            await self._post(http, f"{base}/v1/abort_trajectory", body)
             talk.ended = "aborted"
             if how == "again":
-                again = f"{address['trajectory_uid']}-again"
                 own = address["trajectory_uid"]
+                again = f"{own.removesuffix('-again')}-again"
                 await self._talk(
                     http,
                     {"trajectory_uid": again, "base_url": address["base_url"].replace(own, again)},
@@ -139,7 +144,7 @@ class Talkers:
             turn = asyncio.create_task(self._cut_turn(http, talk, base, messages))
             try:
                 await asyncio.sleep(self._dice.uniform(0, 0.05))
-                await self._post(http, f"{base}/abort_trajectory", {"reason": GAVE_UP})
+                await self._post(http, f"{base}/v1/abort_trajectory", {"reason": GAVE_UP})
                 talk.ended = "aborted"
                 await turn
             finally:
@@ -217,7 +222,8 @@ async def _look(talk: Talk, pool: DataPoolClient, archive: ArchiveReader) -> tup
             why.append("has no reason")
         if talk.ended == "aborted" and row["reason"] != GAVE_UP:
             why.append(f"was aborted by {row['reason']!r}")
-    if talk.ended in ("complete", "late") and "reward" in about and about["reward"] != talk.reward:
+    has_reward = talk.reward is not None and "reward" in about
+    if talk.ended in ("complete", "late") and has_reward and about["reward"] != talk.reward:
         why.append(f"has the reward {about['reward']}, not {talk.reward}")
     if talk.ended == "late" and place == "archived" and not archive.feedback(talk.uid):
         why.append("lacks the reward that came late")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from stepwell.datapool.files.archive.reader import ArchiveReader
 from stepwell.datapool.remote.stopped import stopped_pool
-from tests.chaos.talkers import GAVE_UP, Talk, bytes_of, missing
+from tests.builders import until
+from tests.chaos.talkers import FORGOTTEN, GAVE_UP, Talk, Talkers, bytes_of, missing
 from tests.datapool.test_archive import Archived
+from tests.ui.demo import archive_all, demo
 
 
 @pytest.fixture
@@ -68,3 +71,29 @@ def test_words_are_found_in_any_file(run: Archived) -> None:
     assert bytes_of(["nobodysaid"], run.path) == []
     (run.path / "archive" / "left.tmp").write_bytes(b"a wordone here")
     assert any("left.tmp" in line for line in bytes_of(["wordone"], run.path))
+
+
+async def test_all_that_clients_of_a_gateway_saw_is_found_and_no_word_of_who_is_deleted(
+    tmp_path: Path,
+) -> None:
+    async with demo(tmp_path) as served:
+        talkers = Talkers(served.url, 1)
+        talking = asyncio.create_task(talkers.run())
+
+        def heard() -> set[str]:
+            return {talk.user for talk in talkers.talks if talk.words}
+
+        await until(lambda: FORGOTTEN in heard() and len(heard()) > 8, timeout_s=60)
+        talking.cancel()
+        await asyncio.gather(talking, return_exceptions=True)
+        for group in (await served.pool.list_groups(limit=1000)).items[::2]:
+            await served.pool.drop_group(group.prompt_uid, "test")
+        await archive_all(served)
+        archive = ArchiveReader(tmp_path / "archive")
+        lines, places = await missing(talkers.talks, served.pool, archive)
+        assert lines == []
+        assert places["archived"]
+        archive.delete("user", FORGOTTEN)
+        words = [word for talk in talkers.talks if talk.user == FORGOTTEN for word in talk.words]
+        assert bytes_of(words, tmp_path / "archive") == []
+    assert talkers.failures == []

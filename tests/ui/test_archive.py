@@ -77,6 +77,17 @@ async def test_a_uid_its_beginning_and_a_groups_uid_lead_somewhere(
     assert unknown.status_code == 404
 
 
+async def test_what_has_gone_is_listed_with_its_first_message(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    waits = (await ok(http, "events", kinds="dropped"))["items"]
+    assert {event["first"] for event in waits} == {None}
+    await archive_all(shown)
+    gone = (await ok(http, "events", kinds="dropped"))["items"]
+    assert gone
+    assert all(event["first"].startswith("State the final answer") for event in gone)
+
+
 async def test_a_list_is_searched_sorted_and_filtered(shown: Demo, http: httpx.AsyncClient) -> None:
     await archive_all(shown)
     rows = (await ok(http, "archive"))["items"]

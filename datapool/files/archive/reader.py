@@ -414,6 +414,13 @@ class ArchiveReader:
         """Return whether a trajectory with this uid is here."""
         return bool(self._ask("SELECT uid FROM trajectories WHERE uid = ? LIMIT 1", (uid,)))
 
+    def first_messages(self, prompt_uids: Sequence[str]) -> dict[str, str]:
+        """The first message of groups, by uid, of those that are here with their text."""
+        marks = ", ".join("?" * len(prompt_uids))
+        sql = f"SELECT uid, prompt_uid, first FROM trajectories WHERE prompt_uid IN ({marks})"
+        rows = self._ask(sql, list(prompt_uids)) if prompt_uids else []
+        return {row["prompt_uid"]: row["first"] for row in rows if row["first"] is not None}
+
     def feedback(self, uid: str) -> list[dict[str, Any]]:
         """Rewards that came after the trajectory took none any more."""
         return self._ask("SELECT * FROM feedback WHERE uid = ? ORDER BY part", (uid,))

@@ -5,6 +5,8 @@ import { amend, link, useApi, usePages } from "./api.js";
 import { Bars, Card, Chip, Empty, Failure, Field, Loading, MarksShown, Said, Select, Stat, Table, Tabs, Uid, clock, number, ordered, percent, seconds, useKeys, when } from "./parts.js";
 import { Marks } from "./curation.js";
 
+const NONE = /** @type {Row[]} */ ([]);
+
 /** @param {{ about: Row, params: Row, states: string[], extra?: any }} props */
 const Filters = ({ about, params, states, extra }) => html`
   <form class="filters" aria-label="Filters" onSubmit=${(/** @type {Event} */ e) => e.preventDefault()}>
@@ -67,6 +69,7 @@ function Live({ about, params }) {
 function Gone({ about, params }) {
   const kind = params.kind ?? "dropped";
   const { data, error, reload } = useApi("events", { channel: params.channel ?? "train", kinds: kind, reason: params.reason });
+  useKeys(data?.items ?? NONE);
   return html`
     <form class="filters" aria-label="Filters" onSubmit=${(/** @type {Event} */ e) => e.preventDefault()}>
       <${Select} label="Channel" value=${params.channel ?? "train"} options=${about.channels} onChange=${(v) => amend({ channel: v })} />
@@ -78,12 +81,13 @@ function Gone({ about, params }) {
     <${Card} aside=${data && html`<small>${data.total}</small>`}><${Table} label="Groups that left the pool" rows=${data?.items ?? []} busy=${!data}
       empty="The pool remembers no such event." columns=${[
         ["When", (e) => clock(e.time)],
-        ["Prompt", (e) => html`<${Uid} page="group" uid=${e.prompt_uid} channel=${e.channel} />`],
+        ["First message", (e) => html`<a class="talk" href=${link("group", { prompt_uid: e.prompt_uid, channel: e.channel })}><span>${e.first ?? "no text yet, or none was kept"}</span></a>`],
         ["Trajectory", (e) => e.trajectory_uid && html`<${Uid} page="trajectory" uid=${e.trajectory_uid} channel=${e.channel} />`],
         ["How", (e) => html`<${Chip} of=${e.kind} />`],
         ["Reason", (e) => e.data.reason],
         ["Complete", (e) => e.data.complete, "num"],
         ["Issued again", (e) => (e.data.returned ? "yes" : "")],
+        ["Prompt", (e) => html`<${Uid} page="group" uid=${e.prompt_uid} channel=${e.channel} />`],
       ]} /><//>`;
 }
 
