@@ -72,6 +72,11 @@ test-deploy: install .venv-deploy/.installed
 	KUBERAY_GIT=$(or $(KUBERAY_GIT),$(CURDIR)/.kuberay) .venv-deploy/bin/python -m pytest --noconftest -c /dev/null --rootdir tests/deploy -p no:cacheprovider tests/deploy/with_tools.py
 	$(BIN)/pytest -m "" tests/deploy
 
+#   make test-gpu   the torch backend on one GPU against the CPU: scores, updates, speed, memory (OUT=folder keeps the figures)
+.PHONY: test-gpu
+test-gpu: install
+	$(BIN)/pytest -rs -s tests/gpu/on_one_gpu.py
+
 #   make test-newcomer  a newcomer's first hour: the built wheel in an empty folder, an own agent, live traffic, mistakes
 .PHONY: test-newcomer
 test-newcomer: install
@@ -178,6 +183,17 @@ test-slime: install .slime/$(SLIME_COMMIT)-examples .slime-agent-rollout/$(AGENT
 test-trl: install .venv-trl/.installed
 	TRL_EXPERIMENTAL_SILENCE=1 .venv-trl/bin/python -m pytest -m "" tests/backends/test_trl.py tests/benchmarks/test_trainer.py tests/trainer/test_sft_trl.py
 
+.venv-tinker/.installed: $(STAMP)
+	$(PYTHON) -m venv $(@D)
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > "$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/stepwell.pth"
+	$(@D)/bin/pip install --quiet --no-deps tinker==0.38.0 pyqwest==0.12.0 httpx2==2.16.2 h2==4.4.1 hpack==4.2.0 hyperframe==6.1.0 sniffio==1.3.1 distro==1.9.0 zstandard==0.25.0 protobuf==7.36.2
+	@touch $@
+
+#   make test-tinker  the SDK of Tinker, in an environment of its own, against a local server of its API: steps equal ours, a short run
+.PHONY: test-tinker
+test-tinker: install .venv-tinker/.installed
+	.venv-tinker/bin/python -m pytest -o timeout=900 tests/backends/test_tinker.py
+
 # Harnesses in their own environments: npm's with a Node of theirs, Python's with a venv each.
 HARNESS_NPM := node@22 @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10 @google/gemini-cli@0.61.0 @earendil-works/pi-coding-agent@0.74.2
 HARNESS_mini := mini-swe-agent==2.4.6
@@ -275,4 +291,4 @@ record-vllm: install install-vllm
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.backends.engines.record_vllm
 
 clean:
-	rm -rf $(VENV) .venv-verl .venv-trl .venv-sglang .venv-vllm .venv-deploy .kuberay .slime .slime-agent-rollout .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf $(VENV) .venv-verl .venv-trl .venv-tinker .venv-sglang .venv-vllm .venv-deploy .kuberay .slime .slime-agent-rollout .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build

@@ -44,8 +44,9 @@ from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError, BatchError, NonFiniteUpdateError
 from stepwell.backends.model_folder import WEIGHT_SUFFIXES, fingerprint, module_name
 from stepwell.backends.pictures import PictureProcessor, no_pictures
-from stepwell.backends.rows import TokenRow, build_rows, computed_tokens, select
-from stepwell.backends.torch import lora, ranks
+from stepwell.backends.rows import Layout, TokenRow, build_rows, computed_tokens, select
+from stepwell.backends.torch import lora, ranks, tree
+from stepwell.backends.torch.flops import peak_of, step_flops
 from stepwell.backends.torch.fsdp import (
     Ranks,
     full,
@@ -57,11 +58,13 @@ from stepwell.backends.torch.model import (
     Policy,
     aliases_of,
     checkpoint_layers,
+    compile_layers,
     device_bytes,
     device_of,
     load_model,
     model_dir,
     no_progress_bars,
+    to_device,
 )
 from stepwell.backends.torch.optimizer import (
     MasterWeights,
@@ -70,6 +73,7 @@ from stepwell.backends.torch.optimizer import (
     load_optimizer,
 )
 from stepwell.backends.torch.shards import ShardWriter, read_shards, stored_tensors
+from stepwell.backends.torch.tree import is_enabled
 from stepwell.backends.torch.vision import Pictures, Tower, freeze_tower
 from stepwell.backends.weights.digest import read_tensors
 from stepwell.backends.weights.sender import Sender
@@ -116,8 +120,12 @@ class TorchBackend(TrainingBackend):
             self._model = self._load(self._model_path, frozen=config.lora is not None)
             if config.lora is not None:
                 lora.add_adapters(self._model, config.lora)
+        self._agree(self._model)
         if config.gradient_checkpointing:
-            checkpoint_layers(self._model)
+            selective = config.gradient_checkpointing == "selective"
+            checkpoint_layers(self._model, selective=selective)
+        if config.compile:
+            compile_layers(self._model)
         self._policy = self._on_device(self._model)
         self._update_size = None if config.lora is None else lora.UpdateSize(self._model, full)
         self._aliases = aliases_of(self._model)
@@ -128,6 +136,10 @@ class TorchBackend(TrainingBackend):
         self._shape = ModelShape.of(
             self._model.config.to_dict(), sum(p.numel() for p in self._model.parameters())
         )
+        of_tree = is_enabled(self._model)
+        self._layout: Layout = "packed" if of_tree and config.rows != "tree" else config.rows
+        is_gpu = self._device.type == "cuda"
+        self._peak = peak_of(torch.cuda.get_device_name(self._device)) if is_gpu else None
         self._has_bytes = min(self._ranks.gather(device_bytes(self._device) / config.ranks))
         self._writer = ShardWriter(self._ranks)
         self._reference: Policy | None = None
@@ -166,13 +178,14 @@ class TorchBackend(TrainingBackend):
                 that are missing, not those of the ids, or not for this model.
         """
         batch = TorchBatch.of(steps)
+        has_vision = self._processor is not None
         for step in steps:
             if step.multi_modal_data:
                 raise BatchError(
                     f"{_name(step)} has multi_modal_data; the torch backend trains on text and "
                     "on its pictures (`Step.pictures`)"
                 )
-            if step.pictures or self._processor is not None:
+            if has_vision or step.pictures:
                 self._check_pictures(step, pictures)
         batch.rows = tuple(build_rows(steps, self._config.rows))
         batch.pictures = Pictures(pictures) if pictures else None
@@ -244,6 +257,7 @@ class TorchBackend(TrainingBackend):
                 )
             with self._ranks.only_first():
                 model = self._load(self._reference_path, frozen=True)
+            self._agree(model)
             self._reference = self._on_device(model.requires_grad_(False))
         return self._score(self._reference, batch)
 
@@ -253,10 +267,10 @@ class TorchBackend(TrainingBackend):
         for rows in self._micro_batches(batch.rows):
             log_probs, _, tokens = policy(batch, rows or [_shortest(batch.rows)], entropy=False)
             if rows:
-                mine.append((tokens, log_probs.cpu()))
+                mine.append((tokens, log_probs))
         reshard(policy)
         out = torch.empty(batch.n_tokens)
-        for part in self._ranks.gather(mine):
+        for part in self._ranks.gather([(tokens, values.cpu()) for tokens, values in mine]):
             for tokens, log_probs in part:
                 out[tokens] = log_probs
         return out
@@ -270,7 +284,7 @@ class TorchBackend(TrainingBackend):
             The means that `loss_fn` reports, and `loss`, `grad_norm` (before clipping), `lr`,
             `tokens` (trained), `padded_tokens` (computed), `rows`, `micro_batches`, `seconds`,
             `skipped` (1: this update was not applied), `skipped_updates` (so far); with adapters
-            `lora/relative_norm`, |s·B·A| / |W|.
+            `lora/relative_norm`, |s·B·A| / |W|; on a known GPU `mfu` (`flops.py`).
 
         Raises:
             BatchError: `indices` is empty or not within the batch.
@@ -279,9 +293,10 @@ class TorchBackend(TrainingBackend):
         start = time.perf_counter()
         rows = self._selected_rows(batch, indices)
         wants = getattr(loss_fn, "entropy", "none")
-        loss = 0.0
+        losses: list[Tensor] = []
         means: dict[str, Mean] = {}
-        found: list[tuple[Tensor, dict[str, Tensor]]] = []
+        found: list[tuple[Tensor, Mapping[str, Tensor]]] = []
+        flops = 0.0
         count = Counter(tokens=0, padded_tokens=0, micro_batches=0)
         self._optimizer.zero_grad(set_to_none=True)
         chunks = self._micro_batches(rows)
@@ -294,19 +309,26 @@ class TorchBackend(TrainingBackend):
             log_probs, entropy, tokens = self._policy(batch, chunk, entropy=wants != "none")
             if entropy is not None and wants != "gradient":
                 entropy = entropy.detach()
-            columns = {k: v[tokens].to(self._device) for k, v in batch.columns.items()}
+            columns = {k: to_device(v[tokens], self._device) for k, v in batch.columns.items()}
             output = loss_fn(log_probs, entropy, columns)
             output.loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            loss += float(output.loss.detach().double())
+            losses.append(output.loss.detach())
             for name, mean in output.metrics.items():
                 means[name] = means[name] + mean if name in means else mean
             if output.columns:
-                found.append((tokens, {k: v.cpu() for k, v in output.columns.items()}))
+                found.append((tokens, output.columns))
+            computed = computed_tokens(chunk, self._layout)
             count["tokens"] += len(tokens)
-            count["padded_tokens"] += computed_tokens(chunk, self._config.rows)
+            count["padded_tokens"] += computed
             count["micro_batches"] += 1
+            if self._peak is not None:
+                adapted = self._config.lora is not None
+                flops += step_flops(self._shape, chunk, computed, len(tokens), lora=adapted)
+        # Only here the device is waited for: its micro-batches follow each other without a gap.
+        loss = sum((float(one.double()) for one in losses), 0.0)
         loss, means, count = self._over_ranks(loss, means, count)
-        for part in self._ranks.gather(found):
+        on_cpu = [(tokens, {k: v.cpu() for k, v in columns.items()}) for tokens, columns in found]
+        for part in self._ranks.gather(on_cpu):
             for tokens, columns in part:
                 for name, values in columns.items():
                     column = batch.columns.setdefault(
@@ -331,8 +353,13 @@ class TorchBackend(TrainingBackend):
             "skipped": float(self._updates == before),
             "skipped_updates": float(self._skipped_updates),
             **self._lora_metrics(),
+            **self._use_metrics(flops, time.perf_counter() - start),
             "seconds": time.perf_counter() - start,
         }
+
+    def _use_metrics(self, flops: float, seconds: float) -> dict[str, float]:
+        """Share of the GPU's peak that this rank's part of an update made use of."""
+        return {} if self._peak is None else {"mfu": flops / seconds / self._peak}
 
     def _lora_metrics(self) -> dict[str, float]:
         if self._update_size is None:
@@ -596,7 +623,7 @@ class TorchBackend(TrainingBackend):
         return select(batch.rows, batch.steps, wanted)
 
     def _micro_batches(self, rows: Sequence[TokenRow]) -> list[list[TokenRow]]:
-        return self._ranks.rounds(rows, self._config.micro_batch_tokens, self._config.rows)
+        return self._ranks.rounds(rows, self._config.micro_batch_tokens, self._layout)
 
     def _on_device(self, model: Any) -> Policy:
         """`model`, ready to score rows; sharded if there are ranks to share it."""
@@ -621,6 +648,11 @@ class TorchBackend(TrainingBackend):
             dtype = getattr(torch, self._config.dtype) if self._config.ranks == 1 else None
             freeze_tower(model, dtype)
         return model
+
+    def _agree(self, model: Any) -> None:
+        """Rows are packed where they are on rank 0, which has proved it on the weights."""
+        if self._ranks.gather(is_enabled(model))[0] and not is_enabled(model):
+            tree.enable(model, probe=False)
 
     def _tower_of(self, model: Any) -> Tower | None:
         if self._processor is None:

@@ -203,7 +203,7 @@ class ValueModel(TorchBackend):
     linear head in place of the LM head; it starts at 0, so V = 0 everywhere."""
 
     def _on_device(self, model: Any) -> Any:
-        values = _Values(model, self._device, self._tower_of(model))
+        values = _Values(model, self._device, self._tower_of(model), self._config.rows == "tree")
         self._ranks.place(values, self._device, getattr(torch, self._config.dtype))
         return values
 
@@ -215,9 +215,10 @@ class ValueModel(TorchBackend):
 class _Values(nn.Module):
     """The decoder and the value head as one module: the root that FSDP2 shards."""
 
-    def __init__(self, model: Any, device: torch.device, tower: Tower | None) -> None:
+    def __init__(self, model: Any, device: torch.device, tower: Tower | None, share: bool) -> None:
         super().__init__()
         self._tower = tower
+        self._share = share
         width = model.get_output_embeddings().in_features
         head = nn.Linear(width, 1, bias=False)
         nn.init.zeros_(head.weight)
@@ -232,7 +233,9 @@ class _Values(nn.Module):
         """(V, None, token index): [n] each, of the response tokens in `rows`."""
         tower, as_tree = self._tower, is_enabled(self.model)
         processor = None if tower is None else tower.processor
-        inputs = prepare(batch, rows, self._device, as_tree=as_tree, processor=processor)
+        inputs = prepare(
+            batch, rows, self._device, as_tree=as_tree, share=self._share, processor=processor
+        )
         # Not the model's own forward: what a family does to its logits must not touch values.
         kwargs = inputs.model_kwargs(tower, pictures_of(batch))
         hidden = self.model.base_model(**kwargs).last_hidden_state

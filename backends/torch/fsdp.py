@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from stepwell.backends.errors import BackendConfigError, BackendError
-from stepwell.backends.rows import RowForm, TokenRow, computed_tokens, micro_batches
+from stepwell.backends.rows import Layout, TokenRow, computed_tokens, micro_batches
 
 T = TypeVar("T")
 
@@ -124,7 +124,7 @@ class Ranks:
             policy.set_requires_gradient_sync(now)
 
     def rounds(
-        self, rows: Sequence[TokenRow], budget: int, form: RowForm = "merged"
+        self, rows: Sequence[TokenRow], budget: int, form: Layout = "merged"
     ) -> list[list[TokenRow]]:
         """This rank's micro-batches, one a round; an empty one where there are too few rows.
 

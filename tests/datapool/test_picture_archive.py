@@ -101,6 +101,20 @@ def test_the_bound_of_the_archive_counts_pictures(tmp_path: Path) -> None:
     run.pool.journal.close()
 
 
+def test_pictures_that_wait_for_the_archiver_have_the_bound_of_the_archive(tmp_path: Path) -> None:
+    config = ArchiveConfig(dir=tmp_path / "archive", max_gb=1.5 * len(png(A)) / 1e9)
+    run = Run(tmp_path, archive=config)
+    for uid, digest in (("t", A), ("u", B), ("v", A)):
+        run.trained(uid, digest)
+    assert run.pool.pool.backlog["unarchived"] == 1
+    assert sorted(stored(run.pool.folder).values()) == [png(A)]
+    run.archive()
+    assert [run.reader.read(uid) is not None for uid in "tuv"] == [True, False, True]
+    run.trained("w", B)
+    assert run.pool.pool.backlog["unarchived"] == 1
+    run.pool.journal.close()
+
+
 def test_merged_files_keep_their_pictures(run: Run) -> None:
     for i in range(MERGED):
         run.trained(f"t{i}", A, B)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,11 @@ from typing import Any
 import pytest
 
 from stepwell.datapool import ChannelConfig, DataPoolClient, PoolConfig, Step
-from stepwell.datapool.core.pictures import GRACE_S, SWEPT_AT_ONCE
+from stepwell.datapool.core.log_rows import StepsStored, read
+from stepwell.datapool.core.pictures import GRACE_S, SWEPT_AT_ONCE, keys_of
 from stepwell.datapool.errors import (
     DamagedFileError,
+    DataPoolError,
     InvalidRequestError,
     JournalError,
     NotOwnerError,
@@ -364,6 +368,63 @@ def test_a_picture_is_removed_only_after_its_rows(tmp_path: Path) -> None:
     again = pool.restart(default=ChannelConfig(n_rollouts=1))
     assert again("read_pictures", "t", (A,)) == source(A)
     again.journal.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_the_store_has_what_rows_refer_to(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    config: dict[str, Any] = {"default": ChannelConfig(n_rollouts=1)}
+    pool = Pool(tmp_path / "pool", **config)
+    leases: list[str] = []
+    uids: list[str] = []
+
+    def act() -> None:
+        nonlocal pool
+        uid = rng.choice(uids) if uids else ""
+        match rng.randrange(9):
+            case 0 | 1 | 2:
+                prompt_uid, uid = f"p{rng.randrange(6)}", f"t{len(uids)}"
+                digests = [rng.choice((A, B, C, name(rng.randrange(4)))) for _ in range(3)]
+                pool("put_pictures", uid, source(*digests), prompt_uid=prompt_uid)
+                pool("apply_steps", conversation(uid, *digests, prompt_uid=prompt_uid))
+                uids.append(uid)
+            case 3:
+                pool("complete_trajectory", uid)
+            case 4:
+                pool("abort_trajectory", uid, "broken")
+            case 5:
+                pool("delete_trajectory", uid)
+            case 6:
+                if (lease := pool("lease_batch")) is not None:
+                    leases.append(lease.lease_id)
+            case 7:
+                if leases:
+                    pool(rng.choice(("ack", "nack")), leases.pop())
+            case 8:
+                pool = _restarted(pool, config)
+
+    for _ in range(60):
+        with contextlib.suppress(DataPoolError, ValueError):
+            act()
+        referred = {
+            key
+            for row in pool.journal.rows()
+            if row.kind == StepsStored.__name__
+            for own in read(row.kind, row.head)[2].pictures.values()
+            for key in keys_of(own).values()
+        }
+        assert referred <= stored(pool.folder).keys()
+        pool.now += GRACE_S  # what no row refers to has waited for long enough
+        pool.later(0)
+        assert stored(pool.folder).keys() == referred
+        counts = sum(len(data) for data in stored(pool.folder).values())
+        assert pool.counts() == {"stored": len(referred), "bytes": counts}
+    pool.journal.close()
+
+
+def _restarted(pool: Pool, config: dict[str, Any]) -> Pool:
+    pool.journal.close()
+    return Pool(pool.folder, pool.now, **config)
 
 
 # -- deletion --------------------------------------------------------------------------------------
