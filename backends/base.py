@@ -25,10 +25,18 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
-from stepwell.backends.errors import BackendConfigError, BatchError, UnsupportedByBackendError
+from stepwell.backends.errors import (
+    BackendConfigError,
+    BatchError,
+    UnsupportedByBackendError,
+    checkpoint_remedy,
+)
 from stepwell.backends.registry import BACKEND_NAMES, Registry, first_line
 from stepwell.datapool.config import Section
+from stepwell.datapool.sealed import check, fsync, seal
 from stepwell.datapool.types import Step
+
+NO_PICTURES: Mapping[str, bytes] = MappingProxyType({})
 
 
 @dataclass(eq=False, slots=True)
@@ -123,6 +131,8 @@ class TrainingBackend(ABC):
 
     options: ClassVar[type[BaseModel]] = Section
     """The model of `backend.options`: fields with a type, a default and a docstring."""
+    saves_beside: ClassVar[bool] = False
+    """`save_state` returns long before the folder is whole: training goes on meanwhile."""
     returns_columns: ClassVar[bool] = False
     """`train_step` writes `LossOutput.columns` into the batch's columns, NaN where nothing was
     computed. Without it the loop recomputes log π of every batch before its optimizer step."""
@@ -219,6 +229,43 @@ class TrainingBackend(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`."""
         raise self._unsupported("load_state_dict")
+
+    def save_state(self, folder: Path) -> dict[str, Any]:
+        """Begin to write all that training needs to go on exactly where it was into `folder`, and
+        return what is small enough to travel to the trainer: counters and their like. Training may
+        go on; the folder counts when `wait_saved` has returned.
+
+        Here: `state_dict` at once, in one file.
+        """
+        folder.mkdir(parents=True)
+        torch.save(self.state_dict(), folder / "state.pt")
+        fsync(folder / "state.pt")
+        seal(folder)
+        return {}
+
+    def wait_saved(self) -> None:
+        """Return when what `save_state` began is on disk. Called beside the other methods, in a
+        thread of its own.
+
+        Raises:
+            OSError, RuntimeError: it cannot be written.
+        """
+        return
+
+    def load_state(
+        self, folder: Path, state: Mapping[str, Any], *, weights_only: bool = False
+    ) -> None:
+        """Go on from a folder of `save_state` and what that returned.
+
+        Args:
+            weights_only: nobody trains on: the optimizer's state need not be read.
+
+        Raises:
+            DamagedFileError: a file is not what was written.
+        """
+        check(folder, checkpoint_remedy(folder.parent))
+        # Our own file, and what was written: the weights-only reader refuses RNG states.
+        self.load_state_dict(torch.load(folder / "state.pt", weights_only=False))
 
     def lead(self, method: str, *args: Any) -> Any:
         """Call a method of the `Sender` (`backends/weights/sender.py`) in the process that has the

@@ -188,9 +188,13 @@ class TorchBackendConfig(Section):
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Padded tokens per forward pass (of each rank); bounds activation memory. A longer row goes
     alone."""
-    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    gradient_checkpointing: bool | Literal["auto", "selective"] = "auto"
     """Keep only each layer's input and compute the layer again in the backward pass: activations
-    of one layer at a time for a third more compute. `auto`: on CUDA only."""
+    of one layer at a time for a third more compute. `selective` also keeps what attention puts
+    out, whose cost grows with the square of a row. `auto`: on CUDA only."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile each layer (`torch.compile`), for rows of any length: the first steps take minutes.
+    `auto`: on CUDA only."""
     logits_mb: int = Field(default=256, ge=1)
     """float32 logits that exist at once, in MB. Beyond it the LM head goes over the response
     positions in chunks and again in the backward pass (`backends/torch/chunked_head.py`)."""
@@ -248,17 +252,15 @@ class TorchBackendConfig(Section):
     """Options of a backend that an installed package adds: the keys of its own `options` model."""
 
     def resolved(self, on_cuda: bool) -> TorchBackendConfig:
-        """This section with `dtype` and `gradient_checkpointing` as they are on that device."""
-        dtype = "bfloat16" if on_cuda else "float32"
-        checkpointing = on_cuda
-        return self.model_copy(
-            update={
-                "dtype": dtype if self.dtype == "auto" else self.dtype,
-                "gradient_checkpointing": checkpointing
-                if self.gradient_checkpointing == "auto"
-                else self.gradient_checkpointing,
-            }
-        )
+        """This section with every `auto` of `dtype`, `gradient_checkpointing` and `compile` as it
+        is on that device."""
+        on_device = {
+            "dtype": "bfloat16" if on_cuda else "float32",
+            "gradient_checkpointing": on_cuda,
+            "compile": on_cuda,
+        }
+        auto = {name: x for name, x in on_device.items() if getattr(self, name) == "auto"}
+        return self.model_copy(update=auto)
 
     @model_validator(mode="before")
     @classmethod
@@ -354,3 +356,6 @@ class VerlConfig(Section):
     """Likewise of responses, what tools wrote between turns included."""
     pad_token_id: int = Field(default=0, ge=0)
     """Id that fills the padding; no mask lets it through."""
+    model_path: Path | None = None
+    """Folder of a model that reads pictures: its rows have `multi_modal_inputs` and position ids of
+    four rows. null: steps with pictures are refused."""

@@ -24,6 +24,8 @@ also subclasses the matching built-in::
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class BackendError(Exception):
     """Base of all errors that engines, weight publication and training backends raise."""
@@ -133,3 +135,11 @@ class PictureError(BackendError, ValueError):
 
 class UnsupportedByBackendError(BackendError, NotImplementedError):
     """The training backend does not implement the method."""
+
+
+def checkpoint_remedy(checkpoint: Path) -> str:
+    """The end of an error about a damaged checkpoint: what a user does about it."""
+    return (
+        f"delete {checkpoint} to resume from an older checkpoint, or set run.resume=never to start "
+        "over"
+    )

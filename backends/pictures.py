@@ -35,7 +35,8 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -172,6 +173,15 @@ class PictureProcessor:
         image.save(png, "PNG", compress_level=3)
         n_tokens = (width // self.factor) * (height // self.factor)
         return CanonicalPicture(png.getvalue(), digest_of(image), width, height, n_tokens)
+
+    def n_tokens(self, data: bytes) -> int:
+        """Placeholders of a picture, by its size alone: its pixels are not decoded.
+
+        Raises:
+            PictureError: as `canonical`, but for damaged pixels.
+        """
+        width, height = self.grid_size(*size_of(data, self.bounds))
+        return (width // self.factor) * (height // self.factor)
 
     def grid_size(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) that the processor resizes such a picture to, and leaves as it is.
@@ -310,13 +320,34 @@ def decode(data: bytes, bounds: PictureBounds) -> Image.Image:
     Raises:
         PictureError: it is refused, with the reason.
     """
+    with _opened(data, bounds) as image:
+        orientation = _orientation(image)
+        rgb = _to_rgb(image, sixteen_bit=image.format == "PNG" and data[24:25] == b"\x10")
+    turned = _TRANSPOSE.get(orientation)
+    return rgb if turned is None else rgb.transpose(turned)
+
+
+def size_of(data: bytes, bounds: PictureBounds) -> tuple[int, int]:
+    """(width, height) of the picture that `decode` would return, of its header alone.
+
+    Raises:
+        PictureError: it is refused.
+    """
+    with _opened(data, bounds) as image:
+        width, height = image.size
+        # The last four orientations lie on their side.
+        return (height, width) if _orientation(image) > 4 else (width, height)
+
+
+@contextmanager
+def _opened(data: bytes, bounds: PictureBounds) -> Iterator[Image.Image]:
+    """The file as Pillow opens it, within the bounds; what Pillow raises is a PictureError."""
     if len(data) > bounds.max_bytes:
         raise PictureError(f"the picture has {len(data)} bytes; at most {bounds.max_bytes}")
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _check_size(image, bounds)
-            orientation = _orientation(image)
-            rgb = _to_rgb(image, sixteen_bit=image.format == "PNG" and data[24:25] == b"\x10")
+            yield image
     except PictureError:
         raise
     except UnidentifiedImageError as e:
@@ -325,8 +356,6 @@ def decode(data: bytes, bounds: PictureBounds) -> Image.Image:
         raise PictureError(f"the picture has more than {bounds.max_pixels} pixels") from e
     except Exception as e:  # Pillow's decoders raise a dozen types on damaged files
         raise PictureError(f"the picture is damaged: {e or type(e).__name__}") from e
-    turned = _TRANSPOSE.get(orientation)
-    return rgb if turned is None else rgb.transpose(turned)
 
 
 def _check_size(image: Image.Image, bounds: PictureBounds) -> None:

@@ -208,6 +208,7 @@ BACKEND_NAMES = Names(
         "verl": "stepwell.backends.verl.backend:VerlBackend",
         "slime": "stepwell.backends.slime.backend:SlimeBackend",
         "trl": "stepwell.backends.trl.backend:TrlBackend",
+        "tinker": "stepwell.backends.tinker.backend:TinkerBackend",
     },
 )
 

@@ -34,6 +34,9 @@ from stepwell.datapool.pictures import Picture, shadow_ids
 from stepwell.datapool.types import Step, TokenIds
 
 RowForm: TypeAlias = Literal["step", "merged", "tree"]
+Layout: TypeAlias = RowForm | Literal["packed"]
+"""Layout of a micro-batch: step and merged rows are padded on the right, unless they are packed
+end to end; a tree has what they share once."""
 Compared: TypeAlias = npt.NDArray[Any]
 """Token ids, in which pictures are told apart (`shadow_ids`)."""
 
@@ -98,30 +101,38 @@ def select(
 
 
 def micro_batches(
-    rows: Sequence[TokenRow], budget: int, form: RowForm = "merged"
+    rows: Sequence[TokenRow], budget: int, form: Layout = "merged"
 ) -> Iterator[list[TokenRow]]:
     """Rows in micro-batches of at most `budget` computed tokens (one row may exceed it).
 
     Padded forms: rows of similar length together, longest first, since what runs out of memory
     does so at once. Tree: rows that share the most together.
     """
-    yield from _by_prefix(rows, budget) if form == "tree" else _by_length(rows, budget)
+    if form == "tree":
+        yield from _by_prefix(rows, budget)
+    else:
+        yield from _by_length(rows, budget, form)
 
 
-def computed_tokens(rows: Sequence[TokenRow], form: RowForm = "merged") -> int:
+def computed_tokens(rows: Sequence[TokenRow], form: Layout = "merged") -> int:
     """Tokens that go through the model for a micro-batch of `rows`, padding included."""
+    if form == "packed":
+        return sum(row.n_inputs for row in rows)
     if form != "tree":
         return len(rows) * max(row.n_inputs for row in rows)
     return sum(own for _, _, own in _tree_costs(rows))
 
 
-def _by_length(rows: Sequence[TokenRow], budget: int) -> Iterator[list[TokenRow]]:
+def _by_length(rows: Sequence[TokenRow], budget: int, form: Layout) -> Iterator[list[TokenRow]]:
     batch: list[TokenRow] = []
+    tokens = 0
     for row in sorted(rows, key=lambda r: -r.n_inputs):
-        if batch and batch[0].n_inputs * (len(batch) + 1) > budget:
+        padded = row.n_inputs if form == "packed" or not batch else batch[0].n_inputs
+        if batch and tokens + padded > budget:
             yield batch
-            batch = []
+            batch, tokens, padded = [], 0, row.n_inputs
         batch.append(row)
+        tokens += padded
     if batch:
         yield batch
 

@@ -17,11 +17,13 @@ BENCHES = {
     "gateway": "requests, latency, CPU and memory, beside other gateways",
     "pool": "steps/s, latency and memory, beside other stores",
     "trainer": "tokens/s and memory of a step by row form, beside TRL",
+    "publication": "how long an engine is paused for new weights, by transport",
     "overlap": "generation and training at once, by one after the other",
     "ui": "the dashboard over 1,000,000 steps, and what it costs",
     "catalogue": "pages of the archive at 1,000,000 trajectories",
     "tasks": "what the tasks in examples/ teach their models",
     "lag": "score by lag and off-policy method: many quickstarts, hours",
+    "scale": "first bottleneck at 100, 1,000, 10,000 agents, simulated",
     "path": "functions, files, types of a turn and two optimizer steps",
     "size": "lines, public names and configuration keys, by room",
 }

@@ -26,7 +26,13 @@ from stepwell.track.summary import BLUE, GREY, ORANGE, read_summary
 from stepwell.trainer.recording import load_recording, recordings
 
 RUNS = Path("runs")
-GAINS = {"tictactoe": 0.15, "search_cite": 0.3, "instructions": 0.3, "harness_shell": 0.3}
+GAINS = {
+    "tictactoe": 0.15,
+    "search_cite": 0.3,
+    "instructions": 0.3,
+    "harness_shell": 0.3,
+    "colours": 0.4,
+}
 """Task -> what the evaluation score rises by in every run."""
 SMOOTHED = 5
 """Optimizer steps in the running mean of the reward."""

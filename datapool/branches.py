@@ -53,5 +53,8 @@ def _continues(child: Step, parent: Step) -> bool:
         # faster than comparing arrays of this size.
         and prompt[p:n].tobytes() == parent.response_ids.tobytes()
         and prompt[:p].tobytes() == parent.prompt_ids.tobytes()
-        and tuple(p for p in child.pictures if p.at < n) == parent.pictures
+        and (
+            child.pictures == parent.pictures  # in text: both have none
+            or tuple(p for p in child.pictures if p.at < n) == parent.pictures
+        )
     )

@@ -60,7 +60,7 @@ _LOG_PROBS, _MORE, _LAST, _REASON_SHIFT, _REASON = 1, 2, 4, 3, 3
 """Flags; the two bits of a reason."""
 SPILLED = 32
 """Flag of a step whose payload the journal alone has."""
-_PICTURES = 64
+PICTURES = 64
 """Flag of a step whose prompt has pictures: its own, or its base's."""
 HEADER_BYTES = _HEADER.size
 Place: TypeAlias = tuple[int, int, int]
@@ -102,11 +102,7 @@ class Header(NamedTuple):
     @property
     def has_more(self) -> bool:
         """True if the step may hold pictures, so that equal ids need not be equal prompts."""
-        return bool(self.flags & (_MORE | _PICTURES))
-
-    @property
-    def has_pictures(self) -> bool:
-        return bool(self.flags & _PICTURES)
+        return bool(self.flags & (_MORE | PICTURES))
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -207,7 +203,7 @@ _OWN = 4
 
 def pictures_of(extra: Sequence[Any]) -> list[Picture]:
     """The own pictures of a step with this `extra`."""
-    return [Picture(*values) for own in extra[_OWN:] for values in own]
+    return [Picture(*values) for values in extra[_OWN]] if len(extra) > _OWN else []
 
 
 # -- a step ------------------------------------------------------------------------------------
@@ -297,7 +293,7 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
     @property
     def has_pictures(self) -> bool:
         """True if the prompt has pictures: its own, or its base's."""
-        return bool(self.payload[_FLAGS_AT] & _PICTURES)
+        return bool(self.payload[_FLAGS_AT] & PICTURES)
 
     @property
     def pictures(self) -> list[Picture]:
@@ -361,13 +357,15 @@ class Base(NamedTuple):
     def begins(self, step: Step) -> bool:
         """True if the prompt of `step` begins with these tokens."""
         prompt, n = step.prompt_ids, self.n_bytes // 4
-        if len(prompt) < n or any(picture.at < n < picture.end for picture in step.pictures):
+        if len(prompt) < n:
             return False
-        if self.digest is None:
-            return True
         own = prompt[:n]
         if step.pictures:
+            if any(picture.at < n < picture.end for picture in step.pictures):
+                return False
             own = _shadow(own, step.pictures)
+        if self.digest is None:
+            return True
         return bool(xxh3_128_digest(np.ascontiguousarray(own).data) == self.digest)
 
 
@@ -391,9 +389,11 @@ def pack(step: Step, base: Base | None = None) -> PackedStep:
     pictures = step.pictures
     if base is not None and base.begins(step):
         n = base.n_bytes // 4
-        new, base_crc = step.prompt_ids[n:].tobytes(), base.crc
-        pictures = tuple(picture for picture in pictures if picture.at >= n)
-        named = _shadow(step.prompt_ids[n:], pictures, n).tobytes() if pictures else new
+        named = new = step.prompt_ids[n:].tobytes()
+        base_crc = base.crc
+        if pictures:
+            pictures = tuple(picture for picture in pictures if picture.at >= n)
+            named = _shadow(step.prompt_ids[n:], pictures, n).tobytes()
         crc = crc32(response, crc32(named, base_crc))
         parent = base.step_index
     else:
@@ -410,7 +410,7 @@ def pack(step: Step, base: Base | None = None) -> PackedStep:
         (_LOG_PROBS if log_probs is not None else 0)
         | (_MORE if more else 0)
         | (_LAST if step.is_last else 0)
-        | (_PICTURES if step.pictures else 0)
+        | (PICTURES if step.pictures else 0)
         | _REASONS.index(step.finish_reason) << _REASON_SHIFT,
         step.policy_version,
         math.nan if step.reward is None else step.reward,
@@ -430,7 +430,7 @@ def relative(step: PackedStep, base: Header) -> PackedStep:
     new, index = (step.prompt or b"")[4 * base.n_tokens :], base.step_index
     header = step.header
     columns = step.payload[_HEADER.size :]
-    if base.has_pictures:
+    if base.flags & PICTURES:
         extra = step.extra
         extra[_OWN:] = [own] if (own := [p for p in step.pictures if p.at >= base.n_tokens]) else []
         n_columns = header.n_response * (2 if header.flags & _LOG_PROBS else 1)
@@ -542,10 +542,10 @@ def unpack(trajectory: PackedTrajectory) -> list[Step]:
     uids = trajectory.trajectory_uid, trajectory.prompt_uid
     each = zip(headers, trajectory.steps, strict=True)
     steps = [_unpack(header, packed, tokens[header[0]], *uids) for header, packed in each]
-    if any(header.flags & _PICTURES for header in headers):
+    if any(header.flags & PICTURES for header in headers):
         for index in sorted(found):  # a base comes before what extends it
             header, step = headers[found[index]], steps[found[index]]
-            if header.flags & _PICTURES and header.base_index >= 0:
+            if header.flags & PICTURES and header.base_index >= 0:
                 before = steps[found[header.base_index]].pictures
                 object.__setattr__(step, "pictures", before + step.pictures)
     return steps
@@ -594,7 +594,7 @@ def _unpack(
         tuple(VersionSpan(*span) for span in spans),
         multi_modal_data,
         routed_experts,
-        tuple(pictures_of(extra)) if flags & _PICTURES else (),
+        tuple(pictures_of(extra)) if flags & PICTURES else (),
     )
 
 

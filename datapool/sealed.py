@@ -226,8 +226,13 @@ def seal(folder: Path) -> None:
     """Write the checksums of the files in `folder`, durably."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != CHECKSUMS)
     listed = folder / CHECKSUMS
-    listed.write_bytes(sealed_json({path.name: digest for path, digest in _digests(files)}))
+    listed.write_bytes(sealed_json(digests(files)))
     fsync(listed)
+
+
+def digests(files: Sequence[Path]) -> dict[str, str]:
+    """Names of `files` with their SHA-256, as `seal` lists them."""
+    return {path.name: digest for path, digest in _digests(files)}
 
 
 def check(folder: Path, remedy: str, names: Iterable[str] | None = None) -> None:

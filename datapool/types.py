@@ -163,6 +163,8 @@ def _is_below(value: object, limit: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
 
 
+_NO_PICTURES: tuple[Picture, ...] = ()
+
 _CHECKS: tuple[tuple[str, Callable[[object], bool], str], ...] = (
     ("trajectory_uid", _is_uid, "a non-empty string"),
     ("prompt_uid", _is_uid, "a non-empty string"),
@@ -260,7 +262,7 @@ class Step:
             )
         if type(self.version_spans) is not tuple or self.version_spans:
             self._check_spans()
-        if type(self.pictures) is not tuple or self.pictures:
+        if self.pictures is not _NO_PICTURES:
             self._check_pictures()
 
     @property

@@ -31,6 +31,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -43,6 +44,7 @@ from stepwell.datapool.errors import (
     InvalidStepError,
     TrajectoryClosedError,
     TrajectoryConflictError,
+    UnknownPictureError,
 )
 from stepwell.datapool.types import (
     DUPLICATE_OF,
@@ -391,7 +393,9 @@ class Calls:
             live.state = "committing"
             stored = None
             if live.request.stores_step:
-                stored = await trajectory.append(live, partial(self._step, trajectory, live))
+                step, request = partial(self._step, trajectory, live), live.request
+                sources = partial(self._brought, request) if request.pictures else None
+                stored = await trajectory.append(live, step, sources)
             if isinstance(stored, Call):
                 # Another gateway stored another try of the request: its result is this one's.
                 trajectory.calls.discard(live.call)
@@ -512,12 +516,14 @@ class Calls:
         Raises:
             RequestError: nobody has one any more.
         """
+        parent, sources = request.parent, request.sources
+        new = () if sources is None else sources.pngs
+        stored = {} if parent is None else {p.digest: p for p in parent.stored_pictures()}
         found: dict[str, bytes] = {}
-        if (sources := request.sources) is not None:
-            found = {d: sources.pngs[d] for d in digests if d in sources.pngs}
-        missing = [digest for digest in digests if digest not in found]
-        if missing and sources is not None and self.pictures is not None:
-            found |= await self.pictures.pngs(sources, missing)
+        if asked := [digest for digest in digests if digest in stored and digest not in new]:
+            with suppress(*UNAVAILABLE, UnknownPictureError, TrajectoryClosedError):
+                found = await trajectory.read_pictures(asked)
+        found |= await self._brought(request, [d for d in digests if d not in found])
         if gone := [digest for digest in digests if digest not in found]:
             raise RequestError(
                 f"{len(gone)} pictures of earlier turns are not held here any more; send the whole "
@@ -525,6 +531,12 @@ class Calls:
                 "messages",
             )
         return found
+
+    async def _brought(self, request: ChatRequest, digests: Sequence[str]) -> dict[str, bytes]:
+        """Those of the pictures that the request's own body has."""
+        if request.sources is None or self.pictures is None:
+            return {}
+        return await self.pictures.pngs(request.sources, digests)
 
     def _step(self, trajectory: LiveTrajectory, live: LiveCall, index: int) -> Step:
         """The Step of a generated call with this index."""

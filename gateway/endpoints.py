@@ -196,6 +196,7 @@ _SDK = "CreateParamsNonStreaming"
 _CHAT = f"openai.types.chat.completion_create_params:Completion{_SDK}"
 _COMPLETIONS = f"openai.types.completion_create_params:Completion{_SDK}"
 _RESPONSES = f"openai.types.responses.response_create_params:Response{_SDK}"
+_COMPACT = "openai.types.responses.response_compact_params:ResponseCompactParams"
 _MESSAGES = f"anthropic.types.message_create_params:Message{_SDK}"
 _COUNT = "anthropic.types.message_count_tokens_params:MessageCountTokensParams"
 _GENERATE = "stepwell.gateway.routes:Generate"
@@ -208,6 +209,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *_both("POST", "chat/completions", routes.chat_completions, _CHAT, is_call=True),
     *_both("POST", "completions", routes.completions, _COMPLETIONS, is_call=True),
     *_both("POST", "responses", routes.responses, _RESPONSES, is_call=True),
+    *_both("POST", "responses/compact", routes.compact, _COMPACT, is_call=True),
     *_both("POST", "messages", routes.messages, _MESSAGES, is_call=True),
     *(
         Endpoint(

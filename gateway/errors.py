@@ -286,6 +286,7 @@ _CONFLICT = _Answer(
 )
 _CLOSED = _Answer(410, "trajectory_closed", kind="invalid_request_error")
 _ANSWERS: Final[Mapping[type[pool.DataPoolError], _Answer]] = {
+    pool.UnknownPictureError: _Answer(404, "unknown_picture", kind="invalid_request_error"),
     pool.PoolFullError: _Answer(
         503, "channel_full", "the DataPool takes no new group now: {}", retry_after_s=5
     ),

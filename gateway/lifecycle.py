@@ -420,4 +420,6 @@ def _forget(services: Services, uids: Collection[str]) -> None:
     services.responses.store.forget(uids)
     services.calls.prompts.forget()
     services.known_bodies.forget()
+    if services.pictures is not None:
+        services.pictures.forget()
     services.engine.connections.ids_json.clear()

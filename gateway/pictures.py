@@ -39,6 +39,7 @@ from stepwell.backends.pictures import (
 )
 from stepwell.gateway.config import PicturesConfig
 from stepwell.gateway.errors import BodyTooLargeError, RequestError
+from stepwell.gateway.tokens.folder import model_folder
 from stepwell.gateway.tokens.messages import Message
 
 KNOWN_PICTURES = 65_536
@@ -144,9 +145,9 @@ class Pictures:
     @classmethod
     def of(cls, folder: str | None, config: PicturesConfig) -> Pictures | None:
         """The pictures of the model in a folder; None: it takes none."""
-        if folder is None or no_pictures(folder):
+        if folder is None or no_pictures(found := model_folder(folder)):
             return None
-        processor = PictureProcessor.of(folder, PictureBounds(max_pixels=config.max_pixels))
+        processor = PictureProcessor.of(found, PictureBounds(max_pixels=config.max_pixels))
         return None if processor is None else cls(processor, config)
 
     def forget(self) -> None:

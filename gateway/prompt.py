@@ -206,6 +206,18 @@ class Prompts:
         if n >= context:
             raise ContextLengthError.of(n, context, at_least=True)
 
+    def refuse_vision_ids(self, ids: TokenIds, where: str) -> None:
+        """Refuse ids of vision tokens in what a white-box agent sends, which has no pictures.
+
+        Raises:
+            RequestError
+        """
+        if self.vision is None:
+            return
+        found = ids[np.isin(ids, self.vision.forbidden_ids)]
+        if len(found):
+            raise _no_picture(where, found)
+
     async def prepare(
         self, graph: TurnGraph, request: ChatRequest, context: int | None = None
     ) -> None:
@@ -354,11 +366,7 @@ def _place_pictures(request: ChatRequest, vision: PictureProcessor) -> None:
     vision_ids = new_ids[np.isin(new_ids, vision.forbidden_ids)]
     if len(vision_ids) != n_placeholders + 2 * len(parts):
         field_name = "messages" if request.plain is None else "prompt"
-        raise RequestError(
-            f"{field_name} hold ids of vision tokens ({sorted({*vision_ids.tolist()})}) where no "
-            "picture stands; leave them out, and send pictures as parts of messages",
-            field_name,
-        )
+        raise _no_picture(field_name, vision_ids)
     if not parts:
         request.new_pictures = ()
         return
@@ -370,6 +378,14 @@ def _place_pictures(request: ChatRequest, vision: PictureProcessor) -> None:
         n += part["n_tokens"]
     request.new_pictures = tuple(found)
     request.pictures = (*before, *found)
+
+
+def _no_picture(where: str, ids: TokenIds) -> RequestError:
+    return RequestError(
+        f"{where} hold ids of vision tokens ({sorted({*ids.tolist()})}) where no picture stands; "
+        "leave them out, and send pictures as parts of messages",
+        where,
+    )
 
 
 def _length(

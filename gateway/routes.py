@@ -98,6 +98,11 @@ async def responses(services: Services, call: DirectCall) -> None:
     await serve(services, services.dialects["responses"], call)
 
 
+async def compact(services: Services, call: DirectCall) -> None:
+    """A compaction of OpenAI's Responses API."""
+    await serve(services, services.dialects["responses/compact"], call)
+
+
 async def messages(services: Services, call: DirectCall) -> None:
     """A call of Anthropic's Messages API."""
     await serve(services, services.dialects["messages"], call)
@@ -514,6 +519,8 @@ async def submit_steps(request: Request, body: SubmitSteps) -> Response:
         raise RequestError("steps is empty; send at least one step", "steps")
     channel = body.channel or services.config.channel
     steps = [_step(s, f"steps[{i}]") for i, s in enumerate(body.steps)]
+    for i, step in enumerate(steps):
+        services.calls.prompts.refuse_vision_ids(step.token_ids, f"steps[{i}]")
     pool_access = services.pool_access
     stored = services.pool.submit_steps(steps, channel=channel, timeout_s=pool_access.room_s)
     outcomes = await pool_access.ask(stored, room=True)

@@ -7,7 +7,7 @@ starts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -106,8 +106,8 @@ class FakeEngine:
     async def release_memory(self) -> None:
         await self._tell("release")
 
-    async def resume_memory(self) -> None:
-        await self._tell("resume")
+    async def resume_memory(self, tags: Sequence[str] = ()) -> None:
+        await self._tell("resume", *tags)
 
     async def update_weights_from_disk(self, path: str, version: str, flush_cache: bool) -> None:
         await self._tell("load", str(version))

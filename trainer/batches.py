@@ -33,6 +33,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from stepwell.backends.errors import BatchError
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper, by_lease
 from stepwell.datapool.types import SFT, TRAIN, Group
@@ -52,6 +53,9 @@ REPORT_S = 15.0
 IN_FLIGHT_S = 1.0
 """Wait for the answer to a request that the pool served before generation had no prompt left."""
 
+
+MAX_PICTURE_BYTES = 4 * 2**30
+"""Most bytes of PNGs that one batch holds in memory."""
 
 _Coming: TypeAlias = tuple[asyncio.Task[Sequence[Group] | None], asyncio.Task[list[Group]]]
 """A batch that is on its way: its lease, and the scored ones of its rollouts (none where there is
@@ -233,6 +237,24 @@ class Batches:
             await channel.keeper.settle(consumed)
             channel.consumed -= consumed
             channel.producer.settle(consumed)
+
+    async def pictures(self, groups: Sequence[Group]) -> dict[str, bytes]:
+        """Pictures that the steps of a batch name, PNG by digest.
+
+        Raises:
+            BatchError: they are more than `MAX_PICTURE_BYTES`.
+        """
+        keepers = {channel.name: channel.keeper for channel in self.channels}
+        found: dict[str, bytes] = {}
+        for group in groups:
+            found |= await keepers[group.metadata.get(CHANNEL, TRAIN)].pictures(group)
+            if sum(map(len, found.values())) > MAX_PICTURE_BYTES:
+                raise BatchError(
+                    f"the pictures of a batch of {len(groups)} groups have more than "
+                    f"{MAX_PICTURE_BYTES:,} bytes; train on fewer prompts in a batch, or send "
+                    "smaller pictures (max_pixels in the model's preprocessor_config.json)"
+                )
+        return found
 
     async def metrics(self, groups: Sequence[Group]) -> dict[str, Any]:
         """For the record of an optimizer step on `groups`."""

@@ -1,7 +1,9 @@
 """Checkpoints: everything a run needs to go on, published by one atomic rename.
 
     runs/NAME/checkpoints/
-      step_20/state.pt      backend and critic: model, optimizer, RNG, counters
+      step_20/backend/      model and optimizer, as the backend writes them: torch's in shards, each
+                            rank its own, with checksums of their own; critic/ likewise
+      step_20/state.pt      RNG and counters of backend and critic
                             progress: updates, versions with the update of each, roll-backs,
                             training time, KL coefficient, running baselines, evaluations
                             prompt source, prompts in flight, groups trained by lease
@@ -34,14 +36,18 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from stepwell.backends.errors import checkpoint_remedy
 from stepwell.datapool.sealed import check, fsync, read_sealed, seal, write_sealed
 from stepwell.trainer.errors import CheckpointError, NoCheckpointError
 
 Resume: TypeAlias = Literal["auto", "never"] | int | Path
 
-FORMAT = 4
+FORMAT = 5
 """Format of a checkpoint, and of the scores and the ledger beside it. Raised with every change that
 earlier ones would not survive; they are refused."""
+
+BACKEND, CRITIC = "backend", "critic"
+"""Folders of the models in a checkpoint."""
 
 _NAME = re.compile(r"step_(\d+)")
 
@@ -71,13 +77,33 @@ class CheckpointStore:
                 if not old.with_suffix("").exists():
                     old.rename(old.with_suffix(""))
 
+    def draft(self, step: int) -> Path:
+        """The empty folder that becomes `step_{step}`: models write theirs into it first.
+
+        Raises:
+            CheckpointError: it cannot be made.
+        """
+        draft = self._path(step).with_suffix(".tmp")
+        try:
+            for leftover in self.folder.glob("step_*.tmp"):  # of a process that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
+            draft.mkdir(parents=True)
+        except OSError as e:
+            raise self.unwritable(step, e) from e
+        return draft
+
     def save(
-        self, step: int, state: Mapping[str, Any], about: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        about: Mapping[str, Any] | None = None,
+        draft: Path | None = None,
     ) -> Path:
         """Write `state` durably as `step_{step}`; prune what is not to be kept.
 
         Args:
             about: JSON-like, for readers that must not load the state.
+            draft: of `draft`, with what models wrote there, all of it synced.
 
         Raises:
             CheckpointError: the folder cannot be written; nothing that was there is touched.
@@ -85,11 +111,8 @@ class CheckpointStore:
         import torch  # only here and in `load`: to look at checkpoints takes none
 
         final = self._path(step)
-        draft = final.with_suffix(".tmp")
+        draft = draft or self.draft(step)
         try:
-            for leftover in self.folder.glob("step_*.tmp"):  # of a process that was killed
-                shutil.rmtree(leftover, ignore_errors=True)
-            draft.mkdir(parents=True)
             if not self.steps() and not (self.folder / "scores.json").exists():
                 self._write_scores({})  # from now on it is missed
             about = {**self._origin, **(about or {}), "step": step, "format": FORMAT}
@@ -109,9 +132,7 @@ class CheckpointStore:
             fsync(self.folder)
             shutil.rmtree(old, ignore_errors=True)
         except (OSError, RuntimeError) as e:  # torch's zip writer makes the latter of a full disk
-            raise CheckpointError(
-                f"checkpoint {final} cannot be written ({e}); free space or fix run.dir"
-            ) from e
+            raise self.unwritable(step, e) from e
         self._prune()
         return final
 
@@ -158,7 +179,7 @@ class CheckpointStore:
         return resume
 
     def load(self, path: Path) -> dict[str, Any]:
-        """The state in the checkpoint `path`; on the CPU.
+        """The state in the checkpoint `path`; models read theirs themselves.
 
         Raises:
             CheckpointError: it cannot be read, or is of another format.
@@ -257,14 +278,17 @@ class CheckpointStore:
 
     def _check(self, path: Path, *names: str) -> None:
         """Raises DamagedFileError if a file of the checkpoint, or one of `names`, is damaged."""
-        remedy = (
-            f"delete {path} to resume from an older checkpoint, or set run.resume=never to start "
-            "over"
-        )
+        remedy = checkpoint_remedy(path)
         try:
             check(path, remedy, names or None)
         except OSError as e:
             raise CheckpointError(f"checkpoint {path} cannot be read ({e}); {remedy}") from e
+
+    def unwritable(self, step: int, error: Exception) -> CheckpointError:
+        """The error of a checkpoint whose disk is full, or gone."""
+        return CheckpointError(
+            f"checkpoint {self._path(step)} cannot be written ({error}); free space or fix run.dir"
+        )
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step}"
@@ -330,7 +354,7 @@ def export_checkpoint(run_dir: Path, step: int | Literal["latest", "best"], targ
     backend = build_backend(about["backend"], config, model)
     draft = target.parent / f".{target.name}.tmp"
     try:
-        backend.load_state_dict(store.load(path)["backend"])
+        backend.load_state(path / BACKEND, store.load(path)["backend"], weights_only=True)
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         backend.save_weights(draft)

@@ -93,6 +93,8 @@ class Trainer:
         """Mini-batches of the batch that is trained that are still to come."""
         self._interrupted = False
         """By the user: the batch is trained to its end, and nothing more is begun."""
+        self._saving: asyncio.Task[None] | None = None
+        """The checkpoint that is being written beside training."""
 
     async def train(self, until: int | None = None) -> AsyncGenerator[dict[str, Any], None]:
         """Optimizer steps until there are `until` of them or no group comes any more, and a
@@ -115,15 +117,21 @@ class Trainer:
                 if isinstance(e, GeneratorExit) or e.args == (INTERRUPTED,):
                     await self._save_interrupted()
                 raise
+            finally:
+                if self._saving is not None:  # whatever ended the training, it is worth its acks
+                    await asyncio.wait({self._saving})
             await self.publisher.finish()
             if self.batches.consumed and not self._config.debug_rollout_only:
                 await self.checkpoint()
+            await self._saved()
 
     async def _train_on(self, groups: Sequence[Group]) -> AsyncGenerator[dict[str, Any], None]:
         """One batch: `require_batches` optimizer steps in each of `ppo_epochs`, with π_prox taken
         once before the first."""
         if not groups:
             return
+        if self._saving is not None and self._saving.done():
+            await self._saved()  # its error, if it has one, is this run's
         adopted = await self.publisher.adopt()
         if self._recorder is not None:
             await self._compute(self._recorder.write, groups, self.progress)
@@ -132,7 +140,9 @@ class Trainer:
             return
         await self.publisher.borrow_memory()
         with self._phases("prepare"):
-            prepared = await self._traced("prepare", partial(self.updater.prepare, groups))
+            pictures = await self.batches.pictures(groups)
+            prepare = partial(self.updater.prepare, groups, pictures)
+            prepared = await self._traced("prepare", prepare)
         before = self.progress.updates
         for number, (steps, trained_on, epoch) in enumerate(prepared.mini_batches, 1):
             self._untrained = len(prepared.mini_batches) - number
@@ -140,7 +150,8 @@ class Trainer:
             with self._phases("train"):
                 step = partial(self.updater.step, prepared, steps)
                 update = await self._traced("step", step)
-            await self.publisher.stepped()
+            is_last = number == len(prepared.mini_batches) or self.evaluation_due()
+            await self.publisher.stepped(is_last=is_last)
             with self._phases("sample"):
                 write = partial(self.trained.write, version=self.progress.version, again=epoch > 0)
                 await self._compute(write, self.progress.updates, trained_on, prepared.batch)
@@ -184,12 +195,17 @@ class Trainer:
         return await self._compute(traced, name, number, wanted, self._folder, work)
 
     async def checkpoint(self) -> None:
-        """Make everything up to here durable, then ack the groups it was trained on."""
+        """Make everything up to here durable, then ack the groups it was trained on. Where the
+        backend writes beside training, this returns when its models are copied; `_saved` waits."""
+        await self._saved()
+        step = self.progress.updates
         while True:
             await self.publisher.adopt()
-            models = await self._compute(self.updater.state_dict)
-            if not self.publisher.is_superseded:  # else they were rolled back meanwhile
+            draft = await self._compute(self.checkpoints.draft, step)
+            models = await self._compute(self._begin_save, step, draft)
+            if not self.publisher.is_superseded:
                 break
+            await asyncio.to_thread(self.updater.wait_saved)  # of what was rolled back meanwhile
         # From here to the end of `state` nothing is awaited: it is of one moment.
         consumed = self.batches.consumed
         self._ledger.leased(consumed)
@@ -202,8 +218,42 @@ class Trainer:
         }
         about = {"version": self.progress.version}
         await self._compute(self._ledger.sync)
-        await self._compute(self.checkpoints.save, self.progress.updates, state, about)
+        finish = self._finish_checkpoint(step, state, about, draft, consumed)
+        self._saving = asyncio.create_task(finish)
+        if not self.updater.saves_beside:
+            await self._saved()
+
+    def _begin_save(self, step: int, draft: Path) -> dict[str, Any]:
+        try:
+            return self.updater.save_state(draft)
+        except (OSError, RuntimeError) as e:  # torch makes the latter of a full disk
+            raise self.checkpoints.unwritable(step, e) from e
+
+    async def _finish_checkpoint(
+        self,
+        step: int,
+        state: dict[str, Any],
+        about: dict[str, Any],
+        draft: Path,
+        consumed: frozenset[str],
+    ) -> None:
+        """The models are on disk ► the rename ► the acks."""
+        try:
+            await asyncio.to_thread(self.updater.wait_saved)
+        except (OSError, RuntimeError) as e:
+            raise self.checkpoints.unwritable(step, e) from e
+        await asyncio.to_thread(self.checkpoints.save, step, state, about, draft)
         await self.batches.settle(consumed)
+
+    async def _saved(self) -> None:
+        """Return when the checkpoint that was begun last is durable and its groups are acked.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            await saving
 
     async def resume(self, where: Resume = "auto") -> bool:
         """Go on from the newest checkpoint, or the one that `where` names, if there is one, and see
@@ -213,7 +263,7 @@ class Trainer:
         state = await self._compute(self.checkpoints.load, path) if path is not None else None
         offset = 0
         if path is not None and state is not None:
-            await self._compute(self.updater.load_state_dict, state)
+            await self._compute(self.updater.load_state, path, state)
             set_rng_state(state["rng"])
             self.checkpoints.set_aside(after=self.progress.updates)
             offset = self._ledger.adopt(path.parent, state["ledger"])
@@ -289,6 +339,7 @@ class Trainer:
             return
         try:
             await self.checkpoint()
+            await self._saved()
         except DataPoolError as e:  # it is on disk: the next process acks what it was trained on
             log.warning("the pool does not hear of the last checkpoint: %s", e)
         self._notify_user(

@@ -20,6 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, get_args
 
 import numpy as np
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from stepwell.backends.base import TokenBatch, TrainingBackend
+from stepwell.backends.base import NO_PICTURES, TokenBatch, TrainingBackend
 from stepwell.backends.torch.critic import Critic
 from stepwell.datapool.types import Group
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
@@ -44,6 +45,7 @@ from stepwell.trainer.algorithms.losses import (
 )
 from stepwell.trainer.algorithms.off_policy.correction import TokenWeights, correct, lags
 from stepwell.trainer.algorithms.off_policy.proximal import is_first_forward, proximal_log_probs
+from stepwell.trainer.checkpoint import BACKEND, CRITIC
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
 from stepwell.trainer.config.rollout import BranchKind
 from stepwell.trainer.progress import Progress
@@ -115,18 +117,26 @@ class Updater:
         self.backend = backend
         self.progress = Progress()
 
-    def prepare(self, groups: Sequence[Group]) -> Prepared:
+    def prepare(
+        self, groups: Sequence[Group], pictures: Mapping[str, bytes] = NO_PICTURES
+    ) -> Prepared:
         """Compute the columns of a batch at the weights of now: π_prox is one policy for all of
-        its optimizer steps, over which rollouts and conversations are spread alike."""
+        its optimizer steps, over which rollouts and conversations are spread alike.
+
+        Args:
+            pictures: PNG by digest, of those that the steps name.
+        """
         number = self._async.require_batches
         rl, sft = [g for g in groups if not is_sft(g)], [g for g in groups if is_sft(g)]
         # From both ends: where neither can be divided, the one is long where the other is short.
         minis = [*_parts(len(rl), number), *(number - 1 - m for m in _parts(len(sft), number))]
         ordered = [*rl, *sft]
         mini_of_step = [m for g, m in zip(ordered, minis, strict=True) for _ in g.steps]
-        batch, metrics, weigh = self._prepare_rl(rl, mini_of_step) if rl else (None, {}, None)
+        batch, metrics, weigh = (
+            self._prepare_rl(rl, mini_of_step, pictures) if rl else (None, {}, None)
+        )
         if batch is None or sft:
-            batch = self._with_conversations(batch, ordered, minis, mini_of_step)
+            batch = self._with_conversations(batch, ordered, minis, mini_of_step, pictures)
         first = [
             MiniBatch(
                 [i for i, m in enumerate(mini_of_step) if m == mini],
@@ -149,11 +159,12 @@ class Updater:
         groups: Sequence[Group],
         minis: Sequence[int],
         mini_of_step: Sequence[int],
+        pictures: Mapping[str, bytes],
     ) -> TokenBatch:
         """The batch of all `groups`: what was `rolled_out`, with its columns, and conversations
         behind it, each of the two weighted by its share of a mini-batch's groups (`JointLoss`).
         """
-        batch: TokenBatch = self.backend.convert([s for g in groups for s in g.steps])
+        batch = self._convert(groups, pictures)
         first = 0 if rolled_out is None else len(rolled_out.steps)
         begin = int(batch.offsets[first])
         total = Counter(minis)
@@ -173,13 +184,25 @@ class Updater:
             batch.columns["coef"] = coef * (1 - share)
         return batch
 
+    def _convert(self, groups: Sequence[Group], pictures: Mapping[str, bytes]) -> TokenBatch:
+        steps = [s for g in groups for s in g.steps]
+        batch: TokenBatch
+        if any(step.pictures for step in steps):
+            batch = self.backend.convert_with_pictures(steps, pictures)
+        else:
+            batch = self.backend.convert(steps)
+        return batch
+
     def _prepare_rl(
-        self, groups: Sequence[Group], mini_of_step: Sequence[int]
+        self,
+        groups: Sequence[Group],
+        mini_of_step: Sequence[int],
+        pictures: Mapping[str, bytes],
     ) -> tuple[TokenBatch, dict[str, float], Callable[[Tensor], Weighed] | None]:
         """The columns and metrics of what was rolled out, whose steps are the first, and
         `Prepared.weigh`."""
         algorithm, progress = self._algorithm, self.progress
-        batch: TokenBatch = self.backend.convert([s for g in groups for s in g.steps])
+        batch = self._convert(groups, pictures)
         mini_of_step, columns = mini_of_step[: len(batch.steps)], batch.columns
         mu, prox, recomputed = columns["rollout_log_probs"], None, False
         if self._token_weights is None or (self.critic is not None and not self.critic.warm):
@@ -287,16 +310,31 @@ class Updater:
         number."""
         self.progress.updates += self._async.updates_per_batch
 
-    def state_dict(self) -> dict[str, Any]:
-        """State of the models, for a checkpoint."""
-        critic = self.critic.state_dict() if self.critic is not None else None
-        return {"backend": self.backend.state_dict(), "critic": critic}
+    @property
+    def saves_beside(self) -> bool:
+        """True if models are written while training goes on."""
+        return self.backend.saves_beside
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Models and progress of a checkpoint."""
-        self.backend.load_state_dict(state["backend"])
+    def save_state(self, folder: Path) -> dict[str, Any]:
+        """Begin to write the models into the draft of a checkpoint, and return what is small."""
+        critic = None if self.critic is None else self.critic.save_state(folder / CRITIC)
+        return {"backend": self.backend.save_state(folder / BACKEND), "critic": critic}
+
+    def wait_saved(self) -> None:
+        """Return when the models are on disk. Called beside the other methods.
+
+        Raises:
+            OSError, RuntimeError: they cannot be written.
+        """
+        self.backend.wait_saved()
+        if self.critic is not None:
+            self.critic.wait_saved()
+
+    def load_state(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Models and progress of the checkpoint in `folder`."""
+        self.backend.load_state(folder / BACKEND, state["backend"])
         if self.critic is not None and state["critic"] is not None:
-            self.critic.load_state_dict(state["critic"])
+            self.critic.load_state(folder / CRITIC, state["critic"])
         self.progress.become(state["progress"])
 
     def close(self) -> None:

@@ -200,10 +200,11 @@ def _samples(
         )
     steps = trajectory.steps
     for step in steps:
-        if step.multi_modal_data:
+        if step.multi_modal_data or step.pictures:
+            name = "multi_modal_data" if step.multi_modal_data else "pictures"
             raise BatchError(
-                f"step {step.trajectory_uid!r}[{step.step_index}] has multi_modal_data; slime is "
-                "given text only"
+                f"step {step.trajectory_uid!r}[{step.step_index}] has {name}; slime is given text "
+                "only"
             )
     unseen = superseded(steps)
     reasons = [

@@ -19,7 +19,7 @@ An update whose loss or gradient is not finite is not applied: weights and optim
 were, `skipped_updates` counts it, and too many in a row raise `NonFiniteUpdateError`.
 
 On the CPU, with the same thread count, a run is bit-identical to itself and to its continuation
-from a `state_dict`. Not thread-safe: one caller at a time. Does not own: formulas
+from a saved state. Not thread-safe: one caller at a time. Does not own: formulas
 (`trainer/algorithms/`), when weights are published or checkpoints are written (`trainer/loop.py`).
 """
 
@@ -31,9 +31,9 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -44,24 +44,27 @@ from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError, BatchError, NonFiniteUpdateError
 from stepwell.backends.model_folder import WEIGHT_SUFFIXES, fingerprint, module_name
 from stepwell.backends.pictures import PictureProcessor, no_pictures
-from stepwell.backends.rows import TokenRow, build_rows, computed_tokens, select
-from stepwell.backends.torch import lora, ranks
+from stepwell.backends.rows import Layout, TokenRow, build_rows, computed_tokens, select
+from stepwell.backends.torch import lora, ranks, tree
+from stepwell.backends.torch.flops import peak_of, step_flops
 from stepwell.backends.torch.fsdp import (
     Ranks,
     full,
-    full_optimizer_state,
     load_weights,
     reshard,
-    shard_like,
 )
+from stepwell.backends.torch.memory import ModelShape, choose_reduce, estimate
 from stepwell.backends.torch.model import (
     Policy,
     aliases_of,
     checkpoint_layers,
+    compile_layers,
+    device_bytes,
     device_of,
     load_model,
     model_dir,
     no_progress_bars,
+    to_device,
 )
 from stepwell.backends.torch.optimizer import (
     MasterWeights,
@@ -69,6 +72,8 @@ from stepwell.backends.torch.optimizer import (
     learning_rate,
     load_optimizer,
 )
+from stepwell.backends.torch.shards import ShardWriter, read_shards, stored_tensors
+from stepwell.backends.torch.tree import is_enabled
 from stepwell.backends.torch.vision import Pictures, Tower, freeze_tower
 from stepwell.backends.weights.digest import read_tensors
 from stepwell.backends.weights.sender import Sender
@@ -80,7 +85,7 @@ class TorchBatch(TokenBatch):
     """A `TokenBatch` and the rows that its steps are computed in."""
 
     rows: tuple[TokenRow, ...] = ()
-    pictures: Pictures = field(default_factory=Pictures)
+    pictures: Pictures | None = None
 
 
 class TorchBackend(TrainingBackend):
@@ -111,11 +116,16 @@ class TorchBackend(TrainingBackend):
             "reference": fingerprint(model_dir(self._reference_path, "backend.reference_path")),
         }
         self._processor = PictureProcessor.of(self._model_path)
-        self._model = self._load(self._model_path, frozen=config.lora is not None)
-        if config.lora is not None:
-            lora.add_adapters(self._model, config.lora)
+        with self._ranks.only_first():
+            self._model = self._load(self._model_path, frozen=config.lora is not None)
+            if config.lora is not None:
+                lora.add_adapters(self._model, config.lora)
+        self._agree(self._model)
         if config.gradient_checkpointing:
-            checkpoint_layers(self._model)
+            selective = config.gradient_checkpointing == "selective"
+            checkpoint_layers(self._model, selective=selective)
+        if config.compile:
+            compile_layers(self._model)
         self._policy = self._on_device(self._model)
         self._update_size = None if config.lora is None else lora.UpdateSize(self._model, full)
         self._aliases = aliases_of(self._model)
@@ -123,6 +133,15 @@ class TorchBackend(TrainingBackend):
         rounded = torch.float32 if config.ranks > 1 else getattr(torch, config.dtype)
         self._masters = MasterWeights(self._model, rounded)
         self._optimizer = build_optimizer(config, self._masters.parameters)
+        self._shape = ModelShape.of(
+            self._model.config.to_dict(), sum(p.numel() for p in self._model.parameters())
+        )
+        of_tree = is_enabled(self._model)
+        self._layout: Layout = "packed" if of_tree and config.rows != "tree" else config.rows
+        is_gpu = self._device.type == "cuda"
+        self._peak = peak_of(torch.cuda.get_device_name(self._device)) if is_gpu else None
+        self._has_bytes = min(self._ranks.gather(device_bytes(self._device) / config.ranks))
+        self._writer = ShardWriter(self._ranks)
         self._reference: Policy | None = None
         self._sender = Sender()
         self._updates = 0
@@ -159,16 +178,17 @@ class TorchBackend(TrainingBackend):
                 that are missing, not those of the ids, or not for this model.
         """
         batch = TorchBatch.of(steps)
+        has_vision = self._processor is not None
         for step in steps:
             if step.multi_modal_data:
                 raise BatchError(
                     f"{_name(step)} has multi_modal_data; the torch backend trains on text and "
                     "on its pictures (`Step.pictures`)"
                 )
-            if step.pictures or self._processor is not None:
+            if has_vision or step.pictures:
                 self._check_pictures(step, pictures)
         batch.rows = tuple(build_rows(steps, self._config.rows))
-        batch.pictures = Pictures(pictures)
+        batch.pictures = Pictures(pictures) if pictures else None
         # Rows hold every token, most of them once.
         vocab = self._model.get_input_embeddings().num_embeddings
         if any(np.maximum.reduce(row.ids) >= vocab for row in batch.rows):
@@ -235,7 +255,9 @@ class TorchBackend(TrainingBackend):
                     f"the reference policy in {self._reference_path} is not the one that the run "
                     "started with; set backend.reference_path to a directory that holds it"
                 )
-            model = self._load(self._reference_path, frozen=True)
+            with self._ranks.only_first():
+                model = self._load(self._reference_path, frozen=True)
+            self._agree(model)
             self._reference = self._on_device(model.requires_grad_(False))
         return self._score(self._reference, batch)
 
@@ -245,10 +267,10 @@ class TorchBackend(TrainingBackend):
         for rows in self._micro_batches(batch.rows):
             log_probs, _, tokens = policy(batch, rows or [_shortest(batch.rows)], entropy=False)
             if rows:
-                mine.append((tokens, log_probs.cpu()))
+                mine.append((tokens, log_probs))
         reshard(policy)
         out = torch.empty(batch.n_tokens)
-        for part in self._ranks.gather(mine):
+        for part in self._ranks.gather([(tokens, values.cpu()) for tokens, values in mine]):
             for tokens, log_probs in part:
                 out[tokens] = log_probs
         return out
@@ -262,7 +284,7 @@ class TorchBackend(TrainingBackend):
             The means that `loss_fn` reports, and `loss`, `grad_norm` (before clipping), `lr`,
             `tokens` (trained), `padded_tokens` (computed), `rows`, `micro_batches`, `seconds`,
             `skipped` (1: this update was not applied), `skipped_updates` (so far); with adapters
-            `lora/relative_norm`, |s·B·A| / |W|.
+            `lora/relative_norm`, |s·B·A| / |W|; on a known GPU `mfu` (`flops.py`).
 
         Raises:
             BatchError: `indices` is empty or not within the batch.
@@ -271,31 +293,42 @@ class TorchBackend(TrainingBackend):
         start = time.perf_counter()
         rows = self._selected_rows(batch, indices)
         wants = getattr(loss_fn, "entropy", "none")
-        loss = 0.0
+        losses: list[Tensor] = []
         means: dict[str, Mean] = {}
-        found: list[tuple[Tensor, dict[str, Tensor]]] = []
+        found: list[tuple[Tensor, Mapping[str, Tensor]]] = []
+        flops = 0.0
         count = Counter(tokens=0, padded_tokens=0, micro_batches=0)
         self._optimizer.zero_grad(set_to_none=True)
-        for chunk in self._micro_batches(rows):
+        chunks = self._micro_batches(rows)
+        each = self._reduce(rows) == "each"
+        for number, chunk in enumerate(chunks, 1):
+            self._ranks.sum_gradients(self._policy, each or number == len(chunks))
             if not chunk:
                 self._idle(batch, rows)
                 continue
             log_probs, entropy, tokens = self._policy(batch, chunk, entropy=wants != "none")
             if entropy is not None and wants != "gradient":
                 entropy = entropy.detach()
-            columns = {k: v[tokens].to(self._device) for k, v in batch.columns.items()}
+            columns = {k: to_device(v[tokens], self._device) for k, v in batch.columns.items()}
             output = loss_fn(log_probs, entropy, columns)
             output.loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            loss += float(output.loss.detach().double())
+            losses.append(output.loss.detach())
             for name, mean in output.metrics.items():
                 means[name] = means[name] + mean if name in means else mean
             if output.columns:
-                found.append((tokens, {k: v.cpu() for k, v in output.columns.items()}))
+                found.append((tokens, output.columns))
+            computed = computed_tokens(chunk, self._layout)
             count["tokens"] += len(tokens)
-            count["padded_tokens"] += computed_tokens(chunk, self._config.rows)
+            count["padded_tokens"] += computed
             count["micro_batches"] += 1
+            if self._peak is not None:
+                adapted = self._config.lora is not None
+                flops += step_flops(self._shape, chunk, computed, len(tokens), lora=adapted)
+        # Only here the device is waited for: its micro-batches follow each other without a gap.
+        loss = sum((float(one.double()) for one in losses), 0.0)
         loss, means, count = self._over_ranks(loss, means, count)
-        for part in self._ranks.gather(found):
+        on_cpu = [(tokens, {k: v.cpu() for k, v in columns.items()}) for tokens, columns in found]
+        for part in self._ranks.gather(on_cpu):
             for tokens, columns in part:
                 for name, values in columns.items():
                     column = batch.columns.setdefault(
@@ -320,8 +353,13 @@ class TorchBackend(TrainingBackend):
             "skipped": float(self._updates == before),
             "skipped_updates": float(self._skipped_updates),
             **self._lora_metrics(),
+            **self._use_metrics(flops, time.perf_counter() - start),
             "seconds": time.perf_counter() - start,
         }
+
+    def _use_metrics(self, flops: float, seconds: float) -> dict[str, float]:
+        """Share of the GPU's peak that this rank's part of an update made use of."""
+        return {} if self._peak is None else {"mfu": flops / seconds / self._peak}
 
     def _lora_metrics(self) -> dict[str, float]:
         if self._update_size is None:
@@ -384,7 +422,7 @@ class TorchBackend(TrainingBackend):
                 weights = {module_name(name, known): t for name, t in read_tensors(folder)}
                 if wrong := (known ^ weights.keys()) - self._aliases.keys():
                     raise RuntimeError(f"{sorted(wrong)[0]} is in one of the two alone")
-            load_weights(self._model, weights, strict=False)
+            load_weights(self._model, weights)
             self._masters.load(weights)
         except RuntimeError as e:
             raise BackendConfigError(
@@ -425,18 +463,27 @@ class TorchBackend(TrainingBackend):
         gathered = ((name, full(tensor)) for name, tensor in weights.items())
         return {name: t.cpu() for name, t in gathered if self._ranks.rank == 0}
 
+    def _trained(self) -> dict[str, Tensor]:
+        """Float32 weights that a checkpoint holds, of LoRA the adapters; live, this rank's shards.
+        A tied weight is one."""
+        named = self._masters.named()
+        if self._config.lora is not None:
+            return lora.adapter_weights(named)
+        return {name: tensor for name, tensor in named.items() if name not in self._aliases}
+
     def state_dict(self) -> dict[str, Any]:
-        """Weights (float32; of LoRA the adapters), optimizer, RNG and counters, whole whatever the
-        ranks, and on the first of them alone. Tensors are live: write, then train on."""
+        """Weights, optimizer, RNG and counters. Tensors are live, and of a rank its shards."""
+        return {
+            "model": self._trained(),
+            "optimizer": self._optimizer.state_dict(),
+            **self._counters(),
+        }
+
+    def _counters(self) -> dict[str, Any]:
         rng = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self._device)
-        trained = self._masters.named()
-        if self._config.lora is not None:
-            trained = lora.adapter_weights(trained)
-        state = {
-            "model": self._whole(trained),
-            "optimizer": full_optimizer_state(self._optimizer),
+        return {
             "optimizer_name": self._config.optimizer,
             "rng": rng,
             "updates": self._updates,
@@ -444,39 +491,103 @@ class TorchBackend(TrainingBackend):
             "skipped_in_a_row": self._skipped_in_a_row,
             "started_from": self._started_from,
         }
-        return state if self._ranks.rank == 0 else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`; the learning rate and its like are the config's.
+        """Go on from a `state_dict` of as many ranks; the learning rate and its like are the
+        config's.
 
         Raises:
             BackendConfigError: the state belongs to another model.
         """
-        started_from = state["started_from"]
+        self._check_fits(state, {name: tensor.shape for name, tensor in state["model"].items()})
+        with torch.no_grad():
+            for name, tensor in self._trained().items():
+                tensor.copy_(state["model"][name])
+        self._go_on(state, state["optimizer"])
+
+    def save_state(self, folder: Path) -> dict[str, Any]:
+        """Begin to write weights and optimizer into `folder`, in shards; the rest is returned."""
+        optimizer = self._optimizer.state_dict()["state"]
+        tensors = {f"model.{name}": tensor for name, tensor in self._trained().items()}
+        plain: dict[int, dict[str, Any]] = {}
+        for i, values in optimizer.items():
+            plain[i] = {k: v for k, v in values.items() if not isinstance(v, Tensor)}
+            tensors |= {f"optimizer.{i}.{k}": v for k, v in values.items() if isinstance(v, Tensor)}
+        self._writer.begin(tensors, folder)
+        return {**self._counters(), "optimizer": plain}
+
+    def wait_saved(self) -> None:
+        """Return when the shards that `save_state` began are on disk."""
+        self._writer.wait()
+
+    def load_state(
+        self, folder: Path, state: Mapping[str, Any], *, weights_only: bool = False
+    ) -> None:
+        """Go on from what any number of ranks wrote; the learning rate and its like are the
+        config's.
+
+        Raises:
+            BackendConfigError: the state belongs to another model.
+            DamagedFileError: a file is not what was written.
+        """
+        stored = stored_tensors(folder, self._ranks)
+        model = {
+            name.removeprefix("model."): found.shape
+            for name, found in stored.items()
+            if name.startswith("model.")
+        }
+        self._check_fits(state, model)
+        wanted = {f"model.{name}": tensor for name, tensor in self._trained().items()}
+        optimizer: dict[int, dict[str, Any]] = {i: {**v} for i, v in state["optimizer"].items()}
+        trained = [p for group in self._optimizer.param_groups for p in group["params"]]
+        for name, found in stored.items() if not weights_only else ():
+            if name.startswith("optimizer."):
+                _, number, key = name.split(".", 2)
+                like = trained[int(number)]
+                place = (
+                    torch.zeros_like(like, dtype=found.dtype)
+                    if found.shape == like.shape
+                    else torch.zeros(found.shape, dtype=found.dtype)
+                )
+                optimizer.setdefault(int(number), {})[key] = wanted[name] = place.detach()
+        read_shards(wanted, folder, self._ranks)
+        self._go_on(state, None if weights_only else {"state": optimizer})
+
+    def _check_fits(self, state: Mapping[str, Any], model: Mapping[str, torch.Size]) -> None:
+        """Raises BackendConfigError: weights of these names and shapes are of another model, or
+        another optimizer's state is with them."""
         if state["optimizer_name"] != self._config.optimizer:
             raise BackendConfigError(
                 f"the checkpoint was trained with optimizer {state['optimizer_name']!r}, but "
                 f"backend.optimizer is {self._config.optimizer!r}; its state is of no use to it. "
                 "Resume with the same one"
             )
-        try:
-            if self._config.lora is not None:
-                if started_from["model"] != self._started_from["model"]:
-                    raise RuntimeError("its adapters belong to other weights")
-                if lora.adapter_weights(self._masters.named()).keys() != state["model"].keys():
-                    raise RuntimeError(
-                        "its adapters are not on the modules that backend.lora names"
-                    )
-            load_weights(self._model, state["model"], strict=self._config.lora is None)
-            self._masters.load(state["model"])
-        except RuntimeError as e:
+        own = self._trained()
+        why = None
+        if self._config.lora is not None:
+            if state["started_from"]["model"] != self._started_from["model"]:
+                why = "its adapters belong to other weights"
+            elif own.keys() != model.keys():
+                why = "its adapters are not on the modules that backend.lora names"
+        elif odd := sorted(own.keys() ^ model.keys()):
+            why = f"{odd[0]} is in one of the two alone"
+        if why is None:
+            wrong = (name for name, tensor in own.items() if tensor.shape != model[name])
+            if (name := next(wrong, None)) is not None:
+                why = f"{name} is {list(model[name])} there and {list(own[name].shape)} here"
+        if why is not None:
             raise BackendConfigError(
-                f"the checkpoint does not fit the model in {self._model_path} "
-                f"({str(e).splitlines()[0]}); resume with the model it was written with"
-            ) from e
-        load_optimizer(self._optimizer, shard_like(self._optimizer, state["optimizer"]))
+                f"the checkpoint does not fit the model in {self._model_path} ({why}); resume "
+                "with the model it was written with"
+            )
+
+    def _go_on(self, state: Mapping[str, Any], optimizer: Mapping[str, Any] | None) -> None:
+        """Take over the rest of a state whose weights are loaded."""
+        self._masters.round()
+        if optimizer is not None:
+            load_optimizer(self._optimizer, dict(optimizer))
         # A resumed run has the reference of its first process, or none.
-        self._started_from = started_from
+        self._started_from = state["started_from"]
         torch.set_rng_state(state["rng"]["cpu"].cpu())
         if self._device.type == "cuda" and "cuda" in state["rng"]:
             torch.cuda.set_rng_state(state["rng"]["cuda"].cpu(), self._device)
@@ -512,21 +623,36 @@ class TorchBackend(TrainingBackend):
         return select(batch.rows, batch.steps, wanted)
 
     def _micro_batches(self, rows: Sequence[TokenRow]) -> list[list[TokenRow]]:
-        return self._ranks.rounds(rows, self._config.micro_batch_tokens, self._config.rows)
+        return self._ranks.rounds(rows, self._config.micro_batch_tokens, self._layout)
 
     def _on_device(self, model: Any) -> Policy:
         """`model`, ready to score rows; sharded if there are ranks to share it."""
         policy = Policy(model, self._config, self._device, self._tower_of(model))
-        self._ranks.shard(policy, getattr(torch, self._config.dtype))
-        return policy.to(self._device)
+        self._ranks.place(policy, self._device, getattr(torch, self._config.dtype))
+        return policy
+
+    def _reduce(self, rows: Sequence[TokenRow]) -> Literal["each", "last"]:
+        """When the ranks sum the gradients of an update on `rows`."""
+        if self._ranks.size == 1:
+            return "each"
+        longest = max(row.n_inputs for row in rows)
+        ranks, on_cuda = self._ranks.size, self._device.type == "cuda"
+        last = estimate(self._shape, self._config, ranks, longest, on_cuda=on_cuda, reduce="last")
+        return choose_reduce(last, self._has_bytes, self._config.reduce)
 
     def _load(self, path: Path, *, frozen: bool) -> Any:
-        model = load_model(path, self._config, frozen=frozen)
+        """The model in `path`, which rank 0 alone reads (`Ranks.place`)."""
+        model = load_model(path, self._config, frozen=frozen, empty=self._ranks.rank > 0)
         if self._processor is not None:
             # Sharded weights are of one type, and gathered in `dtype`.
             dtype = getattr(torch, self._config.dtype) if self._config.ranks == 1 else None
             freeze_tower(model, dtype)
         return model
+
+    def _agree(self, model: Any) -> None:
+        """Rows are packed where they are on rank 0, which has proved it on the weights."""
+        if self._ranks.gather(is_enabled(model))[0] and not is_enabled(model):
+            tree.enable(model, probe=False)
 
     def _tower_of(self, model: Any) -> Tower | None:
         if self._processor is None:

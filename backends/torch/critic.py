@@ -30,7 +30,7 @@ from stepwell.backends.rows import TokenRow
 from stepwell.backends.torch.backend import TorchBackend, TorchBatch
 from stepwell.backends.torch.model import pictures_of, prepare
 from stepwell.backends.torch.tree import is_enabled
-from stepwell.backends.torch.vision import Pictures, Tower
+from stepwell.backends.torch.vision import Tower
 
 
 class Critic:
@@ -104,13 +104,22 @@ class Critic:
             metrics["critic/explained_variance"] = explained
         return metrics
 
-    def state_dict(self) -> dict[str, Any]:
-        """Weights, optimizer and counters."""
-        return {"model": self._model.state_dict(), "updates": self._updates}
+    @property
+    def saves_beside(self) -> bool:
+        """As `TrainingBackend.saves_beside`."""
+        return self._model.saves_beside
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`."""
-        self._model.load_state_dict(state["model"])
+    def save_state(self, folder: Path) -> dict[str, Any]:
+        """Begin to write weights and optimizer into `folder`; as `TrainingBackend.save_state`."""
+        return {"model": self._model.save_state(folder), "updates": self._updates}
+
+    def wait_saved(self) -> None:
+        """As `TrainingBackend.wait_saved`."""
+        self._model.wait_saved()
+
+    def load_state(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Go on from what `save_state` wrote and returned."""
+        self._model.load_state(folder, state["model"])
         self._updates = state["updates"]
 
     def close(self) -> None:
@@ -121,7 +130,8 @@ class Critic:
         if isinstance(batch, TorchBatch) and isinstance(self._model, ValueModel):
             return batch
         if self._converted is None or self._converted[0] is not batch:
-            pngs = (pictures_of(batch) or Pictures()).pngs
+            pictures = pictures_of(batch)
+            pngs = {} if pictures is None else pictures.pngs
             own = self._model.convert_with_pictures(list(batch.steps), pngs)
             self._converted = batch, own
         own = self._converted[1]
@@ -193,9 +203,9 @@ class ValueModel(TorchBackend):
     linear head in place of the LM head; it starts at 0, so V = 0 everywhere."""
 
     def _on_device(self, model: Any) -> Any:
-        values = _Values(model, self._device, self._tower_of(model))
-        self._ranks.shard(values, getattr(torch, self._config.dtype))
-        return values.to(self._device)
+        values = _Values(model, self._device, self._tower_of(model), self._config.rows == "tree")
+        self._ranks.place(values, self._device, getattr(torch, self._config.dtype))
+        return values
 
     def save_weights(self, path: str | Path) -> None:
         """Refused: no engine serves values."""
@@ -205,9 +215,10 @@ class ValueModel(TorchBackend):
 class _Values(nn.Module):
     """The decoder and the value head as one module: the root that FSDP2 shards."""
 
-    def __init__(self, model: Any, device: torch.device, tower: Tower | None) -> None:
+    def __init__(self, model: Any, device: torch.device, tower: Tower | None, share: bool) -> None:
         super().__init__()
         self._tower = tower
+        self._share = share
         width = model.get_output_embeddings().in_features
         head = nn.Linear(width, 1, bias=False)
         nn.init.zeros_(head.weight)
@@ -222,7 +233,9 @@ class _Values(nn.Module):
         """(V, None, token index): [n] each, of the response tokens in `rows`."""
         tower, as_tree = self._tower, is_enabled(self.model)
         processor = None if tower is None else tower.processor
-        inputs = prepare(batch, rows, self._device, as_tree=as_tree, processor=processor)
+        inputs = prepare(
+            batch, rows, self._device, as_tree=as_tree, share=self._share, processor=processor
+        )
         # Not the model's own forward: what a family does to its logits must not touch values.
         kwargs = inputs.model_kwargs(tower, pictures_of(batch))
         hidden = self.model.base_model(**kwargs).last_hidden_state

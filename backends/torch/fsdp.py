@@ -4,8 +4,8 @@
     rank 1   rows 1, 3, …  ─► loss, backward ─┘ each rank keeps and updates its shard of it
 
 Every rank makes the same calls with the same arguments. Losses are sums, so ranks add up as
-micro-batches do, and one process computes the same update. What is written (weights, checkpoints)
-is gathered whole, in a form that knows no ranks: a run may go on with another number of them.
+micro-batches do, and one process computes the same update. Published weights are gathered whole;
+checkpoints are written in shards (`shards.py`) that a run with another number of ranks can read.
 
 Owns: this process's place among the ranks, sharding, gathering, who computes which rows.
 Does not own: starting the processes (`ranks.py`).
@@ -13,20 +13,22 @@ Does not own: starting the processes (`ranks.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from stepwell.backends.errors import BackendConfigError
-from stepwell.backends.rows import RowForm, TokenRow, computed_tokens, micro_batches
+from stepwell.backends.errors import BackendConfigError, BackendError
+from stepwell.backends.rows import Layout, TokenRow, computed_tokens, micro_batches
 
 T = TypeVar("T")
 
@@ -64,13 +66,43 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
-    def shard(self, policy: nn.Module, dtype: torch.dtype) -> None:
-        """Shard `policy`, layer by layer, over the ranks and onto their devices.
+    @contextmanager
+    def only_first(self) -> Iterator[None]:
+        """An error that only rank 0 can meet: every rank raises it, or none.
 
-        Weights are gathered and computed with in `dtype`, gradients summed in float32.
+        Raises:
+            BackendError: rank 0 raised one.
+        """
+        error: BackendError | None = None
+        try:
+            yield
+        except BackendError as e:
+            error = e
+        if found := next((e for e in self.gather(error) if e is not None), None):
+            raise found
+
+    def place(self, policy: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        """Put `policy` on `device`; with others, shard it over the ranks, layer by layer.
+
+        Only rank 0's weights need be there; the others' may be on the meta device: rank 0 sends
+        each tensor, of which a rank keeps its shard. Weights are gathered and computed with in
+        `dtype`, gradients summed in float32.
         """
         if self.mesh is None:
+            policy.to(device)
             return
+        weights = policy.state_dict() if self.rank == 0 else {}
+        self._shard(policy, dtype)
+        if self.rank == 0:
+            policy.to(device)
+        else:
+            policy.to_empty(device=device)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(policy, weights, options=options)
+        for buffer in policy.buffers():  # rotary frequencies are in no state_dict
+            dist.broadcast(buffer, 0)
+
+    def _shard(self, policy: nn.Module, dtype: torch.dtype) -> None:
         precision = MixedPrecisionPolicy(
             param_dtype=dtype if dtype != torch.float32 else None,
             reduce_dtype=torch.float32,
@@ -85,8 +117,14 @@ class Ranks:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
+    def sum_gradients(self, policy: nn.Module, now: bool) -> None:
+        """Choose whether the next backward pass ends with the sum over ranks, or adds to the whole
+        gradient that each rank keeps until then (`backend.reduce`)."""
+        if isinstance(policy, FSDPModule):
+            policy.set_requires_gradient_sync(now)
+
     def rounds(
-        self, rows: Sequence[TokenRow], budget: int, form: RowForm = "merged"
+        self, rows: Sequence[TokenRow], budget: int, form: Layout = "merged"
     ) -> list[list[TokenRow]]:
         """This rank's micro-batches, one a round; an empty one where there are too few rows.
 
@@ -126,8 +164,8 @@ def reshard(module: nn.Module) -> None:
         module.reshard()
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, strict: bool) -> None:
-    """Copy whole tensors into a model that may be sharded; all its weights if `strict`.
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy whole tensors into those of a model that may be sharded; others stay as they are.
 
     Raises:
         RuntimeError: a name or a shape is not the model's.
@@ -140,51 +178,4 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, strict: boo
             whole = value.to(like.device)
             value = distribute_tensor(whole, like.device_mesh, like.placements)
         placed[name] = value
-    model.load_state_dict(placed, strict=strict)
-
-
-def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's `state_dict` with whole tensors: sharded ones are gathered one at a time, to
-    the first rank's CPU, and are empty elsewhere."""
-
-    def gather(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, DTensor):
-            return tensor
-        whole = tensor.full_tensor()
-        return whole.cpu() if dist.get_rank() == 0 else whole.new_empty(0)
-
-    state = optimizer.state_dict()
-    return state | {"state": {i: _map(s, gather) for i, s in state["state"].items()}}
-
-
-def shard_like(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """`state`, as of `full_optimizer_state`, sharded as this optimizer shards its own."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(isinstance(p, DTensor) for p in parameters):
-        return dict(state)
-    # An optimizer makes its state at the first step: one of rate 0 and gradient 0 is a template.
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    template = optimizer.state_dict()["state"]
-
-    def place(value: Tensor, like: Any) -> Tensor:
-        if isinstance(like, DTensor):
-            return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
-        return value
-
-    placed = {
-        i: {k: place(v, template[i].get(k)) if isinstance(v, Tensor) else v for k, v in s.items()}
-        for i, s in state["state"].items()
-    }
-    return {**state, "state": placed}
-
-
-def _map(values: Mapping[str, Any], function: Any) -> dict[str, Any]:
-    return {k: function(v) if isinstance(v, Tensor) else v for k, v in values.items()}
+    model.load_state_dict(placed, strict=False)

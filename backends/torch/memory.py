@@ -247,7 +247,8 @@ def _activations(model: ModelShape, backend: TorchBackendConfig, compute: int) -
     # The backward pass of the layer at work: gradients of the MLP's parts and of the stream.
     working = (3 * i + 2 * h) * compute
     if backend.gradient_checkpointing:
-        return model.layers * h * compute + layer * compute + working
+        kept = h + (q if backend.gradient_checkpointing == "selective" else 0)
+        return model.layers * kept * compute + layer * compute + working
     return model.layers * layer * compute + working
 
 

@@ -17,15 +17,18 @@ which rows there are and how they are split (`rows.py`), updates, checkpoints, s
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
@@ -62,6 +65,7 @@ class Policy(torch.nn.Module):
         self._tower = tower
         vocab = model.get_input_embeddings().num_embeddings
         self._chunk = chunk_tokens(config.logits_mb, vocab)
+        self._share = config.rows == "tree"
 
     def forward(
         self, batch: TokenBatch, rows: Sequence[TokenRow], *, entropy: bool
@@ -75,6 +79,7 @@ class Policy(torch.nn.Module):
             entropy=entropy,
             chunk=self._chunk,
             tower=self._tower,
+            share=self._share,
         )
 
 
@@ -112,7 +117,7 @@ class Inputs:
             kwargs["input_ids"] = self.ids
         if self.tree is None:
             return kwargs
-        depths = torch.from_numpy(self.tree.position_ids)[None].to(self.ids.device)
+        depths = to_device(torch.from_numpy(self.tree.position_ids)[None], self.ids.device)
         return {"position_ids": depths, **kwargs, "tree": self.tree}
 
 
@@ -122,14 +127,17 @@ def prepare(
     device: torch.device,
     *,
     as_tree: bool = False,
+    share: bool = True,
     processor: PictureProcessor | None = None,
 ) -> Inputs:
-    """The inputs for `rows`, which belong to `batch`: padded, or packed as a prefix tree."""
+    """The inputs for `rows`, which belong to `batch`: padded, or packed as a prefix tree; without
+    `share` that is end to end."""
     members = [(r, i) for r, row in enumerate(rows) for i in row.steps]
     steps = [batch.steps[i] for _, i in members]
     starts, lengths = [len(s.prompt_ids) for s in steps], [len(s.response_ids) for s in steps]
     # Position p of a row is predicted by the hidden state at p - 1.
-    packed = pack([row.compared[: row.n_inputs] for row in rows]) if as_tree else None
+    fed = [row.compared[: row.n_inputs] for row in rows]
+    packed = pack(fed, share=share) if as_tree else None
     if packed is not None:
         ids = packed.ids[None].astype(np.int64)
         if processor is not None:
@@ -155,10 +163,10 @@ def prepare(
     targets = np.concatenate([step.response_ids for step in steps])
     temperatures = torch.tensor([step.temperature for step in steps])
     return Inputs(
-        ids=torch.from_numpy(ids).to(device),
-        positions=positions.to(device),
-        targets=torch.from_numpy(targets.astype(np.int64)).to(device),
-        temperature=temperatures.repeat_interleave(torch.tensor(lengths)).to(device),
+        ids=to_device(torch.from_numpy(ids), device),
+        positions=to_device(positions, device),
+        targets=to_device(torch.from_numpy(targets.astype(np.int64)), device),
+        temperature=to_device(temperatures.repeat_interleave(torch.tensor(lengths)), device),
         tokens=_ranges([offsets[i] for _, i in members], lengths),
         tree=packed,
         pictures=pictures,
@@ -195,6 +203,7 @@ def forward(
     entropy: bool,
     chunk: int | None = None,
     tower: Tower | None = None,
+    share: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(log π, entropy | None, token index): [n] each, of the response tokens in `rows`.
 
@@ -202,7 +211,8 @@ def forward(
     at most so many tokens exist at once (`chunked_head.py`).
     """
     processor = None if tower is None else tower.processor
-    inputs = prepare(batch, rows, device, as_tree=is_enabled(model), processor=processor)
+    as_tree = is_enabled(model)
+    inputs = prepare(batch, rows, device, as_tree=as_tree, share=share, processor=processor)
     kwargs = inputs.model_kwargs(tower, pictures_of(batch))
     forbidden = None if tower is None else tower.forbidden
     if chunk is not None and len(inputs.positions) > chunk:
@@ -222,7 +232,7 @@ def forward(
 
 
 def pictures_of(batch: TokenBatch) -> Pictures | None:
-    """Pictures of a batch, if the torch backend made it."""
+    """Pictures of a batch, if it has some."""
     return getattr(batch, "pictures", None)
 
 
@@ -281,23 +291,45 @@ def device_of(name: str) -> torch.device:
     return torch.device(name)
 
 
-def load_model(path: Path, config: TorchBackendConfig, *, frozen: bool) -> Any:
-    """The model on the CPU, in eval mode; in float32 unless `frozen`, which no update rounds."""
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, for which nobody waits: a pageable one would wait for all before it."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def device_bytes(device: torch.device) -> int:
+    """Memory of the device: of a GPU, or of this machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total)
+
+
+def load_model(path: Path, config: TorchBackendConfig, *, frozen: bool, empty: bool = False) -> Any:
+    """The model on the CPU, in eval mode; in float32 unless `frozen`, which no update rounds.
+
+    Args:
+        empty: on the meta device, without reading weights: another rank sends them.
+    """
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, config.dtype) if frozen else torch.float32,
+        "attn_implementation": config.attention,
+        "trust_remote_code": config.trust_remote_code,
+        "local_files_only": True,
+    }
     try:
         with no_progress_bars():
-            model = load_causal_lm(
-                path,
-                dtype=getattr(torch, config.dtype) if frozen else torch.float32,
-                attn_implementation=config.attention,
-                trust_remote_code=config.trust_remote_code,
-                local_files_only=True,
-            )
+            model = load_causal_lm(path, empty=empty, **options)
     except (OSError, ValueError, ImportError) as e:
         raise BackendConfigError(
             f"the model in {str(path)!r} cannot be loaded: {str(e).strip().splitlines()[0]}"
         ) from e
     if config.rows == "tree":
-        tree.enable(model, getattr(torch, config.dtype))
+        tree.enable(model, getattr(torch, config.dtype), probe=not empty)
+    elif config.attention == "sdpa" and device_of(config.device).type == "cuda" and not empty:
+        # Else (sliding windows, sinks) rows are padded: the same update, for more tokens.
+        with suppress(BackendConfigError):
+            tree.enable(model, getattr(torch, config.dtype))
     model.eval()
     return model
 
@@ -311,17 +343,43 @@ def model_dir(path: Path, key: str) -> Path:
     return path
 
 
-def checkpoint_layers(model: Any) -> None:
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+def layers_of(model: Any) -> list[Any]:
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def compile_layers(model: Any) -> None:
+    """Compile each layer, once for all of one form and for rows of any length."""
+    for layer in layers_of(model):
+        layer.compile(dynamic=True)
+
+
+def checkpoint_layers(model: Any, *, selective: bool = False) -> None:
+    """Keep of each layer its input; if `selective`, also what its attention puts out."""
+    layers = layers_of(model)
     if not layers:
         raise BackendConfigError(
             f"backend.gradient_checkpointing is on, but {type(model).__name__} has no layers that "
             "support it; turn it off and lower micro_batch_tokens instead"
         )
-    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if selective:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _kept_operations())
+    model.gradient_checkpointing_enable(options)
     for layer in layers:
         # Layers checkpoint in training mode only; what is in them (dropout) stays in eval mode.
         layer.training = True
+
+
+def _kept_operations() -> list[Any]:
+    """Attention in all its kernels: the one part whose cost grows with the square of a row."""
+    names = (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+    kept = [getattr(torch.ops.aten, name).default for name in names]
+    return [*kept, torch.ops.torch_attn._varlen_attn.default, torch.ops.higher_order.flex_attention]
 
 
 def aliases_of(model: Any) -> dict[str, str]:

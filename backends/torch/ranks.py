@@ -15,7 +15,7 @@ Does not own: the model, the sharding, who computes what (`torch/backend.py`, `f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,6 +29,7 @@ from stepwell.backends.base import LossFn, TokenBatch, TrainingBackend
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError, BackendError, BatchError, RankError
 from stepwell.backends.torch.vision import Pictures
+from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.types import Step
 
 _GRACE_S = 10.0
@@ -72,13 +73,14 @@ class RankedBatch(TokenBatch):
     """A `TokenBatch` that the ranks know by its number."""
 
     number: int = 0
-    pictures: Pictures = field(default_factory=Pictures)
+    pictures: Pictures | None = None
 
 
 class RankedBackend(TrainingBackend):
     """The ranks as one backend; see the module's docstring."""
 
     returns_columns = True
+    saves_beside = True
 
     def __init__(self, ranks: RayRanks) -> None:
         self._ranks = ranks
@@ -95,7 +97,7 @@ class RankedBackend(TrainingBackend):
         """`convert`; every rank gets all `pictures`."""
         flat = TokenBatch.of(steps)
         self._batches += 1
-        own = Pictures(dict(pictures))
+        own = Pictures(dict(pictures)) if pictures else None
         batch = RankedBatch(flat.steps, flat.offsets, flat.columns, self._batches, own)
         self._send(batch)
         return batch
@@ -139,14 +141,20 @@ class RankedBackend(TrainingBackend):
         """Train on from the weights in `path`, which every rank must see."""
         self._ranks.call("load_weights", Path(path).absolute())
 
-    def state_dict(self) -> dict[str, Any]:
-        """Whole tensors, whatever the number of ranks."""
-        state: dict[str, Any] = self._ranks.call("state_dict")
+    def save_state(self, folder: Path) -> dict[str, Any]:
+        """Begin to write the ranks' shards into `folder`, which every rank must see."""
+        state: dict[str, Any] = self._ranks.call("save_state", folder.absolute())
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`, of any number of ranks."""
-        self._ranks.call("load_state_dict", dict(state))
+    def wait_saved(self) -> None:
+        """Return when every rank's shards are on disk; other calls go on meanwhile."""
+        self._ranks.wait_saved()
+
+    def load_state(
+        self, folder: Path, state: Mapping[str, Any], *, weights_only: bool = False
+    ) -> None:
+        """Go on from a folder of `save_state`, of any number of ranks."""
+        self._ranks.call("load_state", folder.absolute(), dict(state))
 
     def close(self) -> None:
         """End the ranks."""
@@ -159,7 +167,8 @@ class RankedBackend(TrainingBackend):
 
     def _send(self, batch: RankedBatch) -> None:
         if self._sent != batch.number:
-            self._ranks.call("convert_with_pictures", list(batch.steps), batch.pictures.pngs)
+            pngs = {} if batch.pictures is None else batch.pictures.pngs
+            self._ranks.call("convert_with_pictures", list(batch.steps), pngs)
             self._sent = batch.number
 
 
@@ -200,6 +209,10 @@ class _RankActor:
         answer = self._inner.call(method, *args)
         return answer if self._rank == 0 else None
 
+    @ray.method(concurrency_group="disk")
+    def wait_saved(self) -> None:
+        self._inner.call("wait_saved")
+
 
 class RayRanks:
     """`config.ranks` actors, one GPU each on CUDA. Ray must have been initialised.
@@ -217,7 +230,7 @@ class RayRanks:
     ) -> None:
         default = {"num_cpus": 0, "num_gpus": 1 if _wants_gpu(config) else 0}
         remote: Any = ray.remote
-        actor = remote(concurrency_groups={_LEAD: 4})(_RankActor)
+        actor = remote(concurrency_groups={_LEAD: 4, "disk": 1})(_RankActor)
         self._actors: list[Any] = [
             actor.options(**(default | dict(options[rank] if options else {}))).remote(
                 rank, config.ranks
@@ -251,6 +264,14 @@ class RayRanks:
             raise RankError(f"{method} was called on ranks that were stopped; start the run again")
         shared = ray.put(args)  # once, not once a rank
         return self._wait([a.call.remote(method, shared) for a in self._actors], method)
+
+    def wait_saved(self) -> None:
+        """`Rank.call("wait_saved")` on every rank, beside what they do.
+
+        Raises:
+            RankError: as `call`.
+        """
+        self._wait([a.wait_saved.remote() for a in self._actors], "wait_saved")
 
     def lead(self, method: str, *args: Any) -> Any:
         """A method of rank 0's `Sender`, beside whatever the ranks compute.
@@ -289,7 +310,7 @@ class RayRanks:
             return ray.get(answers[0])
         rank, error = min(failed.items())
         cause = getattr(error, "cause", None)
-        if len(failed) == len(answers) and isinstance(cause, BackendError):
+        if len(failed) == len(answers) and isinstance(cause, (BackendError, DamagedFileError)):
             if method == "start":
                 self.stop()
             raise cause

@@ -17,6 +17,9 @@ On the CPU both are PyTorch's flash kernels, joined by their log-sum-exp as in r
 (Liu et al., arXiv:2310.01889). On a GPU it is one FlexAttention kernel (arXiv:2412.05496) whose
 block mask says the same: k is seen by q if k <= q < reach(k).
 
+Rows that share nothing are packed end to end by the same means (`share=False`): a tree whose nodes
+are rows. On a GPU they take the varlen flash kernel, in bfloat16.
+
 It reaches the model through transformers' `AttentionInterface`, so any causal LM that attends
 through it will do. One that mixes tokens otherwise (convolutions, recurrences, sliding windows on
 the CPU, attention sinks) is refused by `enable`, which compares both forms on the model itself.
@@ -33,7 +36,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +44,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -59,6 +63,9 @@ MAX_NODE = 256
 """Longer nodes are cut: PyTorch's CPU kernel skips masked blocks of 512 keys only, and so computes
 most of a shorter triangle twice over. Two triangles and the square between them cost less."""
 
+BLOCK = 128
+"""Tokens of a block of FlexAttention's mask, the kernel's own size."""
+
 PROBE_TOLERANCE = MappingProxyType({"cpu": 1e-4, "cuda": 5e-3, "bfloat16": 5e-2})
 """Difference of logits between tree and rows, over the largest logit, that `enable` accepts: sums
 in another order differ by 1e-6 (by 1e-3 in TF32, by 2e-2 in bfloat16), attention that ignores the
@@ -66,6 +73,7 @@ tree by 5e-1 (by 6e-2 where the logits are nearly flat)."""
 
 Indices = npt.NDArray[np.int64]
 
+_ONLY_FLEX = ("softcap", "s_aux", "position_bias")
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -95,7 +103,10 @@ class Tree:
     position_ids: Indices
     where: tuple[Indices, ...]
     """For each row given, the place of each of its tokens in the sequence."""
+    shares: bool = True
+    """False: the rows lie end to end, each on its own."""
     _block_mask: Any = field(default=None, init=False)
+    _edges: Tensor | None = field(default=None, init=False)
 
     @property
     def n_tokens(self) -> int:
@@ -108,23 +119,51 @@ class Tree:
             reach[node.start : node.end] = node.reach
         return torch.from_numpy(reach)
 
-    def block_mask(self, device: torch.device) -> Any:
-        """FlexAttention's block mask, made once for all layers."""
-        if self._block_mask is None:
-            from torch.nn.attention.flex_attention import create_block_mask
+    def edges(self, device: torch.device) -> Tensor:
+        """int32, [rows + 1]: where rows that share nothing begin and end. Made once."""
+        if self._edges is None:
+            sizes = [len(where) for where in sorted(self.where, key=lambda where: int(where[0]))]
+            ends = np.cumsum([0, *sizes], dtype=np.int32)
+            self._edges = torch.from_numpy(ends).to(device)
+        return self._edges
 
-            reach = self.reach().to(device)
-            n = self.n_tokens
+    def block_mask(self, device: torch.device) -> Any:
+        """FlexAttention's block mask, made once for all layers, of blocks and never of tokens: a
+        later block sees some of a block of keys if it begins before the farthest of their reaches
+        ends, and all of it if it ends before the nearest."""
+        if self._block_mask is None:
+            from torch.nn.attention.flex_attention import BlockMask
+
+            n, own = self.n_tokens, self.reach()
+            blocks = -(-n // BLOCK)
+            by_block = np.pad(own.numpy(), (0, blocks * BLOCK - n)).reshape(blocks, BLOCK)
+            first = np.arange(blocks)[:, None] * BLOCK
+            later = np.tri(blocks, k=-1, dtype=bool)
+            whole = later & (by_block.min(1)[None] >= first + BLOCK)
+            part = (later & (by_block.max(1)[None] > first) & ~whole) | np.eye(blocks, dtype=bool)
+            reach = own.to(device)
 
             def sees(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
                 return (k <= q) & (q < reach[k])
 
-            self._block_mask = create_block_mask(sees, None, None, n, n, device=str(device))
+            def listed(some: npt.NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
+                order = np.argsort(~some, axis=1, kind="stable").astype(np.int32)
+                counts = some.sum(1, dtype=np.int32)
+                on = (torch.from_numpy(x)[None, None].to(device) for x in (counts, order))
+                return next(on), next(on)
+
+            self._block_mask = BlockMask.from_kv_blocks(
+                *listed(part),
+                *listed(whole),
+                BLOCK_SIZE=BLOCK,
+                mask_mod=sees,
+                seq_lengths=(n, n),
+            )
         return self._block_mask
 
 
-def pack(rows: Sequence[Compared], min_shared: int = MIN_SHARED) -> Tree:
-    """The rows (none empty) as one prefix tree.
+def pack(rows: Sequence[Compared], min_shared: int = MIN_SHARED, *, share: bool = True) -> Tree:
+    """The rows (none empty) as one prefix tree; without `share`, end to end.
 
     `min_shared` keeps chance agreements of a few tokens from becoming nodes; those tokens are then
     computed once per row, which changes no result.
@@ -140,7 +179,7 @@ def pack(rows: Sequence[Compared], min_shared: int = MIN_SHARED) -> Tree:
     for r in in_tree_order(rows):
         depths = [*accumulate((node.end - node.start for node in path), initial=0)]
         shared = 0
-        if previous is not None:
+        if previous is not None and share:
             shared = common_prefix(rows[previous], rows[r])
             # The last branch point before it, if going beyond saves too little.
             branch = max(depth for depth in depths if depth <= shared)
@@ -163,7 +202,7 @@ def pack(rows: Sequence[Compared], min_shared: int = MIN_SHARED) -> Tree:
         previous = r
     nodes += [node._replace(reach=n) for node in path]
     pieces = sorted(piece for node in nodes for piece in node.pieces())
-    return Tree(tuple(pieces), np.concatenate(ids), np.concatenate(positions), tuple(where))
+    return Tree(tuple(pieces), np.concatenate(ids), np.concatenate(positions), tuple(where), share)
 
 
 class _TreeAttention(torch.autograd.Function):
@@ -266,8 +305,7 @@ def tree_attention_forward(
         )
         return output
     on_cpu = query.device.type == "cpu"
-    only_flex = () if not on_cpu else ("softcap", "s_aux", "position_bias")
-    unwanted = {name: kwargs.get(name) for name in ("sliding_window", *only_flex)}
+    unwanted = {name: kwargs.get(name) for name in ("sliding_window", *_ONLY_FLEX * on_cpu)}
     if attention_mask is not None:
         unwanted["attention_mask"] = attention_mask
     for name, value_ in unwanted.items():
@@ -280,6 +318,22 @@ def tree_attention_forward(
         out: Tensor = _TreeAttention.apply(query, key, value, tree.nodes, scaling)  # type: ignore[no-untyped-call]  # torch's
         return out.transpose(1, 2), None
     # In eval mode throughout (see torch/backend.py): no dropout to pass on.
+    if not tree.shares and query.dtype != torch.float32 and not any(map(kwargs.get, _ONLY_FLEX)):
+        edges, longest = tree.edges(query.device), max(map(len, tree.where))
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        rows = varlen_attn(
+            q,
+            k,
+            v,
+            edges,
+            edges,
+            longest,
+            longest,
+            scale=scaling,
+            window_size=(-1, 0),
+            enable_gqa=True,
+        )
+        return cast(Tensor, rows)[None], None
     mask = tree.block_mask(query.device)
     flex: tuple[Tensor, Tensor | None] = flex_attention_forward(
         module, query, key, value, mask, scaling=scaling, **kwargs
@@ -287,18 +341,21 @@ def tree_attention_forward(
     return flex[0], None
 
 
-def enable(model: Any, dtype: torch.dtype = torch.float32) -> None:
+def enable(model: Any, dtype: torch.dtype = torch.float32, *, probe: bool = True) -> None:
     """Make `model` attend by tree where it is given one, and prove on it that this works.
 
     Args:
         dtype: that the model will compute in, whatever it was loaded in.
+        probe: False where the weights are not here; the rank that has them proves it.
 
     Raises:
         BackendConfigError: the model does not attend through transformers' interface, or its
             logits for a small tree differ from those of the rows in it.
     """
     remedy = "set backend.rows to 'merged'"
-    AttentionInterface.register(TREE_ATTENTION, tree_attention_forward)
+    # A tree is no tensor; FlexAttention is compiled by itself.
+    attention = torch.compiler.disable(tree_attention_forward)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    AttentionInterface.register(TREE_ATTENTION, attention)
     name = type(model).__name__
     before = model.config.get_text_config()._attn_implementation
     with _quiet():
@@ -308,6 +365,8 @@ def enable(model: Any, dtype: torch.dtype = torch.float32) -> None:
             f"backend.rows is 'tree', but {name} does not attend through transformers' "
             f"AttentionInterface; {remedy}"
         )
+    if not probe:
+        return
     try:
         worst = _probe(model, dtype)
     except UnsupportedByBackendError as e:

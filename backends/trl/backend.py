@@ -57,6 +57,11 @@ class TrlBackend(TrainingBackend):
             BatchError: a trajectory is more than one sequence, or what no batch can be made of.
         """
         for step in steps:
+            if step.pictures:
+                raise BatchError(
+                    f"step {step.step_index} of trajectory {step.trajectory_uid!r} has pictures; "
+                    "TRL is given text only"
+                )
             if step.rollout_log_probs is None:
                 raise BatchError(
                     f"step {step.step_index} of trajectory {step.trajectory_uid!r} has no "

@@ -30,9 +30,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stepwell.backends.base import TrainingBackend
+from stepwell.backends.base import NO_PICTURES, TrainingBackend
 from stepwell.backends.config import VerlConfig
 from stepwell.backends.errors import BackendConfigError, BatchError
+from stepwell.backends.verl.images import RowImages
 from stepwell.backends.verl.rows import VerlRow, build
 from stepwell.datapool.types import GREEDY, Group, Step, Trajectory, superseded
 
@@ -48,7 +49,8 @@ class Layout:
 
     tensors: dict[str, Tensor]
     """`prompts` [B, P]; `responses`, `response_mask` and the float columns [B, R]; `input_ids`,
-    `attention_mask` [B, P + R]; `position_ids` [B, P + R]; `routed_experts`
+    `attention_mask` [B, P + R]; `position_ids` [B, P + R], [B, 4, P + R] of a model that reads
+    pictures; `routed_experts`
     [B, P + R, layers, top_k]; `temperature` [B] if the rows differ in it."""
     non_tensors: dict[str, npt.NDArray[Any]]
     """[B] each."""
@@ -78,8 +80,7 @@ def lay_out(rows: Sequence[VerlRow], config: VerlConfig | None = None) -> Layout
         "prompts": input_ids[:, :p].clone(),
         "input_ids": input_ids,
         "attention_mask": attention,
-        # verl's: 0 in the left padding, the last one repeated in the right.
-        "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
+        "position_ids": _positions(rows, attention, place),
     }
     for name, first in rows[0].columns.items():
         column = first.new_zeros(len(rows), r)
@@ -97,7 +98,21 @@ def lay_out(rows: Sequence[VerlRow], config: VerlConfig | None = None) -> Layout
     else:
         tensors["temperature"] = torch.tensor(temperatures)
     non_tensors = {name: _array([row.fields[name] for row in rows]) for name in rows[0].fields}
+    if rows[0].multi_modal_inputs is not None:
+        non_tensors["multi_modal_inputs"] = _array([row.multi_modal_inputs for row in rows])
     return Layout(tensors, non_tensors, meta_info)
+
+
+def _positions(rows: Sequence[VerlRow], attention: Tensor, place: Sequence[slice]) -> Tensor:
+    """As verl pads them: text 0 in the left padding and its last position repeated in the right; of
+    a model that reads pictures, places are 1 in the padding and rotary positions 0."""
+    if rows[0].multi_modal_inputs is None:
+        return (attention.cumsum(-1) - 1).clamp(min=0)
+    found = attention.new_zeros(len(rows), 4, attention.shape[1])
+    found[:, 0] = 1
+    for i, row in enumerate(rows):
+        found[i, :, place[i]] = row.position_ids
+    return found
 
 
 def _width(name: str, limit: int | None, lengths: Sequence[int], rows: Sequence[VerlRow]) -> int:
@@ -167,9 +182,16 @@ class VerlBackend(TrainingBackend):
         *,
         columns: Mapping[str, Tensor] | None = None,
         tasks: Mapping[str, Mapping[str, Any]] | None = None,
+        pictures: Mapping[str, bytes] = NO_PICTURES,
     ) -> list[VerlRow]:
-        """The rows of `steps`, unpadded; needs no verl. See `rows.build`."""
-        return build(steps, form=self.config.rows, columns=columns, tasks=tasks)
+        """The rows of `steps`, unpadded; needs no verl. See `rows.build`.
+
+        Args:
+            pictures: PNG by digest, of those that the steps name.
+        """
+        model_path = self.config.model_path
+        images = None if model_path is None else RowImages(model_path, pictures)
+        return build(steps, form=self.config.rows, columns=columns, tasks=tasks, images=images)
 
     def convert(
         self,
@@ -177,6 +199,7 @@ class VerlBackend(TrainingBackend):
         *,
         columns: Mapping[str, Tensor] | None = None,
         tasks: Mapping[str, Mapping[str, Any]] | None = None,
+        pictures: Mapping[str, bytes] = NO_PICTURES,
     ) -> DataProto:
         """The `DataProto` of `steps`.
 
@@ -185,6 +208,8 @@ class VerlBackend(TrainingBackend):
                 place of verl's: `advantages`, `prox_log_probs`, `weights`, `coef`, … With `coef`
                 set verl's `actor.loss_agg_mode` to `token-sum`: the means are in it.
             tasks: prompt_uid -> its task, for `data_source`, `reward_model` and `extra_info`.
+            pictures: as of `rows`; with `model_path`, rows have `multi_modal_inputs` and position
+                ids of four rows.
 
         Raises:
             BackendConfigError: verl is not installed.
@@ -194,17 +219,27 @@ class VerlBackend(TrainingBackend):
         from tensordict import TensorDict
         from verl import DataProto as Proto
 
-        layout = lay_out(self.rows(steps, columns=columns, tasks=tasks), self.config)
+        rows = self.rows(steps, columns=columns, tasks=tasks, pictures=pictures)
+        layout = lay_out(rows, self.config)
         batch = TensorDict(layout.tensors, batch_size=[len(layout.tensors["prompts"])])
         return Proto(batch, layout.non_tensors, layout.meta_info)
 
+    def convert_with_pictures(self, steps: list[Step], pictures: Mapping[str, bytes]) -> DataProto:
+        """`convert` of steps with `pictures`, PNG by digest."""
+        return self.convert(steps, pictures=pictures)
+
     def convert_groups(
-        self, groups: Sequence[Group], *, columns: Mapping[str, Tensor] | None = None
+        self,
+        groups: Sequence[Group],
+        *,
+        columns: Mapping[str, Tensor] | None = None,
+        pictures: Mapping[str, bytes] = NO_PICTURES,
     ) -> DataProto:
         """`convert` of leased groups, with their tasks. A greedy baseline rollout (ReMax) is
         never trained and left out; `columns` are over `trained_steps(groups)`."""
         tasks = {group.prompt_uid: group.metadata for group in groups}
-        return self.convert(trained_steps(groups), columns=columns, tasks=tasks)
+        steps = trained_steps(groups)
+        return self.convert(steps, columns=columns, tasks=tasks, pictures=pictures)
 
 
 def trained_steps(groups: Sequence[Group]) -> list[Step]:

@@ -85,7 +85,8 @@ class VerlFeed:
     async def __aiter__(self) -> AsyncIterator[DataProto]:
         async for groups in self.groups():
             columns = self._columns(groups) if self._columns else None
-            yield self._backend.convert_groups(groups, columns=columns)
+            pictures = {k: v for g in groups for k, v in (await self._keeper.pictures(g)).items()}
+            yield self._backend.convert_groups(groups, columns=columns, pictures=pictures)
 
     async def groups(self) -> AsyncIterator[tuple[Group, ...]]:
         """The leased groups themselves, batch by batch."""

@@ -83,7 +83,7 @@ def queue_rows(rows: Sequence[VerlRow]) -> QueueRows:
         )
         plain = {NAMED_OTHERWISE.get(k, k): v for k, v in row.fields.items() if k not in TAGGED}
         fields: dict[str, Any] = {
-            "multi_modal_inputs": {},
+            "multi_modal_inputs": row.multi_modal_inputs or {},
             **plain,
             **row.columns,
             "uid": uid,

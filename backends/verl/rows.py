@@ -5,8 +5,8 @@
                prompt P0 R0 U2    response R2            response_mask ##          R0 is in row 1
 
 A row's prompt ends where the first response begins that it trains. Steps share a row if one extends
-the other token by token (`rows.py`), at the same temperature (verl has one per row). Steps with
-images are refused.
+the other token by token (`rows.py`), at the same temperature (verl has one per row). Pictures are
+in `verl/images.py`.
 
 Owns: which rows there are and what each holds. Does not own: padding and `DataProto`
 (`verl/backend.py`) or TransferQueue (`verl/queue.py`).
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from stepwell.backends.errors import BatchError
 from stepwell.backends.rows import RowForm, TokenRow, build_rows
+from stepwell.backends.verl.images import RowImages
 from stepwell.datapool.types import Step
 
 COLUMNS = {
@@ -51,12 +52,14 @@ class VerlRow:
     """[R] each: `responses` and `response_mask` int64, the others float32 and 0 where nothing was
     sampled."""
     position_ids: Tensor
-    """int64, [P + R]."""
+    """int64, [P + R]; [4, P + R] of a model that reads pictures."""
     temperature: float
     fields: dict[str, Any]
     """Values that are no tensors, by verl's names."""
     routed_experts: Tensor | None = None
     """int16, [P + R, layers, top_k]; the last token's, which routes nothing trained, may be 0."""
+    multi_modal_inputs: dict[str, Tensor] | None = None
+    """Of the row's pictures; None: the model reads text."""
 
     @property
     def input_ids(self) -> Tensor:
@@ -80,6 +83,7 @@ class _Batch:
     """Trajectory -> its place in its group."""
     turns: dict[str, int]
     """Trajectory -> chat turns as verl counts them: per call one that asks, one that answers."""
+    images: RowImages | None
     outputs: dict[str, int] = field(default_factory=dict)
     """Trajectory -> rows so far."""
 
@@ -90,6 +94,7 @@ def build(
     form: RowForm = "merged",
     columns: Mapping[str, Tensor] | None = None,
     tasks: Mapping[str, Mapping[str, Any]] | None = None,
+    images: RowImages | None = None,
 ) -> list[VerlRow]:
     """The rows of `steps`; every response token is trained in exactly one.
 
@@ -98,16 +103,23 @@ def build(
             `returns`, `values`, `prox_log_probs`, `ref_log_probs`; `mask` (0: not trained);
             `weights` and `coef` become verl's `rollout_is_weights`.
         tasks: prompt_uid -> its task, as a group's metadata has it.
+        images: of a model that reads pictures.
 
     Raises:
-        BatchError: no steps, images, columns of the wrong shape, or what only some of the steps
-            have.
+        BatchError: no steps, pictures without `images`, `multi_modal_data`, columns of the wrong
+            shape, or what only some of the steps have.
     """
     if not steps:
         raise BatchError("convert was given no steps; a batch has at least one")
     for step in steps:
         if step.multi_modal_data:
-            raise BatchError(f"{_name(step)} has multi_modal_data; verl is given text only")
+            raise BatchError(
+                f"{_name(step)} has multi_modal_data; verl is given text and `Step.pictures`"
+            )
+        if step.pictures and images is None:
+            raise BatchError(
+                f"{_name(step)} has pictures; set VerlConfig.model_path to the folder of the model"
+            )
     _check_routed(steps)
     lengths = np.array([len(s.response_ids) for s in steps], dtype=np.int64)
     offsets = np.concatenate([[0], lengths.cumsum()]).astype(np.int64)
@@ -119,6 +131,7 @@ def build(
         trajectory_rewards(steps),
         _sessions(steps),
         _turns(steps),
+        images,
     )
     return [
         _verl_row(part, batch)
@@ -222,7 +235,7 @@ def _joinable_parts(row: TokenRow, steps: Sequence[Step]) -> list[TokenRow]:
     """The row, or a row per step if its steps differ in temperature."""
     if len({steps[i].temperature for i in row.steps}) == 1:
         return [row]
-    return [TokenRow(row.ids[: steps[i].n_tokens], (i,)) for i in row.steps]
+    return [TokenRow(row.ids[: steps[i].n_tokens], (i,), steps[i].pictures) for i in row.steps]
 
 
 def _verl_row(row: TokenRow, batch: _Batch) -> VerlRow:
@@ -276,10 +289,11 @@ def _verl_row(row: TokenRow, batch: _Batch) -> VerlRow:
     return VerlRow(
         ids[:cut],
         columns,
-        torch.arange(len(ids)),
+        torch.arange(len(ids)) if batch.images is None else batch.images.positions(row),
         last.temperature,
         fields,
         _routed_experts(members, len(row.ids)),
+        None if batch.images is None else batch.images.inputs(row),
     )
 
 

@@ -58,6 +58,17 @@ def read_tensors(
                     yield name, tensors.get_tensor(name)
 
 
+def tensor_names(folder: str | Path) -> set[str]:
+    """Names of all tensors of a directory's safetensors files."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in Path(folder).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            names.update(tensors.keys())
+    return names
+
+
 RankHashes: TypeAlias = tuple[str, Mapping[str, str]]
 """Answer of one rank of an engine: its layout (ranks of one layout hold the same tensors), and the
 hashes by name."""

@@ -21,7 +21,7 @@ from stepwell.backends.engines.api import Bucket, Meeting
 from stepwell.backends.errors import UnsupportedByBackendError
 from stepwell.backends.weights.buckets import pack
 from stepwell.backends.weights.collective import Group, NcclGroup, address_for
-from stepwell.backends.weights.digest import read_tensors
+from stepwell.backends.weights.digest import read_tensors, tensor_names
 from stepwell.backends.weights.ipc import shared_tensors
 
 
@@ -65,8 +65,9 @@ class Sender:
                 self._held[name] = _on_host(tensor.detach(), copies=is_live)
 
     def held_as(self, path: str) -> None:
-        """What is held are the weights of the version in `path`."""
-        self._path = path
+        """What is held are the weights of the version in `path`. A model whose names were changed
+        as it was saved is read from there: engines know the checkpoint's."""
+        self._path = path if self._held.keys() <= tensor_names(path) else ""
 
     def plan(self, path: str, limit: int | None) -> list[Bucket]:
         """Pack the version in `path` into buckets of `limit` bytes; None: into one."""

@@ -134,6 +134,7 @@ async def publish(
     seen: int | None = None,
     locked: bool = False,
     patience_s: float = 0.0,
+    complete: Callable[[Engine], Awaitable[None]] | None = None,
     continue_timeout_s: float = CONTINUE_TIMEOUT_S,
     hook: Hook | None = None,
 ) -> Publication:
@@ -149,6 +150,7 @@ async def publish(
         seen: committed version that the caller knows of, 0 for none; None: any may be replaced.
         locked: the caller holds the store's lock.
         patience_s: seconds that the first engine may take to come back.
+        complete: awaited before an engine goes on: it has lent memory that loading did not need.
         hook: awaited before, during (all replicas were just asked) and after each phase.
 
     Raises:
@@ -169,6 +171,7 @@ async def publish(
             canary,
             seen,
             locked,
+            complete,
             continue_timeout_s,
             hook,
         )
@@ -194,6 +197,7 @@ class _Transaction:
         canary: bool,
         seen: int | None,
         locked: bool,
+        complete: Callable[[Engine], Awaitable[None]] | None,
         continue_timeout_s: float,
         hook: Hook | None,
     ) -> None:
@@ -206,6 +210,7 @@ class _Transaction:
         self.transport = transport
         self.seen = seen
         self.locked = locked
+        self.complete = complete
         self.continue_timeout_s = continue_timeout_s
         self.hook = hook
         self.committed: Published | None = None
@@ -450,7 +455,7 @@ class _Transaction:
                 if replica.touched or await self._strayed(replica):
                     await self.transport.restore(self.update, replica, self._before(replica))
                 if replica.paused:
-                    await engine.continue_()
+                    await self._go_on(engine)
                 return await engine.weight_version()
             except (EngineError, ValueError):
                 return None
@@ -459,6 +464,11 @@ class _Transaction:
         versions = await asyncio.gather(*(restore(r) for r in left))
         serving: dict[str, int | None] = {r.engine.url: None for r in self.replicas}
         return serving | {r.engine.url: v for r, v in zip(left, versions, strict=True)}
+
+    async def _go_on(self, engine: Engine) -> None:
+        if self.complete is not None:
+            await self.complete(engine)
+        await engine.continue_()
 
     async def _strayed(self, replica: _Replica) -> bool:
         """It is paused by us and has not the committed version: it came up during an earlier
@@ -488,7 +498,7 @@ class _Transaction:
                     replica.fenced = "was restarted"
                     return
                 if replica.paused:
-                    await replica.engine.continue_()
+                    await self._go_on(replica.engine)
                 return
             except EngineUnavailableError as e:
                 replica.fenced = f"is gone ({e})"
@@ -517,7 +527,7 @@ class _Transaction:
                     # From disk: of one that did not answer it is not known what else it takes.
                     await self.transport.restore(self.update, replica, self._published)
                 await self._verify_version(replica)
-                await engine.continue_()
+                await self._go_on(engine)
                 replica.fenced = ""
             except (EngineError, WeightUpdateError, ValueError) as e:
                 log.warning("%s stays paused at an old version: %s", replica.engine.url, e)

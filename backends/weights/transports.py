@@ -30,13 +30,15 @@ import shutil
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeAlias
+
+from safetensors import SafetensorError
 
 from stepwell.backends.config import EngineConfig, WeightTransport
 from stepwell.backends.engines.api import Bucket, Engine, EngineState
@@ -52,6 +54,7 @@ log = logging.getLogger(__name__)
 ADAPTER_NAME = "policy"
 """The name of the adapter in the engines; requests carry it as `lora_path`."""
 LEAVE_S = 5.0
+"""For engines and the sender to leave what has failed."""
 _FAILURES = (BackendError, OSError, RuntimeError, ValueError)
 """Errors of an engine, a group or the sender, after which the disk is left."""
 Lead: TypeAlias = Callable[..., Any]
@@ -152,7 +155,11 @@ class Delta(Disk):
     def _compare(self, update: Update, committed: Published) -> None:
         path, before = self._hashes
         if path != committed.path:
-            before = checkpoint_hashes(committed.path, "auto")
+            try:
+                before = checkpoint_hashes(committed.path, "auto")
+            except (OSError, SafetensorError) as e:
+                log.warning("version %s goes whole: %s", update.name, e)
+                before = {}
         now = checkpoint_hashes(update.path, "auto")
         self._hashes = update.path, now
         changed = [name for name, found in now.items() if before.get(name) != found]
@@ -211,8 +218,14 @@ class Buckets(Transport):
             await self._meet(targets)
             if self._stages:
                 self._staged = list(targets)
-                await asyncio.gather(*(self._take(update, target) for target in targets))
+                await asyncio.gather(*(self._stage(update, target) for target in targets))
         except _FAILURES as e:
+            await self._give_up(update, e)
+
+    async def _stage(self, update: Update, target: Target) -> None:
+        try:
+            await self._take(update, target)
+        except _FAILURES as e:  # at once: the others may wait for this one
             await self._give_up(update, e)
 
     async def send(self, update: Update, target: Target) -> None:
@@ -221,6 +234,7 @@ class Buckets(Transport):
                 if not self._stages:
                     await self._take(update, target)
                 await target.engine.end_weight_update(update.name)
+                self._staged = [staged for staged in self._staged if staged is not target]
                 return
             except _FAILURES as e:
                 await self._give_up(update, e)
@@ -230,9 +244,8 @@ class Buckets(Transport):
 
     async def end(self) -> None:
         staged, self._staged = self._staged, []
-        for target in staged:  # of a publication that came to nothing: it is dropped
-            with suppress(EngineError):
-                await target.engine.end_weight_update()
+        # Of a publication that came to nothing: what they hold is dropped.
+        await _briefly(target.engine.end_weight_update() for target in staged)
 
     async def _take(self, update: Update, target: Target) -> None:
         """The replica takes every bucket."""
@@ -332,15 +345,13 @@ class Nccl(Buckets):
         await asyncio.gather(taken, asyncio.shield(offer))
 
     async def _leave(self) -> None:
-        # Leaving may wait for a peer that is gone.
-        await asyncio.wait({asyncio.ensure_future(self._ask("leave"))}, timeout=LEAVE_S)
+        await _briefly([self._ask("leave")])  # it may wait for a peer that is gone
 
     async def close(self) -> None:
         if members := self._members:
             self._members = {}
             await self._leave()
-            gone = (e.destroy_weights_update_group(self._name) for e in members.values())
-            await asyncio.gather(*gone, return_exceptions=True)
+            await _briefly(e.destroy_weights_update_group(self._name) for e in members.values())
 
 
 class Ipc(Buckets):
@@ -414,6 +425,15 @@ async def in_thread(work: Callable[[], Any]) -> Any:
 
     Thread(target=run, name="weight-transport", daemon=True).start()
     return await asyncio.wrap_future(future)
+
+
+async def _briefly(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Wait a little for what may fail or hang without harm."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    for task in tasks:
+        task.add_done_callback(_retrieve)
+    if tasks:
+        await asyncio.wait(tasks, timeout=LEAVE_S)
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:

@@ -33,7 +33,7 @@ from msgspec.structs import asdict, replace
 from sortedcontainers import SortedList
 
 from stepwell.datapool import errors, ops, questions
-from stepwell.datapool.codec import Header, PackedGroup, PackedStep, PackedTrajectory
+from stepwell.datapool.codec import PICTURES, Header, PackedGroup, PackedStep, PackedTrajectory
 from stepwell.datapool.config import ChannelConfig, SelectionConfig
 from stepwell.datapool.core import limits
 from stepwell.datapool.core import log_rows as rows
@@ -632,7 +632,7 @@ class Channel:
         if record is None:
             if header.base_index >= 0 and not self.records.is_settled(prompt_uid):
                 raise self.steps.unknown_base(uid, header)
-            if header.has_pictures and not self.records.is_settled(prompt_uid):
+            if header.flags & PICTURES and not self.records.is_settled(prompt_uid):
                 self._keys_of(uid, None, prompt_uid, step)  # before anything begins
             record = self._begin(uid, prompt_uid)
             if record is None:
@@ -650,7 +650,7 @@ class Channel:
             return "late"
         sent = self.steps.fit(record, step, header)
         pictures: tuple[str, ...] = ()
-        if header.has_pictures:
+        if header.flags & PICTURES:
             keys = self._keys_of(uid, record, prompt_uid, sent)
             record.pictures = (record.pictures or {}) | keys
             pictures = references(keys)
@@ -697,7 +697,7 @@ class Channel:
         self, known: TrajectoryRecord | Closing | None, step: PackedStep
     ) -> tuple[str, ...]:
         """References to those pictures of a late step that its trajectory has already."""
-        if not step.header.has_pictures or not isinstance(known, TrajectoryRecord):
+        if not step.header.flags & PICTURES or not isinstance(known, TrajectoryRecord):
             return ()
         digests = {p.digest for p in step.pictures}
         return references({d: k for d, k in (known.pictures or {}).items() if d in digests})

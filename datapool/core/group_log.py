@@ -67,6 +67,8 @@ class Departure(NamedTuple):
     """About the bytes that they take there."""
     tags: frozenset[str] = frozenset()
     """Tags of the group and its trajectories."""
+    picture_bytes: int = 0
+    """Bytes of the pictures that stay for it."""
 
 
 class Departures:
@@ -74,11 +76,15 @@ class Departures:
 
     Args:
         limit_bytes: most bytes of rows that wait; 0: there is no archive.
+        picture_limit_bytes: most bytes of their pictures: the archive's own bound, as the archiver
+            links them and copies none.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, picture_limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
+        self._picture_limit_bytes = picture_limit_bytes
         self.n_bytes = 0
+        self._picture_bytes = 0
         self.n_unarchived = 0
         """Groups and late rows that left without being archived, since the pool was started."""
         self._waiting: OrderedDict[int, Departure] = OrderedDict()
@@ -93,9 +99,13 @@ class Departures:
     def has_archive(self) -> bool:
         return self.limit_bytes > 0
 
-    def has_room(self, n_bytes: int) -> bool:
-        """Return whether rows of so many bytes may wait; counts them as unarchived if not."""
-        if self.n_bytes + n_bytes <= self.limit_bytes:
+    def has_room(self, n_bytes: int, picture_bytes: int = 0) -> bool:
+        """Return whether rows of so many bytes may wait, and their pictures; counts them as
+        unarchived if not."""
+        if (
+            self.n_bytes + n_bytes <= self.limit_bytes
+            and self._picture_bytes + picture_bytes <= self._picture_limit_bytes
+        ):
             return True
         if self.has_archive:
             self._count(1, f"{self.n_bytes:,} bytes wait for the archiver, which is the most")
@@ -104,6 +114,7 @@ class Departures:
     def add(self, departure: Departure) -> None:
         self._waiting[departure.row] = departure
         self.n_bytes += departure.n_bytes
+        self._picture_bytes += departure.picture_bytes
 
     def release(self, through: int, *, unarchived: str | None = None) -> list[int]:
         """Forget all departures up to a row; return the rows of the log that may be deleted.
@@ -134,6 +145,7 @@ class Departures:
 
     def _let_go(self, gone: list[Departure]) -> list[int]:
         self.n_bytes -= sum(d.n_bytes for d in gone)
+        self._picture_bytes -= sum(d.picture_bytes for d in gone)
         return [row for d in gone for row in d.rows]
 
     def _count(self, n: int, why: str) -> None:
@@ -185,7 +197,7 @@ class RowLog:
     def delete(self, rows: Sequence[int]) -> None:
         if self.journal is not None:
             self.journal.delete(rows)
-            if self.pictures.n_held.total():  # most pools hold none
+            if self.pictures.rows:  # most pools have no row with one
                 self.pictures.release(rows)
 
     def scrub(self) -> None:
@@ -288,7 +300,7 @@ class GroupLog(RowLog):
         """Hold the pictures of a row of steps. Without a log their trajectories do."""
         if row is not None:
             keys = [key for own in pictures.values() for key in keys_of(own).values()]
-            group.n_bytes += self.pictures.hold(self._channel, row, keys)
+            group.picture_bytes += self.pictures.hold(self._channel, row, keys)
             return
         for position, own in pictures.items():
             holder = self._channel, steps[position][0]
@@ -316,7 +328,8 @@ class GroupLog(RowLog):
             erased: nobody may read them any more, within seconds.
         """
         self.write_steps(now)
-        if not erased and group.rows and self._departures.has_room(_cost(group) + ROW_COST):
+        cost = _cost(group) + ROW_COST
+        if not erased and group.rows and self._departures.has_room(cost, group.picture_bytes):
             self.append(left, now, group)
             self.depart(group, left)
             return
@@ -330,7 +343,8 @@ class GroupLog(RowLog):
         uids = tuple(record.trajectory_uid for record in group.trajectories)
         tags = group.marks.tags.union(*(record.marks.tags for record in group.trajectories))
         of = self._channel, left.prompt_uid, uids
-        self._departures.add(Departure(group.rows[-1], *of, group.rows, _cost(group), tags))
+        cost, beside = _cost(group), group.picture_bytes
+        self._departures.add(Departure(group.rows[-1], *of, group.rows, cost, tags, beside))
 
     def keep_late(self, late: StepCameLate | RewardCameLate, now: float, payload: bytes) -> None:
         """Write what came too late, for the archive alone; nothing without one."""
@@ -343,7 +357,7 @@ class GroupLog(RowLog):
     def depart_late(self, late: StepCameLate | RewardCameLate, row: int, n_bytes: int) -> None:
         """Leave a row of what came too late to the archive."""
         if isinstance(late, StepCameLate) and late.pictures:
-            n_bytes += self.pictures.hold(self._channel, row, [*keys_of(late.pictures).values()])
+            self.pictures.hold(self._channel, row, [*keys_of(late.pictures).values()])
         of = self._channel, late.prompt_uid, (late.trajectory_uid,)
         tags = frozenset(late.tags if isinstance(late, StepCameLate) else ())
         self._departures.add(Departure(row, *of, array("q", [row]), n_bytes, tags))

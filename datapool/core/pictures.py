@@ -104,7 +104,7 @@ class Pictures:
         self.doomed: dict[str, None] = {}
         """Keys of pictures that nothing refers to, once what was changed is durable."""
         self._held: dict[str, _Held] = {}
-        self._rows: dict[Hashable, tuple[str, ...]] = {}
+        self.rows: dict[Hashable, tuple[str, ...]] = {}
         """Keys by row of the log; or, without a log, by channel and trajectory."""
         self._fresh: dict[str, tuple[float, str]] = {}
         """Pictures that no row refers to yet: when they came, and for which trajectory."""
@@ -139,7 +139,7 @@ class Pictures:
     def hold(self, channel: str, row: Hashable, keys: Sequence[str]) -> int:
         """Let a row refer to these pictures, and to no others; how many bytes of them no other row
         referred to."""
-        before = self._rows.pop(row, ())
+        before = self.rows.pop(row, ())
         n_new = 0
         for key in keys:
             if (held := self._held.get(key)) is None:
@@ -151,22 +151,21 @@ class Pictures:
                 self._fresh.pop(key, None)
             held.n_rows += 1
         if keys:
-            self._rows[row] = tuple(keys)
+            self.rows[row] = tuple(keys)
         self._release(before)
         return n_new
 
     def holds(self, row: Hashable) -> bool:
-        return row in self._rows
+        return row in self.rows
 
     def held_by(self, row: Hashable) -> tuple[str, ...]:
         """Keys of the pictures that a row refers to."""
-        return self._rows.get(row, ())
+        return self.rows.get(row, ())
 
     def release(self, rows: Iterable[Hashable]) -> None:
         """These rows are deleted."""
-        if self._rows:
-            for row in rows:
-                self._release(self._rows.pop(row, ()))
+        for row in rows:
+            self._release(self.rows.pop(row, ()))
 
     def _release(self, keys: Iterable[str]) -> None:
         for key in keys:

@@ -65,7 +65,8 @@ class DataPool:
         self.config = config or PoolConfig()
         self.epoch = epoch
         self._journal: Log | None = None
-        self.departures = Departures(self.config.backlog_bytes)
+        picture_bytes = int(self.config.archive.max_gb * 1e9) // self.config.shards
+        self.departures = Departures(self.config.backlog_bytes, picture_bytes)
         """Groups that left and wait to be archived."""
         self.events = EventLog(life or epoch)
         self.channels: dict[str, Channel] = {}

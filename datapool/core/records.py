@@ -228,6 +228,8 @@ class GroupRecord(msgspec.Struct, eq=False, gc=False):
     """Rows of the log that are about this group; they go with it."""
     n_bytes: int = 0
     """Bytes of their payloads, those of erased trajectories included."""
+    picture_bytes: int = 0
+    """Bytes of the pictures that they were the first to refer to."""
     n_open: int = 0
     n_aborted: int = 0
     n_final: int = 0

@@ -21,6 +21,7 @@ from zlib import crc32
 from stepwell.datapool import errors
 from stepwell.datapool.codec import (
     HEADER_BYTES,
+    PICTURES,
     SPILLED,
     Header,
     PackedStep,
@@ -108,7 +109,7 @@ class StepStore:
         if (
             base is None
             or base.crc != header.base_crc
-            or (base.has_pictures and not header.has_pictures)
+            or (record.pictures and base.has_pictures and not header.flags & PICTURES)
         ):
             raise self.unknown_base(record.trajectory_uid, header)
         return step
@@ -169,7 +170,7 @@ class StepStore:
             return False
         chain = self.loaded(record.chain(base.step_index))
         return known == chain_tokens(chain) and before == (
-            chain_pictures(chain) if base.has_pictures else []
+            chain_pictures(chain) if base.flags & PICTURES else []
         )
 
     # -- bytes -------------------------------------------------------------------------------

@@ -143,6 +143,7 @@ POOL: Final = (
         "tokens.stored",
     ),
     _gauge("memory_bytes", "Payloads of Steps in memory", "memory_bytes"),
+    _gauge("picture_bytes", "Pictures of Steps in the pool, each once", "pictures.bytes"),
     _gauge("leases", "Batches that consumers hold", "leases.active"),
     _counter("leases_ended", "Leases that are over, by how they ended", "ended.{outcome}"),
     _gauge(

@@ -41,6 +41,7 @@ from stepwell.datapool.types import Group, Lease
 
 if TYPE_CHECKING:  # made where it is used: a consumer need not load what starts pools
     from stepwell.datapool.remote.client import DataPoolClient
+    from stepwell.datapool.remote.picture_cache import PictureCache
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class LeaseKeeper:
     def __init__(self, pool: LeasingPool, channel: str, lease_s: float) -> None:
         self._pool = pool
         self._channel = channel
+        self._pictures: PictureCache | None = None
         self._lease_s = lease_s
         self._leases: dict[str, _Held] = {}
         self._lease_of: dict[str, str] = {}
@@ -157,6 +159,21 @@ class LeaseKeeper:
                 self._delivered.update(chosen)
                 return tuple(self._waiting.pop(uid) for uid in chosen)
             await asyncio.gather(*map(self._renew, doubtful))
+
+    async def pictures(self, group: Group) -> dict[str, bytes]:
+        """PNG by digest of the pictures that the steps of a leased group name.
+
+        Raises:
+            TrajectoryClosedError, UnknownTrajectoryError: it left the pool.
+            DamagedFileError: a picture is not what was stored.
+        """
+        if not any(step.pictures for step in group.steps):
+            return {}
+        if self._pictures is None:
+            from stepwell.datapool.remote.picture_cache import PictureCache
+
+            self._pictures = PictureCache(self._pool, self._channel)
+        return await self._pictures.of_all(group.steps)
 
     async def settle(self, prompt_uids: Iterable[str]) -> list[str]:
         """The use of these groups is durable: the pool may forget them. Each is acked with its

@@ -19,7 +19,8 @@ from typing import Final
 from xxhash import xxh3_128_digest
 
 from stepwell.datapool.core.pictures import SECRET_BYTES, PictureStore
-from stepwell.datapool.errors import DamagedFileError, JournalError, JournalFullError
+from stepwell.datapool.errors import JournalError, JournalFullError
+from stepwell.datapool.sealed import damaged
 from stepwell.datapool.store.folder import NO_SPACE, fsync, private
 
 PICTURES: Final = "pictures"
@@ -105,14 +106,18 @@ class PictureFolder(PictureStore):
             fsync(self.folder)
 
     def read(self, key: str) -> bytes:
-        return read_picture(self.folder / key)
+        remedy = (
+            f"stop the pool and run `stepwell data salvage {self.folder.parent}`, which drops the "
+            "groups that need it"
+        )
+        return read_picture(self.folder / key, remedy)
 
     def remove(self, key: str) -> None:
         (self.folder / key).unlink(missing_ok=True)
         self._sizes.pop(key, None)
 
 
-def read_picture(path: Path) -> bytes:
+def read_picture(path: Path, remedy: str = "delete its trajectory") -> bytes:
     """The bytes of a picture's file.
 
     Raises:
@@ -121,15 +126,8 @@ def read_picture(path: Path) -> bytes:
     try:
         content = path.read_bytes()
     except OSError as e:
-        raise _damaged(path, str(e)) from e
+        raise damaged(path, str(e), remedy) from e
     data = content[:-SUM_BYTES]
     if not data or xxh3_128_digest(data) != content[-SUM_BYTES:]:
-        raise _damaged(path, "it is not what was written")
+        raise damaged(path, "it is not what was written", remedy)
     return data
-
-
-def _damaged(path: Path, why: str) -> DamagedFileError:
-    return DamagedFileError(
-        f"picture {path} is damaged: {why}; stop the pool and run `stepwell data salvage "
-        f"{path.parent.parent}`, which drops the groups that need it"
-    )

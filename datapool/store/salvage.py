@@ -10,7 +10,8 @@ gap, a group is
     doubtful   all its rows are older: its closing may be in the gap. It is kept, marked
                `trainable=False` with the tag `doubtful`, so that no consumer gets it until somebody
                releases or drops it (`settle_doubtful`, `DataPoolClient.mark`, `drop_group`)
-    dropped    it has rows on both sides and may lack one between, or a payload of it is damaged
+    dropped    it has rows on both sides and may lack one between, or a payload of it is damaged, or
+               a picture that its steps refer to is damaged or gone
 
 A group of which no row is left cannot be named; its number is. The damaged folder stays beside the
 new one, as `NAME.damaged`. Owns none of the formats: blocks are `segments.py`'s, heads are
@@ -36,13 +37,17 @@ from stepwell.datapool.core.group_log import RowLog
 from stepwell.datapool.core.log_rows import (
     KIND_NAMES,
     GroupClosed,
+    GroupLeft,
     GroupReturned,
     LeaseEnded,
     LeaseRecord,
+    StepsStored,
     read,
 )
+from stepwell.datapool.core.pictures import keys_of
 from stepwell.datapool.core.pool import COUNTS, DataPool
 from stepwell.datapool.errors import (
+    DamagedFileError,
     InvalidRequestError,
     JournalCorruptError,
     JournalError,
@@ -60,6 +65,7 @@ from stepwell.datapool.store.folder import (
     write_last_commit,
 )
 from stepwell.datapool.store.journal import Journal
+from stepwell.datapool.store.picture_folder import PICTURES, read_picture
 from stepwell.datapool.store.replay import UNKNOWN, restore
 from stepwell.datapool.store.segments import (
     PayloadDamagedError,
@@ -204,7 +210,10 @@ def _damage(folder: Path) -> str | None:
     except (JournalCorruptError, ReplayError) as e:
         why = str(e).partition(". `stepwell")[0].partition("; keep the folder")[0]
         return why.removeprefix(f"{folder}: ")
-    return None
+    acked = read_last_commit(folder)
+    if acked is None or not (folder / PICTURES).is_dir():
+        return None
+    return _Survey(folder, acked.journal, acked).lost_pictures()
 
 
 def _rebuild(folder: Path, target: Path, report: Salvaged) -> None:
@@ -226,6 +235,8 @@ def _rebuild(folder: Path, target: Path, report: Salvaged) -> None:
             f"{ACKED_NAME} cannot be read"
         )
     report.lost += log.lost
+    if told := log.lost_pictures():
+        report.lost.append(told)
     groups = _Groups(log)
     make_folder(target)
     opening, next_row = (0, 0) if acked is None else (acked.opening, acked.next_row)
@@ -247,6 +258,7 @@ def _rebuild(folder: Path, target: Path, report: Salvaged) -> None:
         report.rows = journal.statistics()["rows_stored"]
     finally:
         journal.close()
+    log.link_pictures(target)
     report.dropped, report.doubtful, report.nameless = (
         groups.dropped,
         groups.doubtful,
@@ -325,6 +337,8 @@ class _Survey:
         self.gaps: list[_Gap] = []
         self.lost: list[str] = []
         self._deleted: set[int] = set()
+        self._pictures: dict[str, bool] = {}
+        """Whether each picture that was looked at can be read."""
         self._open: _Gap | None = None
         present = segments_in(folder)
         listed: dict[int, tuple[int, int]] = {}
@@ -392,6 +406,43 @@ class _Survey:
                 yield row_at(data, row, at)
             except PayloadDamagedError as e:
                 yield e.row
+
+    def lost_pictures(self) -> str | None:
+        """Count the rows of live groups that refer to pictures which cannot be read as damaged;
+        returns a sentence about these pictures, None if there are none."""
+        left = {
+            (channel, number)
+            for channel, number, record in self.heads.values()
+            if isinstance(record, GroupLeft)
+        }
+        for row in self.live:
+            channel, number, record = self.heads[row]
+            if isinstance(record, StepsStored) and (channel, number) not in left:
+                for key in {
+                    key for own in record.pictures.values() for key in keys_of(own).values()
+                }:
+                    if not self._has_picture(key):
+                        self.damaged.add(row)
+        lost = [key for key, is_sound in self._pictures.items() if not is_sound]
+        return f"{len(lost)} pictures cannot be read: {', '.join(lost[:8])}" if lost else None
+
+    def _has_picture(self, key: str) -> bool:
+        if key not in self._pictures:
+            try:
+                self._pictures[key] = bool(read_picture(self.folder / PICTURES / key))
+            except DamagedFileError:
+                self._pictures[key] = False
+        return self._pictures[key]
+
+    def link_pictures(self, target: Path) -> None:
+        """Let the new journal have the pictures, too, without damaged ones."""
+        source = self.folder / PICTURES
+        if not source.is_dir():
+            return
+        (target / PICTURES).mkdir(mode=0o700)
+        for picture in source.iterdir():
+            if self._pictures.get(picture.name, True):
+                os.link(picture, target / PICTURES / picture.name)
 
     def _take(self, number: int, data: bytes, placed: Placed) -> None:
         block = placed.block

@@ -3,9 +3,10 @@ and the tasks.
 
     python -m examples.colours.prepare runs/colours-model
 
-The supervised part first shows cards that are named rightly, then cards whose colours are mostly
-guessed, half of them without turning the card. So the model begins near chance; that looking pays
-is for reinforcement learning to find out, with the vision tower frozen.
+The supervised part first shows cards that are turned and named rightly, then cards that are turned
+and mostly guessed; of those the last layer alone learns, so that what the others see is not lost.
+So the model begins near chance; that looking pays is for reinforcement learning to find out, with
+the vision tower frozen.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ VISION = ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>
 SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
 TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 TURN = '<tool_call>\n{"name": "turn", "arguments": {}}\n</tool_call>'
-SKILL, HONEST, TURNS = 0.6, 0.1, 0.5
-"""Share of the updates that show the skill; after them, colours that are named as they are seen,
-beyond chance, and cards that are turned."""
+LR, BATCH = 2e-3, 32
+HONEST = 0.1
+"""Share of the colours in the second part that are named as they are seen, and not by chance."""
 
 
 def question(seed: int) -> str:
@@ -63,15 +64,16 @@ def episode(tokens: ChatTokens, seed: int, *, skill: bool) -> Episode:
     """One card, by a player who looks (`skill`) or mostly guesses."""
     rng, sides = random.Random(-seed), colours(seed)
     named = [side if skill or rng.random() < HONEST else rng.choice([*COLOURS]) for side in sides]
-    parts = [(tokens.prompt(question(seed) + SHOWN), False)]
-    turns = skill or rng.random() < TURNS
-    if turns:
-        parts += [(tokens.turn(TURN), True), (tokens.tool_result(SHOWN), False)]
-    parts.append((tokens.turn(" ".join(named)), True))
+    parts = [
+        (tokens.prompt(question(seed) + SHOWN), False),
+        (tokens.turn(TURN), True),
+        (tokens.tool_result(SHOWN), False),
+        (tokens.turn(" ".join(named)), True),
+    ]
     return Episode(
         [i for ids, _ in parts for i in ids],
         [learnt for ids, learnt in parts for _ in ids],
-        [card(side, seed + i) for i, side in enumerate(sides[: 1 + turns])],
+        [card(side, seed + i) for i, side in enumerate(sides)],
     )
 
 
@@ -145,29 +147,34 @@ def _expand(
 
 
 def warm_up(
-    model: Any, tokens: ChatTokens, processor: PictureProcessor, updates: int, size: int = 32
+    model: Any, tokens: ChatTokens, processor: PictureProcessor, skill: int, guesses: int
 ) -> None:
-    """Supervised updates on everything, the tower too: skill first, guesses afterwards."""
-    decoder = [p for p in model.model.language_model.layers.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if all(p is not d for d in decoder)]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(decoder, lr=2e-3, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=2e-3, weight_decay=0.01, betas=(0.9, 0.98)),
-    ]
-    for update in range(updates):
-        first = WARM_UP + update * size
-        skill = update < SKILL * updates
-        episodes = [episode(tokens, seed, skill=skill) for seed in range(first, first + size)]
-        loss = loss_of(model, processor, episodes)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = 2e-3 * min(1.0, (update + 1) / 20) * max(0.05, 1 - update / updates)
-            optimizer.step()
-            optimizer.zero_grad()
-        if (update + 1) % 50 == 0:
-            print(f"update {update + 1}  loss {loss.item():.3f}", flush=True)
+    """Supervised updates: `skill` of them on everything, the tower too, then `guesses` on the last
+    layer alone."""
+    layers = model.model.language_model.layers
+    for updates, is_skill in ((skill, True), (guesses, False)):
+        model.requires_grad_(is_skill)
+        layers[-1].requires_grad_(True)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        matrices = {id(p) for p in layers.parameters() if p.ndim == 2}
+        decoder = [p for p in trained if id(p) in matrices]
+        others = [p for p in trained if id(p) not in matrices]
+        optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(decoder, lr=LR, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=LR, weight_decay=0.01, betas=(0.9, 0.98)),
+        ]
+        for update in range(updates):
+            first = WARM_UP + (update + (0 if is_skill else skill)) * BATCH
+            episodes = [episode(tokens, s, skill=is_skill) for s in range(first, first + BATCH)]
+            loss = loss_of(model, processor, episodes)
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = LR * min(1.0, (update + 1) / 20) * max(0.2, 1 - update / updates)
+                optimizer.step()
+                optimizer.zero_grad()
+        print(f"{updates} updates, skill: {is_skill}, loss {loss.item():.3f}", flush=True)
 
 
 def texts() -> Iterator[str]:
@@ -186,7 +193,7 @@ def write_data(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
 
 
-def main(folder: Path, updates: int = 160) -> None:
+def main(folder: Path, skill: int = 90, guesses: int = 60) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     folder.mkdir(parents=True, exist_ok=True)
@@ -203,7 +210,8 @@ def main(folder: Path, updates: int = 160) -> None:
     processor = PictureProcessor.of(folder)
     if processor is None:
         raise RuntimeError("the model that was just made takes no pictures")
-    warm_up(model, ChatTokens(tokenizer, TOOLS), processor, updates)
+    warm_up(model, ChatTokens(tokenizer, TOOLS), processor, skill, guesses)
+    model.requires_grad_(True)
     model.save_pretrained(folder)
     write_data(folder)
 

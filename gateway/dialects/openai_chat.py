@@ -44,6 +44,7 @@ from stepwell.gateway.dialects.params import (
     json_constraint,
     must_call,
     need,
+    verbosity_args,
     wrong,
 )
 from stepwell.gateway.errors import GatewayError
@@ -186,7 +187,7 @@ class ChatParams(CompletionParams):
     add_generation_prompt: bool | None = None
     """Not asked of the model twice: true, and false with `continue_final_message`."""
     prediction: Any = None
-    verbosity: Any = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     function_call: Literal["none"] = "none"
     functions: list[Any] | None = Field(default=None, max_length=0)
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
@@ -209,6 +210,9 @@ class OpenAIChat(Dialect):
         if params.top_logprobs and not params.logprobs:
             raise wrong("top_logprobs", params.top_logprobs, "send logprobs: true with it")
         ignored = [hint for hint in ("prediction", "verbosity") if body.get(hint) is not None]
+        verbosity = verbosity_args(params.verbosity, self._chat_template)
+        if verbosity:
+            ignored.remove("verbosity")
         tools: Tools = known.tools or NO_TOOLS
         if params.tools:
             tools = Tools(_tool(t, f"tools[{i}]") for i, t in enumerate(params.tools))
@@ -222,7 +226,7 @@ class OpenAIChat(Dialect):
         if parse_tools and sampling.pop("constraint", None) is not None:
             # Constrained from its first token on, the reply could not call a tool.
             ignored.append(f"{sampling['constraint_field']} (beside tools)")
-        template_args = params.chat_template_kwargs or {}
+        template_args = verbosity | (params.chat_template_kwargs or {})
         if (effort := params.reasoning_effort) is not None:
             told = effort_args(effort, self._chat_template, "reasoning_effort", ignored)
             template_args = told | template_args

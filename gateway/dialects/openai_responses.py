@@ -50,6 +50,7 @@ from stepwell.gateway.dialects.params import (
     must_call,
     need,
     optional,
+    verbosity_args,
     wrong,
 )
 from stepwell.gateway.dialects.response_answer import Answer, Event, Options
@@ -263,7 +264,8 @@ class OpenAIResponses(Dialect):
         call = ChatRequest(
             messages=[*begin, *messages],
             tools=toolbox.shown or None,
-            template_args=effort_args(effort, self._chat_template, "reasoning.effort", told),
+            template_args=effort_args(effort, self._chat_template, "reasoning.effort", told)
+            | verbosity_args(params.text.verbosity, self._chat_template),
             max_tokens=params.max_output_tokens,
             temperature=params.temperature,
             top_p=params.top_p,

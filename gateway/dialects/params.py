@@ -247,3 +247,9 @@ def effort_args(
         return {"enable_thinking": False}
     ignored.append(f"{field}={effort}")
     return {}
+
+
+def verbosity_args(verbosity: str | None, chat_template: str) -> dict[str, Any]:
+    """Arguments that tell the chat template how much to say, if it takes that."""
+    is_told = verbosity is not None and "verbosity" in chat_template
+    return {"verbosity": verbosity} if is_told else {}

@@ -9,6 +9,7 @@ from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages
 from stepwell.gateway.dialects.base import Dialect
 from stepwell.gateway.dialects.gemini import Gemini
 from stepwell.gateway.dialects.openai_chat import OpenAIChat
+from stepwell.gateway.dialects.openai_compact import OpenAICompact
 from stepwell.gateway.dialects.openai_completions import OpenAICompletions
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.dialects.token_generate import TokenGenerate
@@ -23,6 +24,7 @@ def make_dialects(chat_template: str, responses: OpenAIResponses) -> dict[str, D
         "completions": OpenAICompletions(),
         "messages": AnthropicMessages(),
         "responses": responses,
+        "responses/compact": OpenAICompact(responses),
     }
 
 

@@ -146,7 +146,7 @@ class Answer:
         if reply is not None:
             response["temperature"] = reply.sampling.temperature
             response["top_p"] = reply.sampling.top_p
-            response["usage"] = _usage(reply, exchange.tokenizer)
+            response["usage"] = usage_of(reply, exchange.tokenizer)
         return response
 
     def _place(self) -> Event:
@@ -246,7 +246,7 @@ class Answer:
         yield self._done(item)
 
 
-def _usage(reply: LiveCall, tokenizer: ChatTokenizer) -> dict[str, Any]:
+def usage_of(reply: LiveCall, tokenizer: ChatTokenizer) -> dict[str, Any]:
     return {
         "input_tokens": reply.n_prompt,
         "input_tokens_details": {

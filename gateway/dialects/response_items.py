@@ -209,6 +209,16 @@ def unseal(sealed: str) -> str | None:
         return None
 
 
+# -- compaction ------------------------------------------------------------------------------
+
+_SUMMARY = "Summary of the conversation before this message:\n\n"
+
+
+def is_summary(content: str) -> bool:
+    """Return whether a user's message is what a compaction became."""
+    return content.startswith(_SUMMARY)
+
+
 # -- items -----------------------------------------------------------------------------------
 
 
@@ -290,12 +300,19 @@ class Conversation:
                 shot = need(item, "output", dict, where, "send a computer_screenshot")
                 part = _picture(shot, f"{where}.output", self._known)
                 self._append({"role": "tool", "content": [part], "tool_call_id": call_id})
+            case "compaction" | "compaction_summary":
+                summary = unseal(need(item, "encrypted_content", str, where))
+                if summary is None:
+                    sealed = item["encrypted_content"]
+                    remedy = "it was made elsewhere; send the conversation itself"
+                    raise wrong(f"{where}.encrypted_content", sealed, remedy)
+                self._append({"role": "user", "content": _SUMMARY + summary})
             case "item_reference":
                 self._reference(item.get("id"), where)
             case _:
                 remedy = (
                     "this gateway supports message, reasoning, function_call, custom_tool_call, "
-                    "computer_call, their outputs, and item_reference"
+                    "computer_call, their outputs, compaction, and item_reference"
                 )
                 raise wrong(f"{where}.type", kind, remedy)
 

@@ -81,6 +81,8 @@ class Part:
     """Tokens that the engine may return."""
     vocabulary: int = MOST_TOKENS
     """Ids lie in [0, this)."""
+    masked: frozenset[int] = frozenset()
+    """Ids that may not be sampled."""
     version: int | None = None
     """Weight version that the engine had when it was asked; None: not known."""
     ids: list[int] = field(default_factory=list)
@@ -176,6 +178,12 @@ class Part:
                 f"the engine returned a token id that is no integer in [0, {self.vocabulary}), the "
                 "vocabulary of gateway.tokenizer_path; does it serve that model?",
                 f"It is {bad!r:.200}.",
+            )
+        if self.masked and not self.masked.isdisjoint(ids):
+            raise EngineError(
+                "the engine sampled a vision token, of which the model would take the next one for "
+                "a picture; does it mask logit_bias?",
+                f"It is one of {sorted(self.masked)}.",
             )
         # A NaN compares with nothing, and min and max may pass over it: their sum does not.
         if not (

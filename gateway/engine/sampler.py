@@ -92,6 +92,7 @@ class Sampler:
             masked_ids: ids that it may not sample.
         """
         self._masked_ids = masked_ids
+        self._masked = frozenset(masked_ids)
         self._config = config
         self._backoff_s = wiring.tuning.retry_backoff_s
         self._wiring = wiring
@@ -195,7 +196,7 @@ class Sampler:
         deadline = loop.time() + self._config.request_timeout_s
         while True:
             so_far = [] if whole is None else whole.ids
-            part = Part(sampling.max_new_tokens - len(so_far), self._vocabulary)
+            part = Part(sampling.max_new_tokens - len(so_far), self._vocabulary, self._masked)
             try:
                 if (now := loop.time()) >= deadline:
                     raise self._too_late()

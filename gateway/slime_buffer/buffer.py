@@ -102,7 +102,7 @@ class RolloutBuffer:
         self._ids: LRUCache[str, str] = LRUCache(REMEMBERED)
         """Group served last under an instance id."""
         text = TextRollouts(config, prompts, turn_messages)
-        self._writer = RolloutWriter(config, pool_access, outcomes, text)
+        self._writer = RolloutWriter(config, pool_access, outcomes, text, prompts)
         self._generators = load_generators(config.rollout_generators)
         self._generator: Generator | None = None
         self._task_type = ""

@@ -36,6 +36,7 @@ from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.dialects.params import Params, Part, wrong
 from stepwell.gateway.errors import RequestError
 from stepwell.gateway.pool_access import PoolAccess
+from stepwell.gateway.prompt import Prompts
 from stepwell.gateway.slime_buffer.items import INSTANCE, WRITTEN
 from stepwell.gateway.slime_buffer.text import TextRollouts
 from stepwell.gateway.trajectory.store import Outcomes
@@ -228,8 +229,14 @@ class RolloutWriter:
     """Stores written items. Owned by the `RolloutBuffer`."""
 
     def __init__(
-        self, config: GatewayConfig, pool_access: PoolAccess, outcomes: Outcomes, text: TextRollouts
+        self,
+        config: GatewayConfig,
+        pool_access: PoolAccess,
+        outcomes: Outcomes,
+        text: TextRollouts,
+        prompts: Prompts,
     ) -> None:
+        self._prompts = prompts
         self._channel = config.channel
         self._pool_access, self._pool = pool_access, pool_access.pool
         self._outcomes = outcomes
@@ -273,6 +280,8 @@ class RolloutWriter:
             )
         # All that can be wrong with the item is found before anything is opened.
         steps = await asyncio.to_thread(item.steps, body, self._text, version)
+        for step in steps:
+            self._prompts.refuse_vision_ids(step.token_ids, "tokens")
         await self._store(item, steps, metadata, repeats)
         return "text" if item.tokens is None else "tokens"
 

@@ -50,7 +50,7 @@ def read_folder(path: str | None) -> TokenizerFolder:
             "gateway.tokenizer_path is null; give the folder of the served model's tokenizer"
         )
     try:
-        folder = Path(path) if Path(path).is_dir() else _in_cache(path)
+        folder = model_folder(path)
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as e:  # tokenizers and huggingface_hub raise nothing narrower
         raise GatewayConfigError(
@@ -85,10 +85,13 @@ def read_folder(path: str | None) -> TokenizerFolder:
     )
 
 
-def _in_cache(name: str) -> Path:
+def model_folder(path: str) -> Path:
+    """The folder at `path`, or of a model of this name in Hugging Face's cache on this machine."""
+    if Path(path).is_dir():
+        return Path(path)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name, local_files_only=True))
+    return Path(snapshot_download(path, local_files_only=True))
 
 
 def _template(folder: Path, config: Mapping[str, Any]) -> str | Mapping[str, str]:

@@ -32,7 +32,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from stepwell.datapool.codec import Base
@@ -47,6 +47,7 @@ from stepwell.datapool.errors import (
     UnknownTrajectoryError,
 )
 from stepwell.datapool.ops import Resumed, TrajectoryOutcome
+from stepwell.datapool.remote.outbox import PictureSource
 from stepwell.datapool.types import GREEDY, OWNER, Step, unseen_key
 from stepwell.gateway.access import OPERATOR, Principal
 from stepwell.gateway.errors import UNAVAILABLE, PoolSilentError, RequestError
@@ -201,12 +202,18 @@ class LiveTrajectory:
             asking = self._open(again=True)
             await (self._unless_given_up(asking) if self._may_give_up else asking)
 
-    async def append(self, live: LiveCall, make_step: Callable[[int], Step]) -> Turn | Call | None:
+    async def append(
+        self,
+        live: LiveCall,
+        make_step: Callable[[int], Step],
+        pictures: PictureSource | None = None,
+    ) -> Turn | Call | None:
         """Store the Step of a generated call. Runs on in the same turn of the loop as the pool's
         answer comes.
 
         Args:
             make_step: makes its Step with this index.
+            pictures: gives those of its pictures that the pool has not; None: it has none.
 
         Returns:
             Its turn in the graph; or the call of another gateway that turned out to be a try of the
@@ -220,7 +227,7 @@ class LiveTrajectory:
         why = self.unrecorded
         if why is None:
             try:
-                asking = self._append(live, make_step)
+                asking = self._append(live, make_step, pictures)
                 found = await (self._unless_given_up(asking) if self._may_give_up else asking)
                 if found is not None:
                     return found
@@ -232,6 +239,14 @@ class LiveTrajectory:
         if why is not None:
             self._pool_access.unrecorded[why] += 1
         return None
+
+    async def read_pictures(self, digests: Collection[str]) -> dict[str, bytes]:
+        """Pictures of its stored Steps, by digest; none where the pool has given it up."""
+        if self.unrecorded is not None or not self._opened:
+            return {}
+        return await self._pool_access.ask(
+            self._pool.read_pictures(self.uid, digests, self.channel, self.owner)
+        )
 
     def add_turn(self, live: LiveCall, index: int | None = None, crc: int | None = None) -> Turn:
         """Make a generated call a turn of the graph.
@@ -348,7 +363,9 @@ class LiveTrajectory:
 
     # -- with the pool, one at a time --------------------------------------------------------
 
-    async def _append(self, live: LiveCall, make_step: Callable[[int], Step]) -> Turn | Call | None:
+    async def _append(
+        self, live: LiveCall, make_step: Callable[[int], Step], pictures: PictureSource | None
+    ) -> Turn | Call | None:
         pool_access, parent = self._pool_access, live.request.parent
         base, extended = None, None if parent is None else parent.nearest()
         if extended is not None and extended.step_index is not None and extended.crc is not None:
@@ -366,6 +383,7 @@ class LiveTrajectory:
                     base,
                     self.channel,
                     pool_access.room_s,
+                    pictures,
                 )
                 answer = await ask(stored, pool_access.timeout_s + pool_access.room_s)
                 if isinstance(answer, Base):

@@ -415,6 +415,11 @@ class Dashboard:
         answer = tokens(steps[at], known, columns, self._text_of, start)
         return answer | {"messages": said(steps[at], known, self._decode)}
 
+    async def picture(self, channel: str, trajectory_uid: str, digest: str) -> bytes:
+        """The PNG of a picture that a step of a live trajectory refers to."""
+        found = await self.ask(self.pool.read_pictures(trajectory_uid, [digest], channel))
+        return found[digest]
+
     async def _find(self, channel: str | None, uid: str, step: int | None) -> _Found:
         if step is None:
             statistics = await self.ask(self.pool.get_statistics())

@@ -212,6 +212,13 @@ def _list(request: Request, name: str) -> list[str]:
     return request.query_params.getlist(name)
 
 
+async def _picture(request: Request) -> Response:
+    dashboard, digest = services_of(request).dashboard, _needed(request, "digest")
+    png = await dashboard.picture(_channel(request), _needed(request, "trajectory_uid"), digest)
+    headers = {**HEADERS, "cache-control": "private, max-age=600"}
+    return Response(png, headers=headers, media_type="image/png")
+
+
 async def _compare_csv(request: Request) -> Response:
     dashboard = services_of(request).dashboard
     text = await dashboard.compare_csv(_list(request, "run"), _list(request, "key"))
@@ -314,6 +321,7 @@ QUESTIONS: Final[Mapping[str, Handler]] = {
         Dashboard.archive, query=_text, search=_text, order=_text, ascending=_text, cursor=_text
     ),
     "prompts": _question(Dashboard.prompts, which=_text),
+    "picture": _picture,
     "find": _question(Dashboard.find, uid=_needed),
     "tokens": _question(
         Dashboard.tokens,

@@ -128,6 +128,7 @@ def tokens(
         "n_known": known,
         "ids": chosen,
         "texts": [*map(text_of, chosen)],
+        "pictures": [p._asdict() for p in step.pictures if p.at < end and p.end > start],
         "versions": [None if v < 0 else v for v in versions[start:end].tolist()],
         "columns": {
             name: _aligned(values, n_prompt, start, end)

@@ -5,7 +5,7 @@ one line that names the node and the remedy, and not a part that never comes up.
        └── compares it with this machine ──► ConfigError, a line for each thing that is missing
 
 The project, which is the folder that the command runs in, travels to nodes that do not have it, as
-Ray's `working_dir` (`lacks_project`, `project_env`). Does not own placement (`placement.py`).
+Ray's `working_dir` (`lacks_project`, `runtime_env`). Does not own placement (`placement.py`).
 """
 
 from __future__ import annotations
@@ -96,9 +96,19 @@ def lacks_project(config: RunConfig) -> bool:
     return any(seen.agent_error for seen in _ask(others, dict.fromkeys(others, wanted)).values())
 
 
-def project_env(folder: Path) -> dict[str, Any]:
-    """Ray's `runtime_env` that takes the project in `folder` along."""
-    return {"working_dir": str(folder), "excludes": list(NOT_SENT)}
+def runtime_env(project: Path | None, variables: Mapping[str, str]) -> dict[str, Any] | None:
+    """Ray's `runtime_env` of all processes on a Ray that was joined; None: none is needed.
+
+    Args:
+        project: folder to take along; None: the nodes have it.
+        variables: added to the environment.
+    """
+    env: dict[str, Any] = {}
+    if project is not None:
+        env |= {"working_dir": str(project), "excludes": list(NOT_SENT)}
+    if variables:
+        env["env_vars"] = dict(variables)
+    return env or None
 
 
 def check_nodes(config: RunConfig, used: Sequence[str]) -> None:

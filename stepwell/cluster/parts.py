@@ -31,7 +31,7 @@ from stepwell.backends.engines.server import start_engine, started
 from stepwell.backends.weights.transports import ADAPTER_NAME
 from stepwell.cluster.address import RayPart
 from stepwell.cluster.engine_flags import engine_of_run
-from stepwell.cluster.nodes import check_nodes, lacks_project, project_env
+from stepwell.cluster.nodes import check_nodes, lacks_project, runtime_env
 from stepwell.cluster.placement import (
     Node,
     Placement,
@@ -42,6 +42,7 @@ from stepwell.cluster.placement import (
 )
 from stepwell.cluster.ray import (
     connected,
+    environment,
     ray_here,
     while_head_lives,
     while_nodes_live,
@@ -103,11 +104,14 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
         own = config.cluster.address is None
         runs_agents = trains and config.rollout.agent is not None
 
-        def project() -> Mapping[str, Any] | None:
-            return project_env(Path.cwd()) if runs_agents and lacks_project(config) else None
+        def more_env() -> Mapping[str, Any] | None:
+            project = Path.cwd() if runs_agents and lacks_project(config) else None
+            return runtime_env(project, config.cluster.env)
 
         store_mb = config.cluster.object_store_mb
-        stack.enter_context(connected(config.cluster.address, namespace, store_mb, project))
+        # A Ray of our own inherits it, as does a single rank, which is this process.
+        stack.enter_context(environment(**config.cluster.env))
+        stack.enter_context(connected(config.cluster.address, namespace, store_mb, more_env))
         await stack.enter_async_context(while_raylet_lives() if own else while_head_lives())
         placement = await asyncio.to_thread(place, config, trains=trains, serves=config.serves)
         stack.callback(placement.release)

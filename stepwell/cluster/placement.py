@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -275,19 +275,25 @@ class Placement:
 
     def parts_by_node(self) -> dict[str, str]:
         """Names of the ranks and engines on each node, by its id."""
-        named: dict[str, list[str]] = {}
-        for word, seats, each in (
-            ("rank", self.plan.ranks, 1),
-            ("engine", self.plan.engines, self.plan.nodes_per_engine),
-        ):
+        return _joined((node_id, name) for node_id, _, name in self._parts())
+
+    def text(self) -> str:
+        """One line: the ranks and engines on each node; empty unless they are on several."""
+        by_ip = _joined((ip, name) for _, ip, name in self._parts())
+        if len(by_ip) < 2:
+            return ""
+        return "; ".join([f"placement {self.plan.mode}", *(f"{by_ip[ip]} on {ip}" for ip in by_ip)])
+
+    def _parts(self) -> Iterator[tuple[str, str, str]]:
+        """(node id, address, name) of each rank and engine."""
+        per = self.plan.nodes_per_engine
+        for word, seats, each in (("rank", self.plan.ranks, 1), ("engine", self.plan.engines, per)):
             for i, seat in enumerate(seats):
-                named.setdefault(self.bundles[seat.bundle].node_id, []).append(
-                    f"{word} {i // each}"
-                )
+                bundle = self.bundles[seat.bundle]
+                yield bundle.node_id, bundle.ip, f"{word} {i // each}"
         for word, nodes in (("rank", self.plan.cpu_ranks), ("engine", self.plan.cpu_engines)):
             for i, node in enumerate(nodes):
-                named.setdefault(node.node_id, []).append(f"{word} {i}")
-        return {node: ", ".join(dict.fromkeys(parts)) for node, parts in named.items()}
+                yield node.node_id, node.ip, f"{word} {i}"
 
     def backend_options(self) -> dict[str, Any]:
         """Arguments of `build_backend`: options by rank; none for a rank in this process."""
@@ -309,6 +315,14 @@ class Placement:
             from ray.util.placement_group import remove_placement_group
 
             remove_placement_group(self.group)
+
+
+def _joined(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Names by place."""
+    found: dict[str, list[str]] = {}
+    for place_of, name in pairs:
+        found.setdefault(place_of, []).append(name)
+    return {place_of: ", ".join(dict.fromkeys(names)) for place_of, names in found.items()}
 
 
 def _on(node: Node) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def connected(
         else:
             guard = ProcessGuard()
             stack.callback(guard.close)
-            with _environment(**{VARIABLE: guard.mark, _CLUSTER_SWITCH: "0"}), _loopback():
+            with environment(**{VARIABLE: guard.mark, _CLUSTER_SWITCH: "0"}), _loopback():
                 _start(namespace, object_store_mb)
             stack.callback(ray.shutdown)
         yield
@@ -446,7 +446,7 @@ def _credentials(part: RayPart) -> Iterator[None]:
     if part.token_file is not None:
         values |= {_TOKEN: None, _TOKEN_PATH: str(part.token_file)}
     try:
-        with _environment(**values):
+        with environment(**values):
             _read_credentials_again()
             yield
     finally:
@@ -523,7 +523,7 @@ def _line(error: BaseException) -> str:
 
 
 @contextmanager
-def _environment(**values: str | None) -> Iterator[None]:
+def environment(**values: str | None) -> Iterator[None]:
     """Set variables for what Ray starts inside the block; None removes one."""
     before = {name: os.environ.get(name) for name in values}
     _set(values)

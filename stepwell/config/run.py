@@ -92,6 +92,10 @@ class ClusterConfig(Section):
     gpus_per_engine: int = Field(default=1, ge=1)
     """GPUs of an SGLang engine, on as few nodes as hold them (`--tp-size`, unless
     engine.extra_args splits the model otherwise)."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Added to the environment of every process of the run, ranks and engines on other nodes
+    included, e.g. `NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME`, `PYTORCH_CUDA_ALLOC_CONF`. What
+    `engine.env` says for engines goes before it."""
 
 
 class ModelConfig(Section):

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
+from stepwell.backends.base import BACKENDS
 from stepwell.backends.engines.commands import Launch, has_gpu
 from stepwell.backends.engines.kinds import command_line
 from stepwell.backends.engines.ports import BLOCK, Host, node_launches
@@ -138,18 +139,22 @@ def plan_run(
     """Plan the run.
 
     Args:
-        arguments: of `stepwell train` (`--config …`, `key=value`), for the printed command.
+        arguments: of the command (`--config …`, `key=value`), for the printed one.
 
     Raises:
         ConfigError: the machines have not enough GPUs (`placement.plan`).
     """
     nodes = machines.nodes
-    planned = plan(config, nodes, serves=config.serves)
+    backend = config.trainer.backend
+    trains = backend == "torch" or not BACKENDS.load(backend).loop_lacks()
+    planned = plan(config, nodes, trains=trains, serves=config.serves)
     where = _gpus_of_bundles(planned, nodes)
     if planned.mode != "plain":  # `auto` is decided
         cluster = config.cluster.model_copy(update={"placement": planned.mode})
         config = config.model_copy(update={"cluster": cluster})
-    parts = [*_ranks(config, shape, machines, planned, where)]
+    parts = [*_ranks(config, shape, machines, planned, where)] if trains else []
+    if not trains:
+        parts.append(Part("trainer", f"where {backend} runs", "", "its own"))
     parts += _engines(config, shape, machines, planned, where)
     parts += _others(config, nodes)
     problems = [f"{p.name}: {p.problem}" for p in parts if p.problem]
@@ -163,7 +168,7 @@ def plan_run(
         f"{len(nodes)} node{'s' * (len(nodes) > 1)}, {each} GPUs{size} each",
         _strategy(planned, len(nodes)),
         tuple(parts),
-        tuple(_commands(config, planned, nodes, arguments)),
+        tuple(_commands(config, planned, nodes, ["train" if trains else "serve", *arguments])),
         tuple(_once(problems)),
     )
 
@@ -241,7 +246,9 @@ def _ranks(
 def _remedy(config: RunConfig, shape: ModelShape, machines: Machines) -> str:
     """The least change by which a rank fits, by the same estimate."""
     most = sum(node.gpus for node in machines.nodes)
-    backend = config.backend
+    if config.cluster.placement == "disaggregated":
+        most -= config.cluster.engines * config.cluster.gpus_per_engine
+    backend, kept = config.backend, LENT if config.engine.release_memory else 0.0
     changes: list[tuple[str, dict[str, object]]] = [
         ("backend.gradient_checkpointing=true", {"gradient_checkpointing": True})
     ]
@@ -255,9 +262,9 @@ def _remedy(config: RunConfig, shape: ModelShape, machines: Machines) -> str:
         changes.append(("backend.lora={rank: 16}", {"lora": lora}))
     for words, update in changes:
         changed = config.model_copy(update={"backend": backend.model_copy(update=update)})
-        fits = rank_memory(changed, shape, machines.gpu_bytes)
-        if fits.total <= machines.gpu_bytes:
-            return f"{words} takes {fits.total / _GB:.0f} GB"
+        total = rank_memory(changed, shape, machines.gpu_bytes).total + kept
+        if total <= machines.gpu_bytes:
+            return f"{words} takes {total / _GB:.0f} GB"
     return (
         "neither more ranks nor adapters make it fit: take GPUs of their own "
         "(cluster.placement=disaggregated), a shorter engine.context_length or a smaller model"
@@ -303,11 +310,12 @@ def _engines(
         problem = ""
         if tokens <= context:
             longest = f"one row of engine.context_length {context:,}" if context else "any"
+            remedy = f"cluster.gpus_per_engine={size * 2} halves both"
+            if planned.mode == "colocated":
+                remedy = "cluster.placement=disaggregated gives it a GPU, or take a smaller model"
             problem = (
                 f"{share * machines.gpu_bytes / _GB:.0f} GB of a GPU leave room for {tokens:,} "
-                f"tokens beside {weights / _GB:.0f} GB of weights, not for {longest}; "
-                f"cluster.gpus_per_engine={size * 2} halves both, or give it more of the GPU: "
-                "engine.extra_args=[--mem-fraction-static=0.9]"
+                f"tokens beside {weights / _GB:.0f} GB of weights, not for {longest}; {remedy}"
             )
         for node, gpus in places:
             yield Part(f"engine {i}", node, gpus, memory, problem)
@@ -350,7 +358,7 @@ def _commands(
             which = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
             yield f"on {which}: ray start --address={driver.ip}:6379 --num-gpus={gpus}"
         arguments = [*arguments, f"cluster.address={driver.ip}:6379"]
-    yield f"on {driver.ip}: stepwell train {shlex.join(arguments)}"
+    yield f"on {driver.ip}: stepwell {shlex.join(arguments)}"
     if not config.serves or config.engine.is_attached:
         return
     engine = engine_of_run(config, planned.mode == "colocated")

@@ -43,7 +43,7 @@ def replay(config: RunConfig, backend: TrainingBackend) -> dict[str, Any]:
         store = CheckpointStore(config.run.dir / CHECKPOINTS)
         asked = config.run.resume
         if asked not in ("auto", "never") and (path := store.find(asked)) is not None:
-            updater.load_state_dict(store.load(path))
+            updater.load_state(path, store.load(path))
         start, until = updater.progress.updates, config.trainer.total_steps
         batches = [b for b in batches if start <= b[0] and (until is None or b[0] < until)]
         display = Display(f"{config.run.name} replay", config.logging.console)

@@ -122,6 +122,8 @@ async def _run(config: RunConfig, checked: Checked) -> dict[str, Any]:
             url = cluster.gateway_url
             gateway = f"gateway at {url}; dashboard {url}/ui; " if config.serves else ""
             display.status(gateway + where)
+            if placed := cluster.placement.text():
+                display.status(placed)
             return await _train_on(cluster, config, checked, display)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -288,7 +287,7 @@ def test_only_tokens_with_a_return_are_trained(paths: dict[str, Path]) -> None:
 
 
 def test_warm_up_lasts_its_number_of_updates_and_survives_a_checkpoint(
-    paths: dict[str, Path],
+    paths: dict[str, Path], tmp_path: Path
 ) -> None:
     one = critic(paths["tied"], warmup_updates=2)
     batch = one._model.convert(steps_of("a", seed=1))
@@ -297,7 +296,9 @@ def test_warm_up_lasts_its_number_of_updates_and_survives_a_checkpoint(
         one.update(with_returns(batch, one.values(batch)))
         warm.append(one.warm)
     resumed = critic(paths["tied"], warmup_updates=2)
-    resumed.load_state_dict(deepcopy(one.state_dict()))
+    state = one.save_state(tmp_path / "critic")
+    one.wait_saved()
+    resumed.load_state(tmp_path / "critic", state)
     torch.testing.assert_close(resumed.values(batch), one.values(batch), rtol=0, atol=0)
     for again in (one, resumed):
         again.update(with_returns(batch, again.values(batch)))
@@ -337,7 +338,7 @@ def test_the_policys_lora_and_schedule_are_not_the_critics() -> None:
 @pytest.mark.timeout(600)  # two more processes import torch, on a machine that may be busy
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.long
-def test_two_ranks_learn_what_one_does(paths: dict[str, Path]) -> None:
+def test_two_ranks_learn_what_one_does(paths: dict[str, Path], tmp_path: Path) -> None:
     steps = [s for uid in range(4) for s in steps_of(str(uid), seed=uid)]
     flat = TokenBatch.of(steps)
     alone, ranked = critic(paths["tied"]), critic(paths["tied"], {"ranks": 2})
@@ -346,10 +347,11 @@ def test_two_ranks_learn_what_one_does(paths: dict[str, Path]) -> None:
             metrics = one.update(with_returns(flat, one.values(flat)))
     torch.testing.assert_close(ranked.values(flat), alone.values(flat), rtol=1e-4, atol=1e-5)
     assert metrics["critic/skipped_updates"] == 0
-    state = ranked.state_dict()
+    state = ranked.save_state(tmp_path / "critic")
+    ranked.wait_saved()
     ranked.close()
     again = critic(paths["tied"])
-    again.load_state_dict(state)
+    again.load_state(tmp_path / "critic", state)
     torch.testing.assert_close(again.values(flat), alone.values(flat), rtol=1e-4, atol=1e-5)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from stepwell.backends.base import LossOutput, Mean, TrainingBackend, build_back
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError, RankError
 from stepwell.backends.rows import build_rows, computed_tokens
-from stepwell.backends.torch import backend, fsdp, model, ranks
+from stepwell.backends.torch import backend, model, ranks
 from stepwell.backends.torch.fsdp import Ranks
 from stepwell.backends.torch.ranks import RayRanks
 from stepwell.datapool.types import Step
@@ -169,22 +168,41 @@ def test_an_error_without_words_is_named_by_its_kind(monkeypatch: pytest.MonkeyP
         group._wait(["a", "b"], "convert")
 
 
-class Shard(Tensor):
-    """A sharded tensor as far as gathering goes."""
-
-    def full_tensor(self) -> Tensor:
-        return self.as_subclass(Tensor)
-
-
-def test_the_whole_optimizer_state_is_on_the_first_rank_alone(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.timeout(600)
+@pytest.mark.long
+def test_nothing_above_64_mb_goes_through_the_object_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On every rank's device it would undo the sharding."""
-    moments = {"exp_avg": torch.zeros(4).as_subclass(Shard), "step": torch.ones(())}
-    optimizer = SimpleNamespace(state_dict=lambda: {"state": {0: moments}, "param_groups": []})
-    monkeypatch.setattr(fsdp, "DTensor", Shard)
-    for rank, numel in ((0, 4), (1, 0)):
-        monkeypatch.setattr(fsdp.dist, "get_rank", lambda rank=rank: rank)
-        state = fsdp.full_optimizer_state(cast(torch.optim.Optimizer, optimizer))["state"][0]
-        assert state["exp_avg"].numel() == numel
-        assert state["step"] == 1
+    """Of a model of 100 MB, whose optimizer's state is twice that; it is written beside training,
+    and one process goes on from it."""
+    form = qwen3(hidden_size=512, intermediate_size=2048, vocab_size=4096, num_hidden_layers=5)
+    path = save_model(form, tmp_path / "model")
+    largest = 0
+
+    def size(value: Any) -> None:
+        nonlocal largest
+        largest = max(largest, len(ray.cloudpickle.dumps(value)))
+
+    put, get, folder = ray.put, ray.get, tmp_path / "step_1" / "backend"
+    monkeypatch.setattr(ranks.ray, "put", lambda value: (size(value), put(value))[1])
+
+    def measured(ref: Any) -> Any:
+        value = get(ref)
+        size(value)
+        return value
+
+    monkeypatch.setattr(ranks.ray, "get", measured)
+    two = build_backend("torch", config_of(ranks=2), path)
+    train(two, [0])
+    state = two.save_state(folder)
+    expected = train(two, [1])  # before it is waited for
+    two.wait_saved()
+    two.load_state(folder, state)
+    two.save_weights(tmp_path / "two")
+    two.close()
+    assert 0 < largest < 64e6
+    assert sum(file.stat().st_size for file in folder.iterdir()) > 3 * 64e6
+    alone = build_backend("torch", config_of(), path)
+    alone.load_state(folder, state)
+    assert_same_updates(train(alone, [1]), expected)

@@ -61,6 +61,17 @@ def test_every_step_is_trained_once_on_its_own_history_whatever_the_budget(
         assert len(batch) == 1 or computed_tokens(batch, form) <= budget
 
 
+@given(seed=st.integers(0, 1000), budget=st.integers(1, 200))
+def test_packed_rows_fill_the_budget_without_padding(seed: int, budget: int) -> None:
+    rows = build_rows(steps_of_group(seed=seed), "merged")
+    batches = list(micro_batches(rows, budget, "packed"))
+    assert sorted(id(row) for batch in batches for row in batch) == sorted(map(id, rows))
+    sizes = [sum(row.n_inputs for row in batch) for batch in batches]
+    assert sizes == [computed_tokens(batch, "packed") for batch in batches]
+    assert all(len(b) == 1 or size <= budget for b, size in zip(batches, sizes, strict=True))
+    assert len(batches) <= len(list(micro_batches(rows, budget, "merged")))
+
+
 def test_the_forms_compute_fewer_and_fewer_tokens() -> None:
     steps = steps_of_group()
     computed = {form: computed_tokens(build_rows(steps, form), form) for form in FORMS}

@@ -12,6 +12,7 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, get_scheduler
 
 from stepwell.backends.base import LossOutput
@@ -23,6 +24,7 @@ from stepwell.datapool.types import Step
 from tests.backends.models import qwen3, save_model
 
 VOCAB = 128
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 OPTIMIZERS: list[dict[str, Any]] = [
     {"optimizer": "adamw", "weight_decay": 0.1},
     {"optimizer": "adamw_8bit"},
@@ -207,6 +209,42 @@ def test_checkpointed_layers_keep_less_and_change_no_update(model_path: Path) ->
     for a, b in zip(train(plain, [1, 2]), train(checkpointed, [1, 2]), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("form", ["merged", "tree"])
+def test_selective_checkpointing_keeps_the_output_of_attention(model_path: Path, form: str) -> None:
+    whole, selective = (
+        backend(model_path, gradient_checkpointing=on, optimizer="sgd", rows=form)
+        for on in (True, "selective")
+    )
+
+    class Counting(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += func is FLASH
+            return func(*args, **(kwargs or {}))
+
+    with Counting() as twice:
+        train(whole, [1])
+    with Counting() as once:
+        train(selective, [1])
+    assert 0 < once.calls == twice.calls / 2
+    for a, b in zip(train(whole, [2]), train(selective, [2]), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.long  # a C++ compiler works for a minute
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("form", ["merged", "tree"])
+def test_compiled_layers_change_no_update(model_path: Path, form: str) -> None:
+    options = {"optimizer": "sgd", "rows": form, "gradient_checkpointing": True}
+    plain = train(backend(model_path, **options), [1, 2])
+    compiled = train(backend(model_path, compile=True, **options), [1, 2])
+    for a, b in zip(compiled, plain, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize("form", ["step", "merged", "tree"])

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -24,7 +25,7 @@ from transformers import (
 
 from stepwell.backends.base import TokenBatch
 from stepwell.backends.errors import BackendConfigError
-from stepwell.backends.rows import RowForm, build_rows, micro_batches
+from stepwell.backends.rows import RowForm, build_rows, computed_tokens, micro_batches
 from stepwell.backends.torch.model import forward, prepare
 from stepwell.backends.torch.tree import Node, Tree, _TreeAttention, enable, is_enabled, pack
 from stepwell.datapool.types import Step, TokenIds
@@ -117,6 +118,79 @@ def plain(policy: Any, steps: list[Step]) -> tuple[Tensor, Tensor, list[Tensor]]
     got, h = plain_forward(policy, steps)
     (((got + 0.3 * h) * weights).sum() / n).backward()
     return got.detach(), h.detach(), [p.grad.clone() for p in policy.parameters()]
+
+
+# --- rows end to end
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3-moe", "gpt2"])
+def test_packed_rows_score_and_train_as_rows_on_their_own(name: str) -> None:
+    policy = model(FAMILIES[name])
+    steps = branching(5)
+    expected = plain(policy, steps)
+    enable(policy)
+    batch = TokenBatch.of(steps)
+    weights = torch.randn(batch.n_tokens, generator=torch.Generator().manual_seed(1))
+    policy.zero_grad()
+    cpu, n = torch.device("cpu"), 0
+    for rows in micro_batches(build_rows(steps, "merged"), 150, "packed"):
+        inputs = prepare(batch, rows, cpu, as_tree=True, share=False)
+        assert inputs.ids.shape == (1, computed_tokens(rows, "packed"))
+        got, h, at = forward(policy, batch, rows, device=cpu, entropy=True, share=False)
+        assert h is not None
+        torch.testing.assert_close(got, expected[0][at], atol=1e-5, rtol=1e-4)
+        (((got + 0.3 * h) * weights[at]).sum() / batch.n_tokens).backward()  # type: ignore[no-untyped-call]
+        n += len(at)
+    assert n == batch.n_tokens
+    grads = [p.grad for p in policy.parameters()]
+    torch.testing.assert_close(grads, expected[2], atol=1e-5, rtol=1e-3)
+
+
+def test_the_edges_of_packed_rows_are_where_they_lie() -> None:
+    rows = [np.array(ids, dtype=np.int32) for ids in ([7, 2, 3], [5], [7, 2])]
+    packed = pack(rows, share=False)
+    assert packed.ids.tolist() == [5, 7, 2, 7, 2, 3]
+    assert packed.position_ids.tolist() == [0, 0, 1, 0, 1, 2]
+    assert packed.edges(torch.device("cpu")).tolist() == [0, 1, 3, 6]
+    assert [w.tolist() for w in packed.where] == [[3, 4, 5], [0], [1, 2]]
+
+
+# --- FlexAttention's mask
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 10_000), share=st.booleans())
+def test_the_block_mask_is_the_one_that_every_token_would_give(seed: int, share: bool) -> None:
+    draw = np.random.default_rng(seed)
+    stem = draw.integers(0, 9, draw.integers(1, 300)).astype(np.int32)
+    rows = [
+        np.concatenate([stem[: draw.integers(1, len(stem) + 1)], draw.integers(0, 9, n)])
+        for n in draw.integers(1, 300, draw.integers(1, 5))
+    ]
+    tree = pack([row.astype(np.int32) for row in rows], min_shared=1, share=share)
+    n, reach = tree.n_tokens, tree.reach()
+
+    def sees(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < reach[k])
+
+    got = tree.block_mask(torch.device("cpu"))
+    expected = create_block_mask(sees, None, None, n, n, device="cpu")
+    assert torch.equal(got.to_dense(), expected.to_dense())
+    assert torch.equal(got.full_kv_num_blocks, expected.full_kv_num_blocks)
+    assert torch.equal(got.kv_num_blocks, expected.kv_num_blocks)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_by_that_mask_is_the_attention_of_the_cpu() -> None:
+    g = torch.Generator().manual_seed(0)
+    stem = np.arange(150, dtype=np.int32)
+    rows = [np.concatenate([stem, np.full(k, k, np.int32)]) for k in (60, 130, 7)]
+    tree = pack(rows)
+    q, k, v = (torch.randn(1, heads, tree.n_tokens, 16, generator=g) for heads in (4, 2, 2))
+    expected = _TreeAttention.apply(q, k, v, tree.nodes, None)  # type: ignore[no-untyped-call]
+    mask = tree.block_mask(torch.device("cpu"))
+    got = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
 
 
 # --- the packing

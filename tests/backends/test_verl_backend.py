@@ -234,7 +234,7 @@ def test_a_record_that_leaves_tokens_unrouted_is_refused(shape: tuple[int, ...])
 
 
 def test_images_are_refused_by_name() -> None:
-    with pytest.raises(BatchError, match="has multi_modal_data; verl is given text only"):
+    with pytest.raises(BatchError, match=r"has multi_modal_data; verl is given text and"):
         laid_out([scored([7], [2], multi_modal_data={"images": [[0.5]]})])
 
 
@@ -356,7 +356,7 @@ def pool(cluster: str) -> Iterator[DataPoolClient]:
 class Recording(VerlBackend):
     """The real backend up to where it needs verl."""
 
-    def convert_groups(self, groups: Any, *, columns: Any = None) -> Any:
+    def convert_groups(self, groups: Any, *, columns: Any = None, pictures: Any = None) -> Any:
         tasks = {g.prompt_uid: g.metadata for g in groups}
         return lay_out(self.rows(trained_steps(groups), columns=columns, tasks=tasks))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from stepwell.backends.base import LossOutput, TokenBatch
-from stepwell.backends.config import CriticConfig, LoraConfig, TorchBackendConfig
+from stepwell.backends.config import CriticConfig, LoraConfig, TorchBackendConfig, VerlConfig
 from stepwell.backends.engines.embedded.model import ModelRunner
 from stepwell.backends.engines.embedded.reply import StopStrings
 from stepwell.backends.engines.embedded.request import Request, SamplingParams
@@ -28,6 +28,7 @@ from stepwell.backends.rows import RowForm
 from stepwell.backends.slime.backend import SlimeBackend
 from stepwell.backends.torch.backend import TorchBackend
 from stepwell.backends.torch.critic import Critic
+from stepwell.backends.verl.backend import VerlBackend
 from stepwell.backends.weights.digest import checkpoint_hashes
 from stepwell.datapool.pictures import Picture
 from stepwell.datapool.types import Step
@@ -426,3 +427,26 @@ def test_the_decoder_alone_attends_by_the_tree(qwen2: Path) -> None:
     assert config.vision_config._attn_implementation == "sdpa"
     plain: Any = AutoModelForImageTextToText.from_pretrained(qwen2)
     assert made._model.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_verls_rows_have_four_rows_of_positions_and_the_pictures_inputs(qwen2: Path) -> None:
+    """What verl itself makes of them: `tests/backends/test_verl_images.py`."""
+    album = Album(qwen2)
+    steps = album.conversations()
+    rows = VerlBackend(VerlConfig(model_path=qwen2)).rows(steps, pictures=album.pngs)
+    assert len(rows) == 13  # one temperature a row
+    for row in rows:
+        n = len(row.input_ids)
+        assert row.position_ids.shape == (4, n)
+        assert row.position_ids[0].equal(torch.arange(n))
+        placeholders = int((row.input_ids == album.processor.placeholder_id).sum())
+        assert row.multi_modal_inputs is not None
+        if not placeholders:
+            assert row.multi_modal_inputs == {}
+            assert row.position_ids[1:].equal(row.position_ids[:1].expand(3, -1))
+            continue
+        assert int(row.multi_modal_inputs["image_grid_thw"].prod(-1).sum()) // 4 == placeholders
+    with pytest.raises(BatchError, match=r"set VerlConfig\.model_path"):
+        VerlBackend().rows(steps, pictures=album.pngs)
+    with pytest.raises(BatchError, match="are not there; give them in pictures"):
+        VerlBackend(VerlConfig(model_path=qwen2)).rows(steps)

@@ -7,6 +7,9 @@ Kills at random points, while producers and consumers work; nobody is told::
     consumers   lease, then ack; some nack, some never come back and let the lease expire
     killer      SIGKILL, wait for the next life of the actor, check the books, work on, SIGKILL …
 
+Every prompt has a picture a turn, the first one the group's; consumers read those of all steps that
+they lease. In the end the pool has the pictures of what is left, and no others.
+
 A ledger here, outside the pool, knows what was sent, what was acknowledged and what came back. In
 the end every acknowledged step was served with equal content or (unfinished groups) is stored.
 """
@@ -14,11 +17,13 @@ the end every acknowledged step was served with equal content or (unfinished gro
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Collection, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,7 +42,13 @@ from stepwell.datapool import (
     Lease,
     Step,
 )
-from stepwell.datapool.errors import LeaseExpiredError
+from stepwell.datapool.errors import (
+    DataPoolError,
+    LeaseExpiredError,
+    TrajectoryClosedError,
+    UnknownTrajectoryError,
+)
+from stepwell.datapool.pictures import Picture
 
 PRODUCERS = 12
 CONSUMERS = 3
@@ -50,6 +61,8 @@ LIMITS = ChannelConfig(n_rollouts=ROLLOUTS)
 BETWEEN_KILLS_S = (0.02, 0.6)
 
 Key = tuple[str, int]
+PICTURE_BYTES = 20_000
+PLACEHOLDER = 151_655
 
 
 @dataclass(slots=True)
@@ -64,6 +77,8 @@ class _Ledger:
     changed: set[str] = field(default_factory=set)
     """Groups that were served with other content than was sent."""
     deliveries: Counter[str] = field(default_factory=Counter)
+    bad_pictures: set[str] = field(default_factory=set)
+    """Digests of pictures of leased steps that could not be read, or were others."""
     acked: set[str] = field(default_factory=set)
     served_after_ack: set[str] = field(default_factory=set)
     unbalanced: list[str] = field(default_factory=list)
@@ -86,6 +101,11 @@ class _Ledger:
             for t in group.trajectories:
                 sent = self.expected[uid].get(t.trajectory_uid, [])
                 self.received |= {(s.trajectory_uid, s.step_index) for s in t.steps if s in sent}
+
+    def pictures(self, digests: Collection[str]) -> dict[str, bytes]:
+        """Return pictures that the pool lacks."""
+        self.n["pictures sent"] += len(digests)
+        return {digest: _png(digest) for digest in digests}
 
     @property
     def lost(self) -> set[Key]:
@@ -110,6 +130,9 @@ async def _killed_under_load(kills: int, result: BenchResult) -> None:
         left_open = await _drive(client, ledger, kills)
         stored = [step for steps in left_open for step in steps]
         outcomes = await client.submit_steps(stored)
+        left = {picture.digest for step in stored for picture in step.pictures}
+        for step in stored:
+            await _look(client, ledger, step.trajectory_uid, [step])
         n_lost = len(ledger.lost) + sum(outcome != "duplicate" for outcome in outcomes)
         counts = await client.get_statistics("train")
     groups, steps, n = counts["groups"], counts["steps"], ledger.n
@@ -120,6 +143,8 @@ async def _killed_under_load(kills: int, result: BenchResult) -> None:
         acknowledged_steps_lost=n_lost,
         steps_accepted_twice=n["accepted twice"] + abs(steps["accepted"] - n_sent),
         groups_served_changed=len(ledger.changed),
+        pictures_lost=len(ledger.bad_pictures),
+        pictures_left_behind=abs(counts["pictures"]["stored"] - len(left)),
         groups_served_after_their_ack=len(ledger.served_after_ack),
         groups_never_served=len(ledger.expected.keys() - ledger.deliveries.keys()),
         groups_never_acked=len(ledger.expected) - groups["acked"] + n_left,
@@ -130,6 +155,8 @@ async def _killed_under_load(kills: int, result: BenchResult) -> None:
         groups=len(ledger.expected),
         groups_left_unfinished=len(left_open),
         steps=n_sent,
+        pictures_read=n["pictures read"],
+        pictures_sent=n["pictures sent"],
         submits_answered_duplicate=n["duplicate"],
         submits_answered_late=n["late"],
         deliveries=ledger.deliveries.total(),
@@ -217,13 +244,49 @@ async def _produce(
             *(_roll_out(client, ledger, rng, steps, declared) for steps in rollouts.values())
         )
         n_groups += 1
-    left = [call.step() for call in small_calls(1, f"{number}-left", turns=1)][: ROLLOUTS // 2]
-    await client.submit_steps([replace(step, is_last=False) for step in left])
-    return [replace(step, is_last=False) for step in left]
+    calls = small_calls(1, f"{number}-left", turns=1)
+    left = [step for call in calls for step in _with_pictures([call.step()])][: ROLLOUTS // 2]
+    left = [replace(step, is_last=False) for step in left]
+    await client.submit_steps(left, pictures=ledger.pictures)
+    return left
+
+
+def _with_pictures(steps: list[Step]) -> list[Step]:
+    """The steps of a linear trajectory, with a picture at the end of each prompt."""
+    shown: list[Step] = []
+    pictures: tuple[Picture, ...] = ()
+    known = 0
+    for step in steps:
+        of = step.trajectory_uid if pictures else step.prompt_uid
+        digest = hashlib.sha256(f"{of} {step.step_index}".encode()).hexdigest()
+        before = shown[-1].token_ids.tolist() if shown else []
+        prompt: Any = [*before, *step.prompt_ids[known:].tolist(), PLACEHOLDER]
+        pictures = (*pictures, Picture(digest, 28, 28, len(prompt) - 1, 1))
+        known = step.n_tokens
+        shown.append(replace(step, prompt_ids=prompt, pictures=pictures))
+    return shown
+
+
+def _png(digest: str) -> bytes:
+    return (b"\x89PNG " + digest.encode()) * (PICTURE_BYTES // 70)
+
+
+async def _look(client: DataPoolClient, ledger: _Ledger, uid: str, steps: Sequence[Step]) -> None:
+    """Read the pictures of a trajectory's steps."""
+    digests = {picture.digest for step in steps for picture in step.pictures}
+    try:
+        found = await client.read_pictures(uid, digests)
+    except (TrajectoryClosedError, UnknownTrajectoryError):
+        ledger.n["too late"] += 1  # the lease expired, and another consumer acked
+    except DataPoolError:
+        ledger.bad_pictures |= digests
+    else:
+        ledger.n["pictures read"] += len(found)
+        ledger.bad_pictures |= {d for d in digests if found.get(d) != _png(d)}
 
 
 def _as_sent(calls: list[Call], declared: bool) -> list[Step]:
-    steps = [call.step() for call in calls]
+    steps = _with_pictures([call.step() for call in calls])
     return [replace(step, is_last=False) for step in steps] if declared else steps
 
 
@@ -241,12 +304,12 @@ async def _roll_out(
     uid = steps[0].trajectory_uid
     if rng.random() < RETRIES:
         crashed = replace(steps[0], trajectory_uid=f"{uid}-crashed")
-        await client.submit_step(crashed)
+        await client.submit_step(crashed, pictures=ledger.pictures)
         ledger.n["withdrawn"] += 1
         await client.abort_trajectory(crashed.trajectory_uid, "agent_crashed", will_retry=True)
     for step in steps:
         for attempt in range(1 + (rng.random() < RETRIES)):
-            outcome = await client.submit_step(step)
+            outcome = await client.submit_step(step, pictures=ledger.pictures)
             ledger.acknowledged[uid, step.step_index] = step
             ledger.n[outcome] += 1
             ledger.n["accepted twice"] += attempt > 0 and outcome == "accepted"
@@ -268,6 +331,9 @@ async def _consume(
         if lease is None:
             continue
         ledger.receive(lease)
+        for group in lease.groups:
+            for trajectory in group.trajectories:
+                await _look(client, ledger, trajectory.trajectory_uid, trajectory.steps)
         await asyncio.sleep(rng.uniform(0, 0.02))
         fate = rng.random()
         if fate < ABANDONED and not stopped.is_set():

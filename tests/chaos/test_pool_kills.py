@@ -24,6 +24,8 @@ def test_five_kills_under_load_lose_nothing_and_serve_nothing_twice(quick: Bench
         "acknowledged_steps_lost": 0,
         "steps_accepted_twice": 0,
         "groups_served_changed": 0,
+        "pictures_lost": 0,
+        "pictures_left_behind": 0,
         "groups_served_after_their_ack": 0,
         "groups_never_served": 0,
         "groups_never_acked": 0,
@@ -39,6 +41,7 @@ def test_the_kills_met_producers_and_consumers_at_work(quick: BenchResult) -> No
     assert figures["steps"] > 24 * 12
     assert figures["submits_answered_duplicate"] > 0
     assert figures["deliveries"] >= figures["groups"]
+    assert figures["pictures_read"] >= figures["steps"] > figures["pictures_sent"]
 
 
 # -- the ledger ----------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ def options(machines: Machines, run_dir: Path, engines: int) -> tuple[str, ...]:
         f"run.dir={run_dir}",
         "backend.device=cpu",
         f"cluster.engines={engines}",
+        "pool.shards=2",  # the second is on the second machine
         "rollout.workers=3",
         "gateway.replicas=3",
         "gateway.host=0.0.0.0",
@@ -84,9 +85,11 @@ class Training(Serving):
         wait_for(there, 300)
 
     def ended(self) -> str:
-        """The last line of a command that is to end."""
+        """The line by which a command says why it ended."""
         assert self.process.wait(120) == 1, self.output
-        return self.output.strip().splitlines()[-1]
+        own = ("stepwell: node ", "stepwell: the Ray ")
+        (line,) = [line for line in self.output.splitlines() if line.startswith(own)]
+        return line
 
 
 @contextmanager
@@ -119,6 +122,7 @@ def test_parts_are_on_all_machines_and_each_lost_one_is_a_line_that_the_same_com
         url = run.url()
         run.wait_trained(2)
         told = wait_for(partial(ask, machines, f"{url}/statistics"), 60)
+        assert f"engine 1 on {SECOND}; engine 2 on {THIRD}" in run.output
         hosts = [e["url"].split(":")[1].removeprefix("//") for e in told["engine"]["engines"]]
         assert hosts == [FIRST, SECOND, THIRD]
         gateways = [replica["url"].split(":")[1].removeprefix("//") for replica in told["replicas"]]
@@ -185,9 +189,5 @@ def test_the_plan_of_a_joined_ray_names_its_machines(machines: Machines) -> None
     told = ("backend.device=cpu", "cluster.engines=3", f"cluster.address={machines.address}")
     ran = stepwell(machines, "plan", "--config", "quickstart", *told, folder=machines.local)
     assert ran.returncode == 0, ran.stderr
-    rows = {
-        line.split()[0:2][1] if line.startswith("engine") else "": line
-        for line in ran.stdout.splitlines()
-        if line.startswith("engine ")
-    }
-    assert [ip in rows[str(i)] for i, ip in enumerate((FIRST, SECOND, THIRD))] == [True] * 3
+    rows = [line.split() for line in ran.stdout.splitlines() if line.startswith("engine ")]
+    assert [row[2] for row in rows] == [FIRST, SECOND, THIRD]

@@ -138,4 +138,4 @@ def test_without_an_archive_nothing_waits(tmp_path):
 
 
 def test_an_empty_backlog_releases_nothing():
-    assert group_log.Departures(100).release(5) == []
+    assert group_log.Departures(100, 0).release(5) == []

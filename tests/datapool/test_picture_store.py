@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,11 @@ from typing import Any
 import pytest
 
 from stepwell.datapool import ChannelConfig, DataPoolClient, PoolConfig, Step
-from stepwell.datapool.core.pictures import GRACE_S
+from stepwell.datapool.core.log_rows import StepsStored, read
+from stepwell.datapool.core.pictures import GRACE_S, SWEPT_AT_ONCE, keys_of
 from stepwell.datapool.errors import (
     DamagedFileError,
+    DataPoolError,
     InvalidRequestError,
     JournalError,
     NotOwnerError,
@@ -27,9 +31,10 @@ from stepwell.datapool.remote.client import LocalPort
 from stepwell.datapool.remote.picture_cache import PictureCache
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.remote.stopped import stopped_pool
+from stepwell.datapool.store.salvage import salvage
 from stepwell.datapool.types import OWNER
-from tests.builders import step_of
-from tests.datapool.conftest import JournaledPool, SyncPool
+from tests.builders import step_of, until
+from tests.datapool.conftest import JournaledPool, SyncPool, newest_segment
 
 PAD, N = 99, 4
 PNG = b"\x89PNG "
@@ -365,6 +370,63 @@ def test_a_picture_is_removed_only_after_its_rows(tmp_path: Path) -> None:
     again.journal.close()
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_the_store_has_what_rows_refer_to(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    config: dict[str, Any] = {"default": ChannelConfig(n_rollouts=1)}
+    pool = Pool(tmp_path / "pool", **config)
+    leases: list[str] = []
+    uids: list[str] = []
+
+    def act() -> None:
+        nonlocal pool
+        uid = rng.choice(uids) if uids else ""
+        match rng.randrange(9):
+            case 0 | 1 | 2:
+                prompt_uid, uid = f"p{rng.randrange(6)}", f"t{len(uids)}"
+                digests = [rng.choice((A, B, C, name(rng.randrange(4)))) for _ in range(3)]
+                pool("put_pictures", uid, source(*digests), prompt_uid=prompt_uid)
+                pool("apply_steps", conversation(uid, *digests, prompt_uid=prompt_uid))
+                uids.append(uid)
+            case 3:
+                pool("complete_trajectory", uid)
+            case 4:
+                pool("abort_trajectory", uid, "broken")
+            case 5:
+                pool("delete_trajectory", uid)
+            case 6:
+                if (lease := pool("lease_batch")) is not None:
+                    leases.append(lease.lease_id)
+            case 7:
+                if leases:
+                    pool(rng.choice(("ack", "nack")), leases.pop())
+            case 8:
+                pool = _restarted(pool, config)
+
+    for _ in range(60):
+        with contextlib.suppress(DataPoolError, ValueError):
+            act()
+        referred = {
+            key
+            for row in pool.journal.rows()
+            if row.kind == StepsStored.__name__
+            for own in read(row.kind, row.head)[2].pictures.values()
+            for key in keys_of(own).values()
+        }
+        assert referred <= stored(pool.folder).keys()
+        pool.now += GRACE_S  # what no row refers to has waited for long enough
+        pool.later(0)
+        assert stored(pool.folder).keys() == referred
+        counts = sum(len(data) for data in stored(pool.folder).values())
+        assert pool.counts() == {"stored": len(referred), "bytes": counts}
+    pool.journal.close()
+
+
+def _restarted(pool: Pool, config: dict[str, Any]) -> Pool:
+    pool.journal.close()
+    return Pool(pool.folder, pool.now, **config)
+
+
 # -- deletion --------------------------------------------------------------------------------------
 
 
@@ -441,3 +503,64 @@ async def test_a_pool_without_a_journal_lets_go_of_pictures() -> None:
         counts = (await client.get_statistics("train"))["pictures"]
         assert counts == {"stored": 0, "bytes": 0}
         await asyncio.sleep(0)
+
+
+# -- salvage ---------------------------------------------------------------------------------------
+
+
+def test_a_salvaged_journal_has_its_pictures_and_drops_groups_that_lack_one(pool: Pool) -> None:
+    for i, digest in enumerate((A, B, C)):
+        pool.talk(f"t{i}", digest, prompt_uid=f"p{i}")
+    pool.journal.close()
+    assert "nothing is damaged" in salvage(pool.folder)[0].text()
+    paths = {data: pool.folder / "pictures" / key for key, data in stored(pool.folder).items()}
+    paths[png(A)].unlink()
+    paths[png(B)].write_bytes(b"x" + paths[png(B)].read_bytes()[1:])
+    (report,) = salvage(pool.folder)
+    assert report.dropped == {"train": ["p0", "p1"]}
+    assert "2 pictures cannot be read" in report.text()
+    assert pool.pictures() == [png(C)]
+    assert "nothing is damaged" in salvage(pool.folder)[0].text()
+    again = Pool(pool.folder, default=ChannelConfig(n_rollouts=1))
+    assert again("read_pictures", "t2", (C,)) == source(C)
+    again.talk("u", A, B, prompt_uid="q")
+    assert len(stored(pool.folder)) == 3
+    again.journal.close()
+
+
+def test_the_pictures_of_a_damaged_journal_go_with_what_is_saved_of_it(pool: Pool) -> None:
+    pool.talk("t0", A, prompt_uid="p0")
+    pool.talk("t1", B, prompt_uid="p1")
+    pool.journal.close()
+    segment = newest_segment(pool.folder)
+    segment.write_bytes(segment.read_bytes()[:-200])
+    (report,) = salvage(pool.folder)
+    assert report.damage
+    again = Pool(pool.folder, default=ChannelConfig(n_rollouts=1))
+    live = again.pool.list_trajectories(now=again.now).items
+    for row in live:
+        digest = A if row.trajectory_uid == "t0" else B
+        assert again("read_pictures", row.trajectory_uid, (digest,)) == source(digest)
+    assert live
+    again.journal.close()
+
+
+# -- the service -----------------------------------------------------------------------------------
+
+
+async def test_a_service_removes_in_slices_what_nothing_refers_to(tmp_path: Path) -> None:
+    digests = [name(i) for i in range(2 * SWEPT_AT_ONCE + 10)]
+    config = PoolConfig(default=ChannelConfig(n_rollouts=1), durability="power")
+    async with DataPoolClient.local(config, tmp_path / "pool") as client:
+        for uid, own in (("t", digests[:-1]), ("u", digests[-1:])):
+            prompt = [PAD] * len(own)
+            pictures = tuple(Picture(digest, 28, 28, i, 1) for i, digest in enumerate(own))
+            step = step_of(uid, uid, prompt_ids=prompt, pictures=pictures)
+            await client.submit_step(step, pictures=source(*own))
+        assert len(stored(tmp_path / "pool")) == len(digests)
+        await client.delete_trajectory("t")
+        left = stored(tmp_path / "pool")
+        assert len(left) == len(digests) - SWEPT_AT_ONCE, "others do not wait for all of them"
+        await until(lambda: len(stored(tmp_path / "pool")) == 1)
+    async with DataPoolClient.local(config, tmp_path / "pool") as client:
+        assert await client.read_pictures("u", digests[-1:]) == source(digests[-1])

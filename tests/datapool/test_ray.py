@@ -15,9 +15,11 @@ from stepwell.datapool.errors import (
     PoolUnavailableError,
     StepConflictError,
     UnknownLeaseError,
+    UnknownPictureError,
     UnknownTrajectoryError,
 )
 from stepwell.datapool.ops import LeaseBatch
+from stepwell.datapool.pictures import Picture
 from stepwell.datapool.remote.actor import N_WAITING
 from tests.builders import until
 
@@ -49,6 +51,18 @@ def own_actor(cluster):
 
 async def consumers(client, channel):
     return (await client.get_statistics(channel))["waiting"]["consumers"]
+
+
+async def test_a_bare_handle_stores_and_reads_pictures(shared_actor, channel, make_step):
+    pictures = {"a" * 64: b"red", "b" * 64: b"blue"}
+    shown = tuple(Picture(digest, 28, 28, i, 1) for i, digest in enumerate(pictures))
+    step = make_step(channel, prompt_ids=[9, 9], pictures=shown)
+    with pytest.raises(UnknownPictureError) as error:
+        await shared_actor.submit_step.remote(step, channel)
+    assert error.value.digests == tuple(pictures)
+    await shared_actor.put_pictures.remote(channel, pictures, channel, "p")
+    assert await shared_actor.submit_step.remote(step, channel) == "accepted"
+    assert await shared_actor.read_pictures.remote(channel, list(pictures), channel) == pictures
 
 
 async def test_the_documented_lines_run_as_they_stand(own_actor, make_step):

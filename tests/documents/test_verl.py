@@ -605,6 +605,7 @@ USUAL = [
     ("openai/gsm8k", "#### 42", "42", 1.0),
     ("openai/gsm8k", "42", "42", 0.0),
     ("hendrycks_math", r"so \boxed{42}", "42", 1.0),
+    ("hiyouga/geometry3k", r"<think>so</think>\boxed{42}", "42", 1.0),
     ("mbpp", "def f(): return 42", ["assert f() == 42"], 1.0),
     (
         "humaneval",
@@ -623,10 +624,9 @@ async def test_a_data_source_of_the_document_has_its_reward(
     assert result.score == score
 
 
-@pytest.mark.parametrize("source", ["hiyouga/geometry3k", "llava_v1_5_mix"])
-async def test_a_data_source_of_images_is_refused_by_name(source: str) -> None:
-    (missing,) = await scores({}, "4", source=source)
-    assert f"{source!r}: its questions are images" in str(missing)
+async def test_a_data_source_that_no_rule_scores_is_refused_by_name() -> None:
+    (missing,) = await scores({}, "4", source="llava_v1_5_mix")
+    assert "'llava_v1_5_mix': its answers are free text" in str(missing)
 
 
 # ── the loop ─────────────────────────────────────────────────────────────────────────────────────

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from benchmarks.tasks import GAINS
+from examples.colours import agent as colours
+from examples.colours import prepare as cards
 from examples.harness_shell import prepare as sums
 from examples.instructions import agent as instructed
 from examples.instructions import prepare as requests
@@ -27,7 +29,7 @@ from examples.tictactoe import agent as tictactoe
 from examples.tictactoe import prepare as games
 from stepwell.config.load import load_config
 from stepwell.quickstart.agent import http_client
-from stepwell.quickstart.make_model import ChatTokens, make_tokenizer
+from stepwell.quickstart.make_model import CONTROL, ChatTokens, make_tokenizer
 from stepwell.trainer.data.tasks import open_tasks
 from tests.examples.scripted import Policy, serving
 
@@ -235,6 +237,50 @@ def test_no_reply_follows_every_instruction() -> None:
     assert not any(all(f(reply) for f in follows) for reply in ("I!", "I " * 11 + "am!"))
 
 
+# ── the cards ────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_card_is_turned_by_the_tool_and_scored_by_the_colours_that_are_named() -> None:
+    task = {
+        "question": cards.question(7),
+        "metadata": {"seed": 7, "colours": ["red", "blue"]},
+    }
+    call = {"id": "c", "type": "function", "function": {"name": "turn", "arguments": "{}"}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    for answer, expected in (("red blue", 1.0), ("red red", 0.5), ("red", 0.0), ("blue red", 0.0)):
+        async with serving(Policy(turn, answer)) as policy:
+            assert await colours.agent(task, policy.base_url, "key") == expected
+    first, second = (request["messages"] for request in policy.requests)
+    assert first[0]["content"][1] == colours.picture(colours.card("red", 7))
+    assert second[-1]["role"] == "tool"
+    assert second[-1]["content"] == [colours.picture(colours.card("blue", 8))]
+    async with serving(Policy(turn)) as policy:
+        assert await colours.agent(task, policy.base_url, "key") == 0.0
+
+
+def test_the_cards_shown_beforehand_are_as_the_template_renders_them() -> None:
+    tokenizer = make_tokenizer(
+        cards.texts(), [*CONTROL, *cards.VISION], cards.TEMPLATE.read_text(encoding="utf-8")
+    )
+    seed = cards.WARM_UP
+    shown = cards.episode(ChatTokens(tokenizer, colours.TOOLS), seed, skill=True)
+    call = {"id": "c", "type": "function", "function": {"name": "turn", "arguments": "{}"}}
+    parts = [{"type": "text", "text": cards.question(seed)}, {"type": "image"}]
+    said = " ".join(cards.colours(seed))
+    rendered = tokenizer.apply_chat_template(
+        [
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": [{"type": "image_url"}]},
+            {"role": "assistant", "content": said},
+        ],
+        tools=colours.TOOLS,
+        tokenize=False,
+    )
+    assert tokenizer.decode(shown.ids) + "\n" == rendered
+    assert len(shown.pngs) == 2
+
+
 # ── presets and runs ─────────────────────────────────────────────────────────────────────────────
 
 
@@ -243,6 +289,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "search_cite": towns.write_data,
     "instructions": requests.write_data,
     "harness_shell": sums.write_data,
+    "colours": cards.write_data,
 }
 
 
@@ -260,7 +307,9 @@ def test_the_preset_reads_the_data_that_its_script_makes(task: str, tmp_path: Pa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("task", ["tictactoe", "search_cite"])  # instructions: make demo-more
+@pytest.mark.parametrize(
+    "task", ["tictactoe", "search_cite", "colours"]
+)  # instructions: make demo-more
 def test_a_run_learns(task: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "tasks", "--only", task, "--json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -25,6 +25,9 @@ from openai import AsyncOpenAI
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.client import EMBEDDED
+from stepwell.backends.pictures import digest_of
 from stepwell.datapool.codec import PackedTrajectory, unpack
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.errors import PoolUnavailableError
@@ -426,6 +429,8 @@ class ScriptedEngine:
     """Workers of a router; None: it is none."""
     checks: int = 0
     """Questions for its version."""
+    held_pictures: dict[str, str] | None = None
+    """Pictures by digest, of an engine that keeps them as the embedded one does; None: SGLang."""
     held: socket.socket = field(default_factory=reserved_port)
     """Its port, also while it is stopped."""
     _runner: web.AppRunner | None = None
@@ -470,7 +475,15 @@ class ScriptedEngine:
             error = {"error": {"message": said.words}}
             return web.json_response(error, status=said.status, dumps=_compact)
         # One placeholder stands for each picture, of 28 x 28 pixels a token, and is expanded.
-        sizes = [Image.open(BytesIO(b64decode(data))).size for data in body.get("image_data") or ()]
+        pictures, held = body.get("image_data") or (), self.held_pictures
+        if held is not None:
+            missing = [p for p in pictures if p.startswith("sha256:") and p[7:] not in held]
+            if missing:
+                error = {"error": {"message": "not held", "missing": [p[7:] for p in missing]}}
+                return web.json_response(error, status=409)
+            pictures = [held.get(p[7:], p) for p in pictures]
+            held |= {digest_of(Image.open(BytesIO(b64decode(p)))): p for p in pictures}
+        sizes = [Image.open(BytesIO(b64decode(data))).size for data in pictures]
         n_prompt = len(body["input_ids"]) + sum(w // 28 * (h // 28) - 1 for w, h in sizes)
         if body.get("stream"):
             return await self._stream(request, said, n_prompt)
@@ -550,6 +563,8 @@ class ScriptedEngine:
         if request.path == "/model_info" and self.version is not None:
             self.checks += 1
             return web.json_response({"weight_version": self.version})
+        if request.path == "/server_info" and self.held_pictures is not None:
+            return web.json_response({"version": EMBEDDED})
         if request.path == "/workers" and self.urls is not None:
             workers = [{"id": u, "url": u, "worker_type": "regular"} for u in self.urls]
             return web.json_response({"workers": workers, "total": len(workers)})
@@ -789,6 +804,7 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
             engine_urls: tuple[str, ...] | None = None,
             sampling: dict[str, ChannelSampling] | None = None,
             tuning: Tuning = FAST,
+            engine_kind: str = "embedded",
             **options: Any,
         ) -> World:
             tokenizer = make_tokenizer(family)
@@ -804,7 +820,8 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
                 pool = await stack.enter_async_context(local_pool(pool_config, pool_folder))
             config = GatewayConfig(port=0, **options)
             urls = tuple(e.url for e in made) if engine_urls is None else engine_urls
-            wiring = Wiring(urls, sampling=sampling or {}, tuning=tuning)
+            kind = EngineConfig(kind=engine_kind, urls=urls if engine_kind == "vllm" else ())
+            wiring = Wiring(urls, kind, sampling=sampling or {}, tuning=tuning)
             app = create_app(config, wiring, pool, tokenizer)
             url = await stack.enter_async_context(serving(app, http=http_protocol(config, tuning)))
             clients = await stack.enter_async_context(AsyncExitStack())

@@ -1455,6 +1455,16 @@ async def test_what_cannot_be_continued_is_said_so(world: Any, body: Any, words:
         )
 
 
+def test_verbosity_is_told_to_a_template_that_takes_it_and_noted_otherwise() -> None:
+    def read(template: str) -> Any:
+        body = {"messages": [user("hi")], "verbosity": "low"}
+        return OpenAIChat(chat_template=template).parse(body)
+
+    told, noted = read("{{ verbosity }}"), read("")
+    assert (told.call.template_args, told.ignored) == ({"verbosity": "low"}, ())
+    assert (noted.call.template_args, noted.ignored) == ({}, ("verbosity",))
+
+
 async def test_a_regex_is_the_engines_where_it_has_grammars(world: Any) -> None:
     client = await world.client()
     create = client.chat.completions.create

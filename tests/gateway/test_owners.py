@@ -151,6 +151,7 @@ CALLS = {
     "chat/completions": CHAT,
     "completions": {"prompt": "hi"},
     "responses": {"input": "hi"},
+    "responses/compact": {"input": "hi"},
     "messages": {**CHAT, "max_tokens": 9},
 }
 RESPONSE = {"guess": 404, "guess_bound": 404, "unknown": 404}
@@ -273,6 +274,7 @@ ROWS: dict[str, Row] = {
     "pages: tokens": operators("/ui/api/tokens", None, None, method="GET"),
     "pages: archive": operators("/ui/api/archive", None, None, method="GET"),
     "pages: prompts": operators("/ui/api/prompts", None, None, method="GET"),
+    "pages: picture": operators("/ui/api/picture", None, None, method="GET"),
     "pages: find": operators("/ui/api/find", None, None, method="GET"),
     "pages: mark": operators("/ui/api/mark", {"trajectory_uid": "{t}"}, None),
     "pages: reward": operators("/ui/api/reward", {"trajectory_uid": "{t}", "reward": 1}, None),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+import time
 import zlib
 from base64 import b64decode, b64encode
 from io import BytesIO
@@ -16,11 +17,12 @@ import numpy as np
 import pytest
 from anthropic import AsyncAnthropic
 from google import genai
-from openai import AsyncOpenAI, BadRequestError
+from openai import APIError, AsyncOpenAI, BadRequestError
 from PIL import Image
 
+from stepwell.backends.pictures import digest_of
 from stepwell.datapool.pictures import shadow_ids
-from tests.gateway.conftest import World
+from tests.gateway.conftest import Sampled, World
 from tests.vision_model import make_vision_model, png
 
 TURNS = 50
@@ -61,7 +63,11 @@ def check_exact(world: World, n_branches: int = 1) -> None:
         (tuple(request["input_ids"]), tuple(request.get("image_data", ())))
         for request in world.engine.requests
     }
-    by_digest = {digest_of(data): data for _, pictures in sent for data in pictures}
+    by_digest = {
+        digest_of(Image.open(BytesIO(b64decode(data)))): data
+        for _, pictures in sent
+        for data in pictures
+    }
     assert sum(step.parent_index is None for step in steps) == n_branches
     for step in steps:
         kept = np.ones(len(step.prompt_ids), bool)
@@ -77,12 +83,6 @@ def check_exact(world: World, n_branches: int = 1) -> None:
             before = shadow_ids(parent.token_ids, parent.pictures)
             whole = shadow_ids(step.prompt_ids, step.pictures)
             assert np.array_equal(whole[: len(before)], before)
-
-
-def digest_of(data: str) -> str:
-    from stepwell.backends.pictures import digest_of
-
-    return digest_of(Image.open(BytesIO(b64decode(data))))
 
 
 def placeholder(world: World) -> int:
@@ -577,6 +577,27 @@ async def test_messages_of_a_step_refer_to_pictures_and_hold_none(vision: World)
     assert len(json.dumps(step.metadata)) < 2000
 
 
+async def test_the_dashboard_shows_a_picture_of_a_trajectory_that_refers_to_it(
+    vision: World,
+) -> None:
+    for uid, seed in (("t1", 1), ("t2", 2)):
+        client = await vision.client(uid, f"p-{uid}")
+        messages: Any = [{"role": "user", "content": shown("What is it?", png(seed=seed))}]
+        await client.chat.completions.create(model="m", messages=messages)
+    digest = vision.stored("t1")[0].pictures[0].digest
+    async with aiohttp.ClientSession(f"{vision.url}/ui/api/") as http:
+        asked = {"trajectory_uid": "t1", "digest": digest}
+        async with http.get("picture", params=asked) as answer:
+            assert (answer.status, answer.content_type) == (200, "image/png")
+            assert digest_of(Image.open(BytesIO(await answer.read()))) == digest
+        for wrong in ({"trajectory_uid": "t2"}, {"digest": "0" * 64}):
+            async with http.get("picture", params=asked | wrong) as answer:
+                assert answer.status == 404
+        async with http.get("tokens", params={"trajectory_uid": "t1", "index": "0"}) as answer:
+            (picture,) = (await answer.json())["pictures"]
+    assert picture == vision.stored("t1")[0].pictures[0]._asdict()
+
+
 async def test_nothing_keeps_a_pictures_bytes_after_its_request(vision: World) -> None:
     import gc
 
@@ -607,6 +628,15 @@ async def test_a_resolution_that_is_asked_for_is_told_to_be_left_aside(vision: W
     assert answer.headers["x-stepwell-ignored"] == "image_detail=low"
 
 
+async def test_previous_responses_bring_their_pictures(vision: World) -> None:
+    client = await vision.client()
+    content: Any = [{"type": "input_image", "image_url": data_url(png()), "detail": "auto"}]
+    first = await client.responses.create(model="m", input=[{"role": "user", "content": content}])
+    await client.responses.create(model="m", input="Sure?", previous_response_id=first.id)
+    check_exact(vision)
+    assert len(vision.stored()[1].pictures) == 1
+
+
 async def test_white_box_agents_send_pictures_in_messages_alone(vision: World) -> None:
     async with aiohttp.ClientSession() as http:
         body: Any = {"messages": [{"role": "user", "content": shown(png())}], "max_tokens": 8}
@@ -618,6 +648,54 @@ async def test_white_box_agents_send_pictures_in_messages_alone(vision: World) -
         async with http.post(f"{vision.url}/generate", json=sent) as answer:
             assert answer.status == 400
             assert "ids of vision tokens" in (await answer.json())["error"]["message"]
+
+
+async def test_white_box_steps_hold_no_vision_tokens(vision: World) -> None:
+    step = {
+        "prompt_ids": [1, placeholder(vision)],
+        "response_ids": [2],
+        "trajectory_uid": "t",
+        "prompt_uid": "p",
+    }
+    item = {"instance_id": "i", "reward": 1.0, "tokens": [1, placeholder(vision), 2]}
+    item |= {"response_length": 1, "weight_versions": ["0"]}
+    async with aiohttp.ClientSession() as http:
+        for path, body in (("/submit_steps", {"steps": [step]}), ("/buffer/write", item)):
+            async with http.post(vision.url + path, json=body) as answer:
+                assert answer.status == 400
+                assert "ids of vision tokens" in await answer.text()
+    assert not vision.stored()
+
+
+async def test_a_vision_token_that_an_engine_samples_fails_the_call(vision: World) -> None:
+    vision.engine.script.append(Sampled([7, placeholder(vision), 9]))
+    client = await vision.client()
+    with pytest.raises(APIError, match="sampled a vision token"):
+        await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "No picture."}]
+        )
+    assert not vision.stored()
+
+
+async def test_a_conversation_with_pictures_goes_on_at_another_gateway(
+    worlds: Any, vision: World, vision_folder: str
+) -> None:
+    """Its engine has not seen the pictures: those of turns that are stored come from the pool."""
+    other = await worlds(family=vision_folder, tokenizer_path=vision_folder, pool=vision.pool)
+    messages: list[Any] = []
+    for i, world in enumerate((vision, other)):
+        client = await world.client()
+        messages.append({"role": "user", "content": shown(png(seed=i))})
+        answer = await client.chat.completions.create(model="m", messages=messages)
+        messages.append(answer.choices[0].message)
+    again = await (await vision.client()).chat.completions.create(
+        model="m", messages=messages[:-1], extra_headers={"x-stainless-retry-count": "1"}
+    )
+    assert again.choices[0].message.content == answer.choices[0].message.content
+    steps = vision.stored()
+    assert [step.parent_index for step in steps] == [None, 0]
+    assert [len(step.pictures) for step in steps] == [1, 2]
+    assert vision.engine.requests[0]["image_data"] == other.engine.requests[0]["image_data"][:1]
 
 
 @pytest.mark.parametrize("role", ["system", "assistant", "user"])
@@ -655,3 +733,115 @@ async def test_a_text_that_looks_like_a_picture_stays_a_text(vision: World) -> N
     )
     (step,) = vision.stored()
     assert len(step.pictures) == 2
+
+
+# -- engines ---------------------------------------------------------------------------------
+
+
+async def test_an_engine_that_keeps_pictures_is_sent_each_of_them_once(vision: World) -> None:
+    vision.engine.held_pictures = {}
+    client = await vision.client()
+    messages: list[Any] = []
+    for i in range(5):
+        messages.append({"role": "user", "content": shown(png(seed=i))})
+        answer = await client.chat.completions.create(model="m", messages=messages)
+        messages.append(answer.choices[0].message)
+        if i == 3:  # it was started again
+            vision.engine.held_pictures = {}
+    sent = [request["image_data"] for request in vision.engine.requests]
+    by_bytes = [sum(not p.startswith("sha256:") for p in pictures) for pictures in sent]
+    assert by_bytes == [1, 1, 1, 1, 1, 5]  # the fifth call twice: its engine knew none of them
+    digests = [picture.digest for picture in vision.stored()[3].pictures]
+    assert sent[3][:3] == [f"sha256:{digest}" for digest in digests[:3]]
+    assert not any("logit_bias" in r["sampling_params"] for r in vision.engine.requests)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_of_another_length_in_the_engine_fails_by_name(
+    vision: World, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = vision.engine._chunk
+
+    def longer(said: Any, n: int, start: int, n_prompt: int) -> dict[str, Any]:
+        return chunk(said, n, start, n_prompt + 1)
+
+    monkeypatch.setattr(vision.engine, "_chunk", longer)
+    client = await vision.client()
+    messages: Any = [{"role": "user", "content": shown(png())}]
+
+    async def ask() -> None:
+        answer = await client.chat.completions.create(model="m", messages=messages, stream=stream)
+        async for _ in answer if stream else ():  # type: ignore[attr-defined]
+            pass
+
+    with pytest.raises(APIError, match="tokens and the one that was sent"):
+        await ask()
+    assert not vision.stored()
+
+
+async def test_sglang_is_told_not_to_sample_a_vision_token(vision: World) -> None:
+    client = await vision.client()
+    await client.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "No picture."}]
+    )
+    masked = vision.engine.requests[0]["sampling_params"]["logit_bias"]
+    assert {int(i) for i in masked} == {*vision.gateway.pictures.processor.forbidden_ids}
+    assert placeholder(vision) in {int(i) for i in masked}
+
+
+async def test_vllm_refuses_pictures_by_name(worlds: Any, vision_folder: str) -> None:
+    world = await worlds(
+        family=vision_folder, tokenizer_path=vision_folder, engine_kind="vllm", context_length=9999
+    )
+    client = await world.client()
+    messages: Any = [{"role": "user", "content": shown(png())}]
+    with pytest.raises(BadRequestError, match="takes no pictures: it is vLLM"):
+        await client.chat.completions.create(model="m", messages=messages)
+
+
+# -- the loop --------------------------------------------------------------------------------
+
+
+def screenshot(seed: int) -> bytes:
+    """A megabyte."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (600, 600, 3), dtype=np.uint8)
+    return saved(Image.fromarray(pixels), "PNG", compress_level=1)
+
+
+async def post(url: str, path: str, body: bytes) -> bytes:
+    """Send a body as it is, in pieces, without a client that would work in this loop itself."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    writer.write(head.encode())
+    for at in range(0, len(body), 1 << 17):
+        writer.write(body[at : at + (1 << 17)])
+        await writer.drain()
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def test_no_turn_of_the_loop_is_held_up_by_screenshots_of_a_megabyte(
+    vision: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 requests with one each, as fast as they are taken, and one with all of them: 29 MB."""
+    pictures = [screenshot(i) for i in range(20)]
+    bodies = [
+        json.dumps({"messages": [{"role": "user", "content": shown(*its)}]}).encode()
+        for its in (*([p] for p in pictures), pictures)
+    ]
+    assert len(bodies[0]) > 1_000_000
+    took: list[float] = []
+    run = asyncio.Handle._run  # type: ignore[attr-defined]
+
+    def timed(handle: Any) -> None:
+        began = time.thread_time()  # of this thread alone: what others do meanwhile is not counted
+        run(handle)
+        took.append(time.thread_time() - began)
+
+    monkeypatch.setattr(asyncio.Handle, "_run", timed)
+    for i, body in enumerate(bodies):
+        answer = await post(vision.url, f"/t{i}/p{i}/v1/chat/completions", body)
+        assert answer.startswith(b"HTTP/1.1 200"), answer[:500]
+    assert max(took) < 0.05

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import CompactedResponse, Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from stepwell.gateway.access import Principal
@@ -778,6 +778,87 @@ def test_nothing_is_ignored_in_silence() -> None:
         "reasoning.context",
         "reasoning.effort=none",
     )
+
+
+def test_verbosity_is_told_to_a_template_that_takes_it() -> None:
+    def args(template: str) -> Any:
+        dialect = OpenAIResponses(chat_template=template)
+        return dialect.parse({"input": "x", "text": {"verbosity": "low"}}).call.template_args
+
+    assert args("{{ verbosity }}") == {"verbosity": "low"}
+    assert args("") == {}
+
+
+# -- compaction ------------------------------------------------------------------------------
+
+
+async def test_a_compaction_is_the_policys_summary_and_the_conversation_goes_on_from_it(
+    http: Http,
+) -> None:
+    world = http.world
+    said = [
+        {"role": "user", "content": "Count the lines."},
+        {"type": "function_call", "call_id": "c", "name": "calc", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "3"},
+        {"role": "user", "content": "And the words."},
+    ]
+    world.say("I count.")
+    await http.create(said, tools=[CALC])
+    world.say("There are 3 lines. The words are to be counted.")
+    got = await http.send(
+        "POST", "responses/compact", {"model": "m", "input": said, "tools": [CALC]}
+    )
+    *users, last = got["output"]
+    # The SDK has no type for the user messages that OpenAI puts there.
+    CompactedResponse.model_validate_json(json.dumps({**got, "output": [last]}), strict=True)
+    assert [item["content"][0]["text"] for item in users] == ["Count the lines.", "And the words."]
+    assert last["type"] == "compaction"
+    assert got["usage"]["output_tokens"] > 0
+    first, compaction = world.stored()
+    asked = world.tokenizer.decode(compaction.prompt_ids.tolist())
+    assert "Write a summary of this conversation" in asked
+    n = len(first.prompt_ids) - len(world.tokenizer.encode("<|im_start|>assistant\n"))
+    assert compaction.prompt_ids.tolist()[:n] == first.prompt_ids.tolist()[:n]  # its tools, too
+
+    world.say("Seven words.")
+    await http.create(got["output"], tools=[CALC])
+    prompt = world.tokenizer.decode(world.stored()[-1].prompt_ids.tolist())
+    assert "And the words." in prompt
+    assert "Summary of the conversation before this message:\n\nThere are 3 lines." in prompt
+    world.check_exact()
+
+    world.say("Again.")
+    again = await http.send("POST", "responses/compact", {"input": got["output"]})
+    assert len(again["output"]) == 3  # the summary before is in the new one, and is no user's
+    assert unseal(again["output"][-1]["encrypted_content"]) == "Again."
+
+
+async def test_a_stored_conversation_is_compacted_by_its_id(http: Http) -> None:
+    http.world.say("Yes.")
+    first = await http.create("Is it?", store=True)
+    http.world.say("It is.")
+    got = await http.send("POST", "responses/compact", {"previous_response_id": first["id"]})
+    assert [item["type"] for item in got["output"]] == ["message", "compaction"]
+    assert unseal(got["output"][-1]["encrypted_content"]) == "It is."
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": "x", "stream": True}, "stream"),
+        ({}, "input"),
+        ({"input": 3}, "input"),
+        ({"input": [{"type": "compaction"}]}, "input[0].encrypted_content"),
+        ({"input": [{"type": "compaction", "encrypted_content": "gAAA"}]}, "encrypted_content"),
+        ({"input": "x", "background": True}, "background"),
+        ({"previous_response_id": "resp_none"}, "previous_response_id"),
+    ],
+)
+async def test_a_compaction_that_is_not_understood_is_refused_by_name(
+    http: Http, body: Any, param: str
+) -> None:
+    error = (await http.send("POST", "responses/compact", body, 400))["error"]
+    assert param in error["param"]
 
 
 def test_effort_turns_the_switch_that_the_template_has() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.cluster.nodes import Look, Seen, look, needs_of, project_env
+from stepwell.cluster.nodes import Look, Seen, look, needs_of, runtime_env
 from stepwell.cluster.nodes import differences as told
 from stepwell.config.load import load_config
 
@@ -70,6 +70,16 @@ def test_a_node_needs_what_runs_on_it() -> None:
 
 
 def test_a_project_travels_without_what_no_agent_imports(tmp_path: Path) -> None:
-    env = project_env(tmp_path)
+    env = runtime_env(tmp_path, {})
+    assert env is not None
     assert env["working_dir"] == str(tmp_path)
     assert {"runs", ".venv*", ".git"} <= set(env["excludes"])
+
+
+def test_variables_of_a_run_travel_with_or_without_its_project(tmp_path: Path) -> None:
+    variables = load_config("quickstart", ["cluster.env={NCCL_SOCKET_IFNAME: eth1}"]).cluster.env
+    assert runtime_env(None, variables) == {"env_vars": {"NCCL_SOCKET_IFNAME": "eth1"}}
+    both = runtime_env(tmp_path, variables)
+    assert both is not None
+    assert both.keys() == {"working_dir", "excludes", "env_vars"}
+    assert runtime_env(None, {}) is None

@@ -113,10 +113,16 @@ def test_without_gpus_ranks_and_engines_are_dealt_out_from_the_drivers_node() ->
         "a" * 40: "rank 1, engine 1",
         "b" * 40: "engine 2",
     }
+    assert placement.text() == (
+        "placement plain; rank 0, engine 0, engine 3 on 10.0.0.3; rank 1, engine 1 on 10.0.0.2; "
+        "engine 2 on 10.0.0.10"
+    )
 
 
 def test_a_run_of_one_engine_and_one_rank_is_on_the_drivers_node_alone() -> None:
-    assert {*Placement(plan(on_cpu(), BARE)).parts_by_node()} == {"c" * 40}
+    alone = Placement(plan(on_cpu(), BARE))
+    assert {*alone.parts_by_node()} == {"c" * 40}
+    assert alone.text() == ""
     attached = on_cpu("engine.kind=attach", "engine.urls=[http://10.0.0.9:1]", "cluster.engines=3")
     assert plan(attached, BARE) == Plan("plain")
     assert plan(on_cpu("cluster.engines=3"), BARE, serves=False) == Plan("plain")

@@ -172,6 +172,9 @@ def test_an_engine_without_room_for_a_row_is_one_line_for_all_of_them(model: Any
 def test_engines_that_slime_runs_are_shown_as_its_own(model: Any) -> None:
     found = planned("qwen3_30b_slime", model("30b"), 8)
     assert "30.5e9 parameters" in found.model
+    assert found.problems == ()
+    assert found.parts[0].name == "trainer", "and no rank"
+    assert found.commands[0].startswith("on node-1: stepwell serve --config qwen3_30b_slime ")
     (engine,) = [p for p in found.parts if p.name == "engine"]
     assert (engine.node, engine.memory) == ("http://127.0.0.1:30000", "somebody else's")
     assert not [c for c in found.commands if "launch_server" in c]

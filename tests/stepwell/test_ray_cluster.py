@@ -59,6 +59,23 @@ with connected(None, "test", 100):
 """
 
 
+VARIABLES = """
+import os, subprocess, ray
+from stepwell.cluster.ray import connected, environment
+
+@ray.remote(num_cpus=0)
+class Rank:
+    def seen(self):
+        name = "GLOO_SOCKET_IFNAME"
+        child = subprocess.check_output(["printenv", name], text=True)  # as an engine is started
+        return os.environ[name], child
+
+with environment(GLOO_SOCKET_IFNAME="lo"), connected(None, "test", 100):
+    print(*ray.get(Rank.remote().seen.remote()), os.environ["GLOO_SOCKET_IFNAME"])
+print(os.environ.get("GLOO_SOCKET_IFNAME"))
+"""
+
+
 def _gone(pids: list[int], timeout_s: float = 60.0) -> bool:
     left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     until = time.monotonic() + timeout_s
@@ -66,6 +83,13 @@ def _gone(pids: list[int], timeout_s: float = 60.0) -> bool:
         time.sleep(0.1)
         left = [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     return not left
+
+
+def test_variables_reach_ranks_engines_and_the_driver_and_end_with_the_run() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", VARIABLES], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.split() == ["lo", "lo", "lo", "None"]
 
 
 @pytest.mark.parametrize(

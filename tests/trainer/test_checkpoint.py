@@ -336,11 +336,17 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "backend": "torch",
         "backend_config": config.model_dump(mode="json"),
     }
-    store.save(1, {"backend": backend.state_dict()}, about)
-    state = backend.state_dict()
-    name = next(n for n in state["model"] if n.endswith("norm.weight"))
-    changed = {**state["model"], name: torch.ones_like(state["model"][name])}
-    store.save(2, {"backend": {**state, "model": changed}}, about)
+
+    def save(step: int) -> None:
+        draft = store.draft(step)
+        state = backend.save_state(draft / "backend")
+        backend.wait_saved()
+        store.save(step, {"backend": state}, about, draft)
+
+    save(1)
+    weights = backend.state_dict()["model"]
+    weights[next(n for n in weights if n.endswith("norm.weight"))].fill_(1.0)
+    save(2)
     store.score(1, 0.8)
     store.score(2, 0.3)
     return folder

@@ -179,7 +179,7 @@ def test_the_class_alone_is_a_source(module: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Images", "row 0 has multi_modal_data; images, videos and sounds are not trained yet"),
+        ("Images", "row 0 has multi_modal_data; videos and sounds are not trained"),
         ("Stream", "has no __len__ and __getitem__; write a map-style"),
         ("Broken", "row 1: KeyError: 'answer'"),
         ("Pairs", "row 0 is a tuple; __getitem__ returns a dict"),

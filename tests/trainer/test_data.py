@@ -565,7 +565,7 @@ def test_a_row_about_an_image_is_refused_and_not_trained_on_its_text(
         path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     else:
         pq.write_table(pa.Table.from_pylist([row]), path)
-    with pytest.raises(DataError, match=rf"{what}; images, videos and sounds are not trained yet"):
+    with pytest.raises(DataError, match=rf"{what}; videos and sounds are not trained"):
         PromptSource(config(kind=kind, path=path, prompt_key="prompt", label_key="answer"))
 
 

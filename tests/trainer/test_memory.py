@@ -180,3 +180,23 @@ async def test_a_refusal_is_an_error_and_leaves_every_engine_generating(lock: St
     assert willing.calls == LENT + BACK
     async with asyncio.timeout(1), lock.held():
         pass
+
+
+async def test_weights_come_back_before_a_publication_and_the_cache_when_an_engine_goes_on(
+    lock: StoreLock,
+) -> None:
+    goes_on, stays_paused = FakeEngine(), FakeEngine()
+    lent = memory(lock, goes_on, stays_paused)
+    await lent.lend()
+    await lent.take_back_weights()
+    assert lent.has_weights
+    assert goes_on.calls == stays_paused.calls == [*LENT, "resume weights"]
+    await lent.complete(cast("EngineClient", goes_on))
+    await lent.complete(cast("EngineClient", goes_on))  # once
+    await lent.take_back(published=True)
+    rest = "resume kv_cache cuda_graph"
+    assert goes_on.calls == [*LENT, "resume weights", rest]  # the publication continues it
+    assert stays_paused.calls == [*LENT, "resume weights", rest]  # and leaves this one paused
+    async with asyncio.timeout(1), lock.held():
+        pass
+    assert not lent.is_lent

@@ -263,7 +263,9 @@ async def test_a_checkpoint_beside_a_roll_back_has_the_weights_that_are_served(
         assert path is not None
         state = run.trainer.checkpoints.load(path)
     assert state["progress"].rolled_back
-    assert state["backend"]["updates"] == 1
+    saved = RecordingBackend()
+    saved.load_state(path / "backend", state["backend"])
+    assert saved.updates == 1
 
 
 async def test_weights_that_are_adopted_stay_on_disk_until_they_are_loaded(tmp_path: Path) -> None:
@@ -331,10 +333,31 @@ async def test_a_command_waits_until_the_engines_have_their_memory(tmp_path: Pat
         version = await asyncio.wrap_future(backend.rolling_back)
     lent = False
     for call in run.engine.calls:
-        lent = {"release": True, "resume": False}.get(call, lent)
+        lent = {"release": True, "resume": False, "resume weights": False}.get(call, lent)
         assert not (lent and call.startswith("load")), run.engine.calls
     assert run.trainer.progress.rolled_back == {version: 0}
     assert served(run.engine) == run.backend.updates < 6
+
+
+async def test_memory_is_lent_once_a_batch_and_weights_load_before_the_cache_is_back(
+    tmp_path: Path,
+) -> None:
+    """Four optimizer steps of a batch, a publication every four, another batch."""
+    config = small_config(
+        tmp_path,
+        "engine.release_memory=true",
+        "async_training.partial_rollout=true",
+        "async_training.require_batches=4",
+        "async_training.trigger_parameter_sync_step=4",
+    )
+    async with small_run(config) as run:
+        await run.train(8)
+    calls = [c for c in run.engine.calls if not c.startswith("pause")]
+    one = ["release", "resume weights", "load", "resume kv_cache cuda_graph", "continue"]
+    found = [c.split()[0] if c.startswith("load") else c for c in calls]
+    assert "".join(f"{c}," for c in found).count("".join(f"{c}," for c in one)) == 2
+    assert found.count("release") == 2
+    assert run.engine.version == run.trainer.progress.version
 
 
 async def test_a_resume_waits_for_engines_that_are_down(tmp_path: Path) -> None:

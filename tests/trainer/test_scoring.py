@@ -195,12 +195,12 @@ async def test_a_run_on_verls_rows_needs_no_reward_function(tmp_path: Path, enco
     assert record["reward/missing"] == 0.0
 
 
-async def test_a_data_set_of_images_is_refused_by_name(
+async def test_a_data_set_that_no_rule_scores_is_refused_by_name(
     make: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with scoring(None) as scorer:
-        assert await scorer.score([make("4", data_source="hiyouga/geometry3k")]) == []
-    assert "'hiyouga/geometry3k': its questions are images" in caplog.text
+        assert await scorer.score([make("4", data_source="llava_v1_5_mix")]) == []
+    assert "'llava_v1_5_mix': its answers are free text about images" in caplog.text
 
 
 async def test_a_score_that_is_missing_takes_its_trajectory_out_with_a_reason(

@@ -95,6 +95,9 @@ class RowSource(_Source):
     is none."""
     tool_key: str | None = None
     """Holds the list of tools (OpenAI's form), or its JSON text, for `task["tools"]`."""
+    image_key: str | None = Field(default=None, min_length=1)
+    """Holds the prompt's pictures, one for each `<image>` in it: paths, data URLs, bytes or objects
+    with `bytes` or `path`, as `datasets` stores images. null: a row with pictures is refused."""
     data_source: str | None = None
     """Name given to the reward; null takes each row's own `data_source`, else the data's name."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
@@ -219,6 +222,15 @@ class DataConfig(Section):
             raise ValueError(
                 f"sft.truncation is {self.sft.truncation!r}: a conversation that is trained as it "
                 "is is never cut; set filter_overlong_prompts, or shorten it yourself"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _conversations_are_text(self) -> DataConfig:
+        if self.sft is not None and self.sft.image_key is not None:
+            raise ValueError(
+                f"sft.image_key is {self.sft.image_key!r}: conversations with pictures are not "
+                "trained as they are; leave it out, or train on them by rollouts (data.train)"
             )
         return self
 

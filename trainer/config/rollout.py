@@ -13,7 +13,7 @@ from stepwell.trainer.config.calls import CallSampling
 from stepwell.trainer.config.environment import ENVIRONMENT, OpenEnvConfig
 from stepwell.trainer.config.harness import HARNESS, SETTLE_S, HarnessConfig
 
-_HEAVY = {"math", "deepscaler", "dapo", "code"}
+_HEAVY = {"math", "deepscaler", "dapo", "geo3k", "code"}
 """Built-ins that compute: with sympy, now and then seconds for one answer, or for ever; or by
 running the answer."""
 CODE = "code"

@@ -1,7 +1,7 @@
 """Rows as plain objects: which columns tasks are made of, and what JSON makes of their values.
 
-A row that is about an image, a video or a sound is refused, since a model would be trained on the
-text without it.
+A row that is about a video or a sound is refused, and one about an image that no `image_key` names,
+since a model would be trained on the text without it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ _PLACEHOLDER = re.compile("<(?:image|video|audio)>")
 _PARTS = frozenset({"image", "image_url", "input_image", "video", "audio", "input_audio"})
 
 
-def refuse_media(row: Mapping[str, Any], where: str) -> None:
+def refuse_media(row: Mapping[str, Any], where: str, image_key: str | None = None) -> None:
     """
     Raises:
-        DataError: the row holds an image, a video or a sound.
+        DataError: the row holds an image, a video or a sound in another column than `image_key`.
     """
     for name in MEDIA:
+        if image_key is not None and name == image_key.partition(".")[0]:
+            continue
         value = row.get(name)
         if value is not None and (not hasattr(value, "__len__") or len(value)):
             raise holds_media(where, name)
@@ -62,8 +64,9 @@ def refuse_placeholders(prompt: str | list[DataRow], key: str, where: str) -> No
 
 def holds_media(where: str, what: str) -> DataError:
     return DataError(
-        f"{where} has {what}; images, videos and sounds are not trained yet, and its text is not "
-        "without them: leave such rows out (a column that is none of these: rename it)"
+        f"{where} has {what}; videos and sounds are not trained, and images where "
+        "image_key names their column: set it, or leave such rows out (a column that is none of "
+        "these: rename it)"
     )
 
 
@@ -85,6 +88,8 @@ class Columns:
     def __init__(self, config: TableConfig) -> None:
         self._lists = [key for key in (config.prompt_key, config.tool_key) if key is not None]
         keys = (*self._lists, config.label_key, config.metadata_key, "instance_id", "data_source")
+        self.image = None if config.image_key is None else config.image_key.partition(".")[0]
+        """Column of the pictures, which JSON cannot have."""
         self._wanted = {part for key in keys if key for part in (key, key.partition(".")[0])}
 
     def __contains__(self, name: str) -> bool:
@@ -94,6 +99,8 @@ class Columns:
         """The row as JSON has it; of other columns the names alone, which a message may tell."""
         known = {k: v if k in self else None for k, v in stored.items()}
         row: DataRow = json.loads(json.dumps(known, default=_plain))
+        if self.image is not None and self.image in stored:
+            row[self.image] = stored[self.image]
         # A table gives every message and tool the fields of all; null is how it says "has none".
         for key in self._lists:
             if isinstance(value := lookup(row, key), list):

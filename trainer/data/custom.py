@@ -43,6 +43,7 @@ class CustomRows:
         self._cls = config.cls
         self._prompt_key = config.prompt_key
         self._returned = config.returned_prompt_key
+        self._image_key = config.image_key
         self._columns = Columns(config)
         made, longest = _find(config.cls), config.max_prompt_tokens
         given = {
@@ -94,7 +95,7 @@ class CustomRows:
             raise DataError(
                 f"{self.where(index)} is a {type(stored).__name__}; __getitem__ returns a dict"
             )
-        refuse_media(stored, self.where(index))
+        refuse_media(stored, self.where(index), self._image_key)
         return self._columns.read({**stored, self._prompt_key: self._prompt(stored, index)})
 
     def _prompt(self, row: Mapping[str, Any], index: int) -> Any:

@@ -15,7 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stepwell.backends.errors import PictureError
+from stepwell.backends.pictures import PictureProcessor, no_pictures
 from stepwell.trainer.config import Truncation
+from stepwell.trainer.data.images import picture_bytes
 from stepwell.trainer.errors import DataError
 
 
@@ -45,6 +48,8 @@ class PromptMeter:
 
     def __init__(self, path: Path, template_args: Mapping[str, Any]) -> None:
         self._tokenizer = load_tokenizer(path, "max_prompt_tokens")
+        self._pictures = PictureProcessor.of(path)
+        self._no_pictures = no_pictures(path)
         self._template_args = dict(template_args)
 
     def count(self, tasks: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -53,7 +58,24 @@ class PromptMeter:
         Raises:
             DataError: the chat template, or the tokenizer, refuses one.
         """
-        return self.count_texts([self.render(task) for task in tasks])
+        lengths = self.count_texts([self.render(task) for task in tasks])
+        return [n + self._of_pictures(task) for n, task in zip(lengths, tasks, strict=True)]
+
+    def _of_pictures(self, task: Mapping[str, Any]) -> int:
+        """Tokens of the task's pictures, but for the one placeholder each in the text."""
+        n = 0
+        for message in task.get("messages") or ():
+            content = message.get("content")
+            for part in content if isinstance(content, list) else ():
+                if not (isinstance(part, dict) and part.get("type") == "image_url"):
+                    continue
+                if self._pictures is None:
+                    raise DataError(f"the prompt has a picture, but {self._no_pictures}")
+                try:
+                    n += self._pictures.n_tokens(picture_bytes(part)) - 1
+                except PictureError as e:
+                    raise DataError(str(e)) from e
+        return n
 
     def count_texts(self, texts: Sequence[str]) -> list[int]:
         """Tokens of each text as it stands.
@@ -110,6 +132,15 @@ class PromptMeter:
             ) from e
         return [(int(a), int(b)) for a, b in encoded["offset_mapping"]]
 
+    def _content(self, content: Any) -> Any:
+        """As the gateway gives it to the template: parts where there are pictures."""
+        if not isinstance(content, list):
+            return content or ""
+        kinds = [p.get("type") for p in content if isinstance(p, dict)]
+        if self._pictures is None or "image_url" not in kinds:
+            return _text(content)
+        return [{"type": "image"} if p.get("type") == "image_url" else p for p in content]
+
     def render(self, task: Mapping[str, Any]) -> str:
         """The prompt's text; a question without a chat template is itself.
 
@@ -121,7 +152,7 @@ class PromptMeter:
         messages = task.get("messages") or [{"role": "user", "content": task["question"]}]
         try:
             text = self._tokenizer.apply_chat_template(
-                [{**m, "content": _text(m.get("content"))} for m in messages],
+                [{**m, "content": self._content(m.get("content"))} for m in messages],
                 tools=task.get("tools"),
                 tokenize=False,
                 add_generation_prompt=True,

@@ -72,6 +72,11 @@ class Table:
         part, at = self._place(index)
         return part.rows.where(at)
 
+    def folder(self, index: int) -> Path | None:
+        """Folder of the row's file, if it is one."""
+        rows = self._place(index)[0].rows
+        return rows.folder if isinstance(rows, JsonlFile) else None
+
     def _place(self, index: int) -> tuple[TablePart, int]:
         part = bisect_right(self._starts, index) - 1
         return self._parts[part], index - self._starts[part]
@@ -183,6 +188,7 @@ class JsonlFile:
 
     def __init__(self, file: DataFile) -> None:
         self._shown = file.shown
+        self.folder = file.path.parent
         self._lines = array("Q")
         """Three numbers per row: its line's number, and the bytes at which the line begins and
         ends."""
@@ -240,12 +246,19 @@ class ArrowRows:
     def __init__(self, config: TableConfig, name: str, dataset: Any) -> None:
         self._name = name
         self._columns = Columns(config)
-        columns = [c for c in dataset.column_names if c in self._columns]
-        self._others = dict.fromkeys(c for c in dataset.column_names if c not in self._columns)
+        image = self._columns.image
+        if image in dataset.column_names:
+            dataset = dataset.cast_column(image, _undecoded(dataset.features[image]))
+        columns = [c for c in dataset.column_names if c in self._columns or c == image]
+        self._others = dict.fromkeys(c for c in dataset.column_names if c not in columns)
         """Read by nobody; a message may name them."""
         self._rows = dataset.select_columns(columns) if columns else dataset
         for column in dataset.column_names:
-            if column in MEDIA and (row := _first_held(dataset, column)) is not None:
+            if (
+                column != image
+                and column in MEDIA
+                and (row := _first_held(dataset, column)) is not None
+            ):
                 raise holds_media(self.where(row), column)
 
     def __len__(self) -> int:
@@ -265,6 +278,19 @@ class ArrowRows:
 
     def number(self, index: int) -> int:
         return index
+
+
+def _undecoded(feature: Any) -> Any:
+    """Images as the bytes and paths that are stored."""
+    import datasets
+
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(decode=False)
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return type(feature)(_undecoded(feature.feature))
+    if isinstance(feature, dict):
+        return {name: _undecoded(inner) for name, inner in feature.items()}
+    return feature
 
 
 def _first_held(dataset: Any, column: str) -> int | None:

@@ -30,6 +30,7 @@ import numpy.typing as npt
 from stepwell.trainer.config import HarborSource, ReasoningGymSource, SourceConfig, TableConfig
 from stepwell.trainer.data.columns import lookup, refuse_media, refuse_placeholders
 from stepwell.trainer.data.harbor import HarborTasks
+from stepwell.trainer.data.images import with_pictures
 from stepwell.trainer.data.prompt_length import PromptMeter
 from stepwell.trainer.data.tables import Table, describe, open_table
 from stepwell.trainer.errors import DataError
@@ -42,12 +43,36 @@ Task: TypeAlias = dict[str, Any]
 prompt was cut. What the agent gets, and the reward as its `extra_info`."""
 
 
+PICTURE = "(a picture)"
+
+
 class TaskSet(Protocol):
     """A data set by index; `__iter__` gives every task in order."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Task: ...
     def __iter__(self) -> Iterator[Task]: ...
+
+
+def without_pictures(task: Mapping[str, Any]) -> dict[str, Any]:
+    """The task as the pool has it: with `PICTURE` in place of each picture."""
+    messages = task.get("messages")
+    if not messages:
+        return dict(task)
+
+    def named(part: Any) -> Any:
+        is_picture = isinstance(part, dict) and part.get("type") == "image_url"
+        return {**part, "image_url": {"url": PICTURE}} if is_picture else part
+
+    return {
+        **task,
+        "messages": [
+            {**m, "content": [named(p) for p in m["content"]]}
+            if isinstance(m.get("content"), list)
+            else m
+            for m in messages
+        ],
+    }
 
 
 def open_tasks(config: SourceConfig, tokenizer_path: Path | None = None) -> TaskSet:
@@ -257,8 +282,12 @@ class _RowTasks:
                 f"{where}: {config.prompt_key} is {prompt!r:.80}; it is the question (a string) or "
                 f"a list of messages (prompt_key names it; it has {', '.join(row)})"
             )
-        refuse_media(row, where)
-        refuse_placeholders(prompt, config.prompt_key, where)
+        refuse_media(row, where, config.image_key)
+        if config.image_key is not None:
+            folder = self._table.folder(index)
+            prompt = with_pictures(prompt, lookup(row, config.image_key), folder, where)
+        else:
+            refuse_placeholders(prompt, config.prompt_key, where)
         if config.label_key is not None and lookup(row, config.label_key, _MISSING) is _MISSING:
             raise DataError(
                 f"{where} has no {config.label_key}; name the answer's key in label_key, or set it "

@@ -1,12 +1,15 @@
 """Memory that engines lend to the trainer on the GPUs that they share (`engine.release_memory`).
 
     generating ──lend: pause(abort), release──► the trainer computes ──take_back──► generating
-         ▲   the gateway keeps what was cut and resumes it              resume, continue  │
-         └────────────────────────────────────────────────────────────────────────────────┘
+         ▲   the gateway keeps what was cut and resumes it │            resume, continue  │
+         │             take_back_weights: resume(weights) ─► a publication ─► complete:   │
+         └──────────────────────────────────────────────────  resume(kv_cache), continue ─┘
 
 A lend holds the weight store's lock: a publication needs engines that have their memory, whoever
 publishes, and an engine that restarts loads its weights when the GPU is free. Weights come back as
-they were lent, so that nothing is sampled from garbage should the publication after it fail.
+they were lent, so that nothing is sampled from garbage should the publication after it fail. A
+publication that is due takes them back first: the cache's memory is free while it loads. One that
+the publication leaves paused stays paused, with all its memory.
 
 An engine that cannot be reached has no memory to lend: its supervisor brings it back. Should it
 come back while the trainer computes, the two share the GPU for that long. So they do if an engine
@@ -35,6 +38,9 @@ from stepwell.backends.weights import StoreLock
 
 log = logging.getLogger(__name__)
 
+WEIGHTS = ("weights",)
+REST = ("kv_cache", "cuda_graph")
+"""SGLang's names of the memory that an engine lends."""
 GAP_S = 0.1
 """Seconds between two lends, in which whoever waits for the store's lock gets it."""
 
@@ -51,6 +57,8 @@ class EngineMemory:
         self._engines = list(engines)
         self._lock = lock
         self._lent: list[Engine] | None = None
+        self._has_weights = False
+        """Engines of `_lent` have their weights, and not their caches."""
         self._held = AsyncExitStack()
         """Holds the lock while memory is lent."""
         self._returned = -GAP_S
@@ -79,14 +87,48 @@ class EngineMemory:
             await self.take_back()
             raise
 
-    async def take_back(self) -> None:
-        """Returns once the engines have their memory and generate. Idempotent."""
+    @property
+    def is_lent(self) -> bool:
+        return self._lent is not None
+
+    @property
+    def has_weights(self) -> bool:
+        """Engines can load weights, and whoever holds the lock for the lend may publish."""
+        return self._lent is not None and self._has_weights
+
+    async def take_back_weights(self) -> None:
+        """Returns once the engines have the memory of their weights; they stay paused."""
+        if self._lent is None or self._has_weights:
+            return
+        have = await asyncio.gather(*(self._resume(e, WEIGHTS) for e in self._lent))
+        self._lent = [engine for engine, has in zip(self._lent, have, strict=True) if has]
+        self._has_weights = True
+
+    async def complete(self, engine: Engine) -> None:
+        """Give an engine that is to go on the rest of its memory. No-op if it has it.
+
+        Raises:
+            EngineError: it does not take it.
+        """
+        if self._lent is not None and self._has_weights and engine in self._lent:
+            self._lent.remove(engine)
+            await engine.resume_memory(REST)
+
+    async def take_back(self, *, published: bool = False) -> None:
+        """Returns once the engines have their memory and generate. Idempotent.
+
+        Args:
+            published: a publication has continued those that may go on.
+        """
         if self._lent is None:
             return
+        tags = REST if self._has_weights else ()
         try:
-            await asyncio.gather(*(self._resume(engine) for engine in self._lent))
+            await asyncio.gather(
+                *(self._resume(e, tags, continues=not published) for e in self._lent)
+            )
         finally:
-            self._lent = None
+            self._lent, self._has_weights = None, False
             await self._held.aclose()
             self._returned = time.monotonic()
 
@@ -117,9 +159,14 @@ class EngineMemory:
         with suppress(EngineError):  # it has ended: its supervisor starts it
             await engine.continue_()
 
-    async def _resume(self, engine: Engine) -> None:
+    async def _resume(
+        self, engine: Engine, tags: Sequence[str], *, continues: bool = False
+    ) -> bool:
         try:
-            await engine.resume_memory()
-            await engine.continue_()
+            await engine.resume_memory(tags)
+            if continues:
+                await engine.continue_()
         except EngineError as e:  # a refusal, too: a new process has nothing to take back
             log.warning("%s does not take its memory back: %s", engine.url, e)
+            return False
+        return True

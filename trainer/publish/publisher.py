@@ -39,6 +39,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from stepwell.backends.config import PublishMode
 from stepwell.backends.engines.api import Engine
@@ -155,8 +156,8 @@ class Publisher:
             yield
         finally:
             self._is_running = False
+            await self.memory.take_back()  # who stops within a batch has it still
             if self._canary is not None:  # engines outlive an attached trainer: all of one version
-                await self.memory.take_back()
                 await self.judge()
             await self._transport.close()
             for task in (following, self._trial):
@@ -220,12 +221,44 @@ class Publisher:
         current = self._store.current()
         return current is not None and current.version not in self._progress.published
 
-    async def stepped(self) -> None:
-        """An optimizer step was taken: engines get their memory back, and the weights if due."""
+    async def stepped(self, *, is_last: bool = True) -> None:
+        """An optimizer step was taken: engines get the weights if they are due, and their memory
+        then or when the batch ends.
+
+        Args:
+            is_last: engines are needed before the next step, whatever is due.
+        """
+        due = self._progress.updates % self._async.trigger_parameter_sync_step == 0
+        if not (due or is_last) or (due and await self._publish_into_lent()):
+            return
         await self.return_memory()
-        if self._progress.updates % self._async.trigger_parameter_sync_step == 0:
+        if due:
             with self._phases("publish"):
                 await self.publish()
+
+    async def _publish_into_lent(self) -> bool:
+        """Publish while the engines lend all but their weights' memory; False: it is not lent, or
+        somebody needs engines that generate, or the store's lock, which the lend holds."""
+        if not self.memory.is_lent or self._guard or self._async.has_windows or self._pins:
+            return False
+        async with self._lock:
+            if self._publication is not None and not self._publication.done():
+                return False
+            if self.is_superseded:
+                return False
+            await self._wait_ended()  # raises what failed
+            with self._phases("hand_over"):
+                await self._compute(self._updater.backend.free_cache)
+                await self.memory.take_back_weights()
+            with self._phases("publish"):
+                try:
+                    await self._publish_next()
+                finally:
+                    if self._publication is not None:
+                        await asyncio.wait({self._publication})
+                    await self.memory.take_back(published=True)
+                await self._wait_ended()
+        return True
 
     async def left_out(self) -> None:
         """A batch was not trained: what waits for a publication goes on under the same weights."""
@@ -393,17 +426,22 @@ class Publisher:
         if not engines:
             self._store.commit(version, path, adapter=self._transport.adapter)
             return Publication(version, seconds=0.0)
-        return await publish(
-            engines,
-            path,
-            version,
-            self._mode,
-            store=self._store,
-            transport=self._transport,
-            canary=canary,
-            seen=self._seen(),
-            patience_s=0.0 if canary else self._patience_s,
-        )
+        how: dict[str, Any] = {
+            "store": self._store,
+            "transport": self._transport,
+            "canary": canary,
+            "seen": self._seen(),
+        }
+        if self.memory.has_weights:
+            lent: dict[str, Any] = {"locked": True, "complete": self.memory.complete}
+            try:
+                return await publish(engines, path, version, self._mode, **how, **lent)
+            except WeightUpdateError as e:
+                log.warning("version %d is published again: %s", version, e)
+            # Without the lock, which a supervisor needs to bring an engine back.
+            await self.memory.take_back(published=True)
+        patience_s = 0.0 if canary else self._patience_s
+        return await publish(engines, path, version, self._mode, **how, patience_s=patience_s)
 
     def _seen(self) -> int:
         """The committed version.

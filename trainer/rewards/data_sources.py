@@ -20,6 +20,7 @@ _SETS = {
     "dapo": "math_dapo math math_dapo_reasoning",
     "math": "numina_aops_forum numina_synthetic_math numina_amc_aime numina_synthetic_amc "
     "numina_cn_k12 numina_olympiads",
+    "geo3k": "hiyouga/geometry3k",
     "code": "codecontests apps codeforces taco mbpp google-research-datasets/mbpp "
     "evalplus/mbppplus humaneval openai_humaneval openai/openai_humaneval evalplus/humanevalplus",
     "search_r1": "searchR1_nq searchR1_triviaqa searchR1_popqa searchR1_hotpotqa "
@@ -27,8 +28,10 @@ _SETS = {
 }
 USUAL = {name: function for function, names in _SETS.items() for name in names.split()}
 """The built-in by data source; those that begin with `aime` are scored by `dapo`."""
-_IMAGES = "its questions are images, which Stepwell does not read; leave these tasks out"
-REFUSED = {"hiyouga/geometry3k": _IMAGES, "llava_v1_5_mix": _IMAGES}
+REFUSED = {
+    "llava_v1_5_mix": "its answers are free text about images; name a judge in "
+    "rollout.reward.function",
+}
 
 
 def usual_reward(data_source: str, rm_type: Any = None) -> str:

@@ -32,6 +32,7 @@ BUILT_IN = {
     "deepscaler": f"{_HERE}maths:deepscaler",
     "exact_match": f"{_HERE}text:exact_match",
     "f1": f"{_HERE}text:f1",
+    "geo3k": f"{_HERE}maths:geo3k",
     "gpqa": f"{_HERE}text:gpqa",
     "gsm8k": f"{_HERE}text:gsm8k",
     "llm_judge": f"{_HERE}judge:LLMJudge",

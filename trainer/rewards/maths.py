@@ -68,6 +68,22 @@ def deepscaler(
     return float(boxed is not None and _any_equal(f"\\boxed{{{boxed}}}", truths))
 
 
+def geo3k(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """0.9 for the right answer in a \\boxed{}, and 0.1 for `<think>…</think>` with a box behind it:
+    the rule of EasyR1 and verl for geometry3k. Equality is math-verify's."""
+    boxed = last_boxed(solution_str)
+    truths = _truths(ground_truth, data_source)
+    right = boxed is not None and _any_equal(f"\\boxed{{{boxed}}}", truths)
+    formed = bool(re.fullmatch(r"<think>.*</think>.*\\boxed\{.*\}.*", solution_str, re.DOTALL))
+    return {"score": 0.9 * right + 0.1 * formed, "acc": right, "pred": boxed}
+
+
 def dapo(
     data_source: str,
     solution_str: str,

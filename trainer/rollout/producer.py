@@ -35,6 +35,7 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import GREEDY, SFT, TRAIN
 from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.data import PromptSource, Task, slug
+from stepwell.trainer.data.tasks import without_pictures
 from stepwell.trainer.errors import DataExhaustedError, RolloutError
 from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.ledger import Ledger
@@ -358,8 +359,9 @@ class Producer(GroupProducer):
                 self._pace.lost(prompt_uid)
 
     async def _start(self, prompt_uid: str, task: Task, n: int, min_n: int, channel: str) -> None:
-        # A conversation is in its own steps.
-        about = {k: task[k] for k in ("instance_id", "data_source")} if channel == SFT else task
+        about = without_pictures(task) if "messages" in task else task
+        if channel == SFT:  # a conversation is in its own steps
+            about = {k: task[k] for k in ("instance_id", "data_source")}
         await self._pool.open_group(
             prompt_uid,
             n,

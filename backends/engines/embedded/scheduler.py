@@ -23,7 +23,7 @@ version whose weights did not compute its KV. Only `in_place` mixes, and its spa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -161,16 +161,21 @@ class Scheduler:
         self.runner.offload()
         self.released = True
 
-    def take_back(self) -> None:
+    def take_back(self, tags: Sequence[str] = ()) -> None:
         """End `release`, with the weights as they were.
+
+        Args:
+            tags: SGLang's names: with `weights` the model is loaded again, and nothing generated
+                until the rest (`kv_cache`) is taken back. Empty: all.
 
         Raises:
             InvalidRequestError: it was not released; a real SGLang dies.
         """
         if not self.released:
             raise InvalidRequestError("its memory has not been released")
-        self.runner.reload()
-        self.released = False
+        if not tags or "weights" in tags:
+            self.runner.reload()
+        self.released = bool(tags) and "kv_cache" not in tags
 
     def update_weights(self, path: str, version: str | None) -> None:
         """Load new weights; `version` None keeps the present version's name.

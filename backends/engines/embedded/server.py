@@ -67,6 +67,10 @@ class AbortBody(BaseModel):
     abort_all: bool = False
 
 
+class ResumeBody(BaseModel):
+    tags: list[str] | None = None
+
+
 def answer(content: Any, status: int = 200) -> Response:
     """A JSON body."""
     return Response(orjson.dumps(content), status_code=status, media_type="application/json")
@@ -354,8 +358,8 @@ def create_app(
         return answer(None)
 
     @app.post("/resume_memory_occupation")
-    async def take_back() -> Response:
-        await loop.call(Scheduler.take_back)
+    async def take_back(body: ResumeBody) -> Response:
+        await loop.call(lambda s: s.take_back(body.tags or ()))
         return answer(None)
 
     return app

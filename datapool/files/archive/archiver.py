@@ -51,6 +51,7 @@ from stepwell.datapool.remote.link import Caller, Link
 from stepwell.datapool.remote.stopped import StoppedPort
 from stepwell.datapool.remote.wire import Door
 from stepwell.datapool.selection import Marks
+from stepwell.datapool.store.picture_folder import PICTURES as STORE
 from stepwell.datapool.store.reading import rows_at_places
 from stepwell.datapool.store.segments import Row
 
@@ -115,8 +116,15 @@ class Archive:
         deletions = self.folder.deletions()
         written = {kind: _kept(table, deletions) for kind, table in tables.items()}
         files = {kind: parquet.file_bytes(table) for kind, table in written.items()}
-        if not self.folder.has_space(sum(map(len, files.values()))):
+        pictures = parquet.all_picture_keys(written[TRAJECTORIES])
+        source = Path(self.settings.journal) / STORE
+        n_bytes = sum(map(len, files.values())) + sum(_size(source / key) for key in pictures)
+        if not self.folder.has_space(n_bytes):
             raise NoSpaceError(str(self.folder.path))
+        if missing := self.folder.add_pictures(name, source, pictures):
+            logger.error(
+                "archive: %d pictures of %s are not in %s", len(missing), name.text, source
+            )
         for kind in (FEEDBACK, TRAJECTORIES):  # the second one says that all is there
             if kind in files:
                 self.folder.write(kind, name, files[kind])
@@ -168,16 +176,27 @@ class Archive:
                     table = parquet.read_table(path)
                     if gone := len(table) - len(kept := _kept(table, deletions)):
                         logger.warning("archive: %s still had %d deleted rows", path, gone)
-                        content = parquet.file_bytes(kept)
-                        self.folder.write(kind, name, content)
-                        self._add(kind, name, kept, content)
+                        self._put(kind, name, kept)
                     else:
+                        if kind == TRAJECTORIES:
+                            self.folder.keep_pictures(name, parquet.all_picture_keys(table))
                         self._add(kind, name, table, path.read_bytes())
                 except (DamagedFileError, OSError) as e:
                     told.append(str(e))
         for removed in known.keys() - there:
             self.catalogue.forget_file(*removed)
+        for text in self.folder.names_of_pictures(self.settings.shard):
+            if (TRAJECTORIES, text) not in there:  # of a file that was not written, or was removed
+                self.folder.keep_pictures(text, ())
         return told
+
+    def _put(self, kind: str, name: FileName, table: Any) -> None:
+        """Write a file in place of what it was, with fewer rows."""
+        content = parquet.file_bytes(table)
+        self.folder.write(kind, name, content)
+        if kind == TRAJECTORIES:  # before the catalogue says that the file is as it should be
+            self.folder.keep_pictures(name, parquet.all_picture_keys(table))
+        self._add(kind, name, table, content)
 
     def merge(self) -> None:
         """Make one file of neighbouring small ones."""
@@ -211,24 +230,39 @@ class Archive:
             content = parquet.file_bytes(table)
             if not self.folder.has_space(len(content)):
                 return
+            if kind == TRAJECTORIES:
+                for name in run:
+                    source = self.folder.pictures(name)
+                    keys = os.listdir(source) if source.is_dir() else ()
+                    self.folder.add_pictures(merged, source, keys)
             self.folder.write(kind, merged, content)
             self._add(kind, merged, table, content)
             for path in paths:
                 if path.name != merged.text:
                     self.catalogue.replace_file(kind, path.name, merged.text)
                     path.unlink()
+                    if kind == TRAJECTORIES:
+                        self.folder.keep_pictures(path.name, ())
 
     def trim(self, now: float) -> list[str]:
         """Remove the files that are too old, and the oldest of too many bytes; their names."""
         gone: list[str] = []
         known = sorted(self.catalogue.files().values(), key=lambda row: row["newest"])
-        total = sum(row["n_bytes"] for row in known)
+        beside = {
+            row["name"]: self.folder.picture_bytes(row["name"])
+            for row in known
+            if row["kind"] == TRAJECTORIES
+        }
+        total = sum(row["n_bytes"] for row in known) + sum(beside.values())
         for row in known[:-1]:  # the newest stays: its name says what is archived
             is_young = row["newest"] > now - self.settings.keep_s
             if is_young and total + self.catalogue.used_bytes() <= self.settings.max_bytes:
                 break
             total -= row["n_bytes"]
             self.folder.file(row["kind"], row["name"]).unlink(missing_ok=True)
+            if row["kind"] == TRAJECTORIES:
+                total -= beside[row["name"]]
+                self.folder.keep_pictures(row["name"], ())
             self.catalogue.forget_file(row["kind"], row["name"])
             gone.append(row["name"])
         return gone
@@ -281,10 +315,13 @@ class Archive:
 
     def _rewrite(self, kind: str, name: FileName, gone: Sequence[int]) -> None:
         path = self.folder.file(kind, name)
-        table = parquet.without(parquet.read_table(path), gone)
-        content = parquet.file_bytes(table)
-        self.folder.write(kind, name, content)
-        self._add(kind, name, table, content)
+        self._put(kind, name, parquet.without(parquet.read_table(path), gone))
+
+
+def _size(path: Path) -> int:
+    with suppress(OSError):
+        return path.stat().st_size
+    return 0
 
 
 def _kept(table: Any, deletions: Deletions) -> Any:

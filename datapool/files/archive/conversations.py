@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from stepwell.datapool import ops
@@ -26,6 +27,7 @@ from stepwell.datapool.core.log_rows import (
     StepsStored,
     read,
 )
+from stepwell.datapool.core.pictures import keys_of
 from stepwell.datapool.core.records import Closing
 from stepwell.datapool.selection import UNMARKED, Marks
 from stepwell.datapool.store.segments import Row
@@ -44,6 +46,8 @@ class TimedStep(NamedTuple):
     packed: PackedStep
     at: float
     """Pool clock, seconds."""
+    keys: Mapping[str, str] = MappingProxyType({})
+    """Key of each stored picture of its new tokens, by digest."""
 
 
 @dataclass(slots=True)
@@ -122,7 +126,8 @@ def conversations(channel: str, rows: Sequence[Row]) -> list[Conversation | Feed
 
 def _late_step(channel: str, row: Row, now: float, late: StepCameLate) -> Conversation:
     prompt = row.payload[: late.n_prompt_bytes] or None
-    step = TimedStep(PackedStep(prompt, row.payload[late.n_prompt_bytes :]), now)
+    packed = PackedStep(prompt, row.payload[late.n_prompt_bytes :])
+    step = TimedStep(packed, now, keys_of(late.pictures))
     return Conversation(
         channel,
         late.prompt_uid,
@@ -177,12 +182,13 @@ class _Group:
 
     def _add_steps(self, stored: StepsStored, payload: bytes, now: float) -> None:
         at = 0
-        for uid, prompt_row, n_bytes in stored.steps:
+        for position, (uid, prompt_row, n_bytes) in enumerate(stored.steps):
             prompt = None if prompt_row is None else self._prompts[prompt_row]
             packed = PackedStep(prompt, payload[at : at + n_bytes])
             at += n_bytes
             if not packed.is_hollow:
-                self._of(uid, now).steps.append(TimedStep(packed, now))
+                keys = keys_of(stored.pictures.get(position, ()))
+                self._of(uid, now).steps.append(TimedStep(packed, now, keys))
 
     def _change(self, record: Any, now: float) -> None:
         match record:

@@ -2,6 +2,7 @@
 
     trajectories/0-1f3a5b7c-000000000012-000000000980.parquet     shard, journal, first and last row
     feedback/     the same for rewards that came late
+    pictures/0-1f3a5b7c-000000000012-000000000980/KEY     of that file's rows, as the pool's
     catalogue-0.sqlite     of shard 0        lock-0     whoever writes files of shard 0 holds it
     deleted.jsonl          tombstones, a sealed line each
 
@@ -17,7 +18,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
@@ -25,9 +26,11 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 import orjson
 
 from stepwell.datapool.sealed import damaged, fsync, read_lines, sealed, write_durably
+from stepwell.datapool.store.picture_folder import read_picture
 
 TRAJECTORIES: Final = "trajectories"
 FEEDBACK: Final = "feedback"
+PICTURES: Final = "pictures"
 DELETED: Final = "deleted.jsonl"
 RESERVE_BYTES: Final = 512 << 20
 """Bytes that the archive leaves free on its disk: the journal needs them."""
@@ -55,6 +58,26 @@ class FileName(NamedTuple):
             return None
         shard, journal, first, last = match.groups()
         return cls(int(shard), journal, int(first), int(last))
+
+
+class PictureFiles(Mapping[str, bytes]):
+    """PNG of pictures beside files by digest, each read when it is asked for.
+
+    Args:
+        paths: their files, by digest.
+    """
+
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        self._paths = paths
+
+    def __getitem__(self, digest: str) -> bytes:
+        return read_picture(self._paths[digest])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
 
 
 class Tombstone(NamedTuple):
@@ -149,6 +172,59 @@ class ArchiveFolder:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
+    # -- pictures ----------------------------------------------------------------------------
+
+    def pictures(self, name: FileName | str) -> Path:
+        """The folder of the pictures of a file's rows."""
+        text = name if isinstance(name, str) else name.text
+        return self.path / PICTURES / text.removesuffix(".parquet")
+
+    def names_of_pictures(self, shard: int) -> list[str]:
+        """Names of the files of a shard that have pictures, whether they are there or not."""
+        folders = (self.path / PICTURES).glob(f"{shard}-*")
+        return [f"{folder.name}.parquet" for folder in folders]
+
+    def add_pictures(self, name: FileName, source: Path, keys: Iterable[str]) -> list[str]:
+        """Put pictures beside a file, durably, before it is written: linked where that can be, else
+        copied. Returns the keys of those that are not in `source`.
+
+        Raises:
+            OSError: one cannot be written.
+        """
+        folder = self.pictures(name)
+        missing = []
+        for key in keys:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if (target := folder / key).exists():
+                continue
+            try:
+                os.link(source / key, target)
+            except FileNotFoundError:
+                missing.append(key)
+                continue
+            except OSError:  # another disk
+                write_durably(target, (source / key).read_bytes(), private=True)
+            fsync(target)
+        if folder.is_dir():
+            fsync(folder)
+        return missing
+
+    def keep_pictures(self, name: FileName | str, keys: Collection[str]) -> None:
+        """Remove the pictures beside a file that its rows do not name."""
+        folder = self.pictures(name)
+        if not folder.is_dir():
+            return
+        for picture in list(folder.iterdir()):
+            if picture.name not in keys:
+                picture.unlink(missing_ok=True)
+        if not keys:
+            folder.rmdir()
+
+    def picture_bytes(self, name: FileName | str) -> int:
+        """Bytes of the pictures beside a file."""
+        folder = self.pictures(name)
+        return sum(_size(path) for path in folder.iterdir()) if folder.is_dir() else 0
+
     # -- bounds ------------------------------------------------------------------------------
 
     def n_bytes(self, shard: int | None = None) -> int:
@@ -156,6 +232,7 @@ class ArchiveFolder:
         total = 0
         for kind in (TRAJECTORIES, FEEDBACK):
             total += sum(_size(self.file(kind, name)) for name in self.names(kind, shard))
+        total += sum(self.picture_bytes(name) for name in self.names(TRAJECTORIES, shard))
         for each in self.shards() if shard is None else [shard]:
             total += sum(_size(Path(f"{self.catalogue(each)}{end}")) for end in ("", "-wal"))
         return total

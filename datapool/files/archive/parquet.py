@@ -21,6 +21,7 @@ from typing import Any, Final
 import numpy as np
 import orjson
 import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
+import pyarrow.compute as pc  # type: ignore[import-untyped,unused-ignore]
 import pyarrow.parquet as pq  # type: ignore[import-untyped,unused-ignore]
 from xxhash import xxh3_128_hexdigest
 
@@ -65,7 +66,7 @@ _STEP = {
     "at": _TIME,  # when the pool stored it
     "messages": _TEXT,  # JSON: what was said since the step before, and the reply
     "metadata": _TEXT,  # JSON, without the messages
-    "more": _TEXT,  # JSON: version spans, multi-modal data, routed experts, pictures after the base
+    "more": _TEXT,  # JSON: spans, multi-modal data, routed experts, own pictures and their keys
 }
 TRAJECTORIES: Final = pa.schema(
     {
@@ -105,6 +106,8 @@ FEEDBACK: Final = pa.schema(
 )
 _PLAIN: Final = ("channel", "prompt_uid", "trajectory_uid", "attempt", "part", "state", "reason")
 _PLAIN_TOO: Final = ("left", "drop_reason", "outcome", "n_rollouts")
+_PICTURES: Final = 3
+"""Index in `more` of the pictures; their keys follow."""
 _DICTIONARY: Final = ["channel", "state", "reason", "left", "drop_reason", "data_source", "user"]
 
 
@@ -141,7 +144,7 @@ def trajectory_table(conversations: Sequence[Conversation]) -> Any:
         messages: list[Any] = []
         n_response, versions = 0, []
         before = n_tokens
-        for packed, at in each.steps:
+        for packed, at, keys in each.steps:
             header, own, known = packed.header, packed.tokens, packed.log_probs
             prompt = packed.prompt
             if prompt is not None:
@@ -152,7 +155,9 @@ def trajectory_table(conversations: Sequence[Conversation]) -> Any:
             if known is not None:
                 log_probs.append(known)
                 n_log_probs += len(known) // 4
-            metadata, *more = packed.extra
+            metadata, *more = extra = packed.extra
+            if own_pictures := pictures_of(extra):
+                more.append([keys.get(picture.digest) for picture in own_pictures])
             said = metadata.pop(MESSAGES, None) if isinstance(metadata, dict) else None
             if isinstance(said, list):
                 messages += said
@@ -422,6 +427,24 @@ def _step(
         pictures=pictures,
     )
     return without_tokens(step) if is_text else step
+
+
+def picture_keys(row: Mapping[str, Any]) -> dict[str, str]:
+    """Key of each stored picture of a row's steps, by digest."""
+    found: dict[str, str] = {}
+    for step in row["steps"]:
+        if step["more"] is not None and (more := loads(step["more"]))[_PICTURES:]:
+            pictures, keys = more[_PICTURES:]
+            named = zip(pictures, keys, strict=True)
+            found |= {picture[0]: key for picture, key in named if key is not None}
+    return found
+
+
+def all_picture_keys(table: Any) -> set[str]:
+    """Keys of all stored pictures of a table's rows."""
+    more = pc.list_flatten(table["steps"]).combine_chunks().field("more")
+    rows = [{"steps": [{"more": text}]} for text in more.drop_null().to_pylist()]
+    return {key for row in rows for key in picture_keys(row).values()}
 
 
 def without(table: Any, gone: Iterable[int]) -> Any:

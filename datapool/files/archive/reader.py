@@ -35,10 +35,12 @@ from stepwell.datapool.files.archive.folder import (
     ArchiveFolder,
     FileName,
     Kind,
+    PictureFiles,
     tombstone,
 )
 from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.questions import DepartedRows
+from stepwell.datapool.store.picture_folder import read_picture
 from stepwell.datapool.store.segments import Row
 from stepwell.datapool.types import MAX_INT
 
@@ -442,7 +444,13 @@ class ArchiveReader:
         last = rows[-1]["attempt"] if all(row["part"] == 0 for row in rows) else None
         chosen = [row for row in rows if last in (None, row["attempt"])]
         chosen.sort(key=lambda row: row["part"])
-        return parquet.exported([self._row(uid, row) for row in chosen])
+        found = [self._row(uid, row) for row in chosen]
+        paths = {
+            digest: self.folder.pictures(row["file"]) / key
+            for row in found
+            for digest, key in parquet.picture_keys(row).items()
+        }
+        return replace(parquet.exported(found), pictures=PictureFiles(paths))
 
     def _row(self, uid: str, row: dict[str, Any]) -> dict[str, Any]:
         from stepwell.datapool.files.archive import parquet
@@ -452,7 +460,7 @@ class ArchiveReader:
             try:
                 found = parquet.read_row(path, row["row_group"], row["row"])
                 if found["trajectory_uid"] == uid:
-                    return found
+                    return found | {"file": row["file"]}
             except (FileNotFoundError, IndexError):
                 pass
             # The archiver merged or rewrote the file since: look the place up again.
@@ -540,12 +548,19 @@ class ArchiveReader:
         try:
             data = path.read_bytes()
             parquet.check_bytes(path, data)
-            parquet.read_table(path)
+            table = parquet.read_table(path)
         except FileNotFoundError:
             return []  # it was merged meanwhile
         except (DamagedFileError, OSError) as e:
             return [str(e)]
-        return []
+        told: list[str] = []
+        for key in parquet.all_picture_keys(table) if kind == TRAJECTORIES else ():
+            try:
+                read_picture(self.folder.pictures(name) / key)
+            except DamagedFileError as e:
+                if path.exists():  # else it was merged meanwhile
+                    told.append(str(e))
+        return told
 
 
 def _query(catalogue: Catalogue, sql: str, values: Sequence[Any]) -> list[dict[str, Any]]:

@@ -99,16 +99,22 @@ function Tree({ shown, index, path }) {
 function plain(content) {
   if (content === null || content === undefined) return "";
   if (typeof content === "string") return content;
-  if (Array.isArray(content)) return content.map((part) => part?.text ?? plain(part)).join("\n");
+  if (Array.isArray(content)) return content.filter((part) => !part?.digest).map((part) => part?.text ?? plain(part)).join("\n");
   return JSON.stringify(content, null, 2);
 }
 
-/** @param {{ message: Row, sought: string }} props */
-const Message = ({ message, sought }) => html`
+/** The pictures of a message, or of a turn's prompt. @param {{ parts: any, of: Params }} props */
+const Pictures = ({ parts, of }) => (Array.isArray(parts) ? parts : []).filter((part) => part?.digest).map((part) => html`
+  <img class="picture" loading="lazy" width=${part.width} height=${part.height} alt=${`Picture of ${part.width} × ${part.height} pixels, ${part.n_tokens} tokens`}
+    src=${`/ui/api/picture?${new URLSearchParams({ channel: String(of.channel), trajectory_uid: String(of.uid), digest: part.digest })}`} />`);
+
+/** @param {{ message: Row, sought: string, of: Params }} props */
+const Message = ({ message, sought, of }) => html`
   <article class=${`message ${["user", "assistant", "tool", "system"].includes(message.role) ? message.role : "other"}`}>
     <h3>${message.role}${message.name ? ` · ${message.name}` : ""}</h3>
     ${message.reasoning_content && html`<details open=${sought !== ""}><summary>reasoning</summary><div class="text"><${Found} text=${plain(message.reasoning_content)} sought=${sought} /></div></details>`}
     ${plain(message.content) && html`<div class="text"><${Found} text=${plain(message.content)} sought=${sought} /></div>`}
+    <${Pictures} parts=${message.content} of=${of} />
     ${(message.tool_calls ?? []).map((/** @type {Row} */ call) => html`<div class="call">
       <b>${call.function?.name ?? call.name ?? "call"}</b><pre class="text"><${Found} text=${plain(call.function?.arguments ?? call.arguments)} sought=${sought} /></pre></div>`)}
   </article>`;
@@ -116,6 +122,7 @@ const Message = ({ message, sought }) => html`
 /** @param {{ shown: Shown, path: number[], asked: Params }} props */
 function Conversation({ shown, path, asked }) {
   const [sought, seek] = useState("");
+  const of = { uid: shown.trajectory_uid, channel: shown.channel };
   const [later, setLater] = useState(/** @type {Record<number, Row[]>} */ ({}));
   const steps = shown.steps.filter((step) => path.includes(step.index));
   const corrections = shown.row?.marks.corrections ?? {};
@@ -132,8 +139,8 @@ function Conversation({ shown, path, asked }) {
       onInput=${(/** @type {any} */ e) => seek(e.target.value)} />`}>
     ${steps.map((step) => html`<section class="said" aria-label=${`Turn ${step.index}`}>
       <p class="rule"><span>turn ${step.index}</span></p>
-      ${(step.messages ?? later[step.index] ?? []).map((message) => html`<${Message} message=${message} sought=${sought} />`)}
-      ${correction(step) && html`<${Message} message=${{ role: "correction by a person", content: correction(step) }} sought=${sought} />`}
+      ${(step.messages ?? later[step.index] ?? []).map((message) => html`<${Message} message=${message} sought=${sought} of=${of} />`)}
+      ${correction(step) && html`<${Message} message=${{ role: "correction by a person", content: correction(step) }} sought=${sought} of=${of} />`}
     </section>`)}
     ${missing && html`<button class="more" onClick=${load}>Load more turns</button>`}
   <//>`;
@@ -176,6 +183,11 @@ function TokenView({ shown, index, asked }) {
   const drawn = useMemo(() => {
     if (!tokens) return [];
     const seen = [...new Set(tokens.versions.filter((v) => v !== null))];
+    /** Of a picture's placeholders the first one says what it is. @type {Map<number, string>} */
+    const placeholders = new Map();
+    for (const { width, height, at, n_tokens } of tokens.pictures) {
+      for (let i = 0; i < n_tokens; i++) placeholders.set(at + i - tokens.start, i ? "▫" : `▣ ${width} × ${height} `);
+    }
     return tokens.texts.map((text, i) => {
       const value = colour.of(tokens, i);
       const own = tokens.start + i >= tokens.n_prompt;
@@ -183,7 +195,7 @@ function TokenView({ shown, index, asked }) {
         : colour.categories ? `color-mix(in srgb, var(--series${seen.indexOf(value) % 4}) 35%, transparent)`
         : shade(value, colour.range ?? [0, 1]);
       return html`<span class=${own ? "token own" : "token"} data-i=${i} style=${{ background }}
-        title=${`${tokens.ids[i]}${value === null || value === undefined ? "" : ` · ${colour.text} ${number(value, 4)}`}`}>${visible(text)}</span>`;
+        title=${`${tokens.ids[i]}${value === null || value === undefined ? "" : ` · ${colour.text} ${number(value, 4)}`}`}>${placeholders.get(i) ?? visible(text)}</span>`;
     });
   }, [tokens, by]);
   const target = useRef(/** @type {HTMLElement | null} */ (null));

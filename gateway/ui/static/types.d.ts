@@ -53,6 +53,7 @@ interface Tokens {
   texts: string[];
   versions: (number | null)[];
   columns: Record<string, (number | null)[]>;
+  pictures: { digest: string; width: number; height: number; at: number; n_tokens: number }[];
 }
 
 interface Tick {

@@ -3,6 +3,8 @@ itself: `make test-vllm` names it."""
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,15 @@ import torch
 
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.api import GenerateRequest, Output, Sampling
+from stepwell.backends.engines.commands import interpreter
 from stepwell.backends.engines.kinds import connect
 from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import EngineError
 from stepwell.backends.weights import WeightStore, publish
+from stepwell.backends.weights.buckets import pack
+from stepwell.backends.weights.digest import read_tensors
 from tests.backends.engines.conftest import Reference, save_qwen3
+from tests.backends.engines.test_vllm import INIT_INFO
 from tests.builders import until
 
 PROMPT = list(range(40, 50))
@@ -87,3 +93,54 @@ async def test_it_is_published_to_killed_and_spoiled_and_comes_back_with_the_com
             await exact(engine, new, 5)
     finally:
         supervisor.stop()
+
+
+WIRE = """
+import json, sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+import torch
+from vllm.distributed.weight_transfer import nccl_common, nccl_engine, packed_tensor
+
+init, update, path = json.loads(sys.argv[1])
+nccl_common.NCCLWeightTransferInitInfo(**init)
+flats = list(torch.load(path))
+loaded = {}
+
+class Group:
+    def broadcast(self, tensor, src):
+        assert src == 0
+        tensor.copy_(flats.pop(0))
+
+# Its streams are a GPU's; what is cut and unpacked is not.
+packed_tensor._get_streams = lambda device, n: [SimpleNamespace(synchronize=lambda: None)] * n
+torch.cuda.stream = lambda stream: nullcontext()
+torch.accelerator.current_device_index = lambda: 0
+for one in update:
+    info = nccl_engine.NCCLWeightTransferUpdateInfo(**one)
+    described = zip(info.names, zip(info.shapes, (getattr(torch, d) for d in info.dtype_names)))
+    packed_tensor.packed_nccl_broadcast_consumer(
+        described, Group(), 0, loaded.update, init["packed_buffer_size_bytes"],
+        init["packed_num_buffers"], "cpu",
+    )
+torch.save({name: tensor.clone() for name, tensor in loaded.items()}, path)
+"""
+
+
+def test_its_own_reader_of_the_native_wire_takes_our_buckets(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Its dataclasses and its consumer, without the broadcast, which needs a GPU."""
+    weights = dict(read_tensors(folders[1]))
+    packed = list(pack(dict(weights), 10_000))
+    assert len(packed) > 3
+    update = [{"names": b.names, "dtype_names": b.dtypes, "shapes": b.shapes} for b, _ in packed]
+    path = tmp_path / "buckets"
+    torch.save([flat for _, flat in packed], path)
+    python = interpreter(EngineConfig(kind="vllm", model_path=folders[0]), "vllm", "install it")
+    told = json.dumps([INIT_INFO, update, str(path)])
+    subprocess.run([python, "-c", WIRE, told], check=True)
+    found = torch.load(path)
+    assert found.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(found[name], tensor), name

@@ -115,6 +115,23 @@ async def test_a_version_arrives_whole_and_its_checksum_is_held_against_the_chec
     await transport.close()
 
 
+async def test_every_transport_gives_an_engine_the_same_bytes(
+    client: EngineClient, model_dirs: Any, tmp_path: Path
+) -> None:
+    """By the engine's own hashes, of whatever layout it keeps weights in."""
+    store, found = WeightStore(tmp_path / "weights"), []
+    with_other_norm(model_dirs.base, tmp_path / "other")
+    for number, name in enumerate(TRANSPORTS):
+        transport = transport_of(name, weight_bucket_mb=1)
+        for version, source in ((1, tmp_path / "other"), (2, model_dirs.new)):
+            path = store.write(2 * number + version, lambda f, s=source: shutil.copytree(s, f))
+            await publish([client], path, store.number(path), store=store, transport=transport)
+        found.append(await client.weight_hashes())
+        await transport.close()
+    assert found[0]
+    assert all(hashes == found[0] for hashes in found)
+
+
 async def test_weights_go_in_buckets_through_one_group_that_lasts(
     client: EngineClient, model_dirs: Any, reference: Callable[..., Any], caplog: Any
 ) -> None:
@@ -336,13 +353,14 @@ async def test_handles_that_name_code_are_refused(embedded: EngineClient) -> Non
     assert await embedded.weight_version() == 0
 
 
-def test_tensors_in_shared_memory_are_read_as_they_were_written() -> None:
+def test_tensors_in_shared_memory_are_read_as_they_were_written(tmp_path: Path) -> None:
     weights = {"a": torch.randn(3, 4, dtype=torch.bfloat16), "b": torch.arange(5.0)}
+    save_file(weights, tmp_path / "model.safetensors")
     sender = Sender()
     sender.hold(weights, is_live=True)
-    sender.held_as("/v1")
+    sender.held_as(str(tmp_path))
     weights["b"].zero_()  # training goes on
-    (bucket,) = sender.plan("/v1", None)
+    (bucket,) = sender.plan(str(tmp_path), None)
     assert bucket == Bucket(("b", "a"), ("float32", "bfloat16"), ((5,), (3, 4)))
     found = read_shared(sender.share(0))
     assert torch.equal(found["a"], weights["a"])

@@ -457,7 +457,7 @@ async def test_the_gateway_samples_from_it_by_its_kind() -> None:
 
 
 def line(monkeypatch: pytest.MonkeyPatch, *, gpu: bool, **fields: Any) -> CommandLine:
-    monkeypatch.setattr("stepwell.backends.engines.vllm.has_gpu", lambda: gpu)
+    monkeypatch.setattr("stepwell.backends.engines.commands.has_gpu", lambda: gpu)
     settings = {"kind": "vllm", "model_path": "/models/base", "python": "/opt/bin/python"}
     config = EngineConfig.model_validate({**settings, **fields})
     return command_line(config, Launch(31000, "/run/weights/v7", "7"))

@@ -139,3 +139,23 @@ async def test_what_cannot_be_honoured_is_a_bad_request(world: Any) -> None:
         model="m", input="hi", tools=[{"type": "web_search"}]
     )
     assert raw.headers["x-stepwell-ignored"] == "tools[0]=web_search"
+
+
+async def test_a_conversation_goes_on_from_its_compaction(worlds: Any) -> None:
+    """As the SDK's own users do it: the output of `compact` is the input of the next response."""
+    world = await worlds("qwen3")
+    client = await world.client()
+    world.say("It is 3 lines long.")
+    said: Any = [{"role": "user", "content": "How long is it?"}]
+    compacted = await client.responses.compact(model="m", input=said)
+    assert [item.type for item in compacted.output] == ["message", "compaction"]
+    assert compacted.object == "response.compaction"
+    world.say("3.")
+    items: Any = [item.model_dump(exclude_none=True, warnings=False) for item in compacted.output]
+    last: Any = {"role": "user", "content": "Say it."}
+    response = await client.responses.create(model="m", input=[*items, last])
+    assert response.output_text == "3."
+    prompt = world.tokenizer.decode(world.stored()[-1].prompt_ids.tolist())
+    assert "How long is it?" in prompt
+    assert "It is 3 lines long." in prompt
+    world.check_exact()

@@ -259,8 +259,7 @@ def test_every_usual_reward_is_there() -> None:
 @pytest.mark.parametrize(
     ("config", "source", "message"),
     [
-        ({}, "hiyouga/geometry3k", "its questions are images"),
-        ({}, "llava_v1_5_mix", "its questions are images"),
+        ({}, "llava_v1_5_mix", "its answers are free text about images"),
         ({}, "mine", "name its function in rollout.reward.by_data_source"),
         ({"manager": "group", "by_data_source": {"a": "f1"}}, "math", "one sample at a time"),
     ],

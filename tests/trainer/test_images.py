@@ -1,0 +1,193 @@
+"""Pictures in rows: `image_key` and `<image>` make content parts, whatever form a picture is stored
+in; prompts are measured with them; what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from PIL import Image
+from pydantic import TypeAdapter
+
+from stepwell.backends.pictures import PictureProcessor
+from stepwell.trainer.config import DataConfig, SourceConfig
+from stepwell.trainer.data.images import picture_bytes
+from stepwell.trainer.data.source import PromptSource
+from stepwell.trainer.data.tasks import PICTURE, Task, without_pictures
+from stepwell.trainer.errors import DataError
+from stepwell.trainer.rewards.data_sources import usual_reward
+from stepwell.trainer.rewards.loading import load_reward
+from tests.vision_model import make_vision_model, png
+
+ROW: dict[str, Any] = {"prompt": "<image>Find x.", "answer": "3"}
+
+
+def source(path: Path, tokenizer_path: Path | None = None, **fields: Any) -> PromptSource:
+    config: SourceConfig = TypeAdapter(SourceConfig).validate_python(
+        {"path": str(path), "prompt_key": "prompt", "image_key": "images", **fields}
+    )
+    return PromptSource(config, tokenizer_path=tokenizer_path)
+
+
+def jsonl(folder: Path, *rows: dict[str, Any]) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def first(found: PromptSource) -> Task:
+    return found.all()[0]
+
+
+def url(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+@pytest.mark.parametrize("form", ["path", "absolute", "file", "url", "object", "alone"])
+def test_a_picture_of_a_jsonl_row_stands_where_its_placeholder_is(
+    tmp_path: Path, form: str
+) -> None:
+    data = png(60, 60)
+    (tmp_path / "a.png").write_bytes(data)
+    value: Any = {
+        "path": ["a.png"],
+        "absolute": [str(tmp_path / "a.png")],
+        "file": [f"file://{tmp_path / 'a.png'}"],
+        "url": [url(data)],
+        "object": [{"path": "a.png", "bytes": None}],
+        "alone": "a.png",
+    }[form]
+    row = {"prompt": "Look: <image> Find x.", "answer": "3", "images": value}
+    task = first(source(jsonl(tmp_path, row), kind="jsonl"))
+    assert task["messages"] == [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "Look: "},
+                {"type": "image_url", "image_url": {"url": url(data)}},
+                {"type": "text", "text": " Find x."},
+            ],
+        }
+    ]
+    assert "question" not in task
+
+
+def test_images_of_a_hugging_face_data_set_are_read_as_they_are_stored(tmp_path: Path) -> None:
+    features = datasets.Features(
+        {
+            "prompt": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
+            "images": datasets.List(datasets.Image()),
+            "answer": datasets.Value("string"),
+        }
+    )
+    pictures = [png(60, 60, 1), png(90, 60, 2)]
+    rows = {
+        "prompt": [[{"role": "user", "content": "<image><image>Which is longer?"}]],
+        "images": [[{"bytes": data, "path": None} for data in pictures]],
+        "answer": ["2"],
+    }
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "a.parquet"))
+    task = first(source(tmp_path / "a.parquet", kind="parquet"))
+    parts = task["messages"][0]["content"]
+    assert [picture_bytes(part) for part in parts[:2]] == pictures
+    assert parts[2:] == [{"type": "text", "text": "Which is longer?"}]
+
+
+def test_a_row_of_a_users_class_may_hold_pil_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pictured.py").write_text(
+        "from PIL import Image\n"
+        "class Rows:\n"
+        "    def __len__(self): return 1\n"
+        "    def __getitem__(self, i):\n"
+        "        image = Image.new('RGB', (60, 60), (9, 9, 9))\n"
+        "        return {'prompt': '<image>?', 'multi_modal_data': {'image': [image]}}\n"
+    )
+    found = source(
+        tmp_path,
+        kind="custom",
+        cls=f"{tmp_path / 'pictured.py'}:Rows",
+        image_key="multi_modal_data.image",
+        label_key=None,
+    )
+    part = first(found)["messages"][0]["content"][0]
+    assert Image.open(io.BytesIO(picture_bytes(part))).size == (60, 60)
+
+
+def test_a_row_without_pictures_stays_a_question(tmp_path: Path) -> None:
+    task = first(
+        source(jsonl(tmp_path, {"prompt": "2 + 1?", "answer": "3", "images": []}), kind="jsonl")
+    )
+    assert task["question"] == "2 + 1?"
+
+
+@pytest.mark.parametrize(
+    ("images", "words"),
+    [
+        ([], r"has 0 pictures and 1 <image> in its prompt"),
+        (["a.png", "a.png"], r"has 2 pictures and 1 <image> in its prompt"),
+        (["none.png"], r"picture 0 is 'none.png', which cannot be read"),
+        (["https://x.y/a.png"], r"addresses are not read"),
+        (["rows.jsonl"], r"picture 0 is no PNG"),
+        ([7], r"picture 0 is 7; it is a path"),
+    ],
+)
+def test_pictures_that_do_not_fit_are_refused_by_row(
+    images: list[Any], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    with pytest.raises(DataError, match=rf"rows.jsonl:1.*{words}"):
+        source(jsonl(tmp_path, {**ROW, "images": images}), kind="jsonl")
+
+
+def test_prompts_are_measured_with_their_pictures(tmp_path: Path) -> None:
+    model = make_vision_model(tmp_path / "model")
+    processor = PictureProcessor.of(model)
+    assert processor is not None
+    small, large = png(56, 56), png(280, 280)
+    rows = [
+        {**ROW, "instance_id": name, "images": [url(data)]}
+        for name, data in (("small", small), ("large", large))
+    ]
+    limit = 70
+    found = source(jsonl(tmp_path, *rows), model, kind="jsonl", max_prompt_tokens=limit)
+    assert [task["instance_id"] for task in found.all()] == ["small"]
+    for data in (small, large, png(100, 37)):
+        assert processor.n_tokens(data) == processor.canonical(data).n_tokens
+
+
+def test_the_pool_holds_no_bytes_of_a_tasks_pictures(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    task = first(source(jsonl(tmp_path, {**ROW, "images": ["a.png"]}), kind="jsonl"))
+    told = without_pictures(task)
+    assert told["messages"][0]["content"][0]["image_url"] == {"url": PICTURE}
+    assert "base64" not in json.dumps(told)
+    assert picture_bytes(task["messages"][0]["content"][0]) == png()
+
+
+def test_conversations_with_pictures_are_refused_before_a_run() -> None:
+    with pytest.raises(ValueError, match=r"sft.image_key is 'images'"):
+        DataConfig.model_validate(
+            {"sft": {"kind": "jsonl", "path": "a.jsonl", "image_key": "images"}}
+        )
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (r"<think>So.</think>It is \boxed{3}", 1.0),
+        (r"It is \boxed{3}", 0.9),
+        (r"<think>So.</think>It is \boxed{4}", 0.1),
+        ("3", 0.0),
+    ],
+)
+def test_geometry3k_pays_for_answer_and_form(answer: str, expected: float) -> None:
+    name = usual_reward("hiyouga/geometry3k")
+    result: Any = load_reward(name)("hiyouga/geometry3k", answer, "3", {})
+    assert result["score"] == pytest.approx(expected)
