@@ -118,6 +118,11 @@ class RequestPictures:
         start, end = self._spans[name]
         return self._body[start:end]
 
+    def json(self, digest: str) -> orjson.Fragment:
+        """A picture that the body brings, as the JSON string that stands there."""
+        name = self.name_of(digest)
+        return orjson.Fragment(b"null" if name is None else b'"%b"' % self.source(name))
+
     def name_of(self, digest: str) -> str | None:
         """The name of a picture that the body brings; None: it brings none of this digest."""
         for name, known in self.known.items():

@@ -637,6 +637,46 @@ async def test_previous_responses_bring_their_pictures(vision: World) -> None:
     assert len(vision.stored()[1].pictures) == 1
 
 
+async def test_a_compaction_reads_pictures_and_gives_the_users_back(vision: World) -> None:
+    """Screenshots, which tools took, are in the summary alone."""
+    vision.say("A chart, and a screen.")
+    shot = {"type": "computer_screenshot", "image_url": data_url(png(seed=1))}
+    said: list[Any] = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "Look."},
+                {"type": "input_image", "image_url": data_url(png()), "detail": "auto"},
+            ],
+        },
+        {"type": "computer_call", "call_id": "c", "action": {"type": "screenshot"}},
+        {"type": "computer_call_output", "call_id": "c", "output": shot},
+    ]
+    async with aiohttp.ClientSession() as http:
+        compact = f"{vision.url}/v1/responses/compact"
+        async with http.post(compact, json={"model": "m", "input": said}) as answer:
+            assert answer.status == 200, await answer.text()
+            output = (await answer.json())["output"]
+    assert output[0]["content"] == said[0]["content"]
+    assert [item["type"] for item in output] == ["message", "compaction"]
+    assert len(vision.stored()[0].pictures) == 2
+    client = await vision.client()
+    await client.responses.create(model="m", input=output)
+    assert len(vision.stored()[1].pictures) == 1
+    check_exact(vision, n_branches=2)
+
+
+async def test_a_compaction_by_id_needs_the_pictures_themselves(vision: World) -> None:
+    client = await vision.client()
+    content: Any = [{"type": "input_image", "image_url": data_url(png()), "detail": "auto"}]
+    first = await client.responses.create(model="m", input=[{"role": "user", "content": content}])
+    async with aiohttp.ClientSession() as http:
+        body = {"model": "m", "previous_response_id": first.id}
+        async with http.post(f"{vision.url}/v1/responses/compact", json=body) as answer:
+            assert answer.status == 400
+            assert "send the conversation as input" in (await answer.json())["error"]["message"]
+
+
 async def test_white_box_agents_send_pictures_in_messages_alone(vision: World) -> None:
     async with aiohttp.ClientSession() as http:
         body: Any = {"messages": [{"role": "user", "content": shown(png())}], "max_tokens": 8}
