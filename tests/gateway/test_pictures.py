@@ -22,6 +22,7 @@ from PIL import Image
 
 from stepwell.backends.pictures import digest_of
 from stepwell.datapool.pictures import shadow_ids
+from tests.builders import until
 from tests.gateway.conftest import Sampled, World
 from tests.vision_model import make_vision_model, png
 
@@ -405,6 +406,62 @@ async def test_a_body_brings_so_many_pictures_and_no_more(worlds: Any, vision_fo
     with pytest.raises(Exception, match="brings 3 pictures, and may bring 2") as refused:
         await client.chat.completions.create(model="m", messages=messages)
     assert refused.value.status_code == 413  # type: ignore[attr-defined]
+
+
+async def test_pictures_beyond_the_models_context_are_not_even_decoded(vision: World) -> None:
+    """What they would take in memory is bounded by what the model can be shown."""
+    sizes = vision.gateway.pictures.processor.max_pixels**0.5
+    picture = Image.new("RGB", (int(sizes), int(sizes)))
+    many = []
+    for i in range(100):
+        picture.putpixel((0, 0), (i, 0, 0))
+        many.append(saved(picture, "PNG"))
+    n_each = vision.gateway.pictures.processor.n_tokens(many[0])
+    for engine in vision.engines:  # type: ignore[attr-defined]
+        engine.context_length = 4 * n_each
+    client = await vision.client()
+    messages: Any = [{"role": "user", "content": shown(*many)}]
+    with pytest.raises(BadRequestError, match="maximum context length") as refused:
+        await client.chat.completions.create(model="m", messages=messages)
+    assert refused.value.code == "context_length_exceeded"
+    assert vision.gateway.pictures.n_decoded <= 6
+
+
+async def test_a_request_with_many_pictures_does_not_hold_up_one_with_a_picture(
+    vision: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[bytes] = []
+    reader = vision.gateway.pictures
+    canonical = type(reader.processor).canonical
+
+    def slow(processor: Any, data: bytes) -> Any:
+        time.sleep(0.005)
+        done.append(data)
+        return canonical(processor, data)
+
+    monkeypatch.setattr(type(reader.processor), "canonical", slow)
+    many = [png(seed=i) for i in range(1, 60)]
+
+    async def ask(uid: str, *pictures: bytes) -> None:
+        client = await vision.client(uid, uid)
+        messages: Any = [{"role": "user", "content": shown(*pictures)}]
+        await client.chat.completions.create(model="m", messages=messages)
+
+    first = asyncio.create_task(ask("many", *many))
+    await until(lambda: len(done) > 0)
+    await ask("one", png(seed=0))
+    assert done.index(png(seed=0)) < 50
+    await first
+    # Nor does one that has gone.
+    begun, gone = (
+        len(done),
+        asyncio.create_task(ask("gone", *(png(seed=i) for i in range(100, 150)))),
+    )
+    await until(lambda: len(done) > begun)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    await ask("next", png(seed=99))
+    assert len(done) < begun + 40
 
 
 async def test_a_body_with_pictures_may_be_longer_than_one_of_text(
