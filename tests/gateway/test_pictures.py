@@ -795,6 +795,30 @@ async def test_a_conversation_with_pictures_goes_on_at_another_gateway(
     assert vision.engine.requests[0]["image_data"] == other.engine.requests[0]["image_data"][:1]
 
 
+async def test_a_picture_that_the_pool_cannot_read_comes_from_the_body_or_is_the_pools_failure(
+    worlds: Any, vision: World, vision_folder: str
+) -> None:
+    other = await worlds(family=vision_folder, tokenizer_path=vision_folder, pool=vision.pool)
+    content: Any = [{"type": "input_image", "image_url": data_url(png()), "detail": "auto"}]
+    items: Any = [{"role": "user", "content": content}]
+    first = await (await vision.client()).responses.create(model="m", input=items)
+    said = [
+        *items,
+        *(item.to_dict() for item in first.output),
+        {"role": "user", "content": "Sure?"},
+    ]
+    store = vision.port._port.service._pool.pictures.store  # type: ignore[attr-defined]
+    for key in [*store.keys()]:
+        store.remove(key)
+    await (await other.client()).responses.create(model="m", input=said)
+    assert len(vision.stored()[1].pictures) == 1
+    client = await vision.client()
+    with pytest.raises(APIError) as failed:
+        await client.responses.create(model="m", input="Sure?", previous_response_id=first.id)
+    assert failed.value.status_code == 503  # type: ignore[attr-defined]
+    assert store.__class__.__name__ not in str(failed.value)
+
+
 @pytest.mark.parametrize("role", ["system", "assistant", "user"])
 async def test_the_text_of_a_placeholder_is_no_picture(vision: World, role: str) -> None:
     client = await vision.client()
