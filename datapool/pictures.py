@@ -6,7 +6,7 @@ run has the picture's own value::
 
     ids     7  9  151655  151655  151655  8        shadow   7  9  -5e18  -5e18  -5e18  8
 
-Owns the reference and the comparison. Does not own bytes (`store/picture_store.py`), nor what a
+Owns the reference and the comparison. Does not own bytes (`store/picture_folder.py`), nor what a
 picture is to a model (`backends/pictures.py`).
 """
 

@@ -68,7 +68,7 @@ from stepwell.gateway.errors import (
     from_pool,
 )
 from stepwell.gateway.limits import CallLimits
-from stepwell.gateway.pictures import Pictures
+from stepwell.gateway.pictures import PictureReader
 from stepwell.gateway.prompt import ChatRequest, Prompts
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.reader import ReplyFormat, ReplyText
@@ -110,7 +110,7 @@ class Calls:
     """Sampling by channel, over what agents ask for."""
     replicas: int
     """Gateways that may serve a trajectory."""
-    pictures: Pictures | None = None
+    pictures: PictureReader | None = None
     """None: the model takes none."""
     counts: Counter[str] = field(default_factory=Counter)
     branches: Counter[str] = field(default_factory=Counter)

@@ -130,7 +130,7 @@ class RequestPictures:
         return {name for name in self.known if NAME + name in text}
 
 
-class Pictures:
+class PictureReader:
     """Reads the pictures of a gateway's requests. Owned by the app's lifespan."""
 
     def __init__(self, processor: PictureProcessor, config: PicturesConfig) -> None:
@@ -143,7 +143,7 @@ class Pictures:
         self.n_decoded = 0
 
     @classmethod
-    def of(cls, folder: str | None, config: PicturesConfig) -> Pictures | None:
+    def of(cls, folder: str | None, config: PicturesConfig) -> PictureReader | None:
         """The pictures of the model in a folder; None: it takes none."""
         if folder is None or no_pictures(found := model_folder(folder)):
             return None

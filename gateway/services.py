@@ -28,7 +28,7 @@ from stepwell.gateway.engine import Sampler
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.known_bodies import KnownBodies
 from stepwell.gateway.limits import CallLimits
-from stepwell.gateway.pictures import Pictures
+from stepwell.gateway.pictures import PictureReader
 from stepwell.gateway.pool_access import PoolAccess
 from stepwell.gateway.prompt import Prompts
 from stepwell.gateway.replicas import Replicas
@@ -62,7 +62,7 @@ class Services:
         self.reward = config.function("reward_fn")
         self.threads = ThreadPoolExecutor(RENDER_THREADS, "gateway-render")
         self.archive_deletions = ArchiveDeletions(wiring.archive_dir)
-        self.pictures = Pictures.of(config.tokenizer_path, config.pictures)
+        self.pictures = PictureReader.of(config.tokenizer_path, config.pictures)
         """None: the served model takes none."""
         vision = None if self.pictures is None else self.pictures.processor
         self.access = AccessControl(

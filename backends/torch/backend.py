@@ -74,7 +74,7 @@ from stepwell.backends.torch.optimizer import (
 )
 from stepwell.backends.torch.shards import ShardWriter, read_shards, stored_tensors
 from stepwell.backends.torch.tree import is_enabled
-from stepwell.backends.torch.vision import Pictures, Tower, freeze_tower
+from stepwell.backends.torch.vision import BatchPictures, Tower, freeze_tower
 from stepwell.backends.weights.digest import read_tensors
 from stepwell.backends.weights.sender import Sender
 from stepwell.datapool.types import Step
@@ -85,7 +85,7 @@ class TorchBatch(TokenBatch):
     """A `TokenBatch` and the rows that its steps are computed in."""
 
     rows: tuple[TokenRow, ...] = ()
-    pictures: Pictures | None = None
+    pictures: BatchPictures | None = None
 
 
 class TorchBackend(TrainingBackend):
@@ -188,7 +188,7 @@ class TorchBackend(TrainingBackend):
             if has_vision or step.pictures:
                 self._check_pictures(step, pictures)
         batch.rows = tuple(build_rows(steps, self._config.rows))
-        batch.pictures = Pictures(pictures) if pictures else None
+        batch.pictures = BatchPictures(pictures) if pictures else None
         # Rows hold every token, most of them once.
         vocab = self._model.get_input_embeddings().num_embeddings
         if any(np.maximum.reduce(row.ids) >= vocab for row in batch.rows):

@@ -41,7 +41,7 @@ from stepwell.backends.rows import TokenRow
 from stepwell.backends.torch import tree
 from stepwell.backends.torch.chunked_head import chunk_tokens, chunked
 from stepwell.backends.torch.tree import Tree, is_enabled, pack
-from stepwell.backends.torch.vision import Pictures, Tower
+from stepwell.backends.torch.vision import BatchPictures, Tower
 
 NEVER = -1e30
 """Logit of a token that is never sampled: its probability is 0."""
@@ -107,7 +107,7 @@ class Inputs:
     rotary: Tensor | None = None
     """int64, [3, rows, width], on the device: positions where there are pictures."""
 
-    def model_kwargs(self, tower: Tower | None, pictures: Pictures | None) -> dict[str, Any]:
+    def model_kwargs(self, tower: Tower | None, pictures: BatchPictures | None) -> dict[str, Any]:
         """Arguments of the model's forward; `tower` and `pictures` where there are some."""
         kwargs: dict[str, Any] = {"use_cache": False}
         if self.rotary is not None and tower is not None and pictures is not None:
@@ -231,7 +231,7 @@ def forward(
     return log_probs, h, inputs.tokens
 
 
-def pictures_of(batch: TokenBatch) -> Pictures | None:
+def pictures_of(batch: TokenBatch) -> BatchPictures | None:
     """Pictures of a batch, if it has some."""
     return getattr(batch, "pictures", None)
 

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import TCPStore
 from stepwell.backends.base import LossFn, TokenBatch, TrainingBackend
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError, BackendError, BatchError, RankError
-from stepwell.backends.torch.vision import Pictures
+from stepwell.backends.torch.vision import BatchPictures
 from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.types import Step
 
@@ -73,7 +73,7 @@ class RankedBatch(TokenBatch):
     """A `TokenBatch` that the ranks know by its number."""
 
     number: int = 0
-    pictures: Pictures | None = None
+    pictures: BatchPictures | None = None
 
 
 class RankedBackend(TrainingBackend):
@@ -97,7 +97,7 @@ class RankedBackend(TrainingBackend):
         """`convert`; every rank gets all `pictures`."""
         flat = TokenBatch.of(steps)
         self._batches += 1
-        own = Pictures(dict(pictures)) if pictures else None
+        own = BatchPictures(dict(pictures)) if pictures else None
         batch = RankedBatch(flat.steps, flat.offsets, flat.columns, self._batches, own)
         self._send(batch)
         return batch

@@ -23,7 +23,7 @@ from stepwell.backends.pictures import PictureProcessor
 
 
 @dataclass(eq=False, slots=True)
-class Pictures:
+class BatchPictures:
     """Pictures of one batch."""
 
     pngs: Mapping[str, bytes] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Tower:
         self._dtype = dtype
 
     def embed(
-        self, ids: Tensor, places: Iterable[tuple[str, Tensor]], pictures: Pictures
+        self, ids: Tensor, places: Iterable[tuple[str, Tensor]], pictures: BatchPictures
     ) -> Tensor:
         """Inputs of the decoder, [rows, width, hidden].
 
@@ -62,7 +62,7 @@ class Tower:
         return flat.view_as(embeds)
 
     @torch.no_grad()
-    def _embedding(self, digest: str, pictures: Pictures) -> Tensor:
+    def _embedding(self, digest: str, pictures: BatchPictures) -> Tensor:
         key = (id(self), digest)
         if key not in pictures.embeddings:
             features = self.processor.features([pictures.pngs[digest]])

@@ -41,7 +41,7 @@ from stepwell.datapool.core.accounting import Counts, count_reason
 from stepwell.datapool.core.erasure import only_owner
 from stepwell.datapool.core.group_log import Departures, GroupLog
 from stepwell.datapool.core.orders import KeyedOrder, NextTick, ReadyQueue
-from stepwell.datapool.core.pictures import GRACE_S, Pictures, keys_of, references
+from stepwell.datapool.core.pictures import GRACE_S, PictureReferences, keys_of, references
 from stepwell.datapool.core.readiness import (
     RETENTION,
     TOO_FEW_ROLLOUTS,
@@ -111,7 +111,7 @@ class Channel:
         next_tick: NextTick,
         may_spill: bool,
         departures: Departures,
-        pictures: Pictures,
+        pictures: PictureReferences,
     ) -> None:
         self.name = name
         self.config = config

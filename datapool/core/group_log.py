@@ -38,7 +38,7 @@ from stepwell.datapool.core.log_rows import (
     StepsStored,
     read,
 )
-from stepwell.datapool.core.pictures import Pictures, keys_of
+from stepwell.datapool.core.pictures import PictureReferences, keys_of
 from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class RowLog:
         pictures: of the pool: what rows refer to.
     """
 
-    def __init__(self, channel: str, remembered: int, pictures: Pictures) -> None:
+    def __init__(self, channel: str, remembered: int, pictures: PictureReferences) -> None:
         self.pictures = pictures
         self.journal: Log | None = None
         """Log of the pool; None: nothing is written."""
@@ -229,7 +229,7 @@ class GroupLog(RowLog):
         remembered: int,
         may_spill: bool,
         departures: Departures,
-        pictures: Pictures,
+        pictures: PictureReferences,
     ) -> None:
         super().__init__(channel, remembered, pictures)
         self.may_spill = may_spill

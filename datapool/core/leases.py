@@ -21,7 +21,7 @@ from stepwell.datapool.core import log_rows as rows
 from stepwell.datapool.core.accounting import count_reason
 from stepwell.datapool.core.group_log import RowLog
 from stepwell.datapool.core.orders import KeyedOrder, NextTick
-from stepwell.datapool.core.pictures import Pictures
+from stepwell.datapool.core.pictures import PictureReferences
 from stepwell.datapool.core.records import Remembered
 
 
@@ -43,7 +43,7 @@ _state_decoder = decoder(_State)
 class LeaseBook:
     """All leases of a pool."""
 
-    def __init__(self, remembered: int, next_tick: NextTick, pictures: Pictures) -> None:
+    def __init__(self, remembered: int, next_tick: NextTick, pictures: PictureReferences) -> None:
         self.log = RowLog(rows.POOL, remembered, pictures)
         self._next_tick = next_tick
         self.expiries: KeyedOrder[str] = KeyedOrder()

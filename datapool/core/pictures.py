@@ -92,7 +92,7 @@ class _Held:
         self.channel, self.n_bytes, self.n_rows = channel, n_bytes, 0
 
 
-class Pictures:
+class PictureReferences:
     """Bytes and references of one pool."""
 
     def __init__(self) -> None:

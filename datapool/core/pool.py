@@ -34,7 +34,7 @@ from stepwell.datapool.core.leases import STATE as LEASES
 from stepwell.datapool.core.leases import LeaseBook
 from stepwell.datapool.core.log_rows import GroupReturned, LeaseRecord, Log
 from stepwell.datapool.core.orders import NextTick
-from stepwell.datapool.core.pictures import Pictures
+from stepwell.datapool.core.pictures import PictureReferences
 from stepwell.datapool.inspect.events import EventLog, Events
 from stepwell.datapool.inspect.listing import listed
 from stepwell.datapool.types import OWNER, TRAIN, VAL
@@ -76,7 +76,7 @@ class DataPool:
             c.overflow == "spill" for c in (self.config.default, *self.config.channels.values())
         )
         """True if `spill` is to be called when the log was flushed."""
-        self.pictures = Pictures()
+        self.pictures = PictureReferences()
         self.leases = LeaseBook(self.config.remembered_uids, self.next_tick, self.pictures)
         self._shut_down = self._changed = False
         for name in (TRAIN, VAL, *self.config.channels):

@@ -62,11 +62,8 @@ class OpenAICompact(Dialect):
         (reply,) = replies
         parsed, uid = exchange.parsed, exchange.uid
         *conversation, _ = parsed.call.messages[parsed.n_outside :]
-        users = [
-            message["content"]
-            for message in conversation
-            if message["role"] == "user" and not is_summary(message["content"])
-        ]
+        said = [_text(message["content"]) for message in conversation if message["role"] == "user"]
+        users = [text for text in said if not is_summary(text)]
         output: list[dict[str, Any]] = [
             {
                 "id": f"msg_{uid}{i:02x}",
@@ -96,3 +93,10 @@ class OpenAICompact(Dialect):
     def error(self, e: GatewayError) -> dict[str, Any]:
         """Return the error in the Responses dialect's words."""
         return self._responses.error(e)
+
+
+def _text(content: Any) -> str:
+    """A user's words; their pictures are in the summary, if anywhere."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if isinstance(part.get("text"), str))

@@ -180,7 +180,7 @@ async def _journey(base: Path, seconds: float, seed: int) -> BenchResult:
     result.figures["archivers_killed"] = len(archivers)
     result.zero(clients_failures=len(talkers.failures))
     if talkers.failures:
-        result.figures["failures"] = talkers.failures[:5]
+        result.figures["failures"] = [{"what": line} for line in talkers.failures[:5]]
     result.figures.update(
         optimizer_steps=total,
         optimizer_steps_at_the_kill=steps_at_the_kill,
@@ -252,7 +252,7 @@ async def _search(result: BenchResult, live: Path, talks: Sequence[Talk]) -> Non
     result.at_least("conversations_of_the_deleted_user", len(forgotten), 1)
     result.figures["conversations_found"] = [places]
     if lost or found:
-        result.figures["missing"] = [*lost, *found][:20]
+        result.figures["missing"] = [{"what": line} for line in [*lost, *found][:20]]
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
