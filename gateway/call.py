@@ -545,7 +545,7 @@ class Calls:
         return found
 
     async def _brought(self, request: ChatRequest, digests: Sequence[str]) -> dict[str, bytes]:
-        """Those of the pictures that the request's own body has."""
+        """Return the pictures that the request's own body has, by digest."""
         if request.sources is None or self.pictures is None:
             return {}
         return await self.pictures.pngs(request.sources, digests)

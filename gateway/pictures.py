@@ -50,7 +50,7 @@ is decoded in between, and a request that has gone leaves no queue behind."""
 LEAST_CHARS = 32
 """Characters of the shortest string that is looked at without `data:`; no picture is shorter."""
 NAME: Final = "picture:"
-"""What a name in the text begins with."""
+"""Prefix of a picture's name in the text."""
 _KEYS = re.compile(rb'"(?:url|image_url|data)"\s*:\s*"')
 """Keys of strings that may be pictures, in the four dialects. In a text they have backslashes."""
 _NAMES = re.compile(f"{NAME}([0-9a-f]{{64}})")
@@ -86,7 +86,7 @@ class RequestPictures:
         self.pngs: dict[str, bytes] = {}
         """Canonical pictures that this request was the first to bring, by digest."""
         self.ignored: list[str] = []
-        """What was left aside, as `Parsed.ignored` has it."""
+        """Names of options that were left aside, for `Parsed.ignored`."""
         self._body, self._spans, self._context = body, spans, context
 
     @property
@@ -228,7 +228,7 @@ class PictureReader:
         return text, pictures
 
     async def pngs(self, pictures: RequestPictures, digests: Sequence[str]) -> dict[str, bytes]:
-        """Those of the canonical pictures that the request brings, by digest."""
+        """Return the canonical pictures that the request brings, by digest."""
         found = {digest: pictures.pngs[digest] for digest in digests if digest in pictures.pngs}
         run = asyncio.get_running_loop().run_in_executor
         for digest in digests:

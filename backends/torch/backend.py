@@ -632,7 +632,7 @@ class TorchBackend(TrainingBackend):
         return policy
 
     def _reduce(self, rows: Sequence[TokenRow]) -> Literal["each", "last"]:
-        """When the ranks sum the gradients of an update on `rows`."""
+        """Choose the time at which ranks sum the gradients of an update on `rows`."""
         if self._ranks.size == 1:
             return "each"
         longest = max(row.n_inputs for row in rows)

@@ -106,7 +106,7 @@ class Critic:
 
     @property
     def saves_beside(self) -> bool:
-        """As `TrainingBackend.saves_beside`."""
+        """See `TrainingBackend.saves_beside`."""
         return self._model.saves_beside
 
     def save_state(self, folder: Path) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Critic:
         return {"model": self._model.save_state(folder), "updates": self._updates}
 
     def wait_saved(self) -> None:
-        """As `TrainingBackend.wait_saved`."""
+        """See `TrainingBackend.wait_saved`."""
         self._model.wait_saved()
 
     def load_state(self, folder: Path, state: Mapping[str, Any]) -> None:

@@ -334,7 +334,7 @@ class _Transaction:
         replica.before = await replica.engine.about()
 
     async def _prepare(self) -> None:
-        """What comes before the pause. A transport that fails goes on from disk; a replica that is
+        """Do the work before the pause. A transport that fails goes on from disk; a replica that is
         lost meanwhile is met at its pause."""
         await self._notify("prepare", "before")
         tasks = [

@@ -114,7 +114,7 @@ class PictureReferences:
         return hmac.digest(self.store.secret, named.encode(), "sha256").hex()[:32]
 
     def missing(self, keys: Iterable[str]) -> list[str]:
-        """Those of these keys whose picture is not here."""
+        """Return the keys whose picture is not here."""
         return [key for key in keys if not self.store.size(key)]
 
     def put(self, key: str, data: bytes, trajectory_uid: str, now: float) -> None:

@@ -99,7 +99,7 @@ class OpenAICompact(Dialect):
         return self._responses.writer(exchange)
 
     def error(self, e: GatewayError) -> dict[str, Any]:
-        """As the Responses dialect words it."""
+        """Return the error in the Responses dialect's words."""
         return self._responses.error(e)
 
 

@@ -1,4 +1,4 @@
-"""What four ranks wrote, two and one go on from: gloo, on this machine's CPU."""
+"""Two ranks and one go on from what four wrote: gloo, on this machine's CPU."""
 
 from __future__ import annotations
 

@@ -430,7 +430,7 @@ def test_the_decoder_alone_attends_by_the_tree(qwen2: Path) -> None:
 
 
 def test_verls_rows_have_four_rows_of_positions_and_the_pictures_inputs(qwen2: Path) -> None:
-    """What verl itself makes of them: `tests/backends/test_verl_images.py`."""
+    """`tests/backends/test_verl_images.py` has what verl itself makes of them."""
     album = Album(qwen2)
     steps = album.conversations()
     rows = VerlBackend(VerlConfig(model_path=qwen2)).rows(steps, pictures=album.pngs)

@@ -148,7 +148,7 @@ def test_parts_are_on_all_machines_and_each_lost_one_is_a_line_that_the_same_com
 
 
 def processes(machines: Machines, k: int) -> list[psutil.Process]:
-    """Those of Ray on machine `k`."""
+    """Processes of Ray on machine `k`."""
     ray = machines.machines[k].ray
     assert ray is not None
     return psutil.Process(ray.pid).children(recursive=True)

@@ -594,7 +594,7 @@ async def test_a_retry_with_pictures_gets_the_stored_reply(vision: World) -> Non
 
 
 async def test_a_picture_that_left_the_history_begins_a_branch(vision: World) -> None:
-    """What computer-use agents do with old screenshots: a documented cost, not a wrong prompt."""
+    """Computer-use agents drop old screenshots: a documented cost, not a wrong prompt."""
     client = await vision.client()
     messages: list[Any] = [{"role": "user", "content": shown("screen", png(seed=1))}]
     answer = await client.chat.completions.create(model="m", messages=messages)
