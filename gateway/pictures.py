@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 import hashlib
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -77,7 +78,7 @@ class KnownPicture(NamedTuple):
 class RequestPictures:
     """The pictures of one request, and their bytes for as long as it is in flight."""
 
-    def __init__(self, body: bytes, spans: Mapping[str, tuple[int, int]], context: int) -> None:
+    def __init__(self, body: bytes, spans: Mapping[str, tuple[int, int]], context: float) -> None:
         self.known: dict[str, KnownPicture | str] = {}
         """By name; a text is the reason why it is refused. Without those that were not decoded,
         since the ones before them fill the model's context."""
@@ -97,6 +98,11 @@ class RequestPictures:
     @property
     def fill_context(self) -> bool:
         return self.n_tokens >= self._context
+
+    @property
+    def is_shown(self) -> bool:
+        """False: a model is not shown them, so their bytes are not needed."""
+        return self._context < math.inf
 
     def add(self, name: str, known: KnownPicture | str) -> None:
         """Set what a picture turned out to be."""
@@ -120,7 +126,7 @@ class RequestPictures:
             name = source.removeprefix(NAME)
             found = self.known.get(name)
             if found is None and name in self._spans:
-                raise ContextLengthError.of(self.n_tokens, self._context, at_least=True)
+                raise ContextLengthError.of(self.n_tokens, int(self._context), at_least=True)
         if isinstance(found, KnownPicture):
             return found.part()
         if found is not None:
@@ -188,14 +194,15 @@ class PictureReader:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def take(
-        self, body: bytes, owner: str | None, context: int, left: Collection[str] = ()
+        self, body: bytes, owner: str | None, context: float, left: Collection[str] = ()
     ) -> tuple[bytes, RequestPictures]:
         """Take the pictures out of a body, and decode those that are not known, until they fill the
         model's context: a few kB of JPEG may be 40 MB as the model sees it.
 
         Args:
             owner: of the request's key; no other owner's pictures count as known.
-            context: tokens that fit.
+            context: tokens that fit; infinite: the pictures are only counted, and their bytes are
+                not held.
             left: names of what stays in the body.
 
         Raises:
@@ -251,7 +258,8 @@ class PictureReader:
             made = await asyncio.shield(under_way)
         except PictureError as e:
             return str(e)
-        pictures.pngs[made.digest] = made.png
+        if pictures.is_shown:
+            pictures.pngs[made.digest] = made.png
         known = KnownPicture(made.digest, made.width, made.height, made.n_tokens)
         self._known[key] = known
         return known

@@ -425,6 +425,23 @@ async def test_pictures_beyond_the_models_context_are_not_even_decoded(vision: W
         await client.chat.completions.create(model="m", messages=messages)
     assert refused.value.code == "context_length_exceeded"
     assert vision.gateway.pictures.n_decoded <= 6
+    # Counted is what would be sent, whatever fits.
+    blocks: Any = [
+        {
+            "type": "image",
+            "source": {
+                "type": "base64",
+                "media_type": "image/png",
+                "data": b64encode(picture).decode(),
+            },
+        }
+        for picture in many[:6]
+    ]
+    anthropic = AsyncAnthropic(base_url=vision.base_url(), api_key="none", max_retries=0)
+    async with anthropic:
+        said: Any = [{"role": "user", "content": blocks}]
+        count = await anthropic.messages.count_tokens(model="m", messages=said)
+    assert count.input_tokens > 6 * n_each
 
 
 async def test_a_request_with_many_pictures_does_not_hold_up_one_with_a_picture(
@@ -854,6 +871,11 @@ async def test_a_text_that_looks_like_a_picture_stays_a_text(vision: World) -> N
     )
     (step,) = vision.stored()
     assert len(step.pictures) == 2
+    async with aiohttp.ClientSession() as http:
+        body = {"messages": messages, "tools": [{"type": "function", "function": tool}]}
+        async with http.post(f"{vision.url}/generate", json=body) as answer:
+            sampled = await answer.json()
+    assert sampled["prompt_ids"] == step.prompt_ids.tolist()
 
 
 # -- engines ---------------------------------------------------------------------------------
