@@ -203,8 +203,9 @@ class ValueModel(TorchBackend):
     linear head in place of the LM head; it starts at 0, so V = 0 everywhere."""
 
     def _on_device(self, model: Any) -> Any:
-        values = _Values(model, self._device, self._tower_of(model), self._config.rows == "tree")
-        self._ranks.place(values, self._device, getattr(torch, self._config.dtype))
+        tower = self._tower_of(model)
+        values = _Values(model, self._device, tower, self._config.rows == "tree")
+        self._place(values, tower)
         return values
 
     def save_weights(self, path: str | Path) -> None:
