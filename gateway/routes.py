@@ -236,7 +236,7 @@ async def _without_pictures(
             loop = asyncio.get_running_loop()
             parsed.digest = await loop.run_in_executor(services.threads, body_digest, text)
         # A text that looks like a picture's is put back, and the rest read again.
-        found = pictures.named_in(_said(parsed.call)) if pictures.known else ()
+        found = pictures.named_in(_said(parsed.call)) if pictures.names else ()
         if not found:
             break
         texts.update(found)
@@ -258,7 +258,8 @@ async def take_pictures(
     """
     if services.pictures is None:
         raise RuntimeError("the served model takes no pictures")
-    text, pictures = await services.pictures.take(body, caller.owner, texts)
+    context = await services.engine.context_length()
+    text, pictures = await services.pictures.take(body, caller.owner, context, texts)
     await services.access.check_text(path, text)
     return text, pictures
 

@@ -79,6 +79,7 @@ class TinkerBackend(TrainingBackend):
     """
 
     options = TinkerOptions
+    is_remote = True
     returns_columns = True
 
     def __init__(self, config: TorchBackendConfig, model_path: str | Path) -> None:

@@ -150,7 +150,8 @@ async def publish(
         seen: committed version that the caller knows of, 0 for none; None: any may be replaced.
         locked: the caller holds the store's lock.
         patience_s: seconds that the first engine may take to come back.
-        complete: awaited before an engine goes on: it has lent memory that loading did not need.
+        complete: awaited before an engine goes on: all are paused, and have lent memory that
+            loading did not need.
         hook: awaited before, during (all replicas were just asked) and after each phase.
 
     Raises:
@@ -201,7 +202,8 @@ class _Transaction:
         continue_timeout_s: float,
         hook: Hook | None,
     ) -> None:
-        self.replicas = [_Replica(engine) for engine in engines]
+        # Who lent memory was paused for it, and goes on however this ends.
+        self.replicas = [_Replica(engine, paused=complete is not None) for engine in engines]
         self.update = Update(
             path, version, flush=mode != "in_place", drains=mode == "drain", canary=canary
         )
