@@ -102,7 +102,7 @@ def training(machines: Machines, run_dir: Path, engines: int, name: str) -> Iter
 
 def check_books(run_dir: Path) -> None:
     """Every optimizer step was trained once on a whole batch, and no group twice."""
-    books = audit(run_dir / "ledger.jsonl")
+    books = audit(run_dir / "checkpoints" / "ledger.jsonl")
     assert books.doubled == ()
     assert {*range(1, STEPS + 1)} == books.updates.keys()
     assert {*books.updates.values()} == {BATCH}
