@@ -18,7 +18,8 @@ each engine a batch whose steps take longer the more it holds.
 for each number of agents, of which no part is above 0.7.
 
 Checked: the same simulation with the costs and the engine of the gateway's bench gives its measured
-calls per second. Not simulated: the loss of parts, uneven agents, the network between machines.
+calls per second. Not simulated: the loss of parts, uneven agents, the network between machines,
+prefill that slows the decoding beside it.
 """
 
 from __future__ import annotations
