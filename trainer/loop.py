@@ -134,14 +134,15 @@ class Trainer:
         if self._saving is not None and self._saving.done():
             await self._saved()  # its error, if it has one, is this run's
         adopted = await self.publisher.adopt()
+        with self._phases("prepare"):
+            pictures = await self.batches.pictures(groups)
         if self._recorder is not None:
-            await self._compute(self._recorder.write, groups, self.progress)
+            await self._compute(self._recorder.write, groups, self.progress, pictures)
         if self._config.debug_rollout_only:
             yield await self._leave_out(groups)
             return
         await self.publisher.borrow_memory()
         with self._phases("prepare"):
-            pictures = await self.batches.pictures(groups)
             prepare = partial(self.updater.prepare, groups, pictures)
             prepared = await self._traced("prepare", prepare)
         before = self.progress.updates

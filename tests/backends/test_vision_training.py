@@ -25,9 +25,9 @@ from stepwell.backends.engines.embedded.vision import StoredPicture, Vision
 from stepwell.backends.errors import BatchError, UnsupportedByBackendError
 from stepwell.backends.pictures import CanonicalPicture, PictureProcessor
 from stepwell.backends.rows import RowForm
-from stepwell.backends.slime.backend import SlimeBackend
 from stepwell.backends.torch.backend import TorchBackend
 from stepwell.backends.torch.critic import Critic
+from stepwell.backends.trl.backend import TrlBackend
 from stepwell.backends.verl.backend import VerlBackend
 from stepwell.backends.weights.digest import checkpoint_hashes
 from stepwell.datapool.pictures import Picture
@@ -375,8 +375,8 @@ def test_steps_whose_pictures_do_not_fit_are_refused(qwen2: Path, tmp_path: Path
 
 
 def test_a_backend_that_trains_on_text_refuses_pictures_by_name() -> None:
-    with pytest.raises(UnsupportedByBackendError, match="SlimeBackend trains on text only"):
-        SlimeBackend.__new__(SlimeBackend).convert_with_pictures([], {})
+    with pytest.raises(UnsupportedByBackendError, match="TrlBackend trains on text only"):
+        TrlBackend.__new__(TrlBackend).convert_with_pictures([], {})
 
 
 # ── engine and trainer ────────────────────────────────────────────────────────────────────────────
