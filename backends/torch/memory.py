@@ -66,7 +66,8 @@ class ModelShape:
         text = {**config, **(config.get("text_config") or {})}
 
         def size(*names: str, default: int = 0) -> int:
-            return next((int(text[name]) for name in names if text.get(name)), default)
+            found = next((text[name] for name in names if text.get(name)), default)
+            return int(max(found) if isinstance(found, list) else found)  # one for each layer
 
         hidden, layers = size("hidden_size", "n_embd"), size("num_hidden_layers", "n_layer")
         heads = size("num_attention_heads", "n_head", default=1)

@@ -205,3 +205,8 @@ def test_geometry3k_pays_for_answer_and_form(answer: str, expected: float) -> No
     name = usual_reward("hiyouga/geometry3k")
     result: Any = load_reward(name)("hiyouga/geometry3k", answer, "3", {})
     assert result["score"] == pytest.approx(expected)
+
+
+def test_a_data_url_that_is_no_base64_is_an_error_of_the_data() -> None:
+    with pytest.raises(DataError, match="'data:image/png,abc' is no base64"):
+        picture_bytes({"image_url": {"url": "data:image/png,abc"}})
