@@ -255,7 +255,7 @@ def _activations(model: ModelShape, backend: TorchBackendConfig, compute: int) -
 def choose_reduce(
     last: MemoryEstimate, has: float, wanted: Literal["auto", "each", "last"]
 ) -> Literal["each", "last"]:
-    """How often gradients are summed over the ranks: once a step where `last` fits into 0.9 of the
+    """Choose how often ranks sum their gradients: once a step where `last` fits into 0.9 of the
     `has` bytes of a device, else once a micro-batch."""
     if wanted != "auto":
         return wanted
