@@ -83,7 +83,7 @@ class RequestPictures:
         """By name; a text is the reason why it is refused. Without those that were not decoded,
         since the ones before them fill the model's context."""
         self.n_tokens = 0
-        """Of the known ones, each once."""
+        """Tokens of the known pictures, each counted once."""
         self.pngs: dict[str, bytes] = {}
         """Canonical pictures that this request was the first to bring, by digest."""
         self.ignored: list[str] = []

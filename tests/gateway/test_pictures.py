@@ -409,7 +409,7 @@ async def test_a_body_brings_so_many_pictures_and_no_more(worlds: Any, vision_fo
 
 
 async def test_pictures_beyond_the_models_context_are_not_even_decoded(vision: World) -> None:
-    """What they would take in memory is bounded by what the model can be shown."""
+    """The memory they take is bounded by what the model can be shown."""
     sizes = vision.gateway.pictures.processor.max_pixels**0.5
     picture = Image.new("RGB", (int(sizes), int(sizes)))
     many = []
