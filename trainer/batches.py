@@ -240,6 +240,8 @@ class Batches:
         Raises:
             BatchError: they are too many bytes (`read_pictures`).
         """
+        if not any(step.pictures for group in groups for step in group.steps):
+            return {}
         keepers = {channel.name: channel.keeper for channel in self.channels}
         return await read_pictures((keepers[g.metadata.get(CHANNEL, TRAIN)], g) for g in groups)
 
