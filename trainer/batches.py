@@ -26,13 +26,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence, Set
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+    Set,
+)
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from stepwell.backends.errors import BatchError
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper, by_lease
 from stepwell.datapool.types import SFT, TRAIN, Group
@@ -40,7 +49,6 @@ from stepwell.trainer.config import AsyncTrainingConfig, TrainerConfig
 from stepwell.trainer.errors import StarvedError
 from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.metrics import Phases
-from stepwell.trainer.pictures import read_pictures
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.sampling import CHANNEL, GroupFilter, is_sft, sft_groups
 from stepwell.trainer.scoring import Scorer, why_lost
@@ -52,6 +60,9 @@ REPORT_S = 15.0
 """A trainer that waits for traffic says so this often."""
 IN_FLIGHT_S = 1.0
 """Wait for the answer to a request that the pool served before generation had no prompt left."""
+
+MAX_PICTURE_BYTES = 4 * 2**30
+"""Most bytes of PNGs that one batch holds in memory."""
 
 _Coming: TypeAlias = tuple[asyncio.Task[Sequence[Group] | None], asyncio.Task[list[Group]]]
 """A batch that is on its way: its lease, and the scored ones of its rollouts (none where there is
@@ -407,6 +418,24 @@ class Batches:
             f"trainer.starvation_timeout_s = {self._config.starvation_timeout_s:g} s\n"
             + _states(stats, self._filter.dropped)
         )
+
+
+async def read_pictures(leased: Iterable[tuple[LeaseKeeper, Group]]) -> dict[str, bytes]:
+    """Pictures that the steps of groups name, each read by the keeper of its lease; PNG by digest.
+
+    Raises:
+        BatchError: they are more than `MAX_PICTURE_BYTES`.
+    """
+    found: dict[str, bytes] = {}
+    for n, (keeper, group) in enumerate(leased, 1):
+        found |= await keeper.pictures(group)
+        if sum(map(len, found.values())) > MAX_PICTURE_BYTES:
+            raise BatchError(
+                f"the pictures of {n} groups of a batch have more than "
+                f"{MAX_PICTURE_BYTES:,} bytes; train on fewer prompts in a batch, or send "
+                "smaller pictures (max_pixels in the model's preprocessor_config.json)"
+            )
+    return found
 
 
 def _states(stats: Mapping[str, Any], filtered: Mapping[str, int]) -> str:

@@ -34,8 +34,8 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper, by_lease
 from stepwell.datapool.sealed import damaged, read_lines, sealed, write_durably
 from stepwell.datapool.types import Group
+from stepwell.trainer.batches import read_pictures
 from stepwell.trainer.errors import StarvedError
-from stepwell.trainer.pictures import read_pictures
 from stepwell.trainer.reclaim import TRAINED, settle_former
 
 log = logging.getLogger(__name__)
