@@ -327,7 +327,7 @@ def _refuse(config: TorchBackendConfig) -> None:
         if value != wanted:
             raise BackendConfigError(
                 f"backend.{name} is {value!r}, which is Tinker's own to choose; leave it out "
-                "(backend.options.rank is the rank of the adapters)"
+                "(the rank of the adapters is `rank` in backend.options)"
             )
 
 

@@ -43,6 +43,7 @@ from stepwell.cluster.placement import (
 from stepwell.cluster.ray import (
     connected,
     environment,
+    head_answers,
     ray_here,
     while_head_lives,
     while_nodes_live,
@@ -254,9 +255,11 @@ async def _stop(actors: Sequence[Any]) -> None:
             await asyncio.wait_for(actor.stop.remote(), timeout=STOP_S)
         except (ray.exceptions.RayError, TimeoutError) as e:
             log.warning("an actor did not stop in time and is killed: %s", e)
-        await asyncio.to_thread(ray.kill, actor)  # waits for the GCS
 
     await asyncio.gather(*map(stop, actors))
+    if await asyncio.to_thread(head_answers):  # `kill` would wait for it, and end nothing
+        for actor in actors:
+            ray.kill(actor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,6 +195,20 @@ async def while_head_lives() -> AsyncIterator[None]:
         raise ended from e
 
 
+def head_answers() -> bool:
+    """Return whether the GCS of this process's Ray answers; nothing can be killed without it."""
+    return _answers(ray.get_runtime_context().gcs_address)
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ASK_S).close()
+    except OSError:
+        return False
+    return True
+
+
 class _Head:
     """The Ray that this process has joined, as far as it can be seen from here."""
 
@@ -212,27 +226,19 @@ class _Head:
 
     def is_up(self) -> bool:
         """The raylet of this node runs, and the GCS answers."""
-        return self._has_raylet() and self._answers()
+        return self._has_raylet() and _answers(self.address)
 
     def lives(self) -> bool:
         """True if `is_up`, or the GCS may come back: Ray itself waits for it for a minute."""
         now = time.monotonic()
         if now - self._asked >= ASK_S:
             self._asked = now
-            if self._answers():
+            if _answers(self.address):
                 self._answered = now
         return self._has_raylet() and now - self._answered < HEAD_WAIT_S
 
     def _has_raylet(self) -> bool:
         return all(runs(raylet) for raylet in self._raylets)
-
-    def _answers(self) -> bool:
-        host, _, port = self.address.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=ASK_S).close()
-        except OSError:
-            return False
-        return True
 
 
 def _command(process: psutil.Process) -> list[str]:

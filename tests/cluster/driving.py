@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -132,7 +131,7 @@ class Serving:
 
         urls = wait_for(moved, 120)
         for url in urls:
-            assert wait_for(partial(self.replicas, url), 30) == urls
+            wait_for(lambda url=url: self.replicas(url) == urls or None, 60)
         wait_for(lambda: f"node {lost} has left the Ray" in self.output or None, 60)
         assert self.process.poll() is None
 
