@@ -131,6 +131,8 @@ class TrainingBackend(ABC):
 
     options: ClassVar[type[BaseModel]] = Section
     """The model of `backend.options`: fields with a type, a default and a docstring."""
+    is_remote: ClassVar[bool] = False
+    """The model is trained by a service, in no memory of these machines."""
     saves_beside: ClassVar[bool] = False
     """`save_state` returns long before the folder is whole: training goes on meanwhile."""
     returns_columns: ClassVar[bool] = False

@@ -237,9 +237,9 @@ class TorchBackendConfig(Section):
     """Processes that shard weights, gradients and optimizer state (FSDP2) and share the
     micro-batches: Ray actors with a GPU each."""
     reduce: Literal["auto", "each", "last"] = "auto"
-    """When ranks sum their gradients. `each`: after every micro-batch; `last`: once a step, which
-    keeps the whole gradient in float32 on every rank (16 GB of a 4B) and sends less; `auto`:
-    `last` where it fits (`backends/torch/memory.py`)."""
+    """Time at which ranks sum their gradients. `each`: after every micro-batch; `last`: once a
+    step, which keeps the whole gradient in float32 on every rank (16 GB of a 4B) and sends less;
+    `auto`: `last` where it fits (`backends/torch/memory.py`)."""
     num_threads: int | None = Field(default=None, ge=1)
     """torch's threads in this process; null leaves them as they are."""
     seed: int = Field(default=0, ge=0)

@@ -18,7 +18,8 @@ each engine a batch whose steps take longer the more it holds.
 for each number of agents, of which no part is above 0.7.
 
 Checked: the same simulation with the costs and the engine of the gateway's bench gives its measured
-calls per second. Not simulated: the loss of parts, uneven agents, the network between machines.
+calls per second. Not simulated: the loss of parts, uneven agents, the network between machines,
+prefill that slows the decoding beside it.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Costs:
     pool_s: float
     """CPU of a shard for one step, with its lease and ack."""
     journal_bytes: float
-    """Of one step in the journal."""
+    """Bytes of one step in the journal."""
     trajectory_bytes: float
     """Memory of a gateway for a live trajectory, for each token of it."""
 
@@ -199,7 +200,7 @@ BEFORE = 0.6
 
 @dataclass
 class Turn:
-    """Where an agent is in its trajectory."""
+    """Turn that an agent is at."""
 
     number: int = 0
     began: float = 0.0
@@ -217,7 +218,8 @@ def simulate(
     prefill_s: Callable[[int, int], float],
     seconds: tuple[float, float] = (WARM_S, MEASURED_S),
 ) -> tuple[Seen, dict[str, float]]:
-    """What agents see, and the utilisation of gateways, pool and engines (the fullest of each).
+    """Return what agents see, and the utilisation of gateways, pool and engines (of each the
+    fullest).
 
     Args:
         step_s: seconds of an engine's step, by the sequences in its batch.
@@ -410,7 +412,7 @@ GATEWAY_BYTES = 225e6
 ARCHIVED = 0.41
 """Bytes of the archive by those of the journal, measured at 958076d8 (docs/archive.md)."""
 ID_BYTES = 6.5
-"""Of one token id in a request to an engine: up to six digits and a comma."""
+"""Bytes of one token id in a request to an engine: up to six digits and a comma."""
 
 
 async def measure_pool(new_tokens: int, response: int, steps: int = 512) -> tuple[float, float]:

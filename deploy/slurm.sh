@@ -71,11 +71,12 @@ fi
 # Slurm's TERM, five minutes before the end, is for the driver: it saves a checkpoint and stops.
 "$venv/bin/stepwell" train "$@" cluster.address="$address" &
 driver="$!"
-trap 'kill -TERM "$driver"' TERM
+stopped=""
+trap 'stopped=1; kill -TERM "$driver" 2> /dev/null || true' TERM
 code=0
 wait "$driver" || code="$?"
-while kill -0 "$driver" 2> /dev/null; do # the trap ended the wait, not the driver
-    code=0
+while [[ -n "$stopped" ]]; do # the trap ended the wait, not the driver, whose code counts
+    stopped="" code=0
     wait "$driver" || code="$?"
 done
 exit "$code"

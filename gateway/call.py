@@ -31,7 +31,6 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -40,8 +39,10 @@ import numpy as np
 
 from stepwell.backends.engines.api import PromptPictures, Sampling
 from stepwell.datapool.errors import (
+    DamagedFileError,
     DataPoolError,
     InvalidStepError,
+    JournalError,
     TrajectoryClosedError,
     TrajectoryConflictError,
     UnknownPictureError,
@@ -515,16 +516,27 @@ class Calls:
 
         Raises:
             RequestError: nobody has one any more.
+            DataPoolError: the body has not all of them, and the pool cannot read its own.
         """
         parent, sources = request.parent, request.sources
         new = () if sources is None else sources.pngs
         stored = {} if parent is None else {p.digest: p for p in parent.stored_pictures()}
         found: dict[str, bytes] = {}
+        why: DataPoolError | None = None
         if asked := [digest for digest in digests if digest in stored and digest not in new]:
-            with suppress(*UNAVAILABLE, UnknownPictureError, TrajectoryClosedError):
+            try:
                 found = await trajectory.read_pictures(asked)
+            except (UnknownPictureError, TrajectoryClosedError):
+                pass  # it has them no more: the agent may
+            except UNAVAILABLE as e:
+                why = e
+            except DamagedFileError as e:
+                log.error("a stored picture cannot be read: %s", e)
+                why = JournalError(str(e))
         found |= await self._brought(request, [d for d in digests if d not in found])
         if gone := [digest for digest in digests if digest not in found]:
+            if why is not None:
+                raise why
             raise RequestError(
                 f"{len(gone)} pictures of earlier turns are not held here any more; send the whole "
                 "conversation with its pictures",
@@ -533,7 +545,7 @@ class Calls:
         return found
 
     async def _brought(self, request: ChatRequest, digests: Sequence[str]) -> dict[str, bytes]:
-        """Those of the pictures that the request's own body has."""
+        """Return the pictures that the request's own body has, by digest."""
         if request.sources is None or self.pictures is None:
             return {}
         return await self.pictures.pngs(request.sources, digests)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 import hashlib
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,19 +39,22 @@ from stepwell.backends.pictures import (
     no_pictures,
 )
 from stepwell.gateway.config import PicturesConfig
-from stepwell.gateway.errors import BodyTooLargeError, RequestError
+from stepwell.gateway.errors import BodyTooLargeError, ContextLengthError, RequestError
 from stepwell.gateway.tokens.folder import model_folder
 from stepwell.gateway.tokens.messages import Message
 
 KNOWN_PICTURES = 65_536
 """Pictures that are not decoded again; some 300 bytes each."""
 THREADS = 2
+"""Threads that decode, and pictures of one request that are there or wait for one: what others send
+is decoded in between, and a request that has gone leaves no queue behind."""
 LEAST_CHARS = 32
 """Characters of the shortest string that is looked at without `data:`; no picture is shorter."""
 NAME: Final = "picture:"
-"""What a name in the text begins with."""
+"""Prefix of a picture's name in the text."""
 _KEYS = re.compile(rb'"(?:url|image_url|data)"\s*:\s*"')
 """Keys of strings that may be pictures, in the four dialects. In a text they have backslashes."""
+_NAMES = re.compile(f"{NAME}([0-9a-f]{{64}})")
 _BASE64 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=-_\\"
 """Bytes of base64 in a JSON string: both alphabets, and escapes."""
 _SHOWN = 40
@@ -74,14 +78,37 @@ class KnownPicture(NamedTuple):
 class RequestPictures:
     """The pictures of one request, and their bytes for as long as it is in flight."""
 
-    def __init__(self, body: bytes, spans: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, body: bytes, spans: Mapping[str, tuple[int, int]], context: float) -> None:
         self.known: dict[str, KnownPicture | str] = {}
-        """By name; a text is the reason why it is refused."""
+        """By name; a text is the reason why it is refused. Without those that were not decoded,
+        since the ones before them fill the model's context."""
+        self.n_tokens = 0
+        """Tokens of the known pictures, each counted once."""
         self.pngs: dict[str, bytes] = {}
         """Canonical pictures that this request was the first to bring, by digest."""
         self.ignored: list[str] = []
-        """What was left aside, as `Parsed.ignored` has it."""
-        self._body, self._spans = body, spans
+        """Names of options that were left aside, for `Parsed.ignored`."""
+        self._body, self._spans, self._context = body, spans, context
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of all pictures of the body."""
+        return self._spans.keys()
+
+    @property
+    def fill_context(self) -> bool:
+        return self.n_tokens >= self._context
+
+    @property
+    def is_shown(self) -> bool:
+        """False: a model is not shown them, so their bytes are not needed."""
+        return self._context < math.inf
+
+    def add(self, name: str, known: KnownPicture | str) -> None:
+        """Set what a picture turned out to be."""
+        self.known[name] = known
+        if isinstance(known, KnownPicture):
+            self.n_tokens += known.n_tokens
 
     def part(self, source: Any, where: str) -> Message:
         """The part of a message that stands for a picture.
@@ -92,10 +119,14 @@ class RequestPictures:
 
         Raises:
             RequestError: it is no picture, or is refused.
+            ContextLengthError: those before it have more tokens than fit.
         """
         found = None
         if isinstance(source, str) and source.startswith(NAME):
-            found = self.known.get(source.removeprefix(NAME))
+            name = source.removeprefix(NAME)
+            found = self.known.get(name)
+            if found is None and name in self._spans:
+                raise ContextLengthError.of(self.n_tokens, int(self._context), at_least=True)
         if isinstance(found, KnownPicture):
             return found.part()
         if found is not None:
@@ -109,7 +140,7 @@ class RequestPictures:
 
     def without_bytes(self) -> RequestPictures:
         """The same names, for a text that is read again when the request is long over."""
-        pictures = RequestPictures(b"", {})
+        pictures = RequestPictures(b"", {}, self._context)
         pictures.known = self.known
         return pictures
 
@@ -117,6 +148,11 @@ class RequestPictures:
         """A picture as it stands in the body."""
         start, end = self._spans[name]
         return self._body[start:end]
+
+    def json(self, digest: str) -> orjson.Fragment:
+        """A picture that the body brings, as the JSON string that stands there."""
+        name = self.name_of(digest)
+        return orjson.Fragment(b"null" if name is None else b'"%b"' % self.source(name))
 
     def name_of(self, digest: str) -> str | None:
         """The name of a picture that the body brings; None: it brings none of this digest."""
@@ -127,7 +163,7 @@ class RequestPictures:
 
     def named_in(self, text: str) -> set[str]:
         """Names that stand in a text, where no picture can be."""
-        return {name for name in self.known if NAME + name in text}
+        return {name for name in _NAMES.findall(text) if name in self._spans}
 
 
 class PictureReader:
@@ -158,12 +194,15 @@ class PictureReader:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def take(
-        self, body: bytes, owner: str | None, left: Collection[str] = ()
+        self, body: bytes, owner: str | None, context: float, left: Collection[str] = ()
     ) -> tuple[bytes, RequestPictures]:
-        """Take the pictures out of a body, and decode those that are not known.
+        """Take the pictures out of a body, and decode those that are not known, until they fill the
+        model's context: a few kB of JPEG may be 40 MB as the model sees it.
 
         Args:
             owner: of the request's key; no other owner's pictures count as known.
+            context: tokens that fit; infinite: the pictures are only counted, and their bytes are
+                not held.
             left: names of what stays in the body.
 
         Raises:
@@ -177,20 +216,26 @@ class PictureReader:
                 "(gateway.pictures.max_count); send fewer",
                 None,
             )
-        pictures = RequestPictures(body, spans)
+        pictures = RequestPictures(body, spans, context)
         new = []
         for name in spans:
             if (known := self._known.get((owner or "", name))) is not None:
-                pictures.known[name] = known
+                pictures.add(name, known)
             else:
                 new.append(name)
-        read = (self._read(pictures, name, owner or "") for name in new)
-        for name, made in zip(new, await asyncio.gather(*read), strict=True):
-            pictures.known[name] = made
+        waiting = iter(new)
+
+        async def read() -> None:
+            for name in waiting:
+                if pictures.fill_context:
+                    return
+                pictures.add(name, await self._read(pictures, name, owner or ""))
+
+        await asyncio.gather(*(read() for _ in new[:THREADS]))
         return text, pictures
 
     async def pngs(self, pictures: RequestPictures, digests: Sequence[str]) -> dict[str, bytes]:
-        """Those of the canonical pictures that the request brings, by digest."""
+        """Return the canonical pictures that the request brings, by digest."""
         found = {digest: pictures.pngs[digest] for digest in digests if digest in pictures.pngs}
         run = asyncio.get_running_loop().run_in_executor
         for digest in digests:
@@ -213,7 +258,8 @@ class PictureReader:
             made = await asyncio.shield(under_way)
         except PictureError as e:
             return str(e)
-        pictures.pngs[made.digest] = made.png
+        if pictures.is_shown:
+            pictures.pngs[made.digest] = made.png
         known = KnownPicture(made.digest, made.width, made.height, made.n_tokens)
         self._known[key] = known
         return known

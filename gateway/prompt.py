@@ -123,7 +123,7 @@ class ChatRequest:
     pictures: tuple[Picture, ...] = field(default=(), init=False, repr=False)
     """All pictures of the prompt, in order."""
     new_pictures: tuple[Picture, ...] = field(default=(), init=False, repr=False)
-    """Those in `new_ids`."""
+    """Pictures in `new_ids`."""
     _keys: Keys | None = field(default=None, init=False, repr=False)
 
     @property

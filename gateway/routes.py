@@ -12,10 +12,11 @@ groups (`lifecycle.py`), wire formats (`dialects/`), paths and who may call (`en
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Annotated, Any
@@ -223,44 +224,55 @@ async def _without_pictures(
     Raises:
         GatewayError: as `serve`.
     """
-    principal, path = request.caller, request.scope["path"]
+
+    def parse(text: bytes, pictures: RequestPictures) -> Parsed:
+        parsed = None
+        if known_bodies.LEAST_BYTES <= len(text) <= BIG:
+            known = services.known_bodies
+            parsed = known.read(dialect, text, request.caller, request.url, pictures)
+        return parsed or dialect.parse(parse_object(text), request.caller, Known(pictures=pictures))
+
+    context = await services.engine.context_length()
+    path = request.scope["path"]
+    text, parsed = await parse_text(services, body, request.caller, path, context, parse)
+    if not parsed.digest:
+        loop = asyncio.get_running_loop()
+        parsed.digest = await loop.run_in_executor(services.threads, body_digest, text)
+    return parsed, len(text) > BIG
+
+
+async def parse_text(
+    services: Services,
+    body: bytes,
+    caller: Principal,
+    path: str,
+    context: float,
+    parse: Callable[[bytes, RequestPictures], Parsed],
+) -> tuple[bytes, Parsed]:
+    """Take the pictures out of a body and parse the text that is left, which is bounded as any
+    other. What looks like a picture and stands where none can be is put back, and the rest read
+    again.
+
+    Args:
+        context: as `PictureReader.take`.
+
+    Raises:
+        GatewayError
+    """
+    if services.pictures is None:
+        raise RuntimeError("the served model takes no pictures")
     texts: set[str] = set()
     while True:
-        text, pictures = await take_pictures(services, body, principal, path, texts)
-        parsed, is_big = None, len(text) > BIG
-        if len(text) >= known_bodies.LEAST_BYTES and not is_big:
-            parsed = services.known_bodies.read(dialect, text, principal, request.url, pictures)
-        if parsed is None:
-            known = Known(pictures=pictures)
-            parsed = dialect.parse(parse_object(text), principal, known)
-            loop = asyncio.get_running_loop()
-            parsed.digest = await loop.run_in_executor(services.threads, body_digest, text)
-        # A text that looks like a picture's is put back, and the rest read again.
-        found = pictures.named_in(_said(parsed.call)) if pictures.known else ()
+        text, pictures = await services.pictures.take(body, caller.owner, context, texts)
+        await services.access.check_text(path, text)
+        parsed = parse(text, pictures)
+        found = pictures.named_in(_said(parsed.call)) if pictures.names else ()
         if not found:
             break
         texts.update(found)
     parsed.call.sources = pictures
     parsed.ignored += tuple(dict.fromkeys(pictures.ignored))
-    return parsed, is_big
-
-
-async def take_pictures(
-    services: Services, body: bytes, caller: Principal, path: str, texts: Collection[str] = ()
-) -> tuple[bytes, RequestPictures]:
-    """A body without its pictures, which is bounded as any other, and those.
-
-    Args:
-        texts: names of what looks like a picture and is none.
-
-    Raises:
-        RequestError, BodyTooLargeError
-    """
-    if services.pictures is None:
-        raise RuntimeError("the served model takes no pictures")
-    text, pictures = await services.pictures.take(body, caller.owner, texts)
-    await services.access.check_text(path, text)
-    return text, pictures
+    return text, parsed
 
 
 def _said(call: ChatRequest) -> str:
@@ -320,7 +332,10 @@ async def count_tokens(request: Request) -> Response:
     """Tokens of the prompt that this request would have as a call; nothing is stored or opened."""
     dialect, body = AnthropicMessages(), take_body(request)
     parsed = await _parsed(
-        request, body, lambda sent, known: dialect.parse(sent, None, known, CountParams)
+        request,
+        body,
+        lambda sent, known: dialect.parse(sent, None, known, CountParams),
+        is_counted=True,
     )
     return OrjsonResponse({"input_tokens": await _n_prompt(request, parsed)})
 
@@ -328,27 +343,40 @@ async def count_tokens(request: Request) -> Response:
 async def count_gemini_tokens(request: Request) -> Response:
     """Tokens of the prompt that this request would have as a call of Gemini's API."""
     dialect = services_of(request).gemini["generateContent"]
-    parsed = await _parsed(request, take_body(request), dialect.parse_count)
+    parsed = await _parsed(request, take_body(request), dialect.parse_count, is_counted=True)
     n = await _n_prompt(request, parsed)
     details = prompt_tokens(n, sum(p.n_tokens for p in parsed.call.pictures))
     return OrjsonResponse({"totalTokens": n, "promptTokensDetails": details})
 
 
 async def _parsed(
-    request: Request, body: bytes, parse: Callable[[dict[str, Any], Known], Parsed]
+    request: Request,
+    body: bytes,
+    parse: Callable[[dict[str, Any], Known], Parsed],
+    *,
+    is_counted: bool = False,
 ) -> Parsed:
-    """A body as it was parsed, the pictures taken out if it has some."""
-    services, pictures = services_of(request), None
+    """A body as it was parsed, the pictures taken out if it has some.
+
+    Args:
+        is_counted: its prompt is only counted, whatever its length.
+    """
+    services = services_of(request)
     try:
         return parse(parse_object(body), NOTHING)
     except PictureFoundError:
         if services.pictures is None:
             raise
-        path, caller = request.scope["path"], caller_of(request)
-        text, pictures = await take_pictures(services, body, caller, path)
-        parsed = parse(parse_object(text), Known(pictures=pictures))
-        parsed.call.sources = pictures
-        return parsed
+    context = math.inf if is_counted else await services.engine.context_length()
+    _, parsed = await parse_text(
+        services,
+        body,
+        caller_of(request),
+        request.scope["path"],
+        context,
+        lambda text, pictures: parse(parse_object(text), Known(pictures=pictures)),
+    )
+    return parsed
 
 
 async def _n_prompt(request: Request, parsed: Parsed) -> int:

@@ -33,7 +33,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from stepwell.backends.errors import BatchError
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper, by_lease
 from stepwell.datapool.types import SFT, TRAIN, Group
@@ -41,6 +40,7 @@ from stepwell.trainer.config import AsyncTrainingConfig, TrainerConfig
 from stepwell.trainer.errors import StarvedError
 from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.metrics import Phases
+from stepwell.trainer.pictures import read_pictures
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.sampling import CHANNEL, GroupFilter, is_sft, sft_groups
 from stepwell.trainer.scoring import Scorer, why_lost
@@ -52,10 +52,6 @@ REPORT_S = 15.0
 """A trainer that waits for traffic says so this often."""
 IN_FLIGHT_S = 1.0
 """Wait for the answer to a request that the pool served before generation had no prompt left."""
-
-
-MAX_PICTURE_BYTES = 4 * 2**30
-"""Most bytes of PNGs that one batch holds in memory."""
 
 _Coming: TypeAlias = tuple[asyncio.Task[Sequence[Group] | None], asyncio.Task[list[Group]]]
 """A batch that is on its way: its lease, and the scored ones of its rollouts (none where there is
@@ -242,19 +238,12 @@ class Batches:
         """Pictures that the steps of a batch name, PNG by digest.
 
         Raises:
-            BatchError: they are more than `MAX_PICTURE_BYTES`.
+            BatchError: they are too many bytes (`read_pictures`).
         """
+        if not any(step.pictures for group in groups for step in group.steps):
+            return {}
         keepers = {channel.name: channel.keeper for channel in self.channels}
-        found: dict[str, bytes] = {}
-        for group in groups:
-            found |= await keepers[group.metadata.get(CHANNEL, TRAIN)].pictures(group)
-            if sum(map(len, found.values())) > MAX_PICTURE_BYTES:
-                raise BatchError(
-                    f"the pictures of a batch of {len(groups)} groups have more than "
-                    f"{MAX_PICTURE_BYTES:,} bytes; train on fewer prompts in a batch, or send "
-                    "smaller pictures (max_pixels in the model's preprocessor_config.json)"
-                )
-        return found
+        return await read_pictures((keepers[g.metadata.get(CHANNEL, TRAIN)], g) for g in groups)
 
     async def metrics(self, groups: Sequence[Group]) -> dict[str, Any]:
         """For the record of an optimizer step on `groups`."""

@@ -117,13 +117,14 @@ class Trainer:
                 if isinstance(e, GeneratorExit) or e.args == (INTERRUPTED,):
                     await self._save_interrupted()
                 raise
+            else:
+                await self.publisher.finish()
+                if self.batches.consumed and not self._config.debug_rollout_only:
+                    await self.checkpoint()
+                await self._saved()
             finally:
                 if self._saving is not None:  # whatever ended the training, it is worth its acks
                     await asyncio.wait({self._saving})
-            await self.publisher.finish()
-            if self.batches.consumed and not self._config.debug_rollout_only:
-                await self.checkpoint()
-            await self._saved()
 
     async def _train_on(self, groups: Sequence[Group]) -> AsyncGenerator[dict[str, Any], None]:
         """One batch: `require_batches` optimizer steps in each of `ppo_epochs`, with π_prox taken
@@ -133,14 +134,15 @@ class Trainer:
         if self._saving is not None and self._saving.done():
             await self._saved()  # its error, if it has one, is this run's
         adopted = await self.publisher.adopt()
+        with self._phases("prepare"):
+            pictures = await self.batches.pictures(groups)
         if self._recorder is not None:
-            await self._compute(self._recorder.write, groups, self.progress)
+            await self._compute(self._recorder.write, groups, self.progress, pictures)
         if self._config.debug_rollout_only:
             yield await self._leave_out(groups)
             return
         await self.publisher.borrow_memory()
         with self._phases("prepare"):
-            pictures = await self.batches.pictures(groups)
             prepare = partial(self.updater.prepare, groups, pictures)
             prepared = await self._traced("prepare", prepare)
         before = self.progress.updates
@@ -252,6 +254,7 @@ class Trainer:
             CheckpointError: it cannot be written.
         """
         if self._saving is not None:
+            await asyncio.wait({self._saving})  # it goes on if whoever waits is cancelled
             saving, self._saving = self._saving, None
             await saving
 

@@ -2,6 +2,7 @@
 
     trainer.save_debug_rollout_data=DIR     DIR/{rollout_id}.pt, or a file name with {rollout_id};
                                             one that ends in .slime.pt is of slime's form
+                                            DIR/pictures/{digest}.png, each once for all batches
 
 `rollout_id` is the number of optimizer steps before the batch: a batch that a resumed run does
 again replaces the one that was lost. In slime's form it is the number of the batch.
@@ -17,12 +18,13 @@ from __future__ import annotations
 import io
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from stepwell.backends.base import NO_PICTURES
 from stepwell.datapool.sealed import damaged, sealed, unsealed, write_durably
 from stepwell.datapool.types import Group
 from stepwell.trainer.config import SLIME_FORM
@@ -47,6 +49,8 @@ class Recording(NamedTuple):
     """Scored and filtered, in order."""
     progress: Progress
     """Before the batch."""
+    pictures: Mapping[str, bytes] = NO_PICTURES
+    """PNG by digest, of those that the steps name."""
 
 
 def recording_path(where: str, rollout_id: int | str) -> Path:
@@ -69,30 +73,53 @@ class Recorder:
         self._whole = WholeSamples(tokenizer_path)
         self._updates_per_batch = updates_per_batch
 
-    def write(self, groups: Sequence[Group], progress: Progress) -> None:
+    def write(
+        self,
+        groups: Sequence[Group],
+        progress: Progress,
+        pictures: Mapping[str, bytes] = NO_PICTURES,
+    ) -> None:
         """Write the batch that is about to be trained.
+
+        Args:
+            pictures: PNG by digest, of those that the steps name.
 
         Raises:
             CheckpointError: the file cannot be written.
             BatchError: slime's form cannot hold it.
         """
         if not self._where.endswith(SLIME_FORM):
-            record_batch(self._where, groups, progress)
+            record_batch(self._where, groups, progress, pictures)
             return
         rollout_id = progress.updates // self._updates_per_batch
         content = debug_data.dump(groups, rollout_id, self._whole)
         _write(self._where, recording_path(self._where, rollout_id), content)
 
 
-def record_batch(where: str, groups: Sequence[Group], progress: Progress) -> None:
-    """Write the batch that is about to be trained.
+def record_batch(
+    where: str,
+    groups: Sequence[Group],
+    progress: Progress,
+    pictures: Mapping[str, bytes] = NO_PICTURES,
+) -> None:
+    """Write the batch that is about to be trained: first its pictures that no batch had before.
 
     Raises:
-        CheckpointError: the file cannot be written.
+        CheckpointError: a file cannot be written.
     """
-    file = io.BytesIO()
-    torch.save({"format": FORMAT, "groups": tuple(groups), "progress": progress}, file)
-    _write(where, recording_path(where, progress.updates), sealed(file.getvalue()))
+    path = recording_path(where, progress.updates)
+    for digest, png in pictures.items():
+        file = _picture_path(path, digest)
+        if not file.exists():
+            _write(where, file, sealed(png))
+    batch = io.BytesIO()
+    torch.save({"format": FORMAT, "groups": tuple(groups), "progress": progress}, batch)
+    _write(where, path, sealed(batch.getvalue()))
+
+
+def _picture_path(recording: Path, digest: str) -> Path:
+    """The file of a picture: a PNG, with a digest of its bytes behind it."""
+    return recording.parent / "pictures" / f"{digest}.png"
 
 
 def _write(where: str, path: Path, content: bytes) -> None:
@@ -129,11 +156,11 @@ def recordings(where: str, updates_per_rollout: int = 1) -> list[tuple[int, Path
 
 
 def load_recording(path: Path) -> Recording:
-    """A batch of ours.
+    """A batch of ours, with its pictures.
 
     Raises:
-        CheckpointError: it cannot be read, or another release wrote it.
-        DamagedFileError: it is not what was written.
+        CheckpointError: it cannot be read, another release wrote it, or a picture is missing.
+        DamagedFileError: it, or a picture, is not what was written.
     """
     try:
         content = io.BytesIO(unsealed(path.read_bytes()))
@@ -149,7 +176,23 @@ def load_recording(path: Path) -> Recording:
             f"{path} has format {found}, and this release reads {FORMAT} only; replay it with the "
             "release that wrote it, or record the run again"
         )
-    return Recording(raw["groups"], raw["progress"])
+    groups: tuple[Group, ...] = raw["groups"]
+    digests = {p.digest for group in groups for step in group.steps for p in step.pictures}
+    pictures = {digest: _read_picture(path, digest) for digest in sorted(digests)}
+    return Recording(groups, raw["progress"], pictures)
+
+
+def _read_picture(recording: Path, digest: str) -> bytes:
+    path = _picture_path(recording, digest)
+    try:
+        return unsealed(path.read_bytes())
+    except FileNotFoundError as e:
+        raise CheckpointError(
+            f"{recording} has a picture that is not in {path}; copy the folder {path.parent} with "
+            "the recording, or record the run again"
+        ) from e
+    except ValueError as e:
+        raise damaged(path, str(e), "record the run again") from e
 
 
 def replay(
@@ -175,10 +218,17 @@ def replay(
                 f"{progress.updates}; set run.resume to the checkpoint step_{rollout_id}, "
                 "or restore the missing recordings"
             )
-        groups = _groups(path, progress, form or SlimeForm())
+        if debug_data.is_slimes(path):
+            recording = Recording(
+                tuple(debug_data.load(path, form or SlimeForm(), progress)), progress
+            )
+        else:
+            recording = load_recording(path)
+            progress.become(recording.progress)
+        groups = recording.groups
         mark = time.monotonic()
         with phases("prepare"):
-            prepared = updater.prepare(groups)
+            prepared = updater.prepare(groups, recording.pictures)
         for steps, trained_on, _ in prepared.mini_batches:
             with phases("train"):
                 update = updater.step(prepared, steps)
@@ -190,12 +240,3 @@ def replay(
             record = record_of(progress, trained_on, times, groups)
             yield {**record, **prepared.metrics, **update, **times}
             mark = time.monotonic()
-
-
-def _groups(path: Path, progress: Progress, form: SlimeForm) -> Sequence[Group]:
-    """The groups of a file; `progress` is what it was before them."""
-    if debug_data.is_slimes(path):
-        return debug_data.load(path, form, progress)
-    recording = load_recording(path)
-    progress.become(recording.progress)
-    return recording.groups

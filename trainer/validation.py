@@ -120,7 +120,7 @@ class Evaluation:
     high: float | None = None
     """95 % interval of the score (`interval`); None: of too few prompts."""
     pooled: Pooled | None = None
-    """Of held-out traffic: this version with those before it, as far as they are needed."""
+    """Score of this version with those before it, as far as they are needed; None: no traffic."""
     metrics: dict[str, float] = field(default_factory=dict)
     """`val/{data_source}/mean@n`, `…/pass@k`, `…/truncated_ratio` and `…/short`, see `figures`; and
     `val/response_length/mean`, …, see `trajectory_metrics`."""

@@ -79,7 +79,7 @@ class PromptPictures(NamedTuple):
     """The canonical PNGs of these digests, for an engine that has not seen them."""
     placeholder_id: int
     owner: str = ""
-    """Whose prompt it is: prefixes that an engine keeps for one owner serve no other."""
+    """Owner of the prompt: prefixes that an engine keeps for one owner serve no other."""
 
 
 class GenerateRequest(NamedTuple):
@@ -169,7 +169,7 @@ class Bucket(NamedTuple):
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
-    """As torch names them: "bfloat16"."""
+    """Torch's names, e.g. "bfloat16"."""
     shapes: tuple[tuple[int, ...], ...]
 
 

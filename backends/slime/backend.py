@@ -20,13 +20,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from stepwell.backends.base import TrainingBackend
+from stepwell.backends.base import NO_PICTURES, TrainingBackend
 from stepwell.backends.errors import BackendConfigError, BatchError
+from stepwell.backends.slime.images import train_inputs
 from stepwell.backends.slime.sample import SlimeSample
 from stepwell.backends.slime.samples import PADDING, groups_of, to_samples
 from stepwell.datapool.types import Step
@@ -46,6 +48,8 @@ class SlimeBackend(TrainingBackend):
     Args:
         advantage_estimator, rewards_normalization, grpo_std_normalization: slime's arguments of
             these names, which say how rewards are normalised.
+        hf_checkpoint: slime's argument of this name, the folder of the model; read where steps
+            have pictures.
     """
 
     def __init__(
@@ -54,10 +58,12 @@ class SlimeBackend(TrainingBackend):
         advantage_estimator: str = "grpo",
         rewards_normalization: bool = True,
         grpo_std_normalization: bool = True,
+        hf_checkpoint: str | Path | None = None,
     ) -> None:
         self.advantage_estimator = advantage_estimator
         self.rewards_normalization = rewards_normalization
         self.grpo_std_normalization = grpo_std_normalization
+        self.hf_checkpoint = hf_checkpoint
 
     @classmethod
     def build(cls, *args: Any, **kwargs: Any) -> TrainingBackend:
@@ -91,11 +97,24 @@ class SlimeBackend(TrainingBackend):
         """`train_data` of `steps`: whole trajectories of whole groups.
 
         Raises:
-            BatchError: no steps, a trajectory without a reward, or nothing that can be trained.
+            BatchError: as `convert_with_pictures`.
+        """
+        return self.convert_with_pictures(steps, NO_PICTURES)
+
+    def convert_with_pictures(
+        self, steps: list[Step], pictures: Mapping[str, bytes]
+    ) -> dict[str, list[Any]]:
+        """`train_data` of `steps`, whose pictures are `pictures`, PNG by digest.
+
+        Raises:
+            BatchError: no steps, a trajectory without a reward, nothing that can be trained, or
+                pictures without their bytes or without `hf_checkpoint`.
+            BackendConfigError: the model in `hf_checkpoint` takes no pictures.
         """
         if not steps:
             raise BatchError("convert was given no steps; a batch has at least one")
-        converted = to_samples(groups_of(steps))
+        inputs = train_inputs(self.hf_checkpoint, steps, pictures)
+        converted = to_samples(groups_of(steps), inputs=inputs)
         converted.require_trainable()
         return train_data(self, converted.flat)
 
@@ -135,6 +154,9 @@ def train_data(args: Any, samples: Sequence[SlimeSample]) -> dict[str, list[Any]
     routed = [s.rollout_routed_experts for s in samples]
     if any(r is not None for r in routed):
         data["rollout_routed_experts"] = routed
+    shown = [s.multimodal_train_inputs for s in samples]
+    if any(s is not None for s in shown):
+        data["multimodal_train_inputs"] = shown
     return data
 
 

@@ -96,6 +96,8 @@ class SlimeSample:
     """Prompt and response."""
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None
+    """Tensors that the model's processor makes of the pictures: `pixel_values`, `image_grid_thw`.
+    None: there are none, or nobody trains the sample."""
     multimodal_train_input_id: str | None = None
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     response: str = ""

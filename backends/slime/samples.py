@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -48,6 +48,13 @@ _STATUS = {
 
 Samples: TypeAlias = list[list[list[SlimeSample]]]
 """By prompt, by trajectory: the shape of a rollout function's result with fan-out."""
+
+TrainInputs: TypeAlias = Callable[[TokenRow], dict[str, Any] | None]
+"""Row with pictures -> `multimodal_train_inputs` of its sample."""
+
+
+def not_trained(row: TokenRow) -> None:
+    """`TrainInputs` of samples that rewards, filters and logs read and nobody trains: none."""
 
 
 class Converted(NamedTuple):
@@ -137,6 +144,7 @@ def to_samples(
     first_rollout: int = 0,
     group_size: int | None = None,
     temperature: float | None = None,
+    inputs: TrainInputs | None = None,
 ) -> Converted:
     """The samples of `groups`.
 
@@ -146,6 +154,7 @@ def to_samples(
             masked copy of its first sample, with the metadata `PADDING`. None: as many as it has.
         temperature: at which slime will score; steps sampled at another one are masked. None: not
             checked.
+        inputs: called for the rows with pictures. None: they are refused.
 
     If no step has behaviour log-probs (text-only rollouts), neither have the samples: slime
     recomputes them and corrects nothing. Beside others that have them the tokens of such steps are
@@ -153,7 +162,8 @@ def to_samples(
 
     Raises:
         BatchError: a trajectory without a reward, a group of more than `group_size` or without a
-            rollout, media, or routing that cannot be carried over.
+            rollout, pictures without `inputs`, `multi_modal_data`, or routing that cannot be
+            carried over.
     """
     made: Samples = []
     untrained: Counter[str] = Counter()
@@ -161,7 +171,9 @@ def to_samples(
     known = any(s.rollout_log_probs is not None for g in groups for s in g.steps)
     next_id = first_rollout
     for group_index, group in enumerate(groups, first_group):
-        rollouts = [_samples(t, group, temperature, known, untrained) for t in rollouts_of(group)]
+        rollouts = [
+            _samples(t, group, temperature, known, untrained, inputs) for t in rollouts_of(group)
+        ]
         missing = 0 if group_size is None else group_size - len(rollouts)
         if missing < 0 or not rollouts:
             raise BatchError(
@@ -191,6 +203,7 @@ def _samples(
     temperature: float | None,
     known: bool,
     untrained: Counter[str],
+    inputs: TrainInputs | None,
 ) -> list[SlimeSample]:
     reward = trajectory.reward
     if reward is None:
@@ -200,11 +213,15 @@ def _samples(
         )
     steps = trajectory.steps
     for step in steps:
-        if step.multi_modal_data or step.pictures:
-            name = "multi_modal_data" if step.multi_modal_data else "pictures"
+        if step.multi_modal_data:
             raise BatchError(
-                f"step {step.trajectory_uid!r}[{step.step_index}] has {name}; slime is given text "
-                "only"
+                f"step {step.trajectory_uid!r}[{step.step_index}] has multi_modal_data; slime is "
+                "given text and `Step.pictures`"
+            )
+        if step.pictures and inputs is None:
+            raise BatchError(
+                f"step {step.trajectory_uid!r}[{step.step_index}] has pictures; set hf_checkpoint "
+                "(--hf-checkpoint) to the folder of the model that reads them"
             )
     unseen = superseded(steps)
     reasons = [
@@ -220,7 +237,7 @@ def _samples(
         "trajectory_uid": trajectory.trajectory_uid,
         "source_name": source_of(trajectory, group),
     }
-    made = []
+    made: list[tuple[TokenRow, SlimeSample]] = []
     for row in build_rows(steps, "merged"):
         own = [steps[i] for i in row.steps]
         sample = _sample(row, own, [steps[i] for i in row.steps if reasons[i] is None])
@@ -230,9 +247,13 @@ def _samples(
             reward,
             metadata | {"step_indices": [s.step_index for s in own]},
         )
-        made.append(sample)
+        made.append((row, sample))
     # slime's mean over tokens counts one for a sample that has none to train.
-    return [s for s in made if not s.remove_sample] or made[-1:]
+    kept = [(row, s) for row, s in made if not s.remove_sample] or made[-1:]
+    for row, sample in kept:
+        if row.pictures and inputs is not None:
+            sample.multimodal_train_inputs = inputs(row)
+    return [sample for _, sample in kept]
 
 
 def _untrained(step: Step, temperature: float | None, known: bool) -> str | None:

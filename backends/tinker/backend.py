@@ -79,6 +79,7 @@ class TinkerBackend(TrainingBackend):
     """
 
     options = TinkerOptions
+    is_remote = True
     returns_columns = True
 
     def __init__(self, config: TorchBackendConfig, model_path: str | Path) -> None:
@@ -331,7 +332,7 @@ def _refuse(config: TorchBackendConfig) -> None:
 
 
 def _data(rows: Sequence[TokenRow], *, weights: bool = False) -> list[Any]:
-    """What is sent of each row: its tokens, and each one's next."""
+    """Return the part of each row that is sent: its tokens, and each one's next."""
     from tinker import Datum, ModelInput, TensorData
 
     data = []

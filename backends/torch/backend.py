@@ -140,7 +140,7 @@ class TorchBackend(TrainingBackend):
         self._layout: Layout = "packed" if of_tree and config.rows != "tree" else config.rows
         is_gpu = self._device.type == "cuda"
         self._peak = peak_of(torch.cuda.get_device_name(self._device)) if is_gpu else None
-        self._has_bytes = min(self._ranks.gather(device_bytes(self._device) / config.ranks))
+        self._has_bytes = min(self._ranks.gather(device_bytes(self._device, config.ranks)))
         self._writer = ShardWriter(self._ranks)
         self._reference: Policy | None = None
         self._sender = Sender()
@@ -627,12 +627,17 @@ class TorchBackend(TrainingBackend):
 
     def _on_device(self, model: Any) -> Policy:
         """`model`, ready to score rows; sharded if there are ranks to share it."""
-        policy = Policy(model, self._config, self._device, self._tower_of(model))
-        self._ranks.place(policy, self._device, getattr(torch, self._config.dtype))
+        tower = self._tower_of(model)
+        policy = Policy(model, self._config, self._device, tower)
+        self._place(policy, tower)
         return policy
 
+    def _place(self, policy: torch.nn.Module, tower: Tower | None) -> None:
+        dtype = getattr(torch, self._config.dtype)
+        self._ranks.place(policy, self._device, dtype, None if tower is None else tower.module)
+
     def _reduce(self, rows: Sequence[TokenRow]) -> Literal["each", "last"]:
-        """When the ranks sum the gradients of an update on `rows`."""
+        """Choose the time at which ranks sum the gradients of an update on `rows`."""
         if self._ranks.size == 1:
             return "each"
         longest = max(row.n_inputs for row in rows)
@@ -644,9 +649,7 @@ class TorchBackend(TrainingBackend):
         """The model in `path`, which rank 0 alone reads (`Ranks.place`)."""
         model = load_model(path, self._config, frozen=frozen, empty=self._ranks.rank > 0)
         if self._processor is not None:
-            # Sharded weights are of one type, and gathered in `dtype`.
-            dtype = getattr(torch, self._config.dtype) if self._config.ranks == 1 else None
-            freeze_tower(model, dtype)
+            freeze_tower(model, getattr(torch, self._config.dtype))
         return model
 
     def _agree(self, model: Any) -> None:

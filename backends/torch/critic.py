@@ -106,7 +106,7 @@ class Critic:
 
     @property
     def saves_beside(self) -> bool:
-        """As `TrainingBackend.saves_beside`."""
+        """See `TrainingBackend.saves_beside`."""
         return self._model.saves_beside
 
     def save_state(self, folder: Path) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Critic:
         return {"model": self._model.save_state(folder), "updates": self._updates}
 
     def wait_saved(self) -> None:
-        """As `TrainingBackend.wait_saved`."""
+        """See `TrainingBackend.wait_saved`."""
         self._model.wait_saved()
 
     def load_state(self, folder: Path, state: Mapping[str, Any]) -> None:
@@ -203,8 +203,9 @@ class ValueModel(TorchBackend):
     linear head in place of the LM head; it starts at 0, so V = 0 everywhere."""
 
     def _on_device(self, model: Any) -> Any:
-        values = _Values(model, self._device, self._tower_of(model), self._config.rows == "tree")
-        self._ranks.place(values, self._device, getattr(torch, self._config.dtype))
+        tower = self._tower_of(model)
+        values = _Values(model, self._device, tower, self._config.rows == "tree")
+        self._place(values, tower)
         return values
 
     def save_weights(self, path: str | Path) -> None:

@@ -81,8 +81,17 @@ class Ranks:
         if found := next((e for e in self.gather(error) if e is not None), None):
             raise found
 
-    def place(self, policy: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    def place(
+        self,
+        policy: nn.Module,
+        device: torch.device,
+        dtype: torch.dtype,
+        tower: nn.Module | None = None,
+    ) -> None:
         """Put `policy` on `device`; with others, shard it over the ranks, layer by layer.
+
+        The frozen `tower` in it stays whole on every rank: a rank computes it for the pictures of
+        its own rows, and to gather a shard all ranks would have to come at once.
 
         Only rank 0's weights need be there; the others' may be on the meta device: rank 0 sends
         each tensor, of which a rank keeps its shard. Weights are gathered and computed with in
@@ -92,7 +101,7 @@ class Ranks:
             policy.to(device)
             return
         weights = policy.state_dict() if self.rank == 0 else {}
-        self._shard(policy, dtype)
+        self._shard(policy, dtype, tower)
         if self.rank == 0:
             policy.to(device)
         else:
@@ -102,15 +111,21 @@ class Ranks:
         for buffer in policy.buffers():  # rotary frequencies are in no state_dict
             dist.broadcast(buffer, 0)
 
-    def _shard(self, policy: nn.Module, dtype: torch.dtype) -> None:
+    def _shard(self, policy: nn.Module, dtype: torch.dtype, tower: nn.Module | None) -> None:
         precision = MixedPrecisionPolicy(
             param_dtype=dtype if dtype != torch.float32 else None,
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         )
-        layers = [m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer)]
+        whole = set() if tower is None else set(tower.modules())
+        ignored = None if tower is None else set(tower.parameters())
+        layers = [
+            m
+            for m in policy.modules()
+            if isinstance(m, GradientCheckpointingLayer) and m not in whole
+        ]
         for module in [*layers, policy]:
-            fully_shard(module, mesh=self.mesh, mp_policy=precision)
+            fully_shard(module, mesh=self.mesh, mp_policy=precision, ignored_params=ignored)
         for module in policy.modules():
             if isinstance(module, FSDPModule):
                 # The sum over ranks, not the mean; and gloo has no reduction that scales.

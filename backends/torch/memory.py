@@ -66,7 +66,8 @@ class ModelShape:
         text = {**config, **(config.get("text_config") or {})}
 
         def size(*names: str, default: int = 0) -> int:
-            return next((int(text[name]) for name in names if text.get(name)), default)
+            found = next((text[name] for name in names if text.get(name)), default)
+            return int(max(found) if isinstance(found, list) else found)  # one for each layer
 
         hidden, layers = size("hidden_size", "n_embd"), size("num_hidden_layers", "n_layer")
         heads = size("num_attention_heads", "n_head", default=1)
@@ -255,7 +256,7 @@ def _activations(model: ModelShape, backend: TorchBackendConfig, compute: int) -
 def choose_reduce(
     last: MemoryEstimate, has: float, wanted: Literal["auto", "each", "last"]
 ) -> Literal["each", "last"]:
-    """How often gradients are summed over the ranks: once a step where `last` fits into 0.9 of the
+    """Choose how often ranks sum their gradients: once a step where `last` fits into 0.9 of the
     `has` bytes of a device, else once a micro-batch."""
     if wanted != "auto":
         return wanted

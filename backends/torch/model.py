@@ -298,11 +298,11 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def device_bytes(device: torch.device) -> int:
-    """Memory of the device: of a GPU, or of this machine."""
+def device_bytes(device: torch.device, ranks: int) -> float:
+    """Memory that one of `ranks` ranks has: its GPU's, or its share of this machine's."""
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(psutil.virtual_memory().total)
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return psutil.virtual_memory().total / ranks
 
 
 def load_model(path: Path, config: TorchBackendConfig, *, frozen: bool, empty: bool = False) -> Any:

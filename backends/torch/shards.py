@@ -54,13 +54,17 @@ class ShardWriter:
         self._writing: Future[Any] | None = None
 
     def begin(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
-        """Copy `tensors` and begin to write them into `folder`; they may change from now on."""
+        """Copy `tensors` and begin to write them into `folder`; they may change from now on.
+
+        Raises:
+            OSError, RuntimeError: it cannot be written.
+        """
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         # It syncs each file.
         writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
         if self._ranks.size == 1:
-            with _quiet():
+            with _quiet(), _plain_errors():
                 save(dict(tensors), storage_writer=writer, no_dist=True)
             return
         if self._group is None:
@@ -82,7 +86,8 @@ class ShardWriter:
         self._folder = self._writing = None
         rank, size = self._ranks.rank, self._ranks.size
         if writing is not None:
-            writing.result()
+            with _plain_errors():
+                writing.result()
         mine = f"__{rank}_*" if size > 1 else "__*"
         files = sorted(folder.glob(mine)) + ([folder / ".metadata"] if rank == 0 else [])
         found: list[Any] = [None] * size
@@ -130,6 +135,16 @@ def read_shards(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> No
             load(dict(tensors), storage_reader=FileSystemReader(folder), no_dist=ranks.size == 1)
     except CheckpointException as e:
         raise BackendError(f"{folder} cannot be read ({e.failures})") from e
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """torch's error is a BaseException, which would pass by all that expect a full disk."""
+    try:
+        yield
+    except CheckpointException as e:
+        failure, _ = next(iter(e.failures.values()))
+        raise RuntimeError(str(failure) or repr(failure)) from e
 
 
 @contextmanager

@@ -393,7 +393,8 @@ def _has_tower(model: Any) -> bool:
 
 
 def _set_attention(model: Any, name: str) -> None:
-    """Of the decoder alone: a vision tower attends without a tree, in kernels that die of one."""
+    """Set the decoder's attention alone: a vision tower attends without a tree, in kernels that die
+    of one."""
     model.set_attn_implementation({"text_config": name} if _has_tower(model) else name)
 
 

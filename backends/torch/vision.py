@@ -45,6 +45,11 @@ class Tower:
         self._device = device
         self._dtype = dtype
 
+    @property
+    def module(self) -> Any:
+        """The part of the model that computes pictures."""
+        return self._model.base_model.visual
+
     def embed(
         self, ids: Tensor, places: Iterable[tuple[str, Tensor]], pictures: BatchPictures
     ) -> Tensor:
@@ -68,13 +73,10 @@ class Tower:
             features = self.processor.features([pictures.pngs[digest]])
             pixels = torch.from_numpy(features["pixel_values"]).to(self._device, self._dtype)
             grid = torch.from_numpy(features["image_grid_thw"]).to(self._device)
-            visual = self._model.base_model.visual
-            pictures.embeddings[key] = visual(pixels, grid_thw=grid).pooler_output.cpu()
+            pictures.embeddings[key] = self.module(pixels, grid_thw=grid).pooler_output.cpu()
         return pictures.embeddings[key]
 
 
-def freeze_tower(model: Any, dtype: torch.dtype | None) -> None:
-    """Train nothing of the tower; it computes in `dtype`, None: as it was loaded."""
-    model.base_model.visual.requires_grad_(False)
-    if dtype is not None:
-        model.base_model.visual.to(dtype)
+def freeze_tower(model: Any, dtype: torch.dtype) -> None:
+    """Train nothing of the tower; it computes in `dtype`."""
+    model.base_model.visual.requires_grad_(False).to(dtype)

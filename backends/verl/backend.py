@@ -104,8 +104,8 @@ def lay_out(rows: Sequence[VerlRow], config: VerlConfig | None = None) -> Layout
 
 
 def _positions(rows: Sequence[VerlRow], attention: Tensor, place: Sequence[slice]) -> Tensor:
-    """As verl pads them: text 0 in the left padding and its last position repeated in the right; of
-    a model that reads pictures, places are 1 in the padding and rotary positions 0."""
+    """Return the positions, padded like verl's: of text 0 on the left and the last one repeated on
+    the right; of a model that reads pictures, places are 1 in the padding, rotary positions 0."""
     if rows[0].multi_modal_inputs is None:
         return (attention.cumsum(-1) - 1).clamp(min=0)
     found = attention.new_zeros(len(rows), 4, attention.shape[1])

@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stepwell.backends.errors import BackendConfigError, BatchError
-from stepwell.backends.pictures import PictureProcessor, no_pictures
+from stepwell.backends.images import RowFeatures
 from stepwell.backends.rows import TokenRow
 
 
@@ -28,11 +27,7 @@ class RowImages:
     """
 
     def __init__(self, model_path: Path, pngs: Mapping[str, bytes]) -> None:
-        processor = PictureProcessor.of(model_path)
-        if processor is None:
-            raise BackendConfigError(f"model_path is set, but {no_pictures(model_path)}")
-        self._processor = processor
-        self._pngs = pngs
+        self._features = RowFeatures("model_path", model_path, pngs)
 
     def inputs(self, row: TokenRow) -> dict[str, Tensor]:
         """`multi_modal_inputs`.
@@ -40,17 +35,12 @@ class RowImages:
         Raises:
             BatchError: the bytes of a picture are not there.
         """
-        if not row.pictures:
-            return {}
-        if missing := [p for p in row.pictures if p.digest not in self._pngs]:
-            raise BatchError(f"the bytes of {missing[0]} are not there; give them in pictures")
-        found = self._processor.features([self._pngs[p.digest] for p in row.pictures])
-        made = {name: torch.from_numpy(value) for name, value in found.items()}
-        grid = made["image_grid_thw"]
-        made["images_seqlens"] = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
+        if made := self._features.of(row):
+            grid = made["image_grid_thw"]
+            made["images_seqlens"] = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
         return made
 
     def positions(self, row: TokenRow) -> Tensor:
         """int64, [4, n]."""
-        rotary = torch.from_numpy(self._processor.positions(row.ids, row.pictures))
+        rotary = torch.from_numpy(self._features.processor.positions(row.ids, row.pictures))
         return torch.cat([torch.arange(len(row.ids))[None], rotary])

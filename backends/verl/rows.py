@@ -59,7 +59,7 @@ class VerlRow:
     routed_experts: Tensor | None = None
     """int16, [P + R, layers, top_k]; the last token's, which routes nothing trained, may be 0."""
     multi_modal_inputs: dict[str, Tensor] | None = None
-    """Of the row's pictures; None: the model reads text."""
+    """Inputs of the row's pictures; None: the model reads text."""
 
     @property
     def input_ids(self) -> Tensor:

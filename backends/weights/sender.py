@@ -65,8 +65,8 @@ class Sender:
                 self._held[name] = _on_host(tensor.detach(), copies=is_live)
 
     def held_as(self, path: str) -> None:
-        """What is held are the weights of the version in `path`. A model whose names were changed
-        as it was saved is read from there: engines know the checkpoint's."""
+        """Note that the weights that are held are those of the version in `path`. A model whose
+        names were changed as it was saved is read from there: engines know the checkpoint's."""
         self._path = path if self._held.keys() <= tensor_names(path) else ""
 
     def plan(self, path: str, limit: int | None) -> list[Bucket]:

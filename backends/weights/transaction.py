@@ -150,7 +150,8 @@ async def publish(
         seen: committed version that the caller knows of, 0 for none; None: any may be replaced.
         locked: the caller holds the store's lock.
         patience_s: seconds that the first engine may take to come back.
-        complete: awaited before an engine goes on: it has lent memory that loading did not need.
+        complete: awaited before an engine goes on: all are paused, and have lent memory that
+            loading did not need.
         hook: awaited before, during (all replicas were just asked) and after each phase.
 
     Raises:
@@ -201,7 +202,8 @@ class _Transaction:
         continue_timeout_s: float,
         hook: Hook | None,
     ) -> None:
-        self.replicas = [_Replica(engine) for engine in engines]
+        # Who lent memory was paused for it, and goes on however this ends.
+        self.replicas = [_Replica(engine, paused=complete is not None) for engine in engines]
         self.update = Update(
             path, version, flush=mode != "in_place", drains=mode == "drain", canary=canary
         )
@@ -332,7 +334,7 @@ class _Transaction:
         replica.before = await replica.engine.about()
 
     async def _prepare(self) -> None:
-        """What comes before the pause. A transport that fails goes on from disk; a replica that is
+        """Do the work before the pause. A transport that fails goes on from disk; a replica that is
         lost meanwhile is met at its pause."""
         await self._notify("prepare", "before")
         tasks = [

@@ -138,7 +138,8 @@ class Disk(Transport):
 
 
 class Delta(Disk):
-    """Of a replica that has the committed version. Others, which missed one, read the whole."""
+    """Differences, for a replica that has the committed version. Others, which missed one, read the
+    whole."""
 
     def __init__(self) -> None:
         self._hashes: tuple[str, dict[str, str]] = ("", {})

@@ -133,7 +133,7 @@ class StepCameLate(_Record, frozen=True, array_like=True, gc=False):
     tags: tuple[str, ...] = ()
     """Tags of both."""
     pictures: tuple[str, ...] = ()
-    """Those of its pictures that were stored already."""
+    """Its pictures that were stored already."""
 
 
 class RewardCameLate(_Record, frozen=True, array_like=True, gc=False):

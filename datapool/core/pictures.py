@@ -114,7 +114,7 @@ class PictureReferences:
         return hmac.digest(self.store.secret, named.encode(), "sha256").hex()[:32]
 
     def missing(self, keys: Iterable[str]) -> list[str]:
-        """Those of these keys whose picture is not here."""
+        """Return the keys whose picture is not here."""
         return [key for key in keys if not self.store.size(key)]
 
     def put(self, key: str, data: bytes, trajectory_uid: str, now: float) -> None:
@@ -127,8 +127,8 @@ class PictureReferences:
         if not self.store.size(key):
             self.store.put(key, data)
             if held is not None:  # it had been lost
+                self.n_bytes[held.channel] += len(data) - held.n_bytes
                 held.n_bytes = len(data)
-                self.n_bytes[held.channel] += len(data)
         if held is None:
             self.doomed.pop(key, None)
             self._fresh.pop(key, None)  # the oldest are the first
@@ -215,5 +215,9 @@ class PictureReferences:
             OSError: one cannot be removed.
         """
         for key in list(islice(self.doomed, at_most)):
-            self.store.remove(key)
             del self.doomed[key]
+            try:
+                self.store.remove(key)
+            except OSError:
+                self.doomed[key] = None  # the last: it holds up no other
+                raise

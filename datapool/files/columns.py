@@ -375,7 +375,9 @@ def _trajectory(rows: Sequence[Row], folder: Path) -> ExportedTrajectory:
             for each in entry["pictures"] or ():
                 named = {name: each[name] for name in Picture._fields}
                 pictures.append(Picture(**named))
-                image = next(images)
+                image = next(images, None)
+                if image is None:
+                    raise LookupError("a row has fewer images than pictures")
                 if each["sha256"] is not None:
                     data = image["bytes"]
                     data = base64.b64decode(data) if isinstance(data, str) else data

@@ -8,8 +8,8 @@ One row per branch of a trajectory; `columns.py` says what is in it. `read(write
 be removed by whole trajectories, and the file saved anew by `datasets`. Both formats load to the
 same values.
 
-Pictures are files of their own, `x.pictures/<digest>.png`, or in the rows (`pictures="embedded"`),
-as often as rows show them.
+Pictures are files of their own, `x.parquet.pictures/<digest>.png`, or in the rows
+(`pictures="embedded"`), as often as rows show them.
 
 Beside a file is its digest, `x.parquet.sha256`, as `sha256sum` writes it: a file that has one is
 held against it when it is read. Whoever saves a file anew deletes that of the old one.
@@ -122,7 +122,7 @@ def write(
 
 def pictures_of(path: Path) -> Path:
     """The folder of an exported file's pictures."""
-    return path.with_suffix(".pictures")
+    return path.with_name(f"{path.name}.pictures")
 
 
 def remove_unnamed(path: Path, named: Collection[str]) -> None:

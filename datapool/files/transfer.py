@@ -64,7 +64,7 @@ async def export_channel(
     suffix. Holds two pages of about 8 MiB; changes nothing in the pool.
 
     Args:
-        pictures: `files` beside it, in `NAME.pictures`, or `embedded` in its rows.
+        pictures: `files` beside it, in `NAME.parquet.pictures`, or `embedded` in its rows.
         filters: as `list_trajectories`: `state=["complete"]`, `min_reward=0.5`, ….
 
     Raises:

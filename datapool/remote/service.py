@@ -76,6 +76,7 @@ CUT_OFF_S = 90.0
 it. Then the journal is taken over."""
 TIMER_RETRY_S = 1.0
 SWEEP_PAUSE_S = 0.01
+SWEEP_RETRY_S = 60.0
 Applied: TypeAlias = tuple[int, Op[Any] | None, Any]
 """A number of its caller's, an operation, and what `try_` answered."""
 
@@ -311,14 +312,15 @@ class PoolService:
         self._sweeping, pictures = None, self._pool.pictures
         if self._journal is None or self._journal.pending:
             return  # with the next commit
+        pause_s = SWEEP_PAUSE_S
         try:
             with self._journal.owned():
                 pictures.sweep()
-        except OSError as e:
-            logger.error("DataPool: pictures that nobody needs stay on disk (%s)", e)
-            return
+        except OSError as e:  # not with each commit: a disk may stay like this for hours
+            logger.error("DataPool: a picture that nobody needs stays on disk (%s)", e)
+            pause_s = SWEEP_RETRY_S
         if pictures.doomed:
-            self._sweeping = asyncio.get_running_loop().call_later(SWEEP_PAUSE_S, self._sweep)
+            self._sweeping = asyncio.get_running_loop().call_later(pause_s, self._sweep)
 
     def _not_written(self, op: Op[Any] | None, answer: Any, error: JournalError) -> Any:
         if isinstance(answer, PackedLease):  # a group is there when it is opened again

@@ -19,7 +19,7 @@ from typing import Final
 from xxhash import xxh3_128_digest
 
 from stepwell.datapool.core.pictures import SECRET_BYTES, PictureStore
-from stepwell.datapool.errors import JournalError, JournalFullError
+from stepwell.datapool.errors import DamagedFileError, JournalError, JournalFullError
 from stepwell.datapool.sealed import damaged
 from stepwell.datapool.store.folder import NO_SPACE, fsync, private
 
@@ -110,7 +110,11 @@ class PictureFolder(PictureStore):
             f"stop the pool and run `stepwell data salvage {self.folder.parent}`, which drops the "
             "groups that need it"
         )
-        return read_picture(self.folder / key, remedy)
+        try:
+            return read_picture(self.folder / key, remedy)
+        except DamagedFileError:
+            self._sizes.pop(key, None)  # it is asked for again by the next Step that shows it
+            raise
 
     def remove(self, key: str) -> None:
         (self.folder / key).unlink(missing_ok=True)

@@ -338,7 +338,7 @@ class _Survey:
         self.lost: list[str] = []
         self._deleted: set[int] = set()
         self._pictures: dict[str, bool] = {}
-        """Whether each picture that was looked at can be read."""
+        """Pictures that were looked at: true if it can be read."""
         self._open: _Gap | None = None
         present = segments_in(folder)
         listed: dict[int, tuple[int, int]] = {}

@@ -72,7 +72,7 @@ class Known:
     cuts: deque[Cut] | None = None
     """The last ones; None: nobody asks for them."""
     pictures: RequestPictures | None = None
-    """Those that were taken out of the body; None: none were."""
+    """Pictures that were taken out of the body; None: none were."""
 
     def place(self, i: int) -> int:
         """The place of the body's item `i` in the list of the whole request."""

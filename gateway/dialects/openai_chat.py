@@ -210,9 +210,6 @@ class OpenAIChat(Dialect):
         if params.top_logprobs and not params.logprobs:
             raise wrong("top_logprobs", params.top_logprobs, "send logprobs: true with it")
         ignored = [hint for hint in ("prediction", "verbosity") if body.get(hint) is not None]
-        verbosity = verbosity_args(params.verbosity, self._chat_template)
-        if verbosity:
-            ignored.remove("verbosity")
         tools: Tools = known.tools or NO_TOOLS
         if params.tools:
             tools = Tools(_tool(t, f"tools[{i}]") for i, t in enumerate(params.tools))
@@ -226,7 +223,10 @@ class OpenAIChat(Dialect):
         if parse_tools and sampling.pop("constraint", None) is not None:
             # Constrained from its first token on, the reply could not call a tool.
             ignored.append(f"{sampling['constraint_field']} (beside tools)")
-        template_args = verbosity | (params.chat_template_kwargs or {})
+        template_args = params.chat_template_kwargs or {}
+        if params.verbosity and (told := verbosity_args(params.verbosity, self._chat_template)):
+            ignored.remove("verbosity")
+            template_args = told | template_args
         if (effort := params.reasoning_effort) is not None:
             told = effort_args(effort, self._chat_template, "reasoning_effort", ignored)
             template_args = told | template_args

@@ -21,6 +21,8 @@ from stepwell.gateway.dialects.params import wrong
 from stepwell.gateway.dialects.response_answer import usage_of
 from stepwell.gateway.dialects.response_items import is_summary, seal
 from stepwell.gateway.errors import GatewayError, RequestError
+from stepwell.gateway.pictures import RequestPictures
+from stepwell.gateway.tokens.messages import Message, pictures_in
 from stepwell.gateway.trajectory.calls import LiveCall
 
 SUMMARISE = """\
@@ -55,24 +57,30 @@ class OpenAICompact(Dialect):
         ask = {"role": "user", "content": SUMMARISE}
         fields = {name: value for name, value in body.items() if name != "image"}
         asked = {**fields, "input": [*items, ask], "tool_choice": "none", "store": False}
-        return self._responses.parse(asked, reader)
+        parsed = self._responses.parse(asked, reader, known)
+        brought = known.pictures
+        for part in pictures_in(_of_users(parsed)):
+            if brought is None or brought.name_of(part["digest"]) is None:
+                raise RequestError(
+                    "previous_response_id names a conversation in which the user shows pictures, "
+                    "and no bytes of them are kept; send the conversation as input",
+                    "previous_response_id",
+                )
+        return parsed
 
     def answer(self, exchange: Exchange, replies: Sequence[LiveCall]) -> dict[str, Any]:
         """A `CompactedResponse`."""
         (reply,) = replies
         parsed, uid = exchange.parsed, exchange.uid
-        *conversation, _ = parsed.call.messages[parsed.n_outside :]
-        said = [_text(message["content"]) for message in conversation if message["role"] == "user"]
-        users = [text for text in said if not is_summary(text)]
         output: list[dict[str, Any]] = [
             {
                 "id": f"msg_{uid}{i:02x}",
                 "type": "message",
                 "role": "user",
                 "status": "completed",
-                "content": [{"type": "input_text", "text": text}],
+                "content": _content(message["content"], parsed.call.sources),
             }
-            for i, text in enumerate(users)
+            for i, message in enumerate(_of_users(parsed))
         ]
         summary = (reply.text.content or reply.text.reasoning or "").strip()
         output.append(
@@ -91,12 +99,22 @@ class OpenAICompact(Dialect):
         return self._responses.writer(exchange)
 
     def error(self, e: GatewayError) -> dict[str, Any]:
-        """As the Responses dialect words it."""
+        """Return the error in the Responses dialect's words."""
         return self._responses.error(e)
 
 
-def _text(content: Any) -> str:
-    """A user's words; their pictures are in the summary, if anywhere."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(part["text"] for part in content if isinstance(part.get("text"), str))
+def _of_users(parsed: Parsed) -> list[Message]:
+    """The user's messages, without the request to summarise and what compactions became."""
+    *conversation, _ = parsed.call.messages[parsed.n_outside :]
+    return [m for m in conversation if m["role"] == "user" and not is_summary(m["content"])]
+
+
+def _content(content: str | list[Message], sources: RequestPictures | None) -> list[dict[str, Any]]:
+    """The content of a user's message as an agent sends it, pictures as they came."""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [
+        {"type": "input_text", "text": part["text"]}
+        if part["type"] == "text" or sources is None
+        else {"type": "input_image", "detail": "auto", "image_url": sources.json(part["digest"])}
+        for part in parts
+    ]

@@ -214,9 +214,9 @@ def unseal(sealed: str) -> str | None:
 _SUMMARY = "Summary of the conversation before this message:\n\n"
 
 
-def is_summary(content: str) -> bool:
+def is_summary(content: str | list[Message]) -> bool:
     """Return whether a user's message is what a compaction became."""
-    return content.startswith(_SUMMARY)
+    return isinstance(content, str) and content.startswith(_SUMMARY)
 
 
 # -- items -----------------------------------------------------------------------------------

@@ -3,12 +3,13 @@ not serve.
 
     ready in the pool ──take──► leased ──judged──► served ──► acked with the answer's last bytes
                                   │                  └──────► returned, if nobody got them
-                                  └─► dropped: skipped, too small, unscored
+                                  └─► dropped: skipped, too small, unscored, with pictures
 
 Never served: groups with fewer than `num_repeat_per_sample` trajectories, those that the rollout
 generator's own `is_valid_group` refuses, and groups with an unscored one (missing is not zero). The
 pool's filter `scored` holds the latter until they are scored; without it they are dropped here,
-counted as `unscored`, since a leased group cannot be scored any more.
+counted as `unscored`, since a leased group cannot be scored any more. Groups with pictures go as
+`pictures`: an item has tokens and text, and placeholders alone would be trained as other pictures.
 
 Owns: what is served. Does not own: the routes and a delivery's end (`router.py`), the shape of
 items (`items.py`), writing (`writes.py`), order and filters (the pool).
@@ -59,7 +60,7 @@ MAX_GROUPS = 256
 """Groups in one answer if `gateway.rollout_batch_groups` is null."""
 ACK_RETRY_S = 0.5
 SKIPPED, GROUP_SIZE, UNSCORED = "skip_instance_ids", "group_size", "unscored"
-INVALID = "is_valid_group"
+INVALID, PICTURES = "is_valid_group", "pictures"
 """Why a group is dropped."""
 
 JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
@@ -231,6 +232,8 @@ class RolloutBuffer:
             return GROUP_SIZE
         if len(_scored(group)) < n:
             return UNSCORED
+        if any(step.pictures for step in group.steps):
+            return PICTURES
         judge = self._generator
         if judge is None or judge.is_valid_group is None:
             return None
@@ -286,6 +289,13 @@ class RolloutBuffer:
                     "group %r has unscored trajectories and was dropped, as a leased group cannot "
                     "be scored any more; put `scored` among the channel's selection.filters in "
                     "`pool` and the pool holds such groups until they are",
+                    group.prompt_uid,
+                )
+            if reason == PICTURES:
+                log.warning(
+                    "group %r has pictures and was dropped: items of the Rollout Buffer are text; "
+                    "train it on slime's Ray cluster, with --rollout-function-path "
+                    "stepwell.trainer.slime.rollout.generate_rollout",
                     group.prompt_uid,
                 )
 

@@ -89,7 +89,7 @@ class Turn(msgspec.Struct, frozen=True, eq=False, gc=False):
         return tuple(picture for its in reversed(found) for picture in its)
 
     def stored_pictures(self) -> tuple[Picture, ...]:
-        """Those of `all_pictures` that a stored Step refers to."""
+        """Return the pictures of `all_pictures` that a stored Step refers to."""
         nearest = self.nearest()
         return () if nearest is None else nearest.all_pictures()
 

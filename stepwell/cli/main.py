@@ -34,6 +34,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
+import math
 import os
 import shutil
 import signal
@@ -271,6 +272,8 @@ def _plan(args: argparse.Namespace) -> int:
     for name, value in (("--gpus", args.gpus or 0), ("--nodes", args.nodes - 1)):
         if value < 0:
             raise ConfigError(f"{name} is {getattr(args, name[2:])}; give a number of them")
+    if args.gpu_gb is not None and not 0 < args.gpu_gb < math.inf:
+        raise ConfigError(f"--gpu-gb is {args.gpu_gb}; give the memory of a GPU in GB, e.g. 80")
     config = load_config(args.config, args.overrides, here=False)
     machines = machines_of(config, args.gpus, args.nodes, args.gpu_gb)
     arguments = [] if args.config is None else ["--config", args.config]

@@ -10,6 +10,8 @@ engine gets (`backends/engines/commands.py`, `sglang.py`).
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.hub import is_hub_id
 from stepwell.config.run import RunConfig
@@ -89,11 +91,22 @@ def flags_of_run(config: RunConfig, is_colocated: bool) -> tuple[str, ...]:
 
 def engine_share(config: RunConfig, is_colocated: bool = True) -> float:
     """Share of a GPU's memory that an engine takes: what `engine.extra_args` says, else beside a
-    trainer's rank `SHARED_MEMORY` and on a GPU of its own `OWN_MEMORY`."""
+    trainer's rank `SHARED_MEMORY` and on a GPU of its own `OWN_MEMORY`.
+
+    Raises:
+        ConfigError: `engine.extra_args` says no share.
+    """
     given = [part for flag in config.engine.extra_args for part in flag.split("=", 1)]
     for name in ("--mem-fraction-static", "--gpu-memory-utilization"):
         if name in given[:-1]:
-            return float(given[given.index(name) + 1])
+            text = given[given.index(name) + 1]
+            with suppress(ValueError):
+                if 0 < (share := float(text)) <= 1:
+                    return share
+            raise ConfigError(
+                f"engine.extra_args: {name} is {text!r}; give the engine's share of a GPU's "
+                "memory, above 0 and at most 1"
+            )
     return SHARED_MEMORY if is_colocated else OWN_MEMORY
 
 

@@ -62,6 +62,8 @@ from stepwell.trainer.rollout.worker import WorkerHandle, start_workers
 log = logging.getLogger(__name__)
 
 POOL_NAME = "data_pool"
+STOP_S = 10
+"""Seconds that gateways are given to stop, and then engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +205,7 @@ async def _start_engines(
             if others
             else start_engine(engine, **where, **(own or here))
         )
-    for server in servers:
-        stack.push_async_callback(_stop, server)
+    stack.push_async_callback(_stop, servers)
     urls = await asyncio.gather(*(started(server, accept) for server in servers))
     return [url for of_server in urls for url in of_server]
 
@@ -213,8 +214,7 @@ async def _start_gateways(
     config: GatewayConfig, wiring: Wiring, logs: Path, stack: AsyncExitStack
 ) -> tuple[str, ...]:
     replicas = start_replicas(config, wiring, POOL_NAME, logs)
-    for replica in replicas:
-        stack.push_async_callback(_stop, replica)
+    stack.push_async_callback(_stop, replicas)
     return tuple(await asyncio.gather(*(replica.start.remote() for replica in replicas)))
 
 
@@ -245,12 +245,18 @@ def generate_needs(config: RunConfig) -> dict[str, Any]:
     return {"tokenizer_path": path, "validation": config.validation}
 
 
-async def _stop(actor: Any) -> None:
-    try:
-        await asyncio.wait_for(actor.stop.remote(), timeout=10)
-    except (ray.exceptions.RayError, TimeoutError) as e:
-        log.warning("an actor did not stop in time and is killed: %s", e)
-    ray.kill(actor)
+async def _stop(actors: Sequence[Any]) -> None:
+    """Stop actors, all at once: a Ray that has ended ends this process within a minute, and what
+    happened is to be said before."""
+
+    async def stop(actor: Any) -> None:
+        try:
+            await asyncio.wait_for(actor.stop.remote(), timeout=STOP_S)
+        except (ray.exceptions.RayError, TimeoutError) as e:
+            log.warning("an actor did not stop in time and is killed: %s", e)
+        await asyncio.to_thread(ray.kill, actor)  # waits for the GCS
+
+    await asyncio.gather(*map(stop, actors))
 
 
 @dataclass(frozen=True, slots=True)

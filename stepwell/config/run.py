@@ -321,6 +321,14 @@ class RunConfig(Section):
                 "data is of kind harbor, whose tasks a harness works on, but rollout.harness is "
                 "missing; name one, e.g. rollout.harness: claude_code"
             )
+        pictures = [key for s in sources if (key := getattr(s, "image_key", None)) is not None]
+        for name in ("harness", "environment"):
+            if pictures and getattr(self.rollout, name) is not None:
+                raise ValueError(
+                    f"data's image_key is {pictures[0]!r}, but rollout.{name} is given a task's "
+                    "text alone; leave image_key out, or set rollout.agent to one of yours, which "
+                    'has the pictures in task["messages"]'
+                )
         container = None if self.rollout.harness is None else self.rollout.harness.sandbox
         others = [s for s in sources if s is not None and not isinstance(s, HarborSource)]
         if container is not None and container.needs_image and others:

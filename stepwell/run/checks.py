@@ -20,6 +20,7 @@ nor Ray, unless the configuration names code that does.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import subprocess
@@ -66,6 +67,8 @@ from stepwell.trainer.sampling import GroupFilter
 
 _KNOWN = (TrainerError, BackendError, GatewayError, DataPoolError)
 _GB = 1e9
+
+log = logging.getLogger(__name__)
 
 Check = Callable[[RunConfig], None]
 
@@ -307,9 +310,15 @@ def architecture(config: RunConfig) -> None:
 
 def memory(config: RunConfig) -> None:
     """A training rank fits: states, the activations of the longest row, and the engine beside it.
-    An estimate (`backends/torch/memory.py`), which what fragments can still exceed."""
+    An estimate (`backends/torch/memory.py`), which what fragments can still exceed. On the CPU
+    states alone are refused, and a warning is given of the rest: micro-batches need not be full."""
     if config.backend.ranks > 1 and not _is_here(config):
         return  # a single rank is this process
+    if config.trainer.backend != "torch":
+        from stepwell.backends.base import BACKENDS
+
+        if BACKENDS.load(config.trainer.backend).is_remote:
+            return
     on_gpu = config.backend.device != "cpu" and has_gpu()
     shape = ModelShape.read(config.model.path)
     size = f"{shape.parameters / _GB:.2g}e9 parameters with backend.optimizer "
@@ -328,14 +337,20 @@ def memory(config: RunConfig) -> None:
         return
     engines = config.cluster.engines if config.engine.kind == "embedded" else 0
     rank = rank_memory(config, shape, None)
-    needed = config.backend.ranks * rank.total + engines * weight_bytes(config.model.path)
+    beside = engines * weight_bytes(config.model.path)
+    needed = config.backend.ranks * rank.total + beside
     has = _machine_bytes()
-    if needed > has:
-        beside = f" and {engines} × embedded engine" if engines else ""
-        raise ConfigError(
-            f"model.path is {str(config.model.path)!r}: training {size}{beside} takes "
-            f"{needed / _GB:.0f} GB, this machine has {has / _GB:.0f} GB; of a rank {rank}; {less}"
-        )
+    if needed <= has:
+        return
+    of_engines = f" and {engines} × embedded engine" if engines else ""
+    why = (
+        f"model.path is {str(config.model.path)!r}: training {size}{of_engines} takes "
+        f"{needed / _GB:.0f} GB, this machine has {has / _GB:.0f} GB; of a rank {rank}; {less}, or "
+        "a smaller backend.micro_batch_tokens"
+    )
+    if needed - config.backend.ranks * (rank.activations + rank.head) > has:
+        raise ConfigError(why)
+    log.warning("%s", why)
 
 
 def rank_memory(config: RunConfig, shape: ModelShape, gpu_bytes: float | None) -> MemoryEstimate:

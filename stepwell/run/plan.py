@@ -165,7 +165,7 @@ def plan_run(
     size = f" of {machines.gpu_bytes / _GB:.0f} GB" if counts[-1] else ""
     return RunPlan(
         f"{told}, rows of up to {row:,} tokens" if row else told,
-        f"{len(nodes)} node{'s' * (len(nodes) > 1)}, {each} GPUs{size} each",
+        f"{len(nodes)} node{'s' * (len(nodes) > 1)}, {each} GPU{'s' * (each != '1')}{size} each",
         _strategy(planned, len(nodes)),
         tuple(parts),
         tuple(_commands(config, planned, nodes, ["train" if trains else "serve", *arguments])),

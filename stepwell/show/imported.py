@@ -19,7 +19,7 @@ import orjson
 
 from stepwell.datapool.branches import parents
 from stepwell.datapool.codec import Base, pack
-from stepwell.datapool.files.archive.archiver import Archive
+from stepwell.datapool.files.archive.archiver import Archive, open_sound
 from stepwell.datapool.files.archive.conversations import Conversation, TimedStep
 from stepwell.datapool.files.archive.folder import IMPORTED
 from stepwell.datapool.files.archive.launch import Settings
@@ -58,7 +58,7 @@ def import_run(folder: Path) -> Imported:
             "folder of a run that trained"
         )
     settings = Settings(str(archive_folder(folder)), "", IMPORTED, 0, float("inf"), 1 << 62)
-    archive = Archive(settings)
+    archive = open_sound(settings)
     try:
         seen: set[str] = set()
         tokens = _write(archive, _trained(folder), seen)

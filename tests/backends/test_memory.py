@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.torch.memory import (
@@ -18,6 +20,7 @@ from stepwell.backends.torch.memory import (
     choose_reduce,
     estimate,
 )
+from stepwell.backends.torch.model import device_bytes
 from tests.backends.models import qwen3, save_model
 
 GB = 1e9
@@ -126,6 +129,22 @@ def test_gradients_are_summed_once_a_step_where_they_fit_whole() -> None:
     assert choose_reduce(last, 80 * GB, "auto") == "last"
     assert choose_reduce(last, 40 * GB, "auto") == "each"
     assert choose_reduce(last, 40 * GB, "last") == "last"
+
+
+def test_a_size_that_differs_by_layer_is_taken_at_its_largest() -> None:
+    """As gemma3n's MLPs. Every torch backend asks for its model's shape."""
+    by_layer = {**QWEN3_4B, "intermediate_size": [4096, 9728]}
+    assert ModelShape.of(by_layer) == ModelShape.of(QWEN3_4B)
+
+
+def test_a_rank_has_a_gpu_of_its_own_and_a_share_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = SimpleNamespace(total_memory=80 * GB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    assert device_bytes(torch.device("cuda"), 8) == 80 * GB
+    cpu = torch.device("cpu")
+    assert device_bytes(cpu, 8) == device_bytes(cpu, 1) / 8
 
 
 def test_auto_is_bfloat16_and_checkpointed_on_cuda_alone() -> None:

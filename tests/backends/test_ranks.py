@@ -174,8 +174,8 @@ def test_an_error_without_words_is_named_by_its_kind(monkeypatch: pytest.MonkeyP
 def test_nothing_above_64_mb_goes_through_the_object_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a model of 100 MB, whose optimizer's state is twice that; it is written beside training,
-    and one process goes on from it."""
+    """A model of 100 MB, whose optimizer's state is twice that, is written beside training, and one
+    process goes on from it."""
     form = qwen3(hidden_size=512, intermediate_size=2048, vocab_size=4096, num_hidden_layers=5)
     path = save_model(form, tmp_path / "model")
     largest = 0

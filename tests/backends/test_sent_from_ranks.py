@@ -1,4 +1,4 @@
-"""What rank 0 sends is what the ranks trained, to the last bit, whatever their number."""
+"""Rank 0 sends what the ranks trained, to the last bit, whatever their number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What four ranks wrote, two and one go on from: gloo, on this machine's CPU."""
+"""Two ranks and one go on from what four wrote: gloo, on this machine's CPU."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from stepwell.datapool.errors import DamagedFileError
 from tests.backends.models import qwen3, save_model
 from tests.backends.processes_of_ranks import run_ranks
 from tests.backends.test_ranks import assert_same_updates, config_of, steps_of, train
+from tests.helpers import full_disk
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +117,10 @@ def test_a_damaged_shard_is_named_before_anything_is_read(model_path: Path, tmp_
             go_on(0, 1, model_path, folder, state, {})
         file.write_bytes(data)
     go_on(0, 1, model_path, folder, state, {})
+
+
+def test_a_full_disk_is_an_error_that_its_callers_expect(model_path: Path, tmp_path: Path) -> None:
+    """torch's own is a BaseException."""
+    backend = TorchBackend(config_of(ranks=1), model_path)
+    with full_disk(), pytest.raises((OSError, RuntimeError)):
+        backend.save_state(tmp_path / "step_2" / "backend")

@@ -8,6 +8,7 @@ import math
 from argparse import Namespace
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,18 +19,23 @@ import torch
 from stepwell.backends.base import BACKENDS
 from stepwell.backends.errors import BackendConfigError, BatchError
 from stepwell.backends.slime.backend import SlimeBackend, post_process_rewards, train_data
+from stepwell.backends.slime.images import train_inputs
 from stepwell.backends.slime.sample import PrefixCacheInfo, SlimeSample, SpecInfo
 from stepwell.backends.slime.samples import (
     NO_LOG_PROBS,
     OTHER_TEMPERATURE,
     SUPERSEDED,
     groups_of,
+    not_trained,
     settle_log_probs,
     to_samples,
 )
 from stepwell.datapool.types import GREEDY, SUPERSEDES, Group, Step, VersionSpan
+from tests.backends.models import qwen3, save_model
 from tests.backends.random_groups import properties, random_groups, steps_of
+from tests.backends.test_vision_training import Album
 from tests.builders import group, step_of
+from tests.vision_model import make_vision_model
 
 SLIMES_FIELDS: dict[str, Any] = {
     "group_index": None,
@@ -334,8 +340,78 @@ def test_routing_is_that_of_the_call_that_sampled_the_token() -> None:
 
 def test_media_are_refused_by_name() -> None:
     media = [step_of(multi_modal_data={"pixel_values": np.ones(3)}, reward=1.0)]
-    with pytest.raises(BatchError, match="multi_modal_data; slime is given text only"):
+    with pytest.raises(BatchError, match="multi_modal_data; slime is given text and"):
         to_samples([group(media)])
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision_model(tmp_path_factory.mktemp("vision"))
+
+
+def scored(steps: list[Step]) -> list[Step]:
+    """The steps with a reward on the last one of each trajectory."""
+    last = {s.trajectory_uid: s for s in steps}
+    return [replace(s, reward=1.0) if s is last[s.trajectory_uid] else s for s in steps]
+
+
+def test_samples_have_the_inputs_of_their_own_pictures(vision: Path) -> None:
+    album = Album(vision)
+    steps = scored(album.conversations())
+    inputs = train_inputs(vision, steps, album.pngs)
+    samples = to_samples(groups_of(steps), inputs=inputs).flat
+    shown = {tuple(s.token_ids): s.pictures for s in steps}
+    n = []
+    for sample in samples:
+        pictures = shown[tuple(sample.tokens)]
+        n.append(len(pictures))
+        if not pictures:
+            assert sample.multimodal_train_inputs is None
+            continue
+        wanted = album.processor.features([album.pngs[p.digest] for p in pictures])
+        found = sample.multimodal_train_inputs
+        assert found is not None
+        assert found.keys() == wanted.keys() == {"pixel_values", "image_grid_thw"}
+        for name, value in wanted.items():
+            assert torch.equal(found[name], torch.from_numpy(value))
+        rows = int(sum(p.n_tokens for p in pictures)) * album.processor.merge_size**2
+        assert found["pixel_values"].shape[0] == rows
+    assert sorted(n) == [0, 2, 2, 2, 3, 3, 3]
+    a, _, c = (s.multimodal_train_inputs for s in samples if len(shown[tuple(s.tokens)]) == 3)
+    assert a is not None
+    assert c is not None
+    assert a["pixel_values"] is c["pixel_values"], "rows of equal pictures share them"
+    data = SlimeBackend(hf_checkpoint=vision).convert_with_pictures(steps, album.pngs)
+    found = [None if m is None else m["image_grid_thw"] for m in data["multimodal_train_inputs"]]
+    for sample, grid in zip(samples, found, strict=True):
+        own = sample.multimodal_train_inputs
+        assert grid is None if own is None else torch.equal(grid, own["image_grid_thw"])
+
+
+def test_a_stand_in_of_a_rollout_with_pictures_has_them_too(vision: Path) -> None:
+    album = Album(vision)
+    step = album.step("a", 0, 40, album.picture(1), 41, response=[50])
+    steps = scored([step])
+    inputs = train_inputs(vision, steps, album.pngs)
+    first, padding = to_samples(groups_of(steps), group_size=2, inputs=inputs).flat
+    assert padding.tokens == first.tokens
+    assert padding.multimodal_train_inputs == first.multimodal_train_inputs is not None
+
+
+def test_pictures_that_slime_cannot_be_given_are_refused_by_name(
+    vision: Path, tmp_path: Path
+) -> None:
+    album = Album(vision)
+    steps = scored([album.step("a", 0, 40, album.picture(1), 41, response=[50])])
+    with pytest.raises(BatchError, match=r"'a'\[0\] has pictures; set hf_checkpoint"):
+        SlimeBackend().convert_with_pictures(steps, album.pngs)
+    with pytest.raises(BatchError, match=r"bytes of .* are not there"):
+        SlimeBackend(hf_checkpoint=vision).convert(steps)
+    text_only = save_model(qwen3(vocab_size=300), tmp_path)
+    with pytest.raises(BackendConfigError, match=r"hf_checkpoint is set, but .* reads text only"):
+        SlimeBackend(hf_checkpoint=text_only).convert_with_pictures(steps, album.pngs)
+    text = to_samples(groups_of(steps), inputs=not_trained).flat
+    assert text[0].multimodal_train_inputs is None, "rewards and filters read tokens and text"
 
 
 # -- train data --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import time
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,11 +18,15 @@ from typing import Any
 import pytest
 import ray
 import torch
+from PIL import Image
+from transformers import AutoImageProcessor, AutoTokenizer
 
 from stepwell.backends.masks import MultiTurnLossMaskGenerator
+from stepwell.backends.pictures import decode
 from stepwell.backends.slime.backend import SlimeBackend, train_data
+from stepwell.backends.slime.images import train_inputs
 from stepwell.backends.slime.sample import SlimeSample, as_slime
-from stepwell.backends.slime.samples import to_samples
+from stepwell.backends.slime.samples import groups_of, to_samples
 from stepwell.datapool import PoolConfig, connect, start_data_pool
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.config import AdvantageConfig, RolloutConfig
@@ -32,8 +36,10 @@ from stepwell.trainer.slime.data_source import PoolDataSource, RolloutDataSource
 from stepwell.trainer.slime.rollout import REWARD_HOOK, generate_rollout
 from tests.backends.random_groups import TEMPERATURE, random_groups, steps_of
 from tests.backends.slime_itself import HAS_SLIME, advantages, rollout_manager, slime
+from tests.backends.test_vision_training import Album
 from tests.gateway.conftest import QUICKSTART, hf_tokenizer, save_tokenizer, worlds  # noqa: F401 - a fixture
 from tests.gateway.test_rollout_buffer import TOOLS, Consumer
+from tests.vision_model import make_vision_model
 
 pytestmark = pytest.mark.skipif(not HAS_SLIME, reason="make test-slime runs it, where slime is")
 
@@ -134,6 +140,62 @@ def test_slimes_own_normalisation_is_another_one_which_is_why_there_is_a_hook(
     manager.custom_reward_post_process_func = None
     _, plain = manager._post_process_rewards(samples)
     assert max(abs(a - b) for a, b in zip(hooked, plain, strict=True)) > 0.1
+
+
+# -- pictures --------------------------------------------------------------------------------------
+
+
+class Processor:
+    """The parts that `Qwen2VLProcessor`, which needs torchvision, is made of: image processor,
+    tokenizer, one placeholder for each cell of the merged grid."""
+
+    def __init__(self, folder: Path) -> None:
+        self.image_processor: Any = AutoImageProcessor.from_pretrained(folder)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+
+    def __call__(
+        self, text: str, images: list[Image.Image], **kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        assert kwargs["text_kwargs"]["return_mm_token_type_ids"] is False
+        made = self.image_processor(images=images, **kwargs["images_kwargs"])
+        first, *rest = text.split("<|image_pad|>")
+        for grid, part in zip(made["image_grid_thw"], rest, strict=True):
+            first += "<|image_pad|>" * int(grid.prod() // 4) + part
+        return {**self.tokenizer([first], return_tensors=None), **made}
+
+
+def test_slimes_rollout_makes_the_same_of_a_prompt_with_pictures(
+    args: Namespace, tmp_path: Path
+) -> None:
+    folder = make_vision_model(tmp_path)
+    album, processor = Album(folder), Processor(folder)
+    encode = processor.tokenizer.encode
+    steps, theirs = [], []
+    for n, sizes in enumerate([[(84, 84)], [(56, 56), (112, 56), (84, 84)], []]):
+        pictures = [album.picture(10 * n + i, size) for i, size in enumerate(sizes)]
+        said = f"Look {n}: "
+        parts = [part for p in pictures for part in (p, *encode(" and "))]
+        step = album.step(f"t{n}", 0, *encode(said), *parts, response=[50, 51])
+        steps.append(replace(step, reward=float(n)))
+        prompt = said + "<|vision_start|><|image_pad|><|vision_end|> and " * len(sizes)
+        images = [decode(p.png, album.processor.bounds) for p in pictures]
+        sample = slime("utils.types").Sample(
+            prompt=prompt, multimodal_inputs={"images": images or None}
+        )
+        prepare = slime("rollout.sglang_rollout")._prepare_prompt_ids
+        assert prepare(sample, processor.tokenizer, processor) == step.prompt_ids.tolist()
+        theirs.append(sample.multimodal_train_inputs)
+    inputs = train_inputs(folder, steps, album.pngs)
+    ours = to_samples(groups_of(steps), inputs=inputs).flat
+    data = rollout_manager(args)._convert_samples_to_train_data([as_slime(s) for s in ours])
+    own = train_data(SlimeBackend(), ours)["multimodal_train_inputs"]
+    assert data["multimodal_train_inputs"] == own
+    for found, wanted in zip(own, theirs, strict=True):
+        assert (found is None) == (wanted is None)
+        if wanted is not None:
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert [m is None for m in own] == [False, False, True]
 
 
 # -- the whole way -----------------------------------------------------------------------------

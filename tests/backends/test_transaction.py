@@ -12,14 +12,14 @@ import asyncio
 import json
 import random
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stepwell.backends.config import PublishMode
-from stepwell.backends.engines.api import EngineState
+from stepwell.backends.engines.api import Engine, EngineState
 from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,
@@ -254,6 +254,28 @@ async def test_one_that_fails_before_it_was_paused_is_not_left_paused(
     assert was_paused(b)
     assert e.value.serving == dict.fromkeys((r.url for r in replicas), 0)
     assert all(r.serves and r.version == 0 for r in replicas)
+
+
+@pytest.mark.parametrize("method", ["", "about", "load 2"])
+async def test_engines_that_lent_memory_go_on_with_all_of_it_whatever_fails(
+    store: WeightStore, method: str
+) -> None:
+    """They were paused by the lend, before the publication."""
+    _, b, _ = replicas = three(store)
+    await put(replicas, 1, store)
+    completed: list[str] = []
+
+    async def complete(engine: Engine) -> None:
+        completed.append(engine.url)
+
+    for replica in replicas:
+        await replica.pause("abort")
+    if method:
+        b.fails[method] = EngineRequestError("disk is full")
+    with nullcontext() if not method else pytest.raises(WeightUpdateError):
+        await put(replicas, 2, store, complete=complete)
+    assert sorted(completed) == [r.url for r in replicas]
+    assert all(r.serves and r.version == (1 if method else 2) for r in replicas)
 
 
 async def test_a_version_whose_file_changed_since_it_was_written_is_not_committed(

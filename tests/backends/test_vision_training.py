@@ -25,14 +25,15 @@ from stepwell.backends.engines.embedded.vision import StoredPicture, Vision
 from stepwell.backends.errors import BatchError, UnsupportedByBackendError
 from stepwell.backends.pictures import CanonicalPicture, PictureProcessor
 from stepwell.backends.rows import RowForm
-from stepwell.backends.slime.backend import SlimeBackend
 from stepwell.backends.torch.backend import TorchBackend
 from stepwell.backends.torch.critic import Critic
+from stepwell.backends.trl.backend import TrlBackend
 from stepwell.backends.verl.backend import VerlBackend
 from stepwell.backends.weights.digest import checkpoint_hashes
 from stepwell.datapool.pictures import Picture
 from stepwell.datapool.types import Step
 from tests.backends.models import qwen3, save_model
+from tests.backends.processes_of_ranks import run_ranks
 from tests.vision_model import make_vision_model, png
 from tests.vision_reference import VisionReference
 
@@ -243,6 +244,48 @@ def test_each_picture_of_a_batch_is_computed_once(qwen2: Path) -> None:
     assert len(calls) == len(album.pngs) == 5
 
 
+def update_of_ranks(
+    rank: int, ranks: int, folder: Path, saved: Path, dtype: str
+) -> tuple[Tensor, dict[str, float], Tensor, Tensor]:
+    """Log-probs before an update, after it, and of a process that goes on from its checkpoint."""
+    album = Album(folder)
+    shown = [*range(30, 60), album.picture(1, (84, 84)), 60, album.picture(2)]
+    steps = [
+        album.step("a", 0, *shown, response=[70, 71, 72]),
+        album.step("b", 0, *range(30, 65), response=[80, 81]),
+        album.step("c", 0, *range(35, 66), response=[81, 82]),
+    ]
+    options = {"ranks": ranks, "device": "cpu", "micro_batch_tokens": 40, "dtype": dtype}
+    made = backend(folder, **options)
+    batch = made.convert_with_pictures(steps, album.pngs)
+    before = made.compute_log_probs(batch)
+    batch.columns["weight"] = torch.ones(batch.n_tokens)
+    metrics = made.train_step(batch, Loss())
+    state = made.save_state(saved / "backend")
+    made.wait_saved()
+    again = backend(folder, **options)
+    again.load_state(saved / "backend", state)
+    after = again.compute_log_probs(again.convert_with_pictures(steps, album.pngs))
+    return before, metrics, made.compute_log_probs(batch), after
+
+
+@pytest.mark.timeout(900)  # processes that import torch, on a machine that may be busy
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ranks_whose_rows_have_pictures_or_none_compute_as_one_process(
+    dtype: str, qwen2: Path, tmp_path: Path
+) -> None:
+    """Each rank computes the pictures of its own rows, when it comes to them."""
+    one = update_of_ranks(0, 1, qwen2, tmp_path / "one", dtype)
+    close = {"atol": 1e-5 if dtype == "float32" else 0.1, "rtol": 0.0}
+    for found in run_ranks(2, update_of_ranks, 2, qwen2, tmp_path / "two", dtype):
+        for a, b in ((found[0], one[0]), (found[2], one[2]), (found[3], found[2])):
+            torch.testing.assert_close(a, b, **close)
+        assert found[1]["loss"] == pytest.approx(
+            one[1]["loss"], rel=1e-4 if dtype == "float32" else 0.02
+        )
+
+
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nothing_of_the_tower_is_trained(qwen2: Path, lora: LoraConfig | None, dtype: str) -> None:
@@ -332,8 +375,8 @@ def test_steps_whose_pictures_do_not_fit_are_refused(qwen2: Path, tmp_path: Path
 
 
 def test_a_backend_that_trains_on_text_refuses_pictures_by_name() -> None:
-    with pytest.raises(UnsupportedByBackendError, match="SlimeBackend trains on text only"):
-        SlimeBackend.__new__(SlimeBackend).convert_with_pictures([], {})
+    with pytest.raises(UnsupportedByBackendError, match="TrlBackend trains on text only"):
+        TrlBackend.__new__(TrlBackend).convert_with_pictures([], {})
 
 
 # ── engine and trainer ────────────────────────────────────────────────────────────────────────────
@@ -430,7 +473,7 @@ def test_the_decoder_alone_attends_by_the_tree(qwen2: Path) -> None:
 
 
 def test_verls_rows_have_four_rows_of_positions_and_the_pictures_inputs(qwen2: Path) -> None:
-    """What verl itself makes of them: `tests/backends/test_verl_images.py`."""
+    """`tests/backends/test_verl_images.py` has what verl itself makes of them."""
     album = Album(qwen2)
     steps = album.conversations()
     rows = VerlBackend(VerlConfig(model_path=qwen2)).rows(steps, pictures=album.pngs)

@@ -36,7 +36,7 @@ class TinkerServer:
         self.url = ""
         self.calls: list[str] = []
         self.params: list[dict[str, Any]] = []
-        """Of each optimizer step."""
+        """Parameters of each optimizer step."""
         self.refusal: str | None = None
         """Error that the next forward pass ends with."""
         self._results: dict[str, tuple[bytes, str] | dict[str, Any]] = {}

@@ -172,8 +172,8 @@ class Talkers:
 async def missing(
     talks: Sequence[Talk], pool: DataPoolClient, archive: ArchiveReader
 ) -> tuple[list[str], dict[str, int]]:
-    """What cannot be found by its uid with its text, its state and its reason; and how many were
-    found where.
+    """Return what cannot be found by its uid with its text, its state and its reason; and how many
+    were found where.
 
     Args:
         pool: of the run that ended.

@@ -102,7 +102,7 @@ def training(machines: Machines, run_dir: Path, engines: int, name: str) -> Iter
 
 def check_books(run_dir: Path) -> None:
     """Every optimizer step was trained once on a whole batch, and no group twice."""
-    books = audit(run_dir / "ledger.jsonl")
+    books = audit(run_dir / "checkpoints" / "ledger.jsonl")
     assert books.doubled == ()
     assert {*range(1, STEPS + 1)} == books.updates.keys()
     assert {*books.updates.values()} == {BATCH}
@@ -148,7 +148,7 @@ def test_parts_are_on_all_machines_and_each_lost_one_is_a_line_that_the_same_com
 
 
 def processes(machines: Machines, k: int) -> list[psutil.Process]:
-    """Those of Ray on machine `k`."""
+    """Processes of Ray on machine `k`."""
     ray = machines.machines[k].ray
     assert ray is not None
     return psutil.Process(ray.pid).children(recursive=True)

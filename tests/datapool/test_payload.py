@@ -78,7 +78,7 @@ def trees(draw: st.DrawFn) -> list[Step]:
 def _pictures(
     draw: st.DrawFn, known: tuple[Picture, ...], start: int, end: int
 ) -> tuple[Picture, ...]:
-    """Those of the tokens before `start`, and perhaps new ones."""
+    """Draw the pictures of the tokens before `start`, and perhaps new ones."""
     known = draw(st.sampled_from([known, known, known, ()]))  # another prompt with the same ids
     new = []
     while start < end and draw(st.sampled_from([True, False, False])):

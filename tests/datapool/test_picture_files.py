@@ -12,7 +12,7 @@ import pytest
 from stepwell.datapool import ChannelConfig, DataPoolClient, PoolConfig
 from stepwell.datapool.errors import DamagedFileError, ExportError
 from stepwell.datapool.files.deletion import delete_from_export
-from stepwell.datapool.files.export import read
+from stepwell.datapool.files.export import read, read_rows, write_rows
 from stepwell.datapool.files.transfer import export_channel, import_channel
 from tests.datapool.test_picture_store import A, B, C, conversation, png, source
 
@@ -21,7 +21,7 @@ PLACES: Any = pytest.mark.parametrize("pictures", ["files", "embedded"])
 
 
 def names(path: Path) -> list[str]:
-    return sorted(picture.stem for picture in path.with_suffix(".pictures").glob("*"))
+    return sorted(picture.stem for picture in path.with_name(f"{path.name}.pictures").glob("*"))
 
 
 def move(path: Path) -> Path:
@@ -96,14 +96,35 @@ async def test_a_trajectory_that_is_deleted_from_a_file_takes_its_pictures(
     assert names(path) == []
 
 
+async def test_two_files_of_one_name_have_pictures_of_their_own(tmp_path: Path) -> None:
+    async with DataPoolClient.local() as client:
+        await filled(client)
+        await export_channel(client, tmp_path / "x.parquet")
+        await export_channel(client, tmp_path / "x.jsonl", trajectory_uid="t")
+    exported = list(read(tmp_path / "x.parquet"))
+    assert [dict(each.pictures) for each in exported] == [source(A, B), source(B, C)]
+
+
+@FORMS
+async def test_a_row_with_fewer_images_than_pictures_is_refused(tmp_path: Path, form: str) -> None:
+    path = tmp_path / f"x.{form}"
+    async with DataPoolClient.local() as client:
+        await filled(client)
+        await export_channel(client, path, trajectory_uid="t")
+    rows = [row | {"images": row["images"][:1]} for _, row in read_rows(path)]
+    write_rows(path, rows, overwrite=True)
+    with pytest.raises(ExportError, match="malformed"):
+        list(read(path))
+
+
 async def test_a_picture_that_was_changed_or_lost_is_an_error_of_its_own(tmp_path: Path) -> None:
     async with DataPoolClient.local() as client:
         await filled(client)
         await export_channel(client, tmp_path / "x.jsonl")
         first, _ = read(tmp_path / "x.jsonl")
-        (tmp_path / "x.pictures" / f"{A}.png").write_bytes(b"another")
+        (tmp_path / "x.jsonl.pictures" / f"{A}.png").write_bytes(b"another")
         with pytest.raises(DamagedFileError, match=A):
             await import_channel(client, tmp_path / "x.jsonl", "copy")
-        (tmp_path / "x.pictures" / f"{B}.png").unlink()
+        (tmp_path / "x.jsonl.pictures" / f"{B}.png").unlink()
         with pytest.raises(ExportError, match=B):
             first.pictures[B]

@@ -265,6 +265,19 @@ def test_a_damaged_picture_is_one_error_and_a_lost_one_is_asked_for_again(pool: 
     again.journal.close()
 
 
+def test_a_picture_that_was_found_damaged_is_there_again_once_it_is_sent(pool: Pool) -> None:
+    pool.talk("t", A)
+    (path,) = (p for p in (pool.folder / "pictures").iterdir() if p.name != "secret")
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(DamagedFileError, match="salvage"):
+        pool("read_pictures", "t", (A,))
+    (refused,) = pool("apply_steps", conversation("u", A))
+    assert isinstance(refused, UnknownPictureError)
+    pool("put_pictures", "t", source(A))
+    assert pool("read_pictures", "t", (A,)) == source(A)
+    assert pool.counts() == {"stored": 1, "bytes": len(png(A))}
+
+
 async def test_a_cache_holds_as_much_as_it_may_and_asks_again(tmp_path: Path) -> None:
     async with DataPoolClient.local(folder=tmp_path / "pool") as client:
         steps = conversation("t", A, B, C)
@@ -564,3 +577,28 @@ async def test_a_service_removes_in_slices_what_nothing_refers_to(tmp_path: Path
         await until(lambda: len(stored(tmp_path / "pool")) == 1)
     async with DataPoolClient.local(config, tmp_path / "pool") as client:
         assert await client.read_pictures("u", digests[-1:]) == source(digests[-1])
+
+
+async def test_a_picture_that_cannot_be_removed_holds_up_no_other_and_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("stepwell.datapool.remote.service.SWEEP_RETRY_S", 0.2)
+    pictures = tmp_path / "pool" / "pictures"
+
+    def left() -> list[Path]:
+        return [path for path in pictures.iterdir() if path.name != "secret"]
+
+    config = PoolConfig(default=ChannelConfig(n_rollouts=1))
+    async with DataPoolClient.local(config, tmp_path / "pool") as client:
+        await client.submit_steps(conversation("t", A, B, C), pictures=source(A, B, C))
+        broken = left()[0]
+        broken.unlink()
+        broken.mkdir()  # a folder cannot be unlinked
+        await client.delete_trajectory("t")
+        for i in range(50):
+            await client.open_group(f"q{i}", 1)
+        assert caplog.text.count("stays on disk") == 1
+        await until(lambda: left() == [broken])
+        broken.rmdir()
+        broken.write_bytes(b"")
+        await until(lambda: not left())

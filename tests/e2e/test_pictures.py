@@ -90,7 +90,7 @@ async def talk(client: AsyncOpenAI, messages: list[Any], seed: int, turns: int) 
 
 
 async def largest_error(made: Made, pool: DataPoolClient, steps: list[Step]) -> float:
-    """Of log-probs, against a plain forward over what the pool has."""
+    """Largest error of log-probs, against a plain forward over what the pool has."""
     reference, errors = VisionReference(made.folder), []
     for step in steps:
         digests = [picture.digest for picture in step.pictures]

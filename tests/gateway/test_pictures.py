@@ -22,6 +22,7 @@ from PIL import Image
 
 from stepwell.backends.pictures import digest_of
 from stepwell.datapool.pictures import shadow_ids
+from tests.builders import until
 from tests.gateway.conftest import Sampled, World
 from tests.vision_model import make_vision_model, png
 
@@ -407,6 +408,79 @@ async def test_a_body_brings_so_many_pictures_and_no_more(worlds: Any, vision_fo
     assert refused.value.status_code == 413  # type: ignore[attr-defined]
 
 
+async def test_pictures_beyond_the_models_context_are_not_even_decoded(vision: World) -> None:
+    """The memory they take is bounded by what the model can be shown."""
+    sizes = vision.gateway.pictures.processor.max_pixels**0.5
+    picture = Image.new("RGB", (int(sizes), int(sizes)))
+    many = []
+    for i in range(100):
+        picture.putpixel((0, 0), (i, 0, 0))
+        many.append(saved(picture, "PNG"))
+    n_each = vision.gateway.pictures.processor.n_tokens(many[0])
+    for engine in vision.engines:  # type: ignore[attr-defined]
+        engine.context_length = 4 * n_each
+    client = await vision.client()
+    messages: Any = [{"role": "user", "content": shown(*many)}]
+    with pytest.raises(BadRequestError, match="maximum context length") as refused:
+        await client.chat.completions.create(model="m", messages=messages)
+    assert refused.value.code == "context_length_exceeded"
+    assert vision.gateway.pictures.n_decoded <= 6
+    # Counted is what would be sent, whatever fits.
+    blocks: Any = [
+        {
+            "type": "image",
+            "source": {
+                "type": "base64",
+                "media_type": "image/png",
+                "data": b64encode(picture).decode(),
+            },
+        }
+        for picture in many[:6]
+    ]
+    anthropic = AsyncAnthropic(base_url=vision.base_url(), api_key="none", max_retries=0)
+    async with anthropic:
+        said: Any = [{"role": "user", "content": blocks}]
+        count = await anthropic.messages.count_tokens(model="m", messages=said)
+    assert count.input_tokens > 6 * n_each
+
+
+async def test_a_request_with_many_pictures_does_not_hold_up_one_with_a_picture(
+    vision: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[bytes] = []
+    reader = vision.gateway.pictures
+    canonical = type(reader.processor).canonical
+
+    def slow(processor: Any, data: bytes) -> Any:
+        time.sleep(0.005)
+        done.append(data)
+        return canonical(processor, data)
+
+    monkeypatch.setattr(type(reader.processor), "canonical", slow)
+    many = [png(seed=i) for i in range(1, 60)]
+
+    async def ask(uid: str, *pictures: bytes) -> None:
+        client = await vision.client(uid, uid)
+        messages: Any = [{"role": "user", "content": shown(*pictures)}]
+        await client.chat.completions.create(model="m", messages=messages)
+
+    first = asyncio.create_task(ask("many", *many))
+    await until(lambda: len(done) > 0)
+    await ask("one", png(seed=0))
+    assert done.index(png(seed=0)) < 50
+    await first
+    # Nor does one that has gone.
+    begun, gone = (
+        len(done),
+        asyncio.create_task(ask("gone", *(png(seed=i) for i in range(100, 150)))),
+    )
+    await until(lambda: len(done) > begun)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    await ask("next", png(seed=99))
+    assert len(done) < begun + 40
+
+
 async def test_a_body_with_pictures_may_be_longer_than_one_of_text(
     worlds: Any, vision_folder: str
 ) -> None:
@@ -537,7 +611,7 @@ async def test_a_retry_with_pictures_gets_the_stored_reply(vision: World) -> Non
 
 
 async def test_a_picture_that_left_the_history_begins_a_branch(vision: World) -> None:
-    """What computer-use agents do with old screenshots: a documented cost, not a wrong prompt."""
+    """Computer-use agents drop old screenshots: a documented cost, not a wrong prompt."""
     client = await vision.client()
     messages: list[Any] = [{"role": "user", "content": shown("screen", png(seed=1))}]
     answer = await client.chat.completions.create(model="m", messages=messages)
@@ -637,6 +711,46 @@ async def test_previous_responses_bring_their_pictures(vision: World) -> None:
     assert len(vision.stored()[1].pictures) == 1
 
 
+async def test_a_compaction_reads_pictures_and_gives_the_users_back(vision: World) -> None:
+    """Screenshots, which tools took, are in the summary alone."""
+    vision.say("A chart, and a screen.")
+    shot = {"type": "computer_screenshot", "image_url": data_url(png(seed=1))}
+    said: list[Any] = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "Look."},
+                {"type": "input_image", "image_url": data_url(png()), "detail": "auto"},
+            ],
+        },
+        {"type": "computer_call", "call_id": "c", "action": {"type": "screenshot"}},
+        {"type": "computer_call_output", "call_id": "c", "output": shot},
+    ]
+    async with aiohttp.ClientSession() as http:
+        compact = f"{vision.url}/v1/responses/compact"
+        async with http.post(compact, json={"model": "m", "input": said}) as answer:
+            assert answer.status == 200, await answer.text()
+            output = (await answer.json())["output"]
+    assert output[0]["content"] == said[0]["content"]
+    assert [item["type"] for item in output] == ["message", "compaction"]
+    assert len(vision.stored()[0].pictures) == 2
+    client = await vision.client()
+    await client.responses.create(model="m", input=output)
+    assert len(vision.stored()[1].pictures) == 1
+    check_exact(vision, n_branches=2)
+
+
+async def test_a_compaction_by_id_needs_the_pictures_themselves(vision: World) -> None:
+    client = await vision.client()
+    content: Any = [{"type": "input_image", "image_url": data_url(png()), "detail": "auto"}]
+    first = await client.responses.create(model="m", input=[{"role": "user", "content": content}])
+    async with aiohttp.ClientSession() as http:
+        body = {"model": "m", "previous_response_id": first.id}
+        async with http.post(f"{vision.url}/v1/responses/compact", json=body) as answer:
+            assert answer.status == 400
+            assert "send the conversation as input" in (await answer.json())["error"]["message"]
+
+
 async def test_white_box_agents_send_pictures_in_messages_alone(vision: World) -> None:
     async with aiohttp.ClientSession() as http:
         body: Any = {"messages": [{"role": "user", "content": shown(png())}], "max_tokens": 8}
@@ -698,6 +812,30 @@ async def test_a_conversation_with_pictures_goes_on_at_another_gateway(
     assert vision.engine.requests[0]["image_data"] == other.engine.requests[0]["image_data"][:1]
 
 
+async def test_a_picture_that_the_pool_cannot_read_comes_from_the_body_or_is_the_pools_failure(
+    worlds: Any, vision: World, vision_folder: str
+) -> None:
+    other = await worlds(family=vision_folder, tokenizer_path=vision_folder, pool=vision.pool)
+    content: Any = [{"type": "input_image", "image_url": data_url(png()), "detail": "auto"}]
+    items: Any = [{"role": "user", "content": content}]
+    first = await (await vision.client()).responses.create(model="m", input=items)
+    said = [
+        *items,
+        *(item.to_dict() for item in first.output),
+        {"role": "user", "content": "Sure?"},
+    ]
+    store = vision.port._port.service._pool.pictures.store  # type: ignore[attr-defined]
+    for key in [*store.keys()]:
+        store.remove(key)
+    await (await other.client()).responses.create(model="m", input=said)
+    assert len(vision.stored()[1].pictures) == 1
+    client = await vision.client()
+    with pytest.raises(APIError) as failed:
+        await client.responses.create(model="m", input="Sure?", previous_response_id=first.id)
+    assert failed.value.status_code == 503  # type: ignore[attr-defined]
+    assert store.__class__.__name__ not in str(failed.value)
+
+
 @pytest.mark.parametrize("role", ["system", "assistant", "user"])
 async def test_the_text_of_a_placeholder_is_no_picture(vision: World, role: str) -> None:
     client = await vision.client()
@@ -733,6 +871,11 @@ async def test_a_text_that_looks_like_a_picture_stays_a_text(vision: World) -> N
     )
     (step,) = vision.stored()
     assert len(step.pictures) == 2
+    async with aiohttp.ClientSession() as http:
+        body = {"messages": messages, "tools": [{"type": "function", "function": tool}]}
+        async with http.post(f"{vision.url}/generate", json=body) as answer:
+            sampled = await answer.json()
+    assert sampled["prompt_ids"] == step.prompt_ids.tolist()
 
 
 # -- engines ---------------------------------------------------------------------------------

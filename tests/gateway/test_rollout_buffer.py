@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.datapool.config import ChannelConfig, PoolConfig, SelectionConfig
+from stepwell.datapool.pictures import Picture
 from stepwell.datapool.remote.start import client_of, start_data_pool
 from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.gateway.app import create_app
@@ -609,6 +610,30 @@ async def test_an_unscored_group_is_never_served_as_zero(world: Any, consumer: C
     assert (await pool_groups(world))["drop_reasons"] == {"unscored": 1}
     assert consumer.meta[0]["avg_reward"] == 0.0
     assert consumer.meta[0]["dropped_groups"] == {"unscored": 1}
+
+
+async def test_a_group_with_pictures_is_not_served_as_text(
+    world: Any, consumer: Consumer, caplog: pytest.LogCaptureFixture
+):
+    await consumer.start(num_repeat_per_sample=1)
+    png = b"of no model here"
+    picture = Picture("a" * 64, 56, 56, 1, 4)
+    step = Step(
+        prompt_ids=[1, 5, 5, 5, 5, 2],
+        response_ids=[3],
+        trajectory_uid="shown-0",
+        prompt_uid="shown",
+        pictures=(picture,),
+    )
+    await world.pool.open_group("shown", 1)
+    await world.pool.put_pictures("shown-0", {picture.digest: png}, prompt_uid="shown")
+    await world.pool.submit_steps([step])
+    await world.pool.complete_trajectory("shown-0", 1.0)
+    await rollout(world, "q", "a", 1.0)
+    assert [item["instance_id"] for item in await consumer.items()] == ["q"]
+    assert (await pool_groups(world))["drop_reasons"] == {"pictures": 1}
+    assert consumer.meta[0]["dropped_groups"] == {"pictures": 1}
+    assert "'shown' has pictures and was dropped" in caplog.text
 
 
 async def test_a_pool_that_filters_holds_an_unscored_group_until_it_is_scored(

@@ -138,6 +138,9 @@ def test_what_a_run_without_an_archive_left_is_imported_once(
     assert done == {"with_tokens": 1, "as_text": 1, "known": 0}
     again = json.loads(told(capsys, "archive", "import", folder, "--json"))
     assert again == {"with_tokens": 0, "as_text": 0, "known": 2}
+    # An import that was killed after it wrote the files: the catalogue does not know them.
+    (folder / "archive" / "catalogue-0.sqlite").unlink()
+    assert json.loads(told(capsys, "archive", "import", folder, "--json")) == again
     reader = ArchiveReader(folder / "archive")
     exact = reader.read("kept")
     assert exact is not None

@@ -16,9 +16,12 @@ import pytest
 import ray
 
 from stepwell.cli.main import main
+from stepwell.run import checks
 from stepwell.run.folder import only_run_in
+from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.rollout.agents import load_agent
 from tests.e2e.conftest import ROOT
+from tests.trainer.small_run import small_config
 
 MODEL = ROOT / "examples" / "quickstart" / "model"
 CODE = """
@@ -312,3 +315,28 @@ def test_what_is_served_is_checked_too(
     port, model = capsys.readouterr().err.splitlines()
     assert f"gateway.port is {taken}" in port
     assert "chat template" in model
+
+
+def on_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch, has: float, *more: str) -> None:
+    monkeypatch.setattr(checks, "_machine_bytes", lambda: int(has))
+    checks.memory(small_config(folder, "backend.device=cpu", *more))
+
+
+def test_on_the_cpu_only_what_is_certain_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A micro-batch may be far from full: a run that fits is warned and begins."""
+    large = ("backend.micro_batch_tokens=1000000",)
+    on_the_cpu(tmp_path, monkeypatch, 1e12, *large)
+    assert not caplog.records
+    on_the_cpu(tmp_path, monkeypatch, 2e9, *large)
+    assert "a smaller backend.micro_batch_tokens" in caplog.text
+    with pytest.raises(ConfigError, match="this machine has 0 GB"):
+        on_the_cpu(tmp_path, monkeypatch, 1e6)
+
+
+def test_a_model_that_a_service_trains_takes_no_memory_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = "backend.options={base_model: Qwen/Qwen3-8B}"
+    on_the_cpu(tmp_path, monkeypatch, 1e6, "trainer.backend=tinker", options)

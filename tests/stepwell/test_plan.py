@@ -209,6 +209,24 @@ def test_the_command_says_by_its_exit_code_whether_the_run_fits(
     assert "needs 8 GPUs" in capsys.readouterr().err
     assert main(["plan", "--config", "qwen3_4b", "--nodes", "2", f"model.path={model('4b')}"]) == 2
     assert "--gpus is missing" in capsys.readouterr().err
+    for wrong, why in (
+        (["--gpu-gb", "0"], "--gpu-gb is 0.0"),
+        (["--gpu-gb", "nan"], "--gpu-gb is nan"),
+        (["--gpus", "-1"], "--gpus is -1"),
+        (["engine.extra_args=[--mem-fraction-static=most]"], "--mem-fraction-static is 'most'"),
+        (
+            ["engine.extra_args=[--gpu-memory-utilization, '80']"],
+            "--gpu-memory-utilization is '80'",
+        ),
+    ):
+        assert main([*given, *wrong]) == 2
+        assert why in capsys.readouterr().err
+
+
+def test_one_gpu_is_told_as_one(model: Any) -> None:
+    config = load_config("qwen3_4b_one_gpu", [f"model.path={model('4b')}"], here=False)
+    planned = plan_run(config, shape_of(config), machines_of(config, 1, 1, None), [])
+    assert planned.machines == "1 node, 1 GPU of 80 GB each"
 
 
 def test_a_model_of_the_hub_that_cannot_be_reached_says_how_to_have_it(

@@ -15,11 +15,12 @@ from PIL import Image
 from pydantic import TypeAdapter
 
 from stepwell.backends.pictures import PictureProcessor
+from stepwell.config.load import load_config
 from stepwell.trainer.config import DataConfig, SourceConfig
 from stepwell.trainer.data.images import picture_bytes
 from stepwell.trainer.data.source import PromptSource
 from stepwell.trainer.data.tasks import PICTURE, Task, without_pictures
-from stepwell.trainer.errors import DataError
+from stepwell.trainer.errors import ConfigError, DataError
 from stepwell.trainer.rewards.data_sources import usual_reward
 from stepwell.trainer.rewards.loading import load_reward
 from tests.vision_model import make_vision_model, png
@@ -179,6 +180,19 @@ def test_conversations_with_pictures_are_refused_before_a_run() -> None:
 
 
 @pytest.mark.parametrize(
+    ("plays", "named"),
+    [
+        ("rollout.harness={command: [sh], timeout_s: 9}", "rollout.harness"),
+        ("rollout.environment=http://127.0.0.1:8000", "rollout.environment"),
+    ],
+)
+def test_a_harness_is_given_no_task_without_its_pictures(plays: str, named: str) -> None:
+    data = "data={train: {kind: jsonl, path: a.jsonl, image_key: images}}"
+    with pytest.raises(ConfigError, match=rf"image_key is 'images', but {named} .* text alone"):
+        load_config("quickstart", ["rollout.agent=null", data, plays])
+
+
+@pytest.mark.parametrize(
     ("answer", "expected"),
     [
         (r"<think>So.</think>It is \boxed{3}", 1.0),
@@ -191,3 +205,8 @@ def test_geometry3k_pays_for_answer_and_form(answer: str, expected: float) -> No
     name = usual_reward("hiyouga/geometry3k")
     result: Any = load_reward(name)("hiyouga/geometry3k", answer, "3", {})
     assert result["score"] == pytest.approx(expected)
+
+
+def test_a_data_url_that_is_no_base64_is_an_error_of_the_data() -> None:
+    with pytest.raises(DataError, match="'data:image/png,abc' is no base64"):
+        picture_bytes({"image_url": {"url": "data:image/png,abc"}})

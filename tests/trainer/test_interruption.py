@@ -75,3 +75,34 @@ async def test_an_interrupted_run_begins_no_evaluation(tmp_path: Path) -> None:
     async with small_run(small_config(tmp_path, "validation.every=2"), pool=run.pool) as again:
         assert await again.trainer.resume()
         assert again.trainer.evaluation_due(), "the resumed run makes up for it"
+
+
+class SlowDisk(RecordingBackend):
+    """Writes beside training, for as long as `go` is not set."""
+
+    saves_beside = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def wait_saved(self) -> None:
+        self.begun.set()
+        self.go.wait()
+
+
+@pytest.mark.parametrize("reason", [(), (INTERRUPTED,)], ids=["cancelled", "interrupted"])
+async def test_a_checkpoint_that_is_being_written_is_finished_whoever_ends_the_run(
+    tmp_path: Path, reason: tuple[str, ...]
+) -> None:
+    backend = SlowDisk()
+    async with small_run(small_config(tmp_path), backend=backend) as run:
+        training = asyncio.create_task(run.train(1))
+        await asyncio.to_thread(backend.begun.wait)
+        training.cancel(*reason)
+        await asyncio.sleep(0)
+        backend.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await training
+        assert run.trainer.checkpoints.steps() == [1]
+        assert not run.trainer.batches.consumed, "its groups are acked"

@@ -19,7 +19,7 @@ from stepwell.datapool.pictures import Picture
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper
 from stepwell.datapool.types import TRAIN, Step
-from stepwell.trainer import batches as batches_module
+from stepwell.trainer import pictures as pictures_module
 from stepwell.trainer.batches import Batches
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
 from stepwell.trainer.updater import Updater
@@ -91,7 +91,7 @@ async def test_more_pictures_than_fit_into_memory_are_an_error_with_a_remedy(
 ) -> None:
     album = Album(make_vision_model(tmp_path))
     keeper, group = await leased(pool, album, album.conversations())
-    monkeypatch.setattr(batches_module, "MAX_PICTURE_BYTES", 500)
+    monkeypatch.setattr(pictures_module, "MAX_PICTURE_BYTES", 500)
     with pytest.raises(BatchError, match="more than 500 bytes; train on fewer prompts"):
         await batches(keeper).pictures([group])
     await keeper.close()

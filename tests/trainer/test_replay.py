@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import io
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from stepwell.backends.config import TorchBackendConfig
+from stepwell.backends.errors import BatchError
+from stepwell.backends.pictures import digest_of
+from stepwell.backends.torch.backend import TorchBackend
 from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.sealed import sealed
-from stepwell.datapool.types import Group
+from stepwell.datapool.types import Group, Trajectory
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
 from stepwell.trainer.errors import CheckpointError
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.recording import (
+    Recorder,
     load_recording,
     record_batch,
     recording_path,
@@ -28,8 +36,10 @@ from stepwell.trainer.recording import (
     replay,
 )
 from stepwell.trainer.updater import Updater
+from tests.backends.test_vision_training import Album
 from tests.builders import group
 from tests.trainer.small_run import RecordingBackend, small_config, small_run
+from tests.vision_model import make_vision_model
 
 
 def asked(uid: str) -> Group:
@@ -129,3 +139,91 @@ def test_a_replay_has_the_counters_and_versions_of_the_recorded_run(tmp_path: Pa
     assert [s[0].prompt_uid for s in backend.steps] == ["g2", "g3"]
     assert records[0]["reward/mean"] == 0.1 + 0.2
     assert records[1]["staleness/mean"] == 3.0, "its step is of version 0"
+
+
+# -- pictures ----------------------------------------------------------------------------------
+
+
+def shown(album: Album) -> list[Group]:
+    """Groups of scored conversations with pictures, two batches' worth."""
+    groups = []
+    for seed in (0, 1):
+        own = [
+            replace(
+                step,
+                prompt_uid=f"g{seed}",
+                reward=0.0,
+                rollout_log_probs=np.full(len(step.response_ids), -5.0, np.float32),
+            )
+            for step in album.conversations(seed)
+        ]
+        trajectories = []
+        for i, uid in enumerate("abcd"):
+            *earlier, last = (s for s in own if s.trajectory_uid == uid)
+            last = replace(last, reward=float(i % 2), is_last=True)
+            trajectories.append(Trajectory(uid, f"g{seed}", (*earlier, last)))
+        groups.append(Group(f"g{seed}", tuple(trajectories), 4, {}))
+    return groups
+
+
+def vision_updater(folder: Path) -> Updater:
+    config = TorchBackendConfig.model_validate(
+        {"rows": "merged", "dtype": "float32", "lr": 1e-2, "micro_batch_tokens": 300}
+    )
+    torch.manual_seed(0)
+    backend = TorchBackend(config, folder)
+    return Updater(AlgorithmConfig(), AsyncTrainingConfig(), backend)
+
+
+def test_a_replay_of_pictures_has_the_losses_of_the_run_to_the_bit(tmp_path: Path) -> None:
+    folder = make_vision_model(tmp_path / "model")
+    album = Album(folder)
+    groups = shown(album)
+    updater = vision_updater(folder)
+    where = str(tmp_path / "recorded")
+    metrics = []
+    for own in groups:
+        record_batch(where, [own], updater.progress, album.pngs)
+        prepared = updater.prepare([own], album.pngs)
+        metrics += [
+            prepared.metrics | updater.step(prepared, mini.steps) for mini in prepared.mini_batches
+        ]
+        updater.progress.version += 1
+        updater.progress.published[updater.progress.version] = updater.progress.updates
+    files = sorted((tmp_path / "recorded" / "pictures").iterdir())
+    assert [f.stem for f in files] == sorted(album.pngs), "each is there once"
+    for file in files:
+        assert digest_of(Image.open(file)) == file.stem
+    again = list(replay(vision_updater(folder), recordings(where), 1))
+    assert len(again) == len(metrics) == 2
+    for record, wanted in zip(again, metrics, strict=True):
+        exact = wanted.keys() - {"seconds"}
+        assert {k: record[k] for k in exact} == {k: wanted[k] for k in exact}
+    assert all(m["grad_norm"] > 0 for m in metrics)
+
+
+def test_a_picture_of_a_recording_that_is_lost_or_damaged_is_an_error_with_its_name(
+    tmp_path: Path,
+) -> None:
+    album = Album(make_vision_model(tmp_path / "model"))
+    (group, _) = shown(album)
+    record_batch(str(tmp_path), [group], Progress(), album.pngs)
+    named = {p.digest for s in group.steps for p in s.pictures}
+    assert set(load_recording(tmp_path / "0.pt").pictures) == named
+    file = tmp_path / "pictures" / f"{min(named)}.png"
+    content = bytearray(file.read_bytes())
+    content[-40] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DamagedFileError, match=rf"{file.name} is damaged .* record the run again"):
+        load_recording(tmp_path / "0.pt")
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"0\.pt has a picture that is not in .* copy the"):
+        load_recording(tmp_path / "0.pt")
+
+
+def test_slimes_form_refuses_pictures_by_name(tmp_path: Path) -> None:
+    folder = make_vision_model(tmp_path / "model")
+    album = Album(folder)
+    recorder = Recorder(str(tmp_path / "{rollout_id}.slime.pt"), folder, 1)
+    with pytest.raises(BatchError, match=r"has pictures, .* name a folder in trainer"):
+        recorder.write(shown(album), Progress(), album.pngs)

@@ -9,11 +9,13 @@ import time
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+import torch
 from transformers import AutoTokenizer
 
 import stepwell.datapool.remote.lease_keeper
@@ -31,6 +33,8 @@ from stepwell.trainer.slime.data_source import (
     RolloutDataSourceWithBuffer,
 )
 from stepwell.trainer.slime.rollout import REWARD_HOOK, generate_rollout
+from tests.backends.test_vision_training import Album
+from tests.vision_model import make_vision_model
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 
@@ -187,6 +191,38 @@ def test_a_rollout_is_whole_groups_by_prompt_and_by_trajectory(
     assert samples[0].metadata["source_name"] == "gsm8k"
     assert output.metrics["stepwell/policy_version_max"] == 1
     assert output.metrics["stepwell/samples_per_rollout"] == 1
+
+
+def test_a_rollout_and_an_evaluation_of_groups_with_pictures(
+    make_source: MakeSource, channel: str, tmp_path: Path
+) -> None:
+    folder = make_vision_model(tmp_path / "model")
+    album = Album(folder)
+
+    async def show(pool: DataPoolClient, to: str) -> None:
+        for n in range(2):
+            await pool.open_group(f"g{n}", 2, channel=to)
+            for i in range(2):
+                uid = f"g{n}-{i}"
+                step = album.step(uid, 0, 40, album.picture(n), 41, response=[50])
+                picture = {p.digest: album.pngs[p.digest] for p in step.pictures}
+                await pool.put_pictures(uid, picture, prompt_uid=f"g{n}", channel=to)
+                await pool.submit_steps([replace(step, prompt_uid=f"g{n}")], to)
+                await pool.complete_trajectory(uid, float(i), channel=to)
+
+    in_pool(lambda pool: show(pool, channel))
+    in_pool(lambda pool: show(pool, f"{channel}-val"))
+    source = make_source(hf_checkpoint=str(folder))
+    output = generate_rollout(source.args, 0, source)
+    samples = [s for g in output.samples for r in g for s in r]
+    assert len(samples) == 4
+    for sample in samples:
+        png = album.pngs[album.picture(sample.group_index).digest]
+        for name, value in album.processor.features([png]).items():
+            assert torch.equal(sample.multimodal_train_inputs[name], torch.from_numpy(value))
+    looked = generate_rollout(source.args, 0, source, evaluation=True).data["unknown"]
+    assert sorted(looked["rewards"]) == [0.0, 0.0, 1.0, 1.0]
+    assert all(s.multimodal_train_inputs is None for s in looked["samples"])
 
 
 def test_groups_that_slime_cannot_train_are_dropped_with_a_reason(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepwell.backends.weights.transports import Ipc, Nccl
+from stepwell.cluster.placement import Mode
 from stepwell.config.load import load_config
 from stepwell.run.trainer import shares_nothing, transport_of
 from stepwell.trainer.errors import ConfigError
@@ -24,21 +25,23 @@ def test_an_unknown_transport_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "why"),
+    ("overrides", "mode", "why"),
     [
-        ([], None),
-        (["engine.kind=attach", "engine.urls=[http://a:1]"], "torch of engines that somebody else"),
-        (["cluster.engines=2"], "shares its GPU with one engine alone"),
-        (["engine.python=/bin/true"], "/bin/true none"),
+        ([], "plain", None),
+        ([], "colocated", None),
+        ([], "disaggregated", "shares its GPU with one engine alone"),  # by cluster.placement=auto
+        (["engine.kind=attach", "engine.urls=[http://a:1]"], "plain", "torch of"),
+        (["cluster.engines=2"], "colocated", "shares its GPU with one engine alone"),
+        (["engine.python=/bin/true"], "plain", "/bin/true none"),
     ],
 )
 def test_memory_is_shared_where_both_have_the_same_torch(
-    overrides: list[str], why: str | None
+    overrides: list[str], mode: Mode, why: str | None
 ) -> None:
     config = load_config("quickstart", ["engine.weight_transport=ipc", *overrides])
-    found = shares_nothing(config)
+    found = shares_nothing(config, mode)
     assert found is None if why is None else why in str(found)
     said: list[str] = []
-    transport = transport_of(config, RecordingBackend(), said.append)
+    transport = transport_of(config, mode, RecordingBackend(), said.append)
     assert isinstance(transport, Ipc if why is None else Nccl)
     assert len(said) == (why is not None)

@@ -131,7 +131,7 @@ async def test_every_page_is_shown_runs_nothing_of_an_agents_and_satisfies_axe(
 
 
 async def serious(page: Page) -> list[Any]:
-    """What axe finds that keeps people from using the page."""
+    """Return the findings of axe that keep people from using the page."""
     found = await Axe().run(page)
     return [
         (v["id"], [node["html"][:200] for node in v["nodes"][:3]])
@@ -150,7 +150,7 @@ WIDER = """width => {
   const whole = document.documentElement.scrollWidth > width ? ["page"] : [];
   return wide.map((e) => `${e.tagName}.${e.className}`).concat(whole);
 }"""
-"""What is wider than the page and does not scroll by itself."""
+"""Elements that are wider than the page and do not scroll by themselves."""
 
 
 async def test_the_overview_moves_with_the_run(shown: Demo, browser: Browser) -> None:
@@ -324,7 +324,7 @@ async def find_why_and_what(page: Page, uid: str, why: str) -> None:
 
 
 async def find_never_rewarded(page: Page) -> None:
-    """Which prompts never get a reward? Two actions."""
+    """Find the prompts that never get a reward, in two actions."""
     await page.get_by_label("Pages").get_by_role("link", name="Archive").click()
     await page.get_by_role("button", name="Prompts").click()
     await expect(page.locator("a.talk").first).to_contain_text("State the final answer")
@@ -334,7 +334,7 @@ async def find_never_rewarded(page: Page) -> None:
 
 
 async def stepwell(*argv: str) -> str:
-    """What a command prints."""
+    """Run a command and return the text it prints."""
     command = [sys.executable, "-m", "stepwell", *argv]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     text = (await process.communicate())[0].decode()

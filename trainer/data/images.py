@@ -51,8 +51,16 @@ def with_pictures(
 
 
 def picture_bytes(part: Mapping[str, Any]) -> bytes:
-    """Bytes of a part that `with_pictures` made."""
-    return base64.b64decode(part["image_url"]["url"].partition(",")[2])
+    """Bytes of a part that `with_pictures` made.
+
+    Raises:
+        DataError: a row's own data URL has them in another form than base64.
+    """
+    url = part["image_url"]["url"]
+    try:
+        return base64.b64decode(url.partition(",")[2])
+    except ValueError as e:
+        raise DataError(f"the picture {url!r:.80} is no base64 ({e}); store its bytes") from e
 
 
 def _is_list(value: Any) -> bool:

@@ -133,7 +133,8 @@ class PromptMeter:
         return [(int(a), int(b)) for a, b in encoded["offset_mapping"]]
 
     def _content(self, content: Any) -> Any:
-        """As the gateway gives it to the template: parts where there are pictures."""
+        """Return the content that the gateway gives to the template: parts where there are
+        pictures."""
         if not isinstance(content, list):
             return content or ""
         kinds = [p.get("type") for p in content if isinstance(p, dict)]

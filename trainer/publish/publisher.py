@@ -239,7 +239,9 @@ class Publisher:
     async def _publish_into_lent(self) -> bool:
         """Publish while the engines lend all but their weights' memory; False: it is not lent, or
         somebody needs engines that generate, or the store's lock, which the lend holds."""
-        if not self.memory.is_lent or self._guard or self._async.has_windows or self._pins:
+        if not self.memory.lends or not self.memory.is_lent:
+            return False
+        if self._guard or self._async.has_windows or self._pins:
             return False
         async with self._lock:
             if self._publication is not None and not self._publication.done():
@@ -432,7 +434,7 @@ class Publisher:
             "canary": canary,
             "seen": self._seen(),
         }
-        if self.memory.has_weights:
+        if self.memory.lends and self.memory.has_weights:
             lent: dict[str, Any] = {"locked": True, "complete": self.memory.complete}
             try:
                 return await publish(engines, path, version, self._mode, **how, **lent)

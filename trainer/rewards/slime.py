@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from stepwell.backends.slime.sample import SAMPLE, SlimeSample, as_slime, put_back
-from stepwell.backends.slime.samples import to_samples
+from stepwell.backends.slime.samples import not_trained, to_samples
 from stepwell.datapool.types import Group
 from stepwell.trainer.rewards.base import RewardSample
 from stepwell.trainer.slime.arguments import Arguments
@@ -66,4 +66,4 @@ def _tokens(scored: RewardSample) -> SlimeSample:
         return SlimeSample(status=SlimeSample.Status.COMPLETED)
     *earlier, last = trajectory.steps
     asked = replace(trajectory, steps=(*earlier, replace(last, reward=0.0)), metadata={})
-    return to_samples([Group(trajectory.prompt_uid, (asked,))]).flat[-1]
+    return to_samples([Group(trajectory.prompt_uid, (asked,))], inputs=not_trained).flat[-1]

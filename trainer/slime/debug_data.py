@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from stepwell.backends.engines.api import version_number
+from stepwell.backends.errors import BatchError
 from stepwell.backends.slime.sample import SlimeSample
 from stepwell.datapool.errors import InvalidStepError
 from stepwell.datapool.sealed import damaged, is_sealed, sealed, unsealed
@@ -70,8 +71,14 @@ def dump(groups: Sequence[Group], rollout_id: int, whole: WholeSamples) -> bytes
     """Return the content of the file of a batch.
 
     Raises:
-        BatchError: slime's samples cannot say what is in it.
+        BatchError: slime's samples cannot say what is in it, or steps have pictures.
     """
+    for step in (s for group in groups for s in group.steps if s.pictures):
+        raise BatchError(
+            f"step {step.trajectory_uid!r}[{step.step_index}] has pictures, which a file of "
+            f"slime's form ({SLIME_FORM}) does not hold; name a folder in "
+            "trainer.save_debug_rollout_data"
+        )
     samples = [s for group in whole.by_branch(groups) for rollout in group for s in rollout]
     file = io.BytesIO()
     torch.save({"rollout_id": rollout_id, "samples": [s.to_dict() for s in samples]}, file)

@@ -35,6 +35,7 @@ from stepwell.datapool.remote.lease_keeper import LeaseKeeper, by_lease
 from stepwell.datapool.sealed import damaged, read_lines, sealed, write_durably
 from stepwell.datapool.types import Group
 from stepwell.trainer.errors import StarvedError
+from stepwell.trainer.pictures import read_pictures
 from stepwell.trainer.reclaim import TRAINED, settle_former
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,14 @@ class SlimePool:
             StarvedError: the channel was shut down.
         """
         return self._call(self._take(rollout_id, n_groups, group_size))
+
+    def pictures(self, groups: Sequence[Group]) -> dict[str, bytes]:
+        """Pictures that the steps of taken groups name, PNG by digest.
+
+        Raises:
+            BatchError: they are too many bytes (`read_pictures`).
+        """
+        return self._call(read_pictures((self._leases, group) for group in groups))
 
     def settle(self, rollout_id: int) -> None:
         """A durable checkpoint contains the training of all rollouts up to this one: ack them."""

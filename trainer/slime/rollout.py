@@ -28,11 +28,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from stepwell.backends.slime.backend import CENTRED
+from stepwell.backends.slime.images import train_inputs
 from stepwell.backends.slime.sample import as_slime
-from stepwell.backends.slime.samples import Converted, settle_log_probs, to_samples
+from stepwell.backends.slime.samples import Converted, not_trained, settle_log_probs, to_samples
 from stepwell.datapool.dotted import resolve
 from stepwell.datapool.types import Group
 from stepwell.trainer.errors import ConfigError
+from stepwell.trainer.slime.config import folder
 from stepwell.trainer.slime.data_source import PoolDataSource
 from stepwell.trainer.slime.pool import SlimePool, scored
 
@@ -71,6 +73,7 @@ def generate_rollout(args: Any, rollout_id: int, data_buffer: Any, evaluation: b
     Raises:
         ConfigError: arguments with which slime would train something else than was recorded.
         BatchError: groups that slime cannot train.
+        BackendConfigError: groups with pictures, and the model in --hf-checkpoint takes none.
     """
     if not isinstance(data_buffer, PoolDataSource):
         raise ConfigError(
@@ -84,12 +87,15 @@ def generate_rollout(args: Any, rollout_id: int, data_buffer: Any, evaluation: b
     n = args.n_samples_per_prompt
     first = rollout_id * args.rollout_batch_size
     groups = data_buffer.take(rollout_id)
+    steps = [step for group in groups for step in group.steps]
+    pictures = data_buffer.pool.pictures(groups)
     converted = to_samples(
         groups,
         first_group=first,
         first_rollout=first * n,
         group_size=n,
         temperature=args.rollout_temperature,
+        inputs=train_inputs(folder(args, "hf_checkpoint"), steps, pictures),
     )
     converted.require_trainable()
     settle_log_probs(args, converted.flat)
@@ -157,7 +163,7 @@ def _evaluate(args: Any, source: PoolDataSource) -> Any:
     taken = source.look()
     groups = scored(taken)
     data: dict[str, dict[str, list[Any]]] = {}
-    for rollouts in to_samples(groups).samples:
+    for rollouts in to_samples(groups, inputs=not_trained).samples:
         for rollout in rollouts:
             last = rollout[-1]  # of the trajectory's last call
             own = data.setdefault(

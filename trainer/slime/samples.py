@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stepwell.backends.slime.sample import SAMPLE, as_slime, put_back
-from stepwell.backends.slime.samples import Samples, rollouts_of, to_samples
+from stepwell.backends.slime.samples import Samples, not_trained, rollouts_of, to_samples
 from stepwell.datapool.types import Group
 from stepwell.trainer.tokenizers import tokenizer_at
 from stepwell.trainer.trajectory_metrics import task_of
@@ -34,9 +34,9 @@ class WholeSamples:
         """Return samples by group, by trajectory, by branch; `group_index` is the group's place.
 
         Raises:
-            BatchError: as `to_samples`: a trajectory without a reward, or media.
+            BatchError: as `to_samples`: a trajectory without a reward, or `multi_modal_data`.
         """
-        made = to_samples(groups).samples
+        made = to_samples(groups, inputs=not_trained).samples
         for group, rollouts in zip(groups, made, strict=True):
             task = task_of(group)
             for trajectory, samples in zip(rollouts_of(group), rollouts, strict=True):

@@ -211,7 +211,7 @@ class Request:
     vision: Vision | None = None
     """The prompt's pictures."""
     salt: int = 0
-    """Of `extra_key`; the prefix cache shares nothing between two."""
+    """Hash of `extra_key`; the prefix cache shares nothing between two."""
     return_logprob: bool = False
     top_logprobs_num: int = 0
     stream: bool = False

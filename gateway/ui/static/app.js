@@ -2,7 +2,7 @@
 import { render, useEffect, useErrorBoundary, useState } from "./vendor/preact.js";
 import { html } from "./shown.js";
 import { follow, link, login, useAddress, useApi, useConnected, useKeyNeeded, useTicks } from "./api.js";
-import { Failure, Loading } from "./parts.js";
+import { Failure, Loading, walk } from "./parts.js";
 import { Overview } from "./overview.js";
 import { Group, Groups, Trajectories } from "./groups.js";
 import { Trajectory } from "./trajectory.js";
@@ -125,4 +125,5 @@ function Frame() {
   `;
 }
 
+addEventListener("keydown", walk); // once for all pages: between two of them no key is lost
 render(html`<${Frame} />`, /** @type {Element} */ (document.getElementById("app")));

@@ -101,8 +101,8 @@ const beside = (by) => {
 };
 
 /** Keys n and p, or j and k, choose the next and the previous row of a list; Enter opens it, where the same keys go
- * on to its neighbours. Once for all pages: between two of them no key is lost. */
-addEventListener("keydown", (event) => {
+ * on to its neighbours. @param {KeyboardEvent} event */
+export function walk(event) {
   const by = way(event);
   if (!by) return;
   const all = talks();
@@ -110,7 +110,7 @@ addEventListener("keydown", (event) => {
   const to = all.length ? undefined : beside(by);
   if (to) location.hash = to;
   else all[Math.max(0, Math.min(all.length - 1, now + by))]?.focus();
-});
+}
 
 /** A list whose rows keys go through, and on to their neighbours. @param {Row[]} rows */
 export function useKeys(rows) {

@@ -4,7 +4,7 @@ import { html as plain } from "./vendor/preact.js";
 
 const UNSAFE = /[\p{Cc}\p{Cf}\p{Cs}]/gu;
 const KEPT = "\n\t";
-const TOLD = ["title", "aria-label", "placeholder"];
+const TOLD = ["title", "aria-label", "placeholder", "alt"];
 
 /** @param {string} character */
 function escaped(character) {

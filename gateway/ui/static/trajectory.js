@@ -95,16 +95,19 @@ function Tree({ shown, index, path }) {
 
 // -- messages --------------------------------------------------------------------------------------
 
+/** A picture that the pool has; a text that says it had one is shown as a text. @param {any} part */
+const isPicture = (part) => part?.type === "image" && typeof part.digest === "string" && part.text === undefined;
+
 /** What a message says, as text. @param {any} content @returns {string} */
 function plain(content) {
   if (content === null || content === undefined) return "";
   if (typeof content === "string") return content;
-  if (Array.isArray(content)) return content.filter((part) => !part?.digest).map((part) => part?.text ?? plain(part)).join("\n");
+  if (Array.isArray(content)) return content.filter((part) => !isPicture(part)).map((part) => part?.text ?? plain(part)).join("\n");
   return JSON.stringify(content, null, 2);
 }
 
 /** The pictures of a message, or of a turn's prompt. @param {{ parts: any, of: Params }} props */
-const Pictures = ({ parts, of }) => (Array.isArray(parts) ? parts : []).filter((part) => part?.digest).map((part) => html`
+const Pictures = ({ parts, of }) => (Array.isArray(parts) ? parts : []).filter(isPicture).map((part) => html`
   <img class="picture" loading="lazy" width=${part.width} height=${part.height} alt=${`Picture of ${part.width} × ${part.height} pixels, ${part.n_tokens} tokens`}
     src=${`/ui/api/picture?${new URLSearchParams({ channel: String(of.channel), trajectory_uid: String(of.uid), digest: part.digest })}`} />`);
 

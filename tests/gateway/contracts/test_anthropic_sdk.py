@@ -253,7 +253,9 @@ async def test_plain_urls_group_calls_by_conversation(world: World, credentials:
 async def test_errors_are_the_sdks_exceptions(world: World) -> None:
     client = await connect(world, max_retries=3)
     image: Any = {"type": "image", "source": {"type": "url", "url": "http://x"}}
-    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\].type") as bad:
+    with pytest.raises(
+        anthropic.BadRequestError, match=r"messages\[0\].content\[0\].source"
+    ) as bad:
         await client.messages.create(
             model="m", max_tokens=9, messages=[{"role": "user", "content": [image]}]
         )

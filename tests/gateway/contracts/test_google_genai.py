@@ -320,7 +320,7 @@ async def test_errors_are_the_sdks_exceptions(world: World) -> None:
             await generate(client, way, [image])
         assert (bad.value.code, bad.value.status) == (400, "INVALID_ARGUMENT")
         field = bad.value.details["error"]["details"][0]["fieldViolations"][0]["field"]
-        assert field == "contents[0].parts[0].inlineData"
+        assert field == "contents[0].parts[0].inlineData.data"
     await generate(client, "async", HI)
     n = len(world.engine.requests)
     with pytest.raises(errors.ClientError) as conflict:

@@ -142,7 +142,7 @@ async def test_what_cannot_be_honoured_is_a_bad_request(world: Any) -> None:
 
 
 async def test_a_conversation_goes_on_from_its_compaction(worlds: Any) -> None:
-    """As the SDK's own users do it: the output of `compact` is the input of the next response."""
+    """The output of `compact` is the input of the next response, as the SDK's own users do it."""
     world = await worlds("qwen3")
     client = await world.client()
     world.say("It is 3 lines long.")

@@ -5,11 +5,13 @@ verl/workers/reward_manager/{naive,batch}.py, verl/utils/reward_score/__init__.p
 slime/rollout/rm_hub/__init__.py (`--custom-rm-path`, `--group-rm`, `--rm-type`)."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stepwell.datapool.pictures import Picture
 from stepwell.datapool.types import Step, Trajectory
 from stepwell.trainer.rewards import (
     RewardConfig,
@@ -160,6 +162,21 @@ async def test_slimes_group_function_gets_the_samples_of_a_group(write: Write) -
         ":group_rm",
     )
     assert await the_score(path, sample("a"), sample("bb"), manager="group") == [0.0, 1.0]
+
+
+async def test_slimes_function_scores_a_trajectory_with_pictures(write: Write) -> None:
+    path = write(
+        "def rm(args, sample):\n"
+        "    assert sample.tokens == [1, 2, 3, 9, 4]\n"
+        "    return float(sample.response == sample.label)\n",
+        ":rm",
+    )
+    scored = sample()
+    assert scored.trajectory is not None
+    picture = Picture("a" * 64, 28, 28, 1, 1)
+    steps = tuple(replace(s, pictures=(picture,)) for s in scored.trajectory.steps)
+    trajectory = replace(scored.trajectory, steps=steps)
+    assert await the_score(path, replace(scored, trajectory=trajectory)) == [1.0]
 
 
 async def test_an_argument_that_is_not_known_here_is_missing_with_the_remedy(write: Write) -> None:
