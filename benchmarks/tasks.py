@@ -31,7 +31,7 @@ GAINS = {
     "search_cite": 0.3,
     "instructions": 0.3,
     "harness_shell": 0.3,
-    "colours": 0.4,
+    "colours": 0.55,
 }
 """Task -> what the evaluation score rises by in every run."""
 SMOOTHED = 5

@@ -75,8 +75,8 @@ async def agent(task: Mapping[str, Any], base_url: str, api_key: str) -> float |
         api_key=api_key,
         http_client=http_client(asyncio.get_running_loop()),
     )
-    colours, seed = task["metadata"]["colours"], task["metadata"]["seed"]
-    sides = [picture(card(colour, seed + i)) for i, colour in enumerate(colours)]
+    facts = task["metadata"]
+    sides = [picture(card(colour, facts["seed"] + i)) for i, colour in enumerate(facts["shown"])]
     question = {"type": "text", "text": task["question"]}
     messages: list[Any] = [{"role": "user", "content": [question, sides[0]]}]
     for _ in range(MAX_TURNS):
@@ -85,7 +85,7 @@ async def agent(task: Mapping[str, Any], base_url: str, api_key: str) -> float |
         )
         message = reply.choices[0].message
         if not message.tool_calls:
-            return score(message.content or "", colours)
+            return score(message.content or "", facts["colours"])
         messages.append(message.model_dump(exclude_none=True))
         messages += [
             {"role": "tool", "tool_call_id": call.id, "content": [sides[1]]}

@@ -28,6 +28,8 @@ def summarise(
         peak_bytes: peak memory of all processes, of the last process of the run.
     """
 
+    records = [r for r in records if "trajectories" in r]  # others are evaluations alone
+
     def mean(key: str) -> float | None:
         values = [r[key] for r in records if r.get(key) is not None]
         return float(np.mean(values)) if values else None

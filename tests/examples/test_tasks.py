@@ -243,7 +243,7 @@ def test_no_reply_follows_every_instruction() -> None:
 async def test_a_card_is_turned_by_the_tool_and_scored_by_the_colours_that_are_named() -> None:
     task = {
         "question": cards.question(7),
-        "metadata": {"seed": 7, "colours": ["red", "blue"]},
+        "metadata": {"seed": 7, "colours": ["red", "blue"], "shown": ["pink", "black"]},
     }
     call = {"id": "c", "type": "function", "function": {"name": "turn", "arguments": "{}"}}
     turn = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -251,11 +251,25 @@ async def test_a_card_is_turned_by_the_tool_and_scored_by_the_colours_that_are_n
         async with serving(Policy(turn, answer)) as policy:
             assert await colours.agent(task, policy.base_url, "key") == expected
     first, second = (request["messages"] for request in policy.requests)
-    assert first[0]["content"][1] == colours.picture(colours.card("red", 7))
+    assert first[0]["content"][1] == colours.picture(colours.card("pink", 7))
     assert second[-1]["role"] == "tool"
-    assert second[-1]["content"] == [colours.picture(colours.card("blue", 8))]
+    assert second[-1]["content"] == [colours.picture(colours.card("black", 8))]
     async with serving(Policy(turn)) as policy:
         assert await colours.agent(task, policy.base_url, "key") == 0.0
+
+
+def test_the_control_asks_the_held_out_questions_with_the_pictures_of_other_cards(
+    tmp_path: Path,
+) -> None:
+    cards.write_data(tmp_path)
+    train, val, control = (
+        [json.loads(row) for row in (tmp_path / f"{name}.jsonl").open()]
+        for name in ("train", "val", "other_pictures")
+    )
+    assert all(t["metadata"]["shown"] == t["metadata"]["colours"] for t in train + val)
+    for task, other, following in zip(val[:-1], control[:-1], val[1:], strict=True):
+        shown = following["metadata"]["colours"]
+        assert other == task | {"metadata": task["metadata"] | {"shown": shown}}
 
 
 def test_the_cards_shown_beforehand_are_as_the_template_renders_them() -> None:

@@ -6,7 +6,8 @@ from unittest.mock import ANY
 
 import pytest
 
-from stepwell.track.summary import plot_reward, read_summary, write_summary
+from stepwell.track.summary import plot_reward, read_summary, summarise, write_summary
+from stepwell.trainer.progress import Progress
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
@@ -33,6 +34,11 @@ def test_rewards_of_any_size_are_in_the_picture(tmp_path: Path, scale: float) ->
 
 def test_a_run_that_ended_before_its_first_step_has_a_plot_too(tmp_path: Path) -> None:
     assert plot_reward(tmp_path, "demo", [], []).is_file()
+
+
+def test_an_evaluation_alone_has_a_summary_without_trained_trajectories() -> None:
+    summary = summarise("demo", [{"step": 120, "val/score": 0.5}], Progress(updates=120), 0)
+    assert (summary["optimizer_steps"], summary["trajectories_trained"]) == (120, 0)
 
 
 def test_the_summary_is_json(tmp_path: Path) -> None:
