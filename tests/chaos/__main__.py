@@ -18,7 +18,7 @@ FAULTS = {
     "pool-starvation": "what hanging rollouts do to other groups",
     "publication-kills": "engines killed while weights are published",
     "weight-updates": "weight updates with requests in flight",
-    "live": "traffic trains its own model; trainer and archivers are killed",
+    "live": "traffic trains its model; trainer and archivers are killed",
     "journal-damage": "bits flipped and files cut in journals and checkpoints",
     "artefact-damage": "bits flipped in each other file that is read again",
 }
