@@ -29,7 +29,6 @@ REQUEST = SandboxRequest(
     choice=SandboxChoice(),
     limits=HarnessLimits(memory_mb=512, processes=64, cpu_s=100),
 )
-USER = f"{os.getuid()}:{os.getgid()}"
 
 
 def plan(**choice: object) -> SandboxPlan:
@@ -61,12 +60,21 @@ CONTAINER = (
 )
 
 
-@pytest.mark.parametrize(("program", "more"), [("docker", ""), ("podman", " --userns keep-id")])
+@pytest.mark.parametrize(
+    ("program", "user", "more"),
+    [
+        ("docker", 1000, ""),
+        ("podman", 1000, " --userns keep-id"),
+        ("podman", 0, ""),  # root's podman refuses it
+    ],
+)
 def test_a_container_is_bounded_and_removed_and_no_key_is_in_its_command_line(
-    program: str, more: str
+    program: str, user: int, more: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    monkeypatch.setattr(os, "getgid", lambda: user)
     planned = plan(kind=program, image="node:22", visible=["/opt/node"], cpus=1.5)
-    expected = CONTAINER.format(program=program, user=USER, more=more, url=URL)
+    expected = CONTAINER.format(program=program, user=f"{user}:{user}", more=more, url=URL)
     assert " ".join(planned.argv) == expected
     assert "secret" not in expected
     assert planned.env == {**REQUEST.env, **client_env()}, "the program's home is its user's"
