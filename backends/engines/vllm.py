@@ -294,8 +294,8 @@ class VllmEngine(HttpEngine):
         try:
             await self._pause_to_load(LOAD_TIMEOUT_S)
             await self._ask("/start_weight_update", {}, timeout_s=LOAD_TIMEOUT_S)
-        except BaseException:
-            with suppress(EngineError):
+        except BaseException:  # also a cancellation: it must not stay paused
+            with suppress(EngineError):  # the first error is the reason
                 await self._continue_loaded()
             raise
 

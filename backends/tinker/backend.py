@@ -26,7 +26,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import Field
@@ -85,12 +85,11 @@ class TinkerBackend(TrainingBackend):
     def __init__(self, config: TorchBackendConfig, model_path: str | Path) -> None:
         from tinker import ServiceClient
 
-        own = self.own_options(config.options)
-        assert isinstance(own, TinkerOptions)
+        self._options = cast(TinkerOptions, self.own_options(config.options))
         _refuse(config)
-        self._config, self._options = config, own
+        self._config = config
         self._model_path = Path(model_path)
-        self._service: Any = ServiceClient(base_url=own.base_url)
+        self._service: Any = ServiceClient(base_url=self._options.base_url)
         self._client = self._fresh()
         self._reference: Any = None
         self._updates = 0

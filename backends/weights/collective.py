@@ -188,8 +188,9 @@ def _broadcast(group: Any, flat: Tensor) -> None:
 
 def _leave(group: Any) -> None:
     if group is not None:
+        # gloo's cannot be aborted: there a member that is gone ends the call.
         with suppress(RuntimeError, NotImplementedError, AttributeError):
-            group.abort()  # gloo has none: there a member that is gone ends the call
+            group.abort()
         dist.destroy_process_group(group)
 
 

@@ -261,8 +261,8 @@ class Buckets(Transport):
                 version = update.name if number == last else None
                 flush = update.flush and number == last
                 await self._hand_over(number, step, target, version, flush)
-        except BaseException:
-            with suppress(EngineError):
+        except BaseException:  # also a cancellation: its session must not stay open
+            with suppress(EngineError):  # the first error is the reason
                 await engine.end_weight_update()
             raise
 
@@ -284,10 +284,11 @@ class Buckets(Transport):
         """Make all that wait for a bucket fail."""
         return
 
+    @abstractmethod
     async def _offer(self, number: int) -> Any:
         """Offer a bucket to all replicas."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _hand_over(
         self,
         number: int,
@@ -297,7 +298,6 @@ class Buckets(Transport):
         flush: bool,
     ) -> None:
         """Returns when the replica has the bucket."""
-        raise NotImplementedError
 
 
 class Nccl(Buckets):

@@ -98,8 +98,8 @@ class PictureFolder(PictureStore):
             finally:
                 os.close(file)
             draft.rename(self.folder / name)
-        except BaseException:
-            with contextlib.suppress(OSError):
+        except BaseException:  # also an interrupt: no draft stays
+            with contextlib.suppress(OSError):  # the first error is the reason
                 draft.unlink(missing_ok=True)
             raise
         if self._power:

@@ -132,7 +132,7 @@ def test_gradients_are_summed_once_a_step_where_they_fit_whole() -> None:
 
 
 def test_a_size_that_differs_by_layer_is_taken_at_its_largest() -> None:
-    """As gemma3n's MLPs. Every torch backend asks for its model's shape."""
+    """gemma3n's MLPs are such. Every torch backend asks for its model's shape."""
     by_layer = {**QWEN3_4B, "intermediate_size": [4096, 9728]}
     assert ModelShape.of(by_layer) == ModelShape.of(QWEN3_4B)
 

@@ -106,7 +106,7 @@ __all__ = ["Adds"]
 
 
 def test_a_verifiers_environment_trains_through_its_own_train_client(tmp_path: Path) -> None:
-    """That client renders prompts itself and calls /inference/v1/generate."""
+    """The client renders prompts itself and calls /inference/v1/generate."""
     (tmp_path / "adds.py").write_text(TASKSET)
     python = python_beside("vf-eval")
     env = {
