@@ -138,8 +138,7 @@ class TorchBackend(TrainingBackend):
         )
         of_tree = is_enabled(self._model)
         self._layout: Layout = "packed" if of_tree and config.rows != "tree" else config.rows
-        is_gpu = self._device.type == "cuda"
-        self._peak = peak_of(torch.cuda.get_device_name(self._device)) if is_gpu else None
+        self._peak = peak_of(self._device)
         self._has_bytes = min(self._ranks.gather(device_bytes(self._device, config.ranks)))
         self._writer = ShardWriter(self._ranks)
         self._reference: Policy | None = None

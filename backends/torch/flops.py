@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import MappingProxyType
 
+import torch
+
 from stepwell.backends.rows import TokenRow
 from stepwell.backends.torch.memory import ModelShape
 
@@ -45,6 +47,9 @@ def step_flops(
     return (layers + 2 * shape.hidden * shape.vocab * trained) * (2 if lora else 3)
 
 
-def peak_of(device_name: str) -> float | None:
-    """Operations per second of a GPU by its name; None: unknown."""
-    return next((peak for part, peak in PEAK.items() if part in device_name), None)
+def peak_of(device: torch.device) -> float | None:
+    """Operations per second of a GPU by its name; None: a CPU, or a GPU that is not in `PEAK`."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK.items() if part in name), None)

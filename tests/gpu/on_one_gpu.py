@@ -186,7 +186,7 @@ def measure(path: Path, device: str, rows: str, steps: list[Step], budget: int) 
 
 def test_a_known_gpu_has_a_peak() -> None:
     name = torch.cuda.get_device_name()
-    assert peak_of(name) is not None, f"add the peak of {name!r} to flops.PEAK"
+    assert peak_of(torch.device("cuda")) is not None, f"add the peak of {name!r} to flops.PEAK"
 
 
 READER = """

@@ -9,6 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from stepwell.backends.torch import backend
 from stepwell.datapool.types import DUPLICATE_OF, SFT
 from stepwell.trainer.sampling import CHANNEL
 from stepwell.trainer.updater import Updater, record_of
@@ -110,7 +113,9 @@ def _new(folder: Path) -> Path:
     return folder
 
 
-async def test_the_figures_of_settings_are_those_of_the_page(tmp_path: Path) -> None:
+async def test_the_figures_of_settings_are_those_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = await keys_of_runs(tmp_path)
     for overrides in (CRITIC, RUNNING, ("backend.lora.rank=4",)):
         with updater_of(tmp_path, *overrides) as updater:
@@ -119,6 +124,9 @@ async def test_the_figures_of_settings_are_those_of_the_page(tmp_path: Path) -> 
         keys |= (await asyncio.to_thread(mixed, updater)).keys()
     with updater_of(tmp_path, "rollout.train_branches=main") as updater:
         keys |= updater.prepare([with_side_call(group) for group in groups()]).metrics.keys()
+    monkeypatch.setattr(backend, "peak_of", lambda device: 1e12)  # as on a GPU that is known
+    with updater_of(tmp_path) as updater:
+        keys |= (await asyncio.to_thread(train, updater))[1].keys()
     live = Evaluation(4, 0.5, None, 4, 0, low=0.1, high=0.9, pooled=Pooled(0.5, 0.4, 0.6, 64, 0))
     keys |= live.as_metrics().keys()
     assert undocumented(keys) == set()
