@@ -147,8 +147,8 @@ class Evaluation:
         bounds: dict[str, float | None] = {"val/score_low": self.low, "val/score_high": self.high}
         if self.pooled is not None:
             pooled = asdict(self.pooled)
-            told = pooled if self.pooled.is_enough else {"rollouts": self.pooled.rollouts}
-            bounds |= {f"val/pooled/{name}": value for name, value in told.items()}
+            figures = pooled if self.pooled.is_enough else {"rollouts": self.pooled.rollouts}
+            bounds |= {f"val/pooled/{name}": value for name, value in figures.items()}
         return {
             **{name: float(value) for name, value in bounds.items() if value is not None},
             "val/step": float(self.step),
