@@ -153,7 +153,7 @@ class Trainer:
                 step = partial(self.updater.step, prepared, steps)
                 update = await self._traced("step", step)
             is_last = number == len(prepared.mini_batches) or self.evaluation_due()
-            await self.publisher.stepped(is_last=is_last)
+            await self.publisher.after_step(is_last=is_last)
             with self._phases("sample"):
                 write = partial(self.trained.write, version=self.progress.version, again=epoch > 0)
                 await self._compute(write, self.progress.updates, trained_on, prepared.batch)
@@ -185,7 +185,7 @@ class Trainer:
         consumed = self.batches.consumed
         self._ledger.leased(consumed)
         await self.batches.settle(consumed)
-        await self.publisher.left_out()
+        await self.publisher.after_leaving_out()
         times = self._phases.take(time.monotonic() - self._mark)
         record = record_of(self.progress, groups, times, groups)
         return {**record, **await self.batches.metrics(groups), **times}

@@ -569,7 +569,7 @@ class Publications:
         await asyncio.sleep(self.chance.uniform(0, 0.5))
         self.store.armed[:] = kills[:1]
         trainer.step(good(self.served + 1))
-        await publisher.stepped()
+        await publisher.after_step()
         await beside
         await publisher.wait_published()
         self.record.figures["lends"] += 1

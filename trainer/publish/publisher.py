@@ -221,7 +221,7 @@ class Publisher:
         current = self._store.current()
         return current is not None and current.version not in self._progress.published
 
-    async def stepped(self, *, is_last: bool = True) -> None:
+    async def after_step(self, *, is_last: bool = True) -> None:
         """An optimizer step was taken: engines get the weights if they are due, and their memory
         then or when the batch ends.
 
@@ -262,7 +262,7 @@ class Publisher:
                 await self._wait_ended()
         return True
 
-    async def left_out(self) -> None:
+    async def after_leaving_out(self) -> None:
         """A batch was not trained: what waits for a publication goes on under the same weights."""
         due = self._progress.updates % self._async.trigger_parameter_sync_step == 0
         if due and self._async.has_windows:
