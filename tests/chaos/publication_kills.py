@@ -406,6 +406,8 @@ class Publications:
     pool: DataPoolClient
     transports: Mapping[str, Transport]
     chance: random.Random
+    bad_served: set[int] = field(default_factory=set)
+    """Versions of bad weights that nobody could judge."""
 
     @property
     def engines(self) -> list[EngineClient]:
@@ -554,10 +556,13 @@ class Publications:
         judged = publisher.metrics()["publish/unjudged"] == unjudged
         figures["trials that a command met"] += not alone
         figures["trials with a verdict"] += judged
-        if bad and alone and judged:
-            if self.record.value_of[self.served] == BAD:
+        is_served = self.record.value_of[self.served] == BAD
+        if bad and alone and judged and not self.bad_served:
+            if is_served:
                 self.record.violations.append(f"bad weights are served as {self.served}")
             figures["bad weights that the guard took back"] += 1
+        if is_served:  # the next one may be compared with them
+            self.bad_served.add(self.served)
         await self._adopted(trainer)
 
     async def lend(self, trainer: Trainer, kills: Sequence[Kill]) -> None:
