@@ -28,6 +28,7 @@ from stepwell.datapool.remote.service import CUT_OFF_S, PoolService
 from stepwell.datapool.remote.wire import (
     Connection,
     Door,
+    add_frame,
     answers_to,
     connect,
     frame,
@@ -173,23 +174,23 @@ class Link(ABC):
         if self._connection is None:
             return
         calls, self._unsent = self._unsent, []
-        frames: list[bytes] = []
+        written = bytearray()
         for call in calls:
             if call.answer.done():
                 continue  # its caller left
             left = call.end and max(0.0, call.end - time.monotonic())
             try:
-                frames.append(frame((call.number, call.op, left)))
+                add_frame(written, (call.number, call.op, left))
             except Exception as e:  # noqa: BLE001 - whatever it is, its caller alone is told
                 why = f"{type(call.op).__name__} cannot be sent ({e})"
                 del self._unanswered[call.number]
                 call.fail(InvalidRequestError(f"{why}; pass JSON values, bytes or arrays"))
             else:
                 call.sent = self._connection
-        if frames:
-            self._connection.transport.write(b"".join(frames))
+        if written:
+            self._connection.transport.write(written)
 
-    def _answered(self, frames: Sequence[bytes | memoryview]) -> None:
+    def _answered(self, frames: Sequence[memoryview]) -> None:
         for data in frames:
             number, is_value, answer = read_answer(data)
             call = self._unanswered.pop(number, None)

@@ -465,11 +465,12 @@ class Journal(LogReader):
 
     def _write(self, number: int, at: int, data: bytes, acked: LastCommit) -> None:
         """Write a transaction there in a segment, and then `pool.acked`."""
-        file, path = self._file, segment_path(self.folder, number)
+        file = self._file
         fcntl.flock(self._acked, fcntl.LOCK_EX)
         try:
             self._check_owner()
             if not at:
+                path = segment_path(self.folder, number)
                 file = private(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             try:
                 n = os.pwrite(file, data, at)
