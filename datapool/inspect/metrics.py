@@ -99,7 +99,7 @@ def _family(name: str, kind: Kind, help: str, read: _Read, *labels: str) -> Fami
 
 
 def _by_state(counts: Mapping[str, Any]) -> dict[str, int]:
-    # A group that some consumer could have counts as ready, not as open.
+    # `groups.ready` includes those that are held.
     return {state: counts["groups"][state] for state in _STATES} | {"ready": counts["ready"]}
 
 

@@ -19,7 +19,7 @@ of a killed process; elsewhere it is a path in a folder of this user's. TCP list
 another machine asks for it.
 
 Does not own: what an operation means (`ops.py`), when an answer is due (`service.py`), what becomes
-of calls whose connection broke (`link.py`).
+of calls whose connection broke (`shard.py`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ MAX_HELLO = 4096
 Answered: TypeAlias = Callable[[Sequence[memoryview]], None]
 
 
-class Door(NamedTuple):
+class PoolAddress(NamedTuple):
     """The address of a pool."""
 
     node: str
@@ -201,24 +201,24 @@ class Server:
     def __init__(self, service: PoolService, node: str = "") -> None:
         self._service = service
         self._secret = secrets.token_bytes(32)
-        self._door = Door(node, service.n_shards, "", None, self._secret)
+        self._address = PoolAddress(node, service.n_shards, "", None, self._secret)
         self._servers: list[asyncio.Server] = []
         self._lock = asyncio.Lock()
 
-    async def door(self, tcp_host: str | None = None) -> Door:
+    async def address(self, tcp_host: str | None = None) -> PoolAddress:
         """Return the address of this pool; by TCP, too, if that of this machine is given."""
         loop = asyncio.get_running_loop()
         async with self._lock:
-            if not self._door.unix:
+            if not self._address.unix:
                 name = _socket_name()
                 self._servers.append(await loop.create_unix_server(self._connected, name))
-                self._door = self._door._replace(unix=name)
-            if tcp_host is not None and self._door.tcp is None:
+                self._address = self._address._replace(unix=name)
+            if tcp_host is not None and self._address.tcp is None:
                 server = await loop.create_server(self._connected, tcp_host, 0)
                 self._servers.append(server)
                 port = server.sockets[0].getsockname()[1]
-                self._door = self._door._replace(tcp=(tcp_host, port))
-        return self._door
+                self._address = self._address._replace(tcp=(tcp_host, port))
+        return self._address
 
     def close(self) -> None:
         for server in self._servers:
@@ -372,36 +372,36 @@ class Connection(_Frames):
 
 
 async def connect(
-    door: Door,
+    address: PoolAddress,
     here: str,
     answered: Answered,
     lost: Callable[[Connection], None],
 ) -> tuple[Connection, Known]:
-    """A connection to the pool behind `door`, by its Unix socket if `here` is the pool's node; and
+    """A connection to the pool at `address`, by its Unix socket if `here` is the pool's node; and
     which pool it is.
 
     Raises:
         OSError: nobody listens there, or hangs up, or no pool.
     """
     loop = asyncio.get_running_loop()
-    address: Any = door.unix if door.node == here else door.tcp
-    if address is None:
+    target: Any = address.unix if address.node == here else address.tcp
+    if target is None:
         raise ConnectionError(
-            f"the DataPool on node {door.node} does not listen for {os.uname()[1]}"
+            f"the DataPool on node {address.node} does not listen for {os.uname()[1]}"
         )
 
     def make() -> Connection:
-        return Connection(door.secret, answered, lost)
+        return Connection(address.secret, answered, lost)
 
     with contextlib.ExitStack() as undo:  # also of a cancellation: nobody else knows it yet
-        if door.node == here:
+        if address.node == here:
             peer = socket.socket(socket.AF_UNIX)
             undo.callback(peer.close)
             peer.setblocking(False)
-            await loop.sock_connect(peer, address)  # uvloop would cut an abstract name off
+            await loop.sock_connect(peer, target)  # uvloop would cut an abstract name off
             _, connection = await loop.create_unix_connection(make, sock=peer)
         else:
-            _, connection = await loop.create_connection(make, *address)
+            _, connection = await loop.create_connection(make, *target)
         undo.pop_all()
         undo.callback(connection.transport.abort)
         known = await connection.known

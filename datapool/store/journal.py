@@ -349,9 +349,9 @@ class Journal(LogReader):
             if self._timer is not None:
                 self._timer.cancel()
             self._remover.shutdown()
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         # On a full disk the record only stays as it was; fenced, it is the successor's.
         with contextlib.suppress(OSError, JournalError):
             fcntl.flock(self._acked, fcntl.LOCK_EX)

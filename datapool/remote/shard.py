@@ -27,7 +27,7 @@ from stepwell.datapool.remote.incarnation import Known
 from stepwell.datapool.remote.service import CUT_OFF_S, PoolService
 from stepwell.datapool.remote.wire import (
     Connection,
-    Door,
+    PoolAddress,
     add_frame,
     answers_to,
     connect,
@@ -60,7 +60,7 @@ class Caller(Protocol):
         """
 
 
-class Port(Caller, Protocol):
+class Shard(Caller, Protocol):
     """A way to one shard."""
 
     met: Known
@@ -69,7 +69,7 @@ class Port(Caller, Protocol):
         """Hang up. A later call connects again."""
 
 
-class LocalPort:
+class LocalShard:
     """A pool of this process. Cheap: nothing is copied."""
 
     def __init__(self, service: PoolService) -> None:
@@ -86,10 +86,10 @@ class LocalPort:
 class _Call(Generic[R]):
     """An operation on its way: await it for the answer."""
 
-    __slots__ = ("answer", "end", "link", "number", "op", "sent")
+    __slots__ = ("answer", "end", "number", "op", "sent", "shard")
 
-    def __init__(self, link: Link, number: int, op: Op[R], timeout_s: float | None) -> None:
-        self.link, self.number, self.op = link, number, op
+    def __init__(self, shard: RemoteShard, number: int, op: Op[R], timeout_s: float | None) -> None:
+        self.shard, self.number, self.op = shard, number, op
         self.end = timeout_s and time.monotonic() + timeout_s
         """Time until which it waits; 0: it does not wait; None: for ever."""
         self.answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
@@ -100,7 +100,7 @@ class _Call(Generic[R]):
         try:
             return (yield from self.answer)
         except asyncio.CancelledError:
-            self.link.leave(self)
+            self.shard.leave(self)
             raise
 
     def fail(self, error: Exception) -> None:
@@ -108,7 +108,7 @@ class _Call(Generic[R]):
             self.answer.set_exception(error)
 
 
-class Link(ABC):
+class RemoteShard(ABC):
     """A shard in another process.
 
     Args:
@@ -127,7 +127,7 @@ class Link(ABC):
         self._number = 0
 
     @abstractmethod
-    async def find(self) -> tuple[Door, str]:
+    async def find(self) -> tuple[PoolAddress, str]:
         """Return the shard's address, looked up after each loss of the connection, and this node of
         the cluster.
 
@@ -154,7 +154,7 @@ class Link(ABC):
     # -- a call ------------------------------------------------------------------------------
 
     def call(self, op: Op[R], timeout_s: float | None = 0.0) -> _Call[R]:
-        """Send an operation to the shard; see `Port.call`."""
+        """Send an operation to the shard; see `Caller.call`."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._move_to(loop)
@@ -254,8 +254,8 @@ class Link(ABC):
         self._flush()
 
     async def _try_to_connect(self) -> None:
-        door, here = await self.find()
-        connection, known = await connect(door, here, self._answered, self._lost)
+        address, here = await self.find()
+        connection, known = await connect(address, here, self._answered, self._lost)
         try:
             if known is not None and self.met is not None:
                 known.check_follows(self.met)
