@@ -37,6 +37,7 @@ from operator import and_
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TypeAlias, cast
+from unittest.mock import patch
 
 import aiohttp
 import numpy as np
@@ -45,6 +46,7 @@ import uvicorn
 from benchmarks.checks import BenchResult
 from benchmarks.gateway.engine import Answers, Connection, Server
 from benchmarks.served import MODEL, engine
+from stepwell.backends.engines import connections
 from stepwell.backends.engines.client import EngineClient
 from stepwell.cluster.parts import Parts
 from stepwell.config.load import load_config
@@ -285,6 +287,7 @@ async def _turn(tracer: Tracer, folder: Path) -> Walk:
     walks = []
     tokenizer = ChatTokenizer.load(str(MODEL))
     async with (
+        _lasting_connections(),
         scripted_engine(tokenizer) as engine_url,
         served_pool(PoolConfig(), folder) as pool,
         gateway(pool, engine_url, tokenizer) as origin,
@@ -298,6 +301,13 @@ async def _turn(tracer: Tracer, folder: Path) -> Walk:
             if len(row.trajectory.steps) != 2:
                 raise RuntimeError(f"the pool has {len(row.trajectory.steps)} Steps of two turns")
     return reduce(and_, walks[1:])
+
+
+@asynccontextmanager
+async def _lasting_connections() -> AsyncIterator[None]:
+    """However busy the machine, the second turn has the first one's connection to the engine."""
+    with patch.object(connections, "IDLE_S", 600.0):
+        yield
 
 
 async def _lease_and_settle(tracer: Tracer, folder: Path) -> tuple[Walk, Walk]:
