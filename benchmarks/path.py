@@ -54,8 +54,8 @@ from stepwell.config.run import RunConfig
 from stepwell.datapool import DataPoolClient, PoolConfig, Step
 from stepwell.datapool.remote import wire
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper
-from stepwell.datapool.remote.link import Link
 from stepwell.datapool.remote.service import PoolService
+from stepwell.datapool.remote.shard import RemoteShard
 from stepwell.datapool.types import TRAIN
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig, Wiring
@@ -449,15 +449,15 @@ async def scripted_engine(tokenizer: ChatTokenizer) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
 
 
-class _ToServer(Link):
+class _ToServer(RemoteShard):
     """Connection to a pool whose address is known."""
 
-    def __init__(self, door: wire.Door) -> None:
+    def __init__(self, address: wire.PoolAddress) -> None:
         super().__init__(None)
-        self._door = door
+        self._address = address
 
-    async def find(self) -> tuple[wire.Door, str]:
-        return self._door, NODE
+    async def find(self) -> tuple[wire.PoolAddress, str]:
+        return self._address, NODE
 
 
 @asynccontextmanager
@@ -465,7 +465,7 @@ async def served_pool(config: PoolConfig, folder: Path) -> AsyncIterator[DataPoo
     """A client of a pool in this loop: through its socket, with the journal of `folder`."""
     service = PoolService(config, folder)
     server = wire.Server(service, NODE)
-    client = DataPoolClient([_ToServer(await server.door())])
+    client = DataPoolClient([_ToServer(await server.address())])
     try:
         yield client
     finally:

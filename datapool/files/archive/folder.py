@@ -243,7 +243,7 @@ class ArchiveFolder:
 
     # -- tombstones --------------------------------------------------------------------------
 
-    def bury(self, tombstones: list[Tombstone]) -> None:
+    def add_tombstones(self, tombstones: list[Tombstone]) -> None:
         """Append tombstones, durably: what they name is filtered from now on.
 
         Raises:
