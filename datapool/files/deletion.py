@@ -1,4 +1,4 @@
-"""This module deletes a trajectory, or all that is marked with a tag, where no pool runs: from the
+"""This module deletes trajectories, all with a tag, or all of a user, where no pool runs: from the
 journal of a stopped pool, and from exported files.
 
     delete_from_journals   journal ──replay──► DataPool.delete ──► journal
@@ -22,14 +22,13 @@ from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.picture_folder import PICTURES, PictureFolder
 from stepwell.datapool.store.replay import UNKNOWN, restore
 from stepwell.datapool.store.salvage import journals_in
+from stepwell.datapool.types import user_of
 
 MEMORY_BYTES = 256 << 20
 """Bytes of payloads kept in memory while a journal is replayed."""
 
 
-def delete_from_journals(
-    path: Path, trajectory_uid: str | None = None, tag: str | None = None
-) -> Deleted:
+def delete_from_journals(path: Path, *asked: Delete) -> Deleted:
     """Delete from the stopped pool in `path`: a journal's folder, that of several shards, or a
     run's. When it returns, the files have no byte of what is deleted.
 
@@ -44,7 +43,8 @@ def delete_from_journals(
             pool = DataPool(UNKNOWN.model_copy(update={"memory_limit_bytes": MEMORY_BYTES}))
             pool.pictures.store = PictureFolder(folder / PICTURES, power=False)
             restore(pool, journal)
-            found += _delete(pool, trajectory_uid, tag)
+            for each in asked:
+                found += _delete(pool, each)
             pool.write_counts()
             journal.flush()
             pool.pictures.find_orphans(-math.inf)  # nobody is about to send their steps
@@ -55,11 +55,11 @@ def delete_from_journals(
     return found
 
 
-def _delete(pool: DataPool, trajectory_uid: str | None, tag: str | None) -> Deleted:
+def _delete(pool: DataPool, asked: Delete) -> Deleted:
     now = max(channel.now for channel in pool.channels.values())
     found = Deleted(more=True)
     while found.more:
-        found += pool.apply(Delete(trajectory_uid, tag), now)
+        found += pool.apply(asked, now)
     for lease in pool.leases.active():
         groups = pool.channels[lease.channel].records.groups
         if any(groups[uid].readiness.drop_when_returned is not None for uid in lease.prompt_uids):
@@ -67,9 +67,7 @@ def _delete(pool: DataPool, trajectory_uid: str | None, tag: str | None) -> Dele
     return Deleted(found.trajectories + found.leased)
 
 
-def delete_from_export(
-    path: Path, trajectory_uid: str | None = None, tag: str | None = None
-) -> list[str]:
+def delete_from_export(path: Path, asked: Delete) -> list[str]:
     """Take trajectories out of an exported file; their uids. A file without them stays as it is.
 
     Raises:
@@ -78,10 +76,13 @@ def delete_from_export(
     """
 
     def is_meant(row: Row) -> bool:
-        if tag is None:
-            return bool(row["trajectory_uid"] == trajectory_uid)
+        if asked.trajectory_uid is not None:
+            return bool(row["trajectory_uid"] == asked.trajectory_uid)
+        if asked.user is not None:
+            metadata = (loads(row[name]) or {} for name in ("metadata", "group_metadata"))
+            return user_of(*metadata) == asked.user
         marks = (loads(row[name]) or {} for name in ("marks", "group_marks"))
-        return any(tag in each.get("tags", ()) for each in marks)
+        return any(asked.tag in each.get("tags", ()) for each in marks)
 
     gone = dict.fromkeys(row["trajectory_uid"] for _, row in read_rows(path) if is_meant(row))
     if gone:

@@ -14,6 +14,7 @@ from stepwell.datapool.errors import DamagedFileError, ExportError
 from stepwell.datapool.files.deletion import delete_from_export
 from stepwell.datapool.files.export import read, read_rows, write_rows
 from stepwell.datapool.files.transfer import export_channel, import_channel
+from stepwell.datapool.ops import Delete
 from tests.datapool.test_picture_store import A, B, C, conversation, png, source
 
 FORMS = pytest.mark.parametrize("form", ["parquet", "jsonl"])
@@ -88,7 +89,7 @@ async def test_a_trajectory_that_is_deleted_from_a_file_takes_its_pictures(
     async with DataPoolClient.local() as client:
         await filled(client)
         await export_channel(client, path)
-        assert delete_from_export(path, "t") == ["t"]
+        assert delete_from_export(path, Delete("t")) == ["t"]
         assert names(path) == [B, C]
         (left,) = read(path)
         assert dict(left.pictures) == source(B, C)
