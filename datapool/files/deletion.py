@@ -15,8 +15,15 @@ import math
 from pathlib import Path
 
 from stepwell.datapool.core.pool import DataPool
+from stepwell.datapool.errors import ExportError
 from stepwell.datapool.files.columns import Row, loads
-from stepwell.datapool.files.export import read_rows, remove_unnamed, write_rows
+from stepwell.datapool.files.export import (
+    PICTURES_END,
+    pictures_of,
+    read_rows,
+    remove_unnamed,
+    write_rows,
+)
 from stepwell.datapool.ops import Delete, Deleted, Nack
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.picture_folder import PICTURES, PictureFolder
@@ -71,7 +78,8 @@ def delete_from_export(path: Path, asked: Delete) -> list[str]:
     """Take trajectories out of an exported file; their uids. A file without them stays as it is.
 
     Raises:
-        ExportError: no file of ours, or a damaged one.
+        ExportError: no file of ours, a damaged one, or one that names its pictures by the name that
+            it had before.
         OSError: it cannot be read or written.
     """
 
@@ -84,7 +92,20 @@ def delete_from_export(path: Path, asked: Delete) -> list[str]:
         marks = (loads(row[name]) or {} for name in ("marks", "group_marks"))
         return any(asked.tag in each.get("tags", ()) for each in marks)
 
-    gone = dict.fromkeys(row["trajectory_uid"] for _, row in read_rows(path) if is_meant(row))
+    gone: dict[str, None] = {}
+    folders: set[str] = set()
+    for _, row in read_rows(path):
+        if is_meant(row):
+            gone[row["trajectory_uid"]] = None
+            paths = (Path(image["path"]) for image in row["images"] or () if not image["bytes"])
+            folders |= {str(picture.parent) for picture in paths}
+    if others := folders - {pictures_of(path).name}:
+        (folder, *_) = sorted(others)
+        name = folder.removesuffix(PICTURES_END)
+        raise ExportError(
+            f"{path} was renamed: its pictures are in {folder}; rename it to {name}, and a folder "
+            f"{pictures_of(path).name} to {folder}, then delete again"
+        )
     if gone:
         kept = (row for _, row in read_rows(path) if not is_meant(row))
         write_rows(path, kept, overwrite=True)
