@@ -108,9 +108,7 @@ async def test_a_renamed_file_whose_pictures_have_the_old_name_is_an_error_with_
         await export_channel(client, path)
     path.rename(renamed)
     before = renamed.read_bytes()
-    with pytest.raises(
-        ExportError, match=rf"its pictures are in x\.{form}\.pictures, .* rename it"
-    ):
+    with pytest.raises(ExportError, match=rf"its pictures are in x\.{form}\.pictures; rename it"):
         delete_from_export(renamed, Delete("t"))
     assert renamed.read_bytes() == before
     assert delete_from_export(renamed, Delete("nobody")) == []
