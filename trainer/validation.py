@@ -39,7 +39,7 @@ from stepwell.trainer.config import ValidationConfig
 from stepwell.trainer.data import Task
 from stepwell.trainer.errors import StarvedError
 from stepwell.trainer.rollout.producer import Producer
-from stepwell.trainer.samples import samples_path, validation_samples, write_samples
+from stepwell.trainer.samples import validation_samples, write_evaluation
 from stepwell.trainer.scoring import Scorer, why_lost
 from stepwell.trainer.tokenizers import tokenizer_at
 from stepwell.trainer.trajectory_metrics import (
@@ -347,7 +347,7 @@ class TaskValidator(Validator):
         return await self._scorer.score(sorted(groups, key=lambda g: place[g.prompt_uid]))
 
     def _write(self, groups: Sequence[Group], policy: Policy) -> None:
-        write_samples(samples_path(self._folder, policy.step), self._samples(groups, policy))
+        write_evaluation(self._folder, policy.step, self._samples(groups, policy))
 
 
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────
