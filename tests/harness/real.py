@@ -428,3 +428,18 @@ async def test_harbor_itself_reads_our_sample_tasks() -> None:
         child = await spawn([python_beside("harbor"), "-c", code, str(task)])
         assert await child.process.wait() == 0
         child.kill()
+
+
+def test_harbor_itself_reads_the_job_that_the_page_shows() -> None:
+    """Its agents are at our gateway: `AgentConfig.base_url`."""
+    page = (ROOT / "docs" / "harbor.md").read_text()
+    (job,) = re.findall(r"```yaml\n# job\.yaml.*?\n(.*?)```", page, re.S)
+    code = """
+import sys, yaml
+from harbor.models.job.config import JobConfig
+(agent,) = JobConfig.model_validate(yaml.safe_load(sys.argv[1])).agents
+print(agent.base_url)
+"""
+    argv = [python_beside("harbor"), "-c", code, job]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "http://HOST:8100/UID/hello-world"
