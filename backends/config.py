@@ -236,6 +236,10 @@ class TorchBackendConfig(Section):
     ranks: int = Field(default=1, ge=1)
     """Processes that shard weights, gradients and optimizer state (FSDP2) and share the
     micro-batches: Ray actors with a GPU each."""
+    context_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the tokens of a micro-batch, for rows whose activations one cannot hold:
+    each has 1/n of them, and all of some heads in attention (Ulysses). Divides `ranks` and the
+    model's attention heads; `micro_batch_tokens` stay those of one rank."""
     reduce: Literal["auto", "each", "last"] = "auto"
     """Time at which ranks sum their gradients. `each`: after every micro-batch; `last`: once a
     step, which keeps the whole gradient in float32 on every rank (16 GB of a 4B) and sends less;
@@ -287,6 +291,15 @@ class TorchBackendConfig(Section):
             raise ValueError(
                 f"scheduler_steps ({self.scheduler_steps}) does not exceed warmup_steps "
                 f"({self.warmup_steps}); nothing would be left to decay"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _context_divides_ranks(self) -> TorchBackendConfig:
+        if self.ranks % self.context_parallel:
+            raise ValueError(
+                f"context_parallel is {self.context_parallel}, which does not divide ranks "
+                f"({self.ranks}); ranks share micro-batches in groups of as many"
             )
         return self
 
