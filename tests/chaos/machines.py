@@ -66,6 +66,10 @@ class Machine:
         """Ray's processes, if they are not there; returns before they are up."""
         if self.ray is not None and self.ray.poll() is None:
             return
+        self.stop()
+        # By this file `ray start` refuses an address at which it sees any raylet; processes of
+        # other tests, on machines of the same addresses, can be seen from here.
+        (self.own / "ray/ray_current_cluster").unlink(missing_ok=True)
         role = (
             ("--head", f"--port={PORT}", "--include-dashboard=false")
             if self._is_head
@@ -84,16 +88,33 @@ class Machine:
             )
 
     def stop(self) -> None:
-        if self.ray is None:
-            return
-        with suppress(psutil.NoSuchProcess):
-            tree = psutil.Process(self.ray.pid).children(recursive=True)
+        """As if its power failed: Ray ends with all that it started there. Commands that this
+        process runs there, drivers for example, live on.
+
+        A Ray that lost its GCS has ended by itself and left some of its processes to init, so they
+        are found by the namespace.
+        """
+        if self.ray is not None:
             self.ray.kill()
             self.ray.wait()
-            for process in tree:
+            self.ray = None
+        while left := self._processes():
+            for process in left:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-        self.ray = None
+            psutil.wait_procs(left, timeout=1.0)
+
+    def _processes(self) -> list[psutil.Process]:
+        """Return the processes there that are not of a command of ours."""
+        told = subprocess.run(
+            ["ip", "netns", "pids", self.cable], capture_output=True, text=True, check=True
+        )
+        ours = {process.pid for process in psutil.Process().children(recursive=True)}
+        left = []
+        for pid in {*map(int, told.stdout.split())} - ours:
+            with suppress(psutil.NoSuchProcess):
+                left.append(psutil.Process(pid))
+        return left
 
 
 class Machines:
@@ -156,7 +177,8 @@ class Machines:
         command = (*self.machines[0].prefix, *reach)
         while subprocess.run(command, capture_output=True, check=False).returncode:
             if time.monotonic() > give_up:
-                raise RuntimeError(f"Ray did not start in {START_S:g} s; see {self.local.parent}")
+                log = (self.local.parent / "ray-1.log").read_text()
+                raise RuntimeError(f"Ray did not start in {START_S:g} s: {log[-2000:]}")
             time.sleep(0.5)
 
     def cut(self) -> None:

@@ -145,7 +145,6 @@ def test_parts_are_on_all_machines_and_each_lost_one_is_a_line_that_the_same_com
         wait_for(lambda: told in run.output or None, 60)
         assert run.process.wait(120) == 1
         assert "Traceback" not in run.output
-    machines.machines[0].stop()  # what is left of its Ray
     all_are_up(machines)
     with training(machines, run_dir, 3, "finishes") as run:
         assert run.process.wait(500) == 0, run.output
