@@ -23,7 +23,7 @@ import psutil
 
 RAY = Path(sys.executable).with_name("ray")
 PORT = 6390
-START_S = 120.0
+START_S = 300.0
 OBJECT_STORE = 200 << 20
 
 
@@ -98,23 +98,27 @@ class Machine:
             self.ray.kill()
             self.ray.wait()
             self.ray = None
-        while left := self._processes():
+        while left := self.processes():
             for process in left:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(left, timeout=1.0)
 
-    def _processes(self) -> list[psutil.Process]:
-        """Return the processes there that are not of a command of ours."""
+    def processes(self) -> list[psutil.Process]:
+        """Return Ray's processes there and what they started: all but commands of ours."""
         told = subprocess.run(
             ["ip", "netns", "pids", self.cable], capture_output=True, text=True, check=True
         )
-        ours = {process.pid for process in psutil.Process().children(recursive=True)}
-        left = []
-        for pid in {*map(int, told.stdout.split())} - ours:
+        pids = {*map(int, told.stdout.split())}
+        for command in psutil.Process().children():
+            if self.ray is None or command.pid != self.ray.pid:
+                with suppress(psutil.NoSuchProcess):
+                    pids -= {command.pid, *(p.pid for p in command.children(recursive=True))}
+        found = []
+        for pid in pids:
             with suppress(psutil.NoSuchProcess):
-                left.append(psutil.Process(pid))
-        return left
+                found.append(psutil.Process(pid))
+        return found
 
 
 class Machines:
