@@ -149,9 +149,10 @@ class Serving:
         assert self.process.poll() is None
 
     def ended(self) -> str:
-        """The line by which a command says why it ended, its last one."""
+        """Line by which a command says why it ended: its last, but for where its logs are."""
         assert self.process.wait(LIMIT_S) == 1, self.output
-        own = [line for line in self.output.splitlines() if line.startswith("stepwell: ")]
+        lines = [line for line in self.output.splitlines() if line.startswith("stepwell: ")]
+        own = [line for line in lines if not line.startswith("stepwell: see ")]
         assert len(own) == 1, self.output
         assert "Traceback" not in self.output
         return own[0]
