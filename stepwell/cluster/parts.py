@@ -254,7 +254,7 @@ async def _stop(actors: Sequence[Any]) -> None:
         try:
             await asyncio.wait_for(actor.stop.remote(), timeout=STOP_S)
         except (ray.exceptions.RayError, TimeoutError) as e:
-            log.warning("an actor did not stop in time and is killed: %s", e)
+            log.warning("an actor did not stop: %s", str(e) or f"no answer in {STOP_S} s")
 
     await asyncio.gather(*map(stop, actors))
     if await asyncio.to_thread(head_answers):  # `kill` would wait for it, and end nothing
