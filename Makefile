@@ -265,7 +265,7 @@ test-sglang: install install-sglang
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.backends.engines.table sglang
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 $(ENGINE_TESTS)/test_contract.py $(ENGINE_TESTS)/test_recorded.py $(ENGINE_TESTS)/test_doctor_engine.py $(ENGINE_TESTS)/test_transports.py
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 -m "" tests/backends/test_sent_from_ranks.py
-	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 -m "" -k "comes_back or leaves_no_engine or reward_model" $(ENGINE_TESTS)/test_supervisor.py $(ENGINE_TESTS)/real_sglang.py
+	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 -m "" -k "comes_back or leaves_no_engine or reward_model or pictures" $(ENGINE_TESTS)/test_supervisor.py $(ENGINE_TESTS)/real_sglang.py
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 tests/e2e/test_exactness.py
 
 #   make record-sglang  write the answers of a real SGLang, which the embedded engine is held to

@@ -106,10 +106,10 @@ async def check_routes(engine: Engine, config: EngineConfig, *, publishes: bool)
                 "workers, and its option `frontend` to this url (docs/engines.md)"
             )
         raise EngineStartError(
-            f"the engine at {_told(engine, name, fatal)}; start {tested} or newer there; "
+            f"the engine at {_lacks_text(engine, name, fatal)}; start {tested} or newer there; "
             "`stepwell doctor --engine URL` says all that it lacks"
         )
-    log.warning("the engine at %s; tested is %s", _told(engine, name, missing), tested)
+    log.warning("the engine at %s; tested is %s", _lacks_text(engine, name, missing), tested)
 
 
 async def why_no_ids(engine: Engine, name: str, missing: Collection[str]) -> tuple[str, str] | None:
@@ -150,7 +150,7 @@ def _needed(engine: Engine, config: EngineConfig) -> Collection[str]:
     return {*routes.read, *routes.needed, *chosen} - {"/v1/models"}
 
 
-def _told(engine: Engine, name: str, missing: Iterable[str]) -> str:
+def _lacks_text(engine: Engine, name: str, missing: Iterable[str]) -> str:
     """Return text: each missing route, and what its loss costs the run."""
     losses, by_loss = _losses(engine), dict[str, list[str]]()
     for path in missing:

@@ -30,6 +30,7 @@ micro-batches (`rows.py`), the model's call (`model.py`).
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -73,6 +74,8 @@ tree by 5e-1 (by 6e-2 where the logits are nearly flat)."""
 
 Indices = npt.NDArray[np.int64]
 
+_VARLEN_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether key heads may be fewer than query heads there: not in torch 2.11."""
 _ONLY_FLEX = ("softcap", "s_aux", "position_bias")
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -321,17 +324,11 @@ def tree_attention_forward(
     if not tree.shares and query.dtype != torch.float32 and not any(map(kwargs.get, _ONLY_FLEX)):
         edges, longest = tree.edges(query.device), max(map(len, tree.where))
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        grouped: Any = {"enable_gqa": True} if _VARLEN_GROUPS else {}
+        if not grouped:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         rows = varlen_attn(
-            q,
-            k,
-            v,
-            edges,
-            edges,
-            longest,
-            longest,
-            scale=scaling,
-            window_size=(-1, 0),
-            enable_gqa=True,
+            q, k, v, edges, edges, longest, longest, scale=scaling, window_size=(-1, 0), **grouped
         )
         return cast(Tensor, rows)[None], None
     mask = tree.block_mask(query.device)
