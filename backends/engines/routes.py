@@ -99,6 +99,12 @@ async def check_routes(engine: Engine, config: EngineConfig, *, publishes: bool)
         raise EngineStartError(f"the engine at {engine.url}{name and f' ({name})'} {why}; {remedy}")
     needed = _needed(engine, config) if publishes else ()
     if fatal := [path for path in missing if path in needed]:
+        if engine.routes is SGLANG and name.startswith("nvidia"):
+            raise EngineStartError(
+                f"the engine at {engine.url} is NVIDIA Dynamo's frontend, which has no routes of "
+                "weights; set engine.kind=dynamo, engine.urls to the system servers of its "
+                "workers, and its option `frontend` to this url (docs/engines.md)"
+            )
         raise EngineStartError(
             f"the engine at {_lacks_text(engine, name, fatal)}; start {tested} or newer there; "
             "`stepwell doctor --engine URL` says all that it lacks"
