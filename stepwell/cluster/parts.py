@@ -27,7 +27,7 @@ from stepwell.backends.engines.api import Engine
 from stepwell.backends.engines.kinds import connect
 from stepwell.backends.engines.nodes import start_engine_group
 from stepwell.backends.engines.routes import check_routes
-from stepwell.backends.engines.server import start_engine, started
+from stepwell.backends.engines.server import start_engine, wait_started
 from stepwell.backends.weights.transports import ADAPTER_NAME
 from stepwell.cluster.address import RayPart
 from stepwell.cluster.engine_flags import engine_of_run
@@ -207,7 +207,7 @@ async def _start_engines(
             else start_engine(engine, **where, **(own or here))
         )
     stack.push_async_callback(_stop, servers)
-    urls = await asyncio.gather(*(started(server, accept) for server in servers))
+    urls = await asyncio.gather(*(wait_started(server, accept) for server in servers))
     return [url for of_server in urls for url in of_server]
 
 

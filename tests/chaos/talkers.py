@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -234,12 +235,26 @@ async def _look(talk: Talk, pool: DataPoolClient, archive: ArchiveReader) -> tup
     return place, why
 
 
-def bytes_of(words: Sequence[str], *folders: Path) -> list[str]:
-    """Files that hold one of these words."""
+def bytes_of(words: Sequence[str], *places: Path) -> list[str]:
+    """Files that hold one of these words.
+
+    Args:
+        places: files and folders; what is not there holds none.
+    """
     found = []
-    for path in (p for folder in folders for p in folder.rglob("*") if p.is_file()):
+    inside = {p for place in places for p in (place, *place.rglob("*")) if p.is_file()}
+    by_length: dict[int, set[bytes]] = {}
+    for word in words:
+        by_length.setdefault(len(word.encode()), set()).add(word.encode())
+    least, most = min(words, default=""), max(words, default="")
+    n_same = next((i for i, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), None)
+    begin = re.compile(re.escape(least[:n_same].encode()))  # with which all of them begin
+    for path in sorted(inside) if words else ():
         data = path.read_bytes()
-        found += [f"{path}: {word}" for word in words if word.encode() in data]
+        at = [match.start() for match in begin.finditer(data)]
+        there = {data[i : i + n] for n in by_length for i in at}
+        for known in by_length.values():
+            found += [f"{path}: {word.decode()}" for word in sorted(known & there)]
     return found
 
 
