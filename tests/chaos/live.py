@@ -39,7 +39,7 @@ from benchmarks.processes import python
 from stepwell import connect
 from stepwell.datapool.files.archive.reader import ArchiveReader
 from stepwell.datapool.files.deletion import delete_from_journals
-from stepwell.datapool.remote.stopped import StoppedPort, stopped_pool
+from stepwell.datapool.remote.stopped import StoppedShard, stopped_pool
 from stepwell.datapool.types import TRAIN
 from stepwell.run.folder import archive_folder, journal_folder, read_run
 from stepwell.show.archive import archive_rest
@@ -233,7 +233,7 @@ async def _search(result: BenchResult, live: Path, talks: Sequence[Talk]) -> Non
     archive = ArchiveReader(archive_folder(live))
     pool = stopped_pool(journal_folder(live), limits_of(run))
     unarchived = sum(
-        port.backlog["unarchived"] for port in pool.ports if isinstance(port, StoppedPort)
+        port.backlog["unarchived"] for port in pool.shards if isinstance(port, StoppedShard)
     )
     lost, places = await missing(talks, pool, archive)
     forgotten = [talk for talk in talks if talk.user == FORGOTTEN]

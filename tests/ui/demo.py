@@ -78,7 +78,7 @@ async def demo(
 
 async def archive_all(demo: Demo) -> None:
     """Archive what left the pool, as the process beside a pool does."""
-    (port,) = demo.pool.ports
+    (port,) = demo.pool.shards
     identity = port.service.incarnation.pool
     config = PoolConfig(archive=ArchiveConfig(dir=demo.run_dir / "archive"))
     settings = Settings.of(config, demo.run_dir / "pool", identity, 0)
