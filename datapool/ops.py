@@ -421,18 +421,21 @@ class Mark(Change[Marks], frozen=True, array_like=True):
 
 
 class Delete(Change[Deleted], frozen=True, array_like=True):
-    """Take the data of one trajectory, or all that is marked with `tag`, out of every channel: each
-    goes with its group, uncounted for training. What is unknown, or gone, is no error."""
+    """Take the data of one trajectory, all that is marked with `tag`, or all of a user, out of
+    every channel: each goes with its group, uncounted for training. What is unknown, or gone, is no
+    error."""
 
     trajectory_uid: Text | None = None
     tag: Text | None = None
+    user: Text | None = None
+    """As `user_of` finds it in the metadata."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.trajectory_uid is None) == (self.tag is None):
+        if [self.trajectory_uid, self.tag, self.user].count(None) != 2:
             raise InvalidRequestError(
-                f"trajectory_uid is {self.trajectory_uid!r} and tag is {self.tag!r}; pass one of "
-                "them: what is to be deleted"
+                f"trajectory_uid is {self.trajectory_uid!r}, tag is {self.tag!r} and user is "
+                f"{self.user!r}; pass one of them: what is to be deleted"
             )
 
 

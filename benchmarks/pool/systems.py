@@ -55,17 +55,21 @@ class Store(System):
 
 
 class Stepwell(Store):
-    """The DataPool through its client, at one level of durability."""
+    """The DataPool through its client, at one level of durability.
 
-    def __init__(self, durability: Durability, shards: int = 1) -> None:
+    Args:
+        options: further keys of the pool.
+    """
+
+    def __init__(self, durability: Durability, shards: int = 1, **options: Any) -> None:
         self.name = f"Stepwell ({durability})" + (f", {shards} shards" if shards > 1 else "")
         self.durability = durability
-        self._shards = shards
+        self._options = {"durability": durability, "shards": shards, **options}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        async with running_pool(durability=self.durability, shards=self._shards) as pool:
-            self.client, self.pids = pool.client, await pool.pids()
+        async with running_pool(**self._options) as pool:
+            self.client, self.pids, self.folder = pool.client, await pool.pids(), pool.folder
             self._submit_steps, self._fetch_batch = self._calls(pool)
             yield
 

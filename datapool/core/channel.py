@@ -60,6 +60,7 @@ from stepwell.datapool.core.records import (
     Readiness,
     Records,
     TrajectoryRecord,
+    users_of,
 )
 from stepwell.datapool.core.steps import StepStore
 from stepwell.datapool.inspect.events import EventLog
@@ -904,6 +905,9 @@ class Channel:
         if op.tag is not None:
             tagged = self.records.tagged.get(op.tag, ())
             uids = list(islice(tagged, AT_ONCE + len(self._leased)))
+        elif op.user is not None:
+            own = (uid for uid, group in self.records.groups.items() if op.user in users_of(group))
+            uids = list(islice(own, AT_ONCE + len(self._leased)))
         else:
             record = self.records.trajectories.get(op.trajectory_uid or "")
             uids = [] if record is None else [record.prompt_uid]

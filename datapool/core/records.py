@@ -29,6 +29,7 @@ from stepwell.datapool.errors import (
     UnknownTrajectoryError,
 )
 from stepwell.datapool.selection import UNMARKED, Marks, TrajectoryInfo
+from stepwell.datapool.types import user_of
 
 V = TypeVar("V")
 
@@ -293,6 +294,12 @@ class Remembered(OrderedDict[str, V], Generic[V]):
         super().__setitem__(key, value)
         if len(self) > self._limit:
             self.popitem(last=False)
+
+
+def users_of(group: GroupRecord) -> frozenset[str]:
+    """The users that a group's trajectories are of."""
+    found = (user_of(record.metadata, group.metadata) for record in group.trajectories)
+    return frozenset(filter(None, found))
 
 
 class Records:

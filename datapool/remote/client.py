@@ -376,13 +376,16 @@ class DataPoolClient:
         return await self.call(ops.Mark(prompt_uid, trajectory_uid, marks, channel, owner))
 
     async def delete(
-        self, trajectory_uid: str | None = None, tag: str | None = None
+        self,
+        trajectory_uid: str | None = None,
+        tag: str | None = None,
+        user: str | None = None,
     ) -> ops.Deleted:
         """Delete data with its groups (`ops.Delete`), all there is. Erased from the journal's files
         within seconds."""
         found = ops.Deleted(more=True)
         while found.more:
-            found += await self.call(ops.Delete(trajectory_uid, tag))
+            found += await self.call(ops.Delete(trajectory_uid, tag, user))
         return found
 
     delete_trajectory = _makes(ops.DeleteTrajectory)

@@ -25,7 +25,7 @@ from stepwell.datapool.errors import (
     UnknownTrajectoryError,
 )
 from stepwell.datapool.files.deletion import delete_from_journals
-from stepwell.datapool.ops import OpenTrajectory, PutPictures
+from stepwell.datapool.ops import Delete, OpenTrajectory, PutPictures
 from stepwell.datapool.pictures import Picture
 from stepwell.datapool.remote.client import LocalShard
 from stepwell.datapool.remote.picture_cache import PictureCache
@@ -475,7 +475,7 @@ def test_a_stopped_pool_deletes_pictures_and_orphans(pool: Pool) -> None:
     pool.talk("t1", B, prompt_uid="p1")
     pool("put_pictures", "t0", source(C))
     pool.journal.close()
-    delete_from_journals(pool.folder, "t0")
+    delete_from_journals(pool.folder, Delete("t0"))
     assert pool.pictures() == [png(B)]
 
 

@@ -37,12 +37,10 @@ from stepwell.datapool.files.archive.folder import (
     FEEDBACK,
     TRAJECTORIES,
     ArchiveFolder,
-    Deletions,
     FileName,
-    Kind,
-    tombstone,
 )
 from stepwell.datapool.files.archive.launch import Settings
+from stepwell.datapool.files.tombstones import Deletions, Kind, tombstone
 from stepwell.datapool.log_files import log_to_file
 from stepwell.datapool.ops import ReleaseDeparted
 from stepwell.datapool.questions import Departed, DepartedPage, ListDeparted

@@ -34,10 +34,9 @@ from stepwell.datapool.files.archive.folder import (
     TRAJECTORIES,
     ArchiveFolder,
     FileName,
-    Kind,
     PictureFiles,
-    tombstone,
 )
+from stepwell.datapool.files.tombstones import Kind, tombstone
 from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.questions import DepartedRows
 from stepwell.datapool.store.picture_folder import read_picture
