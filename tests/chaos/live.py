@@ -41,7 +41,7 @@ from stepwell.datapool.files.archive.reader import ArchiveReader
 from stepwell.datapool.files.copies import OLD, ROLLOUTS, VALIDATION
 from stepwell.datapool.files.trained import TRAINED
 from stepwell.datapool.ops import Delete
-from stepwell.datapool.remote.stopped import StoppedPort, stopped_pool
+from stepwell.datapool.remote.stopped import StoppedShard, stopped_pool
 from stepwell.datapool.types import TRAIN
 from stepwell.run.deletion import delete
 from stepwell.run.folder import archive_folder, journal_folder, read_run
@@ -236,7 +236,7 @@ async def _search(result: BenchResult, live: Path, talks: Sequence[Talk]) -> Non
     archive = ArchiveReader(archive_folder(live))
     pool = stopped_pool(journal_folder(live), limits_of(run))
     unarchived = sum(
-        port.backlog["unarchived"] for port in pool.ports if isinstance(port, StoppedPort)
+        port.backlog["unarchived"] for port in pool.shards if isinstance(port, StoppedShard)
     )
     lost, places = await missing(talks, pool, archive)
     forgotten = [talk for talk in talks if talk.user == FORGOTTEN]

@@ -15,7 +15,6 @@ from itertools import count
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -1261,4 +1260,3 @@ def drain(pool: DataPool, channel: str, now: float) -> list[Any]:
 
 TestDataPool = DataPoolMachine.TestCase
 TestDataPool.settings = settings(stateful_step_count=40)
-TestDataPool = pytest.mark.timeout(120)(TestDataPool)

@@ -677,7 +677,7 @@ async def test_a_group_that_several_keys_declare_at_the_same_moment_is_one_keys(
     """In channels of their own and in a common one, over two gateways."""
     async with local_pool() as inner, aiohttp.ClientSession() as session:
         callers = [KEYS[name] for name in ("a", *rivals)]
-        pool = DataPoolClient([Meeting(inner.ports[0], len(callers))])
+        pool = DataPoolClient([Meeting(inner.shards[0], len(callers))])
         gateways = [Http(session, (await worlds(pool=pool, **keys())).url) for _ in range(2)]
         tries = [
             gateways[i % 2]("/v1/groups", key, {"n": 2, "prompt_uid": GROUP})
