@@ -171,8 +171,8 @@ class MemoryEstimate:
         return {name: size for name, size in named.items() if size}
 
     def __str__(self) -> str:
-        said = ", ".join(f"{name} {_gb(size)}" for name, size in self.parts().items())
-        return f"{_gb(self.total)} GB ({said})"
+        parts = ", ".join(f"{name} {_gb(size)}" for name, size in self.parts().items())
+        return f"{_gb(self.total)} GB ({parts})"
 
 
 def estimate(

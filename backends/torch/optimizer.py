@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,7 +101,8 @@ class MasterWeights:
         for weight in trained:
             master = nn.Parameter(weight.detach())
             weight.data = weight.detach().to(dtype)
-            weight.register_post_accumulate_grad_hook(self._collect)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            # A hook that knew `self` would keep both alive: Python sees no circle through a hook.
+            weight.register_post_accumulate_grad_hook(partial(_collect, master))  # type: ignore[no-untyped-call]  # torch leaves it untyped
             self._masters[weight] = master
         self.parameters = list(self._masters.values())
 
@@ -122,12 +124,12 @@ class MasterWeights:
                 if name in weights:
                     master.copy_(weights[name])
 
-    def _collect(self, weight: Tensor) -> None:
-        """Add the gradient of a backward pass to the master's, and free it."""
-        master, grad = self._masters[weight], weight.grad  # type: ignore[index]  # a parameter
-        if grad is not None:
-            master.grad = grad.float() if master.grad is None else master.grad.add_(grad)
-        weight.grad = None
+
+def _collect(master: nn.Parameter, weight: Tensor) -> None:
+    """Add the gradient of a backward pass to the master's, and free it."""
+    if (grad := weight.grad) is not None:
+        master.grad = grad.float() if master.grad is None else master.grad.add_(grad)
+    weight.grad = None
 
 
 def learning_rate(config: TorchBackendConfig, updates: int) -> float:

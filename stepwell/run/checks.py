@@ -249,6 +249,13 @@ def engine(config: RunConfig) -> None:
             f"engine.release_memory is true, and engine.kind {section.kind!r} lends no memory; set "
             "it to false, and give engines GPUs of their own"
         )
+    share = config.publish.canary_share
+    if kind.is_behind_router and config.publish.guard is not None and share is not None:
+        raise ConfigError(
+            f"publish.canary_share is {share:g}, and before engines of engine.kind "
+            f"{section.kind!r} a router chooses which of them answers a call, so none can try a "
+            "version out; set it to null"
+        )
     if section.is_attached:
         return
     path = section.model_path or config.model.path

@@ -194,14 +194,20 @@ def test_a_rows_form_of_a_06b_model_reports_its_speed_and_its_memory_is_as_estim
 
 
 def measure(
-    path: Path, device: str, rows: str, steps: list[Step], budget: int, **more: Any
+    path: Path,
+    device: str,
+    rows: str,
+    steps: list[Step],
+    budget: int,
+    updates: int = 3,
+    **more: Any,
 ) -> dict[str, float]:
-    """Figures of the third update; the first two compile."""
+    """Figures of the last update; the first ones compile."""
     options = {"rows": rows, "micro_batch_tokens": budget} | more
     backend = backend_of(path, device, **options)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(3):
+    for _ in range(updates):
         _, metrics = update(backend, steps)
     longest = max(s.n_tokens for s in steps)
     config = TorchBackendConfig.model_validate({"device": device, **options})
@@ -220,7 +226,7 @@ def measure(
 def test_a_4b_with_adapters_trains_a_row_of_16_k_tokens_within_its_estimate(
     tmp_path: Path,
 ) -> None:
-    """Its full fine-tuning, 72 GB of state, is estimated not to fit."""
+    """Its full fine-tuning, 72 GB of state, is estimated not to fit into 80 GB."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         model: Any = AutoModelForCausalLM.from_config(QWEN3_4B, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]  # theirs
@@ -228,13 +234,13 @@ def test_a_4b_with_adapters_trains_a_row_of_16_k_tokens_within_its_estimate(
     del model
     gc.collect()
     torch.cuda.empty_cache()
-    steps = groups(QWEN3_4B.vocab_size, 1, 2, 13_000, 3_000)
-    figures = measure(tmp_path, "cuda", "step", steps, 16_384, lora={"rank": 16})
+    steps = groups(QWEN3_4B.vocab_size, 1, 1, 13_000, 3_000)
+    figures = measure(tmp_path, "cuda", "step", steps, 16_384, updates=2, lora={"rank": 16})
     keep("qwen3_4b_lora", figures)
     assert figures["measured_gb"] == pytest.approx(figures["estimated_gb"], rel=0.25)
     config = TorchBackendConfig.model_validate({"device": "cuda"})
     full = estimate(ModelShape.read(tmp_path), config, 1, 16_000, on_cuda=True)
-    assert full.total > torch.cuda.mem_get_info()[1] > figures["estimated_gb"] * 1e9
+    assert full.total > 80e9 > 4 * figures["estimated_gb"] * 1e9
 
 
 def keep(name: str, figures: dict[str, Any]) -> None:
