@@ -92,11 +92,12 @@ class EngineConfig(Section):
     weight_transport: WeightTransport = "disk"
     """Transport of new weights to the engine. `disk`: it reads the version's directory. `delta`: it
     reads the tensors that changed since the version that it has. `nccl`: rank 0 broadcasts them,
-    NCCL to GPUs, gloo to CPUs. `ipc`: an engine that shares rank 0's GPU takes them from its
-    memory; needs the same torch in both interpreters, else `nccl` is used. `lora`: only the
-    adapter, which needs `backend.lora`; SGLang is launched for it (`--enable-lora --max-lora-rank R
-    --lora-target-modules …`). Every version is also written to disk: a crashed engine restarts from
-    there, and all engines read it if a broadcast fails."""
+    NCCL to GPUs, gloo to CPUs; where engines share GPUs with ranks, of which NCCL takes one process
+    each, `disk` is used. `ipc`: engines on rank 0's machine take them from memory that they share;
+    needs the same torch in both interpreters, else `nccl` is used. `lora`: only the adapter, which
+    needs `backend.lora`, or a backend that trains adapters; SGLang is launched for it
+    (`--enable-lora --max-lora-rank R --lora-target-modules …`). Every version is also written to
+    disk: a crashed engine restarts from there, and all engines read it if a broadcast fails."""
     weight_bucket_mb: int = Field(default=512, ge=1)
     """Weights that `nccl` and `ipc` send at once, in MB: each process holds one such buffer. A
     larger tensor goes alone."""

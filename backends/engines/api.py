@@ -222,6 +222,8 @@ class Engine(ABC):
     """The model of `engine.options`: fields with a type, a default and a docstring."""
     transports: ClassVar[tuple[WeightTransport, ...]] = ("disk",)
     """Values of `engine.weight_transport` that it takes."""
+    why_not: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Reasons why it takes no other, for the refusal, where there is more to say than that."""
     group_backend: ClassVar[str] = "nccl"
     """Kind of the process group of its GPUs (`Meeting.backend`)."""
     lends_memory: ClassVar[bool] = False

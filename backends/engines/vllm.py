@@ -146,6 +146,12 @@ class VllmEngine(HttpEngine):
     """A real vLLM server."""
 
     transports = ("disk", "nccl")
+    why_not = MappingProxyType(
+        {
+            "ipc": " (vLLM takes handles over HTTP as a pickle alone, with "
+            "VLLM_ALLOW_INSECURE_SERIALIZATION=1: whoever reaches its port then runs code there)"
+        }
+    )
     group_backend = "raw_nccl"
     routes = ROUTES
     _waits = False

@@ -38,15 +38,23 @@ _ALLOWED = frozenset(
 )
 
 
-def shared_tensors(bucket: Bucket, flat: Tensor) -> tuple[Tensor, str]:
-    """A copy of the bucket in memory that others can map, and its tensors' handles as text."""
-    if torch.cuda.is_available():
+def shared_tensors(
+    bucket: Bucket, flat: Tensor, *, readers: int = 1, on_host: bool = False
+) -> tuple[Tensor, str]:
+    """A copy of the bucket in memory that others can map, and its tensors' handles as text.
+
+    Args:
+        readers: processes that will read it, once each. torch removes a memory object's name with
+            its last reference, and each reader gives one up that it takes to be its own.
+        on_host: not on the GPU, if there is one.
+    """
+    if torch.cuda.is_available() and not on_host:
         buffer = flat.cuda()
         torch.cuda.synchronize()
     else:
         buffer = flat.clone()
     stream = io.BytesIO()
-    _Pickler(stream, pickle.HIGHEST_PROTOCOL).dump(list(views(bucket, buffer)))
+    _Pickler(stream, readers).dump(list(views(bucket, buffer)))
     return buffer, base64.b64encode(stream.getvalue()).decode()
 
 
@@ -62,12 +70,19 @@ def read_shared(text: str) -> dict[str, Tensor]:
 
 
 class _Pickler(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, readers: int) -> None:
+        super().__init__(stream, pickle.HIGHEST_PROTOCOL)
+        self._readers = readers
+
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.dtype):
             return NotImplemented
         if isinstance(obj, torch.UntypedStorage):
             storage: Any = obj
-            return reductions.rebuild_storage_filename, (type(obj), *storage._share_filename_cpu_())
+            named = storage._share_filename_cpu_()
+            for _ in range(self._readers):
+                storage._shared_incref()
+            return reductions.rebuild_storage_filename, (type(obj), *named)
         if isinstance(obj, torch.TypedStorage):
             return reductions.reduce_typed_storage(obj)  # type: ignore[no-untyped-call]  # theirs
         if not isinstance(obj, Tensor):

@@ -147,10 +147,12 @@ class Sender:
 
     # -- shared memory ------------------------------------------------------------------------
 
-    def share(self, number: int) -> str:
-        """Handles of a bucket's tensors for a process that shares this one's device, as text. The
-        buffer is never used again: a receiver answers before its copy is done."""
-        buffer, text = shared_tensors(self._buckets[number], self._flat[number])
+    def share(self, number: int, readers: int, on_host: bool) -> str:
+        """Handles of a bucket's tensors for `readers` processes that share this one's machine
+        (`on_host`) or GPU, as text. The buffer is never used again: a receiver answers before its
+        copy is done."""
+        bucket, flat = self._buckets[number], self._flat[number]
+        buffer, text = shared_tensors(bucket, flat, readers=readers, on_host=on_host)
         self._shared.append(buffer)
         return text
 

@@ -4,7 +4,8 @@
     delta    it reads the tensors that changed since the version that it has (`delta.py`)
     nccl     flat buckets, broadcast by rank 0 (`sender.py`) in one process group that lasts: NCCL
              to GPUs, gloo to CPUs
-    ipc      the same buckets in memory that rank 0 and the engine share, on one GPU
+    ipc      the same buckets in memory that rank 0 and the engines share: of one GPU that one
+             engine has, else of the machine
     lora     only the adapter, which the engine adds to the base model
 
     prepare (engines generate) ─► send, to each (paused) ─► end
@@ -40,7 +41,7 @@ from typing import Any, TypeAlias
 
 from safetensors import SafetensorError
 
-from stepwell.backends.config import EngineConfig, WeightTransport
+from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.api import Bucket, Engine, EngineState
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import BackendError, EngineError, EngineRequestError
@@ -356,10 +357,23 @@ class Nccl(Buckets):
 
 
 class Ipc(Buckets):
-    """Handles of memory that rank 0 and the engine's processes share."""
+    """Handles of memory that rank 0 and the engines' processes share.
+
+    Args:
+        on_host: the memory is the machine's, and each process of an engine copies its part to its
+            own GPU; else that of the one GPU which all of them share.
+    """
+
+    def __init__(self, lead: Lead, config: EngineConfig, *, on_host: bool) -> None:
+        super().__init__(lead, config)
+        self._on_host = on_host
+        self._readers = 1
+
+    async def _meet(self, targets: Sequence[Target]) -> None:
+        self._readers = sum(target.before.ranks for target in targets)
 
     async def _offer(self, number: int) -> str:
-        return str(await self._ask("share", number))
+        return str(await self._ask("share", number, self._readers, self._on_host))
 
     async def _hand_over(
         self,
@@ -401,11 +415,12 @@ class Lora(Transport):
         await engine.update_weight_version(version)
 
 
-def build_transport(config: EngineConfig, lead: Lead) -> Transport:
-    """The transport of a run, `engine.weight_transport`."""
-    sends: dict[WeightTransport, type[Buckets]] = {"nccl": Nccl, "ipc": Ipc}
-    if (kind := sends.get(config.weight_transport)) is not None:
-        return kind(lead, config)
+def build_transport(config: EngineConfig, lead: Lead, *, on_host: bool = True) -> Transport:
+    """The transport of a run, `engine.weight_transport`; `on_host` is `Ipc`'s."""
+    if config.weight_transport == "nccl":
+        return Nccl(lead, config)
+    if config.weight_transport == "ipc":
+        return Ipc(lead, config, on_host=on_host)
     return Delta() if config.weight_transport == "delta" else stored_transport(config)
 
 

@@ -141,10 +141,12 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
         network = Network(await asyncio.to_thread(cluster_nodes))
         gateway_config = network.gateway(config.gateway)
         here = {"scheduling_strategy": on_this_node()}
-        configs = [
-            network.engine(engine_config, gateway_config, placement.engine_ip(i))
-            for i in range(1 if engine_config.is_attached else config.cluster.engines)
-        ]
+        configs = []
+        for i in range(1 if engine_config.is_attached else config.cluster.engines):
+            its = engine_config.model_copy(
+                update={"env": placement.engine_env(i) | engine_config.env}
+            )
+            configs.append(network.engine(its, gateway_config, placement.engine_ip(i)))
         urls = await _start_engines(config, configs, placement, here, stack, trains)
         engines = [await stack.enter_async_context(connect(engine_config, u)) for u in urls]
         wiring = Wiring(

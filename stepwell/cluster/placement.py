@@ -2,11 +2,15 @@
 without GPUs in turn over the nodes.
 
     disaggregated   trainer ranks and engines on GPUs of their own     needs ranks + engines × GPUs
-    colocated       rank i and engine i share GPU i, half each         needs max(ranks, engines)
+    colocated       rank i and engine i share GPU i, half each         needs max(ranks, engines
+                    (an engine of n GPUs those of n ranks)                       × GPUs)
     plain           no placement group: nobody wants a GPU, or there is none
 
 A rank or engine without a GPU is number i of its kind: it is on node i modulo their number, counted
 from the driver's by address. A single engine is beside the driver, as a single rank always is.
+
+Ray gives a process no halves of several GPUs: a colocated engine of n GPUs holds its half of the
+first and is told the numbers of all n (`Placement.engine_env`), whose group is the run's own.
 
 An SGLang engine with more GPUs than a node has is spread over the fewest nodes that hold them in
 equal parts, a bundle each (`backends/engines/nodes.py`).
@@ -87,6 +91,8 @@ class Plan:
     """Node of each rank that has no GPU; empty: there is none, or one node."""
     cpu_engines: tuple[Node, ...] = ()
     """Node of each engine that has no GPU, likewise."""
+    bundles_per_engine: int = 1
+    """Bundles from each engine's own on that are its GPUs; above 1 where it shares them."""
 
 
 def in_turn(nodes: Sequence[Node], n: int) -> tuple[Node, ...]:
@@ -147,14 +153,15 @@ def plan(
         return Plan("plain", cpu_ranks=cpu_ranks, cpu_engines=cpu_engines)
     apart = ranks + engines * size
     mode: Mode = "disaggregated" if asked == "auto" else asked
-    if asked == "auto" and total < apart and size == 1:
+    if asked == "auto" and total < apart:
         mode = "colocated"
-    if mode == "colocated" and size > 1:
+    if mode == "colocated" and (odd := [node.gpus for node in nodes if node.gpus % size]):
         raise ConfigError(
-            f"cluster.placement is 'colocated' with cluster.gpus_per_engine {size}: an engine that "
-            "shares its GPUs has one; set it to 1 and raise cluster.engines"
+            f"cluster.placement is 'colocated' with cluster.gpus_per_engine {size}, which does not "
+            f"divide the {odd[0]} GPUs of a node: an engine that shares its GPUs is on one; set it "
+            "to a number that does, or placement to 'disaggregated'"
         )
-    needed = max(ranks, engines) if mode == "colocated" else apart
+    needed = max(ranks, engines * size) if mode == "colocated" else apart
     if total < needed:
         raise ConfigError(
             f"cluster.placement {mode!r} needs {needed} GPUs (backend.ranks {ranks}, "
@@ -168,7 +175,8 @@ def plan(
             (1,) * needed,
             tuple(Seat(i, share) for i in range(ranks)),
             tuple(Seat(i, share) for i in range(critics)),
-            tuple(Seat(i, share) for i in range(engines)),
+            tuple(Seat(i * size, share) for i in range(engines)),
+            bundles_per_engine=size,
             cpu_ranks=cpu_ranks,
             cpu_engines=cpu_engines,
         )
@@ -271,6 +279,29 @@ class Placement:
         if self.plan.cpu_engines:
             return [_on(self.plan.cpu_engines[number])]
         return [self.options(seat) for seat in self._seats(number)] or [{}]
+
+    def engine_env(self, number: int) -> dict[str, str]:
+        """Variables by which an engine finds the GPUs that it shares; none where Ray says them.
+
+        Raises:
+            ConfigError: they are on several nodes.
+        """
+        n, seats = self.plan.bundles_per_engine, self._seats(number)
+        if n == 1 or not seats:
+            return {}
+        own = self.bundles[seats[0].bundle : seats[0].bundle + n]
+        if len({bundle.node_id for bundle in own}) > 1:
+            raise ConfigError(
+                f"the {n} GPUs of engine {number} (cluster.gpus_per_engine) are on several nodes "
+                f"({', '.join(sorted({b.ip for b in own}))}), since other runs hold the rest of "
+                "one; free them, or set cluster.placement to 'disaggregated'"
+            )
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpu for b in own for gpu in b.gpu_ids)}
+
+    def is_one_machine(self) -> bool:
+        """Return whether rank 0 and all engines are on one machine."""
+        found = {ip for _, ip, name in self._parts() if name == "rank 0" or "engine" in name}
+        return len(found) < 2
 
     def engine_ip(self, number: int) -> str | None:
         """The node of an engine's (first) seat; None: it has no seat."""
@@ -415,6 +446,8 @@ def place(config: RunConfig, *, trains: bool = True, serves: bool = True) -> Pla
     if _in_driver(planned):
         # The driver's bundle is the one that was asked for there; the rest in their order.
         own, rest = bundles[0], stable_order(bundles[1:])
+        if planned.bundles_per_engine > 1:  # the first engine has the driver's GPU and those beside
+            rest.sort(key=lambda bundle: bundle.node_id != own.node_id)
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own.gpu_ids)
         return Placement(planned, (own, *rest), group)
     return Placement(planned, tuple(stable_order(bundles)), group)

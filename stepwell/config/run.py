@@ -91,7 +91,7 @@ class ClusterConfig(Section):
     """Engines that are launched; the gateway spreads requests over them."""
     gpus_per_engine: int = Field(default=1, ge=1)
     """GPUs of an SGLang engine, on as few nodes as hold them (`--tp-size`, unless
-    engine.extra_args splits the model otherwise)."""
+    engine.extra_args splits the model otherwise). Where it shares them with ranks, on one."""
     env: dict[str, str] = Field(default_factory=dict)
     """Added to the environment of every process of the run, ranks and engines on other nodes
     included, e.g. `NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME`, `PYTORCH_CUDA_ALLOC_CONF`. What

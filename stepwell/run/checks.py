@@ -242,6 +242,7 @@ def engine(config: RunConfig) -> None:
         raise ConfigError(
             f"engine.weight_transport is {section.weight_transport!r}, and engine.kind "
             f"{section.kind!r} takes {' and '.join(kind.transports)}; choose one of those"
+            f"{kind.why_not.get(section.weight_transport, '')}"
         )
     if section.release_memory and not kind.lends_memory:
         raise ConfigError(

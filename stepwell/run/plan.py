@@ -189,7 +189,9 @@ def _strategy(planned: Plan, n_nodes: int) -> str:
     words = {
         "plain": "no part has a GPU",
         "disaggregated": "ranks and engines on GPUs of their own, packed on few nodes",
-        "colocated": "rank i and engine i share GPU i",
+        "colocated": "rank i and engine i share GPU i"
+        if planned.bundles_per_engine == 1
+        else f"each engine shares the GPUs of {planned.bundles_per_engine} ranks",
     }[planned.mode]
     if n_nodes > 1 and (planned.cpu_ranks or planned.cpu_engines):
         words += "; number i without a GPU is on node i modulo their number, from the driver's"
@@ -215,8 +217,12 @@ def _gpus_of_bundles(planned: Plan, nodes: Sequence[Node]) -> list[tuple[Node, t
     return found
 
 
-def _place(seat: Seat, where: Sequence[tuple[Node, tuple[int, ...]]]) -> tuple[str, str]:
-    node, numbers = where[seat.bundle]
+def _place(
+    seat: Seat, where: Sequence[tuple[Node, tuple[int, ...]]], bundles: int = 1
+) -> tuple[str, str]:
+    node = where[seat.bundle][0]
+    own = where[seat.bundle : seat.bundle + bundles]
+    numbers = tuple(number for _, of_bundle in own for number in of_bundle)
     share = "" if seat.gpus >= 1 else f" (1/{round(1 / seat.gpus)})"
     name = f"GPU {numbers[0]}" if len(numbers) == 1 else f"GPU {numbers[0]}–{numbers[-1]}"
     return node.ip, name + share
@@ -312,7 +318,7 @@ def _engines(
             )
             continue
         seats = planned.engines[i * per : (i + 1) * per]
-        places = [_place(seat, where) for seat in seats]
+        places = [_place(seat, where, planned.bundles_per_engine) for seat in seats]
         size = config.cluster.gpus_per_engine
         share = engine_share(config, planned.mode == "colocated")
         weights = shape.parameters * bytes_each / size

@@ -19,7 +19,7 @@ from stepwell.backends.torch.critic import Critic
 from stepwell.backends.weights import Transport, WeightStore, build_transport
 from stepwell.backends.weights.sender import Sender
 from stepwell.cluster.parts import Parts
-from stepwell.cluster.placement import Mode
+from stepwell.cluster.placement import Placement
 from stepwell.config.run import RunConfig
 from stepwell.datapool.files.copies import TrainerCopies
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper
@@ -135,7 +135,7 @@ def build_trainer(
         pool=parts.pool,
         producer=channels[0].producer,
         phases=phases,
-        transport=transport_of(config, parts.placement.plan.mode, backend, notify),
+        transport=transport_of(config, parts.placement, backend, notify),
         lends_memory=config.engine.release_memory,
         patience_s=config.trainer.starvation_timeout_s,
         notify=notify,
@@ -223,29 +223,32 @@ def _slime_arguments(config: RunConfig) -> dict[str, Any]:
 
 
 def transport_of(
-    config: RunConfig, mode: Mode, backend: TrainingBackend, notify: Callable[[str], None]
+    config: RunConfig, placement: Placement, backend: TrainingBackend, notify: Callable[[str], None]
 ) -> Transport:
-    """Return the transport of a run; in place of shared memory that cannot be shared, `nccl`. A
-    backend that leads none sends what it has written from here.
-
-    Args:
-        mode: of the placement that was made, which `cluster.placement=auto` leaves open.
-    """
+    """Return the transport of a run; another one in place of what its processes cannot do. A
+    backend that leads none sends what it has written from here."""
     lead = Sender().call if backend.lacks("lead") else backend.lead
-    engine = config.engine
-    if engine.weight_transport == "ipc" and (why := shares_nothing(config, mode)) is not None:
-        notify(f"engine.weight_transport is 'ipc', but {why}; nccl is used")
-        engine = engine.model_copy(update={"weight_transport": "nccl"})
-    return build_transport(engine, lead)
-
-
-def shares_nothing(config: RunConfig, mode: Mode) -> str | None:
-    """Return why rank 0 and the engines cannot share memory; None: they can."""
     engine, cluster = config.engine, config.cluster
+    colocated = placement.plan.mode == "colocated"
+    wanted, why, instead = engine.weight_transport, None, "disk" if colocated else "nccl"
+    if wanted == "ipc":
+        why = shares_nothing(config, placement)
+    elif wanted == "nccl" and colocated:
+        why = "rank 0 and an engine share a GPU, and NCCL takes one process on each"
+    if why is not None:
+        notify(f"engine.weight_transport is {wanted!r}, but {why}; {instead} is used")
+        engine = engine.model_copy(update={"weight_transport": instead})
+    one_gpu = colocated and cluster.engines * cluster.gpus_per_engine == 1
+    return build_transport(engine, lead, on_host=not one_gpu)
+
+
+def shares_nothing(config: RunConfig, placement: Placement) -> str | None:
+    """Return why rank 0 and the engines cannot share memory; None: they can."""
+    engine = config.engine
     if engine.is_attached:
         return "nobody knows the torch of engines that somebody else runs"
-    if cluster.engines * cluster.gpus_per_engine > 1 or mode == "disaggregated":
-        return "rank 0 shares its GPU with one engine alone (cluster.engines, cluster.placement)"
+    if not placement.is_one_machine():
+        return "rank 0 and the engines are on several machines"
     mine = version("torch")
     line = command_line(engine, Launch(port=1, model_path=str(engine.model_path)))
     theirs = torch_version(line.argv[0])

@@ -62,6 +62,22 @@ def test_colocated_they_share_gpu_by_gpu() -> None:
     ]
 
 
+def test_a_colocated_engine_of_several_gpus_shares_those_of_as_many_ranks() -> None:
+    asked = ("cluster.placement=colocated", "cluster.gpus_per_engine=2", "cluster.engines=2")
+    planned = plan(config(*asked, "backend.ranks=4"), [DRIVER, OTHER])
+    assert planned.bundles == (1, 1, 1, 1)
+    assert [(s.bundle, s.gpus) for s in planned.engines] == [(0, 0.5), (2, 0.5)]
+    bundles = [Bundle(i, f"10.0.0.{i // 2}", "ab"[i // 2], (str(i % 2),)) for i in range(4)]
+    placement = Placement(planned, tuple(bundles))
+    seen = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert [placement.engine_env(i) for i in range(2)] == [seen, seen]
+    assert not placement.is_one_machine()
+    torn = Placement(planned, (bundles[0], bundles[2], bundles[1], bundles[3]))
+    with pytest.raises(ConfigError, match=r"2 GPUs of engine 0 .* on several nodes \(10"):
+        torn.engine_env(0)
+    assert Placement(plan(config("cluster.engines=2"), [DRIVER, OTHER])).engine_env(0) == {}
+
+
 @pytest.mark.parametrize(("placement", "share"), [("disaggregated", 1 / 2), ("colocated", 1 / 3)])
 def test_each_rank_of_a_critic_shares_the_gpu_of_the_policys_rank(
     placement: str, share: float
@@ -149,7 +165,11 @@ def test_the_embedded_engine_and_a_trainer_on_the_cpu_ask_for_none() -> None:
     [
         (("cluster.placement=disaggregated", "cluster.engines=3"), r"needs 5 GPUs .* has 2; use"),
         (("cluster.placement=colocated", "cluster.engines=3"), r"needs 3 GPUs .* has 2; use fewer"),
-        (("cluster.placement=colocated", "cluster.gpus_per_engine=2"), r"raise cluster\.engines"),
+        (("cluster.placement=colocated", "cluster.gpus_per_engine=3"), r"not divide the 2 GPUs of"),
+        (
+            ("cluster.placement=colocated", "cluster.gpus_per_engine=2", "cluster.engines=2"),
+            "4 GPUs",
+        ),
     ],
 )
 def test_too_few_gpus_are_an_error_with_the_arithmetic(
@@ -255,6 +275,29 @@ def test_actors_sit_where_the_plan_says_in_every_start(gpus: None) -> None:
     assert len(set(seen[0])) == 4  # a GPU each
     assert seen[0] == sorted(seen[0])
     assert seen[0] == seen[1]
+
+
+@pytest.mark.e2e
+def test_the_gpus_of_a_colocated_engine_are_those_of_its_ranks(gpus: None) -> None:
+    class Part:
+        def where(self) -> tuple[str, str]:
+            context = ray.get_runtime_context()
+            return context.get_node_id(), ",".join(map(str, context.get_accelerator_ids()["GPU"]))
+
+    asked = ("cluster.placement=colocated", "cluster.gpus_per_engine=2", "cluster.engines=2")
+    placement = place(config(*asked, "backend.ranks=4"))
+    options = [*placement.backend_options()["options"]]
+    options += [o for i in range(2) for o in placement.engine_options(i)]
+    parts = [ray.remote(Part).options(num_cpus=0, **o).remote() for o in options]
+    places = ray.get([part.where.remote() for part in parts], timeout=60)
+    ranks, engines = places[:4], places[4:]
+    for i, (node, _) in enumerate(engines):
+        own = ranks[2 * i : 2 * i + 2]
+        assert {of for of, _ in own} == {node}
+        assert placement.engine_env(i) == {"CUDA_VISIBLE_DEVICES": ",".join(g for _, g in own)}
+    for part in parts:
+        ray.kill(part)
+    placement.release()
 
 
 @pytest.mark.e2e

@@ -266,3 +266,15 @@ def test_a_row_too_long_for_a_rank_is_shared_by_ranks(model: Any) -> None:
         planned(
             "qwen3_4b", model("4b"), 8, 1, *long, "backend.ranks=3", "backend.context_parallel=3"
         )
+
+
+def test_an_engine_of_several_gpus_shares_those_of_as_many_ranks(model: Any) -> None:
+    wide = ("cluster.gpus_per_engine=4", "cluster.engines=2")
+    found = planned("qwen3_4b_colocate", model("4b"), 8, 1, *wide)
+    assert found.problems == ()
+    engines = [p for p in found.parts if p.name.startswith("engine")]
+    assert [p.gpus for p in engines] == ["GPU 0–3 (1/2)", "GPU 4–7 (1/2)"]
+    assert found.strategy == "placement colocated: each engine shares the GPUs of 4 ranks"
+    assert "--tp-size 4 " in found.commands[-1]
+    with pytest.raises(ConfigError, match=r"gpus_per_engine 3, which does not divide the 8 GPUs"):
+        planned("qwen3_4b_colocate", model("4b"), 8, 1, "cluster.gpus_per_engine=3")

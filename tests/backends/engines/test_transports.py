@@ -9,10 +9,13 @@ import os
 import pickle
 import shutil
 import signal
-from collections.abc import AsyncIterator, Callable
+import sys
+from ast import literal_eval
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -21,7 +24,7 @@ from aiohttp import web
 from safetensors.torch import load_file, save_file
 
 from stepwell.backends.config import EngineConfig, WeightTransport
-from stepwell.backends.engines.api import Bucket
+from stepwell.backends.engines.api import Bucket, EngineState
 from stepwell.backends.engines.client import EMBEDDED, EngineClient
 from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import EngineRequestError, WeightUpdateError
@@ -30,9 +33,10 @@ from stepwell.backends.weights.delta import write_delta
 from stepwell.backends.weights.digest import checkpoint_hashes
 from stepwell.backends.weights.ipc import read_shared
 from stepwell.backends.weights.sender import Sender
-from stepwell.backends.weights.transports import Lead, Nccl
+from stepwell.backends.weights.transports import Lead, Nccl, Target, Update
 from stepwell.datapool.sealed import seal
 from tests.builders import until
+from tests.engines import FakeEngine
 
 PROMPT = [40, 41, 42, 43]
 TRANSPORTS: tuple[WeightTransport, ...] = ("disk", "delta", "nccl", "ipc")
@@ -362,6 +366,68 @@ def test_tensors_in_shared_memory_are_read_as_they_were_written(tmp_path: Path) 
     weights["b"].zero_()  # training goes on
     (bucket,) = sender.plan(str(tmp_path), None)
     assert bucket == Bucket(("b", "a"), ("float32", "bfloat16"), ((5,), (3, 4)))
-    found = read_shared(sender.share(0))
+    found = read_shared(sender.share(0, 1, False))
     assert torch.equal(found["a"], weights["a"])
     assert torch.equal(found["b"], torch.arange(5.0))
+
+
+READER = """
+import sys
+from stepwell.backends.weights.digest import tensor_hash
+from stepwell.backends.weights.ipc import read_shared
+for handle in sys.stdin:  # until the test has all answers: torch unlinks what a process leaves open
+    print({name: tensor_hash(t) for name, t in read_shared(handle.strip()).items()}, flush=True)
+"""
+
+
+class OfTwoRanks(FakeEngine):
+    """An engine of two processes, each of which reads the handle that is its own, as SGLang's do
+    (`deserialize_own_rank`)."""
+
+    def __init__(self, ranks: Sequence[asyncio.subprocess.Process]) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.read: list[list[dict[str, str]]] = []
+
+    async def begin_weight_update(self) -> None:
+        return
+
+    async def update_weights_from_tensor(
+        self, handles: Sequence[str], *, version: Any, flush_cache: bool = True
+    ) -> None:
+        async def rank(number: int, handle: str) -> dict[str, str]:
+            stdin, stdout = self.ranks[number].stdin, self.ranks[number].stdout
+            assert stdin is not None
+            assert stdout is not None
+            stdin.write(f"{handle}\n".encode())
+            return dict(literal_eval((await stdout.readline()).decode()))
+
+        self.read.append(list(await asyncio.gather(*map(rank, range(2), handles))))
+
+    async def end_weight_update(self, version: Any = None) -> None:
+        self.version = version
+
+
+@pytest.mark.timeout(300)  # two processes import torch, on a machine that may be busy
+async def test_each_process_of_an_engine_reads_all_tensors_from_memory_of_the_machine(
+    model_dirs: Any,
+) -> None:
+    """Tensor parallel: each loads its part of the whole, which is there once."""
+    transport = transport_of("ipc", weight_bucket_mb=1)
+    command = (sys.executable, "-c", READER)
+    ranks = [
+        await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=1 << 20)
+        for _ in range(2)
+    ]
+    engine = OfTwoRanks(ranks)
+    target = Target(cast(Any, engine), EngineState(0, ranks=2))
+    update = Update(str(model_dirs.new), 1)
+    await transport.prepare(update, [target], None)
+    await transport.send(update, target)
+    await transport.end()
+    for rank in ranks:
+        await rank.communicate(b"")
+    for number in range(2):
+        found = {name: h for bucket in engine.read for name, h in bucket[number].items()}
+        assert found == checkpoint_hashes(model_dirs.new, "auto")
+    assert engine.version == 1
