@@ -18,7 +18,7 @@ from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.nodes import EngineGroup, EngineNode, start_engine_group
 from stepwell.backends.engines.ports import Host, NodeLaunch
-from stepwell.backends.engines.server import started
+from stepwell.backends.engines.server import wait_started
 from stepwell.backends.errors import EngineStartError
 from stepwell.backends.weights import WeightStore
 from tests.builders import until
@@ -132,7 +132,7 @@ async def test_a_server_outlasts_the_death_of_its_actors(
     async def accept(url: str) -> None:
         looked_at.append(url)
 
-    (url,) = await started(server, accept)
+    (url,) = await wait_started(server, accept)
     assert looked_at == [url]
     before = [node["pid"] for node in (await server.status.remote())["nodes"]]
     async with EngineClient(url) as client:

@@ -13,7 +13,7 @@ import ray
 
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.client import EngineClient
-from stepwell.backends.engines.server import start_engine, started
+from stepwell.backends.engines.server import start_engine, wait_started
 from stepwell.backends.errors import EngineStartError
 from stepwell.backends.weights import WeightStore
 from tests.builders import until
@@ -63,7 +63,7 @@ async def test_a_killed_actor_comes_back_with_its_engine_at_its_url_and_the_comm
     async def accept(url: str) -> None:
         accepted.append(url)
 
-    [url] = await started(server, accept)
+    [url] = await wait_started(server, accept)
     assert accepted == [url]
     before = (await server.status.remote())["pid"]
     store.commit(5, model_dirs.new)
