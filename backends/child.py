@@ -58,6 +58,8 @@ def limited(limits: str, command: list[str]) -> None:
 
 BETWEEN_LOOKS_S = 0.5
 """Seconds between two looks at what a job uses."""
+MOST_LOOKED_AT = 1 << 16
+"""Processes that one look finds at most: it may not go on as long as they fork."""
 SUBREAPER = 36
 """`PR_SET_CHILD_SUBREAPER`: orphans become children of this process, whatever session they
 opened."""
@@ -103,7 +105,7 @@ def reap(job: str, command: list[str]) -> None:
     os.close(fails)
     if error := os.read(failed, 4096):
         os.waitpid(pid, 0)
-        ended: dict[str, object] = {"how": "unstarted", "said": error.decode(errors="replace")}
+        ended: dict[str, object] = {"how": "unstarted", "detail": error.decode(errors="replace")}
     else:
         ended = watch(pid, woken, log, asked["bounds"], asked["folders"])
     end_descendants(pid)
@@ -141,14 +143,14 @@ def watch(
                 code = os.waitstatus_to_exitcode(found[1])
                 excess = exceeded(log, bounds, folders)  # what it wrote last
                 if excess:
-                    return {"how": "bound", "said": excess}
+                    return {"how": "bound", "detail": excess}
                 return {"how": "exited" if code >= 0 else "signal", "code": abs(code)}
         readable = select.select([0, woken], [], [], max(0.0, look_at - time.monotonic()))[0]
         if 0 in readable:
             return {"how": "stopped"}
         if (began := time.monotonic()) >= look_at:
             if excess := exceeded(log, bounds, folders):
-                return {"how": "bound", "said": excess}
+                return {"how": "bound", "detail": excess}
             # Large folders are looked at less often: a tenth of the time at most.
             took = time.monotonic() - began
             look_at = time.monotonic() + max(BETWEEN_LOOKS_S, 9 * took)
@@ -203,11 +205,7 @@ def descendants() -> dict[int, list[str]]:
     """`/proc/PID/stat` behind the name, by PID, of all processes below this one that are no
     zombies."""
     stats: dict[int, list[str]] = {}
-    try:
-        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    except OSError:  # macOS
-        return {}
-    for pid in pids:
+    for pid in candidates():
         try:
             with open(f"/proc/{pid}/stat") as file:
                 stats[pid] = file.read().rpartition(")")[2].split()
@@ -219,6 +217,27 @@ def descendants() -> dict[int, list[str]]:
         above = {pid for pid, fields in stats.items() if int(fields[1]) in above} - below
         below |= above
     return {pid: stats[pid] for pid in below if stats[pid][0] != "Z"}
+
+
+def candidates() -> list[int]:
+    """PIDs among which are all descendants: by the kernel's lists of children, one a thread, since
+    a machine may have thousands of other processes. Without such lists, all."""
+    found = [os.getpid()]
+    for pid in found:  # grows meanwhile
+        if len(found) > MOST_LOOKED_AT:
+            break
+        try:
+            threads = os.listdir(f"/proc/{pid}/task")
+        except OSError:  # it has ended; or macOS
+            continue
+        for thread in threads:
+            try:
+                with open(f"/proc/{pid}/task/{thread}/children") as file:
+                    found += map(int, file.read().split())
+            except OSError:
+                if pid == os.getpid():  # a kernel without CONFIG_PROC_CHILDREN
+                    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return found
 
 
 def end_descendants(leader: int) -> None:

@@ -56,7 +56,7 @@ SubmitOutcome: TypeAlias = Literal["accepted", "duplicate", "late"]
 """Outcome of a submitted step: stored; known already (a no-op); or too late to be served."""
 TrajectoryOutcome: TypeAlias = Literal["complete", "aborted", "late"]
 """Outcome of a trajectory; "late": the pool had closed it before the producer did."""
-Unserved: TypeAlias = Literal["nothing_yet", "shut_down"]
+NoLease: TypeAlias = Literal["nothing_yet", "shut_down"]
 """Why `LeaseBatch` gave no lease: too few groups in its time, or too few and no more to come."""
 MAX_PICTURE_BYTES = 64 << 20
 LEFT = "consumer_left"
@@ -459,7 +459,7 @@ class AdvanceVersion(Change[None], frozen=True, array_like=True):
     channel: Text = TRAIN
 
 
-class LeaseBatch(Change[PackedLease | Unserved], frozen=True, array_like=True):
+class LeaseBatch(Change[PackedLease | NoLease], frozen=True, array_like=True):
     """The `batch_size` groups that are first in the channel's order, once there are as many.
 
     Consumers that ask for the same `n_rollouts` are served first come, first served. A call that

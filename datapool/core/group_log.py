@@ -129,7 +129,7 @@ class Departures:
             gone.append(self._waiting.popitem(last=False)[1])
         if unarchived is not None and gone:
             self._count(len(gone), unarchived)
-        return self._let_go(gone)
+        return self._forget(gone)
 
     def delete(
         self, uid: str | None, tag: str | None = None, user: str | None = None
@@ -141,13 +141,13 @@ class Departures:
         for departure in gone:
             del self._waiting[departure.row]
         uids = dict.fromkeys(each for d in gone for each in d.trajectory_uids)
-        return list(uids), self._let_go(gone)
+        return list(uids), self._forget(gone)
 
     def of(self, uid: str) -> list[Departure]:
         """The departures of a trajectory or a group."""
         return [d for d in self if uid == d.prompt_uid or uid in d.trajectory_uids]
 
-    def _let_go(self, gone: list[Departure]) -> list[int]:
+    def _forget(self, gone: list[Departure]) -> list[int]:
         self.n_bytes -= sum(d.n_bytes for d in gone)
         self._picture_bytes -= sum(d.picture_bytes for d in gone)
         return [row for d in gone for row in d.rows]

@@ -200,7 +200,7 @@ class DataPool:
 
     # -- consumers ---------------------------------------------------------------------------
 
-    def _lease(self, op: ops.LeaseBatch, now: float) -> PackedLease | ops.Unserved:
+    def _lease(self, op: ops.LeaseBatch, now: float) -> PackedLease | ops.NoLease:
         source = self._at(op.channel, now)
         before = self.leases.answer_to(op.request_id)
         if before is not None:

@@ -107,6 +107,11 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
     def is_deleted(self) -> bool:
         return self.closing is not None and self.closing.is_deleted
 
+    @property
+    def has_all_steps(self) -> bool:
+        """True if its steps up to the one marked `is_last` are stored."""
+        return self.last_index is not None and len(self.steps) == self.last_index + 1
+
     def step(self, index: int) -> PackedStep | None:
         """The step of this index, if it is stored."""
         steps = self.steps
@@ -153,7 +158,7 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
 
     def versions(self) -> tuple[int, int]:
         """Smallest and largest policy version of its steps, of which there is one at least."""
-        versions = [step.score[0] for step in self.steps]
+        versions = [step.version for step in self.steps]
         return min(versions), max(versions)
 
     def info(self) -> TrajectoryInfo:

@@ -28,7 +28,7 @@ from typing import Any, Final, Literal
 
 import orjson
 
-from stepwell.datapool.files.tombstones import DELETED, bury, read_tombstones, tombstone
+from stepwell.datapool.files.tombstones import DELETED, add_tombstones, read_tombstones, tombstone
 from stepwell.datapool.files.trained import TRAINED
 from stepwell.datapool.sealed import damaged, read_lines, sealed, unsealed, written_durably
 
@@ -122,7 +122,7 @@ class TrainerCopies:
     def _bury(self, uids: Collection[str]) -> None:
         with self.writing() as deleted:
             if new := [uid for uid in dict.fromkeys(uids) if uid not in deleted]:
-                bury(self._run / DELETED, [tombstone("trajectory", uid) for uid in new])
+                add_tombstones(self._run / DELETED, [tombstone("trajectory", uid) for uid in new])
 
     # -- lines -------------------------------------------------------------------------------
 

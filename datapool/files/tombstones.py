@@ -64,7 +64,7 @@ def tombstone(kind: Kind, value: str) -> Tombstone:
     return Tombstone(kind, value, time.time())
 
 
-def bury(path: Path, tombstones: Sequence[Tombstone]) -> None:
+def add_tombstones(path: Path, tombstones: Sequence[Tombstone]) -> None:
     """Append tombstones to a file of them, durably.
 
     Raises:

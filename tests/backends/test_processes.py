@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -117,6 +118,44 @@ async def test_a_job_ends_although_what_runs_after_it_does_not(
             assert process.environ().get("MARK") != str(tmp_path)
         except psutil.Error:
             continue
+
+
+LOOKS = """
+import builtins, json, os, subprocess, sys
+from stepwell.backends import child
+grandchild = "import subprocess; subprocess.Popen(['sleep', '600']); print(flush=True); input()"
+argv = [sys.executable, "-c", grandchild]
+pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+parent = subprocess.Popen(argv, start_new_session=True, **pipes)
+parent.stdout.readline()
+read, plain = [], open
+def opened(path, *args):
+    if sys.argv[1] == "no lists" and str(path).endswith("/children"):
+        raise FileNotFoundError(path)
+    read.append(str(path))
+    return plain(path, *args)
+builtins.open = opened
+found = child.descendants()
+print(json.dumps([os.getpid(), *found]))
+print(json.dumps([path.split("/")[2] for path in read]))
+builtins.open = plain
+child.subreaper()
+child.end_descendants(parent.pid)
+"""
+
+
+@pytest.mark.parametrize("lists", ["lists", "no lists"])
+def test_a_look_at_a_jobs_processes_finds_all_and_reads_of_no_others_if_the_kernel_lists_them(
+    lists: str,
+) -> None:
+    """With 16 rollouts and twice a second, reading all of /proc is what a look costs."""
+    argv = [sys.executable, "-c", LOOKS, lists]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
+    own, read = (set(map(int, json.loads(line))) for line in done.stdout.splitlines())
+    assert len(own) == 3
+    assert read >= own
+    if lists == "lists" and Path(f"/proc/self/task/{os.getpid()}/children").exists():
+        assert read == own
 
 
 def test_a_command_that_cannot_be_run_is_the_callers_error() -> None:

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -60,18 +61,21 @@ class Talkers:
 
     Args:
         seed: of what they do.
+        key: the gateway's admin key, if it has one.
     """
 
-    def __init__(self, url: str, seed: int) -> None:
+    def __init__(self, url: str, seed: int, key: str | None = None) -> None:
         self.talks: list[Talk] = []
         self.failures: list[str] = []
         self._url, self._dice = url, random.Random(seed)
         self._numbers = itertools.count()
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
 
     async def run(self) -> None:
         """Talk until cancelled."""
         patience = aiohttp.ClientTimeout(60)
-        async with aiohttp.ClientSession(timeout=patience) as http, asyncio.TaskGroup() as tasks:
+        session = aiohttp.ClientSession(timeout=patience, headers=self._headers)
+        async with session as http, asyncio.TaskGroup() as tasks:
             for _ in range(AT_ONCE):
                 tasks.create_task(self._groups(http))
 
@@ -111,7 +115,7 @@ class Talkers:
     async def _talk(self, http: Any, address: Mapping[str, str], user: str) -> None:
         talk = Talk(address["trajectory_uid"], user)
         self.talks.append(talk)
-        base = address["base_url"].removeprefix(self._url)
+        base = urlsplit(address["base_url"]).path  # any replica has it
         messages: list[dict[str, Any]] = []
         for _ in range(self._dice.randint(1, 3)):
             await self._turn(http, talk, base, messages)

@@ -226,7 +226,7 @@ def measure(
 def test_a_4b_with_adapters_trains_a_row_of_16_k_tokens_within_its_estimate(
     tmp_path: Path,
 ) -> None:
-    """Its full fine-tuning, 72 GB of state, is estimated not to fit."""
+    """Its full fine-tuning, 72 GB of state, is estimated not to fit into 80 GB."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         model: Any = AutoModelForCausalLM.from_config(QWEN3_4B, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]  # theirs
@@ -240,7 +240,7 @@ def test_a_4b_with_adapters_trains_a_row_of_16_k_tokens_within_its_estimate(
     assert figures["measured_gb"] == pytest.approx(figures["estimated_gb"], rel=0.25)
     config = TorchBackendConfig.model_validate({"device": "cuda"})
     full = estimate(ModelShape.read(tmp_path), config, 1, 16_000, on_cuda=True)
-    assert full.total > torch.cuda.mem_get_info()[1] > figures["estimated_gb"] * 1e9
+    assert full.total > 80e9 > 4 * figures["estimated_gb"] * 1e9
 
 
 def keep(name: str, figures: dict[str, Any]) -> None:

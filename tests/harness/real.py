@@ -13,16 +13,18 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 
 from stepwell.backends.processes import spawn
-from stepwell.trainer.config import HarborSource
+from stepwell.trainer.config import HarborSource, RolloutConfig
 from stepwell.trainer.config.environment import OpenEnvConfig
 from stepwell.trainer.config.harness import HarnessConfig
 from stepwell.trainer.config.harness_presets import PRESETS
@@ -31,10 +33,12 @@ from stepwell.trainer.environments import verifiers_episode
 from stepwell.trainer.environments.openenv import OpenEnvAgent
 from stepwell.trainer.errors import HarnessError
 from stepwell.trainer.rollout.harness import Harness, folder_of_worker
+from stepwell.trainer.rollout.worker import RolloutWorker
 from tests.gateway.conftest import World, one_thread, worlds
 from tests.helpers import reserved_port
+from tests.trainer.test_rollout import RecordingGateway, gateway
 
-__all__ = ["one_thread", "worlds"]
+__all__ = ["gateway", "one_thread", "worlds"]
 
 WRITE = "echo 5 > answer"
 TASK = {"instance_id": "sum", "question": "Write 2 + 3 into the file answer.", "answer": "5"}
@@ -204,6 +208,66 @@ async def test_a_container_that_hangs_or_eats_memory_is_ended_and_leaves_nothing
     assert not [*folder_of_worker(tmp_path / "s").iterdir()]
 
 
+EACH = 10
+BAD = {
+    "crash": ("echo oops >&2; exit 3", "exit status 3: oops"),
+    "signal": ("kill -SEGV $$", "exit status 139"),
+    "hang": ("trap '' TERM; sleep 600", "timeout"),
+    "forks": ("for i in {1..60}; do sleep 600 & done; wait", "processes"),
+    "disk": ("head -c 40000000 /dev/zero > big; sleep 600", "disk"),
+    "files": ("for i in {1..900}; do : > $i; done; sleep 600", "files"),
+    "output": ("while :; do echo xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done", "output"),
+    "memory": ("x=$(head -c 900000000 /dev/zero | tr '\\0' x); sleep 600", "memory"),
+    "children": ("(sleep 600 &); sleep 601 & exit 4", "exit status 4"),
+    "no_such_program": ("exec nowhere", "exit status 127"),
+}
+"""What a harness does, with bash and a few programs, and the reason of its loss."""
+
+
+@pytest.mark.parametrize("kind", ["bubblewrap", "podman"])
+async def test_a_hundred_bad_rollouts_of_a_sandbox_are_lost_each_with_its_reason(
+    kind: str, tmp_path: Path, gateway: RecordingGateway, request: pytest.FixtureRequest
+) -> None:
+    """As `tests/trainer/test_harness.py` has it of processes."""
+    sandbox = {"kind": kind}
+    if kind == "podman":
+        sandbox["image"] = request.getfixturevalue("image")
+    cases = "\n".join(f"{name}) {script} ;;" for name, (script, _) in BAD.items())
+    section = {
+        "command": ["bash", "-c", f'case "$1" in\n{cases}\nesac', "bash", "{task.prompt}"],
+        "limits": {"processes": 40, "disk_mb": 8, "files": 500, "output_mb": 1, "memory_mb": 512},
+        "sandbox": sandbox,
+        "scratch": str(tmp_path / "s"),
+        "grade": {"command": ["true"]},
+    }
+    ends: Counter[str] = Counter()
+
+    async def run(timeout_s: float, kinds: Sequence[str]) -> None:
+        given = {"harness": {**section, "timeout_s": timeout_s}, "max_attempts": 1, "n": EACH}
+        config = RolloutConfig.model_validate({**given, "concurrency": 4})
+        worker = RolloutWorker(config, [gateway.url], logs=tmp_path / "logs")
+        for kind in kinds:
+            task = {"instance_id": kind, "question": kind}
+            ends.update(await worker.run_group(task, kind, EACH))
+        await worker.close()
+
+    await run(5, ["hang"])
+    await run(300, [kind for kind in BAD if kind != "hang"])
+    assert ends.total() == EACH * len(BAD)
+    assert not gateway.told("complete"), "nothing is scored, so nothing is scored 0"
+    for name, (_, why) in BAD.items():
+        reasons = [body["reason"] for body in gateway.told("abort") if why in body["reason"]]
+        assert len(reasons) >= EACH, (name, ends)
+    assert all(r == "timeout" or r.startswith("HarnessError: ") for r in ends), ends
+    assert not [*folder_of_worker(tmp_path / "s").iterdir()]
+    if kind == "podman":
+        assert "stepwell-harness" not in podman("ps", "--all", "--format", "{{.Names}}")
+    scratch = str(tmp_path / "s")
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            assert not process.environ().get("HOME", "").startswith(scratch), process.cmdline()
+
+
 async def test_a_harbor_task_is_built_run_and_graded_in_its_own_image(
     tmp_path: Path, image: str
 ) -> None:
@@ -364,3 +428,18 @@ async def test_harbor_itself_reads_our_sample_tasks() -> None:
         child = await spawn([python_beside("harbor"), "-c", code, str(task)])
         assert await child.process.wait() == 0
         child.kill()
+
+
+def test_harbor_itself_reads_the_job_that_the_page_shows() -> None:
+    """Its agents are at our gateway: `AgentConfig.base_url`."""
+    page = (ROOT / "docs" / "harbor.md").read_text()
+    (job,) = re.findall(r"```yaml\n# job\.yaml.*?\n(.*?)```", page, re.S)
+    code = """
+import sys, yaml
+from harbor.models.job.config import JobConfig
+(agent,) = JobConfig.model_validate(yaml.safe_load(sys.argv[1])).agents
+print(agent.base_url)
+"""
+    argv = [python_beside("harbor"), "-c", code, job]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "http://HOST:8100/UID/hello-world"

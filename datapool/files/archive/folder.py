@@ -25,7 +25,7 @@ from stepwell.datapool.files.tombstones import (
     DELETED,
     Deletions,
     Tombstone,
-    bury,
+    add_tombstones,
     read_tombstones,
 )
 from stepwell.datapool.sealed import fsync, write_durably
@@ -207,10 +207,10 @@ class ArchiveFolder:
 
     # -- tombstones --------------------------------------------------------------------------
 
-    def bury(self, tombstones: Sequence[Tombstone]) -> None:
+    def add_tombstones(self, tombstones: Sequence[Tombstone]) -> None:
         """Append tombstones, durably: what they name is filtered from now on. Raises as
-        `tombstones.bury`."""
-        bury(self.path / DELETED, tombstones)
+        `tombstones.add_tombstones`."""
+        add_tombstones(self.path / DELETED, tombstones)
 
     def tombstones(self) -> list[Tombstone]:
         """All deletions.

@@ -506,7 +506,7 @@ class ArchiveReader:
         """
         if not self.folder.exists() or not values:
             return []
-        self.folder.bury([tombstone(kind, value) for value in values])
+        self.folder.add_tombstones([tombstone(kind, value) for value in values])
         gone: dict[str, None] = {}
         for shard in self.folder.shards():
             with self.folder.locked(shard):
@@ -514,7 +514,7 @@ class ArchiveReader:
                 try:
                     if with_group:
                         others = archive.siblings(kind, values)
-                        self.folder.bury([tombstone("trajectory", uid) for uid in others])
+                        self.folder.add_tombstones([tombstone("trajectory", uid) for uid in others])
                     gone |= dict.fromkeys(archive.erase())
                 finally:
                     archive.close()
