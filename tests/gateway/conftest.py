@@ -705,7 +705,7 @@ class WatchedPort:
 
 
 def port_of(pool: DataPoolClient) -> WatchedPort:
-    return cast(WatchedPort, pool.ports[0])
+    return cast(WatchedPort, pool.shards[0])
 
 
 @asynccontextmanager
@@ -714,7 +714,7 @@ async def local_pool(
 ) -> AsyncIterator[DataPoolClient]:
     """A pool of this process behind a `WatchedPort`; with the journal of `folder`, or none."""
     async with DataPoolClient.local(config, folder) as pool:
-        yield DataPoolClient([WatchedPort(pool.ports[0])])
+        yield DataPoolClient([WatchedPort(pool.shards[0])])
 
 
 # -- the whole -------------------------------------------------------------------------------

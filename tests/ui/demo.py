@@ -112,7 +112,7 @@ async def show_picture(demo: Demo, uid: str) -> str:
 
 async def archive_all(demo: Demo) -> None:
     """Archive what left the pool, as the process beside a pool does."""
-    (port,) = demo.pool.ports
+    (port,) = demo.pool.shards
     identity = port.service.incarnation.pool
     config = PoolConfig(archive=ArchiveConfig(dir=demo.run_dir / "archive"))
     settings = Settings.of(config, demo.run_dir / "pool", identity, 0)
