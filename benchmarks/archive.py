@@ -325,7 +325,7 @@ async def _bytes_of(base: Path, groups: int, text: str) -> dict[str, float]:
             await pool.fetch()
         await _drained(pool)
         files = _size(base / "archive" / "trajectories")
-        index = sum(_size(path) for path in (base / "archive").glob("catalogue-*"))
+        index = sum(_size(path) for path in (base / "archive").glob("catalogue-*.sqlite"))
     found = {"journal": journal, "files": files, "index": index}
     return {name: n / len(calls) for name, n in found.items()}
 

@@ -240,7 +240,7 @@ async def _search(result: BenchResult, live: Path, talks: Sequence[Talk]) -> Non
     )
     lost, places = await missing(talks, pool, archive)
     forgotten = [talk for talk in talks if talk.user == FORGOTTEN]
-    early = [word for talk in forgotten if talk.is_deleted for word in talk.words]
+    early = [word for talk in forgotten if talk.has_gone for word in talk.words]
     # Before the other half is deleted, which would mend it; the journal erases by itself.
     found = bytes_of(early, archive_folder(live), *copies_in(live))
     await delete(live, Delete(user=FORGOTTEN))

@@ -51,6 +51,9 @@ class Talk:
     reward: float | None = None
     """None: it has none, or the client does not know which counts."""
     is_deleted: bool = False
+    """Its deletion was asked for."""
+    has_gone: bool = False
+    """Its deletion was answered: no copy has a byte of it from then on."""
 
 
 class Talkers:
@@ -106,6 +109,8 @@ class Talkers:
             async with http.delete(f"{self._url}/v1/trajectories/{uid}") as answer:
                 if answer.status != 200:
                     raise LookupError(f"DELETE {uid}: {answer.status} {await answer.text()}")
+            for talk in self.talks:
+                talk.has_gone |= talk.uid.removesuffix("-again") in gone
 
     async def _talk(self, http: Any, address: Mapping[str, str], user: str) -> None:
         talk = Talk(address["trajectory_uid"], user)

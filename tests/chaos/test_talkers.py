@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 
 import pytest
 
+from stepwell.backends.base import TokenBatch
 from stepwell.datapool.files.archive.reader import ArchiveReader
+from stepwell.datapool.files.trained import trained_steps
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.stopped import stopped_pool
+from stepwell.trainer.samples import Trained
 from tests.builders import until
+from tests.chaos.live import copies_in
 from tests.chaos.talkers import FORGOTTEN, GAVE_UP, Talk, Talkers, bytes_of, missing
 from tests.datapool.test_archive import Archived
 from tests.ui.demo import archive_all, demo
@@ -96,4 +102,39 @@ async def test_all_that_clients_of_a_gateway_saw_is_found_and_no_word_of_who_is_
         archive.delete("user", FORGOTTEN)
         words = [word for talk in talkers.talks if talk.user == FORGOTTEN for word in talk.words]
         assert bytes_of(words, tmp_path / "archive") == []
+    assert talkers.failures == []
+
+
+async def test_a_trainer_that_goes_on_keeps_no_word_of_what_was_deleted(tmp_path: Path) -> None:
+    """Groups are deleted through the gateway before, while and after it has them."""
+    sizes = {"sample_groups": 1, "sample_mb": 64, "rollout_samples": 8}
+    trained = Trained(tmp_path, Path("stepwell/quickstart/model"), **sizes)
+
+    async def train(pool: DataPoolClient) -> None:
+        for step in itertools.count(1):
+            if (lease := await pool.lease_batch(1)) is None:
+                continue
+            await asyncio.sleep(0.2)
+            batch = TokenBatch.of(lease.steps)
+            await asyncio.to_thread(trained.write, step, lease.groups, batch)
+            await pool.ack(lease.lease_id)
+
+    def gone() -> list[Talk]:
+        return [talk for talk in talkers.talks if talk.has_gone and talk.words]
+
+    def places() -> list[Path]:
+        return [tmp_path / "archive", *copies_in(tmp_path)]
+
+    async with demo(tmp_path) as served:
+        talkers = Talkers(served.url, 3)
+        tasks = [asyncio.create_task(each) for each in (talkers.run(), train(served.pool))]
+        await until(lambda: len(gone()) >= 4 and len(trained_steps(tmp_path)) >= 4, timeout_s=120)
+        for task in tasks:
+            task.cancel()
+        failed = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [e for e in failed if not isinstance(e, asyncio.CancelledError)] == []
+        await archive_all(served)
+    assert bytes_of([word for talk in gone() for word in talk.words], *places()) == []
+    others = [w for talk in talkers.talks if talk.user != FORGOTTEN for w in talk.words]
+    assert bytes_of(others, tmp_path / "trained")
     assert talkers.failures == []
