@@ -201,7 +201,8 @@ HARNESS_aider := aider-chat==0.86.2
 HARNESS_verifiers := verifiers==0.4.0 uv
 HARNESS_openenv := openenv==0.10.0
 HARNESS_harbor := harbor==0.26.0
-HARNESSES := mini aider verifiers openenv harbor
+HARNESS_adk := google-adk==2.13.0
+HARNESSES := mini aider verifiers openenv harbor adk
 HARNESS_PATH := $(CURDIR)/.harness/node_modules/.bin:$(subst $() ,:,$(patsubst %,$(CURDIR)/.harness/%/bin,$(HARNESSES)))
 # One that runs: pyenv's python3.12 does not, unless it is chosen.
 PYTHON312 ?= $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python; do $$p -c '' 2>/dev/null && echo $$p && break; done)
@@ -217,10 +218,10 @@ $(patsubst %,.harness/%/.installed,$(HARNESSES)): .harness/%/.installed: Makefil
 	$(@D)/bin/pip install --quiet $(HARNESS_$*)
 	@touch $@
 
-#   make test-harness  Claude Code, Codex, opencode, Qwen Code, Gemini CLI, aider, mini-swe-agent and Pi, bubblewrap, Podman, verifiers, OpenEnv and Harbor, really run; each environment trains (npm, bwrap, podman, Python 3.12)
+#   make test-harness  Claude Code, Codex, opencode, Qwen Code, Gemini CLI, aider, mini-swe-agent, Pi and an agent of ADK, bubblewrap, Podman, verifiers, OpenEnv and Harbor, really run; each environment trains (npm, bwrap, podman, Python 3.12)
 .PHONY: test-harness
 test-harness: install .harness/node_modules/.installed $(patsubst %,.harness/%/.installed,$(HARNESSES))
-	PATH=$(HARNESS_PATH):$$PATH $(BIN)/pytest tests/harness/real.py tests/harness/page.py
+	PATH=$(HARNESS_PATH):$$PATH $(BIN)/pytest tests/harness/real.py tests/harness/page.py tests/harness/adk.py
 	PATH=$(HARNESS_PATH):$$PATH $(BIN)/pytest -o timeout=900 tests/harness/trains.py
 
 #   make test-faults  pool and engines killed, rollouts that hang, weights updated under load, a live service (half an hour)
@@ -264,7 +265,7 @@ test-sglang: install install-sglang
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.backends.engines.table sglang
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 $(ENGINE_TESTS)/test_contract.py $(ENGINE_TESTS)/test_recorded.py $(ENGINE_TESTS)/test_doctor_engine.py $(ENGINE_TESTS)/test_transports.py
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 -m "" tests/backends/test_sent_from_ranks.py
-	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 -m "" -k "comes_back or leaves_no_engine or reward_model" $(ENGINE_TESTS)/test_supervisor.py $(ENGINE_TESTS)/real_sglang.py
+	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 -m "" -k "comes_back or leaves_no_engine or reward_model or pictures" $(ENGINE_TESTS)/test_supervisor.py $(ENGINE_TESTS)/real_sglang.py
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 tests/e2e/test_exactness.py
 
 #   make record-sglang  write the answers of a real SGLang, which the embedded engine is held to

@@ -25,6 +25,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
+from stepwell.backends.config import LoraConfig, TorchBackendConfig
 from stepwell.backends.errors import (
     BackendConfigError,
     BatchError,
@@ -165,6 +166,16 @@ class TrainingBackend(ABC):
         the trainer's process.
         """
         return cls(*args, **kwargs)
+
+    @classmethod
+    def adapters(cls, config: TorchBackendConfig) -> LoraConfig | None:
+        """Return the adapters that it trains under the section `backend`, which engines are told
+        of (`engine.weight_transport: lora`); None: it trains whole weights.
+
+        Raises:
+            BackendConfigError: `backend.options` has a key or a value that is not its own.
+        """
+        return config.lora
 
     @classmethod
     def missing(cls) -> str | None:

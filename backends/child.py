@@ -105,7 +105,7 @@ def reap(job: str, command: list[str]) -> None:
     os.close(fails)
     if error := os.read(failed, 4096):
         os.waitpid(pid, 0)
-        ended: dict[str, object] = {"how": "unstarted", "said": error.decode(errors="replace")}
+        ended: dict[str, object] = {"how": "unstarted", "detail": error.decode(errors="replace")}
     else:
         ended = watch(pid, woken, log, asked["bounds"], asked["folders"])
     end_descendants(pid)
@@ -143,14 +143,14 @@ def watch(
                 code = os.waitstatus_to_exitcode(found[1])
                 excess = exceeded(log, bounds, folders)  # what it wrote last
                 if excess:
-                    return {"how": "bound", "said": excess}
+                    return {"how": "bound", "detail": excess}
                 return {"how": "exited" if code >= 0 else "signal", "code": abs(code)}
         readable = select.select([0, woken], [], [], max(0.0, look_at - time.monotonic()))[0]
         if 0 in readable:
             return {"how": "stopped"}
         if (began := time.monotonic()) >= look_at:
             if excess := exceeded(log, bounds, folders):
-                return {"how": "bound", "said": excess}
+                return {"how": "bound", "detail": excess}
             # Large folders are looked at less often: a tenth of the time at most.
             took = time.monotonic() - began
             look_at = time.monotonic() + max(BETWEEN_LOOKS_S, 9 * took)

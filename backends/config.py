@@ -19,7 +19,12 @@ WeightTransport = Literal["disk", "delta", "nccl", "ipc", "lora"]
 ValueAggregation = Literal["token-mean", "sequence-mean-token-mean", "trajectory-mean"]
 
 
-def _plain_url(option: str, url: str, remedy: str) -> str:
+def plain_url(option: str, url: str, remedy: str) -> str:
+    """`url` without a slash at its end.
+
+    Raises:
+        ValueError: it is none, or holds a name or a password; the message has `remedy`.
+    """
     if "@" in url.partition("?")[0]:
         raise ValueError(
             f"{option} holds a URL with a user name or password, which logs and statistics would "
@@ -37,13 +42,14 @@ class EngineConfig(Section):
     kind: str = "embedded"
     """`embedded`: Stepwell's own server over transformers, for a laptop. `sglang`, `vllm`: a real
     server of that name. `attach`: servers at `urls` that speak SGLang's API and that somebody else
-    runs; for running vLLM servers, `vllm` with `urls`. Or what an installed package adds
-    (`stepwell backends` lists all), or a dotted path `module:Name`."""
+    runs; for running vLLM servers, `vllm` with `urls`; for NVIDIA Dynamo's workers, `dynamo`. Or
+    what an installed package adds (`stepwell backends` lists all), or a dotted path
+    `module:Name`."""
     model_path: Path | None = None
     """Hugging Face directory that it starts from, unless `kind` is `attach`; default
     `model.path`."""
     urls: tuple[str, ...] = ()
-    """Base urls of running servers, for `kind: attach`, `vllm` or an added one."""
+    """Base urls of running servers, for `kind: attach`, `vllm`, `dynamo` or an added one."""
     router_url: str | None = None
     """Base url of a running SGLang router, for `kind: attach` in place of `urls`: its workers are
     asked for at the start. Weights go to each of them, and calls to the one that the gateway
@@ -81,7 +87,8 @@ class EngineConfig(Section):
     env: dict[str, str] = Field(default_factory=dict)
     """Added to its environment."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of an engine that an installed package adds: the keys of its own `options` model."""
+    """Options of `dynamo` (`frontend`), or of an engine that an installed package adds: the keys of
+    its own `options` model."""
     weight_transport: WeightTransport = "disk"
     """Transport of new weights to the engine. `disk`: it reads the version's directory. `delta`: it
     reads the tensors that changed since the version that it has. `nccl`: rank 0 broadcasts them,
@@ -103,12 +110,12 @@ class EngineConfig(Section):
     @field_validator("urls")
     @classmethod
     def _urls_are_plain(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(_plain_url("urls", url, "write http://host:port") for url in urls)
+        return tuple(plain_url("urls", url, "write http://host:port") for url in urls)
 
     @field_validator("router_url")
     @classmethod
     def _router_url_is_plain(cls, url: str | None) -> str | None:
-        return None if url is None else _plain_url("router_url", url, "write http://host:port")
+        return None if url is None else plain_url("router_url", url, "write http://host:port")
 
     @property
     def is_attached(self) -> bool:
@@ -236,6 +243,10 @@ class TorchBackendConfig(Section):
     ranks: int = Field(default=1, ge=1)
     """Processes that shard weights, gradients and optimizer state (FSDP2) and share the
     micro-batches: Ray actors with a GPU each."""
+    context_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the tokens of a micro-batch, for rows whose activations one cannot hold:
+    each has 1/n of them, and all of some heads in attention (Ulysses). Divides `ranks` and the
+    model's attention heads; `micro_batch_tokens` stay those of one rank."""
     reduce: Literal["auto", "each", "last"] = "auto"
     """Time at which ranks sum their gradients. `each`: after every micro-batch; `last`: once a
     step, which keeps the whole gradient in float32 on every rank (16 GB of a 4B) and sends less;
@@ -287,6 +298,15 @@ class TorchBackendConfig(Section):
             raise ValueError(
                 f"scheduler_steps ({self.scheduler_steps}) does not exceed warmup_steps "
                 f"({self.warmup_steps}); nothing would be left to decay"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _context_divides_ranks(self) -> TorchBackendConfig:
+        if self.ranks % self.context_parallel:
+            raise ValueError(
+                f"context_parallel is {self.context_parallel}, which does not divide ranks "
+                f"({self.ranks}); ranks share micro-batches in groups of as many"
             )
         return self
 

@@ -45,7 +45,7 @@ def fetch_model(name: str, revision: str | None, key: str) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    with _told(name, revision, key):
+    with _one_line_errors(name, revision, key):
         return Path(snapshot_download(name, revision=revision, allow_patterns=WANTED))
 
 
@@ -57,14 +57,14 @@ def fetch_model_config(name: str, revision: str | None, key: str) -> dict[str, A
     """
     from huggingface_hub import hf_hub_download
 
-    with _told(name, revision, key):
+    with _one_line_errors(name, revision, key):
         found = hf_hub_download(name, "config.json", revision=revision)
     config: dict[str, Any] = json.loads(Path(found).read_text())
     return config
 
 
 @contextmanager
-def _told(name: str, revision: str | None, key: str) -> Iterator[None]:
+def _one_line_errors(name: str, revision: str | None, key: str) -> Iterator[None]:
     """The hub client's errors inside the block are one line with the remedy.
 
     Raises:

@@ -171,7 +171,7 @@ class Ended:
     """`bound`: it exceeded one. `unstarted`: it cannot be run. `lost`: its reaper was killed."""
     code: int = 0
     """Exit status, or number of the signal."""
-    said: str = ""
+    detail: str = ""
     """Name of the bound, or why it cannot be run."""
 
 
@@ -199,10 +199,10 @@ async def run_job(job: Job) -> Ended:
         env=job.env,
         start_new_session=True,
     )
-    told = asyncio.create_task(_told_by(reaper))
+    end = asyncio.create_task(_read_end(reaper))
     try:
         async with asyncio.timeout(job.timeout_s) as limit:
-            return await asyncio.shield(told)
+            return await asyncio.shield(end)
     except TimeoutError:
         if not limit.expired():
             raise
@@ -210,21 +210,21 @@ async def run_job(job: Job) -> Ended:
     finally:
         if reaper.stdin is not None:
             reaper.stdin.close()
-        await _ended(told)
+        await _wait_ended(end)
 
 
-async def _told_by(reaper: asyncio.subprocess.Process) -> Ended:
-    said = b"" if reaper.stdout is None else await reaper.stdout.read()
+async def _read_end(reaper: asyncio.subprocess.Process) -> Ended:
+    written = b"" if reaper.stdout is None else await reaper.stdout.read()
     await reaper.wait()
-    return Ended(**json.loads(said)) if said else Ended("lost")
+    return Ended(**json.loads(written)) if written else Ended("lost")
 
 
-async def _ended(reaper: asyncio.Task[Ended]) -> None:
+async def _wait_ended(end: asyncio.Task[Ended]) -> None:
     """Returns when the task has, also if the caller is cancelled again meanwhile."""
     cancelled = False
-    while not reaper.done():
+    while not end.done():
         try:
-            await asyncio.shield(reaper)
+            await asyncio.shield(end)
         except asyncio.CancelledError:
             cancelled = True
     if cancelled:

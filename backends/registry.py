@@ -219,6 +219,7 @@ ENGINE_NAMES = Names(
         "embedded": "stepwell.backends.engines.commands:embedded",
         "sglang": "stepwell.backends.engines.sglang:command",
         "vllm": "stepwell.backends.engines.vllm:VllmEngine",
+        "dynamo": "stepwell.backends.engines.dynamo:DynamoEngine",
     },
     reserved={"attach": "Servers at engine.urls that somebody else runs."},
 )

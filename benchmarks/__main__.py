@@ -20,6 +20,7 @@ BENCHES = {
     "publication": "how long an engine is paused for new weights, by transport",
     "overlap": "generation and training at once, by one after the other",
     "ui": "the dashboard over 1,000,000 steps, and what it costs",
+    "archive": "a pool and a gateway with the archive by without; its bytes",
     "catalogue": "pages of the archive at 1,000,000 trajectories",
     "tasks": "what the tasks in examples/ teach their models",
     "lag": "score by lag and off-policy method: many quickstarts, hours",

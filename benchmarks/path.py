@@ -37,6 +37,7 @@ from operator import and_
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TypeAlias, cast
+from unittest.mock import patch
 
 import aiohttp
 import numpy as np
@@ -45,6 +46,7 @@ import uvicorn
 from benchmarks.checks import BenchResult
 from benchmarks.gateway.engine import Answers, Connection, Server
 from benchmarks.served import MODEL, engine
+from stepwell.backends.engines import connections
 from stepwell.backends.engines.client import EngineClient
 from stepwell.cluster.parts import Parts
 from stepwell.config.load import load_config
@@ -52,8 +54,8 @@ from stepwell.config.run import RunConfig
 from stepwell.datapool import DataPoolClient, PoolConfig, Step
 from stepwell.datapool.remote import wire
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper
-from stepwell.datapool.remote.link import Link
 from stepwell.datapool.remote.service import PoolService
+from stepwell.datapool.remote.shard import RemoteShard
 from stepwell.datapool.types import TRAIN
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig, Wiring
@@ -285,6 +287,7 @@ async def _turn(tracer: Tracer, folder: Path) -> Walk:
     walks = []
     tokenizer = ChatTokenizer.load(str(MODEL))
     async with (
+        _lasting_connections(),
         scripted_engine(tokenizer) as engine_url,
         served_pool(PoolConfig(), folder) as pool,
         gateway(pool, engine_url, tokenizer) as origin,
@@ -298,6 +301,13 @@ async def _turn(tracer: Tracer, folder: Path) -> Walk:
             if len(row.trajectory.steps) != 2:
                 raise RuntimeError(f"the pool has {len(row.trajectory.steps)} Steps of two turns")
     return reduce(and_, walks[1:])
+
+
+@asynccontextmanager
+async def _lasting_connections() -> AsyncIterator[None]:
+    """However busy the machine, the second turn has the first one's connection to the engine."""
+    with patch.object(connections, "IDLE_S", 600.0):
+        yield
 
 
 async def _lease_and_settle(tracer: Tracer, folder: Path) -> tuple[Walk, Walk]:
@@ -439,15 +449,15 @@ async def scripted_engine(tokenizer: ChatTokenizer) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
 
 
-class _ToServer(Link):
+class _ToServer(RemoteShard):
     """Connection to a pool whose address is known."""
 
-    def __init__(self, door: wire.Door) -> None:
+    def __init__(self, address: wire.PoolAddress) -> None:
         super().__init__(None)
-        self._door = door
+        self._address = address
 
-    async def find(self) -> tuple[wire.Door, str]:
-        return self._door, NODE
+    async def find(self) -> tuple[wire.PoolAddress, str]:
+        return self._address, NODE
 
 
 @asynccontextmanager
@@ -455,7 +465,7 @@ async def served_pool(config: PoolConfig, folder: Path) -> AsyncIterator[DataPoo
     """A client of a pool in this loop: through its socket, with the journal of `folder`."""
     service = PoolService(config, folder)
     server = wire.Server(service, NODE)
-    client = DataPoolClient([_ToServer(await server.door())])
+    client = DataPoolClient([_ToServer(await server.address())])
     try:
         yield client
     finally:

@@ -70,7 +70,10 @@ class Given:
     gpu_bandwidth: float = 3.35e12 * 0.7
     """Bytes/s that a GPU reads while it decodes: an H100's data sheet, 0.7 of it."""
     gpu_flops: float = 989e12 * 0.4
-    """bfloat16 operations/s in prefill and training: likewise, 0.4 of it."""
+    """bfloat16 operations/s in prefill: likewise, 0.4 of it."""
+    trainer_flops: float = 989e12 * 0.29
+    """In training, with what checkpointing computes again: measured on an H100, a 0.6B model in
+    rows of 1 to 2.5 k tokens (`benchmarks/README.md`, GPU)."""
     gpu_bytes: float = 0.85 * 80e9
     """Memory of a GPU that an engine has."""
     tool_s: float = 5.0
@@ -328,7 +331,7 @@ def deployment(
     tokens = seen.tokens / MEASURED_S
     used["journal"] = calls * costs.journal_bytes / fleet.shards / given.disk
     # Forward, backward, and the forward that checkpointing makes again.
-    used["trainer"] = tokens * 8.0 * shape.parameters / (fleet.trainer_gpus * given.gpu_flops)
+    used["trainer"] = tokens * 8.0 * shape.parameters / (fleet.trainer_gpus * given.trainer_flops)
     return Row(
         n_agents,
         fleet,

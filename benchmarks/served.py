@@ -44,7 +44,12 @@ async def engine(model: Path, log: Path) -> AsyncIterator[RunningEngine]:
 
 @asynccontextmanager
 async def gateway(
-    pool: DataPoolClient, engine_urls: Sequence[str], tuning: Tuning = TUNING, **options: Any
+    pool: DataPoolClient,
+    engine_urls: Sequence[str],
+    tuning: Tuning = TUNING,
+    *,
+    canary_share: float = 0.0,
+    **options: Any,
 ) -> AsyncIterator[str]:
     """The gateway on an event loop of its own; yields its origin."""
     config = GatewayConfig(
@@ -53,7 +58,8 @@ async def gateway(
         tool_parser="none",
         **options,
     )
-    server = HttpServer(config, Wiring(tuple(engine_urls), tuning=tuning), pool)
+    wiring = Wiring(tuple(engine_urls), canary_share=canary_share, tuning=tuning)
+    server = HttpServer(config, wiring, pool)
     try:
         yield await asyncio.to_thread(server.start)
     finally:

@@ -56,7 +56,7 @@ SubmitOutcome: TypeAlias = Literal["accepted", "duplicate", "late"]
 """Outcome of a submitted step: stored; known already (a no-op); or too late to be served."""
 TrajectoryOutcome: TypeAlias = Literal["complete", "aborted", "late"]
 """Outcome of a trajectory; "late": the pool had closed it before the producer did."""
-Unserved: TypeAlias = Literal["nothing_yet", "shut_down"]
+NoLease: TypeAlias = Literal["nothing_yet", "shut_down"]
 """Why `LeaseBatch` gave no lease: too few groups in its time, or too few and no more to come."""
 MAX_PICTURE_BYTES = 64 << 20
 LEFT = "consumer_left"
@@ -421,18 +421,21 @@ class Mark(Change[Marks], frozen=True, array_like=True):
 
 
 class Delete(Change[Deleted], frozen=True, array_like=True):
-    """Take the data of one trajectory, or all that is marked with `tag`, out of every channel: each
-    goes with its group, uncounted for training. What is unknown, or gone, is no error."""
+    """Take the data of one trajectory, all that is marked with `tag`, or all of a user, out of
+    every channel: each goes with its group, uncounted for training. What is unknown, or gone, is no
+    error."""
 
     trajectory_uid: Text | None = None
     tag: Text | None = None
+    user: Text | None = None
+    """As `user_of` finds it in the metadata."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.trajectory_uid is None) == (self.tag is None):
+        if [self.trajectory_uid, self.tag, self.user].count(None) != 2:
             raise InvalidRequestError(
-                f"trajectory_uid is {self.trajectory_uid!r} and tag is {self.tag!r}; pass one of "
-                "them: what is to be deleted"
+                f"trajectory_uid is {self.trajectory_uid!r}, tag is {self.tag!r} and user is "
+                f"{self.user!r}; pass one of them: what is to be deleted"
             )
 
 
@@ -456,7 +459,7 @@ class AdvanceVersion(Change[None], frozen=True, array_like=True):
     channel: Text = TRAIN
 
 
-class LeaseBatch(Change[PackedLease | Unserved], frozen=True, array_like=True):
+class LeaseBatch(Change[PackedLease | NoLease], frozen=True, array_like=True):
     """The `batch_size` groups that are first in the channel's order, once there are as many.
 
     Consumers that ask for the same `n_rollouts` are served first come, first served. A call that

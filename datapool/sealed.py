@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import orjson
 from xxhash import xxh3_64_hexdigest
@@ -187,6 +187,19 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
             elif _SEAL_AND_MORE.search(line):  # its end was there, and has been changed
                 yield offset, None
             offset += len(line)
+
+
+def end_of_lines(file: IO[bytes]) -> int:
+    """Bytes of a file up to the end of its last whole line."""
+    end = at = file.seek(0, os.SEEK_END)
+    while at:
+        start = max(0, at - 4096)
+        file.seek(start)
+        found = file.read(at - start).rfind(b"\n")
+        if found >= 0:
+            return min(end, start + found + 1)
+        at = start
+    return 0
 
 
 # -- files in a format of others ------------------------------------------------------------------

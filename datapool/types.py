@@ -414,6 +414,21 @@ class Trajectory:
         return sum(scored) if scored else None
 
 
+def user_of(*metadata: Mapping[str, Any]) -> str | None:
+    """The user that a trajectory is of: `user` or `user_id` of its metadata or its group's, else
+    who opened it.
+
+    Args:
+        metadata: of the trajectory, and of its group.
+    """
+    for keys in (("user", "user_id"), (OWNER,)):
+        for each in metadata:
+            for key in keys:
+                if isinstance(found := each.get(key), str):
+                    return found
+    return None
+
+
 def unseen_key(step_index: int) -> str:
     """Key of a trajectory's metadata: whether no client got the end of this Step's reply. A key for
     each Step, since two gateways may write at once."""

@@ -392,7 +392,7 @@ async def forget_trajectory(services: Services, uid: str, *, with_group: bool) -
 
     Raises:
         ReplicaUnavailableError: it is deleted, but a replica may still know it.
-        ArchiveUnavailableError: it is deleted, but the archive could not be written anew.
+        ArchiveUnavailableError: it is deleted, but a file could not be written anew.
     """
     pool = services.pool
     deleting = pool.delete(uid) if with_group else pool.delete_trajectory(uid)
@@ -400,8 +400,8 @@ async def forget_trajectory(services: Services, uid: str, *, with_group: bool) -
     uids = dict.fromkeys((uid, *deleted.trajectories, *deleted.leased))
     try:
         await _forget_everywhere(services, uids)
-    finally:  # a replica that is away keeps nothing in the archive
-        gone = await services.archive_deletions.delete(uids, with_groups=with_group)
+    finally:  # a replica that is away keeps nothing in files
+        gone = await services.file_deletions.delete(uids, with_groups=with_group)
     if siblings := [each for each in gone if each not in uids]:
         await _forget_everywhere(services, siblings)
     return {"deleted": deleted.trajectories, "leased": deleted.leased}

@@ -10,7 +10,7 @@ same pool. Does not own the counts, or how a table becomes families.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from prometheus_client import ProcessCollector
@@ -18,11 +18,27 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from stepwell.datapool.inspect.metrics import COUNTER, GAUGE, POOL, Family, families, pool_counts
+from stepwell.datapool.inspect.metrics import COUNTER, GAUGE, POOL, Family, families
 
 
 def _of_calls(name: str, help: str, key: str) -> Family:
-    return Family(f"stepwell_gateway_{name}", COUNTER, help, f"calls.{key}")
+    return Family(f"stepwell_gateway_{name}", COUNTER, help, lambda found: found["calls"].get(key))
+
+
+def _of_engines(name: str, help: str, read: Callable[[Mapping[str, Any]], float | None]) -> Family:
+    """A family that reads the statistics of each engine."""
+
+    def of_each(found: Mapping[str, Any]) -> dict[str, float | None]:
+        return {engine["url"]: read(engine) for engine in found["engine"]["engines"]}
+
+    return Family(f"stepwell_engine_{name}", GAUGE, help, of_each, ("engine",))
+
+
+def _latency(found: Mapping[str, Any]) -> dict[str, float | None]:
+    """Seconds by quantile."""
+    latency = found["added_latency"]
+    quantiles = {"0.5": latency["p50_ms"], "0.99": latency["p99_ms"]}
+    return {q: ms if ms is None else ms / 1000 for q, ms in quantiles.items()}
 
 
 GATEWAY: Final = (
@@ -38,123 +54,129 @@ GATEWAY: Final = (
         "stepwell_gateway_calls_unrecorded",
         COUNTER,
         "Calls that were answered and not stored, by reason",
-        "recording.unrecorded.{reason}",
+        lambda found: found["recording"]["unrecorded"],
+        ("reason",),
     ),
     Family(
         "stepwell_gateway_rewards_not_kept",
         COUNTER,
         "Rewards, completions and feedback that are not kept: late; the trajectory was closed "
         "otherwise before; or it is unrecorded, without a Step",
-        "rewards.not_kept.{reason}",
+        lambda found: found["rewards"]["not_kept"],
+        ("reason",),
     ),
     Family(
         "stepwell_gateway_branches",
         COUNTER,
         "Calls whose prompt extends no earlier turn of its trajectory, by cause",
-        "branches.{cause}",
+        lambda found: found["branches"],
+        ("cause",),
     ),
     Family(
         "stepwell_gateway_trajectories_open",
         GAUGE,
         "Trajectories that are open here",
-        "open_trajectories",
+        lambda found: found["open_trajectories"],
     ),
-    Family("stepwell_gateway_calls_running", GAUGE, "Calls that are generating", "limits.running"),
+    Family(
+        "stepwell_gateway_calls_running",
+        GAUGE,
+        "Calls that are generating",
+        lambda found: found["limits"]["running"],
+    ),
     Family(
         "stepwell_gateway_calls_waiting",
         GAUGE,
         "Calls that wait for one of max_concurrent_calls",
-        "limits.waiting",
+        lambda found: found["limits"]["waiting"],
     ),
     Family(
         "stepwell_gateway_calls_refused",
         COUNTER,
         "Calls that waited too long for one of max_concurrent_calls",
-        "limits.refused",
+        lambda found: found["limits"]["refused"],
     ),
     Family(
         "stepwell_gateway_added_latency_seconds",
         GAUGE,
         "What the gateway added to the last 4,096 calls, engine and pool left out",
-        "latency.{quantile}",
+        _latency,
+        ("quantile",),
     ),
     Family(
         "stepwell_gateway_tokenizer_fast",
         GAUGE,
         "1: fastokens encodes texts; 0: tokenizers does, which is slower",
-        "tokenizer.fast",
+        lambda found: found["tokenizer"]["fast"],
     ),
     Family(
         "stepwell_gateway_aborts_owed",
         GAUGE,
         "Trajectories that the pool, which is away, is still to abort",
-        "recording.owed_aborts",
+        lambda found: found["recording"]["owed_aborts"],
     ),
     Family(
         "stepwell_gateway_replica_up",
         GAUGE,
         "1: the gateway at this address answers",
-        "replicas.[url=url].up",
+        lambda found: {replica["url"]: replica["up"] for replica in found["replicas"]},
+        ("url",),
     ),
 )
 ENGINES: Final = (
-    Family(
-        "stepwell_engine_up",
-        GAUGE,
+    _of_engines(
+        "up",
         "1: it gets calls; 0: it is down, ailing, failing or has old weights",
-        "engines.[engine=url].state",
-        lambda state: float(state == "up"),
+        lambda engine: engine["state"] == "up",
     ),
-    Family(
-        "stepwell_engine_calls",
-        GAUGE,
-        "Calls that it has from this gateway now",
-        "engines.[engine=url].in_flight",
+    _of_engines(
+        "calls", "Calls that it has from this gateway now", lambda engine: engine["in_flight"]
     ),
-    Family(
-        "stepwell_engine_policy_version",
-        GAUGE,
+    _of_engines(
+        "policy_version",
         "Newest policy version that it reported",
-        "engines.[engine=url].version",
+        lambda engine: engine["version"],
     ),
-    Family(
-        "stepwell_engine_canary",
-        GAUGE,
-        "1: that version is being tried out on it",
-        "engines.[engine=url].canary",
+    _of_engines(
+        "canary", "1: that version is being tried out on it", lambda engine: engine["canary"]
     ),
     Family(
         "stepwell_engines_policy_version",
         GAUGE,
         "Highest policy version of any of them, canaries' left out",
-        "version",
+        lambda found: found["engine"]["version"],
     ),
     Family(
         "stepwell_engines_calls_resumed",
         COUNTER,
         "Calls that a weight update interrupted, and that went on",
-        "resumes",
+        lambda found: found["engine"]["resumes"],
     ),
     Family(
         "stepwell_engines_calls_recovered",
         COUNTER,
         "Calls that went on with another engine",
-        "recoveries",
+        lambda found: found["engine"]["recoveries"],
     ),
     Family(
         "stepwell_engines_requests_retried",
         COUNTER,
         "Requests to an engine that were made again",
-        "retries",
+        lambda found: found["engine"]["retries"],
     ),
     Family(
         "stepwell_engines_used_behind",
         COUNTER,
         "Calls sent to an engine with old weights, for want of another",
-        "used_behind",
+        lambda found: found["engine"]["used_behind"],
     ),
 )
-POOL_UP: Final = Family("stepwell_pool_up", GAUGE, "1: the pool answered this scrape", "pool_up")
+POOL_UP: Final = Family(
+    "stepwell_pool_up",
+    GAUGE,
+    "1: the pool answered this scrape",
+    lambda pool: pool is not None,
+)
 
 
 class _Page(Collector):
@@ -175,17 +197,10 @@ def exposition(
         statistics: `Services.statistics`.
         pool: the answer to `GetStatistics`; None: the pool does not answer.
     """
-    latency = statistics["added_latency"]
-    quantiles = {"0.5": latency["p50_ms"], "0.99": latency["p99_ms"]}
-    counts = {
-        **statistics,
-        "latency": {q: ms if ms is None else ms / 1000 for q, ms in quantiles.items()},
-        **statistics["engine"],
-        "pool_up": pool is not None,
-    }
     found = [
-        *families((*GATEWAY, *ENGINES, POOL_UP), counts),
-        *families(POOL, pool_counts(pool or {})),
+        *families((*GATEWAY, *ENGINES), statistics),
+        *families([POOL_UP], pool),
+        *families(POOL, pool or {}),
         *ProcessCollector(registry=None).collect(),
     ]
     encode, content_type = choose_encoder(accept)

@@ -19,9 +19,9 @@ from starlette.requests import Request
 
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.access import AccessControl
-from stepwell.gateway.archive import ArchiveDeletions
 from stepwell.gateway.call import Calls
 from stepwell.gateway.config import GatewayConfig, Wiring
+from stepwell.gateway.deletions import FileDeletions
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.dialects.registry import make_dialects, make_gemini
 from stepwell.gateway.engine import Sampler
@@ -61,7 +61,7 @@ class Services:
         self.tuning = tuning = wiring.tuning
         self.reward = config.function("reward_fn")
         self.threads = ThreadPoolExecutor(RENDER_THREADS, "gateway-render")
-        self.archive_deletions = ArchiveDeletions(wiring.archive_dir)
+        self.file_deletions = FileDeletions(wiring.archive_dir, wiring.run_dir)
         self.pictures = PictureReader.of(config.tokenizer_path, config.pictures)
         """None: the served model takes none."""
         vision = None if self.pictures is None else self.pictures.processor

@@ -65,6 +65,7 @@ def make_vision_model(
     tokenizer = vision_tokenizer()
     names = tokenizer.get_vocab()
     vision: dict[str, Any] = {"depth": 2, "patch_size": 14, "spatial_merge_size": 2}
+    vision["in_chans"] = 3  # as published checkpoints say it, and SGLang reads it
     text_config = {
         "vocab_size": len(tokenizer),
         "hidden_size": 32,

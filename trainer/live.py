@@ -26,7 +26,7 @@ from stepwell.datapool.types import TRAIN, VAL, Group
 from stepwell.trainer.data import Task
 from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.reclaim import RESTARTED, drop_ended, settle_former
-from stepwell.trainer.samples import samples_path, write_samples
+from stepwell.trainer.samples import write_evaluation
 from stepwell.trainer.trajectory_metrics import versions_of
 from stepwell.trainer.validation import (
     ENOUGH,
@@ -117,7 +117,7 @@ class TrafficValidator(Validator):
             )
             rows += await asyncio.to_thread(self._samples, pinned, of)
         if rows:
-            await asyncio.to_thread(write_samples, samples_path(self._folder, policy.step), rows)
+            await asyncio.to_thread(write_evaluation, self._folder, policy.step, rows)
         for lease_id in leases:
             await self._pool.ack(lease_id)
         self._done += evaluations

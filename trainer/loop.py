@@ -121,7 +121,7 @@ class Trainer:
                 await self.publisher.finish()
                 if self.batches.consumed and not self._config.debug_rollout_only:
                     await self.checkpoint()
-                await self._saved()
+                await self._wait_saved()
             finally:
                 if self._saving is not None:  # whatever ended the training, it is worth its acks
                     await asyncio.wait({self._saving})
@@ -132,7 +132,7 @@ class Trainer:
         if not groups:
             return
         if self._saving is not None and self._saving.done():
-            await self._saved()  # its error, if it has one, is this run's
+            await self._wait_saved()  # its error, if it has one, is this run's
         adopted = await self.publisher.adopt()
         with self._phases("prepare"):
             pictures = await self.batches.pictures(groups)
@@ -153,7 +153,7 @@ class Trainer:
                 step = partial(self.updater.step, prepared, steps)
                 update = await self._traced("step", step)
             is_last = number == len(prepared.mini_batches) or self.evaluation_due()
-            await self.publisher.stepped(is_last=is_last)
+            await self.publisher.after_step(is_last=is_last)
             with self._phases("sample"):
                 write = partial(self.trained.write, version=self.progress.version, again=epoch > 0)
                 await self._compute(write, self.progress.updates, trained_on, prepared.batch)
@@ -185,7 +185,7 @@ class Trainer:
         consumed = self.batches.consumed
         self._ledger.leased(consumed)
         await self.batches.settle(consumed)
-        await self.publisher.left_out()
+        await self.publisher.after_leaving_out()
         times = self._phases.take(time.monotonic() - self._mark)
         record = record_of(self.progress, groups, times, groups)
         return {**record, **await self.batches.metrics(groups), **times}
@@ -198,8 +198,8 @@ class Trainer:
 
     async def checkpoint(self) -> None:
         """Make everything up to here durable, then ack the groups it was trained on. Where the
-        backend writes beside training, this returns when its models are copied; `_saved` waits."""
-        await self._saved()
+        backend writes beside training, this returns when its models are copied (`_wait_saved`)."""
+        await self._wait_saved()
         step = self.progress.updates
         while True:
             await self.publisher.adopt()
@@ -223,7 +223,7 @@ class Trainer:
         finish = self._finish_checkpoint(step, state, about, draft, consumed)
         self._saving = asyncio.create_task(finish)
         if not self.updater.saves_beside:
-            await self._saved()
+            await self._wait_saved()
 
     def _begin_save(self, step: int, draft: Path) -> dict[str, Any]:
         try:
@@ -247,7 +247,7 @@ class Trainer:
         await asyncio.to_thread(self.checkpoints.save, step, state, about, draft)
         await self.batches.settle(consumed)
 
-    async def _saved(self) -> None:
+    async def _wait_saved(self) -> None:
         """Return when the checkpoint that was begun last is durable and its groups are acked.
 
         Raises:
@@ -342,7 +342,7 @@ class Trainer:
             return
         try:
             await self.checkpoint()
-            await self._saved()
+            await self._wait_saved()
         except DataPoolError as e:  # it is on disk: the next process acks what it was trained on
             log.warning("the pool does not hear of the last checkpoint: %s", e)
         self._notify_user(

@@ -16,15 +16,18 @@ Does not own the mathematics (`updater.py`).
 from __future__ import annotations
 
 import io
+import logging
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from stepwell.backends.base import NO_PICTURES
+from stepwell.datapool.errors import DamagedFileError
+from stepwell.datapool.files.copies import FIELD, PICTURES, TrainerCopies
 from stepwell.datapool.sealed import damaged, sealed, unsealed, write_durably
 from stepwell.datapool.types import Group
 from stepwell.trainer.config import SLIME_FORM
@@ -36,10 +39,10 @@ from stepwell.trainer.slime.debug_data import SlimeForm
 from stepwell.trainer.slime.samples import WholeSamples
 from stepwell.trainer.updater import Updater, record_of
 
+log = logging.getLogger(__name__)
+
 FORMAT = 4
 """Raised with every change that a recording of before would not survive; that one is refused."""
-
-_FIELD = "{rollout_id}"
 
 
 class Recording(NamedTuple):
@@ -55,8 +58,8 @@ class Recording(NamedTuple):
 
 def recording_path(where: str, rollout_id: int | str) -> Path:
     """The file of a batch: `where` with {rollout_id} filled in, or a folder."""
-    template = where if _FIELD in where else str(Path(where) / f"{_FIELD}.pt")
-    return Path(template.replace(_FIELD, str(rollout_id)))
+    template = where if FIELD in where else str(Path(where) / f"{FIELD}.pt")
+    return Path(template.replace(FIELD, str(rollout_id)))
 
 
 class Recorder:
@@ -66,10 +69,21 @@ class Recorder:
         where: `trainer.save_debug_rollout_data`.
         tokenizer_path: makes the texts of slime's form.
         updates_per_batch: optimizer steps that a batch is trained by.
+        copies: of the run. A batch of which something is deleted is not recorded.
+
+    Raises:
+        CheckpointError: the run's folder cannot be written.
     """
 
-    def __init__(self, where: str, tokenizer_path: Path, updates_per_batch: int) -> None:
+    def __init__(
+        self, where: str, tokenizer_path: Path, updates_per_batch: int, copies: TrainerCopies
+    ) -> None:
         self._where = where
+        self._copies = copies
+        try:
+            copies.note_recordings(recording_path(where, FIELD))
+        except (OSError, DamagedFileError) as e:
+            raise CheckpointError(f"trainer.save_debug_rollout_data is {where!r}: {e}") from e
         self._whole = WholeSamples(tokenizer_path)
         self._updates_per_batch = updates_per_batch
 
@@ -88,6 +102,26 @@ class Recorder:
             CheckpointError: the file cannot be written.
             BatchError: slime's form cannot hold it.
         """
+        try:
+            with self._copies.writing() as deleted:
+                self._write(groups, progress, pictures, deleted)
+        except (OSError, DamagedFileError) as e:
+            raise CheckpointError(f"trainer.save_debug_rollout_data is {self._where!r}: {e}") from e
+
+    def _write(
+        self,
+        groups: Sequence[Group],
+        progress: Progress,
+        pictures: Mapping[str, bytes],
+        deleted: Collection[str],
+    ) -> None:
+        uids = {t.trajectory_uid for group in groups for t in group.trajectories}
+        if n := len(uids.intersection(deleted)):
+            step = progress.updates + 1
+            log.warning(
+                "the batch of optimizer step %d is not recorded: %d of it are deleted", step, n
+            )
+            return
         if not self._where.endswith(SLIME_FORM):
             record_batch(self._where, groups, progress, pictures)
             return
@@ -119,7 +153,7 @@ def record_batch(
 
 def _picture_path(recording: Path, digest: str) -> Path:
     """The file of a picture: a PNG, with a digest of its bytes behind it."""
-    return recording.parent / "pictures" / f"{digest}.png"
+    return recording.parent / PICTURES / f"{digest}.png"
 
 
 def _write(where: str, path: Path, content: bytes) -> None:
@@ -141,8 +175,8 @@ def recordings(where: str, updates_per_rollout: int = 1) -> list[tuple[int, Path
     Raises:
         CheckpointError: there is nothing.
     """
-    template = recording_path(where, _FIELD)
-    name = re.compile(re.escape(template.name).replace(re.escape(_FIELD), r"(\d+)"))
+    template = recording_path(where, FIELD)
+    name = re.compile(re.escape(template.name).replace(re.escape(FIELD), r"(\d+)"))
     found = [(int(m[1]), p) for p in template.parent.glob("*") if (m := name.fullmatch(p.name))]
     if not found:
         raise CheckpointError(

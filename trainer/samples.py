@@ -37,9 +37,11 @@ import numpy as np
 import orjson
 
 from stepwell.backends.base import TokenBatch
+from stepwell.datapool.errors import DamagedFileError
+from stepwell.datapool.files.copies import OLD, ROLLOUTS, VALIDATION, TrainerCopies
 from stepwell.datapool.files.trained import TrainedTrajectory, write_trained
-from stepwell.datapool.sealed import damaged, read_lines, sealed, write_durably
-from stepwell.datapool.types import Group, Step, Trajectory
+from stepwell.datapool.sealed import damaged, end_of_lines, read_lines, sealed, write_durably
+from stepwell.datapool.types import Group, Step, Trajectory, user_of
 from stepwell.trainer.scoring import EXTRA
 from stepwell.trainer.tokenizers import tokenizer_at
 from stepwell.trainer.trajectory_metrics import task_of, versions_of
@@ -49,8 +51,6 @@ log = logging.getLogger(__name__)
 SAMPLE_TOKENS = 65_536
 """Response tokens of one optimizer step in `trained/`, unless its first trajectory has more."""
 TRAINED_COLUMNS = ("advantages", "weights", "prox_log_probs", "ref_log_probs", "values")
-ROLLOUTS = "rollouts.jsonl"
-OLD = "rollouts.old.jsonl"
 MAX_CHARS = 20_000
 MAX_BYTES = 64 << 20
 TRAIN_TABLE = "train/samples"
@@ -67,8 +67,6 @@ TRAIN_TABLE_COLUMNS = (
 )
 TABLE_ROWS = 8
 TABLE_CHARS = 2_000
-VALIDATION = "validation"
-"""Folder of the evaluations' samples, in the run's folder: `step_{n}.jsonl`."""
 VALIDATION_TABLE_COLUMNS = (
     "step",
     "version",
@@ -106,6 +104,7 @@ class Trained:
         rollout_samples: int | None,
     ) -> None:
         self._folder = folder
+        self._copies = TrainerCopies(folder)
         self._tokenizer_path = tokenizer_path
         self._groups = sample_groups
         self._most = sample_mb << 20
@@ -121,8 +120,9 @@ class Trained:
         version: int = 0,
         again: bool = False,
     ) -> None:
-        """Write the sample of optimizer step `step`, which was on `groups`. A disk that takes
-        nothing, or metadata that JSON cannot hold, end no run: this is for people.
+        """Write the sample of optimizer step `step`, which was on `groups`, without what somebody
+        has deleted. A disk that takes nothing, or metadata that JSON cannot hold, end no run: this
+        is for people.
 
         Args:
             batch: `groups` with their columns; None, or a trainer's own: they have no columns.
@@ -138,9 +138,10 @@ class Trained:
             where = {(s.trajectory_uid, s.step_index): i for i, s in enumerate(table.steps)}
 
         def trained(i: int) -> TrainedTrajectory:
-            _, trajectory = all_of[i]
+            group, trajectory = all_of[i]
             columns = tuple(_columns(table, where, s) for s in trajectory.steps)
-            return TrainedTrajectory(trajectory, columns)
+            user = user_of(trajectory.metadata, group.metadata)
+            return TrainedTrajectory(trajectory, columns, user)
 
         if not again:
             rows = [{"step": step, **self._row(*all_of[i], trained(i))} for i in spread]
@@ -155,17 +156,21 @@ class Trained:
             g.prompt_uid: [t.reward for t in g.trajectories if t.reward is not None] for g in groups
         }
         about = {"policy_version": version, "groups": len(groups), "rewards": rewards}
-        within = _bounded(map(trained, [*chosen, *others]))
+        within = list(_bounded(map(trained, [*chosen, *others])))
         try:
-            write_trained(self._folder, step, about, within, self._most)
-        except (OSError, TypeError) as e:
+            with self._copies.writing() as deleted:
+                kept = [t for t in within if t.trajectory.trajectory_uid not in deleted]
+                write_trained(self._folder, step, about, kept, self._most)
+        except (OSError, TypeError, DamagedFileError) as e:
             log.warning("the sample of optimizer step %d is not written: %s", step, e)
 
     def take(self) -> list[dict[str, Any]]:
         """Return the lines of the newest optimizer step, once: a table for trackers, of
         `TRAIN_TABLE_COLUMNS`, with at most `TABLE_ROWS` rows and `TABLE_CHARS` characters in a
-        cell."""
-        rows, self._newest = self._newest[:TABLE_ROWS], []
+        cell. Without what was deleted since."""
+        rows, self._newest = self._newest, []
+        deleted = self._copies.deleted() if rows else ()
+        rows = [row for row in rows if row["trajectory_uid"] not in deleted][:TABLE_ROWS]
         return [{column: _shown(row[column]) for column in TRAIN_TABLE_COLUMNS} for row in rows]
 
     def _append(self, step: int, rows: list[dict[str, Any]]) -> None:
@@ -174,13 +179,14 @@ class Trained:
             return
         path = self._folder / ROLLOUTS
         try:
-            bounded = self._lines is not None
-            if bounded and path.is_file() and path.stat().st_size > MAX_BYTES:
-                path.replace(self._folder / OLD)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab") as file:
-                file.write(as_lines(rows))
-        except (OSError, TypeError) as e:
+            with self._copies.writing() as deleted:
+                bounded = self._lines is not None
+                if bounded and path.is_file() and path.stat().st_size > MAX_BYTES:
+                    path.replace(self._folder / OLD)
+                with path.open("a+b") as file:
+                    file.truncate(end_of_lines(file))  # half a line of a trainer that was killed
+                    file.write(as_lines(r for r in rows if r["trajectory_uid"] not in deleted))
+        except (OSError, TypeError, DamagedFileError) as e:
             log.warning("the rollouts of optimizer step %d are not written: %s", step, e)
 
     def _row(
@@ -197,7 +203,6 @@ class Trained:
         return {
             **_about(group, trajectory, most),
             "version": min(versions_of(trajectory)),
-            "prompt_uid": group.prompt_uid,
             "prompt": _cut(self._text(prompt), most),
             "response": _cut(response, most),
             "advantage": trained.mean("advantages"),
@@ -216,6 +221,8 @@ def _about(group: Group, trajectory: Trajectory, most: int | None = None) -> dic
         "data_source": task.get("data_source"),
         "instance_id": task.get("instance_id"),
         "trajectory_uid": trajectory.trajectory_uid,
+        "prompt_uid": group.prompt_uid,
+        "user": user_of(trajectory.metadata, group.metadata),
         "answer": _short(task.get("answer"), most),
         "reward": trajectory.reward,
         "reward_extra_info": {key: _short(value, most) for key, value in extra.items()},
@@ -317,6 +324,18 @@ def as_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
     """One JSON object per line: keys of any type, what JSON cannot hold as its text."""
     keys = orjson.OPT_NON_STR_KEYS
     return b"".join(orjson.dumps(row, default=str, option=keys) + b"\n" for row in rows)
+
+
+def write_evaluation(run_dir: Path, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write the table of an evaluation, without what somebody has deleted.
+
+    Raises:
+        OSError: it cannot be written.
+        DamagedFileError: the run's tombstones are not what was written.
+    """
+    with TrainerCopies(run_dir).writing() as deleted:
+        kept = (row for row in rows if row["trajectory_uid"] not in deleted)
+        write_samples(samples_path(run_dir, step), kept)
 
 
 def write_samples(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

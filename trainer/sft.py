@@ -38,8 +38,8 @@ class ConversationWriter:
         self, task: Task, prompt_uid: str, n: int, channel: str = SFT, n_greedy: int = 0
     ) -> dict[str, int]:
         async with self._in_turn:
-            steps = await asyncio.to_thread(self._conversations.steps, task, prompt_uid)
-            await self._pool.submit_steps(steps, channel)
+            written = await asyncio.to_thread(self._conversations.written, task, prompt_uid)
+            await self._pool.submit_steps(written.steps, channel, pictures=written.pictures)
         return {COMPLETE: 1}
 
     async def ready(self) -> None:

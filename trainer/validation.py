@@ -39,7 +39,7 @@ from stepwell.trainer.config import ValidationConfig
 from stepwell.trainer.data import Task
 from stepwell.trainer.errors import StarvedError
 from stepwell.trainer.rollout.producer import Producer
-from stepwell.trainer.samples import samples_path, validation_samples, write_samples
+from stepwell.trainer.samples import validation_samples, write_evaluation
 from stepwell.trainer.scoring import Scorer, why_lost
 from stepwell.trainer.tokenizers import tokenizer_at
 from stepwell.trainer.trajectory_metrics import (
@@ -147,8 +147,8 @@ class Evaluation:
         bounds: dict[str, float | None] = {"val/score_low": self.low, "val/score_high": self.high}
         if self.pooled is not None:
             pooled = asdict(self.pooled)
-            told = pooled if self.pooled.is_enough else {"rollouts": self.pooled.rollouts}
-            bounds |= {f"val/pooled/{name}": value for name, value in told.items()}
+            figures = pooled if self.pooled.is_enough else {"rollouts": self.pooled.rollouts}
+            bounds |= {f"val/pooled/{name}": value for name, value in figures.items()}
         return {
             **{name: float(value) for name, value in bounds.items() if value is not None},
             "val/step": float(self.step),
@@ -312,7 +312,7 @@ class TaskValidator(Validator):
         began = time.monotonic()
         n = self.config.n
         uids = await self._producer.evaluate(tasks, n, VAL, beside_training=beside_training)
-        groups = await self._scored(uids)
+        groups = await self._read_scored(uids)
         pinned = [only_of(group, policy.version) for group in groups]
         finished = sum(len(g.trajectories) for g in groups)
         trajectories = [t for g in pinned for t in g.trajectories]
@@ -335,7 +335,7 @@ class TaskValidator(Validator):
         self._done.append(evaluation)
         return [evaluation]
 
-    async def _scored(self, uids: Sequence[str]) -> list[Group]:
+    async def _read_scored(self, uids: Sequence[str]) -> list[Group]:
         """The groups of the evaluation, scored, in the order of its prompts; whatever else is in
         the channel is not part of it."""
         place = {uid: i for i, uid in enumerate(uids)}
@@ -347,7 +347,7 @@ class TaskValidator(Validator):
         return await self._scorer.score(sorted(groups, key=lambda g: place[g.prompt_uid]))
 
     def _write(self, groups: Sequence[Group], policy: Policy) -> None:
-        write_samples(samples_path(self._folder, policy.step), self._samples(groups, policy))
+        write_evaluation(self._folder, policy.step, self._samples(groups, policy))
 
 
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────

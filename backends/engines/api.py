@@ -226,6 +226,9 @@ class Engine(ABC):
     """Kind of the process group of its GPUs (`Meeting.backend`)."""
     lends_memory: ClassVar[bool] = False
     """It has `release_memory` and `resume_memory` (`engine.release_memory`)."""
+    is_behind_router: ClassVar[bool] = False
+    """A router chooses which engine answers a call: none can try a version out alone
+    (`publish.canary_share`)."""
     routes: ClassVar[Routes] = Routes()
     """Looked for when a run connects, and by `stepwell doctor --engine`."""
 
@@ -493,6 +496,10 @@ class HttpEngine(Engine):
             raise EngineInternalError(f"{self.url}/v1/models names no max_model_len")
         return length
 
+    def _at(self, path: str) -> str:
+        """The url of the endpoint `path`."""
+        return self.url + path
+
     async def _object(
         self, path: str, body: Any = None, *, has: Sequence[str] = (), **how: Any
     ) -> dict[str, Any]:
@@ -508,7 +515,7 @@ class HttpEngine(Engine):
         """The answer, parsed if it is JSON; POST if there is a body. `timeout_s`: None waits
         without limit, negative is the client's default."""
         limit = self.timeout_s if timeout_s is not None and timeout_s < 0 else timeout_s
-        method, url = method or ("GET" if body is None else "POST"), self.url + path
+        method, url = method or ("GET" if body is None else "POST"), self._at(path)
         data = b"" if body is None else orjson.dumps(body)
         try:
             async with asyncio.timeout(limit):
@@ -555,4 +562,6 @@ def words_of(content: bytes) -> str:
     except orjson.JSONDecodeError:
         return content.decode(errors="replace").strip()
     inner = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
+    if isinstance(inner, str) and isinstance(parsed, dict):  # a title, and the words beside it
+        inner = parsed.get("message", inner)
     return str(inner.get("message", inner) if isinstance(inner, dict) else inner)

@@ -18,14 +18,14 @@ from binascii import b2a_base64
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 import orjson
 from cachetools import LRUCache
 
-from stepwell.backends.config import PauseMode
+from stepwell.backends.config import PauseMode, WeightTransport
 from stepwell.backends.engines.api import (
     LOAD_TIMEOUT_S,
     Bucket,
@@ -78,7 +78,7 @@ class EngineClient(HttpEngine):
     Raises (every method): as `api.Engine` says.
     """
 
-    transports = ("disk", "delta", "nccl", "ipc", "lora")
+    transports: ClassVar[tuple[WeightTransport, ...]] = ("disk", "delta", "nccl", "ipc", "lora")
     lends_memory = True
     routes = SGLANG
     _is_embedded: bool | None = None
@@ -93,7 +93,7 @@ class EngineClient(HttpEngine):
 
     async def sample(self, request: GenerateRequest, on_output: OnOutput) -> None:
         """Sample a response by `/generate`, as `api.Engine.sample` says."""
-        url, pictures = f"{self.url}/generate", request.pictures
+        url, pictures = self._at("/generate"), request.pictures
         n_prompt = None if pictures is None else len(request.input_ids)
         reader = _StreamReader(url, on_output, n_prompt) if request.stream else None
         more = b""

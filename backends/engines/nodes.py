@@ -203,7 +203,7 @@ class EngineGroup:
                     asyncio.create_task(node.launch(launch))
                     for node, launch in zip(self._nodes, node_launches(hosts), strict=True)
                 ]
-                while not await self._all_launched():
+                while not await self._are_all_launched():
                     if any(task.done() for task in starting):
                         break  # one failed
                     await asyncio.sleep(0.05)
@@ -226,7 +226,7 @@ class EngineGroup:
                     raise EngineStartError(f"{self._url} cannot be kept: {e}") from e
                 await asyncio.sleep(LOOK_S)
 
-    async def _all_launched(self) -> bool:
+    async def _are_all_launched(self) -> bool:
         """Every part's process has been started, so that it is settled what it loads."""
         states = await asyncio.gather(*(node.status() for node in self._nodes))
         return all(state["pid"] is not None for state in states)

@@ -99,11 +99,17 @@ async def check_routes(engine: Engine, config: EngineConfig, *, publishes: bool)
         raise EngineStartError(f"the engine at {engine.url}{name and f' ({name})'} {why}; {remedy}")
     needed = _needed(engine, config) if publishes else ()
     if fatal := [path for path in missing if path in needed]:
+        if engine.routes is SGLANG and name.startswith("nvidia"):
+            raise EngineStartError(
+                f"the engine at {engine.url} is NVIDIA Dynamo's frontend, which has no routes of "
+                "weights; set engine.kind=dynamo, engine.urls to the system servers of its "
+                "workers, and its option `frontend` to this url (docs/engines.md)"
+            )
         raise EngineStartError(
-            f"the engine at {_told(engine, name, fatal)}; start {tested} or newer there; "
+            f"the engine at {_lacks_text(engine, name, fatal)}; start {tested} or newer there; "
             "`stepwell doctor --engine URL` says all that it lacks"
         )
-    log.warning("the engine at %s; tested is %s", _told(engine, name, missing), tested)
+    log.warning("the engine at %s; tested is %s", _lacks_text(engine, name, missing), tested)
 
 
 async def why_no_ids(engine: Engine, name: str, missing: Collection[str]) -> tuple[str, str] | None:
@@ -144,7 +150,7 @@ def _needed(engine: Engine, config: EngineConfig) -> Collection[str]:
     return {*routes.read, *routes.needed, *chosen} - {"/v1/models"}
 
 
-def _told(engine: Engine, name: str, missing: Iterable[str]) -> str:
+def _lacks_text(engine: Engine, name: str, missing: Iterable[str]) -> str:
     """Return text: each missing route, and what its loss costs the run."""
     losses, by_loss = _losses(engine), dict[str, list[str]]()
     for path in missing:

@@ -1,7 +1,7 @@
 """`EngineServer`: the Ray actor that supervises one engine, or attaches to running ones.
 
     server = start_engine(config, log_dir=run_dir / "logs", weights_dir=run_dir / "weights")
-    urls = await started(server, accept)    # healthy, and has what the run needs
+    urls = await wait_started(server, accept)    # healthy, and has what the run needs
     ...                                     # restarted at the committed weights after a crash or
                                             # hang, of the engine or of the actor
     await server.stop.remote()
@@ -135,7 +135,7 @@ class EngineServer:
                 await asyncio.sleep(PROBE_INTERVAL_S)
 
 
-async def started(server: Any, accept: Callable[[str], Awaitable[None]]) -> list[str]:
+async def wait_started(server: Any, accept: Callable[[str], Awaitable[None]]) -> list[str]:
     """Urls of the engine of a new `EngineServer`, which is kept there.
 
     Args:
@@ -159,7 +159,7 @@ def start_engine(
     name: str | None = None,
     **options: Any,
 ) -> Any:
-    """A handle of a new `EngineServer` actor; await `started` next.
+    """A handle of a new `EngineServer` actor; await `wait_started` next.
 
     `options` are Ray's (`num_gpus`, `scheduling_strategy`, …). It is given no CPU by default: the
     engine's threads are bounded by `config.threads`, not by Ray.

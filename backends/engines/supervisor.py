@@ -381,8 +381,8 @@ class Supervisor:
 
     def _port_was_taken(self) -> bool:
         """Somebody else took the free port between its choice and the launch: choose again."""
-        said = "address already in use" in last_lines(self.log_file).lower()
-        taken = said and self.config.port == 0
+        found = "address already in use" in last_lines(self.log_file).lower()
+        taken = found and self.config.port == 0
         if taken:
             self.port = 0
         return taken

@@ -33,16 +33,15 @@ from pydantic import Field
 from torch import Tensor
 
 from stepwell.backends.base import LossFn, LossOutput, Mean, TokenBatch, TrainingBackend
-from stepwell.backends.config import TorchBackendConfig
+from stepwell.backends.config import LoraConfig, TorchBackendConfig
 from stepwell.backends.errors import (
     BackendConfigError,
     BatchError,
-    NonFiniteUpdateError,
     UnsupportedByBackendError,
 )
 from stepwell.backends.model_folder import WEIGHT_SUFFIXES
 from stepwell.backends.rows import TokenRow, build_rows, select
-from stepwell.backends.torch.optimizer import learning_rate
+from stepwell.backends.torch.optimizer import Updates
 from stepwell.datapool.config import Section
 from stepwell.datapool.types import Step
 
@@ -92,15 +91,18 @@ class TinkerBackend(TrainingBackend):
         self._service: Any = ServiceClient(base_url=self._options.base_url)
         self._client = self._fresh()
         self._reference: Any = None
-        self._updates = 0
-        self._skipped_updates = 0
-        self._skipped_in_a_row = 0
+        self._updates = Updates(config)
 
     @classmethod
     def build(cls, *args: Any, **kwargs: Any) -> TrainingBackend:
         """See `TrainingBackend.build`; there are no ranks to place."""
         kwargs.pop("options", None)
         return cls(*args, **kwargs)
+
+    @classmethod
+    def adapters(cls, config: TorchBackendConfig) -> LoraConfig:
+        """See `TrainingBackend.adapters`: of the rank in its own options."""
+        return LoraConfig(rank=cast(TinkerOptions, cls.own_options(config.options)).rank)
 
     @classmethod
     def missing(cls) -> str | None:
@@ -193,7 +195,7 @@ class TinkerBackend(TrainingBackend):
         for name, values in output.columns.items():
             column = batch.columns.setdefault(name, torch.full((batch.n_tokens,), torch.nan))
             column[tokens] = values.detach().cpu().float()
-        loss, lr = float(output.loss.detach()), learning_rate(config, self._updates)
+        loss, lr = float(output.loss.detach()), self._updates.lr
         reported: Mapping[str, float] = {}
         if is_applied := math.isfinite(loss):
             beta1, beta2 = config.betas
@@ -206,10 +208,9 @@ class TinkerBackend(TrainingBackend):
                 grad_clip_norm=config.max_grad_norm,
             )
             reported = self._client.optim_step(step).result().metrics or {}
-            self._updates += 1
-            self._skipped_in_a_row = 0
+            self._updates.apply()
         else:
-            self._skip(loss)
+            self._updates.skip(f"loss is {loss}")
         means: dict[str, Mean] = output.metrics
         return {
             **{name: float(m.total) / float(m.count) for name, m in means.items() if m.count > 0},
@@ -219,19 +220,9 @@ class TinkerBackend(TrainingBackend):
             "tokens": float(len(tokens)),
             "rows": float(len(rows)),
             "skipped": float(not is_applied),
-            "skipped_updates": float(self._skipped_updates),
+            "skipped_updates": float(self._updates.skipped),
             "seconds": time.perf_counter() - start,
         }
-
-    def _skip(self, loss: float) -> None:
-        self._skipped_updates += 1
-        self._skipped_in_a_row += 1
-        if self._skipped_in_a_row > self._config.max_skipped_updates:
-            raise NonFiniteUpdateError(
-                f"loss is {loss} at update {self._updates}, {self._skipped_in_a_row} in a row "
-                f"(max_skipped_updates {self._config.max_skipped_updates}); the weights are "
-                "untouched. Lower lr, or look at the batch"
-            )
 
     # -- weights -----------------------------------------------------------------------------
 
@@ -297,18 +288,14 @@ class TinkerBackend(TrainingBackend):
         """The name of a checkpoint at Tinker, and what is counted here."""
         return {
             "state": self._client.save_state(uuid.uuid4().hex[:12]).result().path,
-            "updates": self._updates,
-            "skipped_updates": self._skipped_updates,
-            "skipped_in_a_row": self._skipped_in_a_row,
+            **self._updates.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `TrainingBackend.load_state_dict`."""
         loaded = self._service.create_training_client_from_state_with_optimizer(state["state"])
         self._client = loaded.result()
-        self._updates = state["updates"]
-        self._skipped_updates = state["skipped_updates"]
-        self._skipped_in_a_row = state["skipped_in_a_row"]
+        self._updates.load(state)
 
     def close(self) -> None:
         """End the session at Tinker."""

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from stepwell.backends.base import LossFn, Mean, TokenBatch, TrainingBackend
 from stepwell.backends.config import TorchBackendConfig
-from stepwell.backends.errors import BackendConfigError, BatchError, NonFiniteUpdateError
+from stepwell.backends.errors import BackendConfigError, BatchError
 from stepwell.backends.model_folder import WEIGHT_SUFFIXES, fingerprint, module_name
 from stepwell.backends.pictures import PictureProcessor, no_pictures
 from stepwell.backends.rows import Layout, TokenRow, build_rows, computed_tokens, select
@@ -68,8 +68,8 @@ from stepwell.backends.torch.model import (
 )
 from stepwell.backends.torch.optimizer import (
     MasterWeights,
+    Updates,
     build_optimizer,
-    learning_rate,
     load_optimizer,
 )
 from stepwell.backends.torch.shards import ShardWriter, read_shards, stored_tensors
@@ -101,7 +101,7 @@ class TorchBackend(TrainingBackend):
         self._device = device_of(config.device)
         self._config = config = config.resolved(self._device.type == "cuda")
         self._model_path = Path(model_path)
-        self._ranks = Ranks.join(config.ranks, self._device)
+        self._ranks = Ranks.join(config.ranks, self._device, config.context_parallel)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         if config.deterministic:
@@ -116,6 +116,11 @@ class TorchBackend(TrainingBackend):
             "reference": fingerprint(model_dir(self._reference_path, "backend.reference_path")),
         }
         self._processor = PictureProcessor.of(self._model_path)
+        if self._processor is not None and config.context_parallel > 1:
+            raise BackendConfigError(
+                f"backend.context_parallel is {config.context_parallel}, but the model in "
+                f"{self._model_path} reads pictures, whose rows ranks do not share; set it to 1"
+            )
         with self._ranks.only_first():
             self._model = self._load(self._model_path, frozen=config.lora is not None)
             if config.lora is not None:
@@ -136,6 +141,7 @@ class TorchBackend(TrainingBackend):
         self._shape = ModelShape.of(
             self._model.config.to_dict(), sum(p.numel() for p in self._model.parameters())
         )
+        self._shape.check_context(config.context_parallel)
         of_tree = is_enabled(self._model)
         self._layout: Layout = "packed" if of_tree and config.rows != "tree" else config.rows
         self._peak = peak_of(self._device)
@@ -143,9 +149,7 @@ class TorchBackend(TrainingBackend):
         self._writer = ShardWriter(self._ranks)
         self._reference: Policy | None = None
         self._sender = Sender()
-        self._updates = 0
-        self._skipped_updates = 0
-        self._skipped_in_a_row = 0
+        self._updates = Updates(config)
 
     @classmethod
     def build(
@@ -159,7 +163,7 @@ class TorchBackend(TrainingBackend):
     @property
     def updates(self) -> int:
         """Optimizer updates applied so far; skipped ones do not count."""
-        return self._updates
+        return self._updates.applied
 
     def convert(self, steps: list[Step]) -> TorchBatch:
         """Rows and flat columns of `steps`.
@@ -265,7 +269,7 @@ class TorchBackend(TrainingBackend):
         mine: list[tuple[Tensor, Tensor]] = []
         for rows in self._micro_batches(batch.rows):
             log_probs, _, tokens = policy(batch, rows or [_shortest(batch.rows)], entropy=False)
-            if rows:
+            if rows and self._ranks.counts:
                 mine.append((tokens, log_probs))
         reshard(policy)
         out = torch.empty(batch.n_tokens)
@@ -311,18 +315,21 @@ class TorchBackend(TrainingBackend):
             columns = {k: to_device(v[tokens], self._device) for k, v in batch.columns.items()}
             output = loss_fn(log_probs, entropy, columns)
             output.loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            computed = computed_tokens(chunk, self._layout)
+            if self._peak is not None:
+                adapted = self._config.lora is not None
+                of_chunk = step_flops(self._shape, chunk, computed, len(tokens), lora=adapted)
+                flops += of_chunk / self._config.context_parallel
+            if not self._ranks.counts:
+                continue
             losses.append(output.loss.detach())
             for name, mean in output.metrics.items():
                 means[name] = means[name] + mean if name in means else mean
             if output.columns:
                 found.append((tokens, output.columns))
-            computed = computed_tokens(chunk, self._layout)
             count["tokens"] += len(tokens)
             count["padded_tokens"] += computed
             count["micro_batches"] += 1
-            if self._peak is not None:
-                adapted = self._config.lora is not None
-                flops += step_flops(self._shape, chunk, computed, len(tokens), lora=adapted)
         # Only here the device is waited for: its micro-batches follow each other without a gap.
         loss = sum((float(one.double()) for one in losses), 0.0)
         loss, means, count = self._over_ranks(loss, means, count)
@@ -339,8 +346,8 @@ class TorchBackend(TrainingBackend):
                 torch.nn.utils.clip_grad_norm_(self._masters.parameters, self._config.max_grad_norm)
             )
         )
-        before = self._updates
-        lr = self._apply(loss, grad_norm)
+        lr, before = self._updates.lr, self.updates
+        self._apply(loss, grad_norm)
         # A mean over no token is 0/0; it is left out rather than reported as 0.
         metrics = {k: float(m.total) / float(m.count) for k, m in means.items() if m.count > 0}
         return metrics | {
@@ -349,8 +356,8 @@ class TorchBackend(TrainingBackend):
             "lr": lr,
             "rows": float(len(rows)),
             **{name: float(number) for name, number in count.items()},
-            "skipped": float(self._updates == before),
-            "skipped_updates": float(self._skipped_updates),
+            "skipped": float(self.updates == before),
+            "skipped_updates": float(self._updates.skipped),
             **self._lora_metrics(),
             **self._use_metrics(flops, time.perf_counter() - start),
             "seconds": time.perf_counter() - start,
@@ -485,9 +492,7 @@ class TorchBackend(TrainingBackend):
         return {
             "optimizer_name": self._config.optimizer,
             "rng": rng,
-            "updates": self._updates,
-            "skipped_updates": self._skipped_updates,
-            "skipped_in_a_row": self._skipped_in_a_row,
+            **self._updates.state(),
             "started_from": self._started_from,
         }
 
@@ -590,9 +595,7 @@ class TorchBackend(TrainingBackend):
         torch.set_rng_state(state["rng"]["cpu"].cpu())
         if self._device.type == "cuda" and "cuda" in state["rng"]:
             torch.cuda.set_rng_state(state["rng"]["cuda"].cpu(), self._device)
-        self._updates = state["updates"]
-        self._skipped_updates = state["skipped_updates"]
-        self._skipped_in_a_row = state["skipped_in_a_row"]
+        self._updates.load(state)
 
     def lead(self, method: str, *args: Any) -> Any:
         """Call the `Sender` of this process."""
@@ -627,7 +630,7 @@ class TorchBackend(TrainingBackend):
     def _on_device(self, model: Any) -> Policy:
         """`model`, ready to score rows; sharded if there are ranks to share it."""
         tower = self._tower_of(model)
-        policy = Policy(model, self._config, self._device, tower)
+        policy = Policy(model, self._config, self._device, tower, self._ranks.context)
         self._place(policy, tower)
         return policy
 
@@ -682,28 +685,17 @@ class TorchBackend(TrainingBackend):
         counts = Counter({name: sum(c[name] for _, _, c in parts) for name in count})
         return sum(part[0] for part in parts), total, counts
 
-    def _apply(self, loss: float, grad_norm: float) -> float:
-        """Step the optimizer, unless the update is not finite; the learning rate used."""
-        lr = learning_rate(self._config, self._updates)
+    def _apply(self, loss: float, grad_norm: float) -> None:
+        """Step the optimizer, unless the update is not finite."""
         if not (np.isfinite(loss) and np.isfinite(grad_norm)):
             self._optimizer.zero_grad(set_to_none=True)
-            self._skipped_updates += 1
-            self._skipped_in_a_row += 1
-            if self._skipped_in_a_row > self._config.max_skipped_updates:
-                raise NonFiniteUpdateError(
-                    f"loss is {loss} and grad_norm {grad_norm} at update {self._updates}, "
-                    f"{self._skipped_in_a_row} in a row (max_skipped_updates "
-                    f"{self._config.max_skipped_updates}); the weights are untouched. Lower lr "
-                    f"({self._config.lr:g}) or look at the batch"
-                )
-            return lr
+            self._updates.skip(f"loss is {loss} and grad_norm {grad_norm}")
+            return
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = self._updates.lr
         self._optimizer.step()
         self._masters.round()
-        self._updates += 1
-        self._skipped_in_a_row = 0
-        return lr
+        self._updates.apply()
 
 
 def _shortest(rows: Sequence[TokenRow]) -> TokenRow:

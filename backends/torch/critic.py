@@ -28,6 +28,7 @@ from stepwell.backends.config import CriticConfig, TorchBackendConfig, ValueAggr
 from stepwell.backends.errors import BatchError
 from stepwell.backends.rows import TokenRow
 from stepwell.backends.torch.backend import TorchBackend, TorchBatch
+from stepwell.backends.torch.context import Context
 from stepwell.backends.torch.model import pictures_of, prepare
 from stepwell.backends.torch.tree import is_enabled
 from stepwell.backends.torch.vision import Tower
@@ -204,7 +205,8 @@ class ValueModel(TorchBackend):
 
     def _on_device(self, model: Any) -> Any:
         tower = self._tower_of(model)
-        values = _Values(model, self._device, tower, self._config.rows == "tree")
+        share, context = self._config.rows == "tree", self._ranks.context
+        values = _Values(model, self._device, tower, share, context)
         self._place(values, tower)
         return values
 
@@ -216,10 +218,18 @@ class ValueModel(TorchBackend):
 class _Values(nn.Module):
     """The decoder and the value head as one module: the root that FSDP2 shards."""
 
-    def __init__(self, model: Any, device: torch.device, tower: Tower | None, share: bool) -> None:
+    def __init__(
+        self,
+        model: Any,
+        device: torch.device,
+        tower: Tower | None,
+        share: bool,
+        context: Context | None,
+    ) -> None:
         super().__init__()
         self._tower = tower
         self._share = share
+        self._context = context
         width = model.get_output_embeddings().in_features
         head = nn.Linear(width, 1, bias=False)
         nn.init.zeros_(head.weight)
@@ -235,7 +245,13 @@ class _Values(nn.Module):
         tower, as_tree = self._tower, is_enabled(self.model)
         processor = None if tower is None else tower.processor
         inputs = prepare(
-            batch, rows, self._device, as_tree=as_tree, share=self._share, processor=processor
+            batch,
+            rows,
+            self._device,
+            as_tree=as_tree,
+            share=self._share,
+            processor=processor,
+            context=self._context,
         )
         # Not the model's own forward: what a family does to its logits must not touch values.
         kwargs = inputs.model_kwargs(tower, pictures_of(batch))
@@ -243,4 +259,7 @@ class _Values(nn.Module):
         picked = hidden.flatten(0, 1).index_select(0, inputs.positions)
         # In float32: three digits of a value are too few to learn from its differences.
         head = self.model.get_output_embeddings().weight.float()
-        return linear(picked.float(), head).squeeze(-1), None, inputs.tokens
+        values = linear(picked.float(), head).squeeze(-1)
+        if self._context is not None:
+            (values,) = self._context.whole([values], inputs)
+        return values, None, inputs.tokens

@@ -29,6 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from stepwell.backends.errors import BackendConfigError, BackendError
 from stepwell.backends.rows import Layout, TokenRow, computed_tokens, micro_batches
+from stepwell.backends.torch.context import Context
 
 T = TypeVar("T")
 
@@ -40,10 +41,13 @@ class Ranks:
     rank: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None
+    context: Context | None = None
+    """Those that share its micro-batches; None: it has its own."""
 
     @classmethod
-    def join(cls, expected: int, device: torch.device) -> Ranks:
-        """The place in the process group, which must have `expected` ranks.
+    def join(cls, expected: int, device: torch.device, context: int = 1) -> Ranks:
+        """The place in the process group, which must have `expected` ranks, of which `context`
+        neighbours share their micro-batches.
 
         Raises:
             BackendConfigError: it has another number, or there is none.
@@ -56,7 +60,13 @@ class Ranks:
             )
         if size == 1:
             return cls()
-        return cls(dist.get_rank(), size, init_device_mesh(device.type, (size,)))
+        mesh = init_device_mesh(device.type, (size,))
+        return cls(dist.get_rank(), size, mesh, Context.join(context))
+
+    @property
+    def counts(self) -> bool:
+        """This rank speaks for a micro-batch: it has it alone, or first of those that share it."""
+        return self.context is None or self.context.rank == 0
 
     def gather(self, value: T) -> list[T]:
         """The `value` of every rank, by rank."""
@@ -141,16 +151,19 @@ class Ranks:
     def rounds(
         self, rows: Sequence[TokenRow], budget: int, form: Layout = "merged"
     ) -> list[list[TokenRow]]:
-        """This rank's micro-batches, one a round; an empty one where there are too few rows.
+        """This rank's micro-batches, one a round; an empty one where there are too few rows. Ranks
+        that share theirs have the same ones, of `budget` tokens for each of them.
 
         All ranks compute a round together and wait for the slowest, so a round's micro-batches
         are neighbours by size, and all are as small as the number of rounds that `budget`
         (computed tokens) asks for allows.
         """
+        sharing = 1 if self.context is None else self.context.size
+        groups, mine, budget = self.size // sharing, self.rank // sharing, budget * sharing
         chunks = list(micro_batches(rows, budget, form))
-        if self.size == 1:
+        if groups == 1:
             return chunks
-        slots = -(-len(chunks) // self.size) * self.size
+        slots = -(-len(chunks) // groups) * groups
         low, high = 1, budget
         while low < high:
             middle = (low + high) // 2
@@ -163,8 +176,8 @@ class Ranks:
         chunks += [[]] * (slots - len(chunks))
         # Every other round backwards, or the first rank would always have the longest.
         return [
-            chunks[start + (self.rank if number % 2 == 0 else self.size - 1 - self.rank)]
-            for number, start in enumerate(range(0, slots, self.size))
+            chunks[start + (mine if number % 2 == 0 else groups - 1 - mine)]
+            for number, start in enumerate(range(0, slots, groups))
         ]
 
 

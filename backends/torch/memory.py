@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stepwell.backends.config import TorchBackendConfig
+from stepwell.backends.errors import BackendConfigError
 from stepwell.backends.model_folder import count_parameters
 
 CUDA_CONTEXT = 1.2e9
@@ -48,8 +49,10 @@ class ModelShape:
     parameters: int
     layers: int
     hidden: int
+    heads: int
     queries: int
     """Width of all query heads together."""
+    key_heads: int
     keys: int
     """Width of all key heads together."""
     inner: int
@@ -72,7 +75,8 @@ class ModelShape:
         hidden, layers = size("hidden_size", "n_embd"), size("num_hidden_layers", "n_layer")
         heads = size("num_attention_heads", "n_head", default=1)
         head = size("head_dim", default=hidden // heads)
-        queries, keys = heads * head, size("num_key_value_heads", default=heads) * head
+        key_heads = size("num_key_value_heads", default=heads)
+        queries, keys = heads * head, key_heads * head
         n_experts = size("num_experts", "num_local_experts", "n_routed_experts")
         active = size("num_experts_per_tok", default=1) if n_experts else 0
         inner = size("intermediate_size", "n_inner", default=4 * hidden)
@@ -90,7 +94,9 @@ class ModelShape:
             parameters=parameters,
             layers=layers,
             hidden=hidden,
+            heads=heads,
             queries=queries,
+            key_heads=key_heads,
             keys=keys,
             inner=inner,
             vocab=vocab,
@@ -114,6 +120,19 @@ class ModelShape:
     def layer(self) -> float:
         """Parameters of one layer."""
         return max(0, self.parameters - self.embedding) / max(1, self.layers)
+
+    def check_context(self, ranks: int) -> None:
+        """Refuse a `backend.context_parallel` that cannot divide the heads.
+
+        Raises:
+            BackendConfigError: it does not.
+        """
+        if self.heads % ranks:
+            fits = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            raise BackendConfigError(
+                f"backend.context_parallel is {ranks}, which does not divide the model's "
+                f"{self.heads} attention heads; take one of {', '.join(map(str, fits))}"
+            )
 
     def adapters(self, rank: int, target: str | tuple[str, ...]) -> int:
         """Parameters of LoRA adapters of `rank` on the modules that `target` names."""
@@ -152,8 +171,8 @@ class MemoryEstimate:
         return {name: size for name, size in named.items() if size}
 
     def __str__(self) -> str:
-        said = ", ".join(f"{name} {_gb(size)}" for name, size in self.parts().items())
-        return f"{_gb(self.total)} GB ({said})"
+        parts = ", ".join(f"{name} {_gb(size)}" for name, size in self.parts().items())
+        return f"{_gb(self.total)} GB ({parts})"
 
 
 def estimate(
@@ -173,7 +192,7 @@ def estimate(
 
     Args:
         longest_row: tokens of the longest row; it goes alone where it exceeds
-            `micro_batch_tokens`.
+            `micro_batch_tokens`, over the ranks of `context_parallel`.
         reference: a frozen copy of the model is kept for a KL term.
         critic: value model on the same device, if one is trained.
         entropy: with a gradient through it.
@@ -185,7 +204,7 @@ def estimate(
     rounded = backend.dtype == "bfloat16" and ranks == 1
     """One process keeps a bfloat16 copy beside its masters; FSDP2 makes it as it gathers."""
     sharded = model.parameters / ranks
-    tokens = max(backend.micro_batch_tokens, longest_row)
+    tokens = max(backend.micro_batch_tokens, -(-longest_row // backend.context_parallel))
     trained = float(model.parameters)
     frozen = 0.0
     if backend.lora is not None:
@@ -243,6 +262,11 @@ def _activations(model: ModelShape, backend: TorchBackendConfig, compute: int) -
         layer += (per_norm - 1) * (q + k)
     if backend.lora is not None:
         layer += 7 * backend.lora.rank
+    if (sharing := backend.context_parallel) > 1:
+        # Key heads are repeated until the ranks divide them, and attention's output is saved by
+        # heads and by tokens.
+        copies = math.lcm(model.key_heads, sharing) // model.key_heads
+        layer += 2 * (copies - 1) * k + q
     if model.experts_per_token:
         layer += 2 * model.experts_per_token * h  # a copy for each expert, and of its output
     # The backward pass of the layer at work: gradients of the MLP's parts and of the stream.

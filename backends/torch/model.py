@@ -40,6 +40,7 @@ from stepwell.backends.pictures import PictureProcessor
 from stepwell.backends.rows import TokenRow
 from stepwell.backends.torch import tree
 from stepwell.backends.torch.chunked_head import chunk_tokens, chunked
+from stepwell.backends.torch.context import Context
 from stepwell.backends.torch.tree import Tree, is_enabled, pack
 from stepwell.backends.torch.vision import BatchPictures, Tower
 
@@ -58,11 +59,13 @@ class Policy(torch.nn.Module):
         config: TorchBackendConfig,
         device: torch.device,
         tower: Tower | None = None,
+        context: Context | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self._device = device
         self._tower = tower
+        self._context = context
         vocab = model.get_input_embeddings().num_embeddings
         self._chunk = chunk_tokens(config.logits_mb, vocab)
         self._share = config.rows == "tree"
@@ -80,6 +83,7 @@ class Policy(torch.nn.Module):
             chunk=self._chunk,
             tower=self._tower,
             share=self._share,
+            context=self._context,
         )
 
 
@@ -106,6 +110,11 @@ class Inputs:
     """Digest of each picture, and indices into rows x width of its placeholders."""
     rotary: Tensor | None = None
     """int64, [3, rows, width], on the device: positions where there are pictures."""
+    context: Context | None = None
+    """Ranks that have a part of the tree each; None: `ids` are the whole. With some, `positions`,
+    `targets` and `temperature` are those of this rank, `own` of the n."""
+    own: Tensor | None = None
+    """int64, on the device: which of the n response tokens this rank scores."""
 
     def model_kwargs(self, tower: Tower | None, pictures: BatchPictures | None) -> dict[str, Any]:
         """Arguments of the model's forward; `tower` and `pictures` where there are some."""
@@ -118,6 +127,8 @@ class Inputs:
         if self.tree is None:
             return kwargs
         depths = to_device(torch.from_numpy(self.tree.position_ids)[None], self.ids.device)
+        if self.context is not None:
+            depths, kwargs["context"] = self.context.part(depths), self.context
         return {"position_ids": depths, **kwargs, "tree": self.tree}
 
 
@@ -129,9 +140,10 @@ def prepare(
     as_tree: bool = False,
     share: bool = True,
     processor: PictureProcessor | None = None,
+    context: Context | None = None,
 ) -> Inputs:
     """The inputs for `rows`, which belong to `batch`: padded, or packed as a prefix tree; without
-    `share` that is end to end."""
+    `share` that is end to end. With `context`, this rank's part of them."""
     members = [(r, i) for r, row in enumerate(rows) for i in row.steps]
     steps = [batch.steps[i] for _, i in members]
     starts, lengths = [len(s.prompt_ids) for s in steps], [len(s.response_ids) for s in steps]
@@ -162,7 +174,7 @@ def prepare(
     offsets = batch.offsets.tolist()
     targets = np.concatenate([step.response_ids for step in steps])
     temperatures = torch.tensor([step.temperature for step in steps])
-    return Inputs(
+    inputs = Inputs(
         ids=to_device(torch.from_numpy(ids), device),
         positions=to_device(positions, device),
         targets=to_device(torch.from_numpy(targets.astype(np.int64)), device),
@@ -172,6 +184,7 @@ def prepare(
         pictures=pictures,
         rotary=None if rotary is None else rotary.to(device),
     )
+    return inputs if context is None else context.share(inputs)
 
 
 def _places(
@@ -204,6 +217,7 @@ def forward(
     chunk: int | None = None,
     tower: Tower | None = None,
     share: bool = True,
+    context: Context | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(log π, entropy | None, token index): [n] each, of the response tokens in `rows`.
 
@@ -212,7 +226,9 @@ def forward(
     """
     processor = None if tower is None else tower.processor
     as_tree = is_enabled(model)
-    inputs = prepare(batch, rows, device, as_tree=as_tree, share=share, processor=processor)
+    inputs = prepare(
+        batch, rows, device, as_tree=as_tree, share=share, processor=processor, context=context
+    )
     kwargs = inputs.model_kwargs(tower, pictures_of(batch))
     forbidden = None if tower is None else tower.forbidden
     if chunk is not None and len(inputs.positions) > chunk:
@@ -221,13 +237,20 @@ def forward(
             targets, temperature = inputs.targets[part], inputs.temperature[part]
             return score(logits, targets, temperature, entropy=entropy, forbidden=forbidden)
 
-        scored = chunked(model, kwargs, inputs.positions, score_part, chunk=chunk)
-        return *scored, inputs.tokens
-    with only_positions(model, inputs.positions):
-        output = model(**kwargs)
-    log_probs, h = score(
-        output.logits[0], inputs.targets, inputs.temperature, entropy=entropy, forbidden=forbidden
-    )
+        log_probs, h = chunked(model, kwargs, inputs.positions, score_part, chunk=chunk)
+    else:
+        with only_positions(model, inputs.positions):
+            output = model(**kwargs)
+        log_probs, h = score(
+            output.logits[0],
+            inputs.targets,
+            inputs.temperature,
+            entropy=entropy,
+            forbidden=forbidden,
+        )
+    if context is not None:
+        log_probs, *rest = context.whole([log_probs] if h is None else [log_probs, h], inputs)
+        h = rest[0] if rest else None
     return log_probs, h, inputs.tokens
 
 
@@ -324,12 +347,16 @@ def load_model(path: Path, config: TorchBackendConfig, *, frozen: bool, empty: b
         raise BackendConfigError(
             f"the model in {str(path)!r} cannot be loaded: {str(e).strip().splitlines()[0]}"
         ) from e
+    dtype = getattr(torch, config.dtype)
     if config.rows == "tree":
-        tree.enable(model, getattr(torch, config.dtype), probe=not empty)
+        tree.enable(model, dtype, probe=not empty)
+    elif config.context_parallel > 1:
+        wanted = f"backend.context_parallel is {config.context_parallel}"
+        tree.enable(model, dtype, probe=not empty, wanted=wanted, remedy="set it to 1")
     elif config.attention == "sdpa" and device_of(config.device).type == "cuda" and not empty:
         # Else (sliding windows, sinks) rows are padded: the same update, for more tokens.
         with suppress(BackendConfigError):
-            tree.enable(model, getattr(torch, config.dtype))
+            tree.enable(model, dtype)
     model.eval()
     return model
 

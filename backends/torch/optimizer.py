@@ -13,20 +13,71 @@ The rate is a pure function of the number of updates applied: a resumed run need
 state, a skipped update does not advance it, and a changed `lr` holds from the resume on.
 
 Owns: masters, rounding, the sum of gradients over micro-batches; which class and which parameters
-decay. Does not own: when a step is taken or skipped, nor gradient clipping (`torch/backend.py`).
+decay; the count of updates. Does not own: gradient clipping (`torch/backend.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stepwell.backends.config import TorchBackendConfig
-from stepwell.backends.errors import BackendConfigError
+from stepwell.backends.errors import BackendConfigError, NonFiniteUpdateError
+
+
+@dataclass(slots=True)
+class Updates:
+    """Count of a run's updates: one whose loss or gradient is not finite is skipped."""
+
+    config: TorchBackendConfig
+    applied: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update."""
+        return learning_rate(self.config, self.applied)
+
+    def apply(self) -> None:
+        """Count one that was applied."""
+        self.applied += 1
+        self.skipped_in_a_row = 0
+
+    def skip(self, found: str) -> None:
+        """Count one that was not, because of what was `found` ("loss is nan").
+
+        Raises:
+            NonFiniteUpdateError: more than `max_skipped_updates` in a row were not.
+        """
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row > self.config.max_skipped_updates:
+            raise NonFiniteUpdateError(
+                f"{found} at update {self.applied}, {self.skipped_in_a_row} in a row "
+                f"(max_skipped_updates {self.config.max_skipped_updates}); the weights are "
+                f"untouched. Lower lr ({self.config.lr:g}) or look at the batch"
+            )
+
+    def state(self) -> dict[str, int]:
+        """The counts, for a checkpoint."""
+        return {
+            "updates": self.applied,
+            "skipped_updates": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's."""
+        self.applied = state["updates"]
+        self.skipped = state["skipped_updates"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
 
 
 class MasterWeights:
@@ -50,7 +101,8 @@ class MasterWeights:
         for weight in trained:
             master = nn.Parameter(weight.detach())
             weight.data = weight.detach().to(dtype)
-            weight.register_post_accumulate_grad_hook(self._collect)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            # A hook that knew `self` would keep both alive: Python sees no circle through a hook.
+            weight.register_post_accumulate_grad_hook(partial(_collect, master))  # type: ignore[no-untyped-call]  # torch leaves it untyped
             self._masters[weight] = master
         self.parameters = list(self._masters.values())
 
@@ -72,12 +124,12 @@ class MasterWeights:
                 if name in weights:
                     master.copy_(weights[name])
 
-    def _collect(self, weight: Tensor) -> None:
-        """Add the gradient of a backward pass to the master's, and free it."""
-        master, grad = self._masters[weight], weight.grad  # type: ignore[index]  # a parameter
-        if grad is not None:
-            master.grad = grad.float() if master.grad is None else master.grad.add_(grad)
-        weight.grad = None
+
+def _collect(master: nn.Parameter, weight: Tensor) -> None:
+    """Add the gradient of a backward pass to the master's, and free it."""
+    if (grad := weight.grad) is not None:
+        master.grad = grad.float() if master.grad is None else master.grad.add_(grad)
+    weight.grad = None
 
 
 def learning_rate(config: TorchBackendConfig, updates: int) -> float:

@@ -30,6 +30,7 @@ micro-batches (`rows.py`), the model's call (`model.py`).
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,7 @@ from transformers.utils import logging as transformers_logging
 
 from stepwell.backends.errors import BackendConfigError, UnsupportedByBackendError
 from stepwell.backends.rows import Compared, common_prefix, in_tree_order
+from stepwell.backends.torch.context import Context
 
 TREE_ATTENTION = "stepwell_tree"
 """The name in transformers' registry of attention functions."""
@@ -73,6 +75,8 @@ tree by 5e-1 (by 6e-2 where the logits are nearly flat)."""
 
 Indices = npt.NDArray[np.int64]
 
+_VARLEN_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether key heads may be fewer than query heads there: not in torch 2.11."""
 _ONLY_FLEX = ("softcap", "s_aux", "position_bias")
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -286,11 +290,13 @@ def tree_attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     tree: Tree | None = None,
+    context: Context | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function: query [1, heads, n, d], key and value [1, kv heads, n, d].
 
-    Without `tree`, plain causal attention (SDPA).
+    Without `tree`, plain causal attention (SDPA). With `context`, ranks have a part of the tree's
+    tokens each.
 
     Returns:
         [1, n, heads, d], and no attention weights.
@@ -304,6 +310,21 @@ def tree_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return output
+    if context is not None:
+        if of_heads := [
+            name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None
+        ]:
+            raise UnsupportedByBackendError(
+                f"{type(module).__name__} asks for attention with {of_heads[0]}, whose heads "
+                "ranks cannot share; set backend.context_parallel to 1"
+            )
+
+        def of_some_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return tree_attention_forward(
+                module, q, k, v, attention_mask, scaling, dropout, tree, **kwargs
+            )[0]
+
+        return context.attend(of_some_heads, query, key, value, tree.n_tokens), None
     on_cpu = query.device.type == "cpu"
     unwanted = {name: kwargs.get(name) for name in ("sliding_window", *_ONLY_FLEX * on_cpu)}
     if attention_mask is not None:
@@ -321,17 +342,11 @@ def tree_attention_forward(
     if not tree.shares and query.dtype != torch.float32 and not any(map(kwargs.get, _ONLY_FLEX)):
         edges, longest = tree.edges(query.device), max(map(len, tree.where))
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        grouped: Any = {"enable_gqa": True} if _VARLEN_GROUPS else {}
+        if not grouped:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         rows = varlen_attn(
-            q,
-            k,
-            v,
-            edges,
-            edges,
-            longest,
-            longest,
-            scale=scaling,
-            window_size=(-1, 0),
-            enable_gqa=True,
+            q, k, v, edges, edges, longest, longest, scale=scaling, window_size=(-1, 0), **grouped
         )
         return cast(Tensor, rows)[None], None
     mask = tree.block_mask(query.device)
@@ -341,18 +356,26 @@ def tree_attention_forward(
     return flex[0], None
 
 
-def enable(model: Any, dtype: torch.dtype = torch.float32, *, probe: bool = True) -> None:
+def enable(
+    model: Any,
+    dtype: torch.dtype = torch.float32,
+    *,
+    probe: bool = True,
+    wanted: str = "backend.rows is 'tree'",
+    remedy: str = "set backend.rows to 'merged'",
+) -> None:
     """Make `model` attend by tree where it is given one, and prove on it that this works.
 
     Args:
         dtype: that the model will compute in, whatever it was loaded in.
         probe: False where the weights are not here; the rank that has them proves it.
+        wanted: the setting that asks for it, and
+        remedy: what to do where it cannot be, for the error.
 
     Raises:
         BackendConfigError: the model does not attend through transformers' interface, or its
             logits for a small tree differ from those of the rows in it.
     """
-    remedy = "set backend.rows to 'merged'"
     # A tree is no tensor; FlexAttention is compiled by itself.
     attention = torch.compiler.disable(tree_attention_forward)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     AttentionInterface.register(TREE_ATTENTION, attention)
@@ -362,7 +385,7 @@ def enable(model: Any, dtype: torch.dtype = torch.float32, *, probe: bool = True
         _set_attention(model, TREE_ATTENTION)
     if not is_enabled(model):
         raise BackendConfigError(
-            f"backend.rows is 'tree', but {name} does not attend through transformers' "
+            f"{wanted}, but {name} does not attend through transformers' "
             f"AttentionInterface; {remedy}"
         )
     if not probe:
@@ -371,13 +394,13 @@ def enable(model: Any, dtype: torch.dtype = torch.float32, *, probe: bool = True
         worst = _probe(model, dtype)
     except UnsupportedByBackendError as e:
         _set_attention(model, before)
-        raise BackendConfigError(f"backend.rows is 'tree', but {e}") from e
+        raise BackendConfigError(f"{wanted}, but {e}") from e
     reduced = dtype != torch.float32
     tolerance = PROBE_TOLERANCE["bfloat16" if reduced else _device(model).type]
     if not worst <= tolerance:
         _set_attention(model, before)
         raise BackendConfigError(
-            f"backend.rows is 'tree', but logits of {name} differ by {worst:.1e} between a tree "
+            f"{wanted}, but logits of {name} differ by {worst:.1e} between a tree "
             f"and its rows (at most {tolerance:g}): it does not attend by the tree, or "
             f"mixes tokens by other means; {remedy}"
         )

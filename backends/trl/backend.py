@@ -10,7 +10,9 @@
 
 TRL owns the loop and the model. A group is a prompt's `num_generations` completions, a trajectory
 one completion: one whose history was edited or that branched is several sequences, for which TRL
-has no place, and is refused by name. Advantages and loss are TRL's.
+has no place, and is refused by name. So is one with pictures: of a `rollout_func` TRL takes none
+(`images = None` in `GRPOTrainer._generate`), only those of its own data set, placed by its own
+tokens of its own prompts. Advantages and loss are TRL's.
 
 Owns: the dictionary. Does not own: which rows there are (`verl/rows.py`), leases, TRL's trainer.
 """
@@ -59,8 +61,8 @@ class TrlBackend(TrainingBackend):
         for step in steps:
             if step.pictures:
                 raise BatchError(
-                    f"step {step.step_index} of trajectory {step.trajectory_uid!r} has pictures; "
-                    "TRL is given text only"
+                    f"step {step.step_index} of trajectory {step.trajectory_uid!r} has pictures, "
+                    "which TRL takes of its own data set only; train it with another backend"
                 )
             if step.rollout_log_probs is None:
                 raise BatchError(

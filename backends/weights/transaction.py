@@ -454,7 +454,7 @@ class _Transaction:
         async def restore(replica: _Replica) -> int | None:
             engine = replica.engine
             try:
-                if replica.touched or await self._strayed(replica):
+                if replica.touched or await self._has_strayed(replica):
                     await self.transport.restore(self.update, replica, self._before(replica))
                 if replica.paused:
                     await self._go_on(engine)
@@ -472,7 +472,7 @@ class _Transaction:
             await self.complete(engine)
         await engine.continue_()
 
-    async def _strayed(self, replica: _Replica) -> bool:
+    async def _has_strayed(self, replica: _Replica) -> bool:
         """It is paused by us and has not the committed version: it came up during an earlier
         publication, and continuing it would serve what was replaced."""
         if self.committed is None or not replica.paused:

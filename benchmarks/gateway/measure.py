@@ -141,7 +141,7 @@ async def delayed(bench: Bench) -> None:
                 stagger_s=DELAY_S / ROLLOUTS,
             )
             await ours.actors[0].watch.remote()
-            left_open.append(await _measured(bench, ours, job))
+            left_open.append(await run_job(bench, ours, job))
             late_s, collections_s = await ours.actors[0].stalls.remote()
             stall = {
                 "loop_delay_max_ms": 1e3 * max(late_s),
@@ -180,12 +180,13 @@ async def sample(
     """One measurement; what was stored is checked afterwards."""
     options = {"connections": connections, "prompts": prompts, "first_prompt": first_prompt}
     job = bench.job(system, "chat", **options)
-    measured = await _measured(bench, system, job)
+    found = await run_job(bench, system, job)
     await system.settle(job)
-    return measured
+    return found
 
 
-async def _measured(bench: Bench, system: Gateway, job: Job) -> Sample:
+async def run_job(bench: Bench, system: Gateway, job: Job) -> Sample:
+    """The figures of one job."""
     cpu, pool_cpu = _cpu(*system.pids), _cpu(system.pool_pid)
     result = await bench.client.run(job)
     cpu, pool_cpu = _cpu(*system.pids) - cpu, _cpu(system.pool_pid) - pool_cpu

@@ -150,7 +150,11 @@ class WatchedGateway(GatewayReplica):
 
 
 class Stepwell(Gateway):
-    """This gateway before a DataPool with durability "process", as in `stepwell train`."""
+    """This gateway before a DataPool with durability "process", as in `stepwell train`.
+
+    Args:
+        pool_options: further keys of the pool.
+    """
 
     name = "Stepwell"
     path = "/{trajectory}/{prompt}/v1/chat/completions"
@@ -158,11 +162,14 @@ class Stepwell(Gateway):
     abort_path = "/{trajectory}/{prompt}/v1/abort_trajectory"
     scale = 2
 
+    def __init__(self, **pool_options: Any) -> None:
+        self._pool_options = pool_options
+
     @asynccontextmanager
     async def running(self, engine: Engine, workload: Workload) -> AsyncIterator[None]:
         self._answer_ids = workload.answer_ids
         config = GatewayConfig(port=0, tokenizer_path=str(workload.tokenizer_path))
-        async with running_pool(durability="process") as pool:
+        async with running_pool(durability="process", **self._pool_options) as pool:
             self.pool, (self.pool_pid,) = pool.client, await pool.pids()
             self.actors = self._start(config, Wiring((engine.url,)), pool.name)
             urls: list[str] = await asyncio.gather(*(a.start.remote() for a in self.actors))

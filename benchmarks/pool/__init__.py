@@ -1,6 +1,6 @@
 """`python -m benchmarks pool`: the DataPool beside a bare Ray actor and TransferQueue, in one run.
 
-    memory       bytes per stored step of every system                   measure.py
+    memory       bytes per stored step of every system, and written      measure.py
     acks         bytes that a lease and its ack write to disk, a step    measure.py
     throughput   steps/s of every system in four modes                   measure.py
     shards       the same of pools of 1, 2 and 4 shards
@@ -40,9 +40,16 @@ from benchmarks.pool.measure import (
     throughput,
 )
 from benchmarks.pool.recovery import recovery
-from benchmarks.pool.systems import BareActor, BareHandle, Stepwell, Store
+from benchmarks.pool.systems import (
+    BareActor,
+    BareHandle,
+    BareSocket,
+    BareSteps,
+    Stepwell,
+    Store,
+)
 from benchmarks.pool.transfer_queue import INSTALL, TransferQueue, is_installed
-from benchmarks.pool.workload import small_calls, workload_a
+from benchmarks.pool.workload import PAYLOAD_BYTES, small_calls, workload_a
 
 FIRST_ANSWER_S = 5.0
 
@@ -85,14 +92,14 @@ class Bench:
         self.rows: defaultdict[str, dict[str, float]] = defaultdict(dict)
         none, process, power = Stepwell("none"), Stepwell("process"), Stepwell("power")
         two, four = Stepwell("process", 2), Stepwell("process", 4)
-        bare, handle = BareActor(), BareHandle()
-        compared: list[Store] = [none, process, power, bare]
+        bare, of_steps, socket, handle = BareActor(), BareSteps(), BareSocket(), BareHandle()
+        compared: list[Store] = [none, process, power, bare, socket]
         self.systems: dict[str, list[Store]] = {
-            "memory": compared,
+            "memory": [none, process, power, bare],
             "acks": [none, process],
             "throughput": compared,
             "shards": [process, two, four],
-            "handle": [handle, bare],
+            "handle": [handle, bare, of_steps],
         }
         """Section -> what it measures; one that is not here has pools of its own."""
         pipelined, waited = (process, PIPELINED), (bare, ONE_AT_A_TIME)
@@ -104,6 +111,7 @@ class Bench:
                 ("process_by_bare_pipelined", 3.0, pipelined, (bare, PIPELINED)),
                 ("none_by_bare_pipelined", 1.0, (none, PIPELINED), (bare, PIPELINED)),
                 ("process_concurrent_by_bare_one_by_one", 5.0, (process, CONCURRENT), one_by_one),
+                ("process_concurrent_by_socket", 1.7, (process, CONCURRENT), (socket, CONCURRENT)),
             ],
             "shards": [
                 ("two_shards_by_one", 0.9, (two, PIPELINED), pipelined),
@@ -112,6 +120,8 @@ class Bench:
             "handle": [
                 ("handle_by_bare_pipelined", 1.0, (handle, PIPELINED), (bare, PIPELINED)),
                 ("handle_by_bare_one_at_a_time", 1.0, (handle, ONE_AT_A_TIME), waited),
+                # What is lost before there is a pool.
+                ("bare_of_steps_by_bare_pipelined", 0.8, (of_steps, PIPELINED), (bare, PIPELINED)),
             ],
         }
         """Section -> what is divided by what, and the least that comes out."""
@@ -120,6 +130,7 @@ class Bench:
             # order that stands for its groups; the table shows that figure too.
             other = TransferQueue()
             compared.append(other)
+            self.systems["memory"].append(other)
             claim = "process_by_transfer_queue", 8.0, pipelined, (other, ONE_AT_A_TIME)
             self.claims["throughput"].append(claim)
         else:
@@ -131,10 +142,13 @@ class Bench:
 
     async def memory(self, section: str) -> None:
         for system in self.systems[section]:
-            rss, private = await memory(system, self.size.stored)
+            rss, private, written = await memory(system, self.size.stored)
             figures = {"rss_bytes_per_step": rss, "private_bytes_per_step": private}
-            self.rows[system.name] |= figures
+            self.rows[system.name] |= figures | {"written_bytes_per_step": written}
             if isinstance(system, Stepwell):
+                if system.durability != "none":
+                    name = f"written_by_payload_{system.durability}"
+                    self.report.at_most(name, written / PAYLOAD_BYTES, 2.0)
                 # The actor's own: resident memory also counts pages of Ray's object store, which
                 # are shared by all processes and do not grow with what is stored.
                 self.report.at_most(f"bytes_per_step_{system.durability}", private, 2_000)
@@ -152,7 +166,9 @@ class Bench:
         rates = await throughput(systems, section, rounds=size.rounds, groups=size.groups)
         for system in systems:
             for mode in MODES:  # those that were measured before stay
-                self.rows[system.name].setdefault(mode.name, median(rates, system, mode))
+                rate, row = median(rates, system, mode), self.rows[system.name]
+                row.setdefault(f"steps_per_s_{mode.name}", rate.steps_per_s)
+                row.setdefault(f"cpu_us_{mode.name}", rate.cpu_us)
         for name, bound, of, to in self.claims[section]:
             self.report.at_least(name, ratio(rates, of, to), bound)
 

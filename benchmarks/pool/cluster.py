@@ -53,6 +53,8 @@ class RunningPool:
     name: str
     actors: list[Any]
     client: DataPoolClient
+    folder: Path
+    """Of its journal, if it has one."""
 
     async def pids(self) -> list[int]:
         return [await pid_of(actor) for actor in self.actors]
@@ -66,7 +68,7 @@ async def running_pool(**options: Any) -> AsyncIterator[RunningPool]:
         config, name = PoolConfig(journal_dir=journal, **options), f"bench-{os.urandom(4).hex()}"
         actors = await asyncio.to_thread(start_shards, config, name)
         try:
-            yield RunningPool(name, actors, client_of(actors))
+            yield RunningPool(name, actors, client_of(actors), Path(folder))
         finally:
             for actor in actors:
                 ray.kill(actor)

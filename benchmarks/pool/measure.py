@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import psutil
 
@@ -47,7 +47,7 @@ class Mode:
 
     @property
     def name(self) -> str:
-        return f"steps_per_s_{self.per_submit}x{self.in_flight}"
+        return f"{self.per_submit}x{self.in_flight}"
 
 
 ONE_AT_A_TIME = Mode(16, 1, 128)
@@ -56,8 +56,17 @@ ONE_BY_ONE = Mode(1, 1, 16)
 CONCURRENT = Mode(1, 64, 64, fetches=4)
 MODES = (ONE_AT_A_TIME, PIPELINED, ONE_BY_ONE, CONCURRENT)
 
-Rates = dict[str, dict[str, list[float]]]
-"""Store -> mode -> steps/s, one per round."""
+
+class Rate(NamedTuple):
+    """One measurement."""
+
+    steps_per_s: float
+    cpu_us: float
+    """CPU of a step, µs: of the client and the store's processes, without Ray's own."""
+
+
+Rates = dict[str, dict[str, list[Rate]]]
+"""Store -> mode -> one rate per round."""
 Timed: TypeAlias = tuple[Store, Mode]
 
 
@@ -67,7 +76,7 @@ async def running(systems: Sequence[Store]) -> AsyncIterator[None]:
     async with AsyncExitStack() as stack:
         for system in systems:
             await stack.enter_async_context(system.running())
-            await steps_per_s(system, list(workload_a(GROUPS_PER_FETCH, "warm-up")), PIPELINED)
+            await measured(system, list(workload_a(GROUPS_PER_FETCH, "warm-up")), PIPELINED)
         yield
 
 
@@ -85,11 +94,11 @@ async def throughput(
         for mode in MODES:
             calls = list(workload_a(groups or mode.groups, f"{name}-{mode.name}-{turn}", seed=turn))
             for system in systems:
-                rates[system.name][mode.name].append(await steps_per_s(system, calls, mode))
+                rates[system.name][mode.name].append(await measured(system, calls, mode))
     return rates
 
 
-async def steps_per_s(system: Store, calls: Sequence[Call], mode: Mode) -> float:
+async def measured(system: Store, calls: Sequence[Call], mode: Mode) -> Rate:
     """One measurement; the content that came back is checked afterwards.
 
     Raises:
@@ -105,39 +114,47 @@ async def steps_per_s(system: Store, calls: Sequence[Call], mode: Mode) -> float
     # The calls are a million objects that every collection would walk through.
     gc.unfreeze()
     settle_heap()
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), _cpu(system)
     async with asyncio.TaskGroup() as tasks:
         for _ in range(min(mode.fetches, system.max_fetches)):
             tasks.create_task(consume())
         tasks.create_task(submit_all(system.submit, calls, mode.per_submit, mode.in_flight))
-    elapsed = time.perf_counter() - began
+    elapsed, cpu = time.perf_counter() - began, _cpu(system) - cpu
     check_exact(calls, [call for batch in fetched for call in system.unpack(batch)])
     await system.drained()
-    return len(calls) / elapsed
+    return Rate(len(calls) / elapsed, cpu / len(calls) * 1e6)
 
 
-def median(rates: Rates, system: Store, mode: Mode) -> float:
-    """Steps/s of `system`."""
-    return statistics.median(rates[system.name][mode.name])
+def _cpu(system: Store) -> float:
+    """CPU seconds of this process and the store's."""
+    times = [psutil.Process(pid).cpu_times() for pid in system.pids]
+    return time.process_time() + sum(t.user + t.system for t in times)
+
+
+def median(rates: Rates, system: Store, mode: Mode) -> Rate:
+    """Medians over the rounds."""
+    each = rates[system.name][mode.name]
+    return Rate(*(statistics.median(values) for values in zip(*each, strict=True)))
 
 
 def ratio(rates: Rates, of: Timed, to: Timed) -> float:
     """Median over the rounds of one rate by another of the same round."""
     above, below = (rates[system.name][mode.name] for system, mode in (of, to))
-    return paired(above, below, lambda a, b: a / b)
+    return paired(above, below, lambda a, b: a.steps_per_s / b.steps_per_s)
 
 
-async def memory(system: Store, steps: int) -> tuple[float, float]:
+async def memory(system: Store, steps: int) -> tuple[float, float, float]:
     """Bytes by which the store's processes grow per step stored: resident, and without what is
-    shared with other processes, such as Ray's object store (unique set size).
+    shared with other processes, such as Ray's object store (unique set size); and bytes that they
+    write, to disk or to a socket, while steps come in.
 
     Stores `steps` (a multiple of 128) of workload A, then fetches them. `system` runs, is empty and
     never held more than a batch: memory it had freed would be used again."""
-    rss, uss = _memory(system.pids)
+    (rss, uss), written = _memory(system.pids), _written(system)
     calls = await _store(system, steps, "stored")
-    rss_then, uss_then = _memory(system.pids)
+    (rss_then, uss_then), written = _memory(system.pids), _written(system) - written
     await _fetch_all(system, calls)
-    return (rss_then - rss) / steps, (uss_then - uss) / steps
+    return (rss_then - rss) / steps, (uss_then - uss) / steps, written / steps
 
 
 def _memory(pids: Sequence[int]) -> tuple[int, int]:

@@ -7,6 +7,12 @@ check. TransferQueue is in `transfer_queue.py`.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import multiprocessing
+import pickle
+import struct
+import tempfile
 import threading
 from abc import abstractmethod
 from collections import deque
@@ -17,6 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import ray
+import uvloop
 
 from benchmarks.pool.cluster import RunningPool, pid_of, running_pool
 from benchmarks.pool.workload import GROUPS_PER_FETCH, ROLLOUTS, STEPS_PER_FETCH, Call
@@ -48,17 +55,21 @@ class Store(System):
 
 
 class Stepwell(Store):
-    """The DataPool through its client, at one level of durability."""
+    """The DataPool through its client, at one level of durability.
 
-    def __init__(self, durability: Durability, shards: int = 1) -> None:
+    Args:
+        options: further keys of the pool.
+    """
+
+    def __init__(self, durability: Durability, shards: int = 1, **options: Any) -> None:
         self.name = f"Stepwell ({durability})" + (f", {shards} shards" if shards > 1 else "")
         self.durability = durability
-        self._shards = shards
+        self._options = {"durability": durability, "shards": shards, **options}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        async with running_pool(durability=self.durability, shards=self._shards) as pool:
-            self.client, self.pids = pool.client, await pool.pids()
+        async with running_pool(**self._options) as pool:
+            self.client, self.pids, self.folder = pool.client, await pool.pids(), pool.folder
             self._submit_steps, self._fetch_batch = self._calls(pool)
             yield
 
@@ -150,6 +161,123 @@ class BareActor(Store):
 
     def unpack(self, batch: list[Packed]) -> list[Call]:
         return [call for packed in batch for call in _unpack(packed)]
+
+
+class BareSteps(BareActor):
+    """The same actor given Steps, as the pool's handle is: the least that a handle can cost which
+    takes and returns them."""
+
+    name = "bare Ray actor of Steps"
+
+    async def submit(self, calls: Sequence[Call]) -> None:
+        # As a batch of `_DequeActor`: its last item says how many.
+        steps = [call.step() for call in calls]
+        await self._actor.submit.remote((None, None, None, steps))
+
+    def unpack(self, batch: list[Any]) -> list[Call]:
+        return [Call.of(step) for *_, steps in batch for step in steps]
+
+
+class BareSocket(Store):
+    """A queue as one writes it by hand with asyncio: pickled batches over a Unix socket, a
+    connection for each call under way."""
+
+    name = "bare socket"
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        with tempfile.TemporaryDirectory(prefix="stepwell-bench-") as folder:
+            path = f"{folder}/queue"
+            context = multiprocessing.get_context("spawn")
+            ready = context.Event()
+            process = context.Process(target=_serve_queue, args=(path, ready), daemon=True)
+            process.start()
+            if not await asyncio.to_thread(ready.wait, 30):
+                raise RuntimeError("the bare socket's process did not start")
+            self.pids, self._path = [process.pid or 0], path
+            self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+            yield
+            for _, writer in self._free:
+                writer.close()
+            process.kill()
+            process.join()
+
+    async def submit(self, calls: Sequence[Call]) -> None:
+        await self._call(_pack(calls))
+
+    async def fetch(self) -> list[Packed]:
+        batches: list[Packed] = await self._call(STEPS_PER_FETCH)
+        return batches
+
+    async def _call(self, request: Any) -> Any:
+        if self._free:
+            connection = self._free.pop()
+        else:
+            connection = await asyncio.open_unix_connection(self._path)
+        answer = await _exchange(*connection, request)
+        self._free.append(connection)
+        return answer
+
+    def unpack(self, batch: list[Packed]) -> list[Call]:
+        return [call for packed in batch for call in _unpack(packed)]
+
+
+_LENGTH = struct.Struct("<I")
+
+
+async def _exchange(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: Any
+) -> Any:
+    """Send a message; the next one that comes."""
+    data = pickle.dumps(message, protocol=5)
+    writer.write(_LENGTH.pack(len(data)) + data)
+    return await _received(reader)
+
+
+async def _received(reader: asyncio.StreamReader) -> Any:
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return pickle.loads(await reader.readexactly(length))
+
+
+def _serve_queue(path: str, ready: Any) -> None:
+    batches: deque[Packed] = deque()
+    n_steps = 0
+    waiting: deque[tuple[int, asyncio.Future[list[Packed]]]] = deque()
+
+    def take(wanted: int) -> list[Packed]:
+        nonlocal n_steps
+        taken: list[Packed] = []
+        while wanted > 0:
+            taken.append(batches.popleft())
+            wanted -= len(taken[-1][3])
+            n_steps -= len(taken[-1][3])
+        return taken
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal n_steps
+        with contextlib.suppress(asyncio.IncompleteReadError):  # it hung up
+            request = await _received(reader)
+            while True:
+                answer: Any = None
+                if isinstance(request, int):
+                    future: asyncio.Future[list[Packed]] = asyncio.Future()
+                    waiting.append((request, future))
+                else:
+                    batches.append(request)
+                    n_steps += len(request[3])
+                while waiting and n_steps >= waiting[0][0]:
+                    wanted, first = waiting.popleft()
+                    first.set_result(take(wanted))
+                if isinstance(request, int):
+                    answer = await future
+                request = await _exchange(reader, writer, answer)
+
+    async def run() -> None:
+        async with await asyncio.start_unix_server(serve, path, limit=1 << 24) as server:
+            ready.set()
+            await server.serve_forever()
+
+    uvloop.run(run())
 
 
 def _pack(calls: Sequence[Call]) -> Packed:

@@ -32,6 +32,8 @@ STEPS_PER_FETCH = GROUPS_PER_FETCH * STEPS_PER_GROUP
 """128: a batch as a trainer takes it."""
 
 VOCABULARY = 32_000
+PAYLOAD_BYTES = 1_604
+"""New tokens and log-probs of a step of workload A, 4 bytes each, a group's common prompt once."""
 
 
 class Call(NamedTuple):

@@ -60,6 +60,7 @@ from stepwell.datapool.core.records import (
     Readiness,
     Records,
     TrajectoryRecord,
+    users_of,
 )
 from stepwell.datapool.core.steps import StepStore
 from stepwell.datapool.inspect.events import EventLog
@@ -707,15 +708,21 @@ class Channel:
     ) -> None:
         """Keep a step. Its trajectory may be complete now."""
         record.put(step, header)
-        self.steps.memory_bytes += len(step.payload)
-        self.counts.tokens += header.n_prompt + header.n_response
-        self.counts.steps.stored += 1
+        self._count_stored(group, 1, len(step.payload), header.n_prompt + header.n_response)
+        if record.has_all_steps:
+            self._complete_by_last(group, record)
+
+    def _count_stored(self, group: GroupRecord, n_steps: int, n_bytes: int, n_tokens: int) -> None:
+        self.steps.memory_bytes += n_bytes
+        self.counts.tokens += n_tokens
+        self.counts.steps.stored += n_steps
         group.touched_at = self.now
-        last = record.last_index
-        if last is not None and len(record.steps) == last + 1:
-            before = group.complete[-1].closing if group.complete else None
-            closing = Closing(record.prompt_uid, "is_last")
-            self._complete(record, before if before is not None and before == closing else closing)
+
+    def _complete_by_last(self, group: GroupRecord, record: TrajectoryRecord) -> None:
+        """Complete a trajectory whose steps up to the one marked `is_last` have come."""
+        before = group.complete[-1].closing if group.complete else None
+        closing = Closing(record.prompt_uid, "is_last")  # one object for all of a group
+        self._complete(record, before if before is not None and before == closing else closing)
 
     def _keep_prompt(self, group: GroupRecord, prompt: bytes) -> tuple[bytes, int | None]:
         """The group's own copy of a root's prompt, and the row that holds it."""
@@ -748,14 +755,19 @@ class Channel:
         group.rows.append(row)
         group.n_bytes += len(payload)
         steps: list[PackedStep] = []
-        at = 0
+        at = n_tokens = 0
         for uid, prompt_row, n_bytes in stored.steps:
             record = trajectories.get(uid) or self._new_trajectory(uid, group)
             prompt = None if prompt_row is None else prompts[prompt_row]
             step = PackedStep(prompt, payload[at : at + n_bytes])
             steps.append(step)
-            self._put(group, record, step, step.header)
+            before = record.n_tokens
+            record.put(step, step.header)
+            n_tokens += record.n_tokens - before
             at += n_bytes
+            if record.has_all_steps:
+                self._complete_by_last(group, record)
+        self._count_stored(group, len(steps), at, n_tokens)
         if stored.pictures:
             self.log.hold_steps(group, row, stored.steps, stored.pictures)
             for position, own in stored.pictures.items():
@@ -893,6 +905,9 @@ class Channel:
         if op.tag is not None:
             tagged = self.records.tagged.get(op.tag, ())
             uids = list(islice(tagged, AT_ONCE + len(self._leased)))
+        elif op.user is not None:
+            own = (uid for uid, group in self.records.groups.items() if op.user in users_of(group))
+            uids = list(islice(own, AT_ONCE + len(self._leased)))
         else:
             record = self.records.trajectories.get(op.trajectory_uid or "")
             uids = [] if record is None else [record.prompt_uid]

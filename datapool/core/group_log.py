@@ -39,7 +39,7 @@ from stepwell.datapool.core.log_rows import (
     read,
 )
 from stepwell.datapool.core.pictures import PictureReferences, keys_of
-from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
+from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord, users_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,8 @@ class Departure(NamedTuple):
     """About the bytes that they take there."""
     tags: frozenset[str] = frozenset()
     """Tags of the group and its trajectories."""
+    users: frozenset[str] = frozenset()
+    """Users that its trajectories are of."""
     picture_bytes: int = 0
     """Bytes of the pictures that stay for it."""
 
@@ -127,23 +129,25 @@ class Departures:
             gone.append(self._waiting.popitem(last=False)[1])
         if unarchived is not None and gone:
             self._count(len(gone), unarchived)
-        return self._let_go(gone)
+        return self._forget(gone)
 
-    def delete(self, uid: str | None, tag: str | None = None) -> tuple[list[str], list[int]]:
-        """Forget the departures of a trajectory, or with a tag, which somebody wants gone; the
-        trajectories of their groups, of which the others are not archived either, and the rows to
-        be deleted."""
-        gone = [d for d in self if uid in d.trajectory_uids or tag in d.tags]
+    def delete(
+        self, uid: str | None, tag: str | None = None, user: str | None = None
+    ) -> tuple[list[str], list[int]]:
+        """Forget the departures of a trajectory, with a tag, or of a user, which somebody wants
+        gone; the trajectories of their groups, of which the others are not archived either, and the
+        rows to be deleted."""
+        gone = [d for d in self if uid in d.trajectory_uids or tag in d.tags or user in d.users]
         for departure in gone:
             del self._waiting[departure.row]
         uids = dict.fromkeys(each for d in gone for each in d.trajectory_uids)
-        return list(uids), self._let_go(gone)
+        return list(uids), self._forget(gone)
 
     def of(self, uid: str) -> list[Departure]:
         """The departures of a trajectory or a group."""
         return [d for d in self if uid == d.prompt_uid or uid in d.trajectory_uids]
 
-    def _let_go(self, gone: list[Departure]) -> list[int]:
+    def _forget(self, gone: list[Departure]) -> list[int]:
         self.n_bytes -= sum(d.n_bytes for d in gone)
         self._picture_bytes -= sum(d.picture_bytes for d in gone)
         return [row for d in gone for row in d.rows]
@@ -344,7 +348,8 @@ class GroupLog(RowLog):
         tags = group.marks.tags.union(*(record.marks.tags for record in group.trajectories))
         of = self._channel, left.prompt_uid, uids
         cost, beside = _cost(group), group.picture_bytes
-        self._departures.add(Departure(group.rows[-1], *of, group.rows, cost, tags, beside))
+        users = users_of(group)
+        self._departures.add(Departure(group.rows[-1], *of, group.rows, cost, tags, users, beside))
 
     def keep_late(self, late: StepCameLate | RewardCameLate, now: float, payload: bytes) -> None:
         """Write what came too late, for the archive alone; nothing without one."""

@@ -127,7 +127,7 @@ class DataPool:
         for name in self.channels:
             if not found.more:
                 found += self._at(name, now).delete(op)
-        uids = self._delete_departed(op.trajectory_uid, op.tag)
+        uids = self._delete_departed(op.trajectory_uid, op.tag, op.user)
         self.pictures.forget(op.trajectory_uid)
         found = ops.Deleted(uids) + found
         self.leases.log.scrub()  # also what was acked before
@@ -145,10 +145,12 @@ class DataPool:
             self.leases.log.scrub()
         return found
 
-    def _delete_departed(self, uid: str | None, tag: str | None = None) -> tuple[str, ...]:
-        """Delete what waits to be archived of a trajectory, or with a tag; with it goes what waits
-        of its group, whose uids are returned."""
-        uids, gone = self.departures.delete(uid, tag)
+    def _delete_departed(
+        self, uid: str | None, tag: str | None = None, user: str | None = None
+    ) -> tuple[str, ...]:
+        """Delete what waits to be archived of a trajectory, with a tag, or of a user; with it goes
+        what waits of its group, whose uids are returned."""
+        uids, gone = self.departures.delete(uid, tag, user)
         self.leases.log.delete(gone)
         return tuple(uids)
 
@@ -198,7 +200,7 @@ class DataPool:
 
     # -- consumers ---------------------------------------------------------------------------
 
-    def _lease(self, op: ops.LeaseBatch, now: float) -> PackedLease | ops.Unserved:
+    def _lease(self, op: ops.LeaseBatch, now: float) -> PackedLease | ops.NoLease:
         source = self._at(op.channel, now)
         before = self.leases.answer_to(op.request_id)
         if before is not None:

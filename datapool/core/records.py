@@ -29,6 +29,7 @@ from stepwell.datapool.errors import (
     UnknownTrajectoryError,
 )
 from stepwell.datapool.selection import UNMARKED, Marks, TrajectoryInfo
+from stepwell.datapool.types import user_of
 
 V = TypeVar("V")
 
@@ -106,6 +107,11 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
     def is_deleted(self) -> bool:
         return self.closing is not None and self.closing.is_deleted
 
+    @property
+    def has_all_steps(self) -> bool:
+        """True if its steps up to the one marked `is_last` are stored."""
+        return self.last_index is not None and len(self.steps) == self.last_index + 1
+
     def step(self, index: int) -> PackedStep | None:
         """The step of this index, if it is stored."""
         steps = self.steps
@@ -152,7 +158,7 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
 
     def versions(self) -> tuple[int, int]:
         """Smallest and largest policy version of its steps, of which there is one at least."""
-        versions = [step.score[0] for step in self.steps]
+        versions = [step.version for step in self.steps]
         return min(versions), max(versions)
 
     def info(self) -> TrajectoryInfo:
@@ -288,6 +294,12 @@ class Remembered(OrderedDict[str, V], Generic[V]):
         super().__setitem__(key, value)
         if len(self) > self._limit:
             self.popitem(last=False)
+
+
+def users_of(group: GroupRecord) -> frozenset[str]:
+    """The users that a group's trajectories are of."""
+    found = (user_of(record.metadata, group.metadata) for record in group.trajectories)
+    return frozenset(filter(None, found))
 
 
 class Records:

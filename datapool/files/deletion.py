@@ -1,4 +1,4 @@
-"""This module deletes a trajectory, or all that is marked with a tag, where no pool runs: from the
+"""This module deletes trajectories, all with a tag, or all of a user, where no pool runs: from the
 journal of a stopped pool, and from exported files.
 
     delete_from_journals   journal ──replay──► DataPool.delete ──► journal
@@ -15,21 +15,27 @@ import math
 from pathlib import Path
 
 from stepwell.datapool.core.pool import DataPool
+from stepwell.datapool.errors import ExportError
 from stepwell.datapool.files.columns import Row, loads
-from stepwell.datapool.files.export import read_rows, remove_unnamed, write_rows
+from stepwell.datapool.files.export import (
+    PICTURES_END,
+    pictures_of,
+    read_rows,
+    remove_unnamed,
+    write_rows,
+)
 from stepwell.datapool.ops import Delete, Deleted, Nack
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.picture_folder import PICTURES, PictureFolder
 from stepwell.datapool.store.replay import UNKNOWN, restore
 from stepwell.datapool.store.salvage import journals_in
+from stepwell.datapool.types import user_of
 
 MEMORY_BYTES = 256 << 20
 """Bytes of payloads kept in memory while a journal is replayed."""
 
 
-def delete_from_journals(
-    path: Path, trajectory_uid: str | None = None, tag: str | None = None
-) -> Deleted:
+def delete_from_journals(path: Path, *asked: Delete) -> Deleted:
     """Delete from the stopped pool in `path`: a journal's folder, that of several shards, or a
     run's. When it returns, the files have no byte of what is deleted.
 
@@ -44,7 +50,8 @@ def delete_from_journals(
             pool = DataPool(UNKNOWN.model_copy(update={"memory_limit_bytes": MEMORY_BYTES}))
             pool.pictures.store = PictureFolder(folder / PICTURES, power=False)
             restore(pool, journal)
-            found += _delete(pool, trajectory_uid, tag)
+            for each in asked:
+                found += _delete(pool, each)
             pool.write_counts()
             journal.flush()
             pool.pictures.find_orphans(-math.inf)  # nobody is about to send their steps
@@ -55,11 +62,11 @@ def delete_from_journals(
     return found
 
 
-def _delete(pool: DataPool, trajectory_uid: str | None, tag: str | None) -> Deleted:
+def _delete(pool: DataPool, asked: Delete) -> Deleted:
     now = max(channel.now for channel in pool.channels.values())
     found = Deleted(more=True)
     while found.more:
-        found += pool.apply(Delete(trajectory_uid, tag), now)
+        found += pool.apply(asked, now)
     for lease in pool.leases.active():
         groups = pool.channels[lease.channel].records.groups
         if any(groups[uid].readiness.drop_when_returned is not None for uid in lease.prompt_uids):
@@ -67,23 +74,38 @@ def _delete(pool: DataPool, trajectory_uid: str | None, tag: str | None) -> Dele
     return Deleted(found.trajectories + found.leased)
 
 
-def delete_from_export(
-    path: Path, trajectory_uid: str | None = None, tag: str | None = None
-) -> list[str]:
+def delete_from_export(path: Path, asked: Delete) -> list[str]:
     """Take trajectories out of an exported file; their uids. A file without them stays as it is.
 
     Raises:
-        ExportError: no file of ours, or a damaged one.
+        ExportError: no file of ours, a damaged one, or one that names its pictures by the name that
+            it had before.
         OSError: it cannot be read or written.
     """
 
     def is_meant(row: Row) -> bool:
-        if tag is None:
-            return bool(row["trajectory_uid"] == trajectory_uid)
+        if asked.trajectory_uid is not None:
+            return bool(row["trajectory_uid"] == asked.trajectory_uid)
+        if asked.user is not None:
+            metadata = (loads(row[name]) or {} for name in ("metadata", "group_metadata"))
+            return user_of(*metadata) == asked.user
         marks = (loads(row[name]) or {} for name in ("marks", "group_marks"))
-        return any(tag in each.get("tags", ()) for each in marks)
+        return any(asked.tag in each.get("tags", ()) for each in marks)
 
-    gone = dict.fromkeys(row["trajectory_uid"] for _, row in read_rows(path) if is_meant(row))
+    gone: dict[str, None] = {}
+    folders: set[str] = set()
+    for _, row in read_rows(path):
+        if is_meant(row):
+            gone[row["trajectory_uid"]] = None
+            paths = (Path(image["path"]) for image in row["images"] or () if not image["bytes"])
+            folders |= {str(picture.parent) for picture in paths}
+    if others := folders - {pictures_of(path).name}:
+        (folder, *_) = sorted(others)
+        name = folder.removesuffix(PICTURES_END)
+        raise ExportError(
+            f"{path} was renamed: its pictures are in {folder}; rename it to {name}, and a folder "
+            f"{pictures_of(path).name} to {folder}, then delete again"
+        )
     if gone:
         kept = (row for _, row in read_rows(path) if not is_meant(row))
         write_rows(path, kept, overwrite=True)

@@ -55,6 +55,8 @@ from stepwell.datapool.sealed import (
     written_durably,
 )
 
+PICTURES_END: Final = ".pictures"
+"""End of the folder's name with an exported file's pictures."""
 _ROW_GROUP_BYTES = 16 << 20
 _ROW_GROUP_ROWS = 2048
 PictureForm: TypeAlias = Literal["files", "embedded"]
@@ -122,7 +124,7 @@ def write(
 
 def pictures_of(path: Path) -> Path:
     """The folder of an exported file's pictures."""
-    return path.with_name(f"{path.name}.pictures")
+    return path.with_name(f"{path.name}{PICTURES_END}")
 
 
 def remove_unnamed(path: Path, named: Collection[str]) -> None:

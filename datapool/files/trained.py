@@ -47,6 +47,8 @@ class TrainedTrajectory:
     columns: tuple[Columns, ...]
     """Columns of each of its steps: name to one number per response token; NaN where there is
     none."""
+    user: str | None = None
+    """The user that it is of (`user_of`), by whom it is deleted."""
 
     def mean(self, name: str) -> float | None:
         """Return the mean of a column over the tokens that have a number; None if none has."""
@@ -199,6 +201,7 @@ def _line(trained: TrainedTrajectory) -> dict[str, Any]:
     return {
         "trajectory_uid": trajectory.trajectory_uid,
         "prompt_uid": trajectory.prompt_uid,
+        "user": trained.user,
         "metadata": trajectory.metadata,
         "attempt": trajectory.attempt,
         "steps": steps,
@@ -224,7 +227,9 @@ def _trajectory(line: dict[str, Any]) -> TrainedTrajectory:
         found.append((Step.from_dict(values), read))
     found.sort(key=lambda each: each[0].step_index)
     steps = tuple(step for step, _ in found)
-    return TrainedTrajectory(Trajectory(**line, steps=steps), tuple(each for _, each in found))
+    user = line.pop("user", None)
+    columns = tuple(each for _, each in found)
+    return TrainedTrajectory(Trajectory(**line, steps=steps), columns, user)
 
 
 def _plain(value: Any) -> Any:

@@ -1,14 +1,12 @@
 """This module turns counts that somebody keeps anyway into Prometheus' metric families, so that
 there is one place of truth and a call is never made slower by being counted twice.
 
-    {"groups": {"drop_reasons": {"stale": 3}}}
-        + Family("…_dropped", COUNTER, "…", "groups.drop_reasons.{reason}")
-        ──► …_dropped_total{reason="stale"} 3
+    {"train": {"groups": {"drop_reasons": {"stale": 3}}, …}}
+        ──read──► {"train": {"stale": 3}} ──labels channel, reason──►
+            stepwell_pool_groups_dropped_total{channel="train", reason="stale"} 3
 
-A path walks into the counts: `{label}` stands for every key of a mapping, `[label=field]` for every
-item of a list, told apart by a field of it. What is not there, or None, has no sample; a counter
-without labels is 0 then. `POOL` is the table of a pool's channels. Does not own the counts
-(`core/accounting.py`), or HTTP.
+Each family reads the counts with a function of its own. `POOL` is the table of a pool's channels.
+Does not own the counts (`core/accounting.py`), or HTTP.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ MOST_VALUES: Final = 64
 agent's."""
 OTHER: Final = "other"
 _Sample: TypeAlias = tuple[tuple[str, ...], float]
+_Read: TypeAlias = Callable[[Mapping[str, Any]], Any]
 
 
 class Family(NamedTuple):
@@ -35,54 +34,38 @@ class Family(NamedTuple):
     """Without a counter's `_total`."""
     kind: Kind
     help: str
-    path: str
-    value: Callable[[Any], float] = float
-    """Makes what stands at the path a number in the unit of the name."""
+    read: Callable[[Any], Any]
+    """Returns the numbers of these counts: by the value of the first label, by that of the second,
+    and so on. None: there is no sample; a counter without labels is 0 then."""
+    labels: tuple[str, ...] = ()
 
     @property
     def exposed(self) -> str:
         """The name that Prometheus shows."""
         return f"{self.name}_total" if self.kind == COUNTER else self.name
 
-    @property
-    def labels(self) -> tuple[str, ...]:
-        parts = [p for p in self.path.split(".") if p[:1] in "{["]
-        return tuple(part.strip("{}[]").partition("=")[0] for part in parts)
 
-
-def families(
-    table: Iterable[Family], counts: Mapping[str, Any], most: int = MOST_VALUES
-) -> Iterator[Metric]:
+def families(table: Iterable[Family], counts: Any, most: int = MOST_VALUES) -> Iterator[Metric]:
     """The families of `table` with their samples in `counts`, and of a label `most` values."""
     for family in table:
         kind = CounterMetricFamily if family.kind == COUNTER else GaugeMetricFamily
         metric = kind(family.name, family.help, labels=family.labels)
-        found = list(_walk(counts, family.path.split(".")))
-        if not found and family.kind == COUNTER and not family.labels:
-            found = [((), 0)]
-        for labels, value in _bounded(((labels, family.value(v)) for labels, v in found), most):
+        found = family.read(counts)
+        if found is None and family.kind == COUNTER and not family.labels:
+            found = 0
+        for labels, value in _bounded(_samples(found, len(family.labels)), most):
             metric.add_metric(list(labels), value)
         yield metric
 
 
-def _walk(
-    found: Any, parts: list[str], labels: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _samples(found: Any, n_labels: int, labels: tuple[str, ...] = ()) -> Iterator[_Sample]:
     if found is None:
         return
-    if not parts:
-        yield labels, found
+    if not n_labels:
+        yield labels, float(found)
         return
-    part, *rest = parts
-    if part[0] == "{":
-        for key, value in found.items():
-            yield from _walk(value, rest, (*labels, str(key)))
-    elif part[0] == "[":
-        field = part[1:-1].partition("=")[2]
-        for i, value in enumerate(found):
-            yield from _walk(value, rest, (*labels, str(value[field] if field else i)))
-    else:
-        yield from _walk(found.get(part), rest, labels)
+    for label, inner in found.items():
+        yield from _samples(inner, n_labels - 1, (*labels, str(label)))
 
 
 def _bounded(samples: Iterable[_Sample], most: int) -> Iterator[_Sample]:
@@ -102,87 +85,134 @@ def _bounded(samples: Iterable[_Sample], most: int) -> Iterator[_Sample]:
 
 
 _STATES = ("open", "ready", "held", "leased")
+_OUTCOMES = ("accepted", "duplicate", "late", "conflict", "rejected")
+_ENDS = ("acked", "nacked", "expired")
 
 
-def _counter(name: str, help: str, path: str) -> Family:
-    return Family(f"stepwell_pool_{name}", COUNTER, help, f"{{channel}}.{path}")
+def _family(name: str, kind: Kind, help: str, read: _Read, *labels: str) -> Family:
+    """A family that reads the statistics of each channel."""
+
+    def of_each(statistics: Mapping[str, Any]) -> dict[str, Any]:
+        return {channel: read(counts) for channel, counts in statistics.items()}
+
+    return Family(f"stepwell_pool_{name}", kind, help, of_each, ("channel", *labels))
 
 
-def _gauge(name: str, help: str, path: str) -> Family:
-    return Family(f"stepwell_pool_{name}", GAUGE, help, f"{{channel}}.{path}")
+def _by_state(counts: Mapping[str, Any]) -> dict[str, int]:
+    # `groups.ready` includes those that are held.
+    return {state: counts["groups"][state] for state in _STATES} | {"ready": counts["ready"]}
 
 
 POOL: Final = (
-    _gauge("groups", "Groups in the pool, by state", "live.{state}"),
-    _counter("groups_submitted", "Groups that ever came in", "groups.submitted"),
-    _counter(
-        "groups_acked", "Groups that a consumer is done with: trained, mostly", "groups.acked"
+    _family("groups", GAUGE, "Groups in the pool, by state", _by_state, "state"),
+    _family(
+        "groups_submitted",
+        COUNTER,
+        "Groups that ever came in",
+        lambda counts: counts["groups"]["submitted"],
     ),
-    _counter(
+    _family(
+        "groups_acked",
+        COUNTER,
+        "Groups that a consumer is done with: trained, mostly",
+        lambda counts: counts["groups"]["acked"],
+    ),
+    _family(
         "groups_dropped",
+        COUNTER,
         "Groups that left the pool unserved, by reason",
-        "groups.drop_reasons.{reason}",
+        lambda counts: counts["groups"]["drop_reasons"],
+        "reason",
     ),
-    _gauge("trajectories", "Trajectories of groups in the pool, by state", "kept.{state}"),
-    _counter("trajectories_submitted", "Trajectories that ever came in", "trajectories.submitted"),
-    _counter(
+    _family(
+        "trajectories",
+        GAUGE,
+        "Trajectories of groups in the pool, by state",
+        lambda counts: {s: counts["trajectories"][s] for s in ("open", "complete")},
+        "state",
+    ),
+    _family(
+        "trajectories_submitted",
+        COUNTER,
+        "Trajectories that ever came in",
+        lambda counts: counts["trajectories"]["submitted"],
+    ),
+    _family(
         "trajectories_aborted",
+        COUNTER,
         "Trajectories that are not served, by reason",
-        "trajectories.abort_reasons.{reason}",
+        lambda counts: counts["trajectories"]["abort_reasons"],
+        "reason",
     ),
-    _counter(
+    _family(
         "trajectories_late",
+        COUNTER,
         "Calls about a trajectory whose group had gone on without it",
-        "trajectories.late",
+        lambda counts: counts["trajectories"]["late"],
     ),
-    _counter("steps_submitted", "Steps that came in, by outcome", "outcomes.{outcome}"),
-    _gauge("steps", "Steps in the pool", "steps.stored"),
-    _gauge(
+    _family(
+        "steps_submitted",
+        COUNTER,
+        "Steps that came in, by outcome",
+        lambda counts: {outcome: counts["steps"][outcome] for outcome in _OUTCOMES},
+        "outcome",
+    ),
+    _family("steps", GAUGE, "Steps in the pool", lambda counts: counts["steps"]["stored"]),
+    _family(
         "tokens",
+        GAUGE,
         "Prompt and response tokens in the pool, a shared prefix counted each time",
-        "tokens.stored",
+        lambda counts: counts["tokens"]["stored"],
     ),
-    _gauge("memory_bytes", "Payloads of Steps in memory", "memory_bytes"),
-    _gauge("picture_bytes", "Pictures of Steps in the pool, each once", "pictures.bytes"),
-    _gauge("leases", "Batches that consumers hold", "leases.active"),
-    _counter("leases_ended", "Leases that are over, by how they ended", "ended.{outcome}"),
-    _gauge(
+    _family(
+        "memory_bytes",
+        GAUGE,
+        "Payloads of Steps in memory",
+        lambda counts: counts["memory_bytes"],
+    ),
+    _family(
+        "picture_bytes",
+        GAUGE,
+        "Pictures of Steps in the pool, each once",
+        lambda counts: counts["pictures"]["bytes"],
+    ),
+    _family(
+        "leases",
+        GAUGE,
+        "Batches that consumers hold",
+        lambda counts: counts["leases"]["active"],
+    ),
+    _family(
+        "leases_ended",
+        COUNTER,
+        "Leases that are over, by how they ended",
+        lambda counts: {end: counts["leases"][end] for end in _ENDS},
+        "outcome",
+    ),
+    _family(
         "waiting",
+        GAUGE,
         "Calls that wait in the pool: consumers for groups, producers for room",
-        "waiting.{role}",
+        lambda counts: counts["waiting"],
+        "role",
     ),
-    _gauge(
+    _family(
         "policy_version",
+        GAUGE,
         "Policy version that generation uses, as the pool was told",
-        "policy_version",
+        lambda counts: counts["policy_version"],
     ),
-    _gauge(
+    _family(
         "oldest_ready_policy_version",
+        GAUGE,
         "Smallest policy version in a ready group",
-        "oldest_policy_version_ready",
+        lambda counts: counts["oldest_policy_version_ready"],
     ),
-    _gauge(
+    _family(
         "oldest_open_group_age_seconds",
+        GAUGE,
         "Age of the group that has been open longest",
-        "oldest_open_age_s",
+        lambda counts: counts["oldest_open_age_s"],
     ),
 )
-"""Metrics of `{channel: GetStatistics}`, as `pool_counts` gives it."""
-
-
-def pool_counts(statistics: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The answer to `GetStatistics` with states and outcomes, which the table walks over, apart
-    from sums."""
-    return {
-        name: {
-            **counts,
-            "live": {s: counts["groups"][s] for s in _STATES} | {"ready": counts["ready"]},
-            "kept": {s: counts["trajectories"][s] for s in ("open", "complete")},
-            "outcomes": {
-                s: counts["steps"][s]
-                for s in ("accepted", "duplicate", "late", "conflict", "rejected")
-            },
-            "ended": {s: counts["leases"][s] for s in ("acked", "nacked", "expired")},
-        }
-        for name, counts in statistics.items()
-    }
+"""Metrics of `{channel: GetStatistics}`."""

@@ -47,7 +47,7 @@ from stepwell.datapool.ops import (
 from stepwell.datapool.questions import GetStatistics, ReadPictures
 from stepwell.datapool.remote.incarnation import previous_of, record
 from stepwell.datapool.remote.service import Applied, PoolService
-from stepwell.datapool.remote.wire import Door, Server
+from stepwell.datapool.remote.wire import PoolAddress, Server
 from stepwell.datapool.store.folder import journal_exists
 from stepwell.datapool.types import MAX_INT, TRAIN, Step
 
@@ -119,12 +119,12 @@ class DataPoolActor:
         return_large_blocks(1 << 17)
 
     @ray.method(concurrency_group=FINDING)
-    def door(self, from_node: str) -> Door:
+    def address(self, from_node: str) -> PoolAddress:
         """Return the address at which clients on that node of the cluster reach this pool."""
         is_here = from_node == ray.get_runtime_context().get_node_id()
         tcp_host = None if is_here else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        door: Door = self._run(self._server.door(tcp_host))
-        return door
+        address: PoolAddress = self._run(self._server.address(tcp_host))
+        return address
 
     # -- the documented calls of a bare handle ---------------------------------------------------
 
@@ -238,10 +238,10 @@ class DataPoolActor:
 
 async def _keep_archiver(settings: Settings, service: PoolService, server: Server) -> None:
     """Run the archiver, again whenever it ends."""
-    door = await server.door()
+    address = await server.address()
     while True:
         try:
-            process = await asyncio.to_thread(start_archiver, settings, door)
+            process = await asyncio.to_thread(start_archiver, settings, address)
         except OSError as e:  # no memory for a process, or it ended at once
             logger.error("DataPool: the archiver cannot be started (%s); it is tried again", e)
         else:

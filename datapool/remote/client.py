@@ -53,9 +53,9 @@ from stepwell.datapool.inspect.pages import (
     TrajectoryRow,
 )
 from stepwell.datapool.ops import Op, R, SubmitOutcome, TrajectoryOutcome
-from stepwell.datapool.remote.link import Caller, LocalPort, Port
 from stepwell.datapool.remote.outbox import Outbox, PictureSource
 from stepwell.datapool.remote.service import PoolService
+from stepwell.datapool.remote.shard import Caller, LocalShard, Shard
 from stepwell.datapool.remote.shards import Shards
 from stepwell.datapool.selection import DryRun, Marks
 from stepwell.datapool.types import TRAIN, Lease, Step
@@ -86,23 +86,23 @@ class DataPoolClient:
     pool of this process.
 
     Args:
-        ports: the ways to its shards, in their order.
+        shards: in their order.
     """
 
-    def __init__(self, ports: Sequence[Port]) -> None:
-        self.ports = tuple(ports)
-        self._pool: Caller = self.ports[0] if len(self.ports) == 1 else Shards(self.ports)
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self.shards = tuple(shards)
+        self._pool: Caller = self.shards[0] if len(self.shards) == 1 else Shards(self.shards)
         self._outbox = Outbox(self._pool)
         self._acking: set[asyncio.Future[Any]] = set()
 
-    def __reduce__(self) -> tuple[type[DataPoolClient], tuple[Sequence[Port]]]:
-        return (type(self), (self.ports,))
+    def __reduce__(self) -> tuple[type[DataPoolClient], tuple[Sequence[Shard]]]:
+        return (type(self), (self.shards,))
 
     async def close(self) -> None:
         """Hang up. A later call connects again."""
         await asyncio.gather(*self._acking, return_exceptions=True)
-        for port in self.ports:
-            port.close()
+        for shard in self.shards:
+            shard.close()
 
     @classmethod
     @asynccontextmanager
@@ -116,7 +116,7 @@ class DataPoolClient:
             JournalError, ReplayError: the journal cannot be opened.
         """
         service = PoolService(config, folder)
-        client = cls([LocalPort(service)])
+        client = cls([LocalShard(service)])
         try:
             yield client
         finally:
@@ -132,7 +132,7 @@ class DataPoolClient:
             PoolUnavailableError: the pool is gone, or does not come back in time.
         """
         if isinstance(op, ops.CompleteTrajectory | ops.AbortTrajectory):
-            self._outbox.tips.end(op.trajectory_uid, op.channel)
+            self._outbox.recent.end(op.trajectory_uid, op.channel)
         return await self._pool.call(op, timeout_s)
 
     # -- producers ---------------------------------------------------------------------------
@@ -376,13 +376,16 @@ class DataPoolClient:
         return await self.call(ops.Mark(prompt_uid, trajectory_uid, marks, channel, owner))
 
     async def delete(
-        self, trajectory_uid: str | None = None, tag: str | None = None
+        self,
+        trajectory_uid: str | None = None,
+        tag: str | None = None,
+        user: str | None = None,
     ) -> ops.Deleted:
         """Delete data with its groups (`ops.Delete`), all there is. Erased from the journal's files
         within seconds."""
         found = ops.Deleted(more=True)
         while found.more:
-            found += await self.call(ops.Delete(trajectory_uid, tag))
+            found += await self.call(ops.Delete(trajectory_uid, tag, user))
         return found
 
     delete_trajectory = _makes(ops.DeleteTrajectory)

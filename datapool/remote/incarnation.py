@@ -9,7 +9,7 @@ is taken for it.
 
 Pool and actor are apart: a run that is resumed opens the same journal, so the same pool, with
 another actor. Without a journal there is nothing to name: that pool begins empty with every start,
-as `durability: none` says. Does not keep a former process from writing; the journal does.
+as `durability: none` says. Does not keep a previous process from writing; the journal does.
 """
 
 from __future__ import annotations

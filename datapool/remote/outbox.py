@@ -9,7 +9,7 @@ before them, and asked again for room.
 
 Pictures travel when the pool asks for them: it mostly has them from the turn before, or from a
 sibling. Owns what is sent, and how often. Does not own the layout (`codec.py`), nor the connection
-(`link.py`).
+(`shard.py`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from stepwell.datapool.ops import (
     SubmitOutcome,
     SubmitSteps,
 )
-from stepwell.datapool.remote.link import Caller
+from stepwell.datapool.remote.shard import Caller
 from stepwell.datapool.types import Step
 
-MAX_TIPS = 200_000
+MAX_RECENT = 200_000
 """Recent steps that are remembered, some 300 bytes each; the trajectories added to longest ago go
 first."""
 PUT_BYTES = 4 << 20
@@ -51,7 +51,7 @@ class Outbox:
 
     def __init__(self, pool: Caller) -> None:
         self._pool = pool
-        self.tips = Tips()
+        self.recent = RecentSteps()
 
     async def submit(
         self,
@@ -126,7 +126,7 @@ class Outbox:
         if pictures is not None:
             await self._send_pictures(steps, channel, which, results, pictures)
         if unknown := [i for i in which if _is(results[i], "UnknownBaseError")]:
-            self.tips.clear()
+            self.recent.clear()
             await self._send_once(steps, channel, unknown, results)
 
     async def _send_pictures(
@@ -170,7 +170,9 @@ class Outbox:
         for i in which:
             step = steps[i]
             try:
-                packed.append((step.trajectory_uid, step.prompt_uid, self.tips.pack(step, channel)))
+                packed.append(
+                    (step.trajectory_uid, step.prompt_uid, self.recent.pack(step, channel))
+                )
             except InvalidStepError as e:
                 results[i] = Refusal.of(e)
             else:
@@ -186,10 +188,10 @@ class Outbox:
             results[i] = answer
 
 
-class Tips:
+class RecentSteps:
     """Recent steps by trajectory."""
 
-    def __init__(self, limit: int = MAX_TIPS) -> None:
+    def __init__(self, limit: int = MAX_RECENT) -> None:
         self._limit = limit
         self._steps: OrderedDict[tuple[str, str], dict[int, Base]] = OrderedDict()
         """(trajectory_uid, channel) -> step_index -> step"""

@@ -71,7 +71,7 @@ Settled: TypeAlias = Callable[[Sequence["Applied"]], None]
 LOCK_S = 5.0
 """Seconds that another pool over the same journal may take to end."""
 CUT_OFF_S = 90.0
-"""The same for the former process of this one: longer than Ray's
+"""The same for the previous process of this one: longer than Ray's
 `gcs_rpc_server_reconnect_timeout_s` (60 s), after which a node that is cut off ends what runs on
 it. Then the journal is taken over."""
 TIMER_RETRY_S = 1.0
@@ -173,7 +173,7 @@ class PoolService:
         journal = Journal(
             folder,
             "power" if self._pool.config.durability == "power" else "process",
-            # Ray declared the former process dead. If only its node was cut off, that one ends as
+            # Ray declared the previous process dead. If only its node was cut off, that one ends as
             # soon as it learns so, or cannot reach the cluster for a minute.
             lock_timeout_s=CUT_OFF_S if restarted else LOCK_S,
             take_over=None if previous is None else previous.pid,

@@ -50,7 +50,7 @@ from stepwell.datapool.errors import (
 )
 from stepwell.datapool.inspect.events import Events
 from stepwell.datapool.ops import CURSOR, Op, R
-from stepwell.datapool.remote.link import Port
+from stepwell.datapool.remote.shard import Shard
 from stepwell.datapool.selection import DryRun
 
 T = TypeVar("T")
@@ -81,12 +81,12 @@ class Shards:
     """The shards of a pool, as one.
 
     Args:
-        ports: the ways to them, in their order.
+        shards: in their order.
     """
 
-    def __init__(self, ports: Sequence[Port]) -> None:
-        self.ports = tuple(ports)
-        self.n = len(self.ports)
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self.shards = tuple(shards)
+        self.n = len(self.shards)
         self._homes: dict[tuple[str, str], int] = {}
         """(channel, trajectory_uid) -> its shard"""
         self._turn = random.randrange(self.n)
@@ -122,11 +122,11 @@ class Shards:
         prompt_uid: str | None = getattr(op, "prompt_uid", None)
         channel: str = getattr(op, "channel", "")
         if uid is None:
-            return await self.ports[shard_of(prompt_uid, self.n)].call(op, timeout_s)
+            return await self.shards[shard_of(prompt_uid, self.n)].call(op, timeout_s)
         if prompt_uid is None:
             return await self._at_home(op, uid, channel)
         home = self.home(uid, prompt_uid, channel)
-        answer = await self.ports[home].call(op, timeout_s)
+        answer = await self.shards[home].call(op, timeout_s)
         if isinstance(answer, ops.Resumed):
             self._homes[answer.channel, uid] = home
         return answer
@@ -162,7 +162,7 @@ class Shards:
                 parts.setdefault(home, []).append(i)
         # All are begun now: what is called next, of whatever group, comes after them.
         began = [
-            self.ports[home].call(replace(op, trajectories=[op.trajectories[i] for i in part]))
+            self.shards[home].call(replace(op, trajectories=[op.trajectories[i] for i in part]))
             for home, part in parts.items()
         ]
         answers = await self._gather(began)
@@ -184,10 +184,10 @@ class Shards:
         home = self._homes.get((channel, trajectory_uid))
         if home is not None:
             try:
-                return await self.ports[home].call(op)
+                return await self.shards[home].call(op)
             except UnknownTrajectoryError:
                 del self._homes[channel, trajectory_uid]
-        answers = await self._gather(port.call(op) for port in self.ports)
+        answers = await self._gather(shard.call(op) for shard in self.shards)
         known = [a for a in answers if not isinstance(a, UnknownTrajectoryError)]
         return _values(known or answers)[0]
 
@@ -198,14 +198,14 @@ class Shards:
 
     async def _all(self, op: Op[R]) -> list[R]:
         """The answers of all shards; an error once all have answered."""
-        calls: list[Awaitable[R]] = [port.call(op) for port in self.ports]
+        calls: list[Awaitable[R]] = [shard.call(op) for shard in self.shards]
         return _values(await self._gather(calls))
 
     async def _first(self, ops: Mapping[int, Op[R]], timeout_s: float | None) -> dict[int, R]:
         """The answers of the shards that are first, within their time; the others are left."""
 
         async def call(k: int, op: Op[R]) -> R:  # not begun where its task is cancelled before
-            return await self.ports[k].call(op, timeout_s)
+            return await self.shards[k].call(op, timeout_s)
 
         tasks = {k: asyncio.create_task(call(k, op)) for k, op in ops.items()}
         try:
@@ -227,7 +227,7 @@ class Shards:
 
     async def _lease(
         self, op: ops.LeaseBatch, timeout_s: float | None
-    ) -> PackedLease | ops.Unserved:
+    ) -> PackedLease | ops.NoLease:
         """A whole batch, or nothing."""
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         look = asked.WaitAvailable(op.n_rollouts, op.channel)
@@ -264,7 +264,7 @@ class Shards:
         """The whole batch, or nothing."""
         self._turn += 1
         answers = await self._gather(
-            self.ports[k].call(replace(op, batch_size=n, request_id=uuid.uuid4().hex))
+            self.shards[k].call(replace(op, batch_size=n, request_id=uuid.uuid4().hex))
             for k, n in parts(available, op.batch_size, self._turn).items()
         )
         leases = [lease for lease in answers if isinstance(lease, PackedLease)]
@@ -292,7 +292,7 @@ class Shards:
                     "shards: lease again"
                 )
             calls.append((int(number), replace(op, lease_id=part)))
-        answers = await self._gather(self.ports[k].call(each) for k, each in calls)
+        answers = await self._gather(self.shards[k].call(each) for k, each in calls)
         refused = [a for a in answers if isinstance(a, DataPoolError)]
         if refused and len(answers) > 1:
             raise type(refused[0])(
@@ -307,13 +307,13 @@ class Shards:
     async def _open_group(self, op: ops.OpenGroup, timeout_s: float | None) -> ops.SubmitOutcome:
         """Open it once the whole pool has credit for one more."""
         home = shard_of(op.prompt_uid, self.n)
-        port, look = self.ports[home], asked.WaitCredit(op.prompt_uid, op.channel)
+        shard, look = self.shards[home], asked.WaitCredit(op.prompt_uid, op.channel)
         line = op.channel, asyncio.get_running_loop()
         lock = self._opening.setdefault(line, asyncio.Lock())
         if op.channel in self._unlimited or (
-            line in self._full and (await port.call(look)).is_known  # it need not stand in line
+            line in self._full and (await shard.call(look)).is_known  # it need not stand in line
         ):
-            return await port.call(op, timeout_s)
+            return await shard.call(op, timeout_s)
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(None if timeout_s is None else max(timeout_s, IN_LINE_S)):
@@ -332,7 +332,7 @@ class Shards:
                 left = None if end == math.inf else max(0.0, end - time.monotonic())
                 is_shut = any(credit.shut_down for credit in credits)
                 if full is None or credits[home].is_known or is_shut:
-                    return await port.call(op, left)
+                    return await shard.call(op, left)
                 if left == 0:
                     raise PoolFullError(
                         f"channel {op.channel!r} {full}; group {op.prompt_uid!r} waits until one "
@@ -353,7 +353,7 @@ class Shards:
         if len(cursors) != self.n:
             CURSOR.refuse("cursor", op.cursor)
         each = {k: replace(op, cursor=cursor or None) for k, cursor in enumerate(cursors)}
-        calls = (self.ports[k].call(mine) for k, mine in each.items())
+        calls = (self.shards[k].call(mine) for k, mine in each.items())
         pages = dict(enumerate(_values(await self._gather(calls))))
         if timeout_s != 0 and not any(page.events for page in pages.values()):
             pages |= await self._first(each, timeout_s)
@@ -377,7 +377,7 @@ class Shards:
                 CURSOR.refuse("cursor", op.cursor)
             k = int(number)
         while True:
-            page = await self.ports[k].call(replace(op, cursor=at or None))
+            page = await self.shards[k].call(replace(op, cursor=at or None))
             if page.cursor is not None:
                 return dataclasses.replace(page, cursor=f"{k}/{page.cursor}")
             if one is not None or k + 1 == self.n:

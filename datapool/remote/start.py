@@ -33,8 +33,8 @@ from stepwell.datapool.log_files import numbered_log
 from stepwell.datapool.remote.actor import FINDING, N_WAITING, SHARDS_FILE, WAITING, DataPoolActor
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.incarnation import Known
-from stepwell.datapool.remote.link import RESTART_S, Link
-from stepwell.datapool.remote.wire import Door
+from stepwell.datapool.remote.shard import RESTART_S, RemoteShard
+from stepwell.datapool.remote.wire import PoolAddress
 from stepwell.datapool.sealed import read_sealed, write_sealed
 from stepwell.datapool.store.folder import journal_exists
 
@@ -150,7 +150,7 @@ def start_shards(
 
 def client_of(actors: Sequence[DataPoolHandle]) -> DataPoolClient:
     """A client of the pool that `start_shards` started."""
-    return DataPoolClient([ShardLink(actor) for actor in actors])
+    return DataPoolClient([RayShard(actor) for actor in actors])
 
 
 def connect(name: str = DEFAULT_NAME, namespace: str | None = None) -> DataPoolClient:
@@ -181,20 +181,20 @@ def connect(name: str = DEFAULT_NAME, namespace: str | None = None) -> DataPoolC
     return client_of(handles)
 
 
-class ShardLink(Link):
+class RayShard(RemoteShard):
     """The way to one shard. Pickles as its handle and the pool that it met."""
 
     def __init__(self, handle: DataPoolHandle, met: Known = None) -> None:
         super().__init__(met)
         self.handle = handle
 
-    def __reduce__(self) -> tuple[type[ShardLink], tuple[DataPoolHandle, Known]]:
+    def __reduce__(self) -> tuple[type[RayShard], tuple[DataPoolHandle, Known]]:
         return (type(self), (self.handle, self.met))
 
-    async def find(self) -> tuple[Door, str]:
+    async def find(self) -> tuple[PoolAddress, str]:
         here = _here()
         try:
-            return await self.handle.door.remote(here), here
+            return await self.handle.address.remote(here), here
         except ActorUnavailableError as e:
             raise ConnectionError(str(e).strip().splitlines()[0]) from e
         except RayActorError as e:
@@ -222,7 +222,7 @@ def _number_of_shards(first: DataPoolHandle) -> int:
     give_up = time.monotonic() + RESTART_S
     while True:
         try:
-            n: int = ray.get(first.door.remote(_here())).n_shards
+            n: int = ray.get(first.address.remote(_here())).n_shards
             return n
         except RayActorError as e:
             if not isinstance(e, ActorUnavailableError) or time.monotonic() > give_up:

@@ -1,7 +1,7 @@
 """This module gives the pool of a run that is over as a client, so that whoever looks into a run
 need not know whether it is alive.
 
-    journals ──StoppedJournal──► restore ──► DataPool ──StoppedPort──► DataPoolClient
+    journals ──StoppedJournal──► restore ──► DataPool ──StoppedShard──► DataPoolClient
                                                  questions only; its clock stands still
 
 Payloads stay on disk until they are asked for. Does not own reading a journal (`store/reading.py`).
@@ -27,7 +27,7 @@ MEMORY_BYTES = 256 << 20
 """Bytes of payloads kept in memory while a journal is replayed."""
 
 
-class StoppedPort:
+class StoppedShard:
     """A shard of which only its journal is left."""
 
     met: Known = None
@@ -72,4 +72,4 @@ def stopped_pool(path: Path, config: PoolConfig | None = None) -> DataPoolClient
         JournalLockedError: a process runs it.
         JournalError: there is no journal, or it is damaged.
     """
-    return DataPoolClient([StoppedPort(f, config or UNKNOWN) for f in journals_in(path)])
+    return DataPoolClient([StoppedShard(f, config or UNKNOWN) for f in journals_in(path)])

@@ -19,7 +19,7 @@ of a killed process; elsewhere it is a path in a folder of this user's. TCP list
 another machine asks for it.
 
 Does not own: what an operation means (`ops.py`), when an answer is due (`service.py`), what becomes
-of calls whose connection broke (`link.py`).
+of calls whose connection broke (`shard.py`).
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ HELLO_S = 10.0
 MAX_HELLO = 4096
 """Bytes of a peer that has not said so yet."""
 
-Answered: TypeAlias = Callable[[Sequence[bytes | memoryview]], None]
+Answered: TypeAlias = Callable[[Sequence[memoryview]], None]
 
 
-class Door(NamedTuple):
+class PoolAddress(NamedTuple):
     """The address of a pool."""
 
     node: str
@@ -98,13 +98,34 @@ def answers_to(kind: type[Op[Any]]) -> msgspec.msgpack.Decoder[Any]:
     return decoder(answer)
 
 
-def frame(content: Any) -> bytes:
-    data = encoder.encode(content)
-    if len(data) >= MAX_FRAME:
-        raise InvalidRequestError(
-            f"a message of {len(data)} bytes is longer than {MAX_FRAME}; send fewer steps at once"
-        )
-    return _LENGTH.pack(len(data)) + data
+def add_frame(written: bytearray, content: Any) -> None:
+    """Append a frame to what is to be written. It is encoded in place: a lease has 200 kB, and each
+    copy of it costs as much as making it.
+
+    Raises:
+        TypeError, ValueError, OverflowError: the content cannot be encoded; nothing is appended.
+        InvalidRequestError: it is too long; the same.
+    """
+    at = len(written)
+    written += bytes(_LENGTH.size)
+    try:
+        encoder.encode_into(content, written, -1)
+        n_bytes = len(written) - at - _LENGTH.size
+        if n_bytes >= MAX_FRAME:
+            raise InvalidRequestError(
+                f"a message of {n_bytes} bytes is longer than {MAX_FRAME}; send fewer steps at once"
+            )
+    except BaseException:
+        del written[at:]
+        raise
+    _LENGTH.pack_into(written, at, n_bytes)
+
+
+def frame(content: Any) -> bytearray:
+    """A frame alone."""
+    written = bytearray()
+    add_frame(written, content)
+    return written
 
 
 def _proven(secret: bytes, challenge: bytes) -> bytes:
@@ -127,37 +148,36 @@ class _Frames(asyncio.Protocol):
             _keep_alive(peer)
 
     def data_received(self, data: bytes) -> None:
-        begin = _LENGTH.size
-        one_frame = _LENGTH.pack(max(0, len(data) - begin))
         try:
-            if not self._buffer and len(data) <= self._longest and data.startswith(one_frame):
-                self.received([memoryview(data)[begin:]])
-            elif frames := self._whole(data):
+            if frames := self._whole(data):
                 self.received(frames)
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             log.warning("a peer of the DataPool sent what is none of its messages (%s)", e)
-            self._buffer.clear()
+            self._buffer = bytearray()
             self.transport.abort()
 
-    def _whole(self, data: bytes) -> list[bytes]:
-        """Return the frames that end with this data."""
-        buffer, begin = self._buffer, _LENGTH.size
-        buffer += data
-        frames: list[bytes] = []
+    def _whole(self, data: bytes) -> list[memoryview]:
+        """Return the frames that end with this data, as views of it and of what came before."""
+        if self._buffer:
+            self._buffer += data
+        whole: bytes | bytearray = self._buffer or data
+        view, n_bytes, begin = memoryview(whole), len(whole), _LENGTH.size
+        frames: list[memoryview] = []
         at = 0
-        while len(buffer) - at >= begin:
-            (length,) = _LENGTH.unpack_from(buffer, at)
+        while n_bytes - at >= begin:
+            (length,) = _LENGTH.unpack_from(whole, at)
             if length > self._longest:
                 raise msgspec.DecodeError(f"a frame of {length} bytes")
             end = at + begin + length
-            if len(buffer) < end:
+            if n_bytes < end:
                 break
-            frames.append(bytes(memoryview(buffer)[at + begin : end]))
+            frames.append(view[at + begin : end])
             at = end
-        del buffer[:at]
+        if at or whole is data:  # what is viewed is left to its viewers
+            self._buffer = bytearray(view[at:])
         return frames
 
-    def received(self, frames: Sequence[bytes | memoryview]) -> None:
+    def received(self, frames: Sequence[memoryview]) -> None:
         """Take the frames that came together."""
         raise NotImplementedError
 
@@ -181,24 +201,24 @@ class Server:
     def __init__(self, service: PoolService, node: str = "") -> None:
         self._service = service
         self._secret = secrets.token_bytes(32)
-        self._door = Door(node, service.n_shards, "", None, self._secret)
+        self._address = PoolAddress(node, service.n_shards, "", None, self._secret)
         self._servers: list[asyncio.Server] = []
         self._lock = asyncio.Lock()
 
-    async def door(self, tcp_host: str | None = None) -> Door:
+    async def address(self, tcp_host: str | None = None) -> PoolAddress:
         """Return the address of this pool; by TCP, too, if that of this machine is given."""
         loop = asyncio.get_running_loop()
         async with self._lock:
-            if not self._door.unix:
+            if not self._address.unix:
                 name = _socket_name()
                 self._servers.append(await loop.create_unix_server(self._connected, name))
-                self._door = self._door._replace(unix=name)
-            if tcp_host is not None and self._door.tcp is None:
+                self._address = self._address._replace(unix=name)
+            if tcp_host is not None and self._address.tcp is None:
                 server = await loop.create_server(self._connected, tcp_host, 0)
                 self._servers.append(server)
                 port = server.sockets[0].getsockname()[1]
-                self._door = self._door._replace(tcp=(tcp_host, port))
-        return self._door
+                self._address = self._address._replace(tcp=(tcp_host, port))
+        return self._address
 
     def close(self) -> None:
         for server in self._servers:
@@ -234,7 +254,7 @@ class _Served(_Frames):
         if not self._is_known:
             self.transport.abort()
 
-    def received(self, frames: Sequence[bytes | memoryview]) -> None:
+    def received(self, frames: Sequence[memoryview]) -> None:
         """Apply the requests that came together; one write answers them, once they are durable."""
         if not self._is_known:
             self._greet(_proof.decode(frames[0]))
@@ -286,27 +306,28 @@ class _Served(_Frames):
     def _send(self, applied: Sequence[Applied]) -> None:
         if self.transport.is_closing():
             return
-        frames: list[bytes] = []
+        written = bytearray()
         for number, op, answer in applied:
             try:
-                frames.append(_answer_frame(number, answer))
+                add_frame(written, _answer(number, answer))
             except Exception as e:  # noqa: BLE001 - whatever it is, the others' answers travel
                 self._service.take_back(op, answer)
                 error = DataPoolError(f"the answer cannot travel: {e}")
-                frames.append(_answer_frame(number, error))
-        self.transport.write(b"".join(frames))
+                add_frame(written, _answer(number, error))
+        self.transport.write(written)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for task in tuple(self._waiting.values()):
             task.cancel()
 
 
-def _answer_frame(number: int, answer: Any) -> bytes:
+def _answer(number: int, answer: Any) -> tuple[int, bool, Any]:
+    """The content of an answer's frame."""
     if isinstance(answer, DataPoolError):
-        return frame((number, False, Refusal.of(answer)))
+        return number, False, Refusal.of(answer)
     if isinstance(answer, Exception):  # a foreign one, as it is: in somebody's selection
-        return frame((number, False, Refusal(type(answer).__name__, repr(answer))))
-    return frame((number, True, answer))
+        return number, False, Refusal(type(answer).__name__, repr(answer))
+    return number, True, answer
 
 
 # -- the client's side -------------------------------------------------------------------------
@@ -334,7 +355,7 @@ class Connection(_Frames):
         self.known: asyncio.Future[Known] = asyncio.get_running_loop().create_future()
         """Identity of the pool; done once it has let the client in."""
 
-    def received(self, frames: Sequence[bytes | memoryview]) -> None:
+    def received(self, frames: Sequence[memoryview]) -> None:
         if self.known.done():
             self._answered(frames)
         elif self._secret is not None:
@@ -351,36 +372,36 @@ class Connection(_Frames):
 
 
 async def connect(
-    door: Door,
+    address: PoolAddress,
     here: str,
     answered: Answered,
     lost: Callable[[Connection], None],
 ) -> tuple[Connection, Known]:
-    """A connection to the pool behind `door`, by its Unix socket if `here` is the pool's node; and
+    """A connection to the pool at `address`, by its Unix socket if `here` is the pool's node; and
     which pool it is.
 
     Raises:
         OSError: nobody listens there, or hangs up, or no pool.
     """
     loop = asyncio.get_running_loop()
-    address: Any = door.unix if door.node == here else door.tcp
-    if address is None:
+    target: Any = address.unix if address.node == here else address.tcp
+    if target is None:
         raise ConnectionError(
-            f"the DataPool on node {door.node} does not listen for {os.uname()[1]}"
+            f"the DataPool on node {address.node} does not listen for {os.uname()[1]}"
         )
 
     def make() -> Connection:
-        return Connection(door.secret, answered, lost)
+        return Connection(address.secret, answered, lost)
 
     with contextlib.ExitStack() as undo:  # also of a cancellation: nobody else knows it yet
-        if door.node == here:
+        if address.node == here:
             peer = socket.socket(socket.AF_UNIX)
             undo.callback(peer.close)
             peer.setblocking(False)
-            await loop.sock_connect(peer, address)  # uvloop would cut an abstract name off
+            await loop.sock_connect(peer, target)  # uvloop would cut an abstract name off
             _, connection = await loop.create_unix_connection(make, sock=peer)
         else:
-            _, connection = await loop.create_connection(make, *address)
+            _, connection = await loop.create_connection(make, *target)
         undo.pop_all()
         undo.callback(connection.transport.abort)
         known = await connection.known

@@ -1,13 +1,13 @@
 """This module keeps a journal's folder for one process, and what was acknowledged in `pool.acked`,
-so that a loss is noticed and no former process writes beside its successor.
+so that a loss is noticed and no previous process writes beside its successor.
 
     lock on the folder       one process at a time; the kernel lets go of it when that one dies
     lock on `pool.acked`     one transaction at a time: whoever holds it looks whether the record is
                              still its own (`LastCommit.opening`), writes, records, lets go
 
 A successor that takes the folder from a process that was declared dead, and may only stand still,
-writes its own `opening` into the record while it holds the second lock. From then on the former one
-can write nothing.
+writes its own `opening` into the record while it holds the second lock. From then on the previous
+process can write nothing.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def take_folder(folder: Path, timeout_s: float, take_over: int | None = None) ->
 
 
 def take_acked(folder: Path, timeout_s: float) -> int:
-    """`pool.acked`, locked. Waits for the end of a transaction of the former process.
+    """`pool.acked`, locked. Waits for the end of a transaction of the previous process.
 
     Raises:
         JournalLockedError: it stands still in the middle of one.

@@ -349,9 +349,9 @@ class Journal(LogReader):
             if self._timer is not None:
                 self._timer.cancel()
             self._remover.shutdown()
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         # On a full disk the record only stays as it was; fenced, it is the successor's.
         with contextlib.suppress(OSError, JournalError):
             fcntl.flock(self._acked, fcntl.LOCK_EX)
@@ -465,11 +465,12 @@ class Journal(LogReader):
 
     def _write(self, number: int, at: int, data: bytes, acked: LastCommit) -> None:
         """Write a transaction there in a segment, and then `pool.acked`."""
-        file, path = self._file, segment_path(self.folder, number)
+        file = self._file
         fcntl.flock(self._acked, fcntl.LOCK_EX)
         try:
             self._check_owner()
             if not at:
+                path = segment_path(self.folder, number)
                 file = private(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             try:
                 n = os.pwrite(file, data, at)

@@ -708,7 +708,7 @@ def _settle(pool: DataPool, journal: Journal, groups: _Groups) -> None:
             marks = {"trainable": False, "add_tags": [DOUBTFUL]}
             channel.mark(ops.Mark(uid, None, marks, channel_name))
     for channel in pool.channels.values():
-        channel.erase_deleted()  # former copies of their rows may be back
+        channel.erase_deleted()  # earlier copies of their rows may be back
         counts, live = channel.counts, channel.records.groups.values()
         counts.numbered = max(counts.numbered, groups.last.get(channel.name, 0))
         n_dropped = (

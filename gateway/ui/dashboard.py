@@ -23,7 +23,13 @@ import orjson
 
 from stepwell.datapool.branches import parents
 from stepwell.datapool.config import SelectionConfig
-from stepwell.datapool.errors import DataPoolError, InvalidRequestError, SelectionError
+from stepwell.datapool.errors import (
+    DataPoolError,
+    InvalidRequestError,
+    SelectionError,
+    TrajectoryClosedError,
+    UnknownTrajectoryError,
+)
 from stepwell.datapool.files.trained import with_rewards
 from stepwell.datapool.inspect.events import Event
 from stepwell.datapool.inspect.pages import GroupRow, TrajectoryRow
@@ -416,9 +422,28 @@ class Dashboard:
         return answer | {"messages": said(steps[at], known, self._decode)}
 
     async def picture(self, channel: str, trajectory_uid: str, digest: str) -> bytes:
-        """The PNG of a picture that a step of a live trajectory refers to."""
-        found = await self.ask(self.pool.read_pictures(trajectory_uid, [digest], channel))
-        return found[digest]
+        """The PNG of a picture that a step of a trajectory refers to, of the pool or the archive."""
+        try:
+            found = await self.ask(self.pool.read_pictures(trajectory_uid, [digest], channel))
+            return found[digest]
+        except (TrajectoryClosedError, UnknownTrajectoryError):
+            if self._archive is None:
+                raise
+
+        def read() -> bytes:
+            with _reader(self._archive) as archive:
+                whole = archive.read(trajectory_uid)
+                png = None if whole is None else whole.pictures.get(digest)
+            if png is None:
+                raise UnknownItemError(
+                    f"digest is {digest!r:.80}, which is of no picture of trajectory "
+                    f"{trajectory_uid!r:.200}; what has left the pool is in the archive some "
+                    "seconds later",
+                    "digest",
+                )
+            return png
+
+        return await asyncio.to_thread(read)
 
     async def _find(self, channel: str | None, uid: str, step: int | None) -> _Found:
         if step is None:

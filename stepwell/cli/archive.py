@@ -51,7 +51,7 @@ def add_archive_commands(commands: Commands, data: Commands) -> None:
         "add what a run without an archive left: trained/, with tokens, and rollouts.jsonl, as text"
     )
     add_command(actions, "import", _import, text, has_run=True)
-    text = "delete from the archive alone what is no longer in the pool"
+    text = "delete what is no longer in the pool: from the archive and the trainer's copies"
     delete = add_command(actions, "delete", _delete, text, has_run=True)
     what = delete.add_mutually_exclusive_group(required=True)
     for name, of in (("trajectory", "one"), ("user", "all of a user"), ("tag", "all with a tag")):
@@ -123,16 +123,17 @@ def _import(args: argparse.Namespace) -> None:
 
 
 def _delete(args: argparse.Namespace) -> None:
+    from stepwell.datapool.ops import Delete
+    from stepwell.run.deletion import delete_archived, delete_copied, not_reached
     from stepwell.show.archive import open_archive
+    from stepwell.show.run import choose_run
 
-    kind = next(name for name in ("trajectory", "user", "tag") if getattr(args, name) is not None)
-    reader = open_archive(args.where)
-    gone = reader.delete(kind, getattr(args, kind))  # type: ignore[arg-type]
-    lines = [f"{reader.folder.path}: deleted {len(gone)} trajectories", *gone, NOT_REACHED]
-    answer(args, {"deleted": gone, "not_reached": NOT_REACHED}, "\n".join(lines))
-
-
-NOT_REACHED = (
-    "not reached: copies that somebody made of the files, and exports (`stepwell data delete "
-    "--exports`)"
-)
+    asked = Delete(args.trajectory, args.tag, args.user)
+    folder = Path(choose_run(args.where))
+    reader = open_archive(str(folder))
+    gone = delete_archived(folder, asked, with_groups=False)
+    copied = delete_copied(folder, asked, gone, with_groups=False)
+    told = not_reached(folder)
+    lines = [f"{reader.folder.path}: deleted {len(gone)} trajectories", *gone]
+    lines += [f"{folder}, copies of the trainer: deleted {len(copied)} trajectories", told]
+    answer(args, {"deleted": gone, "copies": copied, "not_reached": told}, "\n".join(lines))

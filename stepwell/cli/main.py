@@ -20,7 +20,7 @@ line.
     stepwell doctor  [RUN | --config …]                  what is wrong, and its remedy
     stepwell data export|import FILE [RUN]               trajectories as Parquet or JSONL
     stepwell data salvage PATH                           a usable journal of a damaged one
-    stepwell data delete  RUN --trajectory UID | --tag T delete it from journal and exported files
+    stepwell data delete  RUN --trajectory UID | --tag T | --user U   delete it from all files
     stepwell backends                                    list training backends, engines, policy
                                                          losses, estimators, off-policy methods
 
@@ -209,12 +209,13 @@ def command_parser() -> argparse.ArgumentParser:
             metavar="PROMPT_UID",
             help=f"{text} these doubtful groups of a stopped pool; none named: all",
         )
-    text = "delete a trajectory, or all with a tag, from a run's pool and from exported files"
+    text = "delete a trajectory, all with a tag, or all of a user: from pool, archive and files"
     delete = add_command(actions, "delete", _delete, text)
     delete.add_argument("run_dir", metavar="RUN", type=Path, help="the run's folder, alive or not")
     what = delete.add_mutually_exclusive_group(required=True)
     what.add_argument("--trajectory", metavar="UID", help="goes with its group")
     what.add_argument("--tag", metavar="TAG", help="as `mark` set it")
+    what.add_argument("--user", metavar="USER", help="`user` of the metadata, else who opened it")
     delete.add_argument(
         "--exports", nargs="+", default=[], type=Path, metavar="PATH", help="Parquet or JSONL files"
     )
@@ -421,9 +422,11 @@ def _salvage(args: argparse.Namespace) -> None:
 
 
 def _delete(args: argparse.Namespace) -> None:
+    from stepwell.datapool.ops import Delete
     from stepwell.run.deletion import delete
 
-    lines = asyncio.run(delete(args.run_dir, args.trajectory, args.tag, args.exports))
+    asked = Delete(args.trajectory, args.tag, args.user)
+    lines = asyncio.run(delete(args.run_dir, asked, args.exports))
     answer(args, {"done": lines}, "\n".join(lines))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from stepwell.backends.config import EngineConfig
+from stepwell.backends.config import EngineConfig, LoraConfig
 from stepwell.backends.hub import is_hub_id
 from stepwell.config.run import RunConfig
 from stepwell.trainer.errors import ConfigError
@@ -78,8 +78,8 @@ def flags_of_run(config: RunConfig, is_colocated: bool) -> tuple[str, ...]:
             "--tensor-parallel-size" if is_vllm else "--tp-size",
             str(config.cluster.gpus_per_engine),
         )
-    lora = getattr(config.backend, "lora", None)
-    if config.engine.weight_transport == "lora" and lora is not None:
+    lora = _adapters(config) if config.engine.weight_transport == "lora" else None
+    if lora is not None:
         add("--enable-lora")
         add("--max-lora-rank", str(lora.rank))
         if "--lora-target-modules" not in given:
@@ -108,6 +108,15 @@ def engine_share(config: RunConfig, is_colocated: bool = True) -> float:
                 "memory, above 0 and at most 1"
             )
     return SHARED_MEMORY if is_colocated else OWN_MEMORY
+
+
+def _adapters(config: RunConfig) -> LoraConfig | None:
+    """Adapters that the run trains."""
+    if config.trainer.backend == "torch":
+        return config.backend.lora
+    from stepwell.backends.base import BACKENDS
+
+    return BACKENDS.load(config.trainer.backend).adapters(config.backend)
 
 
 def _modules(target: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from stepwell.backends.engines.api import Engine
 from stepwell.backends.engines.kinds import connect
 from stepwell.backends.engines.nodes import start_engine_group
 from stepwell.backends.engines.routes import check_routes
-from stepwell.backends.engines.server import start_engine, started
+from stepwell.backends.engines.server import start_engine, wait_started
 from stepwell.backends.weights.transports import ADAPTER_NAME
 from stepwell.cluster.address import RayPart
 from stepwell.cluster.engine_flags import engine_of_run
@@ -207,7 +207,7 @@ async def _start_engines(
             else start_engine(engine, **where, **(own or here))
         )
     stack.push_async_callback(_stop, servers)
-    urls = await asyncio.gather(*(started(server, accept) for server in servers))
+    urls = await asyncio.gather(*(wait_started(server, accept) for server in servers))
     return [url for of_server in urls for url in of_server]
 
 
@@ -254,7 +254,7 @@ async def _stop(actors: Sequence[Any]) -> None:
         try:
             await asyncio.wait_for(actor.stop.remote(), timeout=STOP_S)
         except (ray.exceptions.RayError, TimeoutError) as e:
-            log.warning("an actor did not stop in time and is killed: %s", e)
+            log.warning("an actor did not stop: %s", str(e) or f"no answer in {STOP_S} s")
 
     await asyncio.gather(*map(stop, actors))
     if await asyncio.to_thread(head_answers):  # `kill` would wait for it, and end nothing

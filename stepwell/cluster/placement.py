@@ -99,11 +99,21 @@ def in_turn(nodes: Sequence[Node], n: int) -> tuple[Node, ...]:
 
 def wanted_gpus(config: RunConfig) -> tuple[int, int]:
     """(trainer ranks that want a GPU each, engines that want `gpus_per_engine` each)."""
-    ranks = 0 if config.backend.device == "cpu" else config.backend.ranks
+    no_rank = config.backend.device == "cpu" or trains_elsewhere(config)
+    ranks = 0 if no_rank else config.backend.ranks
     # SGLang's, vLLM's and a plug-in's want GPUs.
     on_cpu = config.engine.kind == "embedded" or config.engine.is_attached
     engines = 0 if on_cpu else config.cluster.engines
     return ranks, engines
+
+
+def trains_elsewhere(config: RunConfig) -> bool:
+    """Return whether a service trains the model: no rank of this run does."""
+    if config.trainer.backend == "torch":
+        return False
+    from stepwell.backends.base import BACKENDS
+
+    return BACKENDS.load(config.trainer.backend).is_remote
 
 
 def plan(

@@ -38,6 +38,7 @@ from stepwell.cluster.address import RayPart, find_ray
 from stepwell.cluster.guard import VARIABLE, ProcessGuard, runs
 from stepwell.errors import RunUnavailableError
 from stepwell.trainer.errors import INTERRUPTED, ConfigError, RayEndedError
+from stepwell.trainer.threads import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -258,7 +259,8 @@ async def while_lives(
 
     async def watch() -> None:
         nonlocal has_ended
-        while await asyncio.to_thread(lives):  # noqa: ASYNC110 - a process that dies tells nobody
+        # A thread that nobody joins: Ray's answer on its nodes is waited for until there is a head.
+        while await in_thread(lives):  # noqa: ASYNC110 - a process that dies tells nobody
             await asyncio.sleep(LOOK_S)
         has_ended = True
         log.warning(
@@ -294,7 +296,7 @@ async def while_nodes_live(parts: Mapping[str, str]) -> AsyncIterator[None]:
         async with while_lives(nodes.live, nodes.error):
             yield
     except ray.exceptions.RayError as e:
-        if await asyncio.to_thread(nodes.have_lost_one):
+        if await in_thread(nodes.have_lost_one):
             raise nodes.error() from e
         raise
 

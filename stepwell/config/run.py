@@ -417,8 +417,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _transport_fits(self) -> RunConfig:
-        transport, lora = self.engine.weight_transport, getattr(self.backend, "lora", None)
-        if transport == "lora" and lora is None:
+        # Others are asked for theirs (`run/checks.py`): that imports them.
+        is_ours, lora = self.trainer.backend == "torch", self.backend.lora
+        if self.engine.weight_transport == "lora" and is_ours and lora is None:
             raise ValueError(
                 "engine.weight_transport is 'lora', but backend.lora is not set: there is no "
                 "adapter to publish; set backend.lora, or the transport to 'disk'"

@@ -248,6 +248,13 @@ def engine(config: RunConfig) -> None:
             f"engine.release_memory is true, and engine.kind {section.kind!r} lends no memory; set "
             "it to false, and give engines GPUs of their own"
         )
+    share = config.publish.canary_share
+    if kind.is_behind_router and config.publish.guard is not None and share is not None:
+        raise ConfigError(
+            f"publish.canary_share is {share:g}, and before engines of engine.kind "
+            f"{section.kind!r} a router chooses which of them answers a call, so none can try a "
+            "version out; set it to null"
+        )
     if section.is_attached:
         return
     path = section.model_path or config.model.path
@@ -314,11 +321,10 @@ def memory(config: RunConfig) -> None:
     states alone are refused, and a warning is given of the rest: micro-batches need not be full."""
     if config.backend.ranks > 1 and not _is_here(config):
         return  # a single rank is this process
-    if config.trainer.backend != "torch":
-        from stepwell.backends.base import BACKENDS
+    from stepwell.cluster.placement import trains_elsewhere
 
-        if BACKENDS.load(config.trainer.backend).is_remote:
-            return
+    if trains_elsewhere(config):
+        return
     on_gpu = config.backend.device != "cpu" and has_gpu()
     shape = ModelShape.read(config.model.path)
     size = f"{shape.parameters / _GB:.2g}e9 parameters with backend.optimizer "
@@ -359,7 +365,11 @@ def rank_memory(config: RunConfig, shape: ModelShape, gpu_bytes: float | None) -
     Args:
         shape: the policy's; `ModelShape.read(config.model.path)`.
         gpu_bytes: of one GPU, of which a colocated engine keeps its share; None: on the CPU.
+
+    Raises:
+        BackendConfigError: `backend.context_parallel` does not divide the model's heads.
     """
+    shape.check_context(config.backend.context_parallel)
     backend, algorithm = config.backend, config.algorithm
     critic = None
     if algorithm.estimator.critic:
@@ -460,6 +470,11 @@ def backend(config: RunConfig) -> None:
                 f"trainer.backend is {name!r}, which does not implement {method}; "
                 f"{key} needs it: set {key} to {remedy}, or implement it"
             )
+    if config.engine.weight_transport == "lora" and found.adapters(config.backend) is None:
+        raise ConfigError(
+            f"engine.weight_transport is 'lora', but trainer.backend {name!r} trains whole "
+            "weights; set backend.lora, or the transport to 'disk'"
+        )
 
 
 def selections(config: RunConfig) -> None:

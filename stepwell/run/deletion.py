@@ -1,55 +1,63 @@
-"""This module deletes a trajectory, or all that is marked with a tag, from a run and from files
-exported of it, so that nothing of what somebody said is kept.
+"""This module deletes a trajectory, all that is marked with a tag, or all of a user from a run and
+from files exported of it, so that nothing of what somebody said is kept.
 
-    both      the run's archive: files and catalogue are written anew
     alive     the run's pool, through `connect` ──► its gateways forget the trajectories, too
     stopped   its journal
-    both      exported files are written anew without the rows
+    both      the run's archive: files and catalogue are written anew
+              the trainer's copies: `trained/`, `validation/`, `rollouts.jsonl`, recordings
+              exported files are written anew without the rows
 
-Owns the way there. Does not own what deleting means (`datapool/core/pool.py`,
-`datapool/files/deletion.py`).
+Owns the way there, and the list of what is not reached. Does not own what deleting means
+(`datapool/core/pool.py`, `datapool/files/deletion.py`, `datapool/files/copies.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from urllib.error import URLError
 from urllib.parse import quote
 
 from stepwell.datapool.errors import JournalError
-from stepwell.datapool.files.archive.folder import Kind
 from stepwell.datapool.files.archive.reader import ArchiveReader
+from stepwell.datapool.files.copies import TrainerCopies
 from stepwell.datapool.files.deletion import delete_from_export, delete_from_journals
-from stepwell.datapool.ops import Deleted
+from stepwell.datapool.files.tombstones import Kind
+from stepwell.datapool.ops import Delete
 from stepwell.datapool.store.salvage import journals_in
+from stepwell.gateway.replicas import FORGET_HEADER
 from stepwell.layout import RUN_FILE
 from stepwell.run.connection import connect
 from stepwell.run.folder import GatewayPart, archive_folder, holder, journal_folder, live_run
 
 
-async def delete(
-    run_dir: Path, trajectory_uid: str | None, tag: str | None, exports: Sequence[Path] = ()
-) -> list[str]:
+async def delete(run_dir: Path, asked: Delete, exports: Sequence[Path] = ()) -> list[str]:
     """Delete trajectories; return what was deleted and what was not, a line each.
 
     Raises:
         RunUnavailableError: `run_dir` is no run's folder, or its run is only starting.
         JournalError: a stopped run's journal cannot be read or written.
+        DamagedFileError: a file of the run cannot be read, so that it could still hold it.
         ExportError: a file of `exports` is none of ours; those before it are written.
     """
-    found = Deleted()
     notes: list[str] = []
+    is_run = (run_dir / RUN_FILE).is_file()
+    own = () if asked.trajectory_uid is None else (asked.trajectory_uid,)
     if holder(run_dir) is not None:
         run = live_run(run_dir)
         async with connect(run_dir) as pool:
-            found = await pool.delete(trajectory_uid, tag)
-        asked = () if trajectory_uid is None else (trajectory_uid,)
-        if run.gateway is not None:
-            uids = dict.fromkeys((*asked, *found.trajectories, *found.leased))
-            notes += _forget(run.gateway, list(uids))
+            found = await pool.delete(asked.trajectory_uid, asked.tag, asked.user)
+        uids = dict.fromkeys((*own, *found.trajectories, *found.leased))
+        notes += _forget(run.gateway, uids)
+        archived = delete_archived(run_dir, asked, with_groups=True)
+        notes += _forget(run.gateway, [uid for uid in archived if uid not in uids])
     else:
-        found = delete_from_journals(journal_folder(run_dir), trajectory_uid, tag)
+        archived = delete_archived(run_dir, asked, with_groups=True) if is_run else []
+        # Also what came too late of these, and waits: its rows do not say whose it is.
+        each = (asked, *map(Delete, archived))
+        found = delete_from_journals(journal_folder(run_dir), *each)
+        uids = dict.fromkeys((*own, *found.trajectories, *found.leased))
     lines = [f"{run_dir}: deleted {_named(found.trajectories)}"]
     if found.leased:
         lines.append(
@@ -57,34 +65,71 @@ async def delete(
             "when it acks or returns them"
         )
     lines += notes
-    lines += _from_archive(run_dir, trajectory_uid, tag, found.trajectories)
+    if is_run:
+        lines += _from_files(run_dir, asked, uids, archived)
     for path in exports:
-        lines.append(f"{path}: deleted {_named(delete_from_export(path, trajectory_uid, tag))}")
+        lines.append(f"{path}: deleted {_named(delete_from_export(path, asked))}")
     for aside in _copies(journal_folder(run_dir)):
         lines.append(f"{aside}: a copy of a damaged journal, not searched; remove it")
+    if is_run:
+        lines.append(not_reached(run_dir))
     return lines
 
 
-def _from_archive(
-    run_dir: Path, trajectory_uid: str | None, tag: str | None, found: Sequence[str]
-) -> Iterator[str]:
-    """Delete from the run's archive, as from the pool with groups; a line of what was there, and of
-    what is not reached.
+def delete_archived(run_dir: Path, asked: Delete, *, with_groups: bool) -> list[str]:
+    """Delete from a run's archive; the uids of what was there. Raises as `ArchiveReader.delete`."""
+    kind, value = _kind_of(asked)
+    reader = ArchiveReader(archive_folder(run_dir))
+    return reader.delete(kind, value, with_group=with_groups)
+
+
+def delete_copied(
+    run_dir: Path, asked: Delete, uids: Iterable[str] = (), *, with_groups: bool
+) -> list[str]:
+    """Delete from the trainer's copies; the uids of what was there. Raises as
+    `TrainerCopies.delete`.
 
     Args:
-        found: what was in the pool.
+        uids: of what was deleted elsewhere, which copies do not have under a tag.
     """
-    if not (run_dir / RUN_FILE).is_file():
-        return
+    kind, value = _kind_of(asked)
+    copies = TrainerCopies(run_dir)
+    gone = [] if kind == "tag" else copies.delete(kind, value, with_groups=with_groups)
+    return [*dict.fromkeys((*gone, *copies.delete("trajectory", *dict.fromkeys(uids))))]
+
+
+def _kind_of(asked: Delete) -> tuple[Kind, str]:
+    if asked.trajectory_uid is not None:
+        return "trajectory", asked.trajectory_uid
+    return ("tag", asked.tag) if asked.tag is not None else ("user", asked.user or "")
+
+
+def _from_files(
+    run_dir: Path, asked: Delete, uids: Collection[str], archived: list[str]
+) -> Iterator[str]:
+    """Delete from the archive and the trainer's copies; a line of what was where.
+
+    Args:
+        uids: of what was in the pool.
+        archived: what was deleted from the archive.
+    """
     reader = ArchiveReader(archive_folder(run_dir))
-    if not reader.folder.exists():
-        return
-    kind: Kind = "tag" if trajectory_uid is None else "trajectory"
-    gone = reader.delete(kind, trajectory_uid or tag or "", with_group=True)
-    # Also what the archiver had read when it was deleted from the pool.
-    gone += reader.delete("trajectory", *found)
-    yield f"{reader.folder.path}: deleted {_named(gone)}"
-    yield "not reached: copies that somebody made of the archive's files, and exports not named"
+    if reader.folder.exists():
+        # Also what the archiver had read when it was deleted from the pool.
+        archived = [*archived, *reader.delete("trajectory", *uids)]
+        yield f"{reader.folder.path}: deleted {_named(archived)}"
+    gone = delete_copied(run_dir, asked, (*uids, *archived), with_groups=True)
+    yield f"{run_dir}, copies of the trainer: deleted {_named(gone)}"
+
+
+def not_reached(run_dir: Path) -> str:
+    """The line of what a deletion does not reach."""
+    beside = [f"{run_dir / name}" for name in ("wandb", "tensorboard") if (run_dir / name).is_dir()]
+    tables = f"tables of trackers ({', '.join(beside)})" if beside else "tables sent to trackers"
+    return (
+        "not reached: copies that somebody made of files, exports not named (--exports), "
+        f"{tables}, and weights, which may have learnt from it"
+    )
 
 
 def _copies(path: Path) -> Iterator[Path]:
@@ -98,18 +143,29 @@ def _named(uids: Sequence[str]) -> str:
     return f"{len(uids)} trajectories" + (f": {', '.join(uids)}" if uids else "")
 
 
-def _forget(gateway: GatewayPart, uids: Sequence[str]) -> Iterator[str]:
-    """Have the gateways forget these, by the first that answers; a line if none does."""
-    failed = []
+def _forget(gateway: GatewayPart | None, uids: Collection[str]) -> Iterator[str]:
+    """Have all gateways forget these; a line of those that may not have. Where one answers, a
+    connection that is refused is of one that has ended: it has nothing to forget."""
+    failed: dict[str, OSError] = {}
+    if gateway is None or not uids:
+        return
     for url in gateway.urls:
         try:
             for uid in uids:
-                gateway.ask(url, f"/v1/trajectories/{quote(uid, safe='')}", "DELETE")
+                path = f"/v1/trajectories/{quote(uid, safe='')}"
+                gateway.ask(url, path, "DELETE", headers={FORGET_HEADER: "command"})
         except OSError as e:
-            failed.append(f"{url}: {e}")
-        else:
-            return
-    yield (
-        f"the gateways may still know them ({'; '.join(failed)}): call DELETE /v1/trajectories/UID "
-        "with a key of yours, or restart them"
-    )
+            failed[url] = e
+    if len(failed) < len(gateway.urls):
+        failed = {url: e for url, e in failed.items() if not _is_refused(e)}
+    if failed:
+        said = "; ".join(f"{url}: {e}" for url, e in failed.items())
+        yield (
+            f"the gateways may still know them ({said}): call DELETE /v1/trajectories/UID with a "
+            "key of yours, or restart them"
+        )
+
+
+def _is_refused(error: OSError) -> bool:
+    reason = error.reason if isinstance(error, URLError) else error
+    return isinstance(reason, ConnectionRefusedError)

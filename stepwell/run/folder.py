@@ -19,7 +19,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from http.client import HTTPException
@@ -69,7 +69,14 @@ class GatewayPart(_Part):
         """The admin key in `key_file`."""
         return None if self.key_file is None else SecretStr(self.key_file.read_text())
 
-    def ask(self, url: str, path: str, method: str = "GET", timeout_s: float = ANSWER_S) -> Any:
+    def ask(
+        self,
+        url: str,
+        path: str,
+        method: str = "GET",
+        timeout_s: float = ANSWER_S,
+        headers: Mapping[str, str] = {},
+    ) -> Any:
         """Ask the replica at `url` with the run's admin key; returns the answer's JSON.
 
         Raises:
@@ -77,8 +84,8 @@ class GatewayPart(_Part):
         """
         key = self.key()
         bearer = "" if key is None else f"Bearer {key.get_secret_value().strip()}"
-        headers = {"Authorization": bearer} if bearer else {}
-        request = urllib.request.Request(f"{url}{path}", headers=headers, method=method)
+        every = {"Authorization": bearer, **headers} if bearer else {**headers}
+        request = urllib.request.Request(f"{url}{path}", headers=every, method=method)
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return json.loads(answer.read() or b"null")

@@ -26,7 +26,16 @@ from stepwell.backends.engines.ports import BLOCK, Host, node_launches
 from stepwell.backends.hub import fetch_model_config, is_hub_id
 from stepwell.backends.torch.memory import CUDA_CONTEXT, ModelShape
 from stepwell.cluster.engine_flags import engine_of_run, engine_share
-from stepwell.cluster.placement import Node, Plan, Seat, cluster_nodes, in_turn, machine, plan
+from stepwell.cluster.placement import (
+    Node,
+    Plan,
+    Seat,
+    cluster_nodes,
+    in_turn,
+    machine,
+    plan,
+    trains_elsewhere,
+)
 from stepwell.config.run import RunConfig
 from stepwell.run.checks import gpu_bytes, rank_memory
 from stepwell.trainer.errors import ConfigError
@@ -152,8 +161,11 @@ def plan_run(
     if planned.mode != "plain":  # `auto` is decided
         cluster = config.cluster.model_copy(update={"placement": planned.mode})
         config = config.model_copy(update={"cluster": cluster})
-    parts = [*_ranks(config, shape, machines, planned, where)] if trains else []
-    if not trains:
+    is_remote = trains_elsewhere(config)
+    parts = [*_ranks(config, shape, machines, planned, where)] if trains and not is_remote else []
+    if is_remote:
+        parts.append(Part("trainer", f"{backend}'s service", "", "weights and optimizer are there"))
+    elif not trains:
         parts.append(Part("trainer", f"where {backend} runs", "", "its own"))
     parts += _engines(config, shape, machines, planned, where)
     parts += _others(config, nodes)
@@ -257,6 +269,11 @@ def _remedy(config: RunConfig, shape: ModelShape, machines: Machines) -> str:
         changes.append((f"backend.micro_batch_tokens={tokens}", {"micro_batch_tokens": tokens}))
     ranks = [2**k for k in range(1, 11) if backend.ranks < 2**k <= most]
     changes += [(f"backend.ranks={n}", {"ranks": n}) for n in ranks]
+    for n in (2**k for k in range(1, 11) if 2**k <= most and shape.heads % 2**k == 0):
+        if n > backend.context_parallel:
+            all_ranks = max(n, backend.ranks // n * n)
+            words = f"backend.ranks={all_ranks} backend.context_parallel={n}"
+            changes.append((words, {"ranks": all_ranks, "context_parallel": n}))
     if backend.lora is None:
         lora = type(backend).model_validate({**backend.model_dump(), "lora": {"rank": 16}}).lora
         changes.append(("backend.lora={rank: 16}", {"lora": lora}))
@@ -328,7 +345,9 @@ def _others(config: RunConfig, nodes: Sequence[Node]) -> Iterator[Part]:
         "driver",
         driver,
         "",
-        "trainer's loop, run.json" if config.backend.ranks > 1 else "rank 0's process",
+        "trainer's loop, run.json"
+        if config.backend.ranks > 1 or trains_elsewhere(config)
+        else "rank 0's process",
     )
     for k in range(config.pool.shards):
         spread = in_turn(nodes, config.pool.shards)

@@ -23,6 +23,7 @@ from stepwell.backends.weights import Published, WeightStore, publish
 from stepwell.backends.weights.transports import Disk, Lora
 from stepwell.cluster.parts import POOL_NAME, Cluster, start_cluster
 from stepwell.config.run import RunConfig
+from stepwell.datapool.files.copies import OLD, ROLLOUTS, VALIDATION
 from stepwell.datapool.files.trained import TRAINED
 from stepwell.datapool.log_files import logging_to
 from stepwell.datapool.sealed import remove_drafts
@@ -213,7 +214,6 @@ def start_over(folder: Path) -> None:
         ConfigError: a live process uses the run's pool, or trains in it.
     """
     from stepwell.trainer.metrics import PROFILE  # torch comes with these
-    from stepwell.trainer.samples import OLD, ROLLOUTS, VALIDATION
 
     refuse_second_trainer(folder)
     for journal in (folder / POOL, *(folder / POOL).glob("shard-*")):

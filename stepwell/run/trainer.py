@@ -21,6 +21,7 @@ from stepwell.backends.weights.sender import Sender
 from stepwell.cluster.parts import Parts
 from stepwell.cluster.placement import Mode
 from stepwell.config.run import RunConfig
+from stepwell.datapool.files.copies import TrainerCopies
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper
 from stepwell.datapool.types import SFT, TRAIN
 from stepwell.layout import CHECKPOINTS, WEIGHTS
@@ -166,7 +167,8 @@ def build_trainer(
     recorder: Recorder | None = None
     if (where := config.trainer.save_debug_rollout_data) is not None:
         updates_per_batch = config.async_training.updates_per_batch
-        recorder = Recorder(where, config.model.path, updates_per_batch)
+        copies = TrainerCopies(config.run.dir)
+        recorder = Recorder(where, config.model.path, updates_per_batch, copies)
     trainer = Trainer(
         config.trainer,
         batches,

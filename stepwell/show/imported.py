@@ -24,11 +24,11 @@ from stepwell.datapool.files.archive.conversations import Conversation, TimedSte
 from stepwell.datapool.files.archive.folder import IMPORTED
 from stepwell.datapool.files.archive.launch import Settings
 from stepwell.datapool.files.archive.reader import ArchiveReader
+from stepwell.datapool.files.copies import OLD, ROLLOUTS
 from stepwell.datapool.files.trained import read_trained, trained_path, trained_steps
 from stepwell.datapool.types import TRAIN, UNKNOWN, Step, Trajectory, without_tokens
 from stepwell.run.folder import archive_folder
 from stepwell.trainer.errors import ConfigError
-from stepwell.trainer.samples import OLD, ROLLOUTS
 
 BATCH: Final = 500
 """Trajectories of one file."""

@@ -27,11 +27,24 @@ MOST_KEYS: Final = 500
 
 
 def _gauge(name: str, help: str, key: str) -> Family:
-    return Family(f"stepwell_trainer_{name}", GAUGE, help, f"record.{key}")
+    return Family(f"stepwell_trainer_{name}", GAUGE, help, lambda record: record.get(key))
+
+
+def _phases(record: Mapping[str, Any]) -> dict[str, float]:
+    return {m[1]: v for k, v in record.items() if (m := re.fullmatch(r"time/(\w+)_s", k))}
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    return {key: record[key] for key in list(record)[:MOST_KEYS]}
 
 
 TRAINER: Final = (
-    Family("stepwell_trainer_optimizer_steps", COUNTER, "Optimizer steps done", "record.step"),
+    Family(
+        "stepwell_trainer_optimizer_steps",
+        COUNTER,
+        "Optimizer steps done",
+        lambda record: record.get("step"),
+    ),
     _gauge("policy_version", "Policy versions published", "policy_version"),
     _gauge("reward_mean", "Mean reward of the last step's trajectories", "reward/mean"),
     _gauge("reward_std", "Their standard deviation", "reward/std"),
@@ -62,16 +75,18 @@ TRAINER: Final = (
         "stepwell_trainer_phase_seconds",
         GAUGE,
         "Wall time of the last step, by phase; step is all of it",
-        "phases.{phase}",
+        _phases,
+        ("phase",),
     ),
     Family(
         "stepwell_trainer_metric",
         GAUGE,
         "Every number of the last line of metrics.jsonl, by its name there (docs/metrics.md)",
-        "numbers.{key}",
+        _numbers,
+        ("key",),
     ),
 )
-"""Metric families of a record, as `PrometheusTracker` lays it out."""
+"""Metric families of a record of metrics.jsonl."""
 
 
 class PrometheusTracker(Collector):
@@ -108,11 +123,7 @@ class PrometheusTracker(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of a scrape."""
-        record = self._record
-        phases = {m[1]: v for k, v in record.items() if (m := re.fullmatch(r"time/(\w+)_s", k))}
-        numbers = {key: record[key] for key in list(record)[:MOST_KEYS]}
-        counts = {"record": record, "phases": phases, "numbers": numbers}
-        yield from families(TRAINER, counts, most=MOST_KEYS)
+        yield from families(TRAINER, self._record, most=MOST_KEYS)
         yield from ProcessCollector(registry=None).collect()
 
 

@@ -158,3 +158,19 @@ def test_auto_is_bfloat16_and_checkpointed_on_cuda_alone() -> None:
 def test_the_text_of_an_estimate_names_its_parts() -> None:
     assert str(on_gpu(lora={"rank": 16})).startswith("1")
     assert " GB (weights 8." in str(on_gpu(lora={"rank": 16}))
+
+
+def test_ranks_that_share_a_row_share_its_activations() -> None:
+    row = 131_072
+    alone = on_gpu(8, row)
+    shape = ModelShape.of(QWEN3_4B)
+    shared = {
+        n: estimate(shape, config_of(ranks=8, context_parallel=n), 8, row, on_cuda=True)
+        for n in (2, 4, 8)
+    }
+    assert alone.activations > 50 * GB
+    for n, found in shared.items():
+        # Attention's output is kept twice.
+        assert found.activations == pytest.approx(alone.activations / n, rel=0.05)
+        assert found.optimizer == alone.optimizer
+    assert shared[8].total < 25 * GB

@@ -209,8 +209,9 @@ def test_what_tinker_cannot_do_is_refused_by_name(server: TinkerServer, folder: 
 @needs_tinker
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("transport", ["disk", "lora"])
 def test_a_run_trains_there_and_samples_with_the_weights_that_it_fetches(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    transport: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
     with serving(TinkerServer(QUICKSTART, 8)) as server:
@@ -218,6 +219,7 @@ def test_a_run_trains_there_and_samples_with_the_weights_that_it_fetches(
         argv = [sys.executable, "-m", "stepwell", "train", "--config", "quickstart", *SMALL]
         argv += [f"run.dir={tmp_path / 'run'}", "trainer.total_steps=2", "trainer.backend=tinker"]
         argv += [f"backend.options={json.dumps(options)}", "validation.every=0"]
+        argv += [f"engine.weight_transport={transport}"]
         argv += ["validation.before_train=false", "async_training.trigger_parameter_sync_step=1"]
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -226,3 +228,5 @@ def test_a_run_trains_there_and_samples_with_the_weights_that_it_fetches(
     assert all(record["grad_norm"] > 0 for record in records), records
     assert len(server.params) == 2
     assert server.calls.count("save_weights_external") >= 2
+    (newest,) = (tmp_path / "run" / "weights").glob("*_2")
+    assert (newest / "adapter_config.json").is_file() == (transport == "lora")

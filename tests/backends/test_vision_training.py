@@ -7,11 +7,12 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
@@ -284,6 +285,95 @@ def test_ranks_whose_rows_have_pictures_or_none_compute_as_one_process(
         assert found[1]["loss"] == pytest.approx(
             one[1]["loss"], rel=1e-4 if dtype == "float32" else 0.02
         )
+
+
+ADAPTERS = LoraConfig(rank=4, target_modules="all-linear")
+FORMS: list[tuple[RowForm, LoraConfig | None, bool]] = [
+    ("step", None, True),
+    ("merged", None, False),
+    ("tree", None, True),
+    ("step", ADAPTERS, False),
+    ("tree", ADAPTERS, True),
+    ("tree", ADAPTERS, False),
+]
+"""Rows, adapters, and whether all pictures are in one row, so that a rank has none."""
+
+
+class FormOfRanks(NamedTuple):
+    """Results of one form of rows on one rank."""
+
+    before: Tensor
+    """Log-probs."""
+    metrics: dict[str, float]
+    after: Tensor
+    """Log-probs after an update."""
+    written: dict[str, Tensor]
+    """Weights that were saved."""
+    pictures: int
+    """Pictures that this rank computed in all."""
+
+
+def forms_of_ranks(rank: int, ranks: int, folder: Path, saved: Path) -> list[FormOfRanks]:
+    """A branched conversation of two pictures, and as many of text alone, in each form of rows."""
+    album = Album(folder)
+    shown = [*range(30, 60), album.picture(1, (84, 84)), 60, album.picture(3), 61]
+    first = album.step("a", 0, *shown, response=[70, 71, 72])
+    branches = [
+        album.step("a", 1, 31, album.picture(2), 32, response=[73, 74], after=first),
+        album.step("a", 2, 33, response=[75], after=first),
+    ]
+    texts = [
+        album.step(uid, 0, *range(30, 120), response=[80 + i, 81]) for i, uid in enumerate("bcdef")
+    ]
+    found = []
+    for rows, lora, in_one_row in FORMS:
+        steps = [first, *texts] if in_one_row else [first, *branches, *texts]
+        # Steps of AdamW hang on the sign of gradients that are next to nothing; SGD's do not.
+        options = {"ranks": ranks, "device": "cpu", "optimizer": "sgd", "lr": 0.1, "lora": lora}
+        made = backend(folder, rows, micro_batch_tokens=120, **options)
+        calls: list[int] = []
+        tower = next(m for n, m in made._model.named_modules() if n.endswith("visual"))
+        tower.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        batch = made.convert_with_pictures(steps, album.pngs)
+        before = made.compute_log_probs(batch)
+        batch.columns["weight"] = torch.ones(batch.n_tokens)
+        metrics = made.train_step(batch, Loss())
+        target = saved / f"{len(found)}"
+        made.save_weights(target)
+        if ranks > 1:
+            torch.distributed.barrier()
+        written = {}
+        for file in target.glob("*.safetensors"):
+            written |= load_file(file)
+        after = made.compute_log_probs(batch)
+        found.append(FormOfRanks(before, metrics, after, written, len(calls)))
+    return found
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.long
+def test_every_row_form_is_the_same_on_ranks_also_if_one_of_them_has_no_pictures(
+    qwen2: Path, tmp_path: Path
+) -> None:
+    alone = forms_of_ranks(0, 1, qwen2, tmp_path / "one")
+    original = load_file(qwen2 / "model.safetensors")
+    tower = [name for name in original if "visual" in name]
+    assert tower
+    both = run_ranks(2, forms_of_ranks, 2, qwen2, tmp_path / "two")
+    for form, one, *of_ranks in zip(FORMS, alone, *both, strict=True):
+        case = f"{form}"
+        for two in of_ranks:
+            for a, b in ((two.before, one.before), (two.after, one.after)):
+                assert (a - b).abs().max() < 1e-5, case
+            for name in ("loss", "grad_norm"):
+                assert two.metrics[name] == pytest.approx(one.metrics[name], rel=1e-4), case
+        assert max(two.pictures for two in of_ranks) > 0, case
+        if form[-1]:
+            assert min(two.pictures for two in of_ranks) == 0, case
+        written = of_ranks[0].written
+        assert written.keys() == original.keys()
+        assert all(torch.equal(written[name], original[name]) for name in tower), case
+        assert not torch.equal(one.before, one.after)
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])

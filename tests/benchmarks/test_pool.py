@@ -11,8 +11,18 @@ import json
 import pytest
 
 from benchmarks.checks import BenchResult
-from benchmarks.pool import FULL, MODES, QUICK, BareActor, Bench, Stepwell, run
-from benchmarks.pool.measure import CONCURRENT, ONE_AT_A_TIME, PIPELINED, ratio
+from benchmarks.pool import (
+    FULL,
+    MODES,
+    QUICK,
+    BareActor,
+    BareSocket,
+    BareSteps,
+    Bench,
+    Stepwell,
+    run,
+)
+from benchmarks.pool.measure import CONCURRENT, ONE_AT_A_TIME, PIPELINED, Rate, ratio
 from benchmarks.pool.transfer_queue import is_installed
 from benchmarks.pool.workload import (
     ROLLOUTS,
@@ -40,13 +50,15 @@ def quick() -> BenchResult:
 def test_every_system_is_measured_in_every_mode(quick: BenchResult) -> None:
     rows = {row.pop("system"): row for row in map(dict, quick.figures["systems"])}
     assert [*OURS, BareActor.name] == list(rows)[:4]
-    names = {mode.name for mode in MODES}
+    names = {f"{figure}_{mode.name}" for figure in ("steps_per_s", "cpu_us") for mode in MODES}
     compared = 4 + is_installed()
+    memory = {f"{what}_bytes_per_step" for what in ("rss", "private", "written")}
     for system in list(rows)[:compared]:
-        assert rows[system].keys() == names | {"rss_bytes_per_step", "private_bytes_per_step"}
+        assert rows[system].keys() == names | memory
         assert all(rows[system][name] > 0 for name in names), system
-    assert list(rows)[compared:] == HOW
-    for system in HOW:
+    others = [BareSocket.name, *HOW, BareSteps.name]
+    assert list(rows)[compared:] == others
+    for system in others:
         assert rows[system].keys() == names
         assert all(rows[system][name] > 0 for name in names), system
 
@@ -74,6 +86,9 @@ def test_a_quick_run_reports_the_ratios_and_bounds_none(quick: BenchResult) -> N
         "ack_bytes_per_step",
         "none_by_bare_pipelined",
         "process_concurrent_by_bare_one_by_one",
+        "process_concurrent_by_socket",
+        "bare_of_steps_by_bare_pipelined",
+        "written_by_payload_process",
         "conversion_128_ms",
     ):
         assert quick.figures[name] > 0
@@ -90,7 +105,12 @@ def test_a_full_run_measures_what_the_claims_are_about() -> None:
 def test_a_section_runs_only_the_systems_that_it_compares() -> None:
     bench = Bench(QUICK)
     assert [s.name for s in bench.of(["shards"])] == [OURS[1], *HOW[:2]]
-    assert [s.name for s in bench.of(["acks", "handle"])] == [*OURS[:2], HOW[2], BareActor.name]
+    assert [s.name for s in bench.of(["acks", "handle"])] == [
+        *OURS[:2],
+        HOW[2],
+        BareActor.name,
+        BareSteps.name,
+    ]
     assert bench.of(["latency", "conversion", "recovery"]) == []
 
 
@@ -170,7 +190,10 @@ def test_a_ratio_is_taken_within_each_round() -> None:
     ours, bare = Stepwell("none"), BareActor()
     rates = {
         # The machine was ten times slower in the second round, for both.
-        ours.name: {PIPELINED.name: [400.0, 40.0, 300.0], CONCURRENT.name: []},
-        bare.name: {ONE_AT_A_TIME.name: [200.0, 20.0, 100.0]},
+        ours.name: {
+            PIPELINED.name: [Rate(r, 1.0) for r in (400.0, 40.0, 300.0)],
+            CONCURRENT.name: [],
+        },
+        bare.name: {ONE_AT_A_TIME.name: [Rate(r, 9.0) for r in (200.0, 20.0, 100.0)]},
     }
     assert ratio(rates, (ours, PIPELINED), (bare, ONE_AT_A_TIME)) == 2.0

@@ -9,11 +9,13 @@ raises nothing. The journal is `journal_damage.py`'s.
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.checks import BenchResult
+from stepwell.backends.base import NO_PICTURES
 from stepwell.backends.weights import WeightStore, check_version, read_current
 from stepwell.config.load import load_config
 from stepwell.datapool.errors import DamagedFileError
@@ -32,7 +35,10 @@ from stepwell.datapool.files.trained import (
     write_trained,
 )
 from stepwell.datapool.inspect.pages import ExportedTrajectory
+from stepwell.datapool.ops import OpenTrajectory, PutPictures
+from stepwell.datapool.pictures import Picture
 from stepwell.datapool.remote.start import _note_started, _was_started
+from stepwell.datapool.store.picture_folder import PICTURES, PictureFolder
 from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.gateway.ui.run_folder import RunFolder
 from stepwell.run.folder import begin, read_run
@@ -46,7 +52,9 @@ from stepwell.trainer.recording import load_recording, record_batch
 from stepwell.trainer.samples import read_samples, write_samples
 from stepwell.trainer.slime.data_source import RolloutDataSource
 from stepwell.trainer.slime.pool import FILE, SlimePool
+from tests.chaos.agent import digest_of, picture
 from tests.chaos.trials import result_of
+from tests.datapool.test_archive import Archived
 from tests.trainer.test_slime_rollout import slime_args
 
 SHOWN = 20
@@ -76,6 +84,7 @@ def write_artefacts(folder: Path, seed: int) -> dict[str, Artefact]:
         **_of_weights(folder / "weights"),
         **_of_checkpoints(folder / "checkpoints", seed),
         **_of_exports(folder / "exports", chance),
+        **_of_a_pool(folder / "pool", chance),
         **_of_slime(folder / "slime"),
         **_of_the_run(folder / "run", chance),
     }
@@ -143,9 +152,18 @@ def _of_checkpoints(folder: Path, seed: int) -> dict[str, Artefact]:
     }
 
 
-def _trajectories(chance: random.Random) -> list[Trajectory]:
+def _trajectories(
+    chance: random.Random, pictures: Mapping[str, bytes] = NO_PICTURES
+) -> list[Trajectory]:
+    """Four trajectories of a step each, two a group.
+
+    Args:
+        pictures: the first of each group shows all of them, the second the first one.
+    """
+
     def random_step(uid: str) -> Step:
         n = chance.randrange(8, 40)
+        shown = list(pictures)[: None if uid.endswith("0") else 1]
         return Step(
             prompt_ids=[chance.randrange(1000) for _ in range(20)],
             response_ids=[chance.randrange(1000) for _ in range(n)],
@@ -157,21 +175,69 @@ def _trajectories(chance: random.Random) -> list[Trajectory]:
             policy_version=3,
             is_last=True,
             metadata={"finish": "stop"},
+            pictures=[Picture(digest, 56, 56, 2 + 6 * i, 4) for i, digest in enumerate(shown)],
         )
 
     return [Trajectory(uid, uid[0], (random_step(uid),)) for uid in ("a0", "a1", "b0", "b1")]
 
 
+def _pictures(chance: random.Random) -> dict[str, bytes]:
+    """PNG of two pictures, by digest."""
+    found = {}
+    for _ in range(2):
+        image, png = picture(chance), io.BytesIO()
+        image.save(png, "PNG")
+        found[digest_of(image)] = png.getvalue()
+    return found
+
+
 def _of_exports(folder: Path, chance: random.Random) -> dict[str, Artefact]:
     folder.mkdir()
-    exported = [ExportedTrajectory(trajectory=trajectory) for trajectory in _trajectories(chance)]
+    pictures = _pictures(chance)
+    exported = [
+        ExportedTrajectory(trajectory=trajectory, pictures=pictures)
+        for trajectory in _trajectories(chance, pictures)
+    ]
     found = {}
     for suffix in ("jsonl", "parquet"):
         path = folder / f"x.{suffix}"
         write(path, exported)
-        files = [path, path.with_name(f"{path.name}.sha256")]
+        beside = sorted(path.with_name(f"{path.name}.pictures").iterdir())
+        files = [path, path.with_name(f"{path.name}.sha256"), *beside]
         found[suffix] = Artefact(files, lambda path=path: list(read(path)))  # type: ignore[misc]
     return found
+
+
+def _of_a_pool(folder: Path, chance: random.Random) -> dict[str, Artefact]:
+    """Pictures beside a journal, and an archive of what left it."""
+    folder.mkdir()
+    archived, pictures = Archived(folder), _pictures(chance)
+    for trajectory in _trajectories(chance, pictures):
+        (step,) = trajectory.steps
+        uid, prompt_uid = trajectory.trajectory_uid, f"p-{trajectory.trajectory_uid}"
+        archived.pool("apply", OpenTrajectory(uid, prompt_uid, 0))
+        archived.pool("apply", PutPictures(uid, pictures))
+        archived.pool("submit_step", replace(step, prompt_uid=prompt_uid))
+        if prompt_uid != "p-b1":  # which stays
+            archived.pool("ack", archived.pool("lease_batch", 1).lease_id)
+    archived.archive()
+    archived.reader.delete("trajectory", "a1")
+    archived.pool.journal.close()
+    beside, archive = folder / "pool" / PICTURES, folder / "archive"
+
+    def in_the_pool() -> Any:
+        store = PictureFolder(beside, power=False)
+        return {key: store.read(key) for key in sorted(store.keys())}
+
+    def in_the_archive() -> Any:
+        return [archived.reader.read(uid) for uid in ("a0", "a1", "b0")]
+
+    (file,) = (archive / "trajectories").iterdir()
+    files = [file, *sorted((archive / "pictures" / file.stem).iterdir()), archive / "deleted.jsonl"]
+    return {
+        "pictures": Artefact(sorted(beside.iterdir()), in_the_pool),
+        "archive": Artefact(files, in_the_archive),
+    }
 
 
 def _of_slime(folder: Path) -> dict[str, Artefact]:
@@ -207,7 +273,8 @@ def _of_the_run(folder: Path, chance: random.Random) -> dict[str, Artefact]:
     folder.mkdir()
     begin(load_config("quickstart", [f"run.dir={folder}"]))
     view = RunFolder(folder)
-    trajectories = _trajectories(chance)
+    pictures = _pictures(chance)
+    trajectories = _trajectories(chance, pictures)
     columns = [({"advantages": np.ones(len(t.steps[0].response_ids))},) for t in trajectories]
     trained = [TrainedTrajectory(t, c) for t, c in zip(trajectories, columns, strict=True)]
     write_trained(folder, 3, {"loss": 0.5}, trained, 1 << 20)
@@ -218,13 +285,15 @@ def _of_the_run(folder: Path, chance: random.Random) -> dict[str, Artefact]:
     samples = folder / "validation" / "step_2.jsonl"
     write_samples(samples, [{"answer": str(k), "score": k / 7} for k in range(9)])
     recording = folder / "replay"
-    record_batch(str(recording), [Group("a", tuple(trajectories[:2]))], Progress(updates=3))
+    group = Group("a", tuple(trajectories[:2]))
+    record_batch(str(recording), [group], Progress(updates=3), pictures)
     _run_id(folder / "wandb" / "stepwell_run_id")
     _note_started(folder / "pool", 3)
 
     def recorded() -> Any:
         found = load_recording(recording / "3.pt")
-        return [t.steps for g in found.groups for t in g.trajectories], found.progress
+        steps = [t.steps for g in found.groups for t in g.trajectories]
+        return steps, found.progress, found.pictures
 
     def shown() -> Any:
         folder_view = RunFolder(folder)
@@ -246,7 +315,9 @@ def _of_the_run(folder: Path, chance: random.Random) -> dict[str, Artefact]:
         "metrics on the dashboard": Artefact([folder / "metrics.jsonl"], shown),
         "summary": Artefact([folder / "summary.json"], lambda: read_summary(folder)),
         "samples": Artefact([samples], lambda: read_samples(samples)),
-        "recording": Artefact([recording / "3.pt"], recorded),
+        "recording": Artefact(
+            [recording / "3.pt", *sorted((recording / "pictures").iterdir())], recorded
+        ),
         "wandb's id": Artefact([wandb], lambda: _run_id(wandb)),
         "shards": Artefact([pool / "shards"], lambda: _was_started(pool, 3)),
     }
@@ -326,4 +397,5 @@ async def run(
     def try_all(seed: int, folder: Path) -> Mapping[str, Any]:
         return summary(run_trials(trials, seed, folder), seed)
 
-    return result_of(try_all, seed, "stepwell-artefacts-")
+    # In a thread: what archives has a loop of its own.
+    return await asyncio.to_thread(result_of, try_all, seed, "stepwell-artefacts-")

@@ -27,6 +27,7 @@ import psutil
 
 from stepwell.config.load import load_config
 from stepwell.config.run import RunConfig
+from stepwell.datapool.store.picture_folder import PICTURES, SECRET
 from stepwell.datapool.store.segments import segment_path, segments_in
 from stepwell.layout import POOL
 from tests.chaos.faults import Fault
@@ -80,6 +81,7 @@ class AttachedRun(Run):
         self._serve_options = (
             *SERVICE,
             *service,
+            f"model.path={self.model}",
             f"gateway.port={self._port}",
             f"run.dir={self.folder}",
         )
@@ -232,17 +234,19 @@ class AttachedRun(Run):
             process.kill()
 
     def damage(self, pick: random.Random) -> None:
-        """Flip a bit in the last quarter of the journal's newest file with content."""
+        """Flip a bit in the last quarter of the journal's newest file with content, and one in a
+        picture."""
         folder = self.folder / POOL
         path = next(
             p
             for n in reversed(segments_in(folder))
             if (p := segment_path(folder, n)).stat().st_size
         )
-        data = bytearray(path.read_bytes())
-        used = len(bytes(data).rstrip(b"\0"))
-        data[pick.randrange(used * 3 // 4, used)] ^= 1 << pick.randrange(8)
-        path.write_bytes(data)
+        used = len(path.read_bytes().rstrip(b"\0"))
+        _flip(path, pick.randrange(used * 3 // 4, used), pick)
+        if pictures := sorted(p for p in (folder / PICTURES).glob("*") if p.name != SECRET):
+            picture = pick.choice(pictures)
+            _flip(picture, pick.randrange(picture.stat().st_size), pick)
 
     async def salvage(self) -> None:
         """The command, as its user gives it; the groups that it names are lost by its own word."""
@@ -251,3 +255,10 @@ class AttachedRun(Run):
         if code:
             self.books.violations.append(f"salvage ended with {code}: {said[-1500:]}")
         self.named_lost |= set(_UID.findall(said))
+
+
+def _flip(path: Path, at: int, pick: random.Random) -> None:
+    """Flip a bit of the byte at `at`."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << pick.randrange(8)
+    path.write_bytes(data)

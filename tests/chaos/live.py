@@ -38,9 +38,12 @@ from benchmarks.checks import BenchResult
 from benchmarks.processes import python
 from stepwell import connect
 from stepwell.datapool.files.archive.reader import ArchiveReader
-from stepwell.datapool.files.deletion import delete_from_journals
+from stepwell.datapool.files.copies import OLD, ROLLOUTS, VALIDATION
+from stepwell.datapool.files.trained import TRAINED
+from stepwell.datapool.ops import Delete
 from stepwell.datapool.remote.stopped import StoppedPort, stopped_pool
 from stepwell.datapool.types import TRAIN
+from stepwell.run.deletion import delete
 from stepwell.run.folder import archive_folder, journal_folder, read_run
 from stepwell.show.archive import archive_rest
 from stepwell.show.run import limits_of
@@ -237,10 +240,12 @@ async def _search(result: BenchResult, live: Path, talks: Sequence[Talk]) -> Non
     )
     lost, places = await missing(talks, pool, archive)
     forgotten = [talk for talk in talks if talk.user == FORGOTTEN]
-    archive.delete("user", FORGOTTEN)
-    delete_from_journals(journal_folder(live), tag=FORGOTTEN)
+    early = [word for talk in forgotten if talk.is_deleted for word in talk.words]
+    # Before the other half is deleted, which would mend it; the journal erases by itself.
+    found = bytes_of(early, archive_folder(live), *copies_in(live))
+    await delete(live, Delete(user=FORGOTTEN))
     words = [word for talk in forgotten for word in talk.words]
-    found = bytes_of(words, archive_folder(live), journal_folder(live))
+    found += bytes_of(words, live, archive_folder(live), journal_folder(live))
     known = [talk.uid for talk in forgotten if talk.words and archive.find(talk.uid)]
     result.zero(
         conversations_missing=len(lost),
@@ -253,6 +258,11 @@ async def _search(result: BenchResult, live: Path, talks: Sequence[Talk]) -> Non
     result.figures["conversations_found"] = [places]
     if lost or found:
         result.figures["missing"] = [{"what": line} for line in [*lost, *found][:20]]
+
+
+def copies_in(live: Path) -> list[Path]:
+    """The trainer's copies of trajectories."""
+    return [live / name for name in (TRAINED, VALIDATION, ROLLOUTS, OLD)]
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

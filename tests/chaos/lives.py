@@ -43,6 +43,7 @@ from tests.chaos import agent
 from tests.chaos.faults import Fault, attempt, find, part_of
 from tests.chaos.machines import Machines, shell
 from tests.chaos.plants import PLANT
+from tests.vision_model import make_vision_model
 
 ROOT = Path(__file__).parents[2]
 SITE = Path(__file__).parent / "site"
@@ -164,7 +165,7 @@ class SmallDisk:
 
 
 class Run:
-    """The run under fire.
+    """The run under fire. It trains a tiny random model that reads pictures.
 
     `draws_prompts`: the trainer issues them itself, in the order of its source.
 
@@ -190,6 +191,7 @@ class Run:
         plant: str | None = None,
     ) -> None:
         self.folder = folder / "run"
+        self.model = make_vision_model(folder / "model")
         self.agents = folder / "agents"
         self.batches = folder / "batches"
         self.pool = folder / "pool"
@@ -219,7 +221,8 @@ class Run:
     # -- a life ----------------------------------------------------------------------------------
 
     def options(self, total_steps: int) -> list[str]:
-        return [*self._given, f"run.dir={self.folder}", f"trainer.total_steps={total_steps}"]
+        own = f"model.path={self.model}", f"run.dir={self.folder}"
+        return [*self._given, *own, f"trainer.total_steps={total_steps}"]
 
     @property
     def environment(self) -> dict[str, str]:

@@ -23,7 +23,7 @@ import psutil
 
 RAY = Path(sys.executable).with_name("ray")
 PORT = 6390
-START_S = 120.0
+START_S = 300.0
 OBJECT_STORE = 200 << 20
 
 
@@ -66,6 +66,10 @@ class Machine:
         """Ray's processes, if they are not there; returns before they are up."""
         if self.ray is not None and self.ray.poll() is None:
             return
+        self.stop()
+        # By this file `ray start` refuses an address at which it sees any raylet; processes of
+        # other tests, on machines of the same addresses, can be seen from here.
+        (self.own / "ray/ray_current_cluster").unlink(missing_ok=True)
         role = (
             ("--head", f"--port={PORT}", "--include-dashboard=false")
             if self._is_head
@@ -84,16 +88,37 @@ class Machine:
             )
 
     def stop(self) -> None:
-        if self.ray is None:
-            return
-        with suppress(psutil.NoSuchProcess):
-            tree = psutil.Process(self.ray.pid).children(recursive=True)
+        """As if its power failed: Ray ends with all that it started there. Commands that this
+        process runs there, drivers for example, live on.
+
+        A Ray that lost its GCS has ended by itself and left some of its processes to init, so they
+        are found by the namespace.
+        """
+        if self.ray is not None:
             self.ray.kill()
             self.ray.wait()
-            for process in tree:
+            self.ray = None
+        while left := self.processes():
+            for process in left:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-        self.ray = None
+            psutil.wait_procs(left, timeout=1.0)
+
+    def processes(self) -> list[psutil.Process]:
+        """Return Ray's processes there and what they started: all but commands of ours."""
+        told = subprocess.run(
+            ["ip", "netns", "pids", self.cable], capture_output=True, text=True, check=True
+        )
+        pids = {*map(int, told.stdout.split())}
+        for command in psutil.Process().children():
+            if self.ray is None or command.pid != self.ray.pid:
+                with suppress(psutil.NoSuchProcess):
+                    pids -= {command.pid, *(p.pid for p in command.children(recursive=True))}
+        found = []
+        for pid in pids:
+            with suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(pid))
+        return found
 
 
 class Machines:
@@ -156,7 +181,8 @@ class Machines:
         command = (*self.machines[0].prefix, *reach)
         while subprocess.run(command, capture_output=True, check=False).returncode:
             if time.monotonic() > give_up:
-                raise RuntimeError(f"Ray did not start in {START_S:g} s; see {self.local.parent}")
+                log = (self.local.parent / "ray-1.log").read_text()
+                raise RuntimeError(f"Ray did not start in {START_S:g} s: {log[-2000:]}")
             time.sleep(0.5)
 
     def cut(self) -> None:

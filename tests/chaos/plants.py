@@ -246,6 +246,24 @@ def _swap_rewards(group: Any) -> Any:
     return replace(group, trajectories=swapped)
 
 
+def _swap_pictures(batches: Any) -> None:
+    """Two pictures of one size of a batch are trained in each other's place."""
+    pictures = batches.Batches.pictures
+
+    async def swapped(self: Any, groups: Any) -> Any:
+        found = await pictures(self, groups)
+        by_size: dict[tuple[int, int], list[str]] = {}
+        for each in (p for g in groups for s in g.steps for p in s.pictures):
+            same = by_size.setdefault((each.width, each.height), [])
+            if each.digest not in same:
+                same.append(each.digest)
+        for one, other, *_ in (same for same in by_size.values() if len(same) > 1):
+            found |= {one: found[other], other: found[one]}
+        return found
+
+    batches.Batches.pictures = swapped
+
+
 _POOL, _BATCHES = "stepwell.datapool.core", "stepwell.trainer.batches"
 _CALL = "stepwell.gateway.call"
 
@@ -270,6 +288,7 @@ PLANTS: Final[dict[str, Plant]] = {
     ),
     "doubled_step": _plant(_BATCHES, _change_taken(_double_step), "trained_twice"),
     "dropped_token": _plant(_BATCHES, _change_taken(_drop_last_token), "steps_changed"),
+    "swapped_pictures": _plant(_BATCHES, _swap_pictures, "steps_changed"),
     "swapped_rewards": _plant(_BATCHES, _change_taken(_swap_rewards), "rewards_from_failures"),
 }
 

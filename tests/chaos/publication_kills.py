@@ -2,20 +2,30 @@
 each phase of a weight publication.
 
 Real parts: supervised embedded engines, each a process, behind a real gateway with a real pool;
-agents keep completions in flight all the time. The weights make the version readable: those of
-version v put all probability on one token, `TOKENS[v]`. Each round publishes v+1, every other one
-after one replica has tried it out as a canary (or v+2, which takes the canary back), and hooks of
-the transaction `kill -9` replicas at random points of random phases; a phase that is killed
-"during" has just sent its requests, and the kill comes at a random moment of the next 20 ms.
-Every fourth round or so is a roll-back as `stepwell rollback` does it, with kills at random
-moments, while a trainer publishes: one of the two comes second. Supervisors restart what was
+agents keep completions in flight all the time. The weights make the version readable: each version
+has a value, and puts all probability on one token, `token_of(value)`. A round is one of four:
+
+    publication  a transaction, often after one replica has tried the version out as a canary (or
+                 the next one, which takes the canary back). Hooks of the transaction `kill -9`
+                 replicas at random points of random phases; a phase that is killed "during" has
+                 just sent its requests, and the kill comes within the next 20 ms.
+    roll-back    the command (`rollback_command.py`, a process, now and then killed, too) while a
+                 trainer publishes: one of the two comes second
+    trial        a trainer's `Publisher` with its guard, who judges a canary by the rewards that
+                 the agents send: every other version earns nothing
+    lend         a `Publisher` to which the engines lend their memory; it publishes into what was
+                 lent
+
+In the last two, replicas are killed where a version is written, before and after its commit, and
+at random moments, and in every other one the command comes between. Supervisors restart what was
 killed.
 
 Checked, on every token of every Step and of every direct answer: the version that is said to have
 produced it is the one whose token it is. And a watcher per replica asks it directly, again and
 again: an answer to a request that was sent after a commit must hold no token of an older version,
 and a Step of a call begun after a commit neither. Every replica comes back, and every call is
-answered.
+answered. What the guard finds worse is not served, what is as good is not taken back, and the
+trainer goes on from the weights that are served.
 
 Recovery: from the kill until the replica has answered with the then committed version.
 """
@@ -24,19 +34,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import multiprocessing
 import os
 import random
 import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast
 
 import aiohttp
 import torch
@@ -57,12 +71,17 @@ from stepwell.backends.errors import (
 from stepwell.backends.weights import Transport, WeightStore, build_transport, publish
 from stepwell.backends.weights.sender import Sender
 from stepwell.backends.weights.transaction import PHASES, Phase, When
-from stepwell.backends.weights.transports import Disk
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step, VersionSpan
 from stepwell.gateway.config import Tuning
+from stepwell.run.trainer import build_updater
 from stepwell.trainer.errors import ConfigError
-from stepwell.trainer.publish.rollback import roll_back
+from stepwell.trainer.metrics import Phases
+from stepwell.trainer.progress import Progress
+from stepwell.trainer.publish.publisher import Publisher
+from stepwell.trainer.threads import ComputeThread
+from tests.chaos.rollback_command import command
+from tests.trainer.small_run import RecordingBackend, small_config
 
 WHENS: tuple[When, ...] = ("before", "during", "after")
 MODES: tuple[PublishMode, ...] = ("retract", "retract", "abort", "in_place", "drain")
@@ -77,15 +96,31 @@ PACE_S = 0.1
 CALL_TIMEOUT_S = 300.0
 BACK_TIMEOUT_S = 300.0
 SHOWN = 20
+VALUE = "value"
+"""File with the value, beside the weights."""
+BAD = N_TOKENS - 1
+"""Value of weights that earn nothing."""
+CANARY_SHARE = 0.4
+TRIAL = ("publish.guard.n=8", "publish.guard.wait_s=30")
+MANY = "async_training.partial_rollout=true"
+COMMANDS = multiprocessing.get_context("forkserver")
+"""Of processes that have loaded what a command needs."""
+COMMANDS.set_forkserver_preload(["tests.chaos.rollback_command"])
+POINTS = ("written", "before commit", "after commit")
 
 
-def token_of(version: int) -> int:
-    """The one token that the weights of `version` generate."""
-    return FIRST_TOKEN + version % N_TOKENS
+def token_of(value: int) -> int:
+    """The one token that weights of `value` generate."""
+    return FIRST_TOKEN + value
+
+
+def good(version: int) -> int:
+    """A value that earns a reward, another one for each version of a while."""
+    return version % BAD
 
 
 class Weights:
-    """Writes models that say one token, whatever they are asked."""
+    """Writes models that say one token, whatever they are asked, and their value beside them."""
 
     def __init__(self) -> None:
         config = AutoConfig.from_pretrained(MODEL)
@@ -101,13 +136,37 @@ class Weights:
                 elif "o_proj" in name or "down_proj" in name:
                     parameter.zero_()  # and no layer changes that
 
-    def save(self, version: int, folder: Path) -> None:
+    def save(self, value: int, folder: Path) -> None:
         head = self._model.lm_head.weight
         with torch.no_grad():
             head.zero_()
-            head[token_of(version)] = 1.0
+            head[token_of(value)] = 1.0
         self._model.save_pretrained(folder)
         self._tokenizer.save_pretrained(folder)
+        (folder / VALUE).write_text(str(value))
+
+    def word(self, value: int) -> str:
+        """Text of the token."""
+        return str(self._tokenizer.decode([token_of(value)]))
+
+
+def value_in(folder: Path) -> int:
+    return int((folder / VALUE).read_text())
+
+
+class ValueBackend(RecordingBackend):
+    """A value in place of a model."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        self._weights = weights
+        self.value = 0
+
+    def save_weights(self, path: str | Path) -> None:
+        self._weights.save(self.value, Path(path))
+
+    def load_weights(self, path: str | Path) -> None:
+        self.value = value_in(Path(path))
 
 
 @dataclass
@@ -119,8 +178,8 @@ class Record:
     kills: Counter[str] = field(default_factory=Counter)
     """By point."""
     modes: Counter[str] = field(default_factory=Counter)
-    weights_of: dict[int, int] = field(default_factory=dict)
-    """Version of a roll-back -> the version whose weights it has."""
+    value_of: dict[int, int] = field(default_factory=lambda: {0: 0})
+    """Version -> value of its weights, before any replica can say a token of it."""
     figures: Counter[str] = field(default_factory=Counter)
     recovery_s: list[float] = field(default_factory=list)
     publication_s: list[float] = field(default_factory=list)
@@ -134,7 +193,10 @@ class Record:
         ):
             self.violations.append(f"{who}: spans {spans} do not cover {len(ids)} tokens")
         for span in spans:
-            says = token_of(self.weights_of.get(span.version, span.version))
+            if span.version not in self.value_of:
+                self.violations.append(f"{who}: version {span.version} was never written")
+                continue
+            says = token_of(self.value_of[span.version])
             if wrong := set(ids[span.start : span.end]) - {says}:
                 self.violations.append(
                     f"{who}: tokens {wrong} as version {span.version}, which says {says}"
@@ -181,6 +243,8 @@ class Kill(NamedTuple):
     when: When
     replica: Replica
     delay_s: float
+    point: str
+    """Of a publisher's round, in place of phase and when."""
 
 
 async def watch(replica: Replica, record: Record, stop: asyncio.Event) -> None:
@@ -210,9 +274,14 @@ async def watch(replica: Replica, record: Record, stop: asyncio.Event) -> None:
 
 
 async def agent(
-    i: int, origin: str, session: aiohttp.ClientSession, record: Record, stop: asyncio.Event
+    i: int,
+    origin: str,
+    session: aiohttp.ClientSession,
+    record: Record,
+    bad: str,
+    stop: asyncio.Event,
 ) -> None:
-    """One completion after another through the gateway."""
+    """One completion after another through the gateway; an answer of `bad` words earns nothing."""
     message = {"role": "user", "content": "Say it."}
     body = {"model": "m", "messages": [message], "max_tokens": MAX_TOKENS}
     for turn in itertools.count():
@@ -221,15 +290,18 @@ async def agent(
             return
         uid = f"a{i}-{turn}"
         record.began[uid] = record.committed
-        url = f"{origin}/{uid}/g{uid}/v1/chat/completions"
+        url = f"{origin}/{uid}/g{uid}/v1"
         try:
-            async with (
-                asyncio.timeout(CALL_TIMEOUT_S),
-                session.post(url, json=body) as response,
-            ):
-                text = await response.text()
-                if response.status != 200:
-                    record.unanswered.append(f"{uid}: {response.status} {text[:200]}")
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                async with session.post(f"{url}/chat/completions", json=body) as response:
+                    text = await response.text()
+                    if response.status != 200:
+                        record.unanswered.append(f"{uid}: {response.status} {text[:200]}")
+                        continue
+                said = json.loads(text)["choices"][0]["message"]["content"]
+                reward = {"reward": 0.0 if bad in said else 1.0}
+                async with session.post(f"{url}/complete_trajectory", json=reward) as response:
+                    response.raise_for_status()
             record.figures["calls"] += 1
         except (TimeoutError, aiohttp.ClientError) as e:
             record.unanswered.append(f"{uid}: {e!r}")
@@ -256,7 +328,13 @@ def plan(replicas: Sequence[Replica], n: int, chance: random.Random) -> list[Kil
     if starting and len(victims) < n and chance.random() < 0.2:
         victims.append(chance.choice(starting))
     return [
-        Kill(chance.choice(PHASES), chance.choice(WHENS), replica, chance.uniform(0, DURING_S))
+        Kill(
+            chance.choice(PHASES),
+            chance.choice(WHENS),
+            replica,
+            chance.uniform(0, DURING_S),
+            chance.choice(POINTS),
+        )
         for replica in victims
     ]
 
@@ -272,16 +350,49 @@ def has_earlier(store: WeightStore) -> bool:
     return True
 
 
-class _Noted(WeightStore):
-    """Notes whose weights a version has before any replica can say a token of it."""
+class NotedStore(WeightStore):
+    """Notes what is written and committed, and kills where it was told to."""
 
-    record: Record
+    def __init__(self, folder: Path, base: Path, record: Record) -> None:
+        super().__init__(folder, keep=4, base=base)
+        self.record = record
+        self.armed: list[Kill] = []
 
-    def write_again(self, version: int, of: int) -> Path:
-        path = super().write_again(version, of)
-        number = self.number(path)
-        self.record.weights_of[number] = self.weights_of(number)
+    def write(self, version: int, save: Callable[[Path], object]) -> Path:
+        path = super().write(version, save)
+        self.record.value_of[self.number(path)] = value_in(path)
+        self._reached("written")
         return path
+
+    def commit(
+        self, version: int, path: str | os.PathLike[str] | None = None, *, adapter: bool = False
+    ) -> None:
+        self._reached("before commit")
+        super().commit(version, path, adapter=adapter)
+        self.record.committed = max(self.record.committed, version)
+        self._reached("after commit")
+
+    def _reached(self, point: str) -> None:
+        for kill in [k for k in self.armed if k.point == point]:
+            self.armed.remove(kill)
+            delay_s = 0.0 if kill.when == "before" else 20 * kill.delay_s
+            threading.Timer(delay_s, self._fire, [kill]).start()
+
+    def _fire(self, kill: Kill) -> None:
+        if kill.replica.kill():
+            self.record.kills[f"publisher: {kill.point}"] += 1
+
+
+class Trainer(NamedTuple):
+    """A trainer's publisher, and the weights that it publishes."""
+
+    publisher: Publisher
+    progress: Progress
+    backend: ValueBackend
+
+    def step(self, value: int) -> None:
+        self.backend.value = value
+        self.progress.updates += 1
 
 
 @dataclass
@@ -289,45 +400,123 @@ class Publications:
     """Publishes versions, and carries out the kills that are planned for each."""
 
     replicas: Sequence[Replica]
-    store: WeightStore
+    store: NotedStore
     weights: Weights
     record: Record
     pool: DataPoolClient
     transports: Mapping[str, Transport]
+    chance: random.Random
+    bad_served: set[int] = field(default_factory=set)
+    """Versions of bad weights that nobody could judge."""
 
-    async def roll_back(self, kills: Sequence[Kill], transport: WeightTransport) -> int:
+    @property
+    def engines(self) -> list[EngineClient]:
+        return [r.client for r in self.replicas]
+
+    @property
+    def served(self) -> int:
+        """The committed version."""
+        current = self.store.current()
+        return 0 if current is None else current.version
+
+    def trainer(self, folder: Path, transport: Transport, *options: str, lends: bool) -> Trainer:
+        """One that adopts what the other rounds have published."""
+        config = small_config(folder, MANY, *options)
+        backend = ValueBackend(self.weights)
+        updater = build_updater(config, backend)
+        publisher = Publisher(
+            config.publish,
+            config.async_training,
+            self.engines,
+            self.store,
+            updater,
+            ComputeThread(),
+            pool=self.pool,
+            producer=cast(Any, None),  # of windows, which there are none of
+            phases=Phases(),
+            transport=transport,
+            lends_memory=lends,
+            notify=self._notice,
+        )
+        return Trainer(publisher, updater.progress, backend)
+
+    def _notice(self, line: str) -> None:
+        print(f"  {line}", file=sys.stderr, flush=True)
+        if "is rolled back" in line and "earns nothing" not in line:
+            bad = int(line.split()[1])
+            if self.record.value_of[bad] != BAD:
+                self.record.violations.append(f"the guard takes good weights back: {line}")
+
+    def _write(self) -> tuple[Path, int]:
+        number = max(self.served, *self.store.versions(), 0) + 1
+        path = self.store.write(number, lambda folder: self.weights.save(good(number), folder))
+        return path, self.store.number(path)
+
+    async def _fire(self, kills: Sequence[Kill], what: str) -> None:
+        for kill in kills:
+            await asyncio.sleep(50 * kill.delay_s)
+            if kill.replica.kill():
+                self.record.kills[what] += 1
+
+    # -- the command --------------------------------------------------------------------------
+
+    async def command(self) -> int | None:
+        """Serve an earlier version again by a process of its own; None: it was killed, or there is
+        no earlier version by the time it has the lock."""
+        kills, after_s = self.chance.random() < 0.3, self.chance.uniform(0, 1.0)
+        store, urls = self.store, [r.client.url for r in self.replicas]
+        while True:
+            ours, theirs = COMMANDS.Pipe()
+            arguments = theirs, store.folder, store.base, store.keep, urls
+            process = COMMANDS.Process(target=command, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            if kills:
+                asyncio.get_running_loop().call_later(after_s, process.kill)
+            try:
+                done = await self._answer(ours)
+            except EOFError:
+                process.join()
+                if process.exitcode != -signal.SIGKILL:
+                    raise
+                self.record.figures["commands killed"] += 1
+                return None
+            finally:
+                ours.close()
+            if isinstance(done, int):
+                self.record.committed = max(self.record.committed, done)
+                self.record.figures["commands"] += 1
+                return done
+            print(f"  roll-back: {done}", file=sys.stderr, flush=True)
+            if isinstance(done, VersionNotKeptError):
+                self.record.figures["commands without an earlier version"] += 1
+                return None
+            await until_up(self.replicas, 1)
+
+    async def _answer(self, pipe: Connection) -> int | Exception:
+        """Ask the pool what the command asks it, until it has ended."""
+        while True:
+            name, value = await asyncio.to_thread(pipe.recv)
+            if name == "done":
+                done: int | Exception = value
+                return done
+            if name == "advance_version":  # nobody prunes it: the command has the store's lock
+                self.record.value_of[value] = value_in(self.store.path(value))
+            pipe.send(await getattr(self.pool, name)(value))
+
+    async def roll_back(self, kills: Sequence[Kill], transport: WeightTransport) -> None:
         """Serve an earlier version again, while a trainer publishes the next one, and replicas are
-        killed; returns the version that is served then."""
-        record, engines = self.record, [r.client for r in self.replicas]
-
-        async def fire() -> None:
-            for kill in kills:
-                await asyncio.sleep(50 * kill.delay_s)
-                if kill.replica.kill():
-                    record.kills["roll-back"] += 1
-
-        async def command() -> int:
-            store = _Noted(self.store.folder, keep=self.store.keep)
-            store.record = record
-            while True:
-                try:
-                    return await roll_back(engines, store, self.pool, None, transport=Disk())
-                except WeightUpdateError as e:
-                    print(f"  roll-back again: {e}", file=sys.stderr, flush=True)
-                    await until_up(self.replicas, 1)
+        killed."""
+        record = self.record
 
         async def trainer() -> int | None:
-            current = self.store.current()
-            seen = 0 if current is None else current.version
-            path = await asyncio.to_thread(self._write, seen + 1)
-            version = self.store.number(path)
-            if version != seen + 1:  # the command was first
-                record.weights_of[version] = seen + 1
+            seen = self.served
+            path, version = await asyncio.to_thread(self._write)
             while True:
                 try:
                     way = self.transports[transport]
                     await publish(
-                        engines, path, version, store=self.store, transport=way, seen=seen
+                        self.engines, path, version, store=self.store, transport=way, seen=seen
                     )
                     return version
                 except SupersededError:
@@ -337,32 +526,92 @@ class Publications:
                     print(f"  version {version} again: {e}", file=sys.stderr, flush=True)
                     await until_up(self.replicas, 1)
 
-        version, given, _ = await asyncio.gather(command(), trainer(), fire())
-        record.figures["roll-backs"] += 1
+        version, given, _ = await asyncio.gather(
+            self.command(), trainer(), self._fire(kills, "roll-back")
+        )
+        record.figures["roll-backs"] += version is not None
         record.figures["publications that a roll-back superseded"] += given is None
-        current = self.store.current()
-        if current is None or current.version != version:
-            record.violations.append(f"version {version} was served again, then {current}")
-        record.committed = version
-        return version
+        if self.served not in (version, given):
+            record.violations.append(
+                f"{self.served} is committed after {version} was served again and {given} published"
+            )
 
-    def _write(self, version: int) -> Path:
-        return self.store.write(version, lambda folder: self.weights.save(version, folder))
+    # -- a trainer's publisher ----------------------------------------------------------------
+
+    async def trial(self, trainer: Trainer, kills: Sequence[Kill]) -> None:
+        """A version is tried out by one replica, judged, and given to all or taken back."""
+        publisher, figures = trainer.publisher, self.record.figures
+        await publisher.judge()
+        await publisher.adopt()
+        unjudged = publisher.metrics()["publish/unjudged"]
+        bad = self.chance.random() < 0.5
+        self.store.armed[:] = kills
+        trainer.step(BAD if bad else good(self.served + 1))
+        await publisher.publish()
+        alone = not await self._maybe_command()
+        await publisher.adopt()  # as before each batch
+        await publisher.wait_judged()
+        await publisher.wait_published()
+        figures["trials"] += 1
+        judged = publisher.metrics()["publish/unjudged"] == unjudged
+        figures["trials that a command met"] += not alone
+        figures["trials with a verdict"] += judged
+        is_served = self.record.value_of[self.served] == BAD
+        if bad and alone and judged and not self.bad_served:
+            if is_served:
+                self.record.violations.append(f"bad weights are served as {self.served}")
+            figures["bad weights that the guard took back"] += 1
+        if is_served:  # the next one may be compared with them
+            self.bad_served.add(self.served)
+        await self._adopted(trainer)
+
+    async def lend(self, trainer: Trainer, kills: Sequence[Kill]) -> None:
+        """The engines lend their memory for a step, and are published into it."""
+        publisher = trainer.publisher
+        await publisher.adopt()
+        await publisher.borrow_memory()
+        beside = asyncio.gather(self._maybe_command(), self._fire(kills[1:], "lent"))
+        await asyncio.sleep(self.chance.uniform(0, 0.5))
+        self.store.armed[:] = kills[:1]
+        trainer.step(good(self.served + 1))
+        await publisher.after_step()
+        await beside
+        await publisher.wait_published()
+        self.record.figures["lends"] += 1
+        await self._adopted(trainer)
+
+    async def _maybe_command(self) -> bool:
+        """The command, every other time."""
+        comes = self.chance.random() < 0.5 and has_earlier(self.store)
+        if comes:
+            await asyncio.sleep(self.chance.uniform(0, 1.0))
+            await self.command()
+        return comes
+
+    async def _adopted(self, trainer: Trainer) -> None:
+        """The trainer has the weights that are served."""
+        self.store.armed.clear()
+        await trainer.publisher.adopt()
+        has, serves = trainer.backend.value, self.record.value_of[self.served]
+        if has != serves:
+            self.record.violations.append(
+                f"the trainer has the weights of {has}, version {self.served} those of {serves}"
+            )
+
+    # -- a transaction ------------------------------------------------------------------------
 
     async def under_fire(
         self,
-        version: int,
         kills: Sequence[Kill],
         how: tuple[PublishMode, WeightTransport],
         canary: Replica | None = None,
-    ) -> None:
-        """`version` on all replicas, until it is committed; or on the `canary` alone, if it takes
-        it, while the others serve what is committed."""
+        tried: tuple[Path, int] | None = None,
+    ) -> tuple[Path, int]:
+        """The next version, or the one that was `tried`, on all replicas, until it is committed; or
+        on the `canary` alone, if it takes it, while the others serve what is committed."""
         record, left, (mode, transport) = self.record, list(kills), how
 
         async def hook(phase: Phase, when: When) -> None:
-            if canary is None and (phase, when) == ("commit", "after"):
-                record.committed = version
             for kill in [k for k in left if (k.phase, k.when) == (phase, when)]:
                 left.remove(kill)
                 if when == "during":
@@ -370,9 +619,7 @@ class Publications:
                 if kill.replica.kill():
                     record.kills[f"{phase} {when}"] += 1
 
-        path = self.store.path(version)
-        if not path.is_dir():  # else a canary had it
-            path = await asyncio.to_thread(self._write, version)
+        path, version = tried or await asyncio.to_thread(self._write)
         for attempt in itertools.count(1):
             try:
                 done = await publish(
@@ -390,17 +637,18 @@ class Publications:
                 print(f"  version {version} again: {e}", file=sys.stderr, flush=True)
                 if canary is not None:
                     record.figures["canaries that could not load"] += 1
-                    return
+                    return path, version
                 if attempt > 20:
                     raise
                 await until_up(self.replicas, 1)
         if canary is not None:
             record.figures["canaries"] += 1
-            return
-        record.publication_s.append(done.seconds)
-        record.figures[f"committed at attempt {attempt}"] += 1
-        record.figures["with a fenced replica"] += bool(done.fenced)
-        record.modes[f"{mode} {transport}"] += 1
+        else:
+            record.publication_s.append(done.seconds)
+            record.figures[f"committed at attempt {attempt}"] += 1
+            record.figures["with a fenced replica"] += bool(done.fenced)
+            record.modes[f"{mode} {transport}"] += 1
+        return path, version
 
 
 async def run(
@@ -423,7 +671,7 @@ async def run(
     async with DataPoolClient.local() as pool, AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         weights.save(0, folder / "base")
-        store = WeightStore(folder / "weights")
+        store = NotedStore(folder / "weights", folder / "base", record)
         config = EngineConfig(
             model_path=folder / "base", max_restarts=10**6, max_running_requests=32
         )
@@ -437,45 +685,60 @@ async def run(
             Replica(s, await stack.enter_async_context(EngineClient(url)))
             for s, url in zip(supervisors, urls, strict=True)
         ]
+        tuning = Tuning(engine_health_interval_s=0.5)
         origin = await stack.enter_async_context(
-            gateway(pool, urls, Tuning(engine_health_interval_s=0.5), engine_retries=1000)
+            gateway(pool, urls, tuning, canary_share=CANARY_SHARE, engine_retries=1000)
         )
         session = await stack.enter_async_context(aiohttp.ClientSession())
+        bad = weights.word(BAD)
         work = [
             *(watch(r, record, stop) for r in served),
-            *(agent(i, origin, session, record, stop) for i in range(agents)),
+            *(agent(i, origin, session, record, bad, stop) for i in range(agents)),
         ]
         tasks = [asyncio.create_task(each) for each in work]
         ways = {
             name: build_transport(EngineConfig(weight_transport=name, weight_bucket_mb=1), lead)
             for name, lead in ((name, Sender().call) for name in TRANSPORTS)
         }
-        publications = Publications(served, store, weights, record, pool, ways)
-        version = 0
+        rounds = Publications(served, store, weights, record, pool, ways, chance)
+        guarded = rounds.trainer(folder, ways["delta"], *TRIAL, lends=False)
+        lent = rounds.trainer(folder, ways["nccl"], lends=True)
+        await stack.enter_async_context(guarded.publisher.running())
+        await stack.enter_async_context(lent.publisher.running())
         while record.kills.total() < kills:
             await until_up(served, min(2, replicas))
-            version += 1
             left = kills - record.kills.total()
             shots = plan(served, min(left, chance.randint(1, replicas - 1)), chance)
             how = (chance.choice(MODES), chance.choice(TRANSPORTS))
-            if has_earlier(store) and chance.random() < 0.25:
-                version = await publications.roll_back(shots, how[1])
-                continue
-            if chance.random() < 0.5:
-                canary = chance.choice([r for r in served if r.up])
-                await publications.under_fire(version, shots[:1], how, canary)
-                shots = shots[1:]
-                await asyncio.sleep(chance.uniform(0, 1.0))
-                version += chance.randint(0, 1)  # committed, or taken back by the next
-            await publications.under_fire(version, shots, how)
+            kind = chance.choices(("publication", "roll-back", "trial", "lend"), (5, 2, 2, 2))[0]
+            print(f"{record.kills.total()} kills; {kind}", file=sys.stderr, flush=True)
+            if kind == "roll-back" and has_earlier(store):
+                await rounds.roll_back(shots, how[1])
+            elif kind == "trial":
+                await rounds.trial(guarded, shots)
+            elif kind == "lend":
+                await rounds.lend(lent, shots)
+            else:
+                tried = None
+                if chance.random() < 0.5:
+                    canary = chance.choice([r for r in served if r.up])
+                    tried = await rounds.under_fire(shots[:1], how, canary)
+                    shots = shots[1:]
+                    await asyncio.sleep(chance.uniform(0, 1.0))
+                    if chance.random() < 0.5:  # taken back by the next
+                        tried = None
+                await rounds.under_fire(shots, how, tried=tried)
             for task in tasks:
                 if task.done():
                     task.result()  # raises what ended it
         await until_up(served, replicas)
+        await rounds.under_fire((), ("retract", "disk"))  # whatever a killed command left
         for replica in served:  # all are back at what is committed
             found = await replica.client.weight_version()
-            if found != version:
-                record.violations.append(f"{replica.client.url} ended at {found}, not {version}")
+            if found != rounds.served:
+                record.violations.append(
+                    f"{replica.client.url} ended at {found}, not {rounds.served}"
+                )
         stop.set()
         await asyncio.gather(*tasks)
         record.figures["restarts"] = sum(s.restarts for s in supervisors)

@@ -25,6 +25,7 @@ KEYS = (
     "steps_changed",
     "trained_twice",
     "groups_lost",
+    "pictures_lost",
     "versions_wrong",
     "rewards_from_failures",
     "silent_aborts",

@@ -7,7 +7,8 @@ disk      the journal's disk is full for seconds, again and again
 full      the disk of checkpoints, weights, logs and exports is full for seconds
 nodes     two machines with a cable that is cut
 attached  a service whose agents nobody here starts, and a trainer that is attached to it
-salvage   a crash, a flipped bit in the journal, `stepwell data salvage`, and training on
+salvage   a crash, a flipped bit in the journal and in a picture, `stepwell data salvage`, and
+          training on
 """
 
 from __future__ import annotations
@@ -197,7 +198,8 @@ async def attached(folder: Path, seed: str, n: int) -> Run:
 
 
 async def salvage(folder: Path, seed: str, n: int) -> Run:
-    """`n` times: a crash, a flipped bit in what was written last, a salvage, and training on."""
+    """`n` times: a crash, a flipped bit in what was written last and in a picture, a salvage, and
+    training on."""
     pick = random.Random(seed)
     run = AttachedRun(folder)
     async with run.running():

@@ -15,11 +15,13 @@ import asyncio
 import itertools
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -56,18 +58,21 @@ class Talkers:
 
     Args:
         seed: of what they do.
+        key: the gateway's admin key, if it has one.
     """
 
-    def __init__(self, url: str, seed: int) -> None:
+    def __init__(self, url: str, seed: int, key: str | None = None) -> None:
         self.talks: list[Talk] = []
         self.failures: list[str] = []
         self._url, self._dice = url, random.Random(seed)
         self._numbers = itertools.count()
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
 
     async def run(self) -> None:
         """Talk until cancelled."""
         patience = aiohttp.ClientTimeout(60)
-        async with aiohttp.ClientSession(timeout=patience) as http, asyncio.TaskGroup() as tasks:
+        session = aiohttp.ClientSession(timeout=patience, headers=self._headers)
+        async with session as http, asyncio.TaskGroup() as tasks:
             for _ in range(AT_ONCE):
                 tasks.create_task(self._groups(http))
 
@@ -105,7 +110,7 @@ class Talkers:
     async def _talk(self, http: Any, address: Mapping[str, str], user: str) -> None:
         talk = Talk(address["trajectory_uid"], user)
         self.talks.append(talk)
-        base = address["base_url"].removeprefix(self._url)
+        base = urlsplit(address["base_url"]).path  # any replica has it
         messages: list[dict[str, Any]] = []
         for _ in range(self._dice.randint(1, 3)):
             await self._turn(http, talk, base, messages)
@@ -230,12 +235,26 @@ async def _look(talk: Talk, pool: DataPoolClient, archive: ArchiveReader) -> tup
     return place, why
 
 
-def bytes_of(words: Sequence[str], *folders: Path) -> list[str]:
-    """Files that hold one of these words."""
+def bytes_of(words: Sequence[str], *places: Path) -> list[str]:
+    """Files that hold one of these words.
+
+    Args:
+        places: files and folders; what is not there holds none.
+    """
     found = []
-    for path in (p for folder in folders for p in folder.rglob("*") if p.is_file()):
+    inside = {p for place in places for p in (place, *place.rglob("*")) if p.is_file()}
+    by_length: dict[int, set[bytes]] = {}
+    for word in words:
+        by_length.setdefault(len(word.encode()), set()).add(word.encode())
+    least, most = min(words, default=""), max(words, default="")
+    n_same = next((i for i, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), None)
+    begin = re.compile(re.escape(least[:n_same].encode()))  # with which all of them begin
+    for path in sorted(inside) if words else ():
         data = path.read_bytes()
-        found += [f"{path}: {word}" for word in words if word.encode() in data]
+        at = [match.start() for match in begin.finditer(data)]
+        there = {data[i : i + n] for n in by_length for i in at}
+        for known in by_length.values():
+            found += [f"{path}: {word.decode()}" for word in sorted(known & there)]
     return found
 
 

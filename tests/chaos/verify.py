@@ -18,15 +18,17 @@ the agents' own doing. Does not own: the processes that were left (`lives.py`).
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from stepwell.backends.torch.backend import TorchBackend
 from stepwell.config.run import RunConfig
@@ -36,15 +38,19 @@ from stepwell.datapool.core.log_rows import GroupClosed
 from stepwell.datapool.core.log_rows import read as read_row
 from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.core.readiness import DEADLINE, TOO_FEW_ROLLOUTS
+from stepwell.datapool.errors import DamagedFileError
+from stepwell.datapool.pictures import shadow_ids
 from stepwell.datapool.questions import (
     GetStatistics,
     ListGroups,
     Listing,
     ListTrajectories,
+    ReadPictures,
     ReadTrajectories,
 )
 from stepwell.datapool.remote.lease_keeper import USED
 from stepwell.datapool.store.journal import Journal
+from stepwell.datapool.store.picture_folder import PICTURES, PictureFolder
 from stepwell.datapool.store.replay import restore
 from stepwell.datapool.types import TRAIN, VAL, Step, Trajectory, VersionSpan
 from stepwell.layout import CHECKPOINTS
@@ -54,6 +60,7 @@ from stepwell.trainer.ledger import LEDGER, Audit, audit, read_ledger
 from stepwell.trainer.reclaim import AFTER_CHECKPOINT, LOST_POLICY, PRODUCER_GONE, TRAINED
 from stepwell.trainer.recording import load_recording, recordings
 from stepwell.trainer.rollout.worker import INFRASTRUCTURE
+from tests.chaos.agent import digest_of
 from tests.chaos.lives import Disturbance, Run
 
 TOLERANCE = 1e-3
@@ -89,6 +96,15 @@ class Rollout:
     """Time of the last line that it wrote; `began_at` is that of its first call."""
 
 
+class Stored(NamedTuple):
+    """A Step in the pool."""
+
+    n_tokens: int
+    """Of its response."""
+    pictures: list[str]
+    """Digests."""
+
+
 @dataclass(slots=True)
 class PoolBooks:
     """Content of the pool's journal."""
@@ -99,8 +115,10 @@ class PoolBooks:
     """Trajectory -> why."""
     live: set[str] = field(default_factory=set)
     """Groups."""
-    stored: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
-    """Trajectory of a live group -> call -> response tokens."""
+    stored: dict[str, dict[str, Stored]] = field(default_factory=lambda: defaultdict(dict))
+    """Trajectory of a live group -> call -> its Step."""
+    bad_pictures: list[str] = field(default_factory=list)
+    """Pictures that those Steps name and the pool has not, or has others for."""
     expired: int = 0
     acked: int = 0
     """Groups that the trainer settled: acked, or closed later as trained."""
@@ -127,7 +145,7 @@ def verify(run: Run) -> Verdict:
     """All of it, after the run has ended."""
     config = run.config()
     rollouts = read_agents(run.agents)
-    trained = _Trained(config, run.batches)
+    trained = Trained(config, run.batches)
     pool = read_pool(run.pool)
     found = Verdict()
     found.figures["leases_expired"] = pool.expired
@@ -136,6 +154,8 @@ def verify(run: Run) -> Verdict:
     if run.draws_prompts:
         _check_checkpoint(config, pool, found)
     _check_answers(rollouts, trained, pool, found)
+    for lost in pool.bad_pictures:
+        found.check(False, "pictures_lost", f"the pool, {lost}")
     check_aborts(rollouts, pool, run.books.disturbances, found)
     check_drops(
         rollouts,
@@ -145,9 +165,7 @@ def verify(run: Run) -> Verdict:
         found,
         min_n=config.rollout.min_n if run.draws_prompts else 1,
     )
-    for trajectory in trained.trajectories.values():
-        _check_trajectory(trajectory, rollouts.get(trajectory.trajectory_uid), found)
-    _check_versions(config, run, trained, rollouts, found)
+    check_trained(config, run, trained, rollouts, found)
     return found
 
 
@@ -172,7 +190,7 @@ def read_agents(folder: Path) -> dict[str, Rollout]:
     return rollouts
 
 
-class _Trained:
+class Trained:
     """The batches of the history that counts, by optimizer step."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
@@ -180,15 +198,23 @@ class _Trained:
         self.groups: dict[int, list[str]] = {}
         self.trajectories: dict[str, Trajectory] = {}
         self.doubled: list[str] = []
+        self.pictures: dict[str, bytes] = {}
+        """PNG by digest."""
         for rollout_id, path in recordings(str(folder)):
             if rollout_id + 1 not in updates:
                 continue  # recorded, but the life ended before it was trained
-            groups = load_recording(path).groups
+            groups, _, pictures = load_recording(path)
+            self.pictures |= pictures
             self.groups[rollout_id + 1] = [g.prompt_uid for g in groups]
             for trajectory in (t for g in groups for t in g.trajectories):
                 if trajectory.trajectory_uid in self.trajectories:
                     self.doubled.append(trajectory.trajectory_uid)
                 self.trajectories[trajectory.trajectory_uid] = trajectory
+        self.bad_pictures = [
+            f"picture {digest} was trained as another one"
+            for digest, png in self.pictures.items()
+            if digest_of(Image.open(io.BytesIO(png))) != digest
+        ]
 
     @property
     def prompts(self) -> set[str]:
@@ -215,6 +241,7 @@ def read_pool(folder: Path) -> PoolBooks:
                     if closing.aborted is not None:
                         books.aborted[trajectory] = closing.aborted
         pool = DataPool(PoolConfig())
+        pool.pictures.store = PictureFolder(folder / PICTURES, power=False)
         restore(pool, journal)
         for channel in (TRAIN, VAL):
             _read_live(pool, channel, books)
@@ -245,10 +272,19 @@ def _read_live(pool: DataPool, channel: str, books: PoolBooks) -> None:
     while True:
         page = pool.apply(ReadTrajectories(channel, cursor), time.time())
         for exported in page.unpack():
-            stored = books.stored[exported.trajectory.trajectory_uid]
-            stored |= {
-                s.metadata["call_id"]: len(s.response_ids) for s in exported.trajectory.steps
-            }
+            uid = exported.trajectory.trajectory_uid
+            steps = exported.trajectory.steps
+            for step in steps:
+                shown = [picture.digest for picture in step.pictures]
+                books.stored[uid][step.metadata["call_id"]] = Stored(len(step.response_ids), shown)
+            for digest in {picture.digest for step in steps for picture in step.pictures}:
+                try:
+                    png = pool.apply(ReadPictures(uid, (digest,), channel), time.time())[digest]
+                except DamagedFileError as e:
+                    books.bad_pictures.append(f"{uid}: {e}")
+                else:
+                    if digest_of(Image.open(io.BytesIO(png))) != digest:
+                        books.bad_pictures.append(f"{uid}: {digest} is another picture")
         if (cursor := page.cursor) is None:
             return
 
@@ -258,7 +294,7 @@ def _read_live(pool: DataPool, channel: str, books: PoolBooks) -> None:
 
 def _check_ledger(
     config: RunConfig,
-    trained: _Trained,
+    trained: Trained,
     rollouts: Mapping[str, Rollout],
     found: Verdict,
     *,
@@ -317,7 +353,7 @@ def _check_checkpoint(config: RunConfig, pool: PoolBooks, found: Verdict) -> Non
 
 
 def _check_answers(
-    rollouts: Mapping[str, Rollout], trained: _Trained, pool: PoolBooks, found: Verdict
+    rollouts: Mapping[str, Rollout], trained: Trained, pool: PoolBooks, found: Verdict
 ) -> None:
     """Every answer's Step is somewhere."""
     prompts = trained.prompts
@@ -329,9 +365,11 @@ def _check_answers(
             if call in calls:
                 where = "trained"
             elif trajectory is None and call in pool.stored.get(uid, ()):
-                n_tokens = len(entry["log_probs"])
-                same = pool.stored[uid][call] == n_tokens
-                found.check(same, "steps_changed", f"{uid} {call}: {n_tokens} tokens answered")
+                answered = Stored(len(entry["log_probs"]), entry["pictures"])
+                stored = pool.stored[uid][call]
+                found.check(
+                    stored == answered, "steps_changed", f"{uid} {call}: {stored}, not {answered}"
+                )
                 where = "in the pool"
             elif trajectory is None and uid in pool.aborted:
                 where = f"aborted: {pool.aborted[uid].partition(':')[0]}"
@@ -412,6 +450,22 @@ def check_drops(
         found.check(is_known, "silent_drops", f"{what}; nobody else knows why")
 
 
+def check_trained(
+    config: RunConfig,
+    run: Run,
+    trained: Trained,
+    rollouts: Mapping[str, Rollout],
+    found: Verdict,
+) -> None:
+    """What was trained is what the agents saw, of the weights that it names."""
+    for wrong in trained.bad_pictures:
+        found.check(False, "steps_changed", wrong)
+    found.figures["pictures_trained"] = len(trained.pictures)
+    for trajectory in trained.trajectories.values():
+        _check_trajectory(trajectory, rollouts.get(trajectory.trajectory_uid), found)
+    _check_versions(config, run, trained, rollouts, found)
+
+
 def _check_trajectory(trajectory: Trajectory, rollout: Rollout | None, found: Verdict) -> None:
     """It was trained with the steps and the reward of its agent."""
     uid = trajectory.trajectory_uid
@@ -436,16 +490,22 @@ def _check_trajectory(trajectory: Trajectory, rollout: Rollout | None, found: Ve
             step.rollout_log_probs, np.float32(entry["log_probs"])
         )
         found.check(same, "steps_changed", f"{uid} call {call}: other log-probs than answered")
+        shown = [picture.digest for picture in step.pictures]
+        same = shown == entry["pictures"]
+        found.check(same, "steps_changed", f"{uid} call {call}: other pictures than were shown")
     for before, after in zip(trajectory.steps, trajectory.steps[1:], strict=False):
-        history = np.concatenate([before.prompt_ids, before.response_ids])
-        extends = np.array_equal(after.prompt_ids[: len(history)], history)
+        history = shadow_ids(
+            np.concatenate([before.prompt_ids, before.response_ids]), before.pictures
+        )
+        prompt = shadow_ids(after.prompt_ids, after.pictures)
+        extends = np.array_equal(prompt[: len(history)], history)
         found.check(extends, "steps_changed", f"{uid}[{after.step_index}] extends no {before}")
 
 
 def _check_versions(
     config: RunConfig,
     run: Run,
-    trained: _Trained,
+    trained: Trained,
     rollouts: Mapping[str, Rollout],
     found: Verdict,
 ) -> None:
@@ -471,7 +531,7 @@ def _check_versions(
             found.check(False, "versions_wrong", f"{len(spans)} spans name {version}: never there")
             continue
         sample = spans[:: max(1, len(spans) // PER_VERSION)]
-        gaps = [_gaps(config, path, sample) for path in candidates[version]]
+        gaps = [_gaps(config, path, sample, trained.pictures) for path in candidates[version]]
         for i, (step, _) in enumerate(sample):
             gap = min(of[i] for of in gaps)
             found.figures["steps_recomputed"] += 1
@@ -483,11 +543,16 @@ def _check_versions(
     found.figures["versions"] = len(by_version)
 
 
-def _gaps(config: RunConfig, path: Path, spans: Sequence[tuple[Step, VersionSpan]]) -> list[float]:
+def _gaps(
+    config: RunConfig,
+    path: Path,
+    spans: Sequence[tuple[Step, VersionSpan]],
+    pictures: Mapping[str, bytes],
+) -> list[float]:
     """For each span, how far its log-probs are from those of the weights at `path`."""
     backend = TorchBackend(config.backend, path)
     try:
-        batch = backend.convert([replace(step) for step, _ in spans])
+        batch = backend.convert_with_pictures([replace(step) for step, _ in spans], pictures)
         again = backend.compute_log_probs(batch).numpy()
         gaps = []
         for i, (step, span) in enumerate(spans):

@@ -2,33 +2,45 @@
 embedded engine, both by HTTP.
 
 For each pause mode, `--requests` clients keep one chat completion each in flight (every other one
-streams) while the engine is paused, given the next weight version and continued `--updates` times;
-then all finish. No request may fail or hang, and every Step's version spans add up.
+streams) while `--updates` versions are published, by each transport in turn; then all finish. No
+request may fail or hang, every Step's version spans add up, no transport falls back on the disk,
+and after each update the engine's tensors are those of the version.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import median
+from typing import Annotated, Any, get_args
 
 import aiohttp
+from safetensors.torch import load_file, save_file
 
 from benchmarks.checks import BenchResult
 from benchmarks.served import MODEL, engine, gateway, steps_in
-from stepwell.backends.config import PauseMode
+from stepwell.backends.config import EngineConfig, PauseMode, WeightTransport
 from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.weights import WeightStore, build_transport, publish
+from stepwell.backends.weights.sender import Sender
+from stepwell.backends.weights.transaction import Phase, When
+from stepwell.backends.weights.transports import Transport
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step, VersionSpan
 
 MODES: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
+TRANSPORTS: tuple[WeightTransport, ...] = tuple(
+    name for name in get_args(WeightTransport) if name != "lora"
+)
 MAX_TOKENS = 160
 HANGS_AFTER_S = 120.0
 SHOWN = 20
@@ -48,6 +60,93 @@ def endless_model(folder: Path) -> Path:
         file = path / name
         file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
     return path
+
+
+def changed(model: Path, version: int) -> Callable[[Path], None]:
+    """Saves `model` with one tensor of its own for this version."""
+
+    def save(folder: Path) -> None:
+        shutil.copytree(model, folder)
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        name = sorted(tensors)[version % len(tensors)]
+        tensors[name] = tensors[name] * (1 + 2**-6)
+        save_file(tensors, file, metadata={"format": "pt"})
+
+    return save
+
+
+@dataclass
+class Updates:
+    """Publications to one engine, by each transport in turn."""
+
+    model: Path
+    store: WeightStore
+    ways: dict[WeightTransport, Transport] = field(default_factory=dict)
+    pauses: dict[WeightTransport, list[float]] = field(default_factory=dict)
+    """Seconds of each pause, by transport."""
+    problems: list[str] = field(default_factory=list)
+
+    @classmethod
+    @asynccontextmanager
+    async def to(cls, model: Path, folder: Path) -> AsyncIterator[Updates]:
+        """Updates of an engine that has `model`; versions are stored below `folder`."""
+        updates = cls(model, WeightStore(folder / "weights", base=model))
+        for name in TRANSPORTS:
+            updates.ways[name] = build_transport(
+                EngineConfig(weight_transport=name, weight_bucket_mb=1), Sender().call
+            )
+        try:
+            yield updates
+        finally:
+            for way in updates.ways.values():
+                await way.close()
+
+    async def publish(
+        self, engine: EngineClient, version: int, mode: PauseMode, paused: Callable[[], object]
+    ) -> float:
+        """Return the seconds of the pause; `paused` is called in it."""
+        name = TRANSPORTS[version % len(TRANSPORTS)]
+        path = await asyncio.to_thread(self.store.write, version, changed(self.model, version))
+
+        async def hook(phase: Phase, when: When) -> None:
+            if (phase, when) == ("pause", "after"):
+                paused()
+
+        with warnings_of("stepwell.backends.weights.transports") as fell_back:
+            done = await publish(
+                [engine],
+                path,
+                version,
+                mode,
+                store=self.store,
+                transport=self.ways[name],
+                hook=hook,
+            )
+        self.problems += [f"{name}: {line}" for line in fell_back]
+        if done.fenced or set(done.verified.values()) != {"checksum"}:
+            self.problems.append(f"{name}: {done}")
+        if name == "nccl" and not done.transfer_s:
+            self.problems.append(f"{name}: nothing was broadcast")
+        self.pauses.setdefault(name, []).append(done.pause_s)
+        return done.pause_s
+
+
+@contextmanager
+def warnings_of(logger: str) -> Iterator[list[str]]:
+    """Lines that `logger` warns with inside the block."""
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Handler(logging.WARNING)
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
 
 
 @dataclass
@@ -109,7 +208,7 @@ class Clients:
 
 async def update_under_load(
     engine_url: str,
-    model: Path,
+    updates: Updates,
     mode: PauseMode,
     *,
     n_requests: int,
@@ -128,15 +227,15 @@ async def update_under_load(
         ):
             clients = Clients(origin, session)
             running = clients.start(n_requests)
-            in_flight, pauses = [], []
+            in_flight: list[int] = []
+            pauses: list[float] = []
             await asyncio.sleep(0.5)
             for version in range(first_version, first_version + n_updates):
-                paused = time.perf_counter()
-                await control.pause(mode)
-                in_flight.append(clients.in_flight)
-                await control.update_weights_from_disk(str(model), version)
-                await control.continue_()
-                pauses.append(time.perf_counter() - paused)
+                pauses.append(
+                    await updates.publish(
+                        control, version, mode, lambda: in_flight.append(clients.in_flight)
+                    )
+                )
                 await asyncio.sleep(0.15)
             clients.stop.set()
             await asyncio.gather(*running)
@@ -144,7 +243,12 @@ async def update_under_load(
                 statistics = (await response.json())["engine"]
         steps = await steps_in(pool)
     versions = range(first_version - 1, first_version + n_updates)
-    problems = [*clients.failures, *wrong_steps(steps, clients.tokens, versions)]
+    problems = [
+        *clients.failures,
+        *wrong_steps(steps, clients.tokens, versions),
+        *updates.problems,
+    ]
+    updates.problems.clear()
     return {
         "requests": clients.answered + len(clients.failures),
         "in_flight_at_each_update": min(in_flight),
@@ -196,12 +300,15 @@ async def run(
     columns: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="stepwell-bench-") as folder:
         model = endless_model(Path(folder))
-        async with engine(model, Path(folder) / "engine.log") as running:
+        async with (
+            engine(model, Path(folder) / "engine.log") as running,
+            Updates.to(model, Path(folder)) as published,
+        ):
             version = 1
             for each in MODES:
                 figures = await update_under_load(
                     running.url,
-                    model,
+                    published,
                     each,
                     n_requests=requests,
                     n_updates=updates,
@@ -213,5 +320,14 @@ async def run(
     result.figures["by pause mode"] = [
         {"figure": name, **{each: column[name] for each, column in columns.items()}}
         for name in columns[MODES[0]]
+    ]
+    result.figures["seconds of pause by transport"] = [
+        {
+            "transport": name,
+            "updates": len(spent),
+            "median": round(median(spent), 3),
+            "longest": round(max(spent), 3),
+        }
+        for name, spent in published.pauses.items()
     ]
     return result

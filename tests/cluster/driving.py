@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 from tests.chaos.machines import Machines
 
 T = TypeVar("T")
 KEY = "a-key-of-several-machines"
+LIMIT_S = 600.0
+"""For whatever is waited for: many processes start on few cores. Not a measure of anything."""
 
 
 @contextmanager
@@ -43,7 +47,7 @@ def there(machines: Machines, folder: Path) -> tuple[str, ...]:
     return (*machines.prefix, "sh", "-c", 'cd "$0" && exec "$@"', str(folder))
 
 
-def wait_for(what: Callable[[], T | None], limit_s: float) -> T:
+def wait_for(what: Callable[[], T | None], limit_s: float = LIMIT_S) -> T:
     """Return what `what` returns, once that is something."""
     give_up = time.monotonic() + limit_s
     while (found := what()) is None:
@@ -59,6 +63,14 @@ def ask(machines: Machines, url: str) -> dict[str, Any] | None:
     return json.loads(done.stdout) if done.stdout else None
 
 
+def kill_gcs(machines: Machines) -> None:
+    """The head of their Ray dies; its machine lives on."""
+    ray = machines.machines[0].ray
+    assert ray is not None
+    family = psutil.Process(ray.pid).children(recursive=True)
+    next(process for process in family if process.name() == "gcs_server").kill()
+
+
 def stepwell(machines: Machines, *command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the command on the first machine, in `folder` there."""
     return subprocess.run(
@@ -66,7 +78,7 @@ def stepwell(machines: Machines, *command: str, folder: Path) -> subprocess.Comp
         env=environment(machines),
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=2 * LIMIT_S,
         check=False,
     )
 
@@ -90,7 +102,7 @@ def running(
             raise
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(LIMIT_S)
 
 
 @dataclass
@@ -113,7 +125,7 @@ class Serving:
             _, _, rest = self.output.partition("gateway at ")
             return rest.split()[0].rstrip(",;") if rest else None
 
-        return wait_for(found, 200)
+        return wait_for(found)
 
     def replicas(self, url: str) -> list[str] | None:
         """Origins of all gateways by the one at `url`."""
@@ -125,27 +137,45 @@ class Serving:
         other; the terminal names the one that was `lost`."""
 
         def moved() -> list[str] | None:
+            assert self.process.poll() is None, self.output
             urls = self.replicas(self.url())
             hosts = {url.split(":")[1].removeprefix("//") for url in urls or ()}
             return urls if urls and hosts <= {*live} else None
 
-        urls = wait_for(moved, 120)
+        urls = wait_for(moved)
         for url in urls:
-            wait_for(lambda url=url: self.replicas(url) == urls or None, 60)
-        wait_for(lambda: f"node {lost} has left the Ray" in self.output or None, 60)
+            wait_for(lambda url=url: self.replicas(url) == urls or None)
+        wait_for(lambda: f"node {lost} has left the Ray" in self.output or None)
         assert self.process.poll() is None
+
+    def ended(self) -> str:
+        """Line by which a command says why it ended: its last, but for where its logs are."""
+        assert self.process.wait(LIMIT_S) == 1, self.output
+        lines = [line for line in self.output.splitlines() if line.startswith("stepwell: ")]
+        own = [line for line in lines if not line.startswith("stepwell: see ")]
+        assert len(own) == 1, self.output
+        assert "Traceback" not in self.output
+        return own[0]
+
+    def ended_with_head(self) -> str:
+        """The same, after the head of its Ray has died: that is told before parts are stopped."""
+        told = f"the Ray at {self.machines.address} has ended"
+        wait_for(lambda: told in self.output or None)
+        line = self.ended()
+        assert line.startswith(f"stepwell: {told}")
+        return line
 
 
 @contextmanager
-def serving(machines: Machines, name: str) -> Iterator[Serving]:
+def serving(machines: Machines, name: str, *options: str) -> Iterator[Serving]:
     """`stepwell serve` with a gateway on each machine; afterwards all machines are up again."""
     n = len(machines.machines)
-    wait_for(lambda: n_nodes(machines) == n or None, 120)
+    wait_for(lambda: n_nodes(machines) == n or None)
     folder, own = machines.local / name, machines.machines[0].own
     (own / name).mkdir()
     where = (f"cluster.address={machines.address}", "gateway.host=0.0.0.0")
     own_keys = (f"gateway.replicas={n}", f"gateway.admin_keys=[{KEY}]")
-    command = ("serve", "--config", "live", *where, *own_keys)
+    command = ("serve", "--config", "live", *where, *own_keys, *options)
     output = own / f"{name}.txt"
     try:
         with running(machines, *command, folder=folder, output=output) as process:

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from tests.chaos.machines import Machines
-from tests.cluster.driving import machines_in, serving, stepwell, wait_for
+from tests.cluster.driving import LIMIT_S, machines_in, serving, stepwell, wait_for
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(6 * LIMIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_an_agent_that_a_node_cannot_import_is_one_line(machines: Machines) -> N
 
 def test_a_gateway_whose_machine_is_lost_comes_back_on_another(machines: Machines) -> None:
     with serving(machines, "served") as run:
-        before = wait_for(partial(run.replicas, run.url()), 60)
+        before = wait_for(partial(run.replicas, run.url()))
         assert {url.split(":")[1] for url in before} == {"//10.77.0.1", "//10.77.0.2"}
         machines.machines[1].stop()
         run.check_all_are_on(["10.77.0.1"], "10.77.0.2")
@@ -77,7 +77,7 @@ def test_a_gateway_whose_machine_is_lost_comes_back_on_another(machines: Machine
 def test_a_machine_that_is_lost_while_its_gateway_starts_is_a_line(machines: Machines) -> None:
     with serving(machines, "starting") as run:
         logs = [machine.own / "starting/runs/live/logs" for machine in machines.machines]
-        wait_for(lambda: any((log / "gateway_1.log").exists() for log in logs) or None, 200)
+        wait_for(lambda: any((log / "gateway_1.log").exists() for log in logs) or None)
         machines.machines[1].stop()
         run.check_all_are_on(["10.77.0.1"], "10.77.0.2")
     assert "Traceback" not in run.output

@@ -14,9 +14,9 @@ from pathlib import Path
 from stepwell.datapool import DataPoolClient, PoolConfig
 from stepwell.datapool.ops import LeaseBatch
 from stepwell.datapool.remote.incarnation import Known
-from stepwell.datapool.remote.link import Link, LocalPort
 from stepwell.datapool.remote.service import PoolService
-from stepwell.datapool.remote.wire import Door, Server, read_answer
+from stepwell.datapool.remote.shard import LocalShard, RemoteShard
+from stepwell.datapool.remote.wire import PoolAddress, Server, read_answer
 
 HERE = "this node"
 
@@ -25,11 +25,11 @@ def pool_here(
     config: PoolConfig | None = None, folder: Path | None = None, **how
 ) -> DataPoolClient:
     """A pool of this process, as `DataPoolClient.local`, until `service_of(it).close()`."""
-    return DataPoolClient([LocalPort(PoolService(config, folder, **how))])
+    return DataPoolClient([LocalShard(PoolService(config, folder, **how))])
 
 
 def service_of(client: DataPoolClient) -> PoolService:
-    return client.ports[0].service
+    return client.shards[0].service
 
 
 async def settle() -> None:
@@ -47,34 +47,34 @@ async def groups_of(client: DataPoolClient, *states: str) -> list[int]:
     return [groups[state] for state in states]
 
 
-def answers_lease(link: Link, frame: bytes) -> bool:
+def answers_lease(link: RemoteShard, frame: bytes) -> bool:
     """True if a frame answers a call of the link for a lease."""
     number, *_ = read_answer(frame)
     return isinstance(link._unanswered[number].op, LeaseBatch)
 
 
-class DoorLink(Link):
-    """The way to whatever `door` says now; None: it is starting."""
+class FoundShard(RemoteShard):
+    """The way to whatever `address` says now; None: it is starting."""
 
-    def __init__(self, door: Door | None, met: Known = None, here: str = HERE) -> None:
+    def __init__(self, address: PoolAddress | None, met: Known = None, here: str = HERE) -> None:
         super().__init__(met)
-        self.door = door
+        self.address = address
         self.here = here
         self.n_found = 0
 
-    async def find(self) -> tuple[Door, str]:
+    async def find(self) -> tuple[PoolAddress, str]:
         self.n_found += 1
-        if self.door is None:
+        if self.address is None:
             raise ConnectionError("it is starting")
-        return self.door, self.here
+        return self.address, self.here
 
 
 @asynccontextmanager
 async def serving(config: PoolConfig | None = None, folder: Path | None = None, shard: int = 0):
-    """A pool of this loop, and the door of its socket."""
+    """A pool of this loop, and the address of its socket."""
     service = PoolService(config or PoolConfig(durability="none"), folder, shard)
     server = Server(service, HERE)
-    yield service, await server.door()
+    yield service, await server.address()
     server.close()
     service.close()
 
@@ -82,9 +82,9 @@ async def serving(config: PoolConfig | None = None, folder: Path | None = None, 
 class Proxy:
     """Passes on what two peers say, and cuts the line after so many bytes of one of them."""
 
-    def __init__(self, door: Door, path: Path) -> None:
-        self._behind = door
-        self.door = door._replace(unix=str(path))
+    def __init__(self, address: PoolAddress, path: Path) -> None:
+        self._behind = address
+        self.address = address._replace(unix=str(path))
         self.n_connections = 0
         self.n_bytes = {"up": 0, "down": 0}
         """Bytes of the last connection: to the pool, and to the client."""
@@ -97,7 +97,7 @@ class Proxy:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Proxy]:
-        server = await asyncio.start_unix_server(self._serve, self.door.unix)
+        server = await asyncio.start_unix_server(self._serve, self.address.unix)
         yield self
         server.close()
         self.break_()
@@ -154,7 +154,7 @@ class PoolProcess:
     def __init__(
         self, folder: Path, shard: int = 0, n_shards: int = 1, archive: Path | None = None
     ) -> None:
-        self.link = DoorLink(None)
+        self.link = FoundShard(None)
         self._arguments = [str(folder), str(shard), str(n_shards), str(archive or "")]
         self._process: asyncio.subprocess.Process | None = None
         self._n_starts = 0
@@ -170,11 +170,13 @@ class PoolProcess:
             stdout=asyncio.subprocess.PIPE,
         )
         said = json.loads(await self._process.stdout.readline())
-        self.link.door = Door(HERE, said["n"], said["unix"], None, bytes.fromhex(said["secret"]))
+        self.link.address = PoolAddress(
+            HERE, said["n"], said["unix"], None, bytes.fromhex(said["secret"])
+        )
 
     async def kill(self) -> None:
         """`kill -9`; returns once the process is gone."""
-        self.link.door = None
+        self.link.address = None
         self._process.send_signal(signal.SIGKILL)
         await self._process.wait()
 
@@ -199,8 +201,8 @@ async def run():
     archived = ArchiveConfig(dir=Path(archive)) if archive else ArchiveConfig()
     config = PoolConfig(shards=int(n_shards), archive=archived)
     service = PoolService(config, Path(folder), int(shard), restarted=bool(int(restarted)))
-    door = await Server(service, "this node").door()
-    said = {"n": door.n_shards, "unix": door.unix, "secret": door.secret.hex()}
+    address = await Server(service, "this node").address()
+    said = {"n": address.n_shards, "unix": address.unix, "secret": address.secret.hex()}
     print(json.dumps(said), flush=True)
     await asyncio.Event().wait()
 
@@ -217,5 +219,5 @@ async def processes(folder: Path, n: int = 1) -> AsyncIterator[tuple[DataPoolCli
     yield client, shards
     await client.close()
     for shard in shards:
-        if shard.link.door is not None:
+        if shard.link.address is not None:
             await shard.kill()

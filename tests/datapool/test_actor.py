@@ -178,7 +178,7 @@ async def test_a_shutdown_wakes_consumers_of_its_channel_with_none(pool, finish)
 
 async def test_a_watcher_of_a_shard_waits_in_no_consumers_line(pool, finish):
     """Nor do two of them in each other's: each is told of what it does not know yet."""
-    (port,) = pool.ports
+    (port,) = pool.shards
     await finish(pool, "p", "t")
     knows = asyncio.create_task(port.call(WaitAvailable(more_than=1), None))
     new = asyncio.create_task(port.call(WaitAvailable(more_than=0), None))
@@ -205,7 +205,7 @@ async def test_what_a_consumer_is_given_is_its_own(pool, finish):
 
 async def test_a_repeated_request_is_answered_with_its_lease_whoever_waits(pool, finish):
     await finish(pool, "p", "t")
-    (port,) = pool.ports
+    (port,) = pool.shards
     first = await port.call(LeaseBatch(request_id="r"))
     behind = asyncio.create_task(pool.lease_batch(timeout_s=None))
     await settle()

@@ -252,7 +252,7 @@ def test_deletion_from_a_stopped_pool_leaves_what_else_waits_for_the_archive(run
     run.train("t", "kept")
     run.train("s", SECRET)
     run.pool.journal.close()
-    assert delete_from_journals(run.path / "pool", "s").trajectories == ("s",)
+    assert delete_from_journals(run.path / "pool", Delete("s")).trajectories == ("s",)
     stopped = stopped_pool(run.path / "pool", run.pool.pool.config)
     asyncio.run(archive_stopped(stopped, run.pool.pool.config))
     assert [row["uid"] for row in run.reader.rows().items] == ["t"]

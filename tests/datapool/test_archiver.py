@@ -17,7 +17,7 @@ from stepwell.datapool.files.archive.archiver import archive_stopped
 from stepwell.datapool.files.archive.launch import Settings, start
 from stepwell.datapool.files.archive.reader import ArchiveReader
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.datapool.remote.link import LocalPort
+from stepwell.datapool.remote.shard import LocalShard
 from stepwell.datapool.remote.stopped import stopped_pool
 from tests.builders import step_of, until
 from tests.datapool.pools import PoolProcess, serving
@@ -28,11 +28,11 @@ def config_of(tmp_path, **fields):
 
 
 @contextmanager
-def archiving(service, door, tmp_path):
+def archiving(service, address, tmp_path):
     """The archiver of a pool of this process."""
     journal = tmp_path / "pool"
     settings = Settings.of(config_of(tmp_path), journal, service.incarnation.pool, 0)
-    process = start(settings, door)
+    process = start(settings, address)
     try:
         yield process
     finally:
@@ -54,10 +54,10 @@ async def all_archived(service):
 
 async def test_an_archiver_that_is_killed_again_and_again_loses_nothing(tmp_path):
     reader = ArchiveReader(tmp_path / "archive")
-    async with serving(config_of(tmp_path), tmp_path / "pool") as (service, door):
-        pool = DataPoolClient([LocalPort(service)])
+    async with serving(config_of(tmp_path), tmp_path / "pool") as (service, address):
+        pool = DataPoolClient([LocalShard(service)])
         for life in range(3):
-            with archiving(service, door, tmp_path) as process:
+            with archiving(service, address, tmp_path) as process:
                 for i in range(10):
                     await train(pool, f"t{life}-{i}")
                 if life < 2:
@@ -81,7 +81,7 @@ async def test_nothing_acknowledged_is_missing_when_pool_and_archiver_are_killed
         await process.start()
         await pool.describe()  # the link learns which pool it is
         settings = Settings.of(config_of(tmp_path), folder, process.link.met.pool, 0)
-        archiver = start(settings, process.link.door)
+        archiver = start(settings, process.link.address)
         for i in range(12):
             uid = f"t{life}-{i}"
             fate = draw.choice(["acked", "dropped", "aborted", "live"])
@@ -123,14 +123,14 @@ async def test_nothing_acknowledged_is_missing_when_pool_and_archiver_are_killed
 
 async def test_what_waited_when_the_pool_ended_is_archived_by_who_looks(tmp_path):
     async with serving(config_of(tmp_path), tmp_path / "pool") as (service, _):
-        await train(DataPoolClient([LocalPort(service)]), "t")
+        await train(DataPoolClient([LocalShard(service)]), "t")
     reader = ArchiveReader(tmp_path / "archive")
     for _ in range(2):  # who looks again does nothing
         stopped = stopped_pool(tmp_path / "pool", config_of(tmp_path))
         await archive_stopped(stopped, config_of(tmp_path))
         assert [row["uid"] for row in reader.rows().items] == ["t"]
-    async with serving(config_of(tmp_path), tmp_path / "pool") as (service, door):
-        with archiving(service, door, tmp_path):
+    async with serving(config_of(tmp_path), tmp_path / "pool") as (service, address):
+        with archiving(service, address, tmp_path):
             await all_archived(service)  # the file of before says that it is archived
     assert reader.counts()["trajectories"] == 1
     assert len(list((tmp_path / "archive" / "trajectories").iterdir())) == 1

@@ -7,7 +7,7 @@ import pytest
 from stepwell.datapool.config import ArchiveConfig
 from stepwell.datapool.core import group_log
 from stepwell.datapool.errors import TrajectoryClosedError
-from stepwell.datapool.ops import Delete, Mark, ReleaseDeparted
+from stepwell.datapool.ops import Delete, Mark, OpenGroup, OpenTrajectory, ReleaseDeparted
 from stepwell.datapool.questions import ListDeparted, ReadDeparted
 from stepwell.datapool.store.reading import rows_at_places
 from tests.datapool.conftest import JournaledPool
@@ -84,6 +84,25 @@ def test_a_deletion_by_tag_takes_what_waits_too(pool):
     pool.later(0)
     assert len(waiting(pool)) == 1
     assert not pool.holds("a secret of somebody")
+
+
+def test_a_deletion_by_user_takes_what_is_live_and_what_waits(pool):
+    """Of a group's declaration or a trajectory's metadata; each goes with its group."""
+    pool("apply", OpenGroup("p", 2, metadata={"user": "eve"}))
+    for uid, user in (("t", {}), ("mate", {"user": "bob"})):
+        pool("apply", OpenTrajectory(uid, "p", 0, user))
+        pool.say(uid, "p", f"a secret of somebody, {uid}")
+        pool("complete_trajectory", uid, 1.0)
+    pool("ack", pool("lease_batch", 1).lease_id)
+    pool("apply", OpenTrajectory("live", "q", 0, {"user_id": "eve"}))
+    pool.say("live", "q", "a secret of somebody, live")
+    train(pool, "u", "r", text="something else")
+    pool = pool.restart(**archived(pool.folder.parent))  # which knows the users again
+    assert sorted(pool("apply", Delete(user="eve")).trajectories) == ["live", "mate", "t"]
+    pool.later(0)
+    assert len(waiting(pool)) == 1
+    assert not pool.holds("a secret of somebody")
+    assert pool.holds("something else")
 
 
 def test_what_is_too_old_or_deleted_is_not_left_to_the_archive(pool):

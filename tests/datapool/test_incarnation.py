@@ -31,7 +31,7 @@ from stepwell.datapool.errors import (
 from stepwell.datapool.remote import service as service_module
 from stepwell.datapool.remote.incarnation import Incarnation, Previous
 from stepwell.datapool.remote.service import PoolService
-from stepwell.datapool.remote.start import ShardLink, client_of
+from stepwell.datapool.remote.start import RayShard, client_of
 from stepwell.datapool.store.folder import read_last_commit
 from tests.builders import until
 from tests.datapool.pools import pool_here, service_of
@@ -74,7 +74,7 @@ async def kill(client: DataPoolClient) -> None:
 
 async def node_of(actor: Any) -> str:
     here = ray.get_runtime_context().get_node_id()
-    node: str = (await actor.door.remote(here)).node
+    node: str = (await actor.address.remote(here)).node
     return node
 
 
@@ -113,8 +113,8 @@ async def test_a_client_on_another_node_reaches_the_pool_by_tcp(
             lease = await client.lease_batch(batch_size=2, timeout_s=60)
             assert lease is not None
             await client.ack(lease.lease_id)
-            (port,) = client.ports
-            assert isinstance(port, ShardLink)
+            (port,) = client.shards
+            assert isinstance(port, RayShard)
             assert port._connection is not None
             peer = port._connection.transport.get_extra_info("peername")
             return outcome, peer
@@ -124,8 +124,8 @@ async def test_a_client_on_another_node_reaches_the_pool_by_tcp(
     big = make_step("there", "q", metadata={"blob": b"x" * 3_000_000})
     node, outcome, peer = await work.remote(client, big)
     assert (node, outcome) == (elsewhere, "accepted")
-    door = await actor.door.remote(elsewhere)
-    assert (door.node, tuple(peer)) == (ray.get_runtime_context().get_node_id(), door.tcp)
+    address = await actor.address.remote(elsewhere)
+    assert (address.node, tuple(peer)) == (ray.get_runtime_context().get_node_id(), address.tcp)
     assert (await client.get_statistics("train"))["groups"]["acked"] == 2
     await client.close()
 
@@ -180,20 +180,20 @@ async def test_a_client_refuses_a_pool_that_is_not_the_one_it_met(
     newer = met._replace(generation=met.generation + 1)
     other = met._replace(pool="0" * 32)
     for known in (newer, other):
-        strict = DataPoolClient([ShardLink(actor, known)])
+        strict = DataPoolClient([RayShard(actor, known)])
         with pytest.raises(PoolReplacedError) as error:
             await strict.submit_step(make_step("u", "q"))
         assert str(met) in str(error.value)
         assert str(known) in str(error.value)
         with pytest.raises(PoolReplacedError):
             await strict.lease_batch()
-    await DataPoolClient([ShardLink(actor, met)]).get_statistics()
-    older = DataPoolClient([ShardLink(actor, met._replace(generation=met.generation - 1))])
+    await DataPoolClient([RayShard(actor, met)]).get_statistics()
+    older = DataPoolClient([RayShard(actor, met._replace(generation=met.generation - 1))])
     assert await older.submit_step(make_step("u", "q")) == "accepted"
 
 
 def met_by(client: DataPoolClient) -> Incarnation | None:
-    (port,) = client.ports
+    (port,) = client.shards
     return port.met
 
 
@@ -305,11 +305,11 @@ BUSY = """
 import asyncio, itertools, sys
 from pathlib import Path
 from stepwell.datapool import DataPoolClient, DataPoolError, Step
-from stepwell.datapool.remote.link import LocalPort
+from stepwell.datapool.remote.shard import LocalShard
 from stepwell.datapool.remote.service import PoolService
 
 async def run():
-    pool = DataPoolClient([LocalPort(PoolService(None, Path(sys.argv[1])))])
+    pool = DataPoolClient([LocalShard(PoolService(None, Path(sys.argv[1])))])
     for i in itertools.count():
         step = Step(
             prompt_ids=[1, 2, 3], response_ids=[4, 5], rollout_log_probs=[-0.5, -0.5],

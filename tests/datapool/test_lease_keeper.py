@@ -12,8 +12,8 @@ import pytest
 import stepwell.datapool.remote.lease_keeper
 from stepwell.datapool import DataPoolClient, Lease
 from stepwell.datapool.remote.lease_keeper import USED, LeaseKeeper, by_lease
-from stepwell.datapool.remote.link import LocalPort
 from stepwell.datapool.remote.service import PoolService
+from stepwell.datapool.remote.shard import LocalShard
 from stepwell.datapool.types import Group
 from tests.builders import step_of
 
@@ -22,7 +22,7 @@ class Pool(DataPoolClient):
     """A pool of this process."""
 
     def __init__(self) -> None:
-        super().__init__([LocalPort(PoolService())])
+        super().__init__([LocalShard(PoolService())])
 
     async def put(self, *uids: str) -> None:
         for uid in uids:

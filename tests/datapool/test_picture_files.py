@@ -14,6 +14,7 @@ from stepwell.datapool.errors import DamagedFileError, ExportError
 from stepwell.datapool.files.deletion import delete_from_export
 from stepwell.datapool.files.export import read, read_rows, write_rows
 from stepwell.datapool.files.transfer import export_channel, import_channel
+from stepwell.datapool.ops import Delete
 from tests.datapool.test_picture_store import A, B, C, conversation, png, source
 
 FORMS = pytest.mark.parametrize("form", ["parquet", "jsonl"])
@@ -88,12 +89,32 @@ async def test_a_trajectory_that_is_deleted_from_a_file_takes_its_pictures(
     async with DataPoolClient.local() as client:
         await filled(client)
         await export_channel(client, path)
-        assert delete_from_export(path, "t") == ["t"]
+        assert delete_from_export(path, Delete("t")) == ["t"]
         assert names(path) == [B, C]
         (left,) = read(path)
         assert dict(left.pictures) == source(B, C)
         await export_channel(client, path, overwrite=True, min_reward=5.0)
     assert names(path) == []
+
+
+@FORMS
+async def test_a_renamed_file_whose_pictures_have_the_old_name_is_an_error_with_both(
+    tmp_path: Path, form: str
+) -> None:
+    """Its pictures of what is deleted would stay."""
+    path, renamed = tmp_path / f"x.{form}", tmp_path / f"y.{form}"
+    async with DataPoolClient.local() as client:
+        await filled(client)
+        await export_channel(client, path)
+    path.rename(renamed)
+    before = renamed.read_bytes()
+    with pytest.raises(ExportError, match=rf"its pictures are in x\.{form}\.pictures; rename it"):
+        delete_from_export(renamed, Delete("t"))
+    assert renamed.read_bytes() == before
+    assert delete_from_export(renamed, Delete("nobody")) == []
+    renamed.rename(path)
+    assert delete_from_export(path, Delete("t")) == ["t"]
+    assert names(path) == [B, C]
 
 
 async def test_two_files_of_one_name_have_pictures_of_their_own(tmp_path: Path) -> None:

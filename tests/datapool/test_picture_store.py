@@ -25,9 +25,9 @@ from stepwell.datapool.errors import (
     UnknownTrajectoryError,
 )
 from stepwell.datapool.files.deletion import delete_from_journals
-from stepwell.datapool.ops import OpenTrajectory, PutPictures
+from stepwell.datapool.ops import Delete, OpenTrajectory, PutPictures
 from stepwell.datapool.pictures import Picture
-from stepwell.datapool.remote.client import LocalPort
+from stepwell.datapool.remote.client import LocalShard
 from stepwell.datapool.remote.picture_cache import PictureCache
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.remote.stopped import stopped_pool
@@ -191,7 +191,7 @@ async def test_a_client_sends_pictures_when_the_pool_lacks_them() -> None:
 
 async def test_shards_have_the_pictures_of_their_groups(tmp_path: Path) -> None:
     services = [PoolService(PoolConfig(shards=2), tmp_path / f"shard-{i}", i) for i in range(2)]
-    client = DataPoolClient([LocalPort(service) for service in services])
+    client = DataPoolClient([LocalShard(service) for service in services])
     steps = [s for i in range(8) for s in conversation(f"t{i}", A, prompt_uid=f"p{i}")]
     assert await client.submit_steps(steps, pictures=source(A)) == ["accepted"] * 8
     await client.put_pictures("t0", source(B))
@@ -475,7 +475,7 @@ def test_a_stopped_pool_deletes_pictures_and_orphans(pool: Pool) -> None:
     pool.talk("t1", B, prompt_uid="p1")
     pool("put_pictures", "t0", source(C))
     pool.journal.close()
-    delete_from_journals(pool.folder, "t0")
+    delete_from_journals(pool.folder, Delete("t0"))
     assert pool.pictures() == [png(B)]
 
 

@@ -20,6 +20,7 @@ from stepwell.datapool.errors import (
     JournalLockedError,
 )
 from stepwell.datapool.files.deletion import delete_from_journals
+from stepwell.datapool.ops import Delete
 from stepwell.datapool.store import journal as journal_module
 from stepwell.datapool.store.folder import ACKED_NAME
 from stepwell.datapool.store.journal import Journal
@@ -112,7 +113,7 @@ def test_tools_that_do_not_know_the_configuration_decide_nothing_by_time(tmp_pat
     pool.write_counts()
     journal.close()
     assert "nothing is damaged" in salvage(tmp_path)[0].text()
-    delete_from_journals(tmp_path, "t2")
+    delete_from_journals(tmp_path, Delete("t2"))
     journal = Journal(tmp_path, "process")
     pool = SyncPool(patient)
     restore(pool, journal)

@@ -16,7 +16,7 @@ from stepwell.datapool.questions import GetStatistics
 from stepwell.datapool.remote.shards import shard_of
 from tests.builders import until
 from tests.datapool.pools import (
-    DoorLink,
+    FoundShard,
     answers_lease,
     groups_of,
     n_waiting,
@@ -56,7 +56,7 @@ async def is_n(awaitable, n):
 
 async def test_a_batch_is_gathered_from_shards_none_of_which_has_enough(make_step):
     async with AsyncExitStack() as stack:
-        doors = [
+        addresses = [
             (
                 await stack.enter_async_context(
                     serving(PoolConfig(durability="none", shards=4), shard=k)
@@ -64,7 +64,7 @@ async def test_a_batch_is_gathered_from_shards_none_of_which_has_enough(make_ste
             )
             for k in range(4)
         ]
-        client = DataPoolClient([DoorLink(door) for _, door in doors])
+        client = DataPoolClient([FoundShard(address) for _, address in addresses])
         prompts = [f"p{i}" for i in range(1000)]
         chosen = [[p for p in prompts if shard_of(p, 4) == k][:2] for k in range(4)]
         waiting = asyncio.create_task(client.lease_batch(batch_size=8, timeout_s=60))
@@ -154,7 +154,7 @@ async def test_a_batch_of_a_shard_that_is_killed_while_it_leases_is_neither_lost
 async def test_a_part_that_was_granted_before_its_shard_was_killed_is_given_again(pool, make_step):
     both = uids(0, 1) + uids(1, 1)
     await fill(pool, both, make_step)
-    link = pool.ports[1]
+    link = pool.shards[1]
     answered = link._connection._answered
 
     def lose_leases(frames):
@@ -219,7 +219,7 @@ async def test_an_ack_waits_for_the_shard_that_is_away_and_the_other_part_does_n
     await pool.processes[1].kill()
     acking = asyncio.create_task(pool.ack(lease.lease_id))
 
-    await until(lambda: is_n(groups_of(DataPoolClient(pool.ports[:1]), "acked"), [1]))
+    await until(lambda: is_n(groups_of(DataPoolClient(pool.shards[:1]), "acked"), [1]))
     assert not acking.done()
     await pool.processes[1].start()
     await acking
@@ -229,7 +229,7 @@ async def test_an_ack_waits_for_the_shard_that_is_away_and_the_other_part_does_n
 @pytest.mark.parametrize("n_turns", range(0, 60, 3))
 async def test_a_consumer_that_leaves_in_any_moment_holds_no_part_of_a_batch(make_step, n_turns):
     async with serving(shard=0) as (_, first), serving(shard=1) as (_, second):
-        client = DataPoolClient([DoorLink(first), DoorLink(second)])
+        client = DataPoolClient([FoundShard(first), FoundShard(second)])
         await fill(client, uids(0, 2) + uids(1, 2), make_step)
         leaving = asyncio.create_task(client.lease_batch(batch_size=4, timeout_s=60))
         for _ in range(n_turns):
@@ -250,7 +250,7 @@ async def test_a_consumer_that_leaves_in_any_moment_holds_no_part_of_a_batch(mak
 
 async def test_any_operation_is_called_in_one_way_whatever_the_number_of_shards(make_step):
     async with serving(shard=0) as (_, first), serving(shard=1) as (_, second):
-        client = DataPoolClient([DoorLink(first), DoorLink(second)])
+        client = DataPoolClient([FoundShard(first), FoundShard(second)])
         await fill(client, uids(0, 2) + uids(1, 2), make_step)
         lease = await client.call(LeaseBatch(batch_size=4))
         assert len(lease.groups) == 4

@@ -85,7 +85,7 @@ def own(cluster):
 
 def shards_of(client):
     """A client of each shard alone."""
-    return [DataPoolClient([port]) for port in client.ports]
+    return [DataPoolClient([port]) for port in client.shards]
 
 
 def uids(shard, n, prefix="p"):
@@ -245,7 +245,7 @@ async def test_a_shard_whose_journal_is_gone_is_not_started_empty_in_the_next_ru
     config = PoolConfig(shards=2, journal_dir=tmp_path)
     client = client_of(start_shards(config, name="first run"))
     await fill(client, both(1), make_step)
-    for port in client.ports:
+    for port in client.shards:
         ray.kill(port.handle)
     (tmp_path / "shard-1").rename(tmp_path / "elsewhere")
     with pytest.raises(PoolUnavailableError, match=r"shard 1 of 2: .*had its journal in .*shard-1"):
@@ -254,13 +254,13 @@ async def test_a_shard_whose_journal_is_gone_is_not_started_empty_in_the_next_ru
     (tmp_path / "elsewhere").rename(tmp_path / "shard-1")
     again = client_of(start_shards(config, name="third run"))
     assert (await again.get_statistics("train"))["groups"]["ready"] == 2
-    for port in again.ports:
+    for port in again.shards:
         ray.kill(port.handle)
 
 
 async def test_connect_finds_all_shards_and_the_client_travels(client, channel, make_step, cluster):
     found = connect("pool", cluster)
-    assert len(found.ports) == N
+    assert len(found.shards) == N
     await fill(found, both(1), make_step, channel)
 
     @ray.remote(num_cpus=0)
@@ -274,7 +274,7 @@ async def test_connect_finds_all_shards_and_the_client_travels(client, channel, 
 async def test_one_shard_is_the_pool_as_it_always_was(cluster, tmp_path, make_step):
     (handle,) = start_shards(PoolConfig(journal_dir=tmp_path), name="single")
     client = connect("single")
-    assert len(client.ports) == 1
+    assert len(client.shards) == 1
     await fill(client, ["p"], make_step)
     assert (await client.lease_batch()).lease_id == "0-1"
     assert (tmp_path / ACKED_NAME).is_file()
@@ -567,7 +567,7 @@ async def test_a_batch_that_falls_short_goes_back_whole(client, make_step):
 
 async def test_a_consumer_that_leaves_holds_nothing(client, channel, make_step, monkeypatch):
     await fill(client, both(2), make_step, channel)
-    link = client.ports[1]
+    link = client.shards[1]
     answered = link._connection._answered
     late = []
 
@@ -808,7 +808,7 @@ async def test_a_shard_that_is_gone_for_good_is_an_error_and_not_silence(own, ma
     await fill(own, uids(1, 1), make_step)
     waiting = asyncio.create_task(own.lease_batch(batch_size=2, timeout_s=None))
     await until(lambda: waits_for(own, "consumers", 1))
-    ray.kill(own.ports[0].handle)
+    ray.kill(own.shards[0].handle)
     with pytest.raises(PoolUnavailableError, match="cannot be reached"):
         await waiting
     with pytest.raises(PoolUnavailableError):
@@ -821,7 +821,7 @@ async def test_a_lease_whose_answer_was_lost_with_its_shard_is_given_again(
 ):
     await fill(own, both(1), make_step)
     await own.get_statistics()
-    link = own.ports[1]
+    link = own.shards[1]
     heard = link._connection._answered
     is_granted = asyncio.Event()
 

@@ -783,7 +783,7 @@ class DataPoolMachine(RuleBasedStateMachine):
         self.leases: dict[str, Held] = {}
         self.calls: list[tuple[str, tuple[Any, ...], float, Any]] = []
         self.tickets = 0
-        self.tips: dict[tuple[str, str, int], Base] = {}
+        self.recent: dict[tuple[str, str, int], Base] = {}
         # So that most of what follows meets something.
         for p, ends in zip(PROMPTS, begun, strict=False):
             self.run_rollouts("train", p, ends, 2)
@@ -843,12 +843,12 @@ class DataPoolMachine(RuleBasedStateMachine):
             known = None if now_packed.header.base is None else base
             assert answer == self.models[channel].submit(step, known, self.now)
             if answer not in ("accepted", "duplicate", "late"):
-                self.tips.pop((channel, step.trajectory_uid, step.step_index), None)
+                self.recent.pop((channel, step.trajectory_uid, step.step_index), None)
 
     def base(self, step: Step, channel: str) -> Base | None:
         """The base that a client has for the step: what it sent before, until that is refused."""
-        tip = self.tips.get((channel, step.trajectory_uid, step.step_index - 1))
-        self.tips[channel, step.trajectory_uid, step.step_index] = base_of(step)
+        tip = self.recent.get((channel, step.trajectory_uid, step.step_index - 1))
+        self.recent[channel, step.trajectory_uid, step.step_index] = base_of(step)
         return tip
 
     @rule(

@@ -21,8 +21,8 @@ from stepwell.datapool.errors import (
     UnknownBaseError,
 )
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.datapool.remote.link import LocalPort
 from stepwell.datapool.remote.service import PoolService
+from stepwell.datapool.remote.shard import LocalShard
 from stepwell.datapool.remote.shards import shard_of
 
 
@@ -301,11 +301,11 @@ async def test_a_next_step_that_would_begin_a_group_waits_for_room(make_step):
 
 async def test_a_next_step_goes_to_the_shard_of_its_group(make_step):
     services = [PoolService(PoolConfig(shards=2), shard=k) for k in range(2)]
-    client = DataPoolClient([LocalPort(service) for service in services])
+    client = DataPoolClient([LocalShard(service) for service in services])
     uids = [f"p{i}" for i in range(8)]
     for uid in uids:
         assert isinstance(await client.append_step(make_step(f"t-{uid}", uid)), Base)
-    stored = [(await DataPoolClient([p]).get_statistics("train"))["steps"] for p in client.ports]
+    stored = [(await DataPoolClient([p]).get_statistics("train"))["steps"] for p in client.shards]
     assert [each["stored"] for each in stored] == [
         sum(shard_of(uid, 2) == k for uid in uids) for k in range(2)
     ]

@@ -23,10 +23,10 @@ from stepwell.datapool.errors import InvalidRequestError, InvalidStepError, Unkn
 from stepwell.datapool.ops import Ack, LeaseBatch, OpenGroup, Refusal, Resumed
 from stepwell.datapool.questions import GetStatistics
 from stepwell.datapool.remote import wire
-from stepwell.datapool.remote.link import LocalPort
+from stepwell.datapool.remote.shard import LocalShard
 from stepwell.datapool.remote.wire import Server, connect
 from tests.builders import until
-from tests.datapool.pools import HERE, DoorLink, groups_of, serving, settle
+from tests.datapool.pools import HERE, FoundShard, groups_of, serving, settle
 
 
 class RawPeer:
@@ -36,16 +36,16 @@ class RawPeer:
         self.reader, self.writer = reader, writer
 
     @classmethod
-    async def of(cls, door):
-        return cls(*await asyncio.open_unix_connection(door.unix))
+    async def of(cls, address):
+        return cls(*await asyncio.open_unix_connection(address.unix))
 
     async def frame(self):
         (length,) = struct.unpack("<I", await self.reader.readexactly(4))
         return await self.reader.readexactly(length)
 
-    async def greet(self, door):
+    async def greet(self, address):
         challenge = msgspec.msgpack.decode(await self.frame())
-        self.writer.write(framed(hmac.digest(door.secret, challenge, "sha256")))
+        self.writer.write(framed(hmac.digest(address.secret, challenge, "sha256")))
         return await self.frame()
 
     async def is_hung_up_on(self):
@@ -67,8 +67,8 @@ def framed(content):
 
 
 async def test_a_lease_of_every_size_arrives_as_it_was_submitted(make_step):
-    async with serving() as (_, door):
-        client = DataPoolClient([DoorLink(door)])
+    async with serving() as (_, address):
+        client = DataPoolClient([FoundShard(address)])
         steps = [
             make_step(
                 f"t{n}", f"p{n}", is_last=True, metadata={"blob": b"x" * n, "list": [1, None]}
@@ -83,8 +83,8 @@ async def test_a_lease_of_every_size_arrives_as_it_was_submitted(make_step):
 
 def test_a_connection_is_up_on_uvloop_which_gateways_and_actors_run_on(make_step):
     async def run():
-        async with serving() as (_, door):
-            client = DataPoolClient([DoorLink(door)])
+        async with serving() as (_, address):
+            client = DataPoolClient([FoundShard(address)])
             assert await client.submit_step(make_step("t")) == "accepted"
             await client.close()
 
@@ -97,8 +97,8 @@ async def exported(client):
 
 
 async def test_every_answer_is_the_same_through_a_socket_as_without_one(make_step):
-    async with serving() as (service, door):
-        far, near = DataPoolClient([DoorLink(door)]), DataPoolClient([LocalPort(service)])
+    async with serving() as (service, address):
+        far, near = DataPoolClient([FoundShard(address)]), DataPoolClient([LocalShard(service)])
         await far.open_group("p", 2, metadata={"k": [1, {"a": b"b"}]})
         await far.submit_steps([make_step("a", "p", i, metadata={"i": i}) for i in range(2)])
         await far.complete_trajectory("a", 1.0, metadata={"m": 2})
@@ -135,7 +135,7 @@ async def test_every_answer_is_the_same_through_a_socket_as_without_one(make_ste
 async def test_two_who_ask_for_the_door_at_once_get_the_same_socket():
     async with serving() as (service, _):
         server = Server(service)
-        first, second = await asyncio.gather(server.door(), server.door())
+        first, second = await asyncio.gather(server.address(), server.address())
         assert first == second
         assert first.tcp is None, "nobody on another machine asked for it"
         server.close()
@@ -146,9 +146,9 @@ async def test_two_who_ask_for_the_door_at_once_get_the_same_socket():
 
 @pytest.fixture
 async def open_pool():
-    async with serving() as (_, door):
-        client = DataPoolClient([DoorLink(door)])
-        yield client, door
+    async with serving() as (_, address):
+        client = DataPoolClient([FoundShard(address)])
+        yield client, address
         # Whatever a peer did, the pool holds nothing of it and serves everybody else.
         assert await groups_of(client, "submitted") == [0]
         assert await client.open_group("fine", 1) == "accepted"
@@ -159,14 +159,14 @@ OPERATION = framed((1, OpenGroup("stolen", 1), 0.0))
 
 
 async def test_a_peer_without_the_secret_is_not_heard(open_pool):
-    _, door = open_pool
+    _, address = open_pool
     for hello in (
         b"",
         framed(b""),
         framed(b"\0" * 32),
         framed(hmac.digest(b"a guess", b"", "sha256")),
     ):
-        peer = await RawPeer.of(door)
+        peer = await RawPeer.of(address)
         await peer.frame()
         peer.writer.write(hello + OPERATION)
         assert await peer.is_hung_up_on()
@@ -174,11 +174,11 @@ async def test_a_peer_without_the_secret_is_not_heard(open_pool):
 
 
 async def test_an_answer_to_another_challenge_lets_nobody_in(open_pool):
-    _, door = open_pool
-    listener, thief = await RawPeer.of(door), await RawPeer.of(door)
+    _, address = open_pool
+    listener, thief = await RawPeer.of(address), await RawPeer.of(address)
     heard = msgspec.msgpack.decode(await listener.frame())
     await thief.frame()
-    thief.writer.write(framed(hmac.digest(door.secret, heard, "sha256")) + OPERATION)
+    thief.writer.write(framed(hmac.digest(address.secret, heard, "sha256")) + OPERATION)
     assert await thief.is_hung_up_on()
     for peer in (listener, thief):
         peer.close()
@@ -187,9 +187,9 @@ async def test_an_answer_to_another_challenge_lets_nobody_in(open_pool):
 async def test_a_client_with_a_wrong_secret_is_told_that_the_pool_cannot_be_reached(
     open_pool, monkeypatch
 ):
-    _, door = open_pool
-    monkeypatch.setattr("stepwell.datapool.remote.link.RESTART_S", 0.2)
-    stranger = DataPoolClient([DoorLink(door._replace(secret=b"wrong"))])
+    _, address = open_pool
+    monkeypatch.setattr("stepwell.datapool.remote.shard.RESTART_S", 0.2)
+    stranger = DataPoolClient([FoundShard(address._replace(secret=b"wrong"))])
     with pytest.raises(ConnectionError, match="the pool hung up"):
         await stranger.open_group("stolen", 1)
     await stranger.close()
@@ -197,9 +197,9 @@ async def test_a_client_with_a_wrong_secret_is_told_that_the_pool_cannot_be_reac
 
 async def test_a_peer_that_says_nothing_or_too_little_is_hung_up_on(open_pool, monkeypatch):
     monkeypatch.setattr(wire, "HELLO_S", 0.05)
-    _, door = open_pool
+    _, address = open_pool
     for said in (b"", framed(b"\0" * 32)[:-1]):
-        peer = await RawPeer.of(door)
+        peer = await RawPeer.of(address)
         await peer.frame()
         peer.writer.write(said)
         assert await peer.is_hung_up_on()
@@ -221,8 +221,8 @@ async def test_a_peer_that_says_nothing_or_too_little_is_hung_up_on(open_pool, m
     ],
 )
 async def test_garbage_before_the_greeting_ends_the_connection_and_nothing_else(open_pool, garbage):
-    _, door = open_pool
-    peer = await RawPeer.of(door)
+    _, address = open_pool
+    peer = await RawPeer.of(address)
     peer.writer.write(garbage + OPERATION)
     if garbage.startswith(b"GET"):
         peer.writer.write(b"x" * 8192)
@@ -235,9 +235,9 @@ async def test_garbage_before_the_greeting_ends_the_connection_and_nothing_else(
     [struct.pack("<I", wire.MAX_FRAME + 1), framed("hello"), framed([]), framed(["a", None, 0])],
 )
 async def test_garbage_after_the_greeting_ends_the_connection_and_nothing_else(open_pool, garbage):
-    _, door = open_pool
-    peer = await RawPeer.of(door)
-    await peer.greet(door)
+    _, address = open_pool
+    peer = await RawPeer.of(address)
+    await peer.greet(address)
     peer.writer.write(garbage)
     assert await peer.is_hung_up_on()
     peer.close()
@@ -256,10 +256,10 @@ class Bomb:
 @pytest.fixture
 async def peer():
     """One that knows the secret, and a client of the same pool."""
-    async with serving() as (_, door):
-        client = DataPoolClient([DoorLink(door)])
-        raw = await RawPeer.of(door)
-        await raw.greet(door)
+    async with serving() as (_, address):
+        client = DataPoolClient([FoundShard(address)])
+        raw = await RawPeer.of(address)
+        await raw.greet(address)
         raw.client = client
         yield raw
         raw.close()
@@ -317,8 +317,8 @@ async def test_an_operation_that_the_pool_does_not_know_is_told_to_its_caller_al
 
 async def test_a_request_of_a_wrong_type_is_refused_by_name_and_the_others_go_on():
     """It reaches the pool, because only there its type is looked at."""
-    async with serving() as (_, door):
-        client = DataPoolClient([DoorLink(door)])
+    async with serving() as (_, address):
+        client = DataPoolClient([FoundShard(address)])
         answers = await asyncio.gather(
             client.open_group("a", 1),
             client.ack(17),
@@ -335,8 +335,8 @@ async def test_a_request_of_a_wrong_type_is_refused_by_name_and_the_others_go_on
 
 
 async def test_a_step_that_cannot_travel_is_refused_by_name_and_fails_alone(make_step):
-    async with serving() as (_, door):
-        client = DataPoolClient([DoorLink(door)])
+    async with serving() as (_, address):
+        client = DataPoolClient([FoundShard(address)])
         answers = await asyncio.gather(
             client.submit_step(make_step("good")),
             client.submit_step(make_step("bad", metadata={"lock": threading.Lock()})),
@@ -359,8 +359,8 @@ async def test_metadata_that_cannot_travel_is_refused_and_fails_alone():
     deep: dict = {}
     for _ in range(100_000):
         deep = {"d": deep}
-    async with serving() as (_, door):
-        client = DataPoolClient([DoorLink(door)])
+    async with serving() as (_, address):
+        client = DataPoolClient([FoundShard(address)])
         answers = await asyncio.gather(
             client.open_group("a", 1),
             client.open_group("b", 1, metadata={"lock": threading.Lock()}),
@@ -378,8 +378,8 @@ async def test_metadata_that_cannot_travel_is_refused_and_fails_alone():
 
 
 async def test_errors_keep_their_type_and_foreign_ones_are_told_in_words(make_step):
-    async with serving() as (_, door):
-        client = DataPoolClient([DoorLink(door)])
+    async with serving() as (_, address):
+        client = DataPoolClient([FoundShard(address)])
         with pytest.raises(UnknownLeaseError) as lease:
             await client.ack("nobody's")
         assert "\n" not in str(lease.value)
@@ -392,8 +392,8 @@ async def test_errors_keep_their_type_and_foreign_ones_are_told_in_words(make_st
 
 
 async def test_a_lease_that_is_too_long_to_travel_is_not_held(make_step, monkeypatch):
-    async with serving() as (_, door):
-        client = DataPoolClient([DoorLink(door)])
+    async with serving() as (_, address):
+        client = DataPoolClient([FoundShard(address)])
         await client.submit_step(make_step("t", is_last=True, metadata={"blob": b"x" * 10_000}))
         monkeypatch.setattr(wire, "MAX_FRAME", 5_000)
         with pytest.raises(DataPoolError, match=r"cannot travel: a message of \d+ bytes is longer"):
@@ -426,11 +426,11 @@ async def test_a_request_that_comes_in_two_pieces_is_read_wherever_it_is_cut(pee
 
 
 async def test_a_request_that_ends_anywhere_before_its_end_was_not_made():
-    async with serving() as (_, door):
-        client = DataPoolClient([DoorLink(door)])
+    async with serving() as (_, address):
+        client = DataPoolClient([FoundShard(address)])
         for cut in range(len(OPERATION)):
-            peer = await RawPeer.of(door)
-            await peer.greet(door)
+            peer = await RawPeer.of(address)
+            await peer.greet(address)
             peer.writer.write(OPERATION[:cut])
             await peer.writer.drain()
             peer.close()
@@ -441,10 +441,10 @@ async def test_a_request_that_ends_anywhere_before_its_end_was_not_made():
 
 async def test_a_client_reads_answers_wherever_they_are_cut(monkeypatch):
     """From a pool that says one byte at a time."""
-    async with serving() as (_, door):
+    async with serving() as (_, address):
 
         async def answer(reader, writer):
-            there, back = await asyncio.open_unix_connection(door.unix)
+            there, back = await asyncio.open_unix_connection(address.unix)
 
             async def pump(source, sink, size):
                 while data := await source.read(size):
@@ -462,7 +462,7 @@ async def test_a_client_reads_answers_wherever_they_are_cut(monkeypatch):
 
         name = f"\0slow-{os.getpid()}"
         slow = await asyncio.start_unix_server(answer, name)
-        client = DataPoolClient([DoorLink(door._replace(unix=name))])
+        client = DataPoolClient([FoundShard(address._replace(unix=name))])
         assert await client.open_group("p", 1) == "accepted"
         assert await groups_of(client, "open") == [1]
         await client.close()
@@ -475,15 +475,15 @@ async def test_a_client_reads_answers_wherever_they_are_cut(monkeypatch):
 async def test_a_client_on_another_node_comes_by_tcp_with_the_same_secret(make_step):
     async with serving() as (service, _):
         server = Server(service, HERE)
-        without = await server.door()
-        door = await server.door("127.0.0.1")
-        assert door._replace(tcp=None) == without
-        assert await server.door("127.0.0.1") == door
-        client = DataPoolClient([DoorLink(door, here="another node")])
+        without = await server.address()
+        address = await server.address("127.0.0.1")
+        assert address._replace(tcp=None) == without
+        assert await server.address("127.0.0.1") == address
+        client = DataPoolClient([FoundShard(address, here="another node")])
         assert await client.submit_step(make_step("t", is_last=True)) == "accepted"
         assert (await client.lease_batch()).steps[0].trajectory_uid == "t"
 
-        reader, writer = await asyncio.open_connection(*door.tcp)
+        reader, writer = await asyncio.open_connection(*address.tcp)
         peer = RawPeer(reader, writer)
         await peer.frame()
         writer.write(framed(b"\0" * 32) + OPERATION)
@@ -495,14 +495,14 @@ async def test_a_client_on_another_node_comes_by_tcp_with_the_same_secret(make_s
 
 
 async def test_a_pool_that_does_not_listen_for_other_machines_says_so():
-    async with serving() as (_, door):
+    async with serving() as (_, address):
         with pytest.raises(ConnectionError, match=f"node {HERE} does not listen"):
-            await connect(door, "another node", print, print)
+            await connect(address, "another node", print, print)
 
 
 async def test_somebody_else_who_listens_where_a_pool_was_is_not_taken_for_it(monkeypatch):
-    monkeypatch.setattr("stepwell.datapool.remote.link.RESTART_S", 0.1)
-    async with serving() as (_, door):
+    monkeypatch.setattr("stepwell.datapool.remote.shard.RESTART_S", 0.1)
+    async with serving() as (_, address):
         for said in (b"SSH-2.0-OpenSSH_9.6\r\n", framed({"a": 1}), framed(b"x" * 32) + framed(17)):
 
             async def speak(_, writer, said=said):
@@ -510,7 +510,7 @@ async def test_somebody_else_who_listens_where_a_pool_was_is_not_taken_for_it(mo
 
             other = await asyncio.start_server(speak, "127.0.0.1", 0)
             port = other.sockets[0].getsockname()[1]
-            link = DoorLink(door._replace(tcp=("127.0.0.1", port)), here="another node")
+            link = FoundShard(address._replace(tcp=("127.0.0.1", port)), here="another node")
             with pytest.raises(ConnectionError, match="the DataPool cannot be reached"):
                 await DataPoolClient([link]).get_statistics()
             other.close()
@@ -524,12 +524,12 @@ def n_sockets():
 
 
 async def test_connections_that_ended_leave_no_socket_behind(make_step):
-    async with serving() as (_, door):
+    async with serving() as (_, address):
         before = n_sockets()
         for _ in range(5):
-            client = DataPoolClient([DoorLink(door)])
+            client = DataPoolClient([FoundShard(address)])
             await client.submit_step(make_step("t"))
-            peer = await RawPeer.of(door)
+            peer = await RawPeer.of(address)
             peer.close()
             await client.close()
 
@@ -540,9 +540,9 @@ async def test_connections_that_ended_leave_no_socket_behind(make_step):
 
 
 async def test_a_consumer_whose_connection_ended_leaves_the_queue(make_step):
-    async with serving() as (service, door):
-        near = DataPoolClient([LocalPort(service)])
-        client = DataPoolClient([DoorLink(door)])
+    async with serving() as (service, address):
+        near = DataPoolClient([LocalShard(service)])
+        client = DataPoolClient([FoundShard(address)])
         waiting = asyncio.create_task(client.lease_batch(timeout_s=None))
 
         async def waits(n):

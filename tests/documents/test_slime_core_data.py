@@ -21,6 +21,7 @@ from stepwell.backends.slime.backend import SlimeBackend, train_data
 from stepwell.backends.slime.sample import SlimeSample, as_slime, sample_class
 from stepwell.backends.slime.samples import to_samples
 from stepwell.datapool.errors import DamagedFileError
+from stepwell.datapool.files.copies import TrainerCopies
 from stepwell.datapool.types import Group, Trajectory
 from stepwell.run.replay import replay as train_on_recording
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
@@ -458,7 +459,7 @@ def _group(**metadata: Any) -> Group:
 
 
 def _record(where: str, groups: list[Group]) -> None:
-    Recorder(where, MODEL, 1).write(groups, Progress())
+    Recorder(where, MODEL, 1, TrainerCopies(Path(where).parent)).write(groups, Progress())
 
 
 # -- train data ------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from tests.builders import until
 from tests.chaos.weight_updates import (
     MODES,
     Clients,
+    Updates,
     endless_model,
     update_under_load,
     wrong_steps,
@@ -33,7 +34,7 @@ from tests.chaos.weight_updates import (
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 REQUESTS = 16
-UPDATES = 3
+UPDATES = 4  # one by each transport
 LAST = len(MODES) * UPDATES
 
 
@@ -60,12 +61,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     async def measure(folder: Path) -> Seen:
         model, updates = endless_model(folder), {}
         async with AsyncExitStack() as stack:
+            published = await stack.enter_async_context(Updates.to(model, folder))
             starting = [engine(model, folder / f"engine-{i}.log") for i in range(2)]
             engines = await asyncio.gather(*map(stack.enter_async_context, starting))
             for i, mode in enumerate(MODES):
                 updates[mode] = await update_under_load(
                     engines[0].url,
-                    model,
+                    published,
                     mode,
                     n_requests=REQUESTS,
                     n_updates=UPDATES,

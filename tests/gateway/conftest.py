@@ -33,7 +33,7 @@ from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.errors import PoolUnavailableError
 from stepwell.datapool.ops import AppendStep, Op, R, SubmitSteps
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.datapool.remote.link import LocalPort, Port
+from stepwell.datapool.remote.shard import LocalShard, Shard
 from stepwell.datapool.types import Step
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import ChannelSampling, GatewayConfig, Tuning, Wiring
@@ -626,7 +626,7 @@ class WatchedPort:
     """The way to a pool of this process, with a door to hold, a line to cut and a memory of what
     was asked."""
 
-    def __init__(self, port: Port) -> None:
+    def __init__(self, port: Shard) -> None:
         self._port = port
         self.met = port.met
         self.door = asyncio.Event()
@@ -703,7 +703,7 @@ class WatchedPort:
 
     def pass_time(self, seconds: float) -> None:
         """Move the pool's clock forward; what is due by then is done."""
-        service = cast(LocalPort, self._port).service
+        service = cast(LocalShard, self._port).service
         clock = service._clock
         service._clock = replace(clock, offset=clock.offset + seconds)
         service._on_timer()

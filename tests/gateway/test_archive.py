@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import orjson
 import pytest
 
 from stepwell.datapool.ops import OpenGroup
-from stepwell.gateway.archive import ArchiveDeletions
+from stepwell.gateway.deletions import FileDeletions
 from tests.datapool.test_archive import SECRET, Archived
 
 
@@ -35,7 +36,7 @@ async def delete(world: Any, uid: str) -> tuple[int, str]:
 async def test_a_hundred_deletions_at_once_take_few_processes(
     world: Any, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.gateway.archive_deletions = ArchiveDeletions(run.path / "archive")
+    world.gateway.file_deletions = FileDeletions(run.path / "archive", None)
     started, start = [], asyncio.create_subprocess_exec
 
     async def counted(*args: Any, **kwargs: Any) -> Any:
@@ -55,7 +56,7 @@ async def test_a_hundred_deletions_at_once_take_few_processes(
 async def test_what_an_archive_could_not_delete_is_forgotten_here(
     world: Any, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world.gateway.archive_deletions = ArchiveDeletions(run.path / "archive")
+    world.gateway.file_deletions = FileDeletions(run.path / "archive", None)
     client = await world.client("mine", "p1")
     messages = [{"role": "user", "content": "a secret"}]
     await client.chat.completions.create(model="m", messages=messages)
@@ -81,8 +82,30 @@ async def test_archived_siblings_are_forgotten_here_too(world: Any, tmp_path: Pa
     run.pool("ack", run.pool("lease_batch", 1).lease_id)
     await asyncio.to_thread(run.archive)
     run.pool.journal.close()
-    world.gateway.archive_deletions = ArchiveDeletions(tmp_path / "archive")
+    world.gateway.file_deletions = FileDeletions(tmp_path / "archive", None)
     assert world.gateway.trajectories.known("other") is not None
     assert (await delete(world, "mine"))[0] == 200
     assert world.gateway.trajectories.known("mine") is None
     assert world.gateway.trajectories.known("other") is None
+
+
+@pytest.mark.parametrize("has_archive", [True, False])
+async def test_the_trainers_copies_go_before_the_answer(
+    world: Any, tmp_path: Path, run: Any, *, has_archive: bool
+) -> None:
+    """Also those of siblings, which the copies alone know where there is no archive."""
+    lines = [
+        {"trajectory_uid": uid, "prompt_uid": group, "prompt": f"said by {uid}"}
+        for uid, group in (("t1", "p-t1"), ("mate", "p-t1"), ("t2", "p-t2"))
+    ]
+    rollouts = tmp_path / "rollouts.jsonl"
+    rollouts.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    archive = run.path / "archive" if has_archive else None
+    world.gateway.file_deletions = FileDeletions(archive, tmp_path)
+    client = await world.client("mate", "p-t1")
+    messages = [{"role": "user", "content": "hi"}]
+    await client.chat.completions.create(model="m", messages=messages)
+    await world.pool.drop_group("p-t1", "archived")
+    assert (await delete(world, "t1"))[0] == 200
+    assert rollouts.read_bytes() == orjson.dumps(lines[2]) + b"\n"
+    assert world.gateway.trajectories.known("mate") is None

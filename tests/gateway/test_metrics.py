@@ -123,8 +123,8 @@ async def test_metrics_need_the_admin_key_where_there_are_keys(worlds: Any) -> N
 
 
 def test_a_count_that_is_unknown_has_no_sample() -> None:
-    table = [Family("stepwell_pool_x", "gauge", "x", "{channel}.a.{b}")]
-    (metric,) = families(table, {"train": {"a": {"one": 1, "two": None}}, "val": {}})
+    table = [Family("stepwell_pool_x", "gauge", "x", dict, ("channel", "b"))]
+    (metric,) = families(table, {"train": {"one": 1, "two": None}, "val": None})
     assert [(s.labels, s.value) for s in metric.samples] == [({"channel": "train", "b": "one"}, 1)]
 
 

@@ -17,7 +17,7 @@ import pytest
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.ops import Op, OpenGroup, R
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.datapool.remote.link import Port
+from stepwell.datapool.remote.shard import Shard
 from stepwell.datapool.types import OWNER
 from stepwell.gateway.access import GEMINI_BASES, UNDER
 from tests.gateway.conftest import WatchedPort, local_pool, port_of
@@ -657,7 +657,7 @@ async def test_without_keys_a_trajectorys_own_key_deletes_it_alone_too(worlds: A
 class Meeting(WatchedPort):
     """The way to a pool where the first n declarations of groups wait for each other."""
 
-    def __init__(self, port: Port, n: int) -> None:
+    def __init__(self, port: Shard, n: int) -> None:
         super().__init__(port)
         self._missing, self._all_here = n, asyncio.Event()
 

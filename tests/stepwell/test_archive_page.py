@@ -53,3 +53,15 @@ def test_a_query_of_the_page_runs(name):
         "longest": lambda: len(table) == 3 and abs(table["log_prob"].max() + 0.2) < 1e-6,
     }
     assert expected[name]()
+
+
+@pytest.mark.usefixtures("run")
+def test_datasets_reads_the_files_as_the_page_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import datasets
+
+    files = str(tmp_path / "runs" / "me" / "archive" / "trajectories" / "*.parquet")
+    options = {"split": "train", "cache_dir": str(tmp_path / "cache")}
+    rows = datasets.load_dataset("parquet", data_files=files, **options)
+    assert sorted(rows["trajectory_uid"]) == ["U", "V", "W"]
+    assert all(row["steps"][0]["messages"] for row in rows)

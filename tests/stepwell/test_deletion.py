@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 
 from stepwell.cli.main import main
+from stepwell.config.load import load_config
 from stepwell.datapool import DataPoolClient, Step, Trajectory
 from stepwell.datapool.files.export import read, read_rows, write
 from stepwell.datapool.inspect.pages import ExportedTrajectory
+from stepwell.datapool.ops import Mark, OpenGroup
+from stepwell.run.folder import begin
+from tests.datapool.conftest import JournaledPool
+from tests.datapool.test_archive import SECRET, Archived
 
 
 def say(uid: str, prompt_uid: str) -> Step:
@@ -67,6 +73,58 @@ def test_a_stopped_run_has_no_byte_of_it_and_goes_on_without(
     assert "deleted 0 trajectories" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("meant", "gone"),
+    [("--trajectory=s", "s"), ("--tag=private", "s"), ("--user=eve", "s")],
+)
+def test_a_stopped_run_has_no_byte_of_it_in_any_file(
+    tmp_path: Path, meant: str, gone: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the journal, in the archive, in what came late and waits, in the trainer's copies."""
+    begin(load_config("quickstart", [f"run.dir={tmp_path}"]))
+    run = Archived(tmp_path)
+    run.pool("apply", OpenGroup("g", 2, metadata={"user": "eve"}))
+    run.turn("s", f"Keep {SECRET}", "I do.", "g")
+    run.pool("apply", Mark(trajectory_uid="s", marks={"tags": ["private"]}))
+    run.pool("complete_trajectory", "s", 1.0)
+    run.turn("sibling", f"And {SECRET}", "I do.", "g")
+    run.pool("complete_trajectory", "sibling", 1.0)
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    run.train("kept", "common words")
+    run.archive()
+    run.turn("s", f"Late {SECRET}", "I do.", "g")
+    run.pool.journal.close()
+    for uid in ("s", "sibling", "kept"):
+        line = {"trajectory_uid": uid, "prompt_uid": "p" if uid == "kept" else "g", "user": None}
+        said = {"prompt": "common words" if uid == "kept" else f"Keep {SECRET}"}
+        with (tmp_path / "rollouts.jsonl").open("a") as file:
+            file.write(json.dumps(line | said) + "\n")
+    assert main(["data", "delete", str(tmp_path), meant]) == 0
+    told = capsys.readouterr().out
+    assert f"copies of the trainer: deleted 2 trajectories: {gone}" in told
+    assert "tables sent to trackers, and weights" in told
+    everything = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    assert [p for p, data in everything.items() if SECRET.encode() in data] == []
+    assert b"common words" in everything[tmp_path / "rollouts.jsonl"]
+    assert run.reader.find("kept")
+
+
+def test_what_left_pool_and_archive_is_deleted_from_the_trainers_copies_by_its_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin(load_config("quickstart", [f"run.dir={tmp_path}", "pool.archive.enabled=false"]))
+    JournaledPool(tmp_path / "pool").journal.close()
+    lines = [
+        {"trajectory_uid": uid, "prompt_uid": uid, "user": user, "prompt": f"said by {uid}"}
+        for uid, user in (("a", "eve"), ("b", "bob"))
+    ]
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(e) + "\n" for e in lines))
+    (tmp_path / "tensorboard").mkdir()
+    assert main(["data", "delete", str(tmp_path), "--user", "eve"]) == 0
+    assert (tmp_path / "rollouts.jsonl").read_text() == json.dumps(lines[1]) + "\n"
+    assert f"tables of trackers ({tmp_path / 'tensorboard'})" in capsys.readouterr().out
+
+
 def test_copies_of_damaged_journals_are_named(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,7 +164,7 @@ def test_without_a_trajectory_or_a_tag_nothing_is_deleted(
 ) -> None:
     with pytest.raises(SystemExit):
         main(["data", "delete", str(folder)])
-    assert "--trajectory --tag is required" in capsys.readouterr().err
+    assert "--trajectory --tag --user is required" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_journal_is_said(

@@ -41,6 +41,14 @@ def test_published_adapters_are_enabled_with_their_rank_and_modules() -> None:
     assert told("backend.lora.rank=8") == [], "merged weights need no adapters"
 
 
+def test_adapters_that_a_service_trains_are_of_its_own_rank() -> None:
+    at_tinker = ("trainer.backend=tinker", "engine.weight_transport=lora")
+    options = "backend.options={base_model: Qwen/Qwen3-8B, rank: 64}"
+    enabled = ["--enable-lora", "--max-lora-rank", "64", "--lora-target-modules", "all"]
+    assert told(*at_tinker, options) == enabled
+    assert told(*at_tinker, options.replace(", rank: 64", ""))[2] == "32"
+
+
 def test_modules_as_a_regular_expression_have_to_be_listed_for_sglang() -> None:
     pattern = r"backend.lora.target_modules='.*\.q_proj'"
     with pytest.raises(ConfigError, match=r"target_modules.*--lora-target-modules"):

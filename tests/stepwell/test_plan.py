@@ -240,3 +240,29 @@ def test_a_model_of_the_hub_that_cannot_be_reached_says_how_to_have_it(
     gone = load_config("qwen3_4b", ["model.path=models/none/at/all"], here=False)
     with pytest.raises(ConfigError, match=r"its config\.json alone is enough"):
         shape_of(gone)
+
+
+def test_a_model_that_a_service_trains_has_no_rank_and_no_gpu(model: Any) -> None:
+    at_tinker = ("trainer.backend=tinker", "backend.options={base_model: Qwen/Qwen3-4B}")
+    own = ("backend.lora=null", "cluster.placement=auto")
+    found = planned("qwen3_4b_one_gpu", model("4b"), 1, 1, *at_tinker, *own)
+    assert found.problems == ()
+    trainer, engine = found.parts[:2]
+    assert (trainer.name, trainer.node, trainer.gpus) == ("trainer", "tinker's service", "")
+    assert (engine.name, engine.gpus) == ("engine 0", "GPU 0")
+    assert found.strategy.startswith("placement disaggregated")
+    (driver,) = (part for part in found.parts if part.name == "driver")
+    assert driver.memory == "trainer's loop, run.json"
+    assert "--max-lora-rank 32 --lora-target-modules all" in found.commands[-1]
+
+
+def test_a_row_too_long_for_a_rank_is_shared_by_ranks(model: Any) -> None:
+    long = ("engine.context_length=262144", "cluster.gpus_per_engine=4", "cluster.engines=1")
+    found = planned("qwen3_4b", model("4b"), 8, 1, *long)
+    assert "backend.ranks=4 backend.context_parallel=2 takes" in found.problems[0]
+    found = planned("qwen3_4b", model("4b"), 8, 1, *long, "backend.context_parallel=2")
+    assert found.problems == ()
+    with pytest.raises(BackendConfigError, match=r"divide the model's 32 attention heads"):
+        planned(
+            "qwen3_4b", model("4b"), 8, 1, *long, "backend.ranks=3", "backend.context_parallel=3"
+        )

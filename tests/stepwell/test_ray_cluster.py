@@ -241,19 +241,23 @@ def test_a_cluster_with_a_token_is_joined_by_its_address(
 VISITOR = """
 import asyncio, sys, time
 import psutil, ray
-from stepwell.cluster.ray import joined, while_head_lives
+from stepwell.cluster.ray import joined, while_head_lives, while_nodes_live
 from stepwell.trainer.errors import RayEndedError
 
 async def wait():
     with joined(sys.argv[1]):
-        try:
-            async with while_head_lives():
-                print("joined", flush=True)
+        async with while_head_lives(), while_nodes_live({}):
+            print("joined", flush=True)
+            try:
                 await asyncio.sleep(600)
-        except RayEndedError as e:
-            print(e, flush=True)
+            finally:
+                await asyncio.sleep(5)  # parts are stopped
 
-asyncio.run(wait())
+try:
+    asyncio.run(wait())
+except RayEndedError as e:
+    print(e, flush=True)
+    print("the end", flush=True)
 """
 
 
@@ -279,12 +283,14 @@ def test_a_run_says_that_the_ray_it_joined_has_ended_and_that_the_same_command_g
         for process in family:
             if dies in (process.name(), "head"):
                 process.kill()
-        said = next((s for s in visitor.stdout if s.startswith("the Ray at ")), "")  # Ray says more
+        lines = visitor.stdout.read().splitlines()  # Ray says more
+        assert visitor.wait(60) == 0, lines
     finally:
         visitor.kill()
         visitor.wait()
-    assert f":{port} has ended" in said
-    assert "run the same command again, it goes on from the last checkpoint" in said
+    assert lines[-1] == "the end"
+    assert f":{port} has ended" in lines[-2]
+    assert "run the same command again, it goes on from the last checkpoint" in lines[-2]
 
 
 async def asks(task: Mapping[str, Any], base_url: str, api_key: str) -> float:

@@ -27,8 +27,8 @@ from stepwell.cluster.parts import Parts
 from stepwell.config.load import load_config
 from stepwell.config.run import RunConfig
 from stepwell.datapool import DataPoolClient, PoolConfig, Step, VersionSpan
-from stepwell.datapool.remote.link import LocalPort
 from stepwell.datapool.remote.service import PoolService
+from stepwell.datapool.remote.shard import LocalShard
 from stepwell.datapool.types import GREEDY, TRAIN, VAL
 from stepwell.run.trainer import build_trainer
 from stepwell.trainer.checkpoint import CheckpointStore
@@ -259,7 +259,7 @@ def pool_config(config: RunConfig) -> PoolConfig:
 def local_pool(config: RunConfig) -> DataPoolClient:
     """The pool of the run in this process. Without a journal there is nothing to close, so a second
     run may go on with it."""
-    return DataPoolClient([LocalPort(PoolService(pool_config(config)))])
+    return DataPoolClient([LocalShard(PoolService(pool_config(config)))])
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from stepwell.backends.pictures import PictureProcessor
 from stepwell.config.load import load_config
-from stepwell.trainer.config import DataConfig, SourceConfig
+from stepwell.trainer.config import SourceConfig
 from stepwell.trainer.data.images import picture_bytes
 from stepwell.trainer.data.source import PromptSource
 from stepwell.trainer.data.tasks import PICTURE, Task, without_pictures
@@ -172,11 +172,22 @@ def test_the_pool_holds_no_bytes_of_a_tasks_pictures(tmp_path: Path) -> None:
     assert picture_bytes(task["messages"][0]["content"][0]) == png()
 
 
-def test_conversations_with_pictures_are_refused_before_a_run() -> None:
-    with pytest.raises(ValueError, match=r"sft.image_key is 'images'"):
-        DataConfig.model_validate(
-            {"sft": {"kind": "jsonl", "path": "a.jsonl", "image_key": "images"}}
-        )
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ([{"type": "video", "video": "a.mp4"}], "a part of type 'video'"),
+        ("<video>Find x.", "<video> in its prompt"),
+        ([{"type": "image_url", "image_url": {"url": "https://x/a.png"}}], "addresses are not"),
+        ([{"type": "image"}, {"type": "text", "text": "<image>?"}], "1 pictures and 2 <image>"),
+    ],
+)
+def test_a_part_that_is_no_picture_of_the_row_is_refused_by_name(
+    tmp_path: Path, content: Any, words: str
+) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    row = {"prompt": [{"role": "user", "content": content}], "images": ["a.png"]}
+    with pytest.raises(DataError, match=words):
+        source(jsonl(tmp_path, ROW | row), kind="jsonl")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -355,6 +356,19 @@ def test_clip_bounds_default_to_those_of_the_policy_loss() -> None:
     mine = LossConfig(policy="gspo", clip_ratio_high=0.1)
     assert (mine.clip_ratio_low, mine.clip_ratio_high) == (3e-4, 0.1)
     assert LossConfig.model_validate(mine.model_dump()) == mine
+
+
+def test_the_help_of_the_clip_names_the_bounds_that_the_losses_have() -> None:
+    for side, field in enumerate(("clip_ratio_low", "clip_ratio_high")):
+        text = LossConfig.model_fields[field].description or ""
+        named = re.findall(r"`(\w+)` (\d[\de.-]*)", text)
+        assert {"gspo", "cispo"} <= {name for name, _ in named}
+        for name, bound in named:
+            assert float(bound) == POLICY_LOSSES.load(name).clip[side], (field, name)
+    low = LossConfig.model_fields["clip_ratio_low"].description or ""
+    names = ("geo_mean", "dppo_tv", "dppo_kl")
+    apart = [float(n) for n in re.findall(r"(?<=[( ])0\.\d+", low)]
+    assert apart == [POLICY_LOSSES.load(name).clip[0] for name in names]
 
 
 def test_the_default_policys_own_bounds_hold_where_no_policy_is_given() -> None:

@@ -16,7 +16,12 @@ import pytest
 
 from stepwell.backends.base import TrainingBackend
 from stepwell.backends.engines.client import EngineClient
-from stepwell.backends.errors import EngineError, UnsupportedByBackendError, VersionNotKeptError
+from stepwell.backends.errors import (
+    EngineError,
+    EngineUnavailableError,
+    UnsupportedByBackendError,
+    VersionNotKeptError,
+)
 from stepwell.backends.weights import StoreLock, WeightStore
 from stepwell.backends.weights.transports import Disk
 from stepwell.config.run import RunConfig
@@ -27,6 +32,7 @@ from stepwell.trainer.publish.guard import Sample, falls_below
 from stepwell.trainer.publish.publisher import Publisher
 from stepwell.trainer.publish.rollback import roll_back
 from stepwell.trainer.threads import ComputeThread
+from tests.builders import until
 from tests.engines import FakeEngine
 from tests.trainer.small_run import (
     RecordingBackend,
@@ -476,6 +482,21 @@ async def test_a_canary_that_earns_as_much_is_published_to_all(tmp_path: Path) -
         await run.engines[1].serves(2)
         assert run.names == ["1", "2-canary"], "and then what was held up"
         assert run.committed == 1
+
+
+async def test_a_canary_waits_for_engines_that_have_all_crashed(tmp_path: Path) -> None:
+    run = Served(tmp_path, *GUARD)
+    async with run.publisher.running():
+        await run.earn(0, *GOOD)
+        await run.publisher.wait_judged()
+        refused = EngineUnavailableError("connection refused", refused=True)
+        for engine in run.engines:
+            engine.fails = {"about": refused, "pause": refused}
+        assert await run.give()
+        await until(lambda: run.engines[0].calls)  # the second one was asked before
+        run.engines[0].fails = {}
+        await run.engines[0].serves(1)
+        assert run.names == ["1-canary", "0"]
 
 
 async def test_a_canary_that_earns_less_than_the_others_meanwhile_is_taken_back(

@@ -22,6 +22,7 @@ from stepwell.backends.errors import BatchError
 from stepwell.backends.pictures import digest_of
 from stepwell.backends.torch.backend import TorchBackend
 from stepwell.datapool.errors import DamagedFileError
+from stepwell.datapool.files.copies import TrainerCopies
 from stepwell.datapool.sealed import sealed
 from stepwell.datapool.types import Group, Trajectory
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
@@ -224,6 +225,6 @@ def test_a_picture_of_a_recording_that_is_lost_or_damaged_is_an_error_with_its_n
 def test_slimes_form_refuses_pictures_by_name(tmp_path: Path) -> None:
     folder = make_vision_model(tmp_path / "model")
     album = Album(folder)
-    recorder = Recorder(str(tmp_path / "{rollout_id}.slime.pt"), folder, 1)
+    recorder = Recorder(str(tmp_path / "{rollout_id}.slime.pt"), folder, 1, TrainerCopies(tmp_path))
     with pytest.raises(BatchError, match=r"has pictures, .* name a folder in trainer"):
         recorder.write(shown(album), Progress(), album.pngs)

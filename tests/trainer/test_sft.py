@@ -41,7 +41,7 @@ def conversations(n: int = 1) -> list[Group]:
     def leased(i: int) -> Group:
         task = conversation(i)
         uid = str(task["instance_id"])
-        steps = tuple(rows.steps(task, uid))
+        steps = tuple(rows.written(task, uid).steps)
         return Group(uid, (Trajectory(uid, uid, steps),), metadata={CHANNEL: SFT})
 
     return [leased(i) for i in range(n)]
@@ -319,7 +319,7 @@ def test_a_table_gives_the_same_steps_as_lines_of_json(tmp_path: Path, kind: str
         [
             step.token_ids.tolist()
             for task in open_conversations(source, SftConfig(), MODEL)
-            for step in Conversations(source, SftConfig(), MODEL).steps(task, "p")
+            for step in Conversations(source, SftConfig(), MODEL).written(task, "p").steps
         ]
         for source in (lines, stored)
     )
@@ -369,7 +369,7 @@ def test_a_mask_generator_of_slimes_shape_is_named_by_its_path(tmp_path: Path) -
     tokenizer, texts = AutoTokenizer.from_pretrained(MODEL), []
     for name in (f"{path}(custom_task)", path):
         masks = Conversations(data, SftConfig(loss_mask_type=name), MODEL)
-        (step,) = masks.steps(task, "p")
+        (step,) = masks.written(task, "p").steps
         texts.append(tokenizer.decode(step.response_ids))
     assert texts == ["b", "b<|im_end|>\n"]
     with pytest.raises(DataError, match=r"loss_mask_type is '.*:Nothing': .* cannot be imported"):

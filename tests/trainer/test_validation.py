@@ -160,7 +160,7 @@ def test_a_sample_has_the_question_the_answer_the_reply_and_the_reward(tmp_path:
     write_samples(samples_path(tmp_path, 20), rows)
     assert read_samples(tmp_path / "validation" / "step_20.jsonl") == rows
     assert read_samples(tmp_path / "validation" / "step_20.jsonl", limit=1) == rows[:1]
-    assert rows[0].keys() == {*VALIDATION_TABLE_COLUMNS, "reward_extra_info"}
+    assert rows[0].keys() == {*VALIDATION_TABLE_COLUMNS, "reward_extra_info", "prompt_uid", "user"}
     assert [(r["question"], r["answer"], r["reply"], r["reward"]) for r in rows] == [
         ("1+1?", "2", "said [2, 3]", 1.0),
         ("1+1?", "2", "said [2, 4]", 0.25),

@@ -7,6 +7,7 @@ an attacker would write.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import math
 import random
@@ -21,14 +22,17 @@ from urllib.parse import quote
 
 import httpx
 import numpy as np
+from PIL import Image
 
+from stepwell.backends.pictures import digest_of
 from stepwell.datapool.config import ArchiveConfig, ChannelConfig, PoolConfig, SelectionConfig
 from stepwell.datapool.files.archive.archiver import Archive, archive_waiting
 from stepwell.datapool.files.archive.launch import Settings
 from stepwell.datapool.files.trained import TrainedTrajectory, write_trained
+from stepwell.datapool.pictures import Picture
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.sealed import sealed, write_sealed
-from stepwell.datapool.types import Group
+from stepwell.datapool.types import Group, Step
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.server import http_protocol
@@ -74,6 +78,36 @@ async def demo(
         app = create_app(config, wiring, pool or own, tokenizer)
         async with serving(app, http=http_protocol(config), port=port) as url:
             yield Demo(url, pool or own, run_dir, (app, engine, tokenizer))
+
+
+async def show_picture(demo: Demo, uid: str) -> str:
+    """A trajectory whose user shows a picture, in a group of its own; the picture's digest."""
+    pixels = Image.new("RGB", (56, 28), (200, 30, 30))
+    png = io.BytesIO()
+    pixels.save(png, "PNG")
+    digest = digest_of(pixels)
+    picture = Picture(digest, 56, 28, 1, 2)
+    part = {"type": "image", "digest": digest, "width": 56, "height": 28, "n_tokens": 2}
+    asked = [part, {"type": "text", "text": "Which colour is it?"}]
+    step = Step(
+        prompt_ids=[7, 8, 8, 9],
+        response_ids=[4, 5],
+        rollout_log_probs=[-0.5, -0.25],
+        trajectory_uid=uid,
+        prompt_uid=uid,
+        metadata={
+            "messages": [
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": "Red."},
+            ]
+        },
+        finish_reason="stop",
+        pictures=(picture,),
+    )
+    await demo.pool.open_group(uid, 1)
+    await demo.pool.submit_step(step, pictures={digest: png.getvalue()})
+    await demo.pool.complete_trajectory(uid, 1.0)
+    return digest
 
 
 async def archive_all(demo: Demo) -> None:

@@ -23,7 +23,7 @@ import pytest
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, Page, async_playwright, expect
 
-from tests.ui.demo import HOSTILE, Demo, archive_all, demo, fill, train
+from tests.ui.demo import HOSTILE, Demo, archive_all, demo, fill, show_picture, train
 
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 KEY = "an-admin-key-for-the-browser"
@@ -181,6 +181,25 @@ async def test_a_trajectory_is_found_read_and_searched(shown: Demo, browser: Bro
     again = await opened(browser)
     await again.goto(address)
     await expect(again.get_by_role("heading", name="as the model saw it")).to_be_visible()
+
+
+async def test_pictures_are_seen_of_what_is_in_the_pool_and_of_what_left_it(
+    tmp_path: Path, browser: Browser
+) -> None:
+    async with demo(tmp_path) as served:
+        await show_picture(served, "seen")
+        for is_archived in (False, True):
+            if is_archived:
+                await served.pool.drop_group("seen", "enough")
+                await archive_all(served)
+            page = await opened(browser)
+            await go(page, served, "trajectory", uid="seen")
+            picture = page.get_by_role("img", name="Picture of 56 × 28 pixels, 2 tokens")
+            await expect(picture).to_be_visible()
+            await page.wait_for_function("document.querySelector('img.picture').complete")
+            drawn = await picture.evaluate("img => [img.naturalWidth, img.naturalHeight]")
+            assert drawn == [56, 28]
+            assert not page.failures  # type: ignore[attr-defined]
 
 
 async def test_the_page_shows_the_tokens_of_the_journal(shown: Demo, browser: Browser) -> None:

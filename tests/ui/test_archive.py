@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.ui.demo import Demo, archive_all, demo, fill
+from tests.ui.demo import Demo, archive_all, demo, fill, show_picture
 
 BASE = "chain_sum/1001"
 
@@ -129,3 +129,26 @@ async def test_a_late_reward_is_shown_with_its_trajectory(
     (late,) = told["archived"]["feedback"]
     assert late["reward"] == 0.5
     assert "dropped (too easy)" in late["why"]
+
+
+async def test_a_picture_is_shown_while_the_pool_has_it_and_out_of_the_archive(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    digest = await show_picture(shown, "seen")
+    asked = {"trajectory_uid": "seen", "digest": digest}
+    live = await http.get("picture", params=asked)
+    await shown.pool.drop_group("seen", "enough")
+    await archive_all(shown)
+    kept = await http.get("picture", params=asked)
+    assert (live.status_code, kept.status_code) == (200, 200)
+    assert kept.content == live.content
+    assert kept.content.startswith(b"\x89PNG")
+    told = await ok(http, "trajectory", trajectory_uid="seen")
+    (part, _) = told["steps"][0]["messages"][0]["content"]
+    assert part["digest"] == digest
+    for wrong in ({**asked, "digest": "0" * 64}, {**asked, "trajectory_uid": "chain_sum/1002:1"}):
+        answer = await http.get("picture", params=wrong)
+        assert answer.status_code == 404, answer.text
+        assert "is of no picture of trajectory" in answer.text
+    await http.post("delete", json={"trajectory_uid": "seen"})
+    assert (await http.get("picture", params=asked)).status_code == 404

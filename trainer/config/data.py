@@ -205,8 +205,8 @@ class DataConfig(Section):
     """null: a tenth of `train` is held out of training, at most 128 tasks."""
     sft: TableConfig | None = Field(default=None, discriminator="kind")
     """Conversations that are trained as they are (`algorithm.sft`). `prompt_key` is `messages` by
-    default, a list of messages in OpenAI's form, `tool_key` `tools` and `label_key` null;
-    `max_prompt_tokens` counts the whole conversation."""
+    default, a list of messages in OpenAI's form, `tool_key` `tools`, `image_key` `images` and
+    `label_key` null; `max_prompt_tokens` counts the whole conversation."""
 
     @field_validator("sft", mode="before")
     @classmethod
@@ -214,7 +214,8 @@ class DataConfig(Section):
         given = source_of(value) if isinstance(value, str) else value
         if not isinstance(given, Mapping):
             return given
-        return {"prompt_key": "messages", "label_key": None, "tool_key": "tools", **given}
+        usual = {"prompt_key": "messages", "tool_key": "tools", "image_key": "images"}
+        return {**usual, "label_key": None, **given}
 
     @model_validator(mode="after")
     def _conversations_are_whole(self) -> DataConfig:
@@ -222,15 +223,6 @@ class DataConfig(Section):
             raise ValueError(
                 f"sft.truncation is {self.sft.truncation!r}: a conversation that is trained as it "
                 "is is never cut; set filter_overlong_prompts, or shorten it yourself"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _conversations_are_text(self) -> DataConfig:
-        if self.sft is not None and self.sft.image_key is not None:
-            raise ValueError(
-                f"sft.image_key is {self.sft.image_key!r}: conversations with pictures are not "
-                "trained as they are; leave it out, or train on them by rollouts (data.train)"
             )
         return self
 

@@ -51,15 +51,27 @@ def refuse_placeholders(prompt: str | list[DataRow], key: str, where: str) -> No
     """
     contents = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
     for content in contents:
-        parts = content if isinstance(content, list) else [content]
-        for part in parts:
-            kind, text = (
-                (part.get("type"), part.get("text")) if isinstance(part, dict) else ("", part)
-            )
-            if kind in _PARTS:
-                raise holds_media(where, f"a part of type {kind!r} in {key}")
-            if isinstance(text, str) and (found := _PLACEHOLDER.search(text)) is not None:
-                raise holds_media(where, f"{found[0]} in {key}")
+        for part in content if isinstance(content, list) else [content]:
+            if (found := _stands_for(part)) is not None:
+                raise holds_media(where, f"{found} in {key}")
+
+
+def refuse_videos(part: Any, where: str) -> None:
+    """
+    Raises:
+        DataError: a part of a message, or a text, stands for a video or a sound.
+    """
+    if (found := _stands_for(part)) is not None and "image" not in found:
+        raise holds_media(where, f"{found} in its prompt")
+
+
+def _stands_for(part: Any) -> str | None:
+    """Words for what a part of a message, or a text, stands for; None: it is text alone."""
+    kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else ("", part)
+    if kind in _PARTS:
+        return f"a part of type {kind!r}"
+    found = _PLACEHOLDER.search(text) if isinstance(text, str) else None
+    return None if found is None else found[0]
 
 
 def holds_media(where: str, what: str) -> DataError:

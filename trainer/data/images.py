@@ -5,9 +5,10 @@
                 {"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}},
                 {"type": "text", "text": "Find x."}]}]
 
-A picture is a path (from the working folder, or beside the file), a data URL, bytes, an object with
-`bytes` or `path`, as `datasets` stores images, or a PIL image. Bytes go to the agent as they are;
-the gateway reads them by its rules.
+A part `{"type": "image"}` of a message stands for a picture like `<image>`, and a part `image_url`
+with a data URL is one of its own. A picture is a path (from the working folder, or beside the
+file), a data URL, bytes, an object with `bytes` or `path`, as `datasets` stores images, or a PIL
+image. Bytes go to the agent as they are; the gateway reads them by its rules.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from stepwell.trainer.data.columns import refuse_videos
 from stepwell.trainer.errors import DataError
 
 PLACEHOLDER = "<image>"
@@ -38,7 +40,8 @@ def with_pictures(
     """
     pictures = [] if value is None else list(value) if _is_list(value) else [value]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    n = sum(text.count(PLACEHOLDER) for m in messages for text in _texts(m.get("content")))
+    places = [n for m in messages for n in _places(m.get("content"), where)]
+    n = sum(places)
     if n != len(pictures):
         raise DataError(
             f"{where} has {len(pictures)} pictures and {n} {PLACEHOLDER} in its prompt; write one "
@@ -48,6 +51,11 @@ def with_pictures(
         return prompt
     urls = iter([_url(p, folder, f"{where}: picture {i}") for i, p in enumerate(pictures)])
     return [{**m, "content": _parts(m.get("content"), urls)} for m in messages]
+
+
+def is_picture(part: Any) -> bool:
+    """Return whether a part of a message is a picture with its bytes."""
+    return isinstance(part, Mapping) and part.get("type") == "image_url"
 
 
 def picture_bytes(part: Mapping[str, Any]) -> bytes:
@@ -67,29 +75,51 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple) or type(value).__name__ == "ndarray"
 
 
-def _texts(content: Any) -> Iterable[str]:
+def _places(content: Any, where: str) -> Iterator[int]:
+    """Number of pictures that each part of a message stands for.
+
+    Raises:
+        DataError: a part is a video, a sound, or a picture at an address.
+    """
     for part in content if isinstance(content, list) else [content]:
-        text = part.get("text") if isinstance(part, dict) else part
-        if isinstance(text, str):
-            yield text
+        refuse_videos(part, where)
+        if is_picture(part):
+            url = part.get("image_url")
+            url = url.get("url") if isinstance(url, Mapping) else url
+            if not isinstance(url, str) or not url.startswith("data:"):
+                raise DataError(
+                    f"{where} has a picture {url!r:.80}; addresses are not read: store its bytes"
+                )
+            yield 0
+        elif _is_place(part):
+            yield 1
+        else:
+            text = part.get("text") if isinstance(part, dict) else part
+            yield text.count(PLACEHOLDER) if isinstance(text, str) else 0
+
+
+def _is_place(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image"
 
 
 def _parts(content: Any, urls: Iterator[str]) -> Any:
     """Parts of a message; the text alone where it has no picture."""
-    if not any(PLACEHOLDER in text for text in _texts(content)):
-        return content
     found: list[Any] = []
+    is_text = True
     for part in content if isinstance(content, list) else [content]:
         text = part.get("text") if isinstance(part, dict) else part
-        if not isinstance(text, str):
+        if _is_place(part):
+            text = PLACEHOLDER
+        if not isinstance(text, str) or PLACEHOLDER not in text:
             found.append(part)
             continue
+        is_text = False
         for i, piece in enumerate(re.split(PLACEHOLDER, text)):
             if i:
                 found.append({"type": "image_url", "image_url": {"url": next(urls)}})
             if piece:
                 found.append({"type": "text", "text": piece})
-    return found
+    return content if is_text else found
 
 
 def _url(picture: Any, folder: Path | None, where: str) -> str:

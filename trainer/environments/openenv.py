@@ -146,10 +146,10 @@ class OpenEnvAgent:
             raise InfrastructureError(f"{self._config.url} gave no answer: {why}") from e
         data = answer.get("data") or {}
         if answer.get("type") == "error":
-            said = f"{data.get('message')} ({data.get('code')})"
+            text = f"{data.get('message')} ({data.get('code')})"
             if data.get("code") in POLICYS:
-                raise ActionRefusedError(said)
+                raise ActionRefusedError(text)
             if data.get("code") == "EXECUTION_ERROR":  # its own code raised: nobody knows whose
-                raise HarnessError(f"{self._config.url}: {said}")
-            raise InfrastructureError(f"{self._config.url}: {said}")
+                raise HarnessError(f"{self._config.url}: {text}")
+            raise InfrastructureError(f"{self._config.url}: {text}")
         return dict(data)

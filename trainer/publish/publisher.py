@@ -65,7 +65,7 @@ from stepwell.trainer.updater import Updater
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
-"""Seconds between two questions to an engine that is down."""
+"""Seconds between two tries of engines that are down."""
 NO_LOADING = (
     "the training backend does not implement load_weights(): engines would serve the earlier "
     "version and training go on from the later one; implement it"
@@ -221,7 +221,7 @@ class Publisher:
         current = self._store.current()
         return current is not None and current.version not in self._progress.published
 
-    async def stepped(self, *, is_last: bool = True) -> None:
+    async def after_step(self, *, is_last: bool = True) -> None:
         """An optimizer step was taken: engines get the weights if they are due, and their memory
         then or when the batch ends.
 
@@ -262,7 +262,7 @@ class Publisher:
                 await self._wait_ended()
         return True
 
-    async def left_out(self) -> None:
+    async def after_leaving_out(self) -> None:
         """A batch was not trained: what waits for a publication goes on under the same weights."""
         due = self._progress.updates % self._async.trigger_parameter_sync_step == 0
         if due and self._async.has_windows:
@@ -406,7 +406,8 @@ class Publisher:
             return None
 
     async def _publish_to_one(self, path: Path, version: int) -> Publication:
-        """Give a version to one engine alone, without committing it; the last that takes it.
+        """Give a version to one engine alone, without committing it; the last that takes it. A
+        crash of all is waited out.
 
         Raises:
             WeightUpdateError: none does.
@@ -414,13 +415,19 @@ class Publisher:
         if self._store.current() is None and self._store.base is not None:
             # What the others serve, and a canary goes back to.
             self._store.commit(0, self._store.base)
-        for engine in reversed(self._engines):
-            try:
-                return await self._publish_to([engine], path, version, canary=True)
-            except WeightUpdateError as e:
-                failure = e
-                log.warning("version %d is tried out elsewhere: %s", version, e)
-        raise failure
+        give_up = time.monotonic() + self._patience_s
+        while True:
+            has_refused = False
+            for engine in reversed(self._engines):
+                try:
+                    return await self._publish_to([engine], path, version, canary=True)
+                except WeightUpdateError as e:
+                    failure = e
+                    has_refused |= None not in e.serving.values()
+                    log.warning("version %d is tried out elsewhere: %s", version, e)
+            if has_refused or time.monotonic() >= give_up:
+                raise failure
+            await asyncio.sleep(RETRY_S)
 
     async def _publish_to(
         self, engines: Sequence[Engine], path: Path, version: int, *, canary: bool = False

@@ -90,7 +90,7 @@ def read_written(file: Path) -> str:
     with open(opened, "rb") as reader:
         if not stat.S_ISREG(os.fstat(opened).st_mode):
             raise OSError(f"{file.name} is no plain file")
-        said = reader.read(LARGEST + 1)
-    if len(said) > LARGEST:
+        text = reader.read(LARGEST + 1)
+    if len(text) > LARGEST:
         raise ValueError(f"{file.name} has more than {LARGEST} bytes")
-    return said.decode()
+    return text.decode()

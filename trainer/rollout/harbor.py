@@ -143,7 +143,7 @@ class HarborLayout:
         found = re.compile(rf"(?<![\w./$}}-])({pattern})(?![\w.-])")
         return found.sub(lambda m: str(names.get(m[1], names.get(m[1] + "/"))), text)
 
-    def reward(self, said: str) -> float:
+    def reward(self, output: str) -> float:
         """
         Raises:
             HarnessError: the verifier wrote none.
@@ -157,7 +157,7 @@ class HarborLayout:
                 value = read_written(folder / "reward.txt")
             reward = float(value)
         except (OSError, ValueError, TypeError, KeyError) as e:
-            raise HarnessError(f"grading: {folder.name} wrote no reward: {e} ({said})") from e
+            raise HarnessError(f"grading: {folder.name} wrote no reward: {e} ({output})") from e
         if not abs(reward) < float("inf"):
             raise HarnessError(f"grading: the verifier's reward is {reward}; write a finite number")
         return reward

@@ -162,17 +162,17 @@ class Harness:
             self._images.pop(image, None)  # the next rollout asks again
         if ended.how != "exited" or ended.code:
             raise InfrastructureError(
-                f"{program}: image {image}: {ended.how} {ended.code}: {ended.said}"
+                f"{program}: image {image}: {ended.how} {ended.code}: {ended.detail}"
             )
 
     async def _do(self, argv: Sequence[str], after: Sequence[str] = ()) -> Ended:
-        """The end of a command of the container's program; `said` is its last line."""
+        """The end of a command of the container's program; `detail` is its last line."""
         file = folder_of_worker(self._scratch) / f"image-{uuid.uuid4().hex}.log"
         env = {**client_env(), "PATH": self.path}
         job = Job(argv, self._scratch, env, file, timeout_s=PULL_S, after=after)
         try:
             ended = await run_job(job)
-            return replace(ended, said=ended.said or _last_line(file))
+            return replace(ended, detail=ended.detail or _last_line(file))
         except OSError as e:
             raise InfrastructureError(f"no process can be started: {e}") from e
         finally:
@@ -449,7 +449,7 @@ class Rollout:
             InfrastructureError: the command was not run at all, or nobody knows how it ended.
         """
         if ended.how in ("unstarted", "lost", "stopped"):
-            raise InfrastructureError(f"{program}: {ended.said or ended.how}")
+            raise InfrastructureError(f"{program}: {ended.detail or ended.how}")
         in_container = self._config.sandbox.kind in BUILDS
         if in_container and ended.how == "exited" and ended.code == _DAEMON:
             raise InfrastructureError(f"{program} cannot be run: {self._last_line()}")
@@ -534,7 +534,7 @@ def _how(ended: Ended) -> str:
         names = {number.value: number.name for number in signal.Signals}
         return f"killed by {names.get(ended.code, ended.code)}"
     if ended.how == "bound":
-        return f"rollout.harness.limits: {ended.said}"
+        return f"rollout.harness.limits: {ended.detail}"
     return ended.how
 
 
@@ -556,8 +556,8 @@ def prompt_of(task: Mapping[str, Any]) -> str:
     """The task's question, or the last message of its user."""
     if "question" in task:
         return str(task["question"])
-    said = [m.get("content") for m in task.get("messages") or () if m.get("role") == "user"]
-    content = said[-1] if said else ""
+    asked = [m.get("content") for m in task.get("messages") or () if m.get("role") == "user"]
+    content = asked[-1] if asked else ""
     if isinstance(content, list):
         content = "\n".join(str(part.get("text", "")) for part in content)
     return str(content)
@@ -577,7 +577,7 @@ def task_value(task: Mapping[str, Any], path: str) -> str:
     return value if isinstance(value, str) else str(value)
 
 
-def read_number(file: Path, said: str) -> float:
+def read_number(file: Path, output: str) -> float:
     """
     Raises:
         HarnessError: it holds no finite number.
@@ -587,12 +587,12 @@ def read_number(file: Path, said: str) -> float:
         text = read_written(file).strip()[:100]
         number = float(text)
     except FileNotFoundError as e:
-        raise HarnessError(f"grading: no {file.name} was written ({said})") from e
+        raise HarnessError(f"grading: no {file.name} was written ({output})") from e
     except OSError as e:
-        raise HarnessError(f"grading: {file.name} is no plain file: {e} ({said})") from e
+        raise HarnessError(f"grading: {file.name} is no plain file: {e} ({output})") from e
     except ValueError as e:
         shown = f"{text!r}, no number" if text else f"no number: {e}"
-        raise HarnessError(f"grading: {file.name} holds {shown} ({said})") from e
+        raise HarnessError(f"grading: {file.name} holds {shown} ({output})") from e
     if number != number or number in (float("inf"), float("-inf")):
         raise HarnessError(f"grading: {file.name} holds {text!r}; write a finite number")
     return number
@@ -672,8 +672,8 @@ def _finish(rollout: Rollout, logs: Path | None, most: int) -> None:
     try:
         if logs is not None and most:
             logs.mkdir(parents=True, exist_ok=True)
-            said = rollout.log.read_bytes() if rollout.log.is_file() else b""
-            (logs / rollout.log.name).write_bytes(said + rollout.why.encode())
+            text = rollout.log.read_bytes() if rollout.log.is_file() else b""
+            (logs / rollout.log.name).write_bytes(text + rollout.why.encode())
             kept = sorted(logs.glob("*.log"), key=lambda each: each.stat().st_mtime)
             for old in kept[:-most]:
                 old.unlink(missing_ok=True)

@@ -186,9 +186,9 @@ class GenerateRollouts:
             args = self._arguments(address, channel, is_greedy=bool(mark.get(GREEDY)))
             sample = self._sample(task, mark["rollout_index"], identity["trajectory_uid"])
             known = dict(sample.metadata)
-            told = {"evaluation": channel == VAL} if self._says_evaluation else {}
+            also = {"evaluation": channel == VAL} if self._says_evaluation else {}
             try:
-                returned = await self._function(args, sample, sampling_params(args), **told)
+                returned = await self._function(args, sample, sampling_params(args), **also)
             except Exception as e:
                 if address.refusal:
                     raise RolloutError(f"{address.refusal} ({type(e).__name__})") from e

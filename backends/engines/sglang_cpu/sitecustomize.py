@@ -8,6 +8,11 @@ dense model on the torch path, which never calls them. Where one of them is not 
 it gives an inert module: every attribute exists, a class can be derived from, a decorator returns
 what it decorates, a call returns nothing of use. An installed one is left alone.
 
+torchvision's wheel on PyPI is built for CUDA: beside a torch of the CPU its operators do not load,
+and without a declaration of two of them neither does the rest of it. Processors of pictures need
+the rest and call no operator, so the two are declared there. Qwen's pictures are read by a module
+that imports SGLang's Qwen3.5, which looks up four operators of `sgl_kernel` as it loads.
+
 Loaded by SGLang's interpreter: standard library only, nothing of ours. Does not own choosing when
 it is used: `backends/engines/sglang.py`.
 """
@@ -20,6 +25,12 @@ import types
 from collections.abc import Sequence
 
 INERT = frozenset({"torchvision", "torchaudio", "sgl_kernel"})
+LOOKED_UP = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
 
 
 class _InertMeta(type):
@@ -81,4 +92,31 @@ class _InertFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None: ...
 
 
+class _OperatorsFinder(importlib.abc.MetaPathFinder):
+    """Finds nothing: declares operators that a module is about to look up and nothing has."""
+
+    is_done = False
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: types.ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname == "torchvision._meta_registrations" and not self.is_done:
+            self.is_done = True
+            if not sys.modules["torchvision"].extension._has_ops():
+                define = sys.modules["torch"].library.define
+                for name in ("nms", "qnms"):
+                    schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                    define(f"torchvision::{name}", schema)
+        elif fullname == "sglang.srt.models.qwen3_5":
+            operators = sys.modules["torch"].ops.sgl_kernel
+            for name in LOOKED_UP:
+                if not hasattr(operators, name):
+                    setattr(operators, name, _Inert())
+        return None
+
+
+sys.meta_path.insert(0, _OperatorsFinder())
 sys.meta_path.append(_InertFinder())

@@ -37,19 +37,17 @@ from stepwell.datapool.files.archive.folder import (
     FEEDBACK,
     TRAJECTORIES,
     ArchiveFolder,
-    Deletions,
     FileName,
-    Kind,
-    tombstone,
 )
 from stepwell.datapool.files.archive.launch import Settings
+from stepwell.datapool.files.tombstones import Deletions, Kind, tombstone
 from stepwell.datapool.log_files import log_to_file
 from stepwell.datapool.ops import ReleaseDeparted
 from stepwell.datapool.questions import Departed, DepartedPage, ListDeparted
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.datapool.remote.link import Caller, Link
-from stepwell.datapool.remote.stopped import StoppedPort
-from stepwell.datapool.remote.wire import Door
+from stepwell.datapool.remote.shard import Caller, RemoteShard
+from stepwell.datapool.remote.stopped import StoppedShard
+from stepwell.datapool.remote.wire import PoolAddress
 from stepwell.datapool.selection import Marks
 from stepwell.datapool.store.picture_folder import PICTURES as STORE
 from stepwell.datapool.store.reading import rows_at_places
@@ -300,7 +298,9 @@ class Archive:
         named = deletions.uids
         # Before the rows that say whose they were: their uids lead somewhere, and after a crash
         # what else is known of them still goes.
-        self.folder.bury([tombstone("trajectory", uid) for uid in gone if uid not in named])
+        self.folder.add_tombstones(
+            [tombstone("trajectory", uid) for uid in gone if uid not in named]
+        )
         named |= gone.keys()
         # Also steps of these that came late, whatever is known of them.
         for name, of in uids.items():
@@ -340,14 +340,14 @@ async def archive_stopped(pool: DataPoolClient, config: PoolConfig) -> None:
     Args:
         config: what the pool ran with.
     """
-    for shard, port in enumerate(pool.ports):
-        if not isinstance(port, StoppedPort) or not port.backlog["waiting"]:
+    for k, shard in enumerate(pool.shards):
+        if not isinstance(shard, StoppedShard) or not shard.backlog["waiting"]:
             continue
-        if (settings := Settings.of(config, port.folder, port.journal_id, shard)) is None:
+        if (settings := Settings.of(config, shard.folder, shard.journal_id, k)) is None:
             return
         archive = await asyncio.to_thread(Archive, settings)
         try:
-            while await archive_waiting(archive, port):
+            while await archive_waiting(archive, shard):
                 pass
         finally:
             archive.close()
@@ -356,15 +356,15 @@ async def archive_stopped(pool: DataPoolClient, config: PoolConfig) -> None:
 # -- the process -------------------------------------------------------------------------------
 
 
-class _PoolLink(Link):
+class _RunningShard(RemoteShard):
     """The way to the pool that started this process."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
-        self._door = Door("here", 1, settings.unix, None, settings.secret)
+        self._address = PoolAddress("here", 1, settings.unix, None, settings.secret)
 
-    async def find(self) -> tuple[Door, str]:
-        return self._door, "here"
+    async def find(self) -> tuple[PoolAddress, str]:
+        return self._address, "here"
 
 
 async def archive_waiting(archive: Archive, pool: Caller, max_bytes: int = BATCH_BYTES) -> int:
@@ -454,7 +454,7 @@ def open_sound(settings: Settings, *, is_damaged: bool = False) -> Archive:
 
 async def run(settings: Settings) -> None:
     """Archive what waits until the pool is gone."""
-    archive, pool = open_sound(settings), _PoolLink(settings)
+    archive, pool = open_sound(settings), _RunningShard(settings)
     words_left_at: float | None = time.monotonic()  # of one that was killed before
     while True:
         began = time.monotonic()

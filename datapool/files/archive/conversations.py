@@ -31,7 +31,6 @@ from stepwell.datapool.core.pictures import keys_of
 from stepwell.datapool.core.records import Closing
 from stepwell.datapool.selection import UNMARKED, Marks
 from stepwell.datapool.store.segments import Row
-from stepwell.datapool.types import OWNER
 
 MESSAGES: Final = "messages"
 """Key of a step's metadata."""
@@ -280,12 +279,3 @@ def cut(text: str, most: int) -> str:
 
 def _role(message: Any) -> Any:
     return message.get("role") if isinstance(message, Mapping) else None
-
-
-def user_of(conversation: Conversation) -> str | None:
-    """The user that a trajectory is of: `user` in its metadata, else who opened it."""
-    for metadata in (conversation.metadata, conversation.group_metadata):
-        for key in ("user", "user_id", OWNER):
-            if isinstance(found := metadata.get(key), str):
-                return found
-    return None

@@ -13,28 +13,29 @@ name again, or a longer range: rows that are in two files are the same.
 from __future__ import annotations
 
 import fcntl
-import io
 import os
 import re
 import shutil
-import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
-import orjson
-
-from stepwell.datapool.sealed import damaged, fsync, read_lines, sealed, write_durably
+from stepwell.datapool.files.tombstones import (
+    DELETED,
+    Deletions,
+    Tombstone,
+    add_tombstones,
+    read_tombstones,
+)
+from stepwell.datapool.sealed import fsync, write_durably
 from stepwell.datapool.store.picture_folder import read_picture
 
 TRAJECTORIES: Final = "trajectories"
 FEEDBACK: Final = "feedback"
 PICTURES: Final = "pictures"
-DELETED: Final = "deleted.jsonl"
 RESERVE_BYTES: Final = 512 << 20
 """Bytes that the archive leaves free on its disk: the journal needs them."""
-Kind: TypeAlias = Literal["trajectory", "user", "tag"]
 IMPORTED: Final = "imported"
 """In place of a journal in the names of files that are no pool's."""
 _NAME: Final = re.compile(r"(\d+)-([0-9a-f]{8}|imported)-(\d{12})-(\d{12})\.parquet")
@@ -78,43 +79,6 @@ class PictureFiles(Mapping[str, bytes]):
 
     def __len__(self) -> int:
         return len(self._paths)
-
-
-class Tombstone(NamedTuple):
-    """A deletion: of one trajectory, of all of a user, of all with a tag."""
-
-    kind: Kind
-    value: str
-    at: float
-    """Time of the deletion, seconds since 1970. Of a user or a tag, what was opened later stays."""
-
-
-class Deletions:
-    """All deletions, by what they name: a row costs the same with many of them."""
-
-    def __init__(self, tombstones: Iterable[Tombstone]) -> None:
-        self._times: dict[tuple[Kind, str], float] = {}
-        for kind, value, at in tombstones:
-            self._times[kind, value] = max(at, self._times.get((kind, value), at))
-
-    def __bool__(self) -> bool:
-        return bool(self._times)
-
-    @property
-    def uids(self) -> set[str]:
-        """Trajectories that were deleted by their uids."""
-        return {value for kind, value in self._times if kind == "trajectory"}
-
-    def meets(self, row: Mapping[str, Any]) -> bool:
-        """Return whether a trajectory with these columns is deleted. Without `opened_at`, only by
-        its uid."""
-        if ("trajectory", row["trajectory_uid"]) in self._times:
-            return True
-        names: list[tuple[Kind, str]] = [("tag", tag) for tag in row.get("tags") or ()]
-        if row.get("user") is not None:
-            names.append(("user", row["user"]))
-        times = [self._times[name] for name in names if name in self._times]
-        return bool(times) and row["opened_at"].timestamp() <= max(times)
 
 
 class ArchiveFolder:
@@ -243,36 +207,10 @@ class ArchiveFolder:
 
     # -- tombstones --------------------------------------------------------------------------
 
-    def bury(self, tombstones: list[Tombstone]) -> None:
-        """Append tombstones, durably: what they name is filtered from now on.
-
-        Raises:
-            OSError: they cannot be written; none of them is there.
-            DamagedFileError: the file of tombstones is not what was written.
-        """
-        lines = b"".join(sealed(orjson.dumps(each._asdict())) for each in tombstones)
-        path = self.path / DELETED
-        with open(path, "a+b", 0, opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            self.tombstones()  # a damaged end is not cut off as half a line
-            end = _end_of_lines(file)
-            file.truncate(end)  # half a line of one who died would spoil the next
-            try:
-                while lines:
-                    lines = lines[file.write(lines) :]
-                os.fsync(file.fileno())
-            except OSError:
-                file.truncate(end)
-                raise
-        fsync(path.parent)
-
-    def deletions(self) -> Deletions:
-        """All deletions, to look rows up in.
-
-        Raises:
-            DamagedFileError: the file of tombstones is not what was written.
-        """
-        return Deletions(self.tombstones())
+    def add_tombstones(self, tombstones: Sequence[Tombstone]) -> None:
+        """Append tombstones, durably: what they name is filtered from now on. Raises as
+        `tombstones.add_tombstones`."""
+        add_tombstones(self.path / DELETED, tombstones)
 
     def tombstones(self) -> list[Tombstone]:
         """All deletions.
@@ -280,37 +218,11 @@ class ArchiveFolder:
         Raises:
             DamagedFileError: the file of tombstones is not what was written.
         """
-        path = self.path / DELETED
-        if not path.is_file():
-            return []
-        found = []
-        for offset, line in read_lines(path):
-            if line is None:
-                raise damaged(
-                    path,
-                    f"the line at byte {offset} is not what was written",
-                    "restore it from a copy; without it what was deleted could come back",
-                )
-            each = orjson.loads(line)
-            found.append(Tombstone(each["kind"], each["value"], each["at"]))
-        return found
+        return read_tombstones(self.path / DELETED)
 
-
-def tombstone(kind: Kind, value: str) -> Tombstone:
-    return Tombstone(kind, value, time.time())
-
-
-def _end_of_lines(file: io.FileIO) -> int:
-    """Bytes up to the end of the last whole line."""
-    end = at = file.seek(0, os.SEEK_END)
-    while at:
-        start = max(0, at - 4096)
-        file.seek(start)
-        found = file.read(at - start).rfind(b"\n")
-        if found >= 0:
-            return min(end, start + found + 1)
-        at = start
-    return 0
+    def deletions(self) -> Deletions:
+        """All deletions, to look rows up in. Raises as `tombstones`."""
+        return Deletions(self.tombstones())
 
 
 def _size(path: Path) -> int:

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from stepwell.datapool.config import PoolConfig
-from stepwell.datapool.remote.wire import Door
+from stepwell.datapool.remote.wire import PoolAddress
 
 DAY_S: Final = 86_400.0
 
@@ -56,9 +56,9 @@ class Settings(msgspec.Struct, frozen=True):
         )
 
 
-def start(settings: Settings, door: Door) -> subprocess.Popen[bytes]:
+def start(settings: Settings, address: PoolAddress) -> subprocess.Popen[bytes]:
     """Start the archiver of a pool; it ends with this process, whose end closes its input."""
-    settings = msgspec.structs.replace(settings, unix=door.unix, secret=door.secret)
+    settings = msgspec.structs.replace(settings, unix=address.unix, secret=address.secret)
     command = [sys.executable, "-m", "stepwell.datapool.files.archive.archiver"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     if process.stdin is not None:

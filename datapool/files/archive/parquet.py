@@ -33,12 +33,18 @@ from stepwell.datapool.files.archive.conversations import (
     Conversation,
     Feedback,
     first_and_last,
-    user_of,
 )
 from stepwell.datapool.files.columns import dumps, loads
 from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.selection import UNMARKED, Marks
-from stepwell.datapool.types import UNKNOWN, Step, Trajectory, VersionSpan, without_tokens
+from stepwell.datapool.types import (
+    UNKNOWN,
+    Step,
+    Trajectory,
+    VersionSpan,
+    user_of,
+    without_tokens,
+)
 
 FORM: Final = "1"
 SEAL: Final = b"stepwell.seal"
@@ -199,7 +205,7 @@ def trajectory_table(conversations: Sequence[Conversation]) -> Any:
             "left_at": _micros(each.left_at),
             "data_source": _text(about.get("data_source")),
             "instance_id": _text(about.get("instance_id")),
-            "user": user_of(each),
+            "user": user_of(each.metadata, each.group_metadata),
             "tags": sorted(each.marks.tags | each.group_marks.tags),
             "first_user": first,
             "last_reply": last,

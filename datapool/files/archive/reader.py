@@ -34,10 +34,9 @@ from stepwell.datapool.files.archive.folder import (
     TRAJECTORIES,
     ArchiveFolder,
     FileName,
-    Kind,
     PictureFiles,
-    tombstone,
 )
+from stepwell.datapool.files.tombstones import Kind, tombstone
 from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.questions import DepartedRows
 from stepwell.datapool.store.picture_folder import read_picture
@@ -507,7 +506,7 @@ class ArchiveReader:
         """
         if not self.folder.exists() or not values:
             return []
-        self.folder.bury([tombstone(kind, value) for value in values])
+        self.folder.add_tombstones([tombstone(kind, value) for value in values])
         gone: dict[str, None] = {}
         for shard in self.folder.shards():
             with self.folder.locked(shard):
@@ -515,7 +514,7 @@ class ArchiveReader:
                 try:
                     if with_group:
                         others = archive.siblings(kind, values)
-                        self.folder.bury([tombstone("trajectory", uid) for uid in others])
+                        self.folder.add_tombstones([tombstone("trajectory", uid) for uid in others])
                     gone |= dict.fromkeys(archive.erase())
                 finally:
                     archive.close()

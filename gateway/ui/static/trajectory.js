@@ -95,7 +95,7 @@ function Tree({ shown, index, path }) {
 
 // -- messages --------------------------------------------------------------------------------------
 
-/** A picture that the pool has; a text that says it had one is shown as a text. @param {any} part */
+/** A picture; a text that says there was one is shown as a text. @param {any} part */
 const isPicture = (part) => part?.type === "image" && typeof part.digest === "string" && part.text === undefined;
 
 /** What a message says, as text. @param {any} content @returns {string} */

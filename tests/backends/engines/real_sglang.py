@@ -4,25 +4,33 @@ collected by itself: `make test-sglang` names it."""
 from __future__ import annotations
 
 import os
+import secrets
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
 from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.api import GenerateRequest, Output, PromptPictures, Sampling
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import EngineError
+from stepwell.backends.pictures import CanonicalPicture
 from stepwell.backends.weights import WeightStore
+from stepwell.datapool.pictures import Picture
 from stepwell.trainer.rewards.reward_model import RewardModel
 from tests.backends.models import SMALL
 from tests.builders import until
+from tests.vision_model import make_vision_model, png
+from tests.vision_reference import VisionReference
 
+PICTURE_SIZES = [(112, 84), (112, 84), (56, 56), (280, 168), (60, 200), (84, 420), (336, 112)]
 Config = Callable[..., EngineConfig]
 
 
@@ -91,4 +99,83 @@ async def test_a_reward_model_scores_as_transformers_does(
                 assert said == pytest.approx(float(head(**ids).logits[0, 0]), abs=1e-4)
     finally:
         await reward.aclose()
+        supervisor.stop()
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+async def test_pictures_are_those_of_the_plain_forward(
+    make_engine_config: Config, tmp_path: Path, kind: Any
+) -> None:
+    """One placeholder and one PNG a picture: SGLang makes our prompt of them, its own processor
+    changes nothing of a canonical picture, and what it keeps for one picture or owner serves no
+    other."""
+    folder = make_vision_model(tmp_path / "model", kind=kind)
+    reference = VisionReference(folder)
+    processor = reference.processor
+    made = [processor.canonical(png(*size, seed=i)) for i, size in enumerate(PICTURE_SIZES)]
+    pngs = {picture.digest: picture.png for picture in made}
+
+    def prompt(*parts: int | CanonicalPicture) -> tuple[list[int], list[Picture]]:
+        ids: list[int] = []
+        pictures = []
+        for part in parts:
+            if isinstance(part, int):
+                ids.append(part)
+                continue
+            ids.append(processor.start_id)
+            shown = Picture(part.digest, part.width, part.height, len(ids), part.n_tokens)
+            pictures.append(shown)
+            ids += [*[processor.placeholder_id] * part.n_tokens, processor.end_id]
+        return ids, pictures
+
+    async def read(digests: Sequence[str]) -> dict[str, bytes]:
+        return {digest: pngs[digest] for digest in digests}
+
+    config = make_engine_config("sglang", folder)
+    supervisor = Supervisor(config, tmp_path / "logs")
+
+    async def error(
+        client: EngineClient, *parts: int | CanonicalPicture, owner: str = "ann", stream: bool
+    ) -> tuple[float, list[int], int]:
+        ids, pictures = prompt(*parts)
+        outputs: list[Output] = []
+        request = GenerateRequest(
+            secrets.token_hex(8),
+            np.array(ids, np.int32),
+            Sampling(12, 1.0),
+            12,
+            stream=stream,
+            pictures=PromptPictures(pictures, read, processor.placeholder_id, owner),
+            masked_ids=processor.forbidden_ids,
+        )
+        await client.sample(request, outputs.append)
+        said = [i for output in outputs for i in output.ids]
+        log_probs = torch.tensor([p for output in outputs for p in output.log_probs])
+        with torch.inference_mode():
+            expected = reference.log_probs(ids, said, [pngs[p.digest] for p in pictures])
+        gap = float((log_probs - expected).abs().max())
+        return gap, said, outputs[-1].cached_tokens
+
+    try:
+        async with EngineClient(supervisor.start()) as client:
+            first, second, *_, large = made
+            turn: list[int | CanonicalPicture] = [40, first, 41]
+            for shown in made:  # a conversation of many turns, each with a picture
+                gap, said, cached = await error(client, *turn, stream=len(turn) % 2 == 0)
+                assert gap < 5e-6
+                assert not {*said} & {*processor.forbidden_ids}
+                turn += [*said, 42, shown, 43]
+            assert cached > 12
+            # Of the same ids: another picture, another owner.
+            gap, _, cached = await error(client, 40, second, 41, stream=False)
+            assert gap < 5e-6
+            assert cached <= 2
+            gap, _, cached = await error(client, 40, first, 41, owner="bob", stream=False)
+            assert gap < 5e-6
+            assert cached == 0
+            assert first.n_tokens == second.n_tokens
+            pngs[large.digest] = first.png
+            with pytest.raises(EngineError, match="do engine and gateway serve the same model"):
+                await error(client, 40, large, 41, owner="eve", stream=True)
+    finally:
         supervisor.stop()

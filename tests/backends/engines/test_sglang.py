@@ -157,3 +157,15 @@ def test_an_installed_package_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "torchaudio").mkdir()
     (tmp_path / "torchaudio" / "__init__.py").write_text("__version__ = '2.0'\n")
     assert run_with_hook(PRESENT, tmp_path).split() == ["2.0", "False", "absent"]
+
+
+def test_a_torchvision_of_other_builds_of_torch_can_be_imported(tmp_path: Path) -> None:
+    """Its operators did not load, so that what gives them shapes finds none."""
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "__init__.py").write_text("from torchvision import extension, _meta_registrations")
+    (package / "extension.py").write_text("def _has_ops(): return False")
+    shapes = "import torch\n@torch.library.register_fake('torchvision::nms')\ndef nms(*a): ..."
+    (package / "_meta_registrations.py").write_text(shapes)
+    code = "import torch, torchvision; print(torch.ops.torchvision.nms.default.name())"
+    assert run_with_hook(code, tmp_path) == "torchvision::nms"

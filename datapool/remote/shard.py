@@ -27,7 +27,8 @@ from stepwell.datapool.remote.incarnation import Known
 from stepwell.datapool.remote.service import CUT_OFF_S, PoolService
 from stepwell.datapool.remote.wire import (
     Connection,
-    Door,
+    PoolAddress,
+    add_frame,
     answers_to,
     connect,
     frame,
@@ -59,7 +60,7 @@ class Caller(Protocol):
         """
 
 
-class Port(Caller, Protocol):
+class Shard(Caller, Protocol):
     """A way to one shard."""
 
     met: Known
@@ -68,7 +69,7 @@ class Port(Caller, Protocol):
         """Hang up. A later call connects again."""
 
 
-class LocalPort:
+class LocalShard:
     """A pool of this process. Cheap: nothing is copied."""
 
     def __init__(self, service: PoolService) -> None:
@@ -85,10 +86,10 @@ class LocalPort:
 class _Call(Generic[R]):
     """An operation on its way: await it for the answer."""
 
-    __slots__ = ("answer", "end", "link", "number", "op", "sent")
+    __slots__ = ("answer", "end", "number", "op", "sent", "shard")
 
-    def __init__(self, link: Link, number: int, op: Op[R], timeout_s: float | None) -> None:
-        self.link, self.number, self.op = link, number, op
+    def __init__(self, shard: RemoteShard, number: int, op: Op[R], timeout_s: float | None) -> None:
+        self.shard, self.number, self.op = shard, number, op
         self.end = timeout_s and time.monotonic() + timeout_s
         """Time until which it waits; 0: it does not wait; None: for ever."""
         self.answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
@@ -99,7 +100,7 @@ class _Call(Generic[R]):
         try:
             return (yield from self.answer)
         except asyncio.CancelledError:
-            self.link.leave(self)
+            self.shard.leave(self)
             raise
 
     def fail(self, error: Exception) -> None:
@@ -107,7 +108,7 @@ class _Call(Generic[R]):
             self.answer.set_exception(error)
 
 
-class Link(ABC):
+class RemoteShard(ABC):
     """A shard in another process.
 
     Args:
@@ -126,7 +127,7 @@ class Link(ABC):
         self._number = 0
 
     @abstractmethod
-    async def find(self) -> tuple[Door, str]:
+    async def find(self) -> tuple[PoolAddress, str]:
         """Return the shard's address, looked up after each loss of the connection, and this node of
         the cluster.
 
@@ -153,7 +154,7 @@ class Link(ABC):
     # -- a call ------------------------------------------------------------------------------
 
     def call(self, op: Op[R], timeout_s: float | None = 0.0) -> _Call[R]:
-        """Send an operation to the shard; see `Port.call`."""
+        """Send an operation to the shard; see `Caller.call`."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._move_to(loop)
@@ -173,23 +174,23 @@ class Link(ABC):
         if self._connection is None:
             return
         calls, self._unsent = self._unsent, []
-        frames: list[bytes] = []
+        written = bytearray()
         for call in calls:
             if call.answer.done():
                 continue  # its caller left
             left = call.end and max(0.0, call.end - time.monotonic())
             try:
-                frames.append(frame((call.number, call.op, left)))
+                add_frame(written, (call.number, call.op, left))
             except Exception as e:  # noqa: BLE001 - whatever it is, its caller alone is told
                 why = f"{type(call.op).__name__} cannot be sent ({e})"
                 del self._unanswered[call.number]
                 call.fail(InvalidRequestError(f"{why}; pass JSON values, bytes or arrays"))
             else:
                 call.sent = self._connection
-        if frames:
-            self._connection.transport.write(b"".join(frames))
+        if written:
+            self._connection.transport.write(written)
 
-    def _answered(self, frames: Sequence[bytes | memoryview]) -> None:
+    def _answered(self, frames: Sequence[memoryview]) -> None:
         for data in frames:
             number, is_value, answer = read_answer(data)
             call = self._unanswered.pop(number, None)
@@ -253,8 +254,8 @@ class Link(ABC):
         self._flush()
 
     async def _try_to_connect(self) -> None:
-        door, here = await self.find()
-        connection, known = await connect(door, here, self._answered, self._lost)
+        address, here = await self.find()
+        connection, known = await connect(address, here, self._answered, self._lost)
         try:
             if known is not None and self.met is not None:
                 known.check_follows(self.met)

@@ -13,12 +13,12 @@ import pytest
 
 from stepwell.datapool import ChannelConfig, DataPoolClient, PoolConfig
 from stepwell.datapool.errors import PoolFullError, PoolUnavailableError, StepConflictError
-from stepwell.datapool.remote import link as link_module
-from stepwell.datapool.remote.link import LocalPort
-from stepwell.datapool.remote.outbox import Tips
+from stepwell.datapool.remote import shard as shard_module
+from stepwell.datapool.remote.outbox import RecentSteps
+from stepwell.datapool.remote.shard import LocalShard
 from tests.builders import until
 from tests.datapool.pools import (
-    DoorLink,
+    FoundShard,
     Proxy,
     groups_of,
     n_waiting,
@@ -34,11 +34,11 @@ async def pool(tmp_path):
     limits = ChannelConfig(max_outstanding_groups=2)
     config = PoolConfig(default=ChannelConfig(), channels={"few": limits})
     async with (
-        serving(config, tmp_path / "journal") as (service, door),
-        Proxy(door, tmp_path / "line").running() as line,
+        serving(config, tmp_path / "journal") as (service, address),
+        Proxy(address, tmp_path / "line").running() as line,
     ):
-        client = DataPoolClient([DoorLink(line.door)])
-        client.near = DataPoolClient([LocalPort(service)])
+        client = DataPoolClient([FoundShard(line.address)])
+        client.near = DataPoolClient([LocalShard(service)])
         client.line = line
         yield client
         line.open.set()
@@ -72,7 +72,7 @@ async def test_what_is_called_without_waiting_takes_effect_in_order(pool, make_s
 
 async def test_concurrent_submits_travel_together_and_each_gets_its_own_answer(pool, make_step):
     await pool.submit_step(make_step("t"))
-    line = pool.ports[0]._connection
+    line = pool.shards[0]._connection
     written = []
 
     class Transport:
@@ -126,14 +126,14 @@ async def test_a_line_cut_after_any_byte_is_no_loss_and_nothing_is_stored_twice(
 ):
     async def run(cut):
         async with (
-            serving() as (service, door),
-            Proxy(door, tmp_path / f"{way}{cut}").running() as line,
+            serving() as (service, address),
+            Proxy(address, tmp_path / f"{way}{cut}").running() as line,
         ):
             line.cut = {} if cut is None else {way: cut}
-            client = DataPoolClient([DoorLink(line.door)])
+            client = DataPoolClient([FoundShard(line.address)])
             answers = await trajectories(client, make_step)
             n_connections, n_bytes = line.n_connections, line.n_bytes[way]
-            near = DataPoolClient([LocalPort(service)])
+            near = DataPoolClient([LocalShard(service)])
             stats = await near.get_statistics("train")
             assert stats["steps"]["stored"] == stats["steps"]["accepted"] == 6
             assert stats["groups"]["ready"] == stats["groups"]["submitted"] == 3
@@ -242,11 +242,11 @@ async def test_a_group_opened_before_the_line_broke_is_open_once(pool):
 
 
 async def test_a_pool_that_does_not_come_back_in_time_is_an_error(monkeypatch):
-    monkeypatch.setattr(link_module, "RESTART_S", 0.1)
-    client = DataPoolClient([DoorLink(None)])
+    monkeypatch.setattr(shard_module, "RESTART_S", 0.1)
+    client = DataPoolClient([FoundShard(None)])
     with pytest.raises(ConnectionError, match=r"cannot be reached \(it is starting\)"):
         await client.get_statistics()
-    await until(lambda: has_given_up(client.ports[0]))
+    await until(lambda: has_given_up(client.shards[0]))
 
 
 async def has_given_up(link):
@@ -256,7 +256,7 @@ async def has_given_up(link):
 
 async def test_nobody_tries_to_reach_a_pool_that_nobody_asks(pool):
     await pool.get_statistics()
-    link = pool.ports[0]
+    link = pool.shards[0]
     pool.line.break_()
     await until(lambda: is_n(is_up(link), False))
     await settle()
@@ -320,7 +320,7 @@ async def test_a_lease_on_its_way_to_a_consumer_that_leaves_goes_back(pool, make
 async def test_a_lease_that_came_in_the_moment_its_consumer_left_goes_back(pool, make_step):
     await finish(pool.near, make_step, "t")
     await pool.get_statistics()
-    link = pool.ports[0]
+    link = pool.shards[0]
     leaving = asyncio.create_task(pool.lease_batch(timeout_s=60))
     answered = link._answered
 
@@ -371,7 +371,7 @@ async def test_a_producer_of_two_shards_that_leaves_in_any_moment_leaves_no_grou
     limits = ChannelConfig(max_outstanding_groups=2)
     config = PoolConfig(default=limits, durability="none")
     async with serving(config) as (_, first), serving(config) as (_, second):
-        client = DataPoolClient([DoorLink(first), DoorLink(second)])
+        client = DataPoolClient([FoundShard(first), FoundShard(second)])
         await client.get_statistics()
         leaving = [asyncio.create_task(client.open_group(f"p{i}", 1)) for i in range(3)]
         for _ in range(n_turns):
@@ -437,13 +437,13 @@ async def test_a_producer_that_leaves_the_line_lets_the_next_one_in(pool):
 
 async def test_leases_that_wait_while_the_line_breaks_are_each_served_once(pool, make_step):
     waiting = [asyncio.create_task(pool.lease_batch(timeout_s=None)) for _ in range(3)]
-    link, left = pool.ports[0], 3
+    link, left = pool.shards[0], 3
     for uid in "abc":
         await until(lambda left=left: is_n(n_waiting(pool.near), left))
-        door, link.door = link.door, None
+        address, link.address = link.address, None
         pool.line.break_()
         await until(lambda: is_n(n_waiting(pool.near), 0))
-        link.door = door
+        link.address = address
         await until(lambda left=left: is_n(n_waiting(pool.near), left))
         await finish(pool.near, make_step, uid)
         left -= 1
@@ -482,7 +482,7 @@ async def test_a_producer_waits_across_a_broken_line_and_gives_up_in_its_own_tim
 
 
 async def test_a_client_that_hung_up_stays_so_until_it_is_called_again(pool, make_step):
-    link = pool.ports[0]
+    link = pool.shards[0]
     await pool.get_statistics()
     await pool.close()
     await settle()
@@ -501,7 +501,7 @@ async def test_hanging_up_ends_calls_that_are_under_way(pool):
 
 
 async def test_a_call_made_while_an_earlier_connection_is_given_up_is_answered(pool):
-    link = pool.ports[0]
+    link = pool.shards[0]
     for n_turns in range(8):
         lost = asyncio.create_task(pool.get_statistics())
         for _ in range(n_turns):
@@ -528,8 +528,8 @@ def in_pool_loop():
 def test_each_event_loop_has_a_connection_of_its_own(make_step, in_pool_loop):
     """A notebook that is interrupted, `asyncio.run` called twice."""
     served = serving()
-    _, door = in_pool_loop(served.__aenter__())
-    client = DataPoolClient([DoorLink(door)])
+    _, address = in_pool_loop(served.__aenter__())
+    client = DataPoolClient([FoundShard(address)])
 
     async def leave_amid_calls(turns):
         steps = [make_step("t", index=k) for k in range(20)]
@@ -555,8 +555,8 @@ def test_each_event_loop_has_a_connection_of_its_own(make_step, in_pool_loop):
 def test_producers_of_several_shards_wait_for_credit_in_each_event_loop_anew(in_pool_loop):
     limits = ChannelConfig(max_outstanding_groups=2)
     served = [serving(PoolConfig(default=limits, durability="none")) for _ in range(2)]
-    doors = [in_pool_loop(each.__aenter__())[1] for each in served]
-    client = DataPoolClient([DoorLink(door) for door in doors])
+    addresses = [in_pool_loop(each.__aenter__())[1] for each in served]
+    client = DataPoolClient([FoundShard(address) for address in addresses])
 
     async def leave_while_waiting():
         calls = [asyncio.create_task(client.open_group(f"p{i}", 1)) for i in range(6)]
@@ -598,54 +598,54 @@ def long_step(make_step):
 
 
 def test_a_step_is_sent_relative_to_the_parent_that_it_names(long_step):
-    tips = Tips()
-    assert tips.pack(long_step("a", 0), "train").header.base is None
-    assert tips.pack(long_step("a", 1), "train").header.base == 0
-    assert tips.pack(long_step("b", 1), "train").header.base is None
-    assert tips.pack(long_step("a", 2), "val").header.base is None
+    recent = RecentSteps()
+    assert recent.pack(long_step("a", 0), "train").header.base is None
+    assert recent.pack(long_step("a", 1), "train").header.base == 0
+    assert recent.pack(long_step("b", 1), "train").header.base is None
+    assert recent.pack(long_step("a", 2), "val").header.base is None
     unnamed = replace(long_step("a", 2), parent_index=None)
-    assert tips.pack(unnamed, "train").header.base is None
+    assert recent.pack(unnamed, "train").header.base is None
 
 
 def test_nothing_is_kept_of_a_trajectory_that_ended(long_step):
-    tips = Tips()
+    recent = RecentSteps()
     for uid in ("a", "b"):
         for index in range(3):
-            tips.pack(long_step(uid, index), "train")
-    tips.end("a", "train")
-    assert tips.pack(long_step("a", 3), "train").header.base is None
-    assert tips.pack(long_step("b", 3), "train").header.base == 2
+            recent.pack(long_step(uid, index), "train")
+    recent.end("a", "train")
+    assert recent.pack(long_step("a", 3), "train").header.base is None
+    assert recent.pack(long_step("b", 3), "train").header.base == 2
     for uid in ("a", "a", "b"):
-        tips.end(uid, "train")
-    assert len(tips) == 0
+        recent.end(uid, "train")
+    assert len(recent) == 0
 
 
 def test_the_longest_unused_go_first_when_there_are_too_many(long_step):
-    tips = Tips(limit=4)
+    recent = RecentSteps(limit=4)
     for uid in "abc":
         for index in range(2):
-            tips.pack(long_step(uid, index), "train")
-    assert len(tips) == 4
-    bases = [tips.pack(long_step(uid, 2), "train").header.base for uid in "ba"]
+            recent.pack(long_step(uid, index), "train")
+    assert len(recent) == 4
+    bases = [recent.pack(long_step(uid, 2), "train").header.base for uid in "ba"]
     assert bases == [1, None]
 
 
 def test_what_is_remembered_of_a_step_does_not_grow_with_its_tokens(long_step):
-    tips = Tips()
+    recent = RecentSteps()
     for n in (4, 400_000):
-        tips.pack(long_step(f"t{n}", 0, n), "train")
-    short, long = (tips._steps[f"t{n}", "train"][0] for n in (4, 400_000))
+        recent.pack(long_step(f"t{n}", 0, n), "train")
+    short, long = (recent._steps[f"t{n}", "train"][0] for n in (4, 400_000))
     assert sum(map(sys.getsizeof, long)) <= sum(map(sys.getsizeof, short)) + 8
-    assert tips.pack(long_step("t400000", 1, 400_000), "train").header.base == 0
+    assert recent.pack(long_step("t400000", 1, 400_000), "train").header.base == 0
 
 
 def test_a_prompt_that_goes_on_otherwise_is_sent_whole(long_step, make_step):
-    tips = Tips()
-    tips.pack(make_step("a", prompt_ids=[1, 2], response_ids=[3, 4]), "train")
+    recent = RecentSteps()
+    recent.pack(make_step("a", prompt_ids=[1, 2], response_ids=[3, 4]), "train")
     other = make_step("a", index=1, prompt_ids=[1, 2, 3, 5, 6], parent_index=0)
     shorter = make_step("a", index=1, prompt_ids=[1, 2, 3], parent_index=0)
-    assert tips.pack(other, "train").header.base is None
-    assert tips.pack(shorter, "train").header.base is None
+    assert recent.pack(other, "train").header.base is None
+    assert recent.pack(shorter, "train").header.base is None
 
 
 async def test_a_client_keeps_nothing_of_what_it_completed_or_aborted(pool, long_step):
@@ -653,16 +653,16 @@ async def test_a_client_keeps_nothing_of_what_it_completed_or_aborted(pool, long
         await pool.submit_steps([long_step(uid, index) for index in range(3)])
     await pool.complete_trajectory("a")
     await pool.abort_trajectory("b", "test")
-    assert len(pool._outbox.tips) == 0
+    assert len(pool._outbox.recent) == 0
 
 
 async def test_a_step_relative_to_one_that_the_pool_lost_goes_once_more_whole(tmp_path, make_step):
     """A pool without a journal was killed between two turns of an agent."""
     async with serving() as (_, first), serving() as (_, second):
-        link = DoorLink(first)
+        link = FoundShard(first)
         client = DataPoolClient([link])
         await client.submit_step(make_step("t"))
-        link.door = second
+        link.address = second
         link.close()
         child = make_step("t", index=1, prompt_ids=[1, 2, 3, 4, 5, 9], parent_index=0)
         assert await client.submit_step(child) == "accepted"

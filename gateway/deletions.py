@@ -1,9 +1,11 @@
-"""This module deletes trajectories from the archive of what left the pool, in a process beside the
-gateway: files and catalogue are written anew, which takes seconds of a processor.
+"""This module deletes trajectories from a run's files, which are the archive of what left the pool
+and the trainer's copies, in a process beside the gateway: they are written anew, which takes
+seconds of a processor.
 
     DELETE, DELETE, … ──► those that wait ──► one process for all of them ──► each is answered
 
-Owns how many processes there are: one. Does not own the files (`datapool/files/archive`).
+Owns how many processes there are: one. Does not own the files
+(`datapool/files`).
 """
 
 from __future__ import annotations
@@ -20,23 +22,24 @@ from stepwell.gateway.errors import ArchiveUnavailableError
 log = logging.getLogger(__name__)
 
 
-class ArchiveDeletions:
+class FileDeletions:
     """The deletions that this gateway has asked for.
 
     Args:
-        folder: of the archive; None: there is none.
+        archive: folder of the archive; None: there is none.
+        run: folder of the run, with the trainer's copies; None: there is none.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+    def __init__(self, archive: Path | None, run: Path | None) -> None:
+        self._archive, self._run_dir = archive, run
         self._lock = asyncio.Lock()
         self._waiting: dict[str, bool] = {}
         """Trajectories that the next process deletes, and whether with their groups."""
         self._next: asyncio.Task[list[str]] | None = None
 
     async def delete(self, uids: Iterable[str], *, with_groups: bool) -> list[str]:
-        """Delete trajectories; all that went from the archive with this process: also what others
-        asked for at the same time.
+        """Delete trajectories; all that went from files with this process: also what others asked
+        for at the same time.
 
         Args:
             with_groups: also all others of their groups.
@@ -44,33 +47,35 @@ class ArchiveDeletions:
         Raises:
             ArchiveUnavailableError: it failed.
         """
-        if self._folder is None:
+        if self._archive is None and self._run_dir is None:
             return []
         for uid in uids:
             self._waiting[uid] = with_groups or self._waiting.get(uid, False)
         if self._next is None:
-            self._next = asyncio.create_task(self._run(self._folder))
+            self._next = asyncio.create_task(self._run())
         # Others wait for it, too: who hangs up does not end it.
         return await asyncio.shield(self._next)
 
-    async def _run(self, folder: Path) -> list[str]:
+    async def _run(self) -> list[str]:
         async with self._lock:
             waiting, self._waiting, self._next = self._waiting, {}, None
-            command = (sys.executable, "-m", "stepwell.datapool.files.archive.deletion", folder)
+            command = (sys.executable, "-m", "stepwell.datapool.files.deletion_process")
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
             )
-            told, error = await process.communicate(json.dumps(waiting).encode())
+            folders = {"archive": self._archive, "run": self._run_dir}
+            asked = {"uids": waiting} | {k: path and str(path) for k, path in folders.items()}
+            told, error = await process.communicate(json.dumps(asked).encode())
         if process.returncode:
             said = error.decode(errors="replace").strip().splitlines()
             last = said[-1] if said else f"it ended with {process.returncode}"
-            log.error("%d trajectories are not deleted from %s: %s", len(waiting), folder, last)
+            log.error("%d trajectories are not deleted from files: %s", len(waiting), last)
             raise ArchiveUnavailableError(
-                "deleted from the DataPool, but the archive may still hold it, as the gateway's "
-                "log says; repeat the DELETE once `stepwell archive check` finds no damage"
+                "deleted from the DataPool, but the archive may still hold it, or the trainer's "
+                "files, as the gateway's log says; repeat the DELETE once what it names is mended"
             )
         gone: list[str] = json.loads(told)
         return gone
