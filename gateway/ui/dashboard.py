@@ -422,7 +422,7 @@ class Dashboard:
         return answer | {"messages": said(steps[at], known, self._decode)}
 
     async def picture(self, channel: str, trajectory_uid: str, digest: str) -> bytes:
-        """The PNG of a picture that a step of a trajectory refers to, of the pool or the archive."""
+        """The PNG of a picture that a step refers to, of the pool or the archive."""
         try:
             found = await self.ask(self.pool.read_pictures(trajectory_uid, [digest], channel))
             return found[digest]

@@ -42,6 +42,17 @@ def environment(machines: Machines) -> dict[str, str]:
     return {**os.environ, **machines.token, "OMP_NUM_THREADS": "1"}
 
 
+def all_are_up(machines: Machines) -> None:
+    """Returns once each has a Ray that runs tasks. On a busy machine one may miss Ray's own limits
+    while it starts, and end."""
+
+    def are_up() -> bool | None:
+        machines.start(environment(machines))
+        return n_nodes(machines) == len(machines.machines) or None
+
+    wait_for(are_up)
+
+
 def there(machines: Machines, folder: Path) -> tuple[str, ...]:
     """Runs a command on the first machine, in `folder` there."""
     return (*machines.prefix, "sh", "-c", 'cd "$0" && exec "$@"', str(folder))
@@ -170,7 +181,7 @@ class Serving:
 def serving(machines: Machines, name: str, *options: str) -> Iterator[Serving]:
     """`stepwell serve` with a gateway on each machine; afterwards all machines are up again."""
     n = len(machines.machines)
-    wait_for(lambda: n_nodes(machines) == n or None)
+    all_are_up(machines)
     folder, own = machines.local / name, machines.machines[0].own
     (own / name).mkdir()
     where = (f"cluster.address={machines.address}", "gateway.host=0.0.0.0")

@@ -28,11 +28,10 @@ from tests.cluster.driving import (
     KEY,
     LIMIT_S,
     Serving,
+    all_are_up,
     ask,
-    environment,
     kill_gcs,
     machines_in,
-    n_nodes,
     running,
     serving,
     stepwell,
@@ -113,11 +112,6 @@ def check_books(run_dir: Path) -> None:
     assert books.doubled == ()
     assert {*range(1, STEPS + 1)} == books.updates.keys()
     assert {*books.updates.values()} == {BATCH}
-
-
-def all_are_up(machines: Machines) -> None:
-    machines.start(environment(machines))
-    wait_for(lambda: n_nodes(machines) == 3 or None)
 
 
 def test_parts_are_on_all_machines_and_each_lost_one_is_a_line_that_the_same_command_outlives(

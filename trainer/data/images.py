@@ -16,7 +16,7 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
