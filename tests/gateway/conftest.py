@@ -454,6 +454,7 @@ class ScriptedEngine:
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/abort_request", self.abort)
         app.router.add_get("/{path:.*}", self.other)
+        app.router.add_post("/{path:.*}", self.commanded)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
         await self._runner.setup()
         host, port = self.held.getsockname()
@@ -551,6 +552,10 @@ class ScriptedEngine:
     async def abort(self, request: web.Request) -> web.Response:
         self.aborts.append((await request.json())["rid"])
         return web.Response()
+
+    async def commanded(self, request: web.Request) -> web.Response:
+        """Answer to a command of the trainer's: it has none."""
+        return web.Response(status=404)
 
     async def other(self, request: web.Request) -> web.Response:
         if self.mute is not None:
