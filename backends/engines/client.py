@@ -91,9 +91,13 @@ class EngineClient(HttpEngine):
 
     # -- generation ---------------------------------------------------------------------------
 
+    @cached_property
+    def _generate_url(self) -> str:
+        return self._at("/generate")
+
     async def sample(self, request: GenerateRequest, on_output: OnOutput) -> None:
         """Sample a response by `/generate`, as `api.Engine.sample` says."""
-        url, pictures = self._at("/generate"), request.pictures
+        url, pictures = self._generate_url, request.pictures
         n_prompt = None if pictures is None else len(request.input_ids)
         reader = _StreamReader(url, on_output, n_prompt) if request.stream else None
         more = b""

@@ -140,7 +140,7 @@ class DynamoEngine(EngineClient):
         """Sample a response by the frontend's `/generate`."""
         if request.pictures is not None:
             words = "serve the model with SGLang, or with the embedded engine (engine.kind)"
-            raise refusal(self._at("/generate"), 400, "takes no pictures: it is Dynamo", words)
+            raise refusal(self._generate_url, 400, "takes no pictures: it is Dynamo", words)
         outputs: list[Output] = []
 
         def take(output: Output) -> None:
@@ -161,7 +161,7 @@ class DynamoEngine(EngineClient):
             if _REFUSES not in e.words:
                 raise
             words = e.words.partition(_REFUSES)[2]
-            raise refusal(self._at("/generate"), 400, "refused the call", words) from e
+            raise refusal(self._generate_url, 400, "refused the call", words) from e
         finally:
             self._calls.pop(request.rid, None)
         if not request.stream:
