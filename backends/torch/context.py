@@ -24,16 +24,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
-
-if TYPE_CHECKING:
-    from stepwell.backends.torch.model import Inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,25 +57,11 @@ class Context:
         padded = pad(sequence, (0, m * self.size - sequence.shape[1]))
         return padded[:, self.rank * m : (self.rank + 1) * m]
 
-    def share(self, inputs: Inputs) -> Inputs:
-        """The part of a packed micro-batch that this rank feeds and scores."""
-        ids = self.part(inputs.ids)
-        m = ids.shape[1]
-        own = torch.nonzero(inputs.positions // m == self.rank).squeeze(1)
-        return replace(
-            inputs,
-            ids=ids,
-            positions=inputs.positions[own] - self.rank * m,
-            targets=inputs.targets[own],
-            temperature=inputs.temperature[own],
-            context=self,
-            own=own,
-        )
-
-    def whole(self, scores: Sequence[Tensor], inputs: Inputs) -> list[Tensor]:
-        """Scores of all n response tokens, of which each rank has its own: [own] -> [n] each."""
+    def whole(self, scores: Sequence[Tensor], own: Tensor, n: int) -> list[Tensor]:
+        """Scores of all n response tokens, of which this rank has those at `own`: [own] -> [n]
+        each."""
         stacked = torch.stack([*scores])
-        whole = _Whole.apply(stacked, inputs.own, len(inputs.tokens), self.group)  # type: ignore[no-untyped-call]  # torch's
+        whole = _Whole.apply(stacked, own, n, self.group)  # type: ignore[no-untyped-call]  # torch's
         return [score.clone() for score in whole]  # FSDP2 wants no views
 
     def attend(

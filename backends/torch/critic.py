@@ -260,6 +260,5 @@ class _Values(nn.Module):
         # In float32: three digits of a value are too few to learn from its differences.
         head = self.model.get_output_embeddings().weight.float()
         values = linear(picked.float(), head).squeeze(-1)
-        if self._context is not None:
-            (values,) = self._context.whole([values], inputs)
+        (values,) = inputs.whole([values])
         return values, None, inputs.tokens

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,27 @@ class Inputs:
     own: Tensor | None = None
     """int64, on the device: which of the n response tokens this rank scores."""
 
+    def shared(self, context: Context) -> Inputs:
+        """The part of a packed micro-batch that this rank feeds and scores."""
+        ids = context.part(self.ids)
+        m = ids.shape[1]
+        own = torch.nonzero(self.positions // m == context.rank).squeeze(1)
+        return replace(
+            self,
+            ids=ids,
+            positions=self.positions[own] - context.rank * m,
+            targets=self.targets[own],
+            temperature=self.temperature[own],
+            context=context,
+            own=own,
+        )
+
+    def whole(self, scores: Sequence[Tensor]) -> list[Tensor]:
+        """Scores of all n response tokens, of those that this rank has."""
+        if self.context is None or self.own is None:
+            return [*scores]
+        return self.context.whole(scores, self.own, len(self.tokens))
+
     def model_kwargs(self, tower: Tower | None, pictures: BatchPictures | None) -> dict[str, Any]:
         """Arguments of the model's forward; `tower` and `pictures` where there are some."""
         kwargs: dict[str, Any] = {"use_cache": False}
@@ -184,7 +205,7 @@ def prepare(
         pictures=pictures,
         rotary=None if rotary is None else rotary.to(device),
     )
-    return inputs if context is None else context.share(inputs)
+    return inputs if context is None else inputs.shared(context)
 
 
 def _places(
@@ -248,9 +269,8 @@ def forward(
             entropy=entropy,
             forbidden=forbidden,
         )
-    if context is not None:
-        log_probs, *rest = context.whole([log_probs] if h is None else [log_probs, h], inputs)
-        h = rest[0] if rest else None
+    log_probs, *rest = inputs.whole([log_probs] if h is None else [log_probs, h])
+    h = rest[0] if rest else None
     return log_probs, h, inputs.tokens
 
 

@@ -32,8 +32,8 @@ function evaluations(series) {
 /** @param {{ of: Row | undefined }} props */
 const Evaluated = ({ of }) => of ? html`<p class="fine">Evaluation at step ${of.step}: ${of.score === null
   ? `${of.n} rollouts, too few to say`
-  : `${number(of.score)}${of.low === null ? "" : ` (95 %: ${number(of.low, 2)} to ${number(of.high, 2)})`}, ${of.n} rollouts`}
-  of ${of.oldest === of.version ? `version ${of.version}` : `versions ${of.oldest} to ${of.version}`}.</p>` : null;
+  : `${number(of.score)}${of.low === null ? "" : ` (95 %: ${number(of.low, 2)} to ${number(of.high, 2)})`}${of.n === null ? "" : `, ${of.n} rollouts`}`}${
+  of.version === null ? "" : ` of ${of.oldest === of.version ? `version ${of.version}` : `versions ${of.oldest} to ${of.version}`}`}.</p>` : null;
 
 /** Scores at the steps whose weights they are of, beside the rewards. @param {Record<string, any[]>} series */
 function scored(series) {
@@ -51,7 +51,7 @@ const Alerts = ({ alerts, about }) =>
     ? html`<p class="notice good" role="status">${about.read_only ? "This run is over; its last step was well." : "Nothing is wrong with engines, pool and trainer."}</p>`
     : html`<ul class="alerts" aria-label="Alerts">
         ${alerts.map((alert) => html`<li class=${`notice ${alert.severity === "error" ? "bad" : "warn"}`}>
-          <b>${alert.title}</b> <span>${alert.why}</span>
+          <b>${alert.title}</b> <span>${alert.why}</span>${" "}
           <small>seen since ${clock(alert.since)}${alert.page !== "overview" && html` · <a href=${link(alert.page, alert.params)}>evidence</a>`}</small></li>`)}
       </ul>`;
 
