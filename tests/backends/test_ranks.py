@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from stepwell.backends.torch.fsdp import Ranks
 from stepwell.backends.torch.ranks import RayRanks
 from stepwell.datapool.types import Step
 from tests.backends.models import VOCAB, qwen3, save_model
+from tests.backends.processes_of_ranks import run_ranks
 from tests.builders import step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,6 +138,25 @@ def test_every_row_is_computed_by_one_rank_and_rounds_are_balanced(
         # One round; without balancing a single rank would do all of it.
         loads = [sum(computed_tokens(c, form) for c in share if c) for share in shares]
         assert max(loads) <= 1.5 * sum(loads) / size
+
+
+def reading(rank: int, folders: Sequence[Path], ranks: int) -> list[Tensor]:
+    """Log-probabilities under the model in this rank's folder, and under its reference."""
+    found = backend.TorchBackend(config_of(ranks=ranks), folders[rank])
+    batch = found.convert(steps_of(3))
+    return [found.compute_log_probs(batch), found.compute_ref_log_probs(batch)]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.long
+def test_only_the_first_rank_reads_weights(model_path: Path, tmp_path: Path) -> None:
+    """The other finds none in its folder, and computes with those that it is sent."""
+    without = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(model_path, tmp_path / "empty", ignore=without)
+    alone = reading(0, [model_path], 1)
+    for found in run_ranks(2, reading, [model_path, tmp_path / "empty"], 2):
+        for got, expected in zip(found, alone, strict=True):
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
 def test_more_ranks_than_processes_are_refused_with_the_remedy(model_path: Path) -> None:
