@@ -176,6 +176,7 @@ LOSSES: Mapping[str, tuple[str, type[Exception], str]] = {
         HarnessError,
         "limits: memory",
     ),
+    "cpu": ("(while :; do :; done) & wait", HarnessError, "limits: cpu_s: 2 of 1 s"),
     "children": ("(setsid sleep 600 &); nohup sleep 601 & exit 4", HarnessError, "exit status 4"),
     "service": ("exit 75", InfrastructureError, "exit status 75"),
     "no_score": ("exit 0", HarnessError, "grading: r holds 'many', no number"),
@@ -195,7 +196,7 @@ def losing(loss: str) -> dict[str, Any]:
     return {
         # A machine with other work to do may take seconds to start a shell.
         "timeout_s": 1 if loss == "hang" else 60,
-        "limits": SMALL | ({"disk_mb": 512} if loss == "output" else {}),
+        "limits": SMALL | {"output": {"disk_mb": 512}, "cpu": {"cpu_s": 1}}.get(loss, {}),
         "infrastructure": [75],
         "grade": {"command": ["sh", "-c", "echo many > r"], "file": "r"},
     }
@@ -276,7 +277,8 @@ async def test_a_cancelled_rollout_leaves_nothing(tmp_path: Path) -> None:
 async def test_a_hundred_rollouts_of_bad_harnesses_are_lost_each_with_its_reason(
     tmp_path: Path, gateway: RecordingGateway
 ) -> None:
-    kinds = [name for name in LOSSES if name not in ("service", "no_score")]
+    # Ten of `cpu` would take twenty seconds of it.
+    kinds = [name for name in LOSSES if name not in ("cpu", "service", "no_score")]
     cases = "\n".join(f"{name}) {LOSSES[name][0]} ;;" for name in kinds)
     command = ["sh", "-c", f'case "$1" in\n{cases}\nesac', "sh", "{task.prompt}"]
     ends: Counter[str] = Counter()
