@@ -14,6 +14,7 @@ line.
     stepwell export  RUN [--step N|latest|best] --to DIR write a checkpoint as a model directory
     stepwell rollback RUN [--to K]                       serve an earlier version's weights again
     stepwell try     HARNESS "PROMPT" [--config … | --run RUN]   one rollout of a command-line agent
+                     HARNESS --task N                    on a task of the configuration's data
     stepwell eval    RUN|MODEL [--config …]              evaluate, and train nothing
     stepwell status|top|groups|view [RUN]                look into a run, alive or ended
     stepwell show    TRAJECTORY [RUN]                    its tokens, and which are trained
@@ -187,7 +188,9 @@ def command_parser() -> argparse.ArgumentParser:
     text = "run one rollout of a command-line agent, and show the tree of its calls"
     once = add_command(commands, "try", _try, text)
     once.add_argument("harness", metavar="HARNESS", help="e.g. claude_code, or a configuration")
-    once.add_argument("prompt", metavar="PROMPT", help="what the agent is told")
+    once.add_argument("prompt", nargs="?", metavar="PROMPT", help="what the agent is told")
+    text = "the task of the configuration's data with this number, from 0, in place of PROMPT"
+    once.add_argument("--task", type=int, metavar="N", help=text)
     once.add_argument("--config", help="the preset or file whose model is served")
     once.add_argument(
         "--run", dest="where", metavar="RUN", help="a live run, whose gateway is called instead"
@@ -388,11 +391,13 @@ def _eval(args: argparse.Namespace) -> None:
 def _try(args: argparse.Namespace) -> int:
     from stepwell.show.attempt import attempt, attempt_at, config_of_try, try_screen
 
-    config = config_of_try(args.harness, args.prompt, args.config, args.overrides)
-    if args.where is None:
-        once = attempt(config, args.prompt)
-    else:
-        once = attempt_at(config, args.prompt, args.where)
+    asked, overrides = args.prompt, args.overrides
+    if args.task is not None:  # then the first KEY=VALUE stands where a prompt does
+        asked, overrides = args.task, [*([asked] if asked is not None else []), *overrides]
+    if asked is None:
+        raise ConfigError("there is nothing to try; give PROMPT, or --task N")
+    config, task = config_of_try(args.harness, asked, args.config, overrides)
+    once = attempt(config, task) if args.where is None else attempt_at(config, task, args.where)
     tried = asyncio.run(interruptible(once))
     answer(args, tried.as_json(), lambda _: try_screen(tried))
     return int(tried.ended != "complete")

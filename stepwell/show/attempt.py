@@ -29,13 +29,14 @@ from stepwell.datapool import DataPoolClient
 from stepwell.gateway.errors import GatewayConfigError
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.layout import LOGS, SERVE_LOG
-from stepwell.run.checks import agent, check_serving
+from stepwell.run.checks import agent, check_serving, named
 from stepwell.run.folder import only_run_in
 from stepwell.run.serve import logged, start_run, starting
 from stepwell.show.run import open_run
 from stepwell.show.trajectory import Opened, in_pool, opened_of, trajectory_screen
 from stepwell.track.console import safe
 from stepwell.trainer.config.harness_presets import PRESETS
+from stepwell.trainer.data.tasks import Task, open_tasks
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.rollout.producer import new_uid
 from stepwell.trainer.rollout.worker import RolloutWorker
@@ -62,16 +63,17 @@ class Tried:
 
 
 def config_of_try(
-    harness: str, prompt: str, name: str | None, overrides: Sequence[str]
-) -> RunConfig:
-    """The configuration of one rollout of `harness` on `prompt`.
+    harness: str, asked: str | int, name: str | None, overrides: Sequence[str]
+) -> tuple[RunConfig, Task]:
+    """The configuration of one rollout of `harness`, and its task.
 
     Args:
         harness: a preset of `rollout.harness`, or a configuration that has one.
+        asked: a prompt; or the number, from 0, of a task of the configuration's data.
         name: of the configuration that says which model is served.
 
     Raises:
-        ConfigError: it is neither, or a key is wrong.
+        ConfigError: it is neither, a key is wrong, or there is no such task.
     """
     chosen = [f"rollout.harness={harness}"]
     if harness not in PRESETS:
@@ -81,19 +83,33 @@ def config_of_try(
                 "with rollout.harness, such as mine.yaml"
             )
         name, chosen = harness, []
+    own = ["run.name=try", "run.resume=never", "rollout.agent=null"]
+    own += ["rollout.n=1", "rollout.min_n=1", "rollout.max_attempts=1", "gateway.port=0"]
+    task: Task = {"instance_id": "try", "data_source": "try", "answer": None, "metadata": {}}
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as tasks:
-        json.dump({"instance_id": "try", "question": prompt, "answer": None}, tasks)
-        tasks.flush()
-        own = ["run.name=try", "run.resume=never", "rollout.agent=null", f"data={tasks.name}"]
-        once = ["rollout.n=1", "rollout.min_n=1", "rollout.max_attempts=1", "gateway.port=0"]
-        config = load_config(name, [*own, *once, *chosen, *overrides])
+        if isinstance(asked, str):
+            task["question"] = asked
+            json.dump(task, tasks)
+            tasks.flush()
+            own.append(f"data={tasks.name}")
+        config = load_config(name, [*own, *chosen, *overrides])
     if config.rollout.harness is None:
         raise ConfigError(f"{harness} has no rollout.harness; name one, e.g. claude_code")
     agent(config)
-    return config
+    return config, task if isinstance(asked, str) else _task(config, asked)
 
 
-async def attempt(config: RunConfig, prompt: str) -> Tried:
+def _task(config: RunConfig, number: int) -> Task:
+    if config.data is None or config.data.train is None:
+        raise ConfigError(f"--task is {number}, but there is no data.train to take it from")
+    with named("data.train"):
+        tasks = open_tasks(config.data.train, config.model.path)
+    if not 0 <= number < len(tasks):
+        raise ConfigError(f"--task is {number}; data.train has tasks 0 to {len(tasks) - 1}")
+    return tasks[number]
+
+
+async def attempt(config: RunConfig, task: Task) -> Tried:
     """Run the rollout against a gateway of its own.
 
     Raises:
@@ -108,7 +124,7 @@ async def attempt(config: RunConfig, prompt: str) -> Tried:
             tokenizer = config.gateway.tokenizer_path or config.model.path
             return await _rollout(
                 config,
-                prompt,
+                task,
                 cluster.pool,
                 cluster.gateway_urls,
                 keys[0] if keys else None,
@@ -116,7 +132,7 @@ async def attempt(config: RunConfig, prompt: str) -> Tried:
             )
 
 
-async def attempt_at(config: RunConfig, prompt: str, run: str) -> Tried:
+async def attempt_at(config: RunConfig, task: Task, run: str) -> Tried:
     """Run the rollout against the gateway of the live run at `run`.
 
     Raises:
@@ -127,19 +143,17 @@ async def attempt_at(config: RunConfig, prompt: str, run: str) -> Tried:
             raise ConfigError(f"--run is {run!r}, which serves nobody now; start `stepwell serve`")
         gateway = view.run.gateway
         tokenizer = view.tokenizer_path()
-        return await _rollout(config, prompt, view.pool, gateway.urls, gateway.key(), tokenizer)
+        return await _rollout(config, task, view.pool, gateway.urls, gateway.key(), tokenizer)
 
 
 async def _rollout(
     config: RunConfig,
-    prompt: str,
+    task: Task,
     pool: DataPoolClient,
     urls: Sequence[str],
     key: SecretStr | None,
     tokenizer: str | None,
 ) -> Tried:
-    task: dict[str, Any] = {"instance_id": "try", "data_source": "try", "question": prompt}
-    task |= {"answer": None, "metadata": {}}
     prompt_uid = new_uid(task)
     deadline_s = config.rollout.group_deadline_s
     about = {"task": task}

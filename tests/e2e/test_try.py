@@ -55,3 +55,39 @@ def test_a_rollout_is_shown_as_its_tree_and_one_that_fails_with_its_reason(
     assert main(["try", harness(tmp_path, 3), shlex.quote("What?")]) == 1
     shown = capsys.readouterr().out
     assert "failed: HarnessError: exit status 3: asked twice" in shown
+
+
+def test_a_rollout_is_on_a_task_of_the_data_and_graded_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = harness(tmp_path, 0)
+    rows = [
+        {"question": "?", "answer": "", "instance_id": word, "metadata": {"echo": word}}
+        for word in ("0.75", "0.25")
+    ]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    grade = {"command": ["sh", "-c", "echo {task.metadata.echo} > r"], "file": "r"}
+    keys = ["data=tasks.jsonl", f"rollout.harness.grade={json.dumps(grade)}"]
+    assert main(["try", mine, "--json", "--task", "1", *keys]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ended"] == "complete"
+    (branch,) = told["branches"]
+    assert branch["reward"] == 0.25
+    assert branch["prompt_uid"].startswith("0.25-")
+
+
+def test_a_task_that_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tasks.jsonl").write_text('{"question": "?", "answer": ""}\n')
+    mine = harness(tmp_path, 0)
+    for argv, why in (
+        (["--task", "1", "data=tasks.jsonl"], "--task is 1; data.train has tasks 0 to 0"),
+        (["--task", "0"], "data is missing"),
+        ([], "there is nothing to try; give PROMPT, or --task N"),
+        (["What?", "--task", "0"], "What?"),
+    ):
+        assert main(["try", mine, *argv]) == 2
+        assert why in capsys.readouterr().err
