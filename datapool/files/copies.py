@@ -6,7 +6,8 @@
     RUN/recordings.jsonl         where batches are recorded             (`trainer/recording.py`)
 
     trainer     lock ─► write all but what is deleted ─► unlock
-    deletion    lock ─► tombstones ─► unlock; for each file: lock ─► write it anew without ─► unlock
+    deletion    lock ─► tombstones ─► unlock; look for what names them without the lock;
+                for each file that has any: lock ─► write it anew without ─► unlock
 
 A trainer that has a batch when something of it is deleted writes none of that, now or after a
 restart: `deleted.jsonl` names it. A deletion that was killed is done by the next one, which takes
@@ -131,7 +132,7 @@ class TrainerCopies:
         for folder in (TRAINED, VALIDATION):
             for path in sorted((self._run / folder).glob("*.jsonl")):
                 yield path, True
-        for name in (OLD, ROLLOUTS):
+        for name in (ROLLOUTS, OLD):  # in this order: a trainer may rename one to the other
             if (self._run / name).is_file():
                 yield self._run / name, False
 
@@ -193,12 +194,18 @@ class TrainerCopies:
             found.append(str(orjson.loads(line)["files"]))
         return found
 
+    def _recordings(self) -> list[Path]:
+        return [path for where in self._recorded() for path in _matching(where)]
+
     def _remove_recordings(self, gone: frozenset[str]) -> None:
         """Remove the recordings of batches that had a deleted trajectory, and pictures that no
         other recording names."""
+        # Without the lock, since there may be hundreds of gigabytes: nobody records any of it now.
+        if not (had := [path for path in self._recordings() if _holds(path, gone)]):
+            return
         with self.writing():
-            every = [path for where in self._recorded() for path in _matching(where)]
-            removed = [path for path in every if _strings(path.read_bytes(), gone)]
+            every = self._recordings()
+            removed = [path for path in had if _holds(path, gone)]  # some may be replaced
             for folder in {path.parent for path in removed}:
                 pictures = {picture.stem: picture for picture in (folder / PICTURES).glob("*.png")}
                 named: dict[bool, set[str]] = {True: set(), False: set()}
@@ -258,6 +265,13 @@ def _matching(where: str, end: str = "") -> list[Path]:
     name = re.compile(re.escape(where).replace(re.escape(FIELD), r"\d+") + end)
     found = glob.glob(glob.escape(where).replace(FIELD, "[0-9]*") + "*" * bool(end))
     return [Path(path) for path in sorted(found) if name.fullmatch(path)]
+
+
+def _holds(recording: Path, uids: Collection[str]) -> bool:
+    try:
+        return bool(_strings(recording.read_bytes(), uids))
+    except FileNotFoundError:  # another deletion removed it
+        return False
 
 
 def _strings(data: bytes, wanted: Collection[str]) -> set[str]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ import pytest
 
 from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.files import copies as module
-from stepwell.datapool.files.copies import OLD, ROLLOUTS, VALIDATION, TrainerCopies
+from stepwell.datapool.files.copies import LOCK, OLD, ROLLOUTS, VALIDATION, TrainerCopies
 from stepwell.datapool.files.trained import (
     TrainedTrajectory,
     read_about,
@@ -143,6 +147,41 @@ def test_a_deletion_that_was_killed_is_done_by_the_next(
     assert words(run) == {"mine", "mate", "eves", "other"}
     TrainerCopies(run).delete("trajectory", "other")
     assert words(run) == {"eves"}
+
+
+def test_rollouts_that_become_the_old_ones_meanwhile_are_without_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / OLD).write_bytes(lines(row("mine", "g"), row("older", "o")))
+    rewrite = module.written_durably
+
+    @contextmanager
+    def rewrite_then_rotate(path: Path) -> Iterator[Any]:
+        """A trainer has the lock next, after the first of the two was written anew."""
+        with rewrite(path) as file:
+            yield file
+        if path.name in (OLD, ROLLOUTS) and not rotated:
+            rotated.append((run / ROLLOUTS).replace(run / OLD))
+            (run / ROLLOUTS).write_bytes(lines(row("newer", "n")))
+
+    rotated: list[Path] = []
+    monkeypatch.setattr(module, "written_durably", rewrite_then_rotate)
+    TrainerCopies(run).delete("trajectory", "mine")
+    assert rotated
+    assert left(run)[OLD] == ["mate", "eves", "other"]
+    assert left(run)[ROLLOUTS] == ["newer"]
+
+
+def test_a_trainer_writes_while_recordings_are_searched(run: Path) -> None:
+    where = run / "recorded"
+    where.mkdir()
+    TrainerCopies(run).note_recordings(where / "{rollout_id}.pt")
+    os.mkfifo(where / "0.pt")  # reading it ends when this test says so
+    with ThreadPoolExecutor() as threads:
+        deletion = threads.submit(TrainerCopies(run).delete, "trajectory", "mine")
+        with (where / "0.pt").open("wb"), (run / LOCK).open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert deletion.result() == ["mine"]
 
 
 @pytest.mark.parametrize("name", ["trained/000000000003.jsonl", "validation/step_3.jsonl"])
