@@ -44,7 +44,7 @@ BASE_GROUPS = 64
 CONNECTIONS = 64
 DRAIN_S = 600.0
 CHARACTERS = 640
-"""Of the messages of a step, where they are measured."""
+"""Characters of a step's messages, where they are measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class Size:
 
     rounds: int
     seconds: float
-    """Of one saturated measurement."""
+    """Seconds of one saturated measurement."""
     prompts: int
-    """Of one measurement of the gateway, with 32 calls each."""
+    """Prompts of one measurement of the gateway, with 32 calls each."""
     groups: int
-    """Whose bytes are counted."""
+    """Groups whose bytes are counted."""
 
 
 FULL = Size(rounds=5, seconds=30.0, prompts=256, groups=256)
@@ -66,7 +66,7 @@ QUICK = Size(rounds=1, seconds=1.0, prompts=4, groups=8)
 
 @dataclass(slots=True)
 class Load:
-    """What a pool took."""
+    """Load that a pool took."""
 
     steps: int = 0
     seconds: float = 0.0

@@ -275,7 +275,7 @@ def _holds(recording: Path, uids: Collection[str]) -> bool:
 
 
 def _strings(data: bytes, wanted: Collection[str]) -> set[str]:
-    """Those of these texts that are strings in a pickle: each has its length before it."""
+    """The texts among `wanted` that are strings in a pickle: each has its length before it."""
     by_length: dict[int, dict[bytes, str]] = {}
     for text in wanted:
         encoded = text.encode()

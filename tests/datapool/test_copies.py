@@ -78,7 +78,7 @@ def left(run: Path) -> dict[str, list[str]]:
 
 
 def words(run: Path) -> set[str]:
-    """Who said something in any file."""
+    """Trajectories whose words are in any file."""
     data = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
     return {uid for uid, *_ in OURS if f"said by {uid}".encode() in data}
 

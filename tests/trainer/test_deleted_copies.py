@@ -1,4 +1,4 @@
-"""What is deleted while a trainer has it, and from what it recorded and evaluated."""
+"""Deletion of what a trainer has, and of what it recorded and evaluated."""
 
 from __future__ import annotations
 
