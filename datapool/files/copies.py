@@ -31,7 +31,14 @@ import orjson
 
 from stepwell.datapool.files.tombstones import DELETED, add_tombstones, read_tombstones, tombstone
 from stepwell.datapool.files.trained import TRAINED
-from stepwell.datapool.sealed import damaged, read_lines, sealed, unsealed, written_durably
+from stepwell.datapool.sealed import (
+    damaged,
+    is_sealed,
+    read_lines,
+    sealed,
+    unsealed,
+    written_durably,
+)
 
 ROLLOUTS: Final = "rollouts.jsonl"
 OLD: Final = "rollouts.old.jsonl"
@@ -115,8 +122,8 @@ class TrainerCopies:
         self._bury(found)
         gone = self.deleted()  # also what one who was killed left
         self._remove_drafts()
-        for path, is_sealed in self._files():
-            self._rewrite(path, is_sealed, gone)
+        for path, has_seals in self._files():
+            self._rewrite(path, has_seals, gone)
         self._remove_recordings(gone)
         return list(found)
 
@@ -149,14 +156,14 @@ class TrainerCopies:
                     found[row["trajectory_uid"]] = row.get("prompt_uid")
         return found
 
-    def _rewrite(self, path: Path, is_sealed: bool, gone: frozenset[str]) -> None:
+    def _rewrite(self, path: Path, has_seals: bool, gone: frozenset[str]) -> None:
         """Write a file anew without what is deleted, if it has any."""
         marks = {_written(uid) for uid in gone}
 
         def is_meant(line: bytes) -> bool:
             if not line.endswith(b"\n"):
                 return True
-            if is_sealed:
+            if has_seals:
                 _check_seal(path, line)
             return not marks.isdisjoint(_NAMES.findall(line))
 
@@ -231,9 +238,9 @@ def _lines(path: Path) -> Iterator[bytes]:
         return
 
 
-def _check_seal(path: Path, line: bytes) -> None:
+def _check_seal(path: Path, data: bytes) -> None:
     try:
-        unsealed(line)
+        unsealed(data)
     except ValueError as e:
         raise damaged(path, str(e), _REMEDY) from e
 
@@ -269,9 +276,12 @@ def _matching(where: str, end: str = "") -> list[Path]:
 
 def _holds(recording: Path, uids: Collection[str]) -> bool:
     try:
-        return bool(_strings(recording.read_bytes(), uids))
+        data = recording.read_bytes()
     except FileNotFoundError:  # another deletion removed it
         return False
+    if is_sealed(data):  # else it is slime's own
+        _check_seal(recording, data)
+    return bool(_strings(data, uids))
 
 
 def _strings(data: bytes, wanted: Collection[str]) -> set[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.files.copies import DELETED, ROLLOUTS, TrainerCopies
 from stepwell.datapool.files.trained import read_trained, trained_steps
 from stepwell.trainer.progress import Progress
@@ -113,6 +114,22 @@ def test_recordings_of_what_is_deleted_go_whole_and_no_later_one_is_made(
     assert "the batch of optimizer step 4 is not recorded" in caplog.text
     recorder.write([asked("d")], Progress(updates=4))
     assert [n for n, _ in recordings(where)] == [0, 2, 4]
+
+
+@pytest.mark.parametrize("name", ["recorded", "{rollout_id}.slime.pt"])
+def test_a_damaged_recording_that_may_have_it_is_an_error(tmp_path: Path, name: str) -> None:
+    copies = TrainerCopies(tmp_path / "run")
+    where = str(tmp_path / "elsewhere" / name)
+    recorder = Recorder(where, make_vision_model(tmp_path / "model"), 1, copies)
+    recorder.write([asked("mine")], Progress())
+    ((_, path),) = recordings(where)
+    uid = asked("mine").trajectories[0].trajectory_uid
+    data = path.read_bytes()
+    path.write_bytes(data.replace(uid.encode(), b"x" * len(uid)))
+    with pytest.raises(DamagedFileError, match=rf"{path.name} is damaged .* remove it"):
+        copies.delete("trajectory", uid)
+    path.unlink()
+    assert copies.delete("trajectory", uid) == []
 
 
 def test_pictures_of_recordings_go_once_no_other_recording_names_them(tmp_path: Path) -> None:
