@@ -292,8 +292,11 @@ def _strings(data: bytes, wanted: Collection[str]) -> set[str]:
         by_length.setdefault(len(encoded), {})[encoded] = text
     found = set()
     for n, texts in by_length.items():
-        short = re.escape(b"\x8c" + bytes([n])) + b"|" if n < 256 else b""
-        for at in re.finditer(short + re.escape(b"X" + n.to_bytes(4, "little")), data):
-            if (same := texts.get(data[at.end() : at.end() + n])) is not None:
-                found.add(same)
+        for begin in (b"X" + n.to_bytes(4, "little"), *([bytes((0x8C, n))] if n < 256 else [])):
+            at = data.find(begin)
+            while at >= 0:
+                start = at + len(begin)
+                if (same := texts.get(data[start : start + n])) is not None:
+                    found.add(same)
+                at = data.find(begin, at + 1)
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
+import pickle
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -170,6 +171,23 @@ def test_rollouts_that_become_the_old_ones_meanwhile_are_without_it(
     assert rotated
     assert left(run)[OLD] == ["mate", "eves", "other"]
     assert left(run)[ROLLOUTS] == ["newer"]
+
+
+@pytest.mark.parametrize("n", [32, 88, 140, 300])
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_an_uid_of_any_length_is_found_anywhere_in_a_recording(
+    tmp_path: Path, n: int, protocol: int
+) -> None:
+    """Also behind a number in the pickle that looks like the beginning of a text."""
+    uid = "u" * n
+    before = [f"{i:04}" for i in range(300)]
+    for i in range(300):
+        (tmp_path / f"{i}.pt").write_bytes(pickle.dumps([*before[:i], uid], protocol))
+    TrainerCopies(tmp_path / "run").note_recordings(tmp_path / "{rollout_id}.pt")
+    TrainerCopies(tmp_path / "run").delete("trajectory", uid[1:])
+    assert len([*tmp_path.glob("*.pt")]) == 300
+    TrainerCopies(tmp_path / "run").delete("trajectory", uid)
+    assert not [*tmp_path.glob("*.pt")]
 
 
 def test_a_trainer_writes_while_recordings_are_searched(run: Path) -> None:
