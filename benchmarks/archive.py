@@ -44,7 +44,7 @@ BASE_GROUPS = 64
 CONNECTIONS = 64
 DRAIN_S = 600.0
 CHARACTERS = 640
-"""Of the messages of a step, where they are measured."""
+"""Characters of a step's messages, where they are measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class Size:
 
     rounds: int
     seconds: float
-    """Of one saturated measurement."""
+    """Seconds of one saturated measurement."""
     prompts: int
-    """Of one measurement of the gateway, with 32 calls each."""
+    """Prompts of one measurement of the gateway, with 32 calls each."""
     groups: int
-    """Whose bytes are counted."""
+    """Groups whose bytes are counted."""
 
 
 FULL = Size(rounds=5, seconds=30.0, prompts=256, groups=256)
@@ -66,7 +66,7 @@ QUICK = Size(rounds=1, seconds=1.0, prompts=4, groups=8)
 
 @dataclass(slots=True)
 class Load:
-    """What a pool took."""
+    """Load that a pool took."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -160,55 +160,53 @@ async def _load(pool: Pool, name: str, seconds: float, rate: int | None) -> Load
         name: begins the uids of what is stored: a pool takes none twice.
     """
     load, base = Load(), _base()
-    whole = asyncio.Semaphore(0)  # fetches whose groups are stored
-    all_fetched = asyncio.Event()
-    n_fetched = 0
+    fetches: asyncio.Queue[bool] = asyncio.Queue()
+    """True: the groups of one more fetch are stored; False: there are no more."""
+    is_over = False
     numbers = itertools.count()
     began = time.perf_counter()
 
     async def consume() -> None:
-        nonlocal n_fetched
-        while True:
-            await whole.acquire()
-            found = await pool.fetch()
-            n_fetched += len(found)
-            if is_over.is_set() and n_fetched == load.steps:
-                all_fetched.set()
+        while await fetches.get():
+            await pool.fetch()
 
     async def produce() -> None:
+        nonlocal is_over
         while True:
             number = next(numbers)
             due = 0.0 if rate is None else number * STEPS_PER_GROUP / rate
             now = time.perf_counter() - began
             # Whole fetches: nothing is left behind.
             if max(now, due) >= seconds and number % (STEPS_PER_FETCH // STEPS_PER_GROUP) == 0:
-                is_over.set()
-            if is_over.is_set():
+                is_over = True
+            if is_over:
                 return
             await asyncio.sleep(due - now)
-            for calls in chunks(_renamed(base[number % BASE_GROUPS], f"{name}-{number}"), 16):
+            for calls in chunks(
+                _renamed(base[number % BASE_GROUPS], f"{name}-{number}"), PER_SUBMIT
+            ):
                 asked = time.perf_counter()
                 await pool.submit(calls)
                 load.submits_s.append(time.perf_counter() - asked)
                 load.steps += len(calls)
                 if load.steps % STEPS_PER_FETCH == 0:
-                    whole.release()
+                    fetches.put_nowait(True)
 
-    is_over = asyncio.Event()
     watching = asyncio.create_task(_watch(pool, load))
-    consumers = [asyncio.create_task(consume()) for _ in range(FETCHES)]
     try:
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(IN_FLIGHT):
-                tasks.create_task(produce())
-        if n_fetched < load.steps:
-            await all_fetched.wait()
+        async with asyncio.TaskGroup() as consumers:
+            for _ in range(FETCHES):
+                consumers.create_task(consume())
+            async with asyncio.TaskGroup() as producers:
+                for _ in range(IN_FLIGHT):
+                    producers.create_task(produce())
+            for _ in range(FETCHES):
+                fetches.put_nowait(False)
         load.seconds = time.perf_counter() - began
     finally:
-        for task in (watching, *consumers):
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
     return load
 
 

@@ -428,7 +428,7 @@ class Delete(Change[Deleted], frozen=True, array_like=True):
     trajectory_uid: Text | None = None
     tag: Text | None = None
     user: Text | None = None
-    """As `user_of` finds it in the metadata."""
+    """User, as `user_of` finds it in the metadata."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

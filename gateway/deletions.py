@@ -4,8 +4,7 @@ seconds of a processor.
 
     DELETE, DELETE, … ──► those that wait ──► one process for all of them ──► each is answered
 
-Owns how many processes there are: one. Does not own the files
-(`datapool/files`).
+Owns how many processes there are: one. Does not own the files (`datapool/files`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from stepwell.gateway.errors import ArchiveUnavailableError
+from stepwell.gateway.errors import FileDeletionError
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class FileDeletions:
             with_groups: also all others of their groups.
 
         Raises:
-            ArchiveUnavailableError: it failed.
+            FileDeletionError: it failed.
         """
         if self._archive is None and self._run_dir is None:
             return []
@@ -73,7 +72,7 @@ class FileDeletions:
             said = error.decode(errors="replace").strip().splitlines()
             last = said[-1] if said else f"it ended with {process.returncode}"
             log.error("%d trajectories are not deleted from files: %s", len(waiting), last)
-            raise ArchiveUnavailableError(
+            raise FileDeletionError(
                 "deleted from the DataPool, but the archive may still hold it, or the trainer's "
                 "files, as the gateway's log says; repeat the DELETE once what it names is mended"
             )

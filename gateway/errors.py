@@ -23,7 +23,7 @@ pickling (they cross Ray) and subclass the matching built-in::
     ├── ClientTimeoutError(TimeoutError)              408   headers or body did not arrive
     ├── TooManyConnectionsError(RuntimeError)         503   of this peer, without a key
     ├── ReplicaUnavailableError(ConnectionError)      503   it may still know what was deleted
-    ├── ArchiveUnavailableError(OSError)              503   the archive may still hold it
+    ├── FileDeletionError(OSError)                    503   a file of the run may still hold it
     ├── RateLimitedError(RuntimeError)                429   no room within the time to queue
     ├── EngineError(RuntimeError)                     502   the engine answered nonsense
     │   ├── EngineUnavailableError(ConnectionError)   503   no engine answered
@@ -209,8 +209,9 @@ class ReplicaUnavailableError(
     """A trajectory is deleted, but another replica may still have its stored responses."""
 
 
-class ArchiveUnavailableError(GatewayError, OSError, status=503, code="archive_unavailable"):
-    """A trajectory is deleted from the pool, but the archive may still hold it."""
+class FileDeletionError(GatewayError, OSError, status=503, code="file_deletion_failed"):
+    """A trajectory is deleted from the pool, but the archive or the trainer's copies may still hold
+    it."""
 
 
 class RateLimitedError(

@@ -392,7 +392,7 @@ async def forget_trajectory(services: Services, uid: str, *, with_group: bool) -
 
     Raises:
         ReplicaUnavailableError: it is deleted, but a replica may still know it.
-        ArchiveUnavailableError: it is deleted, but a file could not be written anew.
+        FileDeletionError: it is deleted, but a file could not be written anew.
     """
     pool = services.pool
     deleting = pool.delete(uid) if with_group else pool.delete_trajectory(uid)

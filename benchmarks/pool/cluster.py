@@ -54,7 +54,7 @@ class RunningPool:
     actors: list[Any]
     client: DataPoolClient
     folder: Path
-    """Of its journal, if it has one."""
+    """Folder of its journal, if it has one."""
 
     async def pids(self) -> list[int]:
         return [await pid_of(actor) for actor in self.actors]

@@ -192,15 +192,17 @@ class BareSocket(Store):
             ready = context.Event()
             process = context.Process(target=_serve_queue, args=(path, ready), daemon=True)
             process.start()
-            if not await asyncio.to_thread(ready.wait, 30):
-                raise RuntimeError("the bare socket's process did not start")
-            self.pids, self._path = [process.pid or 0], path
-            self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-            yield
-            for _, writer in self._free:
-                writer.close()
-            process.kill()
-            process.join()
+            try:
+                if not await asyncio.to_thread(ready.wait, 30):
+                    raise RuntimeError("the bare socket's process did not start")
+                self.pids, self._path = [process.pid or 0], path
+                self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+                yield
+                for _, writer in self._free:
+                    writer.close()
+            finally:
+                process.kill()
+                process.join()
 
     async def submit(self, calls: Sequence[Call]) -> None:
         await self._call(_pack(calls))

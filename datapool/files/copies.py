@@ -6,7 +6,8 @@
     RUN/recordings.jsonl         where batches are recorded             (`trainer/recording.py`)
 
     trainer     lock ─► write all but what is deleted ─► unlock
-    deletion    lock ─► tombstones ─► unlock; for each file: lock ─► write it anew without ─► unlock
+    deletion    lock ─► tombstones ─► unlock; look for what names them without the lock;
+                for each file that has any: lock ─► write it anew without ─► unlock
 
 A trainer that has a batch when something of it is deleted writes none of that, now or after a
 restart: `deleted.jsonl` names it. A deletion that was killed is done by the next one, which takes
@@ -30,7 +31,14 @@ import orjson
 
 from stepwell.datapool.files.tombstones import DELETED, add_tombstones, read_tombstones, tombstone
 from stepwell.datapool.files.trained import TRAINED
-from stepwell.datapool.sealed import damaged, read_lines, sealed, unsealed, written_durably
+from stepwell.datapool.sealed import (
+    damaged,
+    is_sealed,
+    read_lines,
+    sealed,
+    unsealed,
+    written_durably,
+)
 
 ROLLOUTS: Final = "rollouts.jsonl"
 OLD: Final = "rollouts.old.jsonl"
@@ -114,8 +122,8 @@ class TrainerCopies:
         self._bury(found)
         gone = self.deleted()  # also what one who was killed left
         self._remove_drafts()
-        for path, is_sealed in self._files():
-            self._rewrite(path, is_sealed, gone)
+        for path, has_seals in self._files():
+            self._rewrite(path, has_seals, gone)
         self._remove_recordings(gone)
         return list(found)
 
@@ -131,7 +139,7 @@ class TrainerCopies:
         for folder in (TRAINED, VALIDATION):
             for path in sorted((self._run / folder).glob("*.jsonl")):
                 yield path, True
-        for name in (OLD, ROLLOUTS):
+        for name in (ROLLOUTS, OLD):  # in this order: a trainer may rename one to the other
             if (self._run / name).is_file():
                 yield self._run / name, False
 
@@ -148,14 +156,14 @@ class TrainerCopies:
                     found[row["trajectory_uid"]] = row.get("prompt_uid")
         return found
 
-    def _rewrite(self, path: Path, is_sealed: bool, gone: frozenset[str]) -> None:
+    def _rewrite(self, path: Path, has_seals: bool, gone: frozenset[str]) -> None:
         """Write a file anew without what is deleted, if it has any."""
         marks = {_written(uid) for uid in gone}
 
         def is_meant(line: bytes) -> bool:
             if not line.endswith(b"\n"):
                 return True
-            if is_sealed:
+            if has_seals:
                 _check_seal(path, line)
             return not marks.isdisjoint(_NAMES.findall(line))
 
@@ -193,12 +201,18 @@ class TrainerCopies:
             found.append(str(orjson.loads(line)["files"]))
         return found
 
+    def _recordings(self) -> list[Path]:
+        return [path for where in self._recorded() for path in _matching(where)]
+
     def _remove_recordings(self, gone: frozenset[str]) -> None:
         """Remove the recordings of batches that had a deleted trajectory, and pictures that no
         other recording names."""
+        # Without the lock, since there may be hundreds of gigabytes: nobody records any of it now.
+        if not (had := [path for path in self._recordings() if _holds(path, gone)]):
+            return
         with self.writing():
-            every = [path for where in self._recorded() for path in _matching(where)]
-            removed = [path for path in every if _strings(path.read_bytes(), gone)]
+            every = self._recordings()
+            removed = [path for path in had if _holds(path, gone)]  # some may be replaced
             for folder in {path.parent for path in removed}:
                 pictures = {picture.stem: picture for picture in (folder / PICTURES).glob("*.png")}
                 named: dict[bool, set[str]] = {True: set(), False: set()}
@@ -224,9 +238,9 @@ def _lines(path: Path) -> Iterator[bytes]:
         return
 
 
-def _check_seal(path: Path, line: bytes) -> None:
+def _check_seal(path: Path, data: bytes) -> None:
     try:
-        unsealed(line)
+        unsealed(data)
     except ValueError as e:
         raise damaged(path, str(e), _REMEDY) from e
 
@@ -260,16 +274,29 @@ def _matching(where: str, end: str = "") -> list[Path]:
     return [Path(path) for path in sorted(found) if name.fullmatch(path)]
 
 
+def _holds(recording: Path, uids: Collection[str]) -> bool:
+    try:
+        data = recording.read_bytes()
+    except FileNotFoundError:  # another deletion removed it
+        return False
+    if is_sealed(data):  # else it is slime's own
+        _check_seal(recording, data)
+    return bool(_strings(data, uids))
+
+
 def _strings(data: bytes, wanted: Collection[str]) -> set[str]:
-    """Those of these texts that are strings in a pickle: each has its length before it."""
+    """The texts among `wanted` that are strings in a pickle: each has its length before it."""
     by_length: dict[int, dict[bytes, str]] = {}
     for text in wanted:
         encoded = text.encode()
         by_length.setdefault(len(encoded), {})[encoded] = text
     found = set()
     for n, texts in by_length.items():
-        short = re.escape(b"\x8c" + bytes([n])) + b"|" if n < 256 else b""
-        for at in re.finditer(short + re.escape(b"X" + n.to_bytes(4, "little")), data):
-            if (same := texts.get(data[at.end() : at.end() + n])) is not None:
-                found.add(same)
+        for begin in (b"X" + n.to_bytes(4, "little"), *([bytes((0x8C, n))] if n < 256 else [])):
+            at = data.find(begin)
+            while at >= 0:
+                start = at + len(begin)
+                if (same := texts.get(data[start : start + n])) is not None:
+                    found.add(same)
+                at = data.find(begin, at + 1)
     return found

@@ -44,29 +44,32 @@ async def delete(run_dir: Path, asked: Delete, exports: Sequence[Path] = ()) -> 
     notes: list[str] = []
     is_run = (run_dir / RUN_FILE).is_file()
     own = () if asked.trajectory_uid is None else (asked.trajectory_uid,)
+    files: list[str] = []
     if holder(run_dir) is not None:
-        run = live_run(run_dir)
+        gateway = live_run(run_dir).gateway
         async with connect(run_dir) as pool:
             found = await pool.delete(asked.trajectory_uid, asked.tag, asked.user)
         uids = dict.fromkeys((*own, *found.trajectories, *found.leased))
-        notes += _forget(run.gateway, uids)
+        notes += _forget(gateway, uids)
         archived = delete_archived(run_dir, asked, with_groups=True)
-        notes += _forget(run.gateway, [uid for uid in archived if uid not in uids])
     else:
+        gateway = None
         archived = delete_archived(run_dir, asked, with_groups=True) if is_run else []
         # Also what came too late of these, and waits: its rows do not say whose it is.
         each = (asked, *map(Delete, archived))
         found = delete_from_journals(journal_folder(run_dir), *each)
         uids = dict.fromkeys((*own, *found.trajectories, *found.leased))
+    if is_run:
+        files, gone = _from_files(run_dir, asked, uids, archived)
+        notes += _forget(gateway, [uid for uid in gone if uid not in uids])
     lines = [f"{run_dir}: deleted {_named(found.trajectories)}"]
     if found.leased:
         lines.append(
             f"a trainer has {_named(found.leased)}: nobody else gets them, and they are deleted "
             "when it acks or returns them"
         )
-    lines += notes
-    if is_run:
-        lines += _from_files(run_dir, asked, uids, archived)
+    lines += dict.fromkeys(notes)
+    lines += files
     for path in exports:
         lines.append(f"{path}: deleted {_named(delete_from_export(path, asked))}")
     for aside in _copies(journal_folder(run_dir)):
@@ -106,20 +109,23 @@ def _kind_of(asked: Delete) -> tuple[Kind, str]:
 
 def _from_files(
     run_dir: Path, asked: Delete, uids: Collection[str], archived: list[str]
-) -> Iterator[str]:
-    """Delete from the archive and the trainer's copies; a line of what was where.
+) -> tuple[list[str], list[str]]:
+    """Delete from the archive and the trainer's copies; a line of what was where, and the uids of
+    all that was there.
 
     Args:
         uids: of what was in the pool.
         archived: what was deleted from the archive.
     """
+    lines = []
     reader = ArchiveReader(archive_folder(run_dir))
     if reader.folder.exists():
         # Also what the archiver had read when it was deleted from the pool.
         archived = [*archived, *reader.delete("trajectory", *uids)]
-        yield f"{reader.folder.path}: deleted {_named(archived)}"
-    gone = delete_copied(run_dir, asked, (*uids, *archived), with_groups=True)
-    yield f"{run_dir}, copies of the trainer: deleted {_named(gone)}"
+        lines.append(f"{reader.folder.path}: deleted {_named(archived)}")
+    copied = delete_copied(run_dir, asked, (*uids, *archived), with_groups=True)
+    lines.append(f"{run_dir}, copies of the trainer: deleted {_named(copied)}")
+    return lines, [*dict.fromkeys((*archived, *copied))]
 
 
 def not_reached(run_dir: Path) -> str:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
+import pickle
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,7 @@ import pytest
 
 from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.files import copies as module
-from stepwell.datapool.files.copies import OLD, ROLLOUTS, VALIDATION, TrainerCopies
+from stepwell.datapool.files.copies import LOCK, OLD, ROLLOUTS, VALIDATION, TrainerCopies
 from stepwell.datapool.files.trained import (
     TrainedTrajectory,
     read_about,
@@ -74,7 +79,7 @@ def left(run: Path) -> dict[str, list[str]]:
 
 
 def words(run: Path) -> set[str]:
-    """Who said something in any file."""
+    """Trajectories whose words are in any file."""
     data = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
     return {uid for uid, *_ in OURS if f"said by {uid}".encode() in data}
 
@@ -143,6 +148,58 @@ def test_a_deletion_that_was_killed_is_done_by_the_next(
     assert words(run) == {"mine", "mate", "eves", "other"}
     TrainerCopies(run).delete("trajectory", "other")
     assert words(run) == {"eves"}
+
+
+def test_rollouts_that_become_the_old_ones_meanwhile_are_without_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / OLD).write_bytes(lines(row("mine", "g"), row("older", "o")))
+    rewrite = module.written_durably
+
+    @contextmanager
+    def rewrite_then_rotate(path: Path) -> Iterator[Any]:
+        """A trainer has the lock next, after the first of the two was written anew."""
+        with rewrite(path) as file:
+            yield file
+        if path.name in (OLD, ROLLOUTS) and not rotated:
+            rotated.append((run / ROLLOUTS).replace(run / OLD))
+            (run / ROLLOUTS).write_bytes(lines(row("newer", "n")))
+
+    rotated: list[Path] = []
+    monkeypatch.setattr(module, "written_durably", rewrite_then_rotate)
+    TrainerCopies(run).delete("trajectory", "mine")
+    assert rotated
+    assert left(run)[OLD] == ["mate", "eves", "other"]
+    assert left(run)[ROLLOUTS] == ["newer"]
+
+
+@pytest.mark.parametrize("n", [32, 88, 140, 300])
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_an_uid_of_any_length_is_found_anywhere_in_a_recording(
+    tmp_path: Path, n: int, protocol: int
+) -> None:
+    """Also behind a number in the pickle that looks like the beginning of a text."""
+    uid = "u" * n
+    before = [f"{i:04}" for i in range(300)]
+    for i in range(300):
+        (tmp_path / f"{i}.pt").write_bytes(pickle.dumps([*before[:i], uid], protocol))
+    TrainerCopies(tmp_path / "run").note_recordings(tmp_path / "{rollout_id}.pt")
+    TrainerCopies(tmp_path / "run").delete("trajectory", uid[1:])
+    assert len([*tmp_path.glob("*.pt")]) == 300
+    TrainerCopies(tmp_path / "run").delete("trajectory", uid)
+    assert not [*tmp_path.glob("*.pt")]
+
+
+def test_a_trainer_writes_while_recordings_are_searched(run: Path) -> None:
+    where = run / "recorded"
+    where.mkdir()
+    TrainerCopies(run).note_recordings(where / "{rollout_id}.pt")
+    os.mkfifo(where / "0.pt")  # reading it ends when this test says so
+    with ThreadPoolExecutor() as threads:
+        deletion = threads.submit(TrainerCopies(run).delete, "trajectory", "mine")
+        with (where / "0.pt").open("wb"), (run / LOCK).open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert deletion.result() == ["mine"]
 
 
 @pytest.mark.parametrize("name", ["trained/000000000003.jsonl", "validation/step_3.jsonl"])

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -21,8 +23,10 @@ from hypothesis import strategies as st
 from openai import AsyncOpenAI
 from pydantic import ValidationError
 
+from stepwell.config.load import load_config
+from stepwell.datapool.files.copies import ROLLOUTS
 from stepwell.datapool.files.export import read, write
-from stepwell.datapool.ops import AppendStep, ResumeTrajectory
+from stepwell.datapool.ops import AppendStep, Delete, ResumeTrajectory
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import DUPLICATE_OF, Step, superseded
 from stepwell.gateway.access import OPERATOR
@@ -32,8 +36,10 @@ from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.replicas import Replicas
 from stepwell.gateway.tokens.graph import Turn, TurnGraph
 from stepwell.gateway.trajectory.calls import NOTE, RetryKey, TurnNote, read_note, restore
+from stepwell.run import deletion
 from stepwell.run.deletion import _forget
 from stepwell.run.folder import GatewayPart
+from stepwell.run.folder import begin as begin_run
 from tests.builders import until
 from tests.gateway.conftest import World, serving
 from tests.gateway.raw import Raw
@@ -1011,3 +1017,26 @@ async def test_the_command_has_all_gateways_forget_by_the_first_that_answers(fle
     (told,) = await asyncio.to_thread(lambda: list(_forget(GatewayPart(urls=(gone,)), ["t"])))
     assert "may still know them" in told
     assert gone in told
+
+
+async def test_the_command_has_gateways_forget_what_the_trainers_copies_alone_have(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_run(load_config("quickstart", [f"run.dir={tmp_path}", "pool.archive.enabled=false"]))
+    gateway = GatewayPart(urls=(fleet.world.url,))
+    monkeypatch.setattr(deletion, "holder", lambda _: os.getpid())
+    monkeypatch.setattr(deletion, "live_run", lambda _: SimpleNamespace(gateway=gateway))
+    monkeypatch.setattr(deletion, "connect", lambda _: DataPoolClient.local())
+    async with AsyncOpenAI(base_url=f"{fleet.world.url}/t/p/v1", api_key="x") as client:
+        answer = await client.responses.create(model="m", input="hi")
+        await fleet.pool.drop_group("p", "trained")
+        line = {"trajectory_uid": "t", "prompt_uid": "p", "user": "eve", "response": "hi"}
+        (tmp_path / ROLLOUTS).write_text(json.dumps(line) + "\n")
+        # In a thread: the gateway, which it asks, serves on this loop.
+        told = await asyncio.to_thread(
+            lambda: asyncio.run(deletion.delete(tmp_path, Delete(user="eve")))
+        )
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(answer.id)
+    assert told[0] == f"{tmp_path}: deleted 0 trajectories"
+    assert (tmp_path / ROLLOUTS).read_bytes() == b""

@@ -1,4 +1,4 @@
-"""What is deleted while a trainer has it, and from what it recorded and evaluated."""
+"""Deletion of what a trainer has, and of what it recorded and evaluated."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.files.copies import DELETED, ROLLOUTS, TrainerCopies
 from stepwell.datapool.files.trained import read_trained, trained_steps
 from stepwell.trainer.progress import Progress
@@ -68,6 +69,19 @@ async def test_the_table_for_trackers_lacks_what_was_deleted_since(tmp_path: Pat
         assert len(run.trainer.trained.take()) == 3
 
 
+async def test_tombstones_that_are_damaged_end_no_run_and_nothing_is_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / DELETED).write_text('{"kind":"trajectory","value":"mine"}\n')
+    keys = ("trainer.rollout_samples=4", "trainer.total_steps=1")
+    async with small_run(small_config(tmp_path, *keys)) as run:
+        await run.train()
+        assert run.trainer.trained.take() == []
+    assert "the table of rollouts is left out" in caplog.text
+    assert f"{tmp_path / DELETED} is damaged" in caplog.text
+    assert not (tmp_path / ROLLOUTS).exists()
+
+
 async def test_a_line_after_half_a_line_of_a_killed_trainer_is_whole(tmp_path: Path) -> None:
     (tmp_path / ROLLOUTS).write_bytes(b'{"step": 1}\n{"half a li')
     keys = ("trainer.rollout_samples=1", "trainer.total_steps=1")
@@ -100,6 +114,22 @@ def test_recordings_of_what_is_deleted_go_whole_and_no_later_one_is_made(
     assert "the batch of optimizer step 4 is not recorded" in caplog.text
     recorder.write([asked("d")], Progress(updates=4))
     assert [n for n, _ in recordings(where)] == [0, 2, 4]
+
+
+@pytest.mark.parametrize("name", ["recorded", "{rollout_id}.slime.pt"])
+def test_a_damaged_recording_that_may_have_it_is_an_error(tmp_path: Path, name: str) -> None:
+    copies = TrainerCopies(tmp_path / "run")
+    where = str(tmp_path / "elsewhere" / name)
+    recorder = Recorder(where, make_vision_model(tmp_path / "model"), 1, copies)
+    recorder.write([asked("mine")], Progress())
+    ((_, path),) = recordings(where)
+    uid = asked("mine").trajectories[0].trajectory_uid
+    data = path.read_bytes()
+    path.write_bytes(data.replace(uid.encode(), b"x" * len(uid)))
+    with pytest.raises(DamagedFileError, match=rf"{path.name} is damaged .* remove it"):
+        copies.delete("trajectory", uid)
+    path.unlink()
+    assert copies.delete("trajectory", uid) == []
 
 
 def test_pictures_of_recordings_go_once_no_other_recording_names_them(tmp_path: Path) -> None:
