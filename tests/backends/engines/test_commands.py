@@ -52,5 +52,7 @@ def test_the_configuration_loads_no_torch() -> None:
 
 def test_an_engine_of_a_kind_that_nobody_registered_has_no_command_line() -> None:
     config = EngineConfig(kind="tgi", model_path=Path("/m"))
-    with pytest.raises(BackendConfigError, match="'tgi'; choose embedded, sglang, vllm, attach"):
+    with pytest.raises(
+        BackendConfigError, match="'tgi'; choose embedded, sglang, vllm, dynamo, attach"
+    ):
         command_line(config, Launch(port=1, model_path="/m"))
