@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import io
 import pickle
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +57,22 @@ def shared_tensors(
     stream = io.BytesIO()
     _Pickler(stream, readers).dump(list(views(bucket, buffer)))
     return buffer, base64.b64encode(stream.getvalue()).decode()
+
+
+def memory_name(buffer: Tensor) -> str | None:
+    """Name of the machine's memory that `shared_tensors` has put a bucket into; None: it is a
+    GPU's."""
+    if buffer.is_cuda:
+        return None
+    storage: Any = buffer.untyped_storage()
+    return str(storage._share_filename_cpu_()[1].decode())
+
+
+def remove_memory(name: str) -> None:
+    """Remove memory that a reader which died has never given up; no-op if all have, and where names
+    are not files (macOS). Nobody may be reading it: torch ends a process that gives up memory which
+    has no name any more."""
+    Path("/dev/shm", name.lstrip("/")).unlink(missing_ok=True)
 
 
 def read_shared(text: str) -> dict[str, Tensor]:

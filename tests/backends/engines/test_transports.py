@@ -431,3 +431,22 @@ async def test_each_process_of_an_engine_reads_all_tensors_from_memory_of_the_ma
         found = {name: h for bucket in engine.read for name, h in bucket[number].items()}
         assert found == checkpoint_hashes(model_dirs.new, "auto")
     assert engine.version == 1
+
+
+def test_memory_that_a_reader_never_took_is_gone_after_the_next_publication(
+    model_dirs: Any,
+) -> None:
+    """A bucket is up to 512 MB of /dev/shm, and an engine may die amid every publication."""
+    sender = Sender()
+
+    def names() -> list[Path]:
+        return [*Path("/dev/shm").glob(f"torch_{os.getpid()}_*")]
+
+    for _ in range(3):
+        (whole,) = sender.plan(str(model_dirs.new), None)
+        found = read_shared(sender.share(0, 2, True))  # the second one of two has died
+        assert [*found] == [*whole.names]
+        assert len(names()) <= 2  # this one, and the one before
+        sender.release()
+    sender.release()
+    assert names() == []
