@@ -167,9 +167,13 @@ class Trained:
     def take(self) -> list[dict[str, Any]]:
         """Return the lines of the newest optimizer step, once: a table for trackers, of
         `TRAIN_TABLE_COLUMNS`, with at most `TABLE_ROWS` rows and `TABLE_CHARS` characters in a
-        cell. Without what was deleted since."""
+        cell. Without what was deleted since; none if nobody can say what was."""
         rows, self._newest = self._newest, []
-        deleted = self._copies.deleted() if rows else ()
+        try:
+            deleted = self._copies.deleted() if rows else ()
+        except (OSError, DamagedFileError) as e:  # as in `write`: this is for people
+            log.warning("trackers get no table of this optimizer step: %s", e)
+            return []
         rows = [row for row in rows if row["trajectory_uid"] not in deleted][:TABLE_ROWS]
         return [{column: _shown(row[column]) for column in TRAIN_TABLE_COLUMNS} for row in rows]
 

@@ -68,6 +68,19 @@ async def test_the_table_for_trackers_lacks_what_was_deleted_since(tmp_path: Pat
         assert len(run.trainer.trained.take()) == 3
 
 
+async def test_tombstones_that_cannot_be_read_end_no_run_and_nothing_is_shown_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They may name what the table has."""
+    keys = ("trainer.rollout_samples=4", "trainer.total_steps=1")
+    async with small_run(small_config(tmp_path, *keys)) as run:
+        await run.train()
+        TrainerCopies(tmp_path).delete("trajectory", "other")
+        (tmp_path / DELETED).write_bytes(b"damaged\n")
+        assert run.trainer.trained.take() == []
+    assert "deleted.jsonl" in caplog.text
+
+
 async def test_a_line_after_half_a_line_of_a_killed_trainer_is_whole(tmp_path: Path) -> None:
     (tmp_path / ROLLOUTS).write_bytes(b'{"step": 1}\n{"half a li')
     keys = ("trainer.rollout_samples=1", "trainer.total_steps=1")
