@@ -1,4 +1,4 @@
-"""What is deleted while a trainer has it, and from what it recorded and evaluated."""
+"""Deletion of trajectories while a trainer has them, and from its recordings and evaluations."""
 
 from __future__ import annotations
 
