@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import base64
 import io
+import mmap
+import os
 import pickle
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +71,15 @@ def memory_name(buffer: Tensor) -> str | None:
     return str(storage._share_filename_cpu_()[1].decode())
 
 
-def remove_memory(name: str) -> None:
-    """Remove memory that a reader which died has never given up; no-op if all have, and where names
-    are not files (macOS). Nobody may be reading it: torch ends a process that gives up memory which
-    has no name any more."""
-    Path("/dev/shm", name.lstrip("/")).unlink(missing_ok=True)
+def free_memory(name: str) -> None:
+    """Free memory that a reader which died has never given up; no-op if all have, and where names
+    are not files (macOS). Nobody may be reading it.
+
+    The name stays, with the page in which torch counts readers: torch ends a process that is the
+    last to give up memory whose name has gone, and one may have it mapped still.
+    """
+    with suppress(FileNotFoundError):
+        os.truncate(Path("/dev/shm", name.lstrip("/")), mmap.PAGESIZE)
 
 
 def read_shared(text: str) -> dict[str, Tensor]:

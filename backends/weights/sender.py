@@ -22,7 +22,7 @@ from stepwell.backends.errors import UnsupportedByBackendError
 from stepwell.backends.weights.buckets import pack
 from stepwell.backends.weights.collective import Group, NcclGroup, address_for
 from stepwell.backends.weights.digest import read_tensors, tensor_names
-from stepwell.backends.weights.ipc import memory_name, remove_memory, shared_tensors
+from stepwell.backends.weights.ipc import free_memory, memory_name, shared_tensors
 
 
 class Sender:
@@ -167,7 +167,7 @@ class Sender:
         )
         self._shared = []
         for name in released:
-            remove_memory(name)
+            free_memory(name)
 
 
 def _on_host(tensor: Tensor, *, copies: bool) -> Tensor:
