@@ -189,8 +189,8 @@ class DynamoEngine(EngineClient):
         if rid is None:
             name = (await self.state()).name
             await self._ask(_RENAME, {"new_version": name, "abort_all_requests": True})
-        elif rid in self._calls:
-            self._calls[rid].reschedule(asyncio.get_running_loop().time())
+        elif (call := self._calls.get(rid)) is not None and not call.expired():
+            call.reschedule(asyncio.get_running_loop().time())
 
     # -- information --------------------------------------------------------------------------
 

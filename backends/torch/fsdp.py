@@ -42,7 +42,7 @@ class Ranks:
     size: int = 1
     mesh: DeviceMesh | None = None
     context: Context | None = None
-    """Those that share its micro-batches; None: it has its own."""
+    """Ranks that share its micro-batches; None: it has its own."""
 
     @classmethod
     def join(cls, expected: int, device: torch.device, context: int = 1) -> Ranks:

@@ -76,7 +76,7 @@ tree by 5e-1 (by 6e-2 where the logits are nearly flat)."""
 Indices = npt.NDArray[np.int64]
 
 _VARLEN_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether key heads may be fewer than query heads there: not in torch 2.11."""
+"""True: key heads may be fewer than query heads there; not in torch 2.11."""
 _ONLY_FLEX = ("softcap", "s_aux", "position_bias")
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -11,7 +11,11 @@ from __future__ import annotations
 
 import base64
 import io
+import mmap
+import os
 import pickle
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +60,26 @@ def shared_tensors(
     stream = io.BytesIO()
     _Pickler(stream, readers).dump(list(views(bucket, buffer)))
     return buffer, base64.b64encode(stream.getvalue()).decode()
+
+
+def memory_name(buffer: Tensor) -> str | None:
+    """Name of the machine's memory that `shared_tensors` has put a bucket into; None: it is a
+    GPU's."""
+    if buffer.is_cuda:
+        return None
+    storage: Any = buffer.untyped_storage()
+    return str(storage._share_filename_cpu_()[1].decode())
+
+
+def free_memory(name: str) -> None:
+    """Free memory that a reader which died has never given up; no-op if all have, and where names
+    are not files (macOS). Nobody may be reading it.
+
+    The name stays, with the page in which torch counts readers: torch ends a process that is the
+    last to give up memory whose name has gone, and one may have it mapped still.
+    """
+    with suppress(FileNotFoundError):
+        os.truncate(Path("/dev/shm", name.lstrip("/")), mmap.PAGESIZE)
 
 
 def read_shared(text: str) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from stepwell.backends.errors import UnsupportedByBackendError
 from stepwell.backends.weights.buckets import pack
 from stepwell.backends.weights.collective import Group, NcclGroup, address_for
 from stepwell.backends.weights.digest import read_tensors, tensor_names
-from stepwell.backends.weights.ipc import shared_tensors
+from stepwell.backends.weights.ipc import free_memory, memory_name, shared_tensors
 
 
 class Sender:
@@ -38,6 +38,8 @@ class Sender:
         self._flat: list[Tensor] = []
         self._group: Group | NcclGroup | None = None
         self._shared: list[Tensor] = []
+        self._released: list[str] = []
+        """Names of memory that was shared for the publication before."""
 
     def call(self, method: str, *args: Any) -> Any:
         """A method by its name, for a caller in another process."""
@@ -84,7 +86,7 @@ class Sender:
 
     def _forget(self) -> None:
         self._held, self._path, self._planned = {}, "", None
-        self._buckets, self._flat, self._shared = [], [], []
+        self._buckets, self._flat = [], []
 
     # -- a process group ----------------------------------------------------------------------
 
@@ -157,8 +159,15 @@ class Sender:
         return text
 
     def release(self) -> None:
-        """Free what was shared: all have copied it."""
+        """Free what was shared: all that live have copied it. What one that died was to read stays
+        until the next time, when nobody can be reading it."""
+        released, self._released = (
+            self._released,
+            [name for buffer in self._shared if (name := memory_name(buffer)) is not None],
+        )
         self._shared = []
+        for name in released:
+            free_memory(name)
 
 
 def _on_host(tensor: Tensor, *, copies: bool) -> Tensor:

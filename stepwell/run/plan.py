@@ -273,7 +273,8 @@ def _remedy(config: RunConfig, shape: ModelShape, machines: Machines) -> str:
     tokens = config.engine.context_length or 1
     if backend.micro_batch_tokens > tokens:
         changes.append((f"backend.micro_batch_tokens={tokens}", {"micro_batch_tokens": tokens}))
-    ranks = [2**k for k in range(1, 11) if backend.ranks < 2**k <= most]
+    ranks = [backend.context_parallel * 2**k for k in range(11)]
+    ranks = [n for n in ranks if backend.ranks < n <= most]
     changes += [(f"backend.ranks={n}", {"ranks": n}) for n in ranks]
     for n in (2**k for k in range(1, 11) if 2**k <= most and shape.heads % 2**k == 0):
         if n > backend.context_parallel:

@@ -229,16 +229,17 @@ def transport_of(
     backend that leads none sends what it has written from here."""
     lead = Sender().call if backend.lacks("lead") else backend.lead
     engine, cluster = config.engine, config.cluster
-    colocated = placement.plan.mode == "colocated"
-    wanted, why, instead = engine.weight_transport, None, "disk" if colocated else "nccl"
+    planned = placement.plan
+    share_gpu = planned.mode == "colocated" and bool(planned.ranks and planned.engines)
+    wanted, why, instead = engine.weight_transport, None, "disk" if share_gpu else "nccl"
     if wanted == "ipc":
         why = shares_nothing(config, placement)
-    elif wanted == "nccl" and colocated:
+    elif wanted == "nccl" and share_gpu:
         why = "rank 0 and an engine share a GPU, and NCCL takes one process on each"
     if why is not None:
         notify(f"engine.weight_transport is {wanted!r}, but {why}; {instead} is used")
         engine = engine.model_copy(update={"weight_transport": instead})
-    one_gpu = colocated and cluster.engines * cluster.gpus_per_engine == 1
+    one_gpu = share_gpu and cluster.engines * cluster.gpus_per_engine == 1
     return build_transport(engine, lead, on_host=not one_gpu)
 
 

@@ -88,8 +88,8 @@ class Machine:
             )
 
     def stop(self) -> None:
-        """As if its power failed: Ray ends with all that it started there. Commands that this
-        process runs there, drivers for example, live on.
+        """End it as a power failure would, with Ray and all that it started there. Commands that
+        this process runs there, drivers for example, live on.
 
         A Ray that lost its GCS has ended by itself and left some of its processes to init, so they
         are found by the namespace.

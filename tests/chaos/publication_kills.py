@@ -104,7 +104,7 @@ CANARY_SHARE = 0.4
 TRIAL = ("publish.guard.n=8", "publish.guard.wait_s=30")
 MANY = "async_training.partial_rollout=true"
 COMMANDS = multiprocessing.get_context("forkserver")
-"""Of processes that have loaded what a command needs."""
+"""Starts processes that have loaded what a command needs."""
 COMMANDS.set_forkserver_preload(["tests.chaos.rollback_command"])
 POINTS = ("written", "before commit", "after commit")
 
@@ -244,7 +244,7 @@ class Kill(NamedTuple):
     replica: Replica
     delay_s: float
     point: str
-    """Of a publisher's round, in place of phase and when."""
+    """Point of a publisher's round, in place of phase and when."""
 
 
 async def watch(replica: Replica, record: Record, stop: asyncio.Event) -> None:

@@ -1,5 +1,5 @@
-"""What the agent writes down is what the pool holds and the trainer was given, pictures included; a
-picture that is damaged or another one is found."""
+"""The agent's notes are what the pool holds and the trainer was given, pictures included; a picture
+that is damaged or another one is found."""
 
 from __future__ import annotations
 

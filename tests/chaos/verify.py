@@ -100,7 +100,7 @@ class Stored(NamedTuple):
     """A Step in the pool."""
 
     n_tokens: int
-    """Of its response."""
+    """Tokens of its response."""
     pictures: list[str]
     """Digests."""
 
@@ -457,7 +457,7 @@ def check_trained(
     rollouts: Mapping[str, Rollout],
     found: Verdict,
 ) -> None:
-    """What was trained is what the agents saw, of the weights that it names."""
+    """Check that trained steps are those that agents saw, of the weights that they name."""
     for wrong in trained.bad_pictures:
         found.check(False, "steps_changed", wrong)
     found.figures["pictures_trained"] = len(trained.pictures)

@@ -268,6 +268,15 @@ def test_a_row_too_long_for_a_rank_is_shared_by_ranks(model: Any) -> None:
         )
 
 
+def test_a_remedy_keeps_ranks_in_whole_groups_that_share_rows(model: Any) -> None:
+    path = model("8b")
+    large = MODELS["8b"] | {"num_attention_heads": 20, "num_hidden_layers": 120}
+    (path / "config.json").write_text(json.dumps(large))
+    shared = ("backend.ranks=5", "backend.context_parallel=5")
+    (problem, *_) = planned("sglang_qwen3", path, 16, 1, *shared).problems
+    assert "backend.ranks=10 takes" in problem
+
+
 def test_an_engine_of_several_gpus_shares_those_of_as_many_ranks(model: Any) -> None:
     wide = ("cluster.gpus_per_engine=4", "cluster.engines=2")
     found = planned("qwen3_4b_colocate", model("4b"), 8, 1, *wide)

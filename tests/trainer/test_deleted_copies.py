@@ -1,4 +1,4 @@
-"""Deletion of what a trainer has, and of what it recorded and evaluated."""
+"""Deletion of trajectories while a trainer has them, and from its recordings and evaluations."""
 
 from __future__ import annotations
 

@@ -177,6 +177,9 @@ def test_the_pool_holds_no_bytes_of_a_tasks_pictures(tmp_path: Path) -> None:
     [
         ([{"type": "video", "video": "a.mp4"}], "a part of type 'video'"),
         ("<video>Find x.", "<video> in its prompt"),
+        ("<image>Is it in <video>?", "<video> in its prompt"),
+        ("<image><audio>", "<audio> in its prompt"),
+        ([{"type": "input_image", "image_url": "x"}, "<image>"], "a part of type 'input_image'"),
         ([{"type": "image_url", "image_url": {"url": "https://x/a.png"}}], "addresses are not"),
         ([{"type": "image"}, {"type": "text", "text": "<image>?"}], "1 pictures and 2 <image>"),
     ],

@@ -107,14 +107,12 @@ def test_the_loss_is_that_of_a_plain_forward(model: Path, tmp_path: Path, form: 
     assert found["sft/loss"] == pytest.approx(reference_loss(model, row, tmp_path), abs=1e-5)
 
 
+@pytest.mark.parametrize("is_text", [False, True])
 async def test_conversations_come_into_the_pool_with_their_pictures(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, is_text: bool
 ) -> None:
-    data = base64.b64encode(png(56, 56, seed=3)).decode()
-    of_its_own = {
-        "type": "image_url",
-        "image_url": {"url": f"data:image/png;base64,{data}"},
-    }
+    url = f"data:image/png;base64,{base64.b64encode(png(56, 56, seed=3)).decode()}"
+    of_its_own = {"type": "image_url", "image_url": url if is_text else {"url": url}}
     row = conversation("a.png", "b.png")
     row["messages"][0] = {"role": "user", "content": [SHOWN, of_its_own, text("Which?")]}
     source = table(tmp_path, row)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stepwell.backends.weights.transports import Disk, Ipc, Nccl
-from stepwell.cluster.placement import Mode, Node, Placement, Plan
+from stepwell.cluster.placement import Bundle, Mode, Node, Placement, Plan, Seat
 from stepwell.config.load import load_config
 from stepwell.run.checks import engine
 from stepwell.run.trainer import shares_nothing, transport_of
@@ -26,6 +26,13 @@ def test_adapters_are_published_only_of_a_backend_that_trains_one() -> None:
 def test_an_unknown_transport_is_named() -> None:
     with pytest.raises(ConfigError, match=r"weight_transport.*pigeon|pigeon.*weight_transport"):
         load_config("quickstart", ["engine.weight_transport=pigeon"])
+
+
+def shared(mode: Mode = "colocated", *, engine_on_gpu: bool = True) -> Placement:
+    """Rank 0 on a GPU, and an engine on that one or on another, or on none."""
+    seats = (Seat(0 if mode == "colocated" else 1, 0.5),) if engine_on_gpu else ()
+    bundles = (Bundle(0, "10.0.0.2", "a", ("0",)), Bundle(1, "10.0.0.2", "a", ("1",)))
+    return Placement(Plan(mode, (1, 1), (Seat(0, 0.5),), (), seats), bundles)
 
 
 HERE, THERE = Node("10.0.0.2", "a", 4, is_driver=True), Node("10.0.0.3", "b", 4)
@@ -68,7 +75,7 @@ def test_memory_of_a_gpu_is_shared_by_one_engine_on_it_and_the_machines_by_all(
 ) -> None:
     config = load_config("quickstart", ["engine.weight_transport=ipc", *overrides])
     sender = Asked()
-    transport = transport_of(config, Placement(Plan(mode)), sender, lambda _: None)
+    transport = transport_of(config, shared(mode), sender, lambda _: None)
     assert isinstance(transport, Ipc)
     asyncio.run(transport._offer(0))
     assert sender.calls == [("use",), ("share", 0, 1, on_host)]
@@ -88,7 +95,7 @@ class Asked(RecordingBackend):
 def test_where_engines_share_gpus_with_ranks_nccl_gives_way_to_the_disk() -> None:
     """NCCL refuses two processes on one GPU, after a time-out at every publication."""
     said: list[str] = []
-    colocated = Placement(Plan("colocated"))
+    colocated = shared()
     for overrides in (["nccl"], ["ipc", "engine.python=/bin/true"]):
         given = [f"engine.weight_transport={overrides[0]}", *overrides[1:]]
         config = load_config("quickstart", given)
@@ -96,6 +103,24 @@ def test_where_engines_share_gpus_with_ranks_nccl_gives_way_to_the_disk() -> Non
         assert isinstance(transport, Disk)
     assert "takes one process on each; disk is used" in said[0]
     assert said[1].endswith("/bin/true none; disk is used")
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], ["engine.kind=attach", "engine.urls=[http://a:1]"]], ids=["cpu", "attached"]
+)
+def test_an_engine_that_is_on_no_gpu_of_the_run_shares_none(overrides: list[str]) -> None:
+    """Although `cluster.placement` says so."""
+    said: list[str] = []
+    beside = shared(engine_on_gpu=False)
+    for wanted, kind in (("nccl", Nccl), ("ipc", Nccl if overrides else Ipc)):
+        config = load_config("quickstart", [f"engine.weight_transport={wanted}", *overrides])
+        sender = Asked()
+        transport = transport_of(config, beside, sender, said.append)
+        assert isinstance(transport, kind)
+        if isinstance(transport, Ipc):
+            asyncio.run(transport._offer(0))
+            assert sender.calls[-1] == ("share", 0, 1, True)
+    assert len(said) == bool(overrides)  # of "ipc"
 
 
 def test_vllm_takes_no_handles_and_says_why() -> None:

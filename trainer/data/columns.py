@@ -29,6 +29,8 @@ MEDIA = (
 """Names under which rows hold what is not text: those of slime and of verl."""
 _PLACEHOLDER = re.compile("<(?:image|video|audio)>")
 _PARTS = frozenset({"image", "image_url", "input_image", "video", "audio", "input_audio"})
+_NO_PICTURE = re.compile("<(?:video|audio)>")
+_NO_PICTURE_PARTS = _PARTS - {"image", "image_url"}
 
 
 def refuse_media(row: Mapping[str, Any], where: str, image_key: str | None = None) -> None:
@@ -52,25 +54,27 @@ def refuse_placeholders(prompt: str | list[DataRow], key: str, where: str) -> No
     contents = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
     for content in contents:
         for part in content if isinstance(content, list) else [content]:
-            if (found := _stands_for(part)) is not None:
+            if (found := _stands_for(part, _PARTS, _PLACEHOLDER)) is not None:
                 raise holds_media(where, f"{found} in {key}")
 
 
 def refuse_videos(part: Any, where: str) -> None:
     """
     Raises:
-        DataError: a part of a message, or a text, stands for a video or a sound.
+        DataError: a part of a message, or a text, stands for a video or a sound, or is a picture in
+            the form of another API.
     """
-    if (found := _stands_for(part)) is not None and "image" not in found:
+    if (found := _stands_for(part, _NO_PICTURE_PARTS, _NO_PICTURE)) is not None:
         raise holds_media(where, f"{found} in its prompt")
 
 
-def _stands_for(part: Any) -> str | None:
-    """Words for what a part of a message, or a text, stands for; None: it is text alone."""
+def _stands_for(part: Any, kinds: frozenset[str], placeholder: re.Pattern[str]) -> str | None:
+    """Words for the part of a message that is one of `kinds`, or for the first `placeholder` in its
+    text; None: it is neither."""
     kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else ("", part)
-    if kind in _PARTS:
+    if kind in kinds:
         return f"a part of type {kind!r}"
-    found = _PLACEHOLDER.search(text) if isinstance(text, str) else None
+    found = placeholder.search(text) if isinstance(text, str) else None
     return None if found is None else found[0]
 
 

@@ -106,7 +106,7 @@ class Conversations:
         messages: Sequence[Mapping[str, Any]],
         read: Callable[[PictureProcessor, bytes], T],
     ) -> list[list[T]]:
-        """What `read` makes of the pictures of each message."""
+        """Return the results of `read` for the pictures of each message."""
         found: list[list[T]] = []
         for i, message in enumerate(messages):
             found.append([])

@@ -64,11 +64,17 @@ def picture_bytes(part: Mapping[str, Any]) -> bytes:
     Raises:
         DataError: a row's own data URL has them in another form than base64.
     """
-    url = part["image_url"]["url"]
+    url = _url_of(part)
     try:
         return base64.b64decode(url.partition(",")[2])
     except ValueError as e:
         raise DataError(f"the picture {url!r:.80} is no base64 ({e}); store its bytes") from e
+
+
+def _url_of(part: Mapping[str, Any]) -> Any:
+    """The url of a part `image_url`, which the gateway takes as a text, too."""
+    url = part.get("image_url")
+    return url.get("url") if isinstance(url, Mapping) else url
 
 
 def _is_list(value: Any) -> bool:
@@ -84,8 +90,7 @@ def _places(content: Any, where: str) -> Iterator[int]:
     for part in content if isinstance(content, list) else [content]:
         refuse_videos(part, where)
         if is_picture(part):
-            url = part.get("image_url")
-            url = url.get("url") if isinstance(url, Mapping) else url
+            url = _url_of(part)
             if not isinstance(url, str) or not url.startswith("data:"):
                 raise DataError(
                     f"{where} has a picture {url!r:.80}; addresses are not read: store its bytes"

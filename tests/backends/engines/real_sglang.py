@@ -31,7 +31,7 @@ from tests.vision_model import make_vision_model, png
 from tests.vision_reference import VisionReference
 
 CLOSE = 3e-5
-"""Of log-probs in float32; another picture of the same size moves them by more than 1e-2."""
+"""Tolerance of log-probs in float32; another picture of the same size moves them by over 1e-2."""
 PICTURE_SIZES = [(112, 84), (112, 84), (56, 56), (280, 168), (60, 200), (84, 420), (336, 112)]
 Config = Callable[..., EngineConfig]
 

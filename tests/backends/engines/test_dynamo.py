@@ -3,6 +3,7 @@ and how it takes weights is in the contract of the seam (`test_seam.py`)."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,27 @@ async def test_weights_go_to_the_worker_and_calls_to_the_frontend(
         output = await sampled(asked)
         assert (output.version, len(output.ids), len(output.log_probs)) == (5, 4, 4)
         assert (await asked.about()).model_path != str(model_dirs.base)
+
+
+async def test_a_call_that_is_aborted_again_while_its_connection_is_closed_ends_once(
+    engine: Any,
+) -> None:
+    async with (
+        dynamo(engine.url) as (frontend, worker),
+        connect(attached(frontend, worker), worker) as asked,
+        EngineClient(engine.url) as server,
+    ):
+        outputs: list[Output] = []
+        request = GenerateRequest("me", np.array([40, 41], np.int32), Sampling(4, 1.0), 4)
+        await server.pause("retract")  # it has no end
+        call = asyncio.create_task(asked.sample(request, outputs.append))
+        await asyncio.sleep(0)
+        for _ in range(20):
+            await asked.abort("me")
+            await asyncio.sleep(0)
+        await call
+        assert [output.finish for output in outputs] == ["abort"]
+        await server.continue_()
 
 
 async def test_its_routes_are_looked_for_and_none_is_called(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import mmap
 import os
 import pickle
 import shutil
 import signal
+import subprocess
 import sys
 from ast import literal_eval
 from asyncio.subprocess import PIPE
@@ -431,3 +433,54 @@ async def test_each_process_of_an_engine_reads_all_tensors_from_memory_of_the_ma
         found = {name: h for bucket in engine.read for name, h in bucket[number].items()}
         assert found == checkpoint_hashes(model_dirs.new, "auto")
     assert engine.version == 1
+
+
+def shared_memory() -> set[Path]:
+    """Memory that this process shares, but for what has no content."""
+    found = Path("/dev/shm").glob(f"torch_{os.getpid()}_*")
+    return {path for path in found if path.stat().st_size > mmap.PAGESIZE}
+
+
+def test_memory_that_a_reader_never_took_is_freed_by_the_next_publication(
+    model_dirs: Any,
+) -> None:
+    """A bucket is up to 512 MB of /dev/shm, and an engine may die amid every publication."""
+    before, sender = shared_memory(), Sender()
+    for _ in range(3):
+        (whole,) = sender.plan(str(model_dirs.new), None)
+        found = read_shared(sender.share(0, 2, True))  # the second one of two has died
+        assert [*found] == [*whole.names]
+        assert len(shared_memory() - before) <= 2  # this one, and the one before
+        sender.release()
+    sender.release()
+    assert shared_memory() <= before
+
+
+LATE = """
+import base64, io, sys
+from stepwell.backends.weights import ipc
+named = ipc._Unpickler(io.BytesIO(base64.b64decode(sys.stdin.readline()))).load()
+print("mapped", flush=True)
+sys.stdin.readline()
+del named
+print("lives", flush=True)
+"""
+
+
+@pytest.mark.timeout(300)  # a process imports torch, on a machine that may be busy
+def test_a_reader_that_gives_memory_up_after_the_next_publication_lives_on(
+    model_dirs: Any,
+) -> None:
+    before, sender = shared_memory(), Sender()
+    argv, pipe = [sys.executable, "-c", LATE], subprocess.PIPE
+    late = subprocess.Popen(argv, text=True, stdin=pipe, stdout=pipe)
+    assert late.stdin is not None
+    assert late.stdout is not None
+    sender.plan(str(model_dirs.new), None)
+    print(sender.share(0, 1, True), file=late.stdin, flush=True)
+    assert late.stdout.readline() == "mapped\n"
+    sender.release()
+    sender.release()
+    assert shared_memory() <= before
+    assert late.communicate("\n")[0] == "lives\n"
+    assert late.returncode == 0
