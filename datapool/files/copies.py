@@ -114,12 +114,12 @@ class TrainerCopies:
         if not values:
             return []
         if kind == "trajectory":
-            self._bury(values)
+            self._add_tombstones(values)
         key = "trajectory_uid" if kind == "trajectory" else "user"
         found = self._find({key: frozenset(values)})
         if with_groups and found:
             found |= self._find({"prompt_uid": frozenset(filter(None, found.values()))})
-        self._bury(found)
+        self._add_tombstones(found)
         gone = self.deleted()  # also what one who was killed left
         self._remove_drafts()
         for path, has_seals in self._files():
@@ -127,7 +127,7 @@ class TrainerCopies:
         self._remove_recordings(gone)
         return list(found)
 
-    def _bury(self, uids: Collection[str]) -> None:
+    def _add_tombstones(self, uids: Collection[str]) -> None:
         with self.writing() as deleted:
             if new := [uid for uid in dict.fromkeys(uids) if uid not in deleted]:
                 add_tombstones(self._run / DELETED, [tombstone("trajectory", uid) for uid in new])
