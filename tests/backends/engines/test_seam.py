@@ -401,7 +401,7 @@ async def test_a_call_that_is_cancelled_and_aborted_frees_its_place(
     for i, call in enumerate(calls):
         call.task.cancel()
         await engine.abort(f"gone{i}")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):  # a machine may be busy; endless ones take longer
         await ask.call(2).task
 
 
