@@ -233,6 +233,11 @@ async def test_what_cannot_be_graded_has_no_score(tmp_path: Path, grade: Any, wh
     [
         (125, InfrastructureError, "cannot be run: no daemon"),
         (127, HarnessError, "exit status 127: no daemon"),  # as without a container: it ends a run
+        (
+            137,
+            HarnessError,
+            r"137: no daemon; a container over rollout.harness.limits.memory_mb \(",
+        ),
     ],
 )
 async def test_a_containers_daemon_is_told_from_what_ran_in_it(

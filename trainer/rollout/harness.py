@@ -440,8 +440,15 @@ class Rollout:
             raise InfrastructureError(f"exit status {code}: {self._last_line()}")
         self._raise_if_not_run(ended, config.command[0])
         if ended.how == "exited":
-            raise HarnessError(f"exit status {code}: {self._last_line()}")
+            raise HarnessError(f"exit status {code}: {self._last_line()}{self._of_memory(code)}")
         raise HarnessError(_how(ended))
+
+    def _of_memory(self, code: int) -> str:
+        """The kernel may be quicker than our looks: it kills in a container that needs more."""
+        limit, kind = self._config.limits.memory_mb, self._config.sandbox.kind
+        if code != 128 + signal.SIGKILL or limit is None or kind not in ("docker", "podman"):
+            return ""
+        return f"; a container over rollout.harness.limits.memory_mb ({limit}) is killed so"
 
     def _raise_if_not_run(self, ended: Ended, program: str) -> None:
         """
