@@ -215,9 +215,9 @@ class Tracer:
 
     async def walk(self, go: Callable[[], Awaitable[object]]) -> Walk:
         """Return what `go`, and what it leaves to the event loop, walks through."""
-        await asyncio.sleep(CALM_S)
         walk = Walk()
         self._known = {id(each): each for each in _own_objects()}
+        await asyncio.sleep(CALM_S)  # the search stood in the way of what was due meanwhile
         self._walk = walk
         sys.setprofile(self._on_event)
         try:
