@@ -115,7 +115,7 @@ def add_frame(written: bytearray, content: Any) -> None:
             raise InvalidRequestError(
                 f"a message of {n_bytes} bytes is longer than {MAX_FRAME}; send fewer steps at once"
             )
-    except BaseException:
+    except BaseException:  # whatever it is goes on; half a frame would spoil those after it
         del written[at:]
         raise
     _LENGTH.pack_into(written, at, n_bytes)

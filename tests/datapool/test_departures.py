@@ -87,7 +87,7 @@ def test_a_deletion_by_tag_takes_what_waits_too(pool):
 
 
 def test_a_deletion_by_user_takes_what_is_live_and_what_waits(pool):
-    """Of a group's declaration or a trajectory's metadata; each goes with its group."""
+    """The user is in a group's declaration or a trajectory's metadata; each goes with its group."""
     pool("apply", OpenGroup("p", 2, metadata={"user": "eve"}))
     for uid, user in (("t", {}), ("mate", {"user": "bob"})):
         pool("apply", OpenTrajectory(uid, "p", 0, user))

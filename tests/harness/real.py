@@ -228,7 +228,7 @@ BAD = {
 async def test_a_hundred_bad_rollouts_of_a_sandbox_are_lost_each_with_its_reason(
     kind: str, tmp_path: Path, gateway: RecordingGateway, request: pytest.FixtureRequest
 ) -> None:
-    """As `tests/trainer/test_harness.py` has it of processes."""
+    """Losses in sandboxes; `tests/trainer/test_harness.py` has those of processes."""
     sandbox = {"kind": kind}
     if kind == "podman":
         sandbox["image"] = request.getfixturevalue("image")
