@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from stepwell.datapool import ChannelConfig
-from stepwell.datapool.config import ArchiveConfig
+from stepwell.datapool.config import ArchiveConfig, PoolConfig
 from stepwell.datapool.errors import DamagedFileError, DataPoolError, InvalidRequestError
 from stepwell.datapool.files.archive import archiver, catalogue
 from stepwell.datapool.files.archive import reader as reader_module
@@ -21,11 +21,14 @@ from stepwell.datapool.files.archive.catalogue import Catalogue, match_of
 from stepwell.datapool.files.archive.folder import ArchiveFolder
 from stepwell.datapool.files.archive.launch import Settings
 from stepwell.datapool.files.archive.reader import ArchiveReader, fate, parse, waiting
+from stepwell.datapool.files.archive.unarchived import begun
 from stepwell.datapool.files.deletion import delete_from_journals
 from stepwell.datapool.ops import Delete, Mark, OpenGroup, OpenTrajectory, ReleaseDeparted
 from stepwell.datapool.questions import ReadDeparted
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.stopped import stopped_pool
 from stepwell.datapool.types import Step
+from tests.builders import step_of
 from tests.datapool.conftest import JournaledPool
 
 
@@ -189,6 +192,36 @@ def test_the_beginning_of_a_uid_finds_it(run):
     run.archive()
     assert [row["uid"] for row in run.reader.find("conversation-12")] == ["conversation-1234"]
     assert run.reader.find("unknown") == []
+
+
+def test_the_beginning_of_a_deleted_uid_says_so_and_the_whole_one_first(run):
+    for uid in ("conversation-12", "conversation-1"):
+        run.train(uid)
+    run.archive()
+    run.reader.delete("trajectory", "conversation-1")
+    run.reader.delete("trajectory", "conversation-12")
+    assert run.reader.was_deleted("conv").value == "conversation-12"
+    assert run.reader.was_deleted("conversation-1").value == "conversation-1"
+    assert run.reader.was_deleted("talk") is None
+
+
+async def test_what_is_live_or_waits_is_listed_by_the_beginning_of_its_uid(tmp_path):
+    config = PoolConfig(archive=ArchiveConfig(dir=tmp_path / "archive"))
+    async with DataPoolClient.local(config, tmp_path / "pool") as pool:
+        said = {"messages": [{"role": "user", "content": "hi"}]}
+        for uid in ("live-1", "gone-1", "gone-2"):
+            step = step_of(uid, f"group-of-{uid[:4]}", prompt_ids=[1], metadata=said)
+            await pool.submit_step(step)
+        await pool.drop_group("group-of-gone", "too long")
+        (row,) = await begun(pool, "li")
+        assert (row["uid"], row["left"], row["first"], row["turns"]) == ("live-1", "live", "hi", 1)
+        left = await begun(pool, "gone")
+        assert [row["uid"] for row in left] == ["gone-1", "gone-2"]
+        assert {row["drop_reason"] for row in left} == {"too long"}
+        assert [row["uid"] for row in await begun(pool, "gone-2")] == ["gone-2"]
+        assert [row["uid"] for row in await begun(pool, "group-of-g")] == ["gone-1", "gone-2"]
+        assert await begun(pool, "nobody") == []
+        assert await begun(pool, "") == []
 
 
 # -- a crash ---------------------------------------------------------------------------------------

@@ -261,7 +261,9 @@ async def test_a_group_shows_its_rollouts_and_the_tokens_that_they_share(
     assert told["prefixes"]["tree"] == len(distinct)
     assert [row["state"] for row in told["trajectories"]] == ["complete"] * 4
     assert len([text for text in told["last"].values() if text.startswith("The answer is")]) == 4
-    missing = await http.get("group", params={"prompt_uid": "chain_sum/1000"})
+    gone = await ok(http, "group", prompt_uid="chain_sum/1000")
+    assert gone["archived"], "it waits for the archiver"
+    missing = await http.get("group", params={"prompt_uid": "nobody"})
     assert missing.status_code == 404
     assert "Recently gone" in missing.text
 

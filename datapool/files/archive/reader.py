@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from stepwell.datapool.errors import DamagedFileError, InvalidRequestError
-from stepwell.datapool.files.archive.catalogue import FACTS, Catalogue, match_of
+from stepwell.datapool.files.archive.catalogue import FACTS, Catalogue, listed, match_of
 from stepwell.datapool.files.archive.conversations import Conversation, conversations
 from stepwell.datapool.files.archive.folder import (
     FEEDBACK,
@@ -36,7 +36,7 @@ from stepwell.datapool.files.archive.folder import (
     FileName,
     PictureFiles,
 )
-from stepwell.datapool.files.tombstones import Kind, tombstone
+from stepwell.datapool.files.tombstones import Kind, Tombstone, tombstone
 from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.questions import DepartedRows
 from stepwell.datapool.store.picture_folder import read_picture
@@ -424,10 +424,11 @@ class ArchiveReader:
         """Rewards that came after the trajectory took none any more."""
         return self._ask("SELECT * FROM feedback WHERE uid = ? ORDER BY part", (uid,))
 
-    def was_deleted(self, uid: str) -> float | None:
-        """Time at which a trajectory was deleted by its uid; None: it was not."""
-        found = [t.at for t in self.folder.tombstones() if (t.kind, t.value) == ("trajectory", uid)]
-        return found[-1] if found else None
+    def was_deleted(self, uid: str) -> Tombstone | None:
+        """The last deletion of the trajectory with this uid; else of one whose uid begins so."""
+        found = [t for t in self.folder.tombstones() if t.kind == "trajectory"]
+        begun = [t for t in found if uid and t.value.startswith(uid)]
+        return next((t for t in reversed(found) if t.value == uid), begun[-1] if begun else None)
 
     def read(self, uid: str) -> ExportedTrajectory | None:
         """The trajectory with this uid, its last attempt; None if it is not here.
@@ -659,8 +660,8 @@ def fate(row: Mapping[str, Any]) -> str:
 
 
 def waiting(found: Sequence[DepartedRows]) -> list[tuple[ExportedTrajectory, dict[str, Any]]]:
-    """Trajectories that wait to be archived, of rows that `ReadDeparted` answered; with each what
-    its `fate` is told by, as a list's row has it, and its reward."""
+    """Trajectories that wait to be archived, of rows that `ReadDeparted` answered; with each its
+    row, as lists have it."""
     from stepwell.datapool.files.archive import parquet
 
     parts: dict[str, list[Conversation]] = {}
@@ -678,7 +679,8 @@ def waiting(found: Sequence[DepartedRows]) -> list[tuple[ExportedTrajectory, dic
                 row[name] = table[name].combine_chunks()[i].values.to_numpy(zero_copy_only=False)
         is_live = of_one[0].left == "live"
         exported = parquet.exported(rows_of)
-        names = ("state", "reason", "left", "drop_reason", "reward")
-        about = {name: rows_of[0][name] for name in names}
-        whole.append((replace(exported, group_state="live") if is_live else exported, about))
+        about = listed(rows_of[0])
+        if is_live:  # neither it nor its group has left
+            exported, about["time"] = replace(exported, group_state="live"), None
+        whole.append((exported, about))
     return whole
