@@ -432,6 +432,42 @@ def private(run, uid="s", user="eve", **fields):
     run.pool("complete_trajectory", uid, 1.0)
 
 
+@pytest.mark.parametrize("how", ["trajectory", "user", "tag"])
+def test_what_is_deleted_is_shown_to_nobody_while_files_are_written_anew(run, how, monkeypatch):
+    run.train("t", "common")
+    private(run)
+    run.pool("apply", Mark(trajectory_uid="s", marks={"tags": ["private"]}))
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    run.archive()
+    run.pool.now = 4e9
+    value = {"trajectory": "s", "user": "eve", "tag": "private"}[how]
+    locked, looked = ArchiveFolder.locked, []
+
+    def look(folder, shard):
+        assert run.reader.find("s") == run.reader.find("p-s") == []
+        assert run.reader.read("s") is None
+        assert run.reader.rows(search="secret").items == []
+        assert [row["uid"] for row in run.reader.rows().items] == ["t"]
+        assert run.reader.first_messages(["p-s", "p-t"]) == {"p-t": "common"}
+        looked.append("rows")
+        return locked(folder, shard)
+
+    def read(*_):
+        assert [row["first"] for row in run.reader.prompts()] == ["common"]
+        looked.append("prompts")
+        raise KeyboardInterrupt  # before it is in no file
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ArchiveFolder, "locked", look)
+        patch.setattr(archiver.parquet, "read_table", read)
+        with pytest.raises(KeyboardInterrupt):
+            run.reader.delete(how, value)
+    assert looked == ["rows", "prompts"]
+    assert run.reader.rows(search="secret").items == []
+    assert run.reader.delete(how, value) == ["s"]
+    assert b"secret" not in run.bytes_of_everything()
+
+
 @pytest.mark.parametrize("how", ["user", "tag"])
 @pytest.mark.parametrize("when", ["while its group is live", "once its group is archived"])
 def test_a_late_step_goes_with_its_user_and_its_tags(run, how, when):

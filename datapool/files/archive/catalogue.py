@@ -315,17 +315,22 @@ class Catalogue:
             if kind == "feedback":
                 self._db.execute("UPDATE feedback SET file = ? WHERE file = ?", (by, name))
 
+    def remove(self, uids: Iterable[str]) -> None:
+        """Take out trajectories: nobody finds them from now on; their words may still be in the
+        database's files."""
+        with self._change():
+            for uid in uids:
+                ids = self._db.execute("SELECT id FROM trajectories WHERE uid = ?", (uid,))
+                self._forget([row[0] for row in ids.fetchall()])
+                self._db.execute("DELETE FROM feedback WHERE uid = ?", (uid,))
+
     def forget(self, uids: Iterable[str]) -> None:
         """Take out trajectories; afterwards the database's files have no byte of their text.
 
         Raises:
             DataPoolError: somebody reads it all the time, so that its log could not be emptied.
         """
-        with self._change():
-            for uid in uids:
-                ids = self._db.execute("SELECT id FROM trajectories WHERE uid = ?", (uid,))
-                self._forget([row[0] for row in ids.fetchall()])
-                self._db.execute("DELETE FROM feedback WHERE uid = ?", (uid,))
+        self.remove(uids)
         # Segments of the index that were written before still have its words: merge them into one.
         self._db.execute("INSERT INTO words(words) VALUES ('optimize')")
         for _ in range(CHECKPOINTS):  # each waits 5 s for readers, SQLite's default

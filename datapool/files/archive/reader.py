@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import heapq
+import json
 import re
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ from stepwell.datapool.files.archive.folder import (
     FileName,
     PictureFiles,
 )
-from stepwell.datapool.files.tombstones import Kind, Tombstone, tombstone
+from stepwell.datapool.files.tombstones import Deletions, Kind, Tombstone, tombstone
 from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.questions import DepartedRows
 from stepwell.datapool.store.picture_folder import read_picture
@@ -240,10 +241,10 @@ class ArchiveReader:
     def _ask(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
         """Rows of all shards that are not deleted."""
         found: list[dict[str, Any]] = []
-        gone = {t.value for t in self.folder.tombstones() if t.kind == "trajectory"}
+        deletions = self.folder.deletions()
         for shard, catalogue in self._catalogues():
             rows = _query(catalogue, sql, values)
-            found += [row | {"shard": shard} for row in rows if row.get("uid") not in gone]
+            found += [row | {"shard": shard} for row in rows if not _is_deleted(row, deletions)]
         return found
 
     # -- lists -------------------------------------------------------------------------------
@@ -311,7 +312,7 @@ class ArchiveReader:
         before: dict[str, Any],
         limit: int,
     ) -> Page:
-        gone = {t.value for t in self.folder.tombstones() if t.kind == "trajectory"}
+        deletions = self.folder.deletions()
 
         def key(item: dict[str, Any]) -> Any:
             value = item["time"] if order == "time" else item["sorted"]
@@ -322,7 +323,7 @@ class ArchiveReader:
         page, after = merged[:limit], dict(before)
         for row in page:
             after[str(row["shard"])] = [row["sorted"], row["id"]]
-        items = [row for row in page if row["uid"] not in gone]
+        items = [row for row in page if not _is_deleted(row, deletions)]
         more = len(merged) > limit
         return Page(items, _written(after) if more else None)
 
@@ -416,7 +417,10 @@ class ArchiveReader:
     def first_messages(self, prompt_uids: Sequence[str]) -> dict[str, str]:
         """The first message of groups, by uid, of those that are here with their text."""
         marks = ", ".join("?" * len(prompt_uids))
-        sql = f"SELECT uid, prompt_uid, first FROM trajectories WHERE prompt_uid IN ({marks})"
+        sql = (
+            "SELECT uid, prompt_uid, user, tags, time, first FROM trajectories "
+            f"WHERE prompt_uid IN ({marks})"
+        )
         rows = self._ask(sql, list(prompt_uids)) if prompt_uids else []
         return {row["prompt_uid"]: row["first"] for row in rows if row["first"] is not None}
 
@@ -507,7 +511,8 @@ class ArchiveReader:
         """
         if not self.folder.exists() or not values:
             return []
-        self.folder.add_tombstones([tombstone(kind, value) for value in values])
+        meant = [tombstone(kind, value) for value in values]
+        self.folder.add_tombstones(meant)
         gone: dict[str, None] = {}
         for shard in self.folder.shards():
             with self.folder.locked(shard):
@@ -515,7 +520,10 @@ class ArchiveReader:
                 try:
                     if with_group:
                         others = archive.siblings(kind, values)
-                        self.folder.add_tombstones([tombstone("trajectory", uid) for uid in others])
+                        of_group = [tombstone("trajectory", uid) for uid in others]
+                        self.folder.add_tombstones(of_group)
+                        meant = [*meant, *of_group]
+                    archive.hide(meant)
                     gone |= dict.fromkeys(archive.erase())
                 finally:
                     archive.close()
@@ -561,6 +569,16 @@ class ArchiveReader:
                 if path.exists():  # else it was merged meanwhile
                     told.append(str(e))
         return told
+
+
+def _is_deleted(row: Mapping[str, Any], deletions: Deletions) -> bool:
+    """Return whether a row of a catalogue is deleted. Of a user or a tag those are that had left by
+    then: the archiver adds none that was deleted."""
+    if row.get("uid") is None or not deletions:
+        return False
+    names = {"user": row.get("user"), "tags": json.loads(row.get("tags") or "[]")}
+    at = datetime.fromtimestamp(row.get("time") or 0.0)
+    return deletions.meets({"trajectory_uid": row["uid"], "opened_at": at} | names)
 
 
 def _query(catalogue: Catalogue, sql: str, values: Sequence[Any]) -> list[dict[str, Any]]:
