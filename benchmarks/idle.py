@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -50,7 +49,7 @@ async def run(
                 before = _cpu_s()
                 await asyncio.sleep(seconds)
                 after = _cpu_s()
-    shares = {name: (after[name] - before[name]) / seconds for name in sorted(after)}
+    shares = {name: (after[name] - before.get(name, 0.0)) / seconds for name in sorted(after)}
     result = BenchResult()
     ours = sum(shares.get(name, 0.0) for name in ("pool", "gateway", "trainer"))
     result.at_most("pool_gateway_trainer_cores", ours, BOUND)
@@ -64,12 +63,13 @@ async def _says(log: Path, words: str) -> None:
             await asyncio.sleep(0.2)
 
 
-def _cpu_s() -> Counter[str]:
+def _cpu_s() -> dict[str, float]:
     """CPU seconds so far of what this process has started, by what it is."""
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = {}
     for process in psutil.Process().children(recursive=True):
         try:
-            seconds[_kind(" ".join(process.cmdline()))] += sum(process.cpu_times()[:2])
+            kind = _kind(" ".join(process.cmdline()))
+            seconds[kind] = seconds.get(kind, 0.0) + sum(process.cpu_times()[:2])
         except psutil.NoSuchProcess:
             continue
     return seconds
