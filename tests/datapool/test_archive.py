@@ -8,6 +8,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -741,6 +742,52 @@ def test_prompts_that_never_get_a_reward_are_listed(run):
     assert run.reader.prompts(never_rewarded=True) == []
     run.reader.delete("trajectory", "t02")
     assert len(run.reader.prompts(never_rewarded=True)) == 1
+
+
+def test_the_archives_of_all_shards_answer_as_one(tmp_path):
+    runs = []
+    for k in range(2):
+        run = Archived(tmp_path / str(k), archive=ArchiveConfig(dir=tmp_path / "archive"))
+        run.settings = msgspec.structs.replace(run.settings, shard=k)
+        runs.append(run)
+    rewards = {"solved once": (0.0, 1.0), "never": (0.0, 0.0), "always": (1.0, 1.0)}
+    for i, (asked, each) in enumerate(rewards.items()):
+        for k, (run, reward) in enumerate(zip(runs, each, strict=True)):
+            run.pool.now = 1000.0 + 10 * i + k
+            run.train(f"t{i}{k}", asked, reward=reward)
+    for run in runs:
+        run.archive()
+        run.pool.journal.close()
+    reader = ArchiveReader(tmp_path / "archive")
+    newest = ["t21", "t20", "t11", "t10", "t01", "t00"]
+    for order in ("time", "reward"):
+        seen, cursor = [], None
+        while True:
+            page = reader.rows(order=order, limit=2, cursor=cursor)
+            seen += page.items
+            if (cursor := page.cursor) is None:
+                break
+        assert sorted(row["uid"] for row in seen) == sorted(newest)
+        assert order != "time" or [row["uid"] for row in seen] == newest
+        assert order != "reward" or [row["reward"] for row in seen] == [1.0] * 3 + [0.0] * 3
+    assert reader.read("t10").outcome == reader.read("t11").outcome == 0.0
+    assert [row["first"] for row in reader.prompts(never_rewarded=True)] == ["never"]
+    assert [row["first"] for row in reader.prompts(always=True)] == ["always"]
+    mixed = next(row for row in reader.prompts() if row["first"] == "solved once")
+    assert (mixed["tries"], mixed["mean"], mixed["kind"]) == (2, 0.5, "mixed")
+
+
+def test_what_no_message_was_kept_of_has_no_text(run):
+    step = step_of("t", "p", metadata={"timing": {}})
+    run.pool("submit_step", step)
+    run.pool("complete_trajectory", "t", 1.0)
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    run.archive()
+    (row,) = run.reader.find("t")
+    assert (row["first"], row["last"]) == (None, None)
+    with closing(Catalogue(run.reader.folder.catalogue(0))) as found:
+        assert found.query("SELECT count(*) AS n FROM texts") == [{"n": 0}]
+    assert run.reader.read("t").trajectory.steps[0].response_ids.tolist() == list(step.response_ids)
 
 
 def test_the_text_of_an_aborted_trajectory_is_there_while_its_group_is_live(run):

@@ -420,7 +420,7 @@ async def test_every_page_of_a_live_quickstart(tmp_path: Path, browser: Browser)
             while url is None:
                 line = (await process.stdout.readline()).decode()
                 assert line, "the run ended"
-                url = re.search(r"gateway at (http://\S+?);?\s", line)
+                url = re.search(r"dashboard (http://\S+?)/ui;", line)
         reading = asyncio.create_task(process.stdout.read())
         page = await opened(browser)
         await page.goto(f"{url[1]}/ui#/overview")

@@ -355,10 +355,11 @@ class ArchiveReader:
             merged[row["prompt"]] = _added(merged.get(row["prompt"]), row)
         for prompt, row in self._others(merged).items():
             merged[prompt] = row
-        kept = [row for row in merged.values() if not never_rewarded or not row["rewarded"]]
-        for row in kept:
+        for row in merged.values():
             row["mean"] = row.pop("total") / row["scored"] if row["scored"] else None
             row["kind"] = kind_of(row)
+        wanted = "never" if never_rewarded else "always" if always else None
+        kept = [row for row in merged.values() if wanted in (None, row["kind"])]
         return sorted(kept, key=lambda row: -(row["newest"] or 0))[:limit]
 
     def _others(self, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
