@@ -90,7 +90,8 @@ async def read_groups(
     if prompt_uid is not None and not rows:
         raise ConfigError(
             f"--prompt is {prompt_uid!r}, which is no group in channel {channel!r} of "
-            f"{view.folder}; `stepwell groups` lists them (trained and dropped ones are gone)"
+            f"{view.folder}; `stepwell groups` lists them, and `stepwell show` finds one that was "
+            "trained or dropped"
         )
     rows = await asyncio.to_thread(with_rewards, view.run.folder, rows)
     found: dict[str, Any] = {
@@ -145,7 +146,7 @@ def groups_screen(found: Mapping[str, Any]) -> RenderableType:
 
 
 def _groups(groups: Sequence[Mapping[str, Any]]) -> _Listing:
-    table = _Listing("group", "state", "done", "reward", "version", "tokens", "why, tags")
+    table = _Listing("group", "state", "done", "reward", "version", "call tokens", "why, tags")
     for g in groups:
         wanted = g["n_rollouts"]
         tags = " ".join(f"#{tag}" for tag in g["marks"]["tags"])
@@ -171,7 +172,7 @@ def _trajectories(rows: Sequence[Mapping[str, Any]]) -> _Listing:
             f"{t['n_steps']}",
             _number(t["reward"]),
             _versions(t),
-            f"{t['n_tokens']:,}",
+            f"{t['n_unique_tokens']:,}",
             Text(f"{t['reason'] or ''} {tags}".strip()),
         )
     return table

@@ -84,7 +84,7 @@ def test_a_query_lists_and_writes_what_passes(run: Path, capsys: Capture, tmp_pa
 def test_a_uids_beginning_and_a_groups_uid_are_opened(run: Path, capsys: Capture) -> None:
     assert "t0" in told(capsys, "show", "t", run)
     assert "answer 2" in told(capsys, "data", "query", "prompt == 'p-t2'", run)
-    assert json.loads(told(capsys, "show", "p-t2", run, "--json"))["trajectory_uid"] == "p-t2"
+    assert json.loads(told(capsys, "show", "p-t2", run, "--json"))["trajectory_uid"] == "t2"
 
 
 def test_what_waits_is_opened_by_its_group_and_its_beginning(
