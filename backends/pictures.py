@@ -322,7 +322,7 @@ def decode(data: bytes, bounds: PictureBounds) -> Image.Image:
     """
     with _opened(data, bounds) as image:
         orientation = _orientation(image)
-        rgb = _to_rgb(image, sixteen_bit=image.format == "PNG" and data[24:25] == b"\x10")
+        rgb = _to_rgb(image, depth=data[24] if image.format == "PNG" else 8)
     turned = _TRANSPOSE.get(orientation)
     return rgb if turned is None else rgb.transpose(turned)
 
@@ -379,9 +379,13 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-def _to_rgb(image: Image.Image, *, sixteen_bit: bool) -> Image.Image:
+def _to_rgb(image: Image.Image, *, depth: int) -> Image.Image:
+    """`depth`: bits of a channel in the file."""
     image.load()
     key = image.info.get("transparency")
+    if image.mode == "L" and isinstance(key, int) and depth < 8:
+        # Pillow scales the pixels of 2 and 4 bits to 8, but not this value.
+        image.info["transparency"] = key * 255 // (2**depth - 1)
     if image.mode.startswith("I;16"):
         values = np.asarray(image).astype(np.uint16)
         grey = (values >> 8).astype(np.uint8)
@@ -390,7 +394,7 @@ def _to_rgb(image: Image.Image, *, sixteen_bit: bool) -> Image.Image:
         return Image.fromarray(grey).convert("RGB")
     if image.mode not in ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK"):
         raise PictureError(f"the picture has pixels of mode {image.mode!r}, which are not read")
-    if image.mode == "RGB" and key is not None and sixteen_bit:
+    if image.mode == "RGB" and key is not None and depth == 16:
         raise PictureError("the picture is 16-bit RGB with a transparent colour, which is not read")
     if image.mode in ("LA", "PA", "RGBA") or key is not None:
         image = image.convert("RGBA")

@@ -131,6 +131,18 @@ READ: dict[str, tuple[Callable[[], bytes], tuple[int, int, int]]] = {
         lambda: png_of(1, 1, 16, 0, b"\x00\x75\x30", b"tRNS\x75\x30"),
         WHITE,
     ),
+    "2-bit grey with its value transparent": (
+        lambda: png_of(1, 1, 2, 0, b"\x00\x40", b"tRNS\x00\x01"),
+        WHITE,
+    ),
+    "4-bit grey with its value transparent": (
+        lambda: png_of(1, 1, 4, 0, b"\x00\x30", b"tRNS\x00\x03"),
+        WHITE,
+    ),
+    "4-bit grey with another value transparent": (
+        lambda: png_of(1, 1, 4, 0, b"\x00\x50", b"tRNS\x00\x00"),
+        (85, 85, 85),
+    ),
     "16-bit RGB": (lambda: png_of(1, 1, 16, 2, b"\x00\x75\x30\x10\xff\x00\x01"), (117, 16, 0)),
     "palette": (palette, (10, 200, 30)),
     "palette with its colour transparent": (lambda: palette(transparency=0), WHITE),
