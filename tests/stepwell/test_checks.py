@@ -227,7 +227,7 @@ def test_ranks_that_cannot_share_rows_with_pictures_are_refused_before_the_start
     model = f"model.path={make_vision_model(tmp_path / 'vision')}"
     sharing = ("backend.ranks=2", "backend.context_parallel=2")
     config = small_config(tmp_path, model, *sharing, *ray)
-    with pytest.raises(ConfigError, match="is 2, but the model reads pictures.*set it to 1"):
+    with pytest.raises(ConfigError, match=r"is 2, but the model reads pictures.*set it to 1"):
         checks.check_attached(config)
     checks.check_attached(small_config(tmp_path, model))
 
