@@ -37,7 +37,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -93,7 +93,7 @@ class CanonicalPicture(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PictureBounds:
-    """Bounds of one picture as it arrives."""
+    """Bounds of one picture."""
 
     max_bytes: int = 20 * 2**20
     max_pixels: int = 40_000_000
@@ -158,6 +158,13 @@ class PictureProcessor:
     def factor(self) -> int:
         """Pixels along each side of what one placeholder stands for."""
         return self.patch_size * self.merge_size
+
+    @property
+    def canonical_bounds(self) -> PictureBounds:
+        """Bounds of a canonical picture: its PNG may be several times as long as the photograph
+        that it was made of."""
+        most = max(self.bounds.max_pixels, self.max_pixels)
+        return replace(self.bounds, max_bytes=4 * most, max_pixels=most)
 
     def canonical(self, data: bytes) -> CanonicalPicture:
         """Decode a picture by the rules of this module and resize it to the model's grid.
@@ -230,7 +237,7 @@ class PictureProcessor:
         """
         images = []
         for png in pngs:
-            image = decode(png, self.bounds)
+            image = decode(png, self.canonical_bounds)
             if self._resized(*image.size) != image.size:
                 raise PictureError(
                     f"a picture is {image.width}x{image.height}, which is not on the grid of "

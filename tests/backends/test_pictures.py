@@ -3,10 +3,12 @@ reason, and what was made is what the model's own processor makes of it."""
 
 from __future__ import annotations
 
+import base64
 import io
 import struct
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from stepwell.backends.engines.embedded.vision import PictureStore
 from stepwell.backends.errors import PictureError
 from stepwell.backends.pictures import PictureBounds, PictureProcessor, decode, no_pictures
 from tests.vision_model import make_vision_model, png
@@ -221,6 +224,20 @@ def test_the_processor_changes_nothing_of_a_canonical_picture(
         assert np.array_equal(ours["pixel_values"], theirs["pixel_values"])
         assert np.array_equal(ours["image_grid_thw"], theirs["image_grid_thw"])
         assert ours["image_grid_thw"].prod() // 4 == made.n_tokens
+
+
+def test_a_canonical_picture_may_be_longer_than_the_file_that_it_was_made_of(
+    processor: PictureProcessor,
+) -> None:
+    """A photograph is several times as long as a PNG."""
+    noise = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
+    photo = saved(Image.fromarray(noise), "JPEG", quality=50)
+    own = replace(processor, bounds=PictureBounds(max_bytes=len(photo)))
+    made = own.canonical(photo)
+    assert len(made.png) > 3 * len(photo)
+    assert own.features([made.png])["image_grid_thw"].prod() // 4 == made.n_tokens
+    (held,) = PictureStore(own).take([base64.b64encode(made.png).decode()], "")
+    assert held.digest == made.digest
 
 
 def test_a_picture_made_for_another_model_is_refused(processor: PictureProcessor) -> None:
