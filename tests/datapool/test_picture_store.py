@@ -479,6 +479,23 @@ def test_a_stopped_pool_deletes_pictures_and_orphans(pool: Pool) -> None:
     assert pool.pictures() == [png(B)]
 
 
+def test_what_a_crash_left_of_a_picture_goes_like_one_without_a_step(pool: Pool) -> None:
+    pool.talk("t0", A, prompt_uid="p0")
+    pool.talk("t1", B, prompt_uid="p1")
+    folder = pool.folder / "pictures"
+    draft = folder / f"{'0' * 32}.tmp"
+    draft.write_bytes(png(A))
+    again = pool.restart(default=ChannelConfig(n_rollouts=1))
+    again("put_pictures", "t0", source(C))
+    again.now += GRACE_S
+    again.later(0)
+    assert not draft.exists()
+    again.journal.close()
+    draft.write_bytes(png(A))
+    delete_from_journals(pool.folder, Delete("t0"))
+    assert pool.pictures() == [png(B)]
+
+
 # -- bounds ----------------------------------------------------------------------------------------
 
 
