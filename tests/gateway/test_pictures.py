@@ -202,6 +202,113 @@ async def test_fifty_pictures_are_one_branch_in_gemini(vision: World) -> None:
     assert [d.token_count for d in details if d.modality == "IMAGE"] == [n_of_pictures]
 
 
+URL = data_url(png(seed=5))
+INLINE = {"inlineData": {"mimeType": "image/png", "data": b64encode(png(seed=5)).decode()}}
+TOOL_RESULTS: dict[str, tuple[str, Any]] = {
+    "chat completions": (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {"role": "user", "content": "Look."},
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {
+                            "id": "c",
+                            "type": "function",
+                            "function": {"name": "look", "arguments": "{}"},
+                        }
+                    ],
+                },
+                {
+                    "role": "tool",
+                    "tool_call_id": "c",
+                    "content": [
+                        {"type": "text", "text": "Seen:"},
+                        {"type": "image_url", "image_url": {"url": URL}},
+                    ],
+                },
+            ]
+        },
+    ),
+    "responses": (
+        "/v1/responses",
+        {
+            "input": [
+                {"role": "user", "content": "Look."},
+                {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+                {
+                    "type": "function_call_output",
+                    "call_id": "c",
+                    "output": [
+                        {"type": "input_text", "text": "Seen:"},
+                        {"type": "input_image", "image_url": URL},
+                    ],
+                },
+            ]
+        },
+    ),
+    "gemini": (
+        "/v1beta/models/m:generateContent",
+        {
+            "contents": [
+                {"role": "user", "parts": [{"text": "Look."}]},
+                {"role": "model", "parts": [{"functionCall": {"name": "look", "args": {}}}]},
+                {
+                    "role": "user",
+                    "parts": [
+                        {
+                            "functionResponse": {
+                                "name": "look",
+                                "response": {"output": "Seen:"},
+                                "parts": [INLINE],
+                            }
+                        }
+                    ],
+                },
+            ]
+        },
+    ),
+}
+"""By dialect; `test_fifty_screenshots_in_tool_results_...` has Anthropic's."""
+
+
+@pytest.mark.parametrize("dialect", TOOL_RESULTS)
+async def test_a_tool_answers_with_a_text_and_a_picture(vision: World, dialect: str) -> None:
+    path, body = TOOL_RESULTS[dialect]
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(vision.base_url() + path, json={"model": "m", **body}) as answer,
+    ):
+        assert answer.status == 200, await answer.text()
+    (step,) = vision.stored()
+    (picture,) = step.pictures
+    assert picture.digest == digest_of(Image.open(BytesIO(png(seed=5))))
+    check_exact(vision)
+    text = vision.tokenizer.decode(step.prompt_ids[: picture.at].tolist())
+    assert text.rpartition("<tool_response>")[2].startswith("\nSeen:")
+
+
+async def test_the_newer_computer_tool_has_a_list_of_actions(vision: World) -> None:
+    client = await vision.client()
+    tool: Any = {"type": "computer"}
+    vision.say(CLICK)
+    items: list[Any] = [{"role": "user", "content": "Click."}]
+    answer = await client.responses.create(model="m", input=items, tools=[tool])
+    (call,) = answer.output
+    assert call.type == "computer_call"
+    assert call.action is None
+    assert [a.to_dict() for a in call.actions or ()] == [{"type": "click", "x": 3, "y": 4}]
+    shot = {"type": "computer_screenshot", "image_url": URL}
+    items += [
+        call.to_dict(),
+        {"type": "computer_call_output", "call_id": call.call_id, "output": shot},
+    ]
+    await client.responses.create(model="m", input=items, tools=[tool])
+    assert [step.parent_index for step in vision.stored()] == [None, 0]
+    check_exact(vision)
+
+
 # -- hostile pictures ------------------------------------------------------------------------
 
 
