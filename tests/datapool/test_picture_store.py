@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,19 @@ def test_rollouts_and_trajectories_of_one_owner_share_a_picture(pool: Pool) -> N
     pool.talk("t1", A)
     pool.talk("t2", A, prompt_uid="q")
     assert pool.pictures() == [png(A)]
+
+
+@pytest.mark.parametrize("declared", [None, 0])
+def test_a_step_with_pictures_is_a_root_unless_it_declares_its_parent(
+    pool: Pool, declared: int | None
+) -> None:
+    first, second = conversation("t", A, B)
+    pool("put_pictures", "t", source(A, B), prompt_uid="p")
+    pool("apply_steps", [first, replace(second, parent_index=declared)])
+    pool.end("t")
+    served = pool("fetch_batch")
+    assert [step.parent_index for step in served] == [None, declared]
+    assert [len(step.pictures) for step in served] == [1, 2]
 
 
 def test_each_owner_and_channel_has_its_own_and_nobody_can_tell_of_anothers(pool: Pool) -> None:

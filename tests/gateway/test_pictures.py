@@ -885,6 +885,11 @@ async def test_white_box_steps_hold_no_vision_tokens(vision: World) -> None:
             async with http.post(vision.url + path, json=body) as answer:
                 assert answer.status == 400
                 assert "ids of vision tokens" in await answer.text()
+        named = {**step, "prompt_ids": [1], "pictures": [["0" * 64, 28, 28, 0, 1]]}
+        body = {"steps": [named]}
+        async with http.post(f"{vision.url}/submit_steps", json=body) as answer:
+            assert answer.status == 400
+            assert "steps[0].pictures is no field of a Step" in await answer.text()
     assert not vision.stored()
 
 
