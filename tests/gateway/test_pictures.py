@@ -19,9 +19,11 @@ from anthropic import AsyncAnthropic
 from google import genai
 from openai import APIError, AsyncOpenAI, BadRequestError
 from PIL import Image
+from pydantic import ValidationError
 
 from stepwell.backends.pictures import digest_of
 from stepwell.datapool.pictures import shadow_ids
+from stepwell.gateway.config import PicturesConfig
 from tests.builders import until
 from tests.gateway.conftest import Sampled, World
 from tests.vision_model import make_vision_model, png
@@ -502,6 +504,70 @@ async def test_addresses_and_file_ids_are_refused_by_name(
         text = await answer.text()
     assert field in text
     assert "not fetched; send the picture itself, in base64" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "video_url", "video_url": {"url": "data:video/mp4,"}}],
+                    }
+                ]
+            },
+            "messages[0].content[0] is",
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "image_url",
+                                "image_url": {"url": "data:video/mp4;base64,AAAA"},
+                            }
+                        ],
+                    }
+                ]
+            },
+            "its media type is 'video/mp4'",
+        ),
+        (
+            "/v1beta/models/m:generateContent",
+            {"contents": [{"parts": [{"inlineData": {"mimeType": "video/mp4", "data": "AAAA"}}]}]},
+            "contents[0].parts[0].inlineData.mimeType is 'video/mp4'",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
+            "input[0].content[0] is",
+        ),
+    ],
+)
+async def test_videos_and_files_are_refused_by_name(
+    vision: World, path: str, body: Any, named: str
+) -> None:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(vision.base_url() + path, json=body) as answer,
+    ):
+        assert answer.status == 400
+        assert named in await answer.text()
+
+
+def test_no_bound_of_pixels_is_above_that_of_the_decoder() -> None:
+    assert Image.MAX_IMAGE_PIXELS is not None
+    most = 2 * Image.MAX_IMAGE_PIXELS
+    with pytest.raises(ValidationError, match="max_pixels"):
+        PicturesConfig(max_pixels=most)
+    PicturesConfig(max_pixels=178_000_000)
+    assert most > 178_000_000
 
 
 async def test_a_body_brings_so_many_pictures_and_no_more(worlds: Any, vision_folder: str) -> None:
