@@ -1038,7 +1038,7 @@ async def test_a_text_that_looks_like_a_picture_stays_a_text(vision: World) -> N
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "opened"},
     ]
-    with pytest.raises(BadRequestError):
+    with pytest.raises(BadRequestError, match="stands as a text, too"):
         # The very same string is a picture here and a text there: nobody can mean that.
         await client.chat.completions.create(
             model="m", messages=messages, tools=[{"type": "function", "function": tool}]
