@@ -138,7 +138,7 @@ class RequestPictures:
             return found.part()
         if found is not None:
             raise RequestError(f"{where} is a picture that is refused: {found}", where)
-        if isinstance(source, str) and _name_of(source.encode()) in self._left:
+        if self._left and isinstance(source, str) and _name_of(source.encode()) in self._left:
             raise RequestError(
                 f"{where} is a picture, and the very same string stands as a text, too, where no "
                 "picture can be; leave it out there",
