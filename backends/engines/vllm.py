@@ -46,7 +46,6 @@ from stepwell.backends.engines.api import (
     OnOutput,
     Output,
     Routes,
-    Sampling,
     TopLogProbs,
     is_canary,
     is_missing,
@@ -113,6 +112,10 @@ ROUTES = Routes(
     generate=GENERATE,
 )
 
+MASKED = -100.0
+"""Bias that leaves a token no probability; vLLM takes none below."""
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises a lower one to this, but for 0: another policy than is recorded."""
 MOST_TOPS = 20
 """Alternatives per token that agents may ask for."""
 FLAGS = (
@@ -186,6 +189,9 @@ class VllmEngine(HttpEngine):
         if request.pictures is not None:
             words = "serve the model with SGLang, or with the embedded engine (engine.kind)"
             raise refusal(url, 400, "takes no pictures: it is vLLM", words)
+        if 0 < request.sampling.temperature < LEAST_TEMPERATURE:
+            words = f"temperature is {request.sampling.temperature:g}; send 0, or 0.01 or more"
+            raise refusal(url, 400, "is vLLM, which raises it in silence", words)
         reader = _Reader(url, request, on_output)
         try:
             status, content = await self.connections.request(
@@ -205,7 +211,7 @@ class VllmEngine(HttpEngine):
     def _body(self, request: GenerateRequest) -> bytes:
         fields: dict[str, Any] = {
             "request_id": request.rid,
-            "sampling_params": _params(request.sampling, request.max_new_tokens),
+            "sampling_params": _params(request),
             "stream": request.stream,
         }
         if request.stream:
@@ -381,9 +387,10 @@ class VllmEngine(HttpEngine):
         return " ".join(word for word in words if isinstance(word, str))
 
 
-def _params(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
+def _params(request: GenerateRequest) -> dict[str, Any]:
+    sampling = request.sampling
     params: dict[str, Any] = {
-        "max_tokens": max_new_tokens,
+        "max_tokens": request.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -403,6 +410,8 @@ def _params(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
     if sampling.constraint is not None:
         kind, text = sampling.constraint
         params["structured_outputs"] = {_CONSTRAINTS[kind]: text}
+    if request.masked_ids:
+        params["logit_bias"] = dict.fromkeys(map(str, request.masked_ids), MASKED)
     return params
 
 

@@ -316,6 +316,28 @@ async def test_a_request_says_all_that_shapes_the_answer() -> None:
     assert server.asked[1:] == [("/inference/v1/abort_requests", ids), ("/abort_requests", {})]
 
 
+async def test_ids_that_the_model_may_not_sample_are_told() -> None:
+    """Those of a model's vision tokens, which the trainer masks, too."""
+    server = Scripted()
+    server.give("whole")
+    async with serving(server.app()) as url, VllmEngine(url) as engine:
+        await engine.sample(request_of()._replace(masked_ids=(5, 6)), lambda _: None)
+    _, body = server.asked[0]
+    assert body["sampling_params"]["logit_bias"] == {"5": -100.0, "6": -100.0}
+
+
+@pytest.mark.parametrize("temperature", [0.001, 0.0099])
+async def test_a_temperature_that_it_would_raise_in_silence_is_refused(temperature: float) -> None:
+    """vLLM takes 0.01 then, and the log-probs would be of another policy than the Step says."""
+    server = Scripted()
+    server.give("whole")
+    async with serving(server.app()) as url, VllmEngine(url) as engine:
+        with pytest.raises(EngineRequestError, match=rf"temperature is {temperature}.*0\.01") as e:
+            await engine.sample(request_of(temperature=temperature), lambda _: None)
+    assert e.value.status == 400
+    assert server.asked == []
+
+
 async def test_pauses_keep_requests_and_retract_drops_their_cache() -> None:
     server = Scripted()
     server.give("pause_keep", "/pause")
