@@ -191,7 +191,7 @@ class VllmEngine(HttpEngine):
             raise refusal(url, 400, "takes no pictures: it is vLLM", words)
         if 0 < request.sampling.temperature < LEAST_TEMPERATURE:
             words = f"temperature is {request.sampling.temperature:g}; send 0, or 0.01 or more"
-            raise refusal(url, 400, "is vLLM, which raises it in silence", words)
+            raise refusal(url, 400, "takes no temperature between 0 and 0.01: it is vLLM", words)
         reader = _Reader(url, request, on_output)
         try:
             status, content = await self.connections.request(

@@ -25,6 +25,7 @@ from stepwell.backends.engines.api import (
     GenerateRequest,
     Meeting,
     Output,
+    PromptPictures,
     Sampling,
 )
 from stepwell.backends.engines.commands import CommandLine, Launch
@@ -324,6 +325,13 @@ async def test_ids_that_the_model_may_not_sample_are_told() -> None:
         await engine.sample(request_of()._replace(masked_ids=(5, 6)), lambda _: None)
     _, body = server.asked[0]
     assert body["sampling_params"]["logit_bias"] == {"5": -100.0, "6": -100.0}
+
+
+async def test_pictures_are_refused() -> None:
+    pictures = PromptPictures([], dict, 1)  # type: ignore[arg-type]  # never read
+    async with VllmEngine("http://127.0.0.1:9") as engine:
+        with pytest.raises(EngineRequestError, match="takes no pictures: it is vLLM"):
+            await engine.sample(request_of()._replace(pictures=pictures), lambda _: None)
 
 
 @pytest.mark.parametrize("temperature", [0.001, 0.0099])
