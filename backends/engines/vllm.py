@@ -116,13 +116,14 @@ MASKED = -100.0
 """Bias that leaves a token no probability; vLLM takes none below."""
 LEAST_TEMPERATURE = 0.01
 """vLLM raises a lower one to this, but for 0: another policy than is recorded."""
+PROCESSED = "processed_logprobs"
 MOST_TOPS = 20
 """Alternatives per token that agents may ask for."""
 FLAGS = (
     "--enable-scale-out",  # the route that takes and gives token ids
     "--enable-prompt-tokens-details",  # cached tokens of a prompt
     "--logprobs-mode",
-    "processed_logprobs",
+    PROCESSED,
     "--max-logprobs",
     str(MOST_TOPS + 1),
 )
@@ -377,6 +378,20 @@ class VllmEngine(HttpEngine):
 
     async def check(self) -> None:
         await self._ask("/health")
+
+    async def why_not_trainable(self) -> str | None:
+        path = "/server_info?config_format=json"
+        try:
+            info = await self._object(path, has=("vllm_config",), timeout_s=LOAD_TIMEOUT_S)
+            mode = info["vllm_config"]["model_config"]["logprobs_mode"]
+        except (EngineError, LookupError, TypeError):
+            return None  # it does not say
+        if mode == PROCESSED:
+            return None
+        return (
+            f"gives {mode}, which are not of the distribution that is sampled from; start vLLM "
+            f"with --logprobs-mode {PROCESSED} (docs/engines.md)"
+        )
 
     async def name(self) -> str:
         words: list[object] = []

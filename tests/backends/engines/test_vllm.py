@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import Callable
@@ -30,11 +31,13 @@ from stepwell.backends.engines.api import (
 )
 from stepwell.backends.engines.commands import CommandLine, Launch
 from stepwell.backends.engines.kinds import command_line, connect
+from stepwell.backends.engines.routes import check_routes
 from stepwell.backends.engines.vllm import GENERATE, VllmEngine, _Reader
 from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,
     EngineRequestError,
+    EngineStartError,
     EngineUnavailableError,
 )
 from stepwell.config.load import load_config
@@ -42,6 +45,7 @@ from stepwell.datapool.types import VersionSpan
 from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.engine import Sampler
 from stepwell.run.checks import engine as check_engine_of
+from stepwell.show.engine import check_engine
 from stepwell.trainer.errors import ConfigError
 from tests.backends.engines.exchanges import MODEL, PROMPT, save_new
 from tests.backends.engines.record_vllm import FIXTURES
@@ -573,6 +577,30 @@ async def test_it_is_attached_by_its_urls() -> None:
     assert config.is_attached
     async with connect(config, config.urls[0]) as engine:
         assert isinstance(engine, VllmEngine)
+
+
+ATTACHED = EngineConfig(kind="vllm", urls=("http://a:1",))
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs", None])
+async def test_a_server_whose_log_probs_are_not_of_what_it_samples_is_refused(
+    mode: str | None,
+) -> None:
+    """vLLM's default are those at temperature 1, whatever the request's is."""
+    server = Scripted()
+    info = {"vllm_config": {"model_config": {"logprobs_mode": mode}}}
+    if mode is not None:  # without, it does not say
+        server.answers["/server_info"] = {"status": 200, "text": json.dumps(info)}
+    async with serving(server.app()) as url, connect(ATTACHED, url) as engine:
+        checking = check_routes(engine, ATTACHED, publishes=True)
+        if mode == "raw_logprobs":
+            with pytest.raises(EngineStartError, match=r"gives raw_logprobs.*--logprobs-mode proc"):
+                await checking
+        else:
+            await checking
+        found = await asyncio.to_thread(lambda: [*check_engine(url, "vllm")])
+    told = [f.state for f in found if f.name == "answers"]
+    assert told == (["problem"] if mode == "raw_logprobs" else [])
 
 
 # -- the mended reload of a CPU -------------------------------------------------------------------
