@@ -465,8 +465,8 @@ class Dashboard:
 
     async def _find(self, channel: str | None, uid: str, step: int | None) -> _Found:
         aborted: _Found | None = None
+        statistics = await self.ask(self.pool.get_statistics()) if step is None else {}
         if step is None:
-            statistics = await self.ask(self.pool.get_statistics())
             for name in [channel] if channel in statistics else statistics:
                 page = await self.ask(
                     self.pool.read_trajectories(name, None, 1, trajectory_uid=uid)
@@ -484,6 +484,14 @@ class Dashboard:
                 return _Found(trained[1].trajectory, trained[1].columns, None, trained[0], row)
         if (left := archived or aborted) is not None:
             return left
+        for name in statistics:
+            try:
+                why = await self.ask(self.pool.why_closed(uid, name))
+            except UnknownTrajectoryError:
+                continue
+            raise UnknownItemError(
+                f"of trajectory {uid!r:.200} nothing is kept any more: {why}", "trajectory_uid"
+            )
         raise UnknownItemError(
             f"trajectory_uid is {uid!r:.200}, which is neither in the pool nor in a sample of what "
             "was trained on"

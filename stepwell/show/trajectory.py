@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepwell.datapool import DataPoolClient
+from stepwell.datapool.errors import UnknownTrajectoryError
 from stepwell.datapool.files.archive.reader import ArchiveReader, fate, waiting
 from stepwell.datapool.files.archive.unarchived import begun, of_group
 from stepwell.datapool.files.columns import Row, to_rows
@@ -300,6 +302,8 @@ async def open_trajectory(uid: str, where: str | None) -> Opened | Several:
             raise ConfigError(
                 f"trajectory {deleted.value!r} was deleted at {at}; nothing of it is kept"
             )
+        if found is None and view.files.trained(uid) is None:
+            await _tell_why_closed(uid, view)
         if found is None:
             found = await asyncio.to_thread(_in_sample, uid, view)
     return found if isinstance(found, Several) else _with_steps(found, tokens)
@@ -336,6 +340,20 @@ async def _find(uid: str, view: RunView, archive: ArchiveReader) -> Found | Seve
     group = [row for row in rows if row["prompt_uid"] == uid]
     group += await of_group(view.pool, uid)
     return Several(list({row["uid"]: row for row in group}.values())) if group else None
+
+
+async def _tell_why_closed(uid: str, view: RunView) -> None:
+    """
+    Raises:
+        ConfigError: the pool remembers the trajectory, of which nothing is kept any more.
+    """
+    for channel in await view.pool.get_statistics():
+        with suppress(UnknownTrajectoryError):
+            why = await view.pool.why_closed(uid, channel)
+            raise ConfigError(
+                f"of trajectory {uid!r} nothing is kept any more: {why}; what leaves is archived "
+                "with pool.archive.enabled, for pool.archive.keep_days and up to max_gb"
+            )
 
 
 def opened_of(

@@ -190,6 +190,11 @@ def test_what_was_trained_and_kept_is_shown_with_what_was_trained_of_it(
         shutil.rmtree(run / TRAINED)
 
 
+def test_what_is_known_of_a_trajectory_that_nobody_kept_is_said(run: Path, capsys: Capture) -> None:
+    told = said(capsys, "show", "gone-0", str(run), code=2)
+    assert "'gone-0' nothing is kept any more: its group was dropped (too long)" in told
+
+
 def tree_steps() -> list[Step]:
     return tree(ChatTokenizer.load(str(load_config("quickstart").model.path)))
 

@@ -110,6 +110,12 @@ async def test_an_aborted_trajectory_has_its_page_without_an_archive(tmp_path: P
             told = await ok(http, "trajectory", trajectory_uid=uid)
             assert told["archived"]["fate"] == "aborted (timeout); its group is in the pool"
             assert told["steps"][0]["messages"]
+            await served.pool.drop_group("chain_sum/1002", "too easy")
+            gone = await http.get("find", params={"uid": uid})
+            assert gone.status_code == 404
+            assert "nothing is kept any more: it was aborted (timeout)" in gone.text
+            other = await http.get("find", params={"uid": "chain_sum/1002:0"})
+            assert "nothing is kept any more: its group was dropped (too easy)" in other.text
 
 
 async def test_what_has_gone_is_listed_with_its_first_message(
