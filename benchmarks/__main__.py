@@ -18,6 +18,7 @@ BENCHES = {
     "pool": "steps/s, latency and memory, beside other stores",
     "trainer": "tokens/s and memory of a step by row form, beside TRL",
     "publication": "how long an engine is paused for new weights, by transport",
+    "idle": "CPU of pool, gateway and trainer while nobody calls",
     "overlap": "generation and training at once, by one after the other",
     "ui": "the dashboard over 1,000,000 steps, and what it costs",
     "archive": "a pool and a gateway with the archive by without; its bytes",
