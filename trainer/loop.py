@@ -127,8 +127,8 @@ class Trainer:
                     await asyncio.wait({self._saving})
 
     async def _train_on(self, groups: Sequence[Group]) -> AsyncGenerator[dict[str, Any], None]:
-        """One batch: `require_batches` optimizer steps in each of `ppo_epochs`, with π_prox taken
-        once before the first."""
+        """One batch: `require_batches` optimizer steps in each of `ppo_epochs`, with the policy
+        before the first as π_prox."""
         if not groups:
             return
         if self._saving is not None and self._saving.done():

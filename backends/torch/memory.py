@@ -235,6 +235,10 @@ def estimate(
             gathered += 4 * trained
     elif rounded and backend.lora is None:
         gathered = model.vocab * model.hidden * compute * 2.0  # gradients on their way to a master
+    of_critic = 0.0
+    if critic is not None:  # it has no adapters
+        share = critic.parameters / ranks
+        of_critic = weights_of(share) + (4 + moments) * share
     chunk = max(1, backend.logits_mb * 1_000_000 // (4 * max(1, model.vocab)))
     copies = _HEAD_COPIES + (_ENTROPY_COPIES if entropy else 0)
     logits = 4.0 * model.vocab * min(tokens, chunk) * copies
@@ -243,9 +247,7 @@ def estimate(
         gradients=4 * state,
         optimizer=moments * state,
         reference=sharded * compute if reference else 0.0,
-        critic=0.0
-        if critic is None
-        else (critic.parameters / ranks) * (8 + moments) + weights_of(0),
+        critic=of_critic,
         activations=_activations(model, backend, compute) * tokens,
         head=logits + tokens * model.hidden * compute,
         gathered=gathered,

@@ -37,7 +37,7 @@ from stepwell.cluster.placement import (
     trains_elsewhere,
 )
 from stepwell.config.run import RunConfig
-from stepwell.run.checks import gpu_bytes, rank_memory
+from stepwell.run.checks import as_planned, gpu_bytes, rank_memory
 from stepwell.trainer.errors import ConfigError
 
 GPU_GB = 80.0
@@ -158,9 +158,7 @@ def plan_run(
     trains = backend == "torch" or not BACKENDS.load(backend).loop_lacks()
     planned = plan(config, nodes, trains=trains, serves=config.serves)
     where = _gpus_of_bundles(planned, nodes)
-    if planned.mode != "plain":  # `auto` is decided
-        cluster = config.cluster.model_copy(update={"placement": planned.mode})
-        config = config.model_copy(update={"cluster": cluster})
+    config = as_planned(config, planned)
     is_remote = trains_elsewhere(config)
     parts = [*_ranks(config, shape, machines, planned, where)] if trains and not is_remote else []
     if is_remote:

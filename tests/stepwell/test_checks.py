@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 import ray
 
+from stepwell.backends.torch.memory import ModelShape
 from stepwell.cli.main import main
+from stepwell.cluster.placement import Node
 from stepwell.run import checks
 from stepwell.run.folder import only_run_in
 from stepwell.trainer.errors import ConfigError
@@ -346,6 +348,24 @@ def test_on_the_cpu_only_what_is_certain_is_refused(
     assert "a smaller backend.micro_batch_tokens" in caplog.text
     with pytest.raises(ConfigError, match="this machine has 0 GB"):
         on_the_cpu(tmp_path, monkeypatch, 1e6)
+
+
+@pytest.mark.parametrize("placement", ["auto", "colocated"])
+def test_an_engine_on_the_ranks_gpu_counts_whether_it_was_asked_for_or_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str
+) -> None:
+    one_gpu = [Node("127.0.0.1", "this machine", 1, is_driver=True)]
+    monkeypatch.setattr(checks, "machine", lambda: one_gpu)
+    monkeypatch.setattr(checks, "has_gpu", lambda: True)
+    given = ("backend.device=auto", f"cluster.placement={placement}")
+    of_its_own = small_config(tmp_path, *given)  # the embedded engine is on the CPU
+    beside = small_config(tmp_path, *given, "engine.kind=sglang")
+    shape = ModelShape.read(of_its_own.model.path)
+    monkeypatch.setattr(checks, "gpu_bytes", lambda: needed + 1)
+    needed = checks.rank_memory(of_its_own, shape, 1e12).total
+    checks.memory(of_its_own)
+    with pytest.raises(ConfigError, match=r", engine \d.* a GPU here has"):
+        checks.memory(beside)
 
 
 def test_a_model_that_a_service_trains_takes_no_memory_here(
