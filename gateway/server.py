@@ -48,6 +48,7 @@ import uvloop
 
 from stepwell.datapool.heap import return_free_pages, return_large_blocks, settle_heap, use_one_heap
 from stepwell.datapool.log_files import log_to_file, numbered_log
+from stepwell.datapool.nodes import live_nodes
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.config import TUNING, GatewayConfig, Tuning, Wiring
 from stepwell.gateway.errors import GatewayError, PortInUseError
@@ -375,14 +376,10 @@ def _where_it_is(config: GatewayConfig, wiring: Wiring) -> tuple[GatewayConfig, 
 
 def _nodes(host: str) -> list[tuple[str, str]]:
     """(Ray's node id, the host of its URLs) of every machine that can listen on `host`."""
-    import ray
-
-    here: str = ray.get_runtime_context().get_node_id()
+    nodes = live_nodes()
     if not _is_everywhere(host):
-        return [(here, f"[{host}]" if ":" in host else host)]
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    alive = [(n["NodeID"], n["NodeManagerAddress"]) for n in nodes if n["Alive"]]
-    return sorted(alive, key=lambda node: node[0] != here)
+        return [(nodes[0][0], f"[{host}]" if ":" in host else host)]
+    return nodes
 
 
 def _ports(config: GatewayConfig) -> Sequence[int]:

@@ -349,7 +349,7 @@ def export_checkpoint(run_dir: Path, step: int | Literal["latest", "best"], targ
             "are taken from there"
         )
     config = TorchBackendConfig.model_validate(
-        {**about["backend_config"], "device": "cpu", "ranks": 1}
+        {**about["backend_config"], "device": "cpu", "ranks": 1, "context_parallel": 1}
     )
     backend = build_backend(about["backend"], config, model)
     draft = target.parent / f".{target.name}.tmp"

@@ -127,8 +127,8 @@ class Trainer:
                     await asyncio.wait({self._saving})
 
     async def _train_on(self, groups: Sequence[Group]) -> AsyncGenerator[dict[str, Any], None]:
-        """One batch: `require_batches` optimizer steps in each of `ppo_epochs`, with π_prox taken
-        once before the first."""
+        """One batch: `require_batches` optimizer steps in each of `ppo_epochs`, with the policy
+        before the first as π_prox."""
         if not groups:
             return
         if self._saving is not None and self._saving.done():
@@ -263,6 +263,7 @@ class Trainer:
         to it that the engines serve the weights that are trained: those of the checkpoint, or of
         the start."""
         path = self.checkpoints.find(where)
+        await self._compute(self.trained.resume, max(self.checkpoints.steps(), default=0))
         state = await self._compute(self.checkpoints.load, path) if path is not None else None
         offset = 0
         if path is not None and state is not None:

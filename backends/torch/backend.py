@@ -64,7 +64,6 @@ from stepwell.backends.torch.model import (
     load_model,
     model_dir,
     no_progress_bars,
-    to_device,
 )
 from stepwell.backends.torch.optimizer import (
     MasterWeights,
@@ -73,7 +72,7 @@ from stepwell.backends.torch.optimizer import (
     load_optimizer,
 )
 from stepwell.backends.torch.shards import ShardWriter, read_shards, stored_tensors
-from stepwell.backends.torch.tree import is_enabled
+from stepwell.backends.torch.tree import is_enabled, to_device
 from stepwell.backends.torch.vision import BatchPictures, Tower, freeze_tower
 from stepwell.backends.weights.digest import read_tensors
 from stepwell.backends.weights.sender import Sender
@@ -116,11 +115,6 @@ class TorchBackend(TrainingBackend):
             "reference": fingerprint(model_dir(self._reference_path, "backend.reference_path")),
         }
         self._processor = PictureProcessor.of(self._model_path)
-        if self._processor is not None and config.context_parallel > 1:
-            raise BackendConfigError(
-                f"backend.context_parallel is {config.context_parallel}, but the model in "
-                f"{self._model_path} reads pictures, whose rows ranks do not share; set it to 1"
-            )
         with self._ranks.only_first():
             self._model = self._load(self._model_path, frozen=config.lora is not None)
             if config.lora is not None:
@@ -330,7 +324,8 @@ class TorchBackend(TrainingBackend):
             count["tokens"] += len(tokens)
             count["padded_tokens"] += computed
             count["micro_batches"] += 1
-        # Only here the device is waited for: its micro-batches follow each other without a gap.
+        # Numbers are read here alone. Within a micro-batch a loss of ours waits for the device
+        # once, to know which of its tokens are trained.
         loss = sum((float(one.double()) for one in losses), 0.0)
         loss, means, count = self._over_ranks(loss, means, count)
         on_cpu = [(tokens, {k: v.cpu() for k, v in columns.items()}) for tokens, columns in found]

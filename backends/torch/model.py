@@ -41,7 +41,7 @@ from stepwell.backends.rows import TokenRow
 from stepwell.backends.torch import tree
 from stepwell.backends.torch.chunked_head import chunk_tokens, chunked
 from stepwell.backends.torch.context import Context
-from stepwell.backends.torch.tree import Tree, is_enabled, pack
+from stepwell.backends.torch.tree import Tree, is_enabled, pack, to_device
 from stepwell.backends.torch.vision import BatchPictures, Tower
 
 NEVER = -1e30
@@ -203,7 +203,7 @@ def prepare(
         tokens=_ranges([offsets[i] for _, i in members], lengths),
         tree=packed,
         pictures=pictures,
-        rotary=None if rotary is None else rotary.to(device),
+        rotary=None if rotary is None else to_device(rotary, device),
     )
     return inputs if context is None else inputs.shared(context)
 
@@ -332,13 +332,6 @@ def device_of(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise BackendConfigError("backend.device is 'cuda', but torch sees no GPU; use 'auto'")
     return torch.device(name)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, for which nobody waits: a pageable one would wait for all before it."""
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def device_bytes(device: torch.device, ranks: int) -> float:

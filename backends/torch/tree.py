@@ -128,7 +128,7 @@ class Tree:
         if self._edges is None:
             sizes = [len(where) for where in sorted(self.where, key=lambda where: int(where[0]))]
             ends = np.cumsum([0, *sizes], dtype=np.int32)
-            self._edges = torch.from_numpy(ends).to(device)
+            self._edges = to_device(torch.from_numpy(ends), device)
         return self._edges
 
     def block_mask(self, device: torch.device) -> Any:
@@ -145,7 +145,7 @@ class Tree:
             later = np.tri(blocks, k=-1, dtype=bool)
             whole = later & (by_block.min(1)[None] >= first + BLOCK)
             part = (later & (by_block.max(1)[None] > first) & ~whole) | np.eye(blocks, dtype=bool)
-            reach = own.to(device)
+            reach = to_device(own, device)
 
             def sees(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
                 return (k <= q) & (q < reach[k])
@@ -153,7 +153,7 @@ class Tree:
             def listed(some: npt.NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
                 order = np.argsort(~some, axis=1, kind="stable").astype(np.int32)
                 counts = some.sum(1, dtype=np.int32)
-                on = (torch.from_numpy(x)[None, None].to(device) for x in (counts, order))
+                on = (to_device(torch.from_numpy(x)[None, None], device) for x in (counts, order))
                 return next(on), next(on)
 
             self._block_mask = BlockMask.from_kv_blocks(
@@ -164,6 +164,13 @@ class Tree:
                 seq_lengths=(n, n),
             )
         return self._block_mask
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, for which nobody waits: a pageable one would wait for all before it."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def pack(rows: Sequence[Compared], min_shared: int = MIN_SHARED, *, share: bool = True) -> Tree:

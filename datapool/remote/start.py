@@ -30,6 +30,7 @@ from stepwell.datapool.errors import (
     PoolUnavailableError,
 )
 from stepwell.datapool.log_files import numbered_log
+from stepwell.datapool.nodes import live_nodes
 from stepwell.datapool.remote.actor import FINDING, N_WAITING, SHARDS_FILE, WAITING, DataPoolActor
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.incarnation import Known
@@ -248,11 +249,8 @@ def _create_actor(
     """
     _, folder, shard, *_ = arguments
     if folder is not None and "scheduling_strategy" not in options:
-        here = _here()
-        nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-        # This one first, the others by address.
-        nodes.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"]))
-        node = nodes[shard % len(nodes)]["NodeID"]
+        nodes = live_nodes()
+        node, _ = nodes[shard % len(nodes)]
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
         # Ray puts an actor that needs nothing on a random node, whatever its affinity.
         options.setdefault("memory", 1)

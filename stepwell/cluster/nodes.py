@@ -14,7 +14,7 @@ import os
 import platform
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,8 @@ class Look:
     """File in `shared` that the driver has written."""
     harness: HarnessConfig | None = None
     """`rollout.harness`."""
+    saves: bool = False
+    """A rank is there, which writes its part of each checkpoint into `shared`."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Seen:
     """Empty: it can be imported."""
     missing: tuple[Path, ...] = ()
     is_shared: bool = True
-    """It sees the driver's file."""
+    """It sees the driver's file, and can write beside it."""
     mark: str = ""
     """End of the name of the file that it has left beside that."""
     python: str = field(default_factory=lambda: sys.executable)
@@ -80,9 +82,12 @@ def look(wanted: Look) -> Seen:
             error = str(e)
     is_shared, mark = True, secrets.token_hex(4)
     if wanted.shared is not None:
-        is_shared = (wanted.shared / wanted.nonce).is_file()
-        if is_shared:
-            (wanted.shared / f"{wanted.nonce}-{mark}").touch()
+        try:
+            is_shared = (wanted.shared / wanted.nonce).is_file()
+            if is_shared:
+                (wanted.shared / f"{wanted.nonce}-{mark}").touch()
+        except OSError:  # another user's, or mounted to be read
+            is_shared = False
     missing = tuple(path for path in wanted.paths if not path.is_dir())
     return Seen(platform.node(), versions(SAME), error, missing, is_shared, mark)
 
@@ -111,11 +116,11 @@ def runtime_env(project: Path | None, variables: Mapping[str, str]) -> dict[str,
     return env or None
 
 
-def check_nodes(config: RunConfig, used: Sequence[str]) -> None:
+def check_nodes(config: RunConfig, used: Mapping[str, str]) -> None:
     """Ask every other node of this Ray for what the run needs there.
 
     Args:
-        used: ids of the nodes that ranks and engines are placed on.
+        used: names of the ranks and engines on each node that has some, by its id.
 
     Raises:
         ConfigError: something is missing; a line for each thing and node.
@@ -142,20 +147,21 @@ def check_nodes(config: RunConfig, used: Sequence[str]) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def needs_of(config: RunConfig, node: str, used: Sequence[str], nonce: str = "") -> Look:
+def needs_of(config: RunConfig, node: str, used: Mapping[str, str], nonce: str = "") -> Look:
     """Return what the run needs on a node.
 
     Args:
-        used: ids of the nodes that ranks and engines are placed on.
+        used: names of the ranks and engines on each node that has some, by its id.
         nonce: file that the driver has written in `run.dir`.
     """
     agent = config.rollout.agent and agent_of_workers(config.rollout.agent)
     harness = config.rollout.harness
     if node not in used:
         return Look(agent, harness=harness)
-    is_shared = config.engine.weight_transport not in ("nccl", "ipc")
+    saves = "rank" in used[node]
+    is_shared = saves or config.engine.weight_transport not in ("nccl", "ipc")
     folder = config.run.dir.absolute() if is_shared else None
-    return Look(agent, (config.model.path.absolute(),), folder, nonce, harness)
+    return Look(agent, (config.model.path.absolute(),), folder, nonce, harness, saves)
 
 
 def differences(ip: str, wanted: Look, seen: Seen, here: Mapping[str, str]) -> list[str]:
@@ -178,14 +184,20 @@ def differences(ip: str, wanted: Look, seen: Seen, here: Mapping[str, str]) -> l
         )
     lines += [
         f"model.path is {str(path)!r}, which {node} does not have; copy it there, or name a folder "
-        "that all nodes see, or an address such as s3://bucket/model"
+        "that all nodes see; an id on the hub or an address is fetched into the cache of this "
+        "machine alone, unless XDG_CACHE_HOME is such a folder"
         for path in seen.missing
     ]
     if not seen.is_shared:
-        lines.append(
-            f"run.dir is {str(wanted.shared)!r}, which {node} does not share with this machine, "
-            "and weights go to its engines through it; name a folder that all nodes see, or set "
+        why = (
+            "a rank writes its part of each checkpoint there; name a folder that all nodes see"
+            if wanted.saves
+            else "weights go to its engines through it; name a folder that all nodes see, or set "
             "engine.weight_transport=nccl"
+        )
+        lines.append(
+            f"run.dir is {str(wanted.shared)!r}, which {node} does not share with this machine, or "
+            f"cannot write, and {why}"
         )
     return lines
 

@@ -121,7 +121,7 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
         if not own:
             used = placement.parts_by_node()
             await stack.enter_async_context(while_nodes_live(used))
-            await asyncio.to_thread(check_nodes, config, [*used])
+            await asyncio.to_thread(check_nodes, config, used)
         # Absolute: an actor's working directory need not be ours.
         folder = config.run.dir.absolute()
         pool = client_of(

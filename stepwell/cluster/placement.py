@@ -32,7 +32,6 @@ Owns the plan and the group. Does not own starting anything in it (`cluster/part
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from stepwell.backends.config import EngineConfig
 from stepwell.config.run import RunConfig
+from stepwell.datapool.nodes import address_order
 from stepwell.trainer.errors import ConfigError
 
 Mode: TypeAlias = Literal["plain", "disaggregated", "colocated"]
@@ -99,7 +99,9 @@ def in_turn(nodes: Sequence[Node], n: int) -> tuple[Node, ...]:
     """Nodes of `n` parts without GPUs; empty where there is one node."""
     if len(nodes) == 1:
         return ()
-    order = sorted(nodes, key=lambda node: (not node.is_driver, _address(node.ip), node.node_id))
+    order = sorted(
+        nodes, key=lambda node: (not node.is_driver, address_order(node.ip), node.node_id)
+    )
     return tuple(order[i % len(order)] for i in range(n))
 
 
@@ -233,16 +235,13 @@ def stable_order(bundles: Iterable[Bundle]) -> list[Bundle]:
     before those of more, as in `Plan.bundles`."""
     return sorted(
         bundles,
-        key=lambda b: (len(b.gpu_ids), _address(b.ip), b.node_id, tuple(map(_number, b.gpu_ids))),
+        key=lambda b: (
+            len(b.gpu_ids),
+            address_order(b.ip),
+            b.node_id,
+            tuple(map(_number, b.gpu_ids)),
+        ),
     )
-
-
-def _address(ip: str) -> tuple[int, int, str]:
-    try:
-        address = ipaddress.ip_address(ip)
-    except ValueError:
-        return (9, 0, ip)  # a host name
-    return (address.version, int(address), "")
 
 
 def _number(gpu_id: str) -> tuple[int, str]:

@@ -404,8 +404,11 @@ def _token_file() -> Path | None:
 
 
 @contextmanager
-def attached(part: RayPart, run_dir: str) -> Iterator[None]:
+def attached(part: RayPart, run_dir: str, **options: Any) -> Iterator[None]:
     """Connected to the Ray of the run in `run_dir` inside the block.
+
+    Args:
+        options: of `ray.init`, where this process is not connected yet.
 
     Raises:
         RunUnavailableError: it cannot be joined, or this process is connected to another one.
@@ -427,7 +430,7 @@ def attached(part: RayPart, run_dir: str) -> Iterator[None]:
         before, ray_constants.NUM_REDIS_GET_RETRIES = ray_constants.NUM_REDIS_GET_RETRIES, RETRIES
         try:
             with _our_signals():
-                ray.init(address=part.address, namespace=part.namespace, **_QUIET)
+                ray.init(address=part.address, namespace=part.namespace, **options, **_QUIET)
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
             why = _line(e)
             if part.auth_mode == "token" and _is_about_a_token(e):

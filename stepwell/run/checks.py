@@ -47,6 +47,7 @@ from stepwell.backends.model_folder import (
 from stepwell.backends.torch.memory import MemoryEstimate, ModelShape, estimate
 from stepwell.cluster.address import find_ray
 from stepwell.cluster.engine_flags import engine_share
+from stepwell.cluster.placement import Plan, machine, plan, trains_elsewhere, wanted_gpus
 from stepwell.config.run import RunConfig
 from stepwell.datapool.errors import DataPoolError
 from stepwell.gateway.errors import GatewayError
@@ -290,8 +291,6 @@ def device(config: RunConfig) -> None:
                 "auto or cpu, or run where one is"
             )
         return
-    from stepwell.cluster.placement import machine, plan
-
     nodes = machine()
     if config.backend.device == "cuda" and not nodes[0].gpus:
         import torch
@@ -320,20 +319,21 @@ def memory(config: RunConfig) -> None:
     """A training rank fits: states, the activations of the longest row, and the engine beside it.
     An estimate (`backends/torch/memory.py`), which what fragments can still exceed. On the CPU
     states alone are refused, and a warning is given of the rest: micro-batches need not be full."""
-    if config.backend.ranks > 1 and not _is_here(config):
-        return  # a single rank is this process
-    from stepwell.cluster.placement import trains_elsewhere
-
     if trains_elsewhere(config):
         return
-    on_gpu = config.backend.device != "cpu" and has_gpu()
     shape = ModelShape.read(config.model.path)
+    shape.check_context(config.backend.context_parallel)
+    if config.backend.ranks > 1 and not _is_here(config):
+        return  # a single rank is this process
+    on_gpu = config.backend.device != "cpu" and has_gpu()
     size = f"{shape.parameters / _GB:.2g}e9 parameters with backend.optimizer "
     size += config.backend.optimizer
     less = "take a smaller model, or backend.lora={rank: 16}"
     if on_gpu:
         if (has := gpu_bytes()) is None:
             return
+        if _is_here(config):
+            config = as_planned(config, plan(config, machine()))
         rank = rank_memory(config, shape, has)
         if rank.total > has:
             raise ConfigError(
@@ -360,15 +360,24 @@ def memory(config: RunConfig) -> None:
     log.warning("%s", why)
 
 
+def as_planned(config: RunConfig, planned: Plan) -> RunConfig:
+    """The configuration with `cluster.placement` as it was planned: `auto` is decided."""
+    if planned.mode == "plain":
+        return config
+    cluster = config.cluster.model_copy(update={"placement": planned.mode})
+    return config.model_copy(update={"cluster": cluster})
+
+
 def rank_memory(config: RunConfig, shape: ModelShape, gpu_bytes: float | None) -> MemoryEstimate:
-    """Memory of one training rank at the peak of an optimizer step.
+    """Memory of one training rank at the peak of an optimizer step. Of `cluster.placement: auto` it
+    is taken that no engine shares the rank's GPU (`as_planned`).
 
     Args:
         shape: the policy's; `ModelShape.read(config.model.path)`.
         gpu_bytes: of one GPU, of which a colocated engine keeps its share; None: on the CPU.
 
     Raises:
-        BackendConfigError: `backend.context_parallel` does not divide the model's heads.
+        BackendConfigError: as `ModelShape.check_context`.
     """
     shape.check_context(config.backend.context_parallel)
     backend, algorithm = config.backend, config.algorithm
@@ -378,6 +387,7 @@ def rank_memory(config: RunConfig, shape: ModelShape, gpu_bytes: float | None) -
         critic = shape if path is None else ModelShape.read(path)
     is_policy_its_reference = backend.lora is not None and backend.reference_path is None
     colocated = config.cluster.placement == "colocated" and not config.engine.release_memory
+    beside = colocated and wanted_gpus(config)[1] > 0  # an embedded or attached one has none
     return estimate(
         shape,
         backend,
@@ -386,7 +396,7 @@ def rank_memory(config: RunConfig, shape: ModelShape, gpu_bytes: float | None) -
         on_cuda=gpu_bytes is not None,
         reference=algorithm.kl.place != "none" and not is_policy_its_reference,
         critic=critic,
-        engine_bytes=engine_share(config) * gpu_bytes if gpu_bytes and colocated else 0.0,
+        engine_bytes=engine_share(config) * gpu_bytes if gpu_bytes and beside else 0.0,
     )
 
 

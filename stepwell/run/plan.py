@@ -37,7 +37,7 @@ from stepwell.cluster.placement import (
     trains_elsewhere,
 )
 from stepwell.config.run import RunConfig
-from stepwell.run.checks import gpu_bytes, rank_memory
+from stepwell.run.checks import as_planned, gpu_bytes, rank_memory
 from stepwell.trainer.errors import ConfigError
 
 GPU_GB = 80.0
@@ -158,9 +158,7 @@ def plan_run(
     trains = backend == "torch" or not BACKENDS.load(backend).loop_lacks()
     planned = plan(config, nodes, trains=trains, serves=config.serves)
     where = _gpus_of_bundles(planned, nodes)
-    if planned.mode != "plain":  # `auto` is decided
-        cluster = config.cluster.model_copy(update={"placement": planned.mode})
-        config = config.model_copy(update={"cluster": cluster})
+    config = as_planned(config, planned)
     is_remote = trains_elsewhere(config)
     parts = [*_ranks(config, shape, machines, planned, where)] if trains and not is_remote else []
     if is_remote:
@@ -277,7 +275,7 @@ def _remedy(config: RunConfig, shape: ModelShape, machines: Machines) -> str:
     ranks = [n for n in ranks if backend.ranks < n <= most]
     changes += [(f"backend.ranks={n}", {"ranks": n}) for n in ranks]
     for n in (2**k for k in range(1, 11) if 2**k <= most and shape.heads % 2**k == 0):
-        if n > backend.context_parallel:
+        if n > backend.context_parallel and not shape.reads_pictures:
             all_ranks = max(n, backend.ranks // n * n)
             words = f"backend.ranks={all_ranks} backend.context_parallel={n}"
             changes.append((words, {"ranks": all_ranks, "context_parallel": n}))

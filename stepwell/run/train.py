@@ -25,9 +25,10 @@ import torch
 from stepwell.backends.base import build_backend
 from stepwell.backends.engines.kinds import connect
 from stepwell.backends.engines.routes import check_routes
+from stepwell.cluster.nodes import check_nodes, runtime_env
 from stepwell.cluster.parts import Parts, generate_needs
 from stepwell.cluster.placement import place
-from stepwell.cluster.ray import attached, while_lives
+from stepwell.cluster.ray import attached, environment, while_lives
 from stepwell.config.run import RunConfig
 from stepwell.datapool import connect as connect_pool
 from stepwell.errors import RunUnavailableError
@@ -306,7 +307,13 @@ async def attach(config: RunConfig, run: RunFile, checked: Checked | None = None
         )
     checked = checked or check_attached(config)
     display = Display(config.run.name, config.logging.console)
-    with only_trainer_in(folder), logged(folder), attached(run.ray, str(folder)):
+    variables = config.cluster.env
+    with (
+        only_trainer_in(folder),
+        logged(folder),
+        environment(**variables),
+        attached(run.ray, str(folder), runtime_env=runtime_env(None, variables)),
+    ):
         if (done := _finished(config)) is not None:
             display.status("this run has done its optimizer steps; raise trainer.total_steps")
             display.summary(done, folder)
@@ -329,6 +336,7 @@ async def attach(config: RunConfig, run: RunFile, checked: Checked | None = None
                 await check_routes(engine, config.engine, publishes=True)
             placement = await asyncio.to_thread(place, config, serves=False)
             stack.callback(placement.release)
+            await asyncio.to_thread(check_nodes, config, placement.parts_by_node())
             workers: Sequence[WorkerHandle] = ()
             if config.rollout.agent is not None:
                 workers = start_workers(

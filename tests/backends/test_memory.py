@@ -110,6 +110,13 @@ def test_full_fine_tuning_of_4b_does_not_fit_80_gb_and_lora_fits_beside_an_engin
     assert lora.total + 0.4 * 80 * GB < 80 * GB
 
 
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_a_critic_of_the_policys_size_has_states_as_large(ranks: int) -> None:
+    shape, config = ModelShape.of(QWEN3_4B), config_of()
+    both = estimate(shape, config, ranks, 16_384, on_cuda=True, critic=shape)
+    assert both.critic == pytest.approx(both.weights + both.gradients + both.optimizer)
+
+
 def test_checkpointing_is_what_lets_a_long_row_fit() -> None:
     plain = on_gpu(gradient_checkpointing=False).activations
     assert plain > 70 * GB

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,20 @@ import ray
 import stepwell
 from stepwell import RunUnavailableError, load_config
 from stepwell.cli.main import main
+from stepwell.cluster.address import RayPart
 from stepwell.cluster.parts import POOL_NAME
+from stepwell.cluster.placement import Node, Placement, Plan
 from stepwell.cluster.ray import ray_here
 from stepwell.config.load import attached_config
 from stepwell.config.run import RunConfig
 from stepwell.datapool import start_data_pool
 from stepwell.layout import RUN_FILE
+from stepwell.run import train
+from stepwell.run.checks import Checked
 from stepwell.run.find import find_run
 from stepwell.run.folder import (
+    EnginesPart,
+    GatewayPart,
     PoolPart,
     RunFile,
     begin,
@@ -35,6 +43,7 @@ from stepwell.run.serve import forget_weights
 from stepwell.trainer.errors import ConfigError
 from tests.stepwell.configuring import fails
 
+HERE, THERE = Node("10.0.0.2", "a", 0, is_driver=True), Node("10.0.0.3", "b", 0)
 TRAINER = """
 import sys, time
 from pathlib import Path
@@ -128,6 +137,43 @@ def test_what_cannot_be_attached_to_is_told_in_one_line(
     assert main(["train", *arguments]) == status
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+async def test_nodes_are_looked_at_and_variables_set_before_an_attached_trainer_starts_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the Ray of several machines that `make test-cluster` has."""
+    config = live(tmp_path, "cluster.env={STEPWELL_TEST_VARIABLE: eth1}", "trainer.total_steps=1")
+    on_two = Placement(Plan("plain", cpu_ranks=(HERE, THERE)))
+    joined: dict[str, Any] = {}
+
+    @contextmanager
+    def join(part: RayPart, run_dir: str, **options: Any) -> Iterator[None]:
+        joined.update(options)
+        yield
+
+    def look(found: RunConfig, used: Mapping[str, str]) -> None:
+        assert os.environ["STEPWELL_TEST_VARIABLE"] == "eth1"
+        assert dict(used) == {"a": "rank 0", "b": "rank 1"}
+        raise ConfigError("node 10.0.0.3 does not see run.dir")
+
+    monkeypatch.setattr(train, "attached", join)
+    monkeypatch.setattr(train, "connect_pool", lambda name, namespace: None)
+    monkeypatch.setattr(train, "place", lambda config, serves: on_two)
+    monkeypatch.setattr(train, "check_nodes", look)
+    begun = begin(config).model_copy(
+        update={
+            "host": "another",
+            "ray": RayPart(address="10.0.0.2:6379", namespace="n", auth_mode="disabled"),
+            "pool": PoolPart(name=POOL_NAME),
+            "engines": EnginesPart(urls=(), weights_dir=tmp_path),
+            "gateway": GatewayPart(urls=("http://10.0.0.2:1",)),
+        }
+    )
+    with pytest.raises(ConfigError, match=r"node 10\.0\.0\.3 does not see"):
+        await train.attach(config, begun, Checked(None))
+    assert joined == {"runtime_env": {"env_vars": {"STEPWELL_TEST_VARIABLE": "eth1"}}}
+    assert "STEPWELL_TEST_VARIABLE" not in os.environ
 
 
 # -- one trainer at a time -----------------------------------------------------------------------

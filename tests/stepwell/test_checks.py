@@ -15,13 +15,16 @@ from pathlib import Path
 import pytest
 import ray
 
+from stepwell.backends.torch.memory import ModelShape
 from stepwell.cli.main import main
+from stepwell.cluster.placement import Node
 from stepwell.run import checks
 from stepwell.run.folder import only_run_in
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.rollout.agents import load_agent
 from tests.e2e.conftest import ROOT
 from tests.trainer.small_run import small_config
+from tests.vision_model import make_vision_model
 
 MODEL = ROOT / "examples" / "quickstart" / "model"
 CODE = """
@@ -219,6 +222,18 @@ def test_a_setting_that_a_backend_has_no_method_for_is_told_before_the_start(
     assert not ray.is_initialized()
 
 
+@pytest.mark.parametrize("ray", [[], ["cluster.address=127.0.0.1:9"]], ids=["here", "there"])
+def test_ranks_that_cannot_share_rows_with_pictures_are_refused_before_the_start(
+    ray: list[str], tmp_path: Path
+) -> None:
+    model = f"model.path={make_vision_model(tmp_path / 'vision')}"
+    sharing = ("backend.ranks=2", "backend.context_parallel=2")
+    config = small_config(tmp_path, model, *sharing, *ray)
+    with pytest.raises(ConfigError, match=r"is 2, but the model reads pictures.*set it to 1"):
+        checks.check_attached(config)
+    checks.check_attached(small_config(tmp_path, model))
+
+
 @pytest.mark.parametrize("name", ["good", "partial", "wrapped", "instance"])
 async def test_whatever_is_awaited_with_a_task_is_an_agent(
     folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -333,6 +348,24 @@ def test_on_the_cpu_only_what_is_certain_is_refused(
     assert "a smaller backend.micro_batch_tokens" in caplog.text
     with pytest.raises(ConfigError, match="this machine has 0 GB"):
         on_the_cpu(tmp_path, monkeypatch, 1e6)
+
+
+@pytest.mark.parametrize("placement", ["auto", "colocated"])
+def test_an_engine_on_the_ranks_gpu_counts_whether_it_was_asked_for_or_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str
+) -> None:
+    one_gpu = [Node("127.0.0.1", "this machine", 1, is_driver=True)]
+    monkeypatch.setattr(checks, "machine", lambda: one_gpu)
+    monkeypatch.setattr(checks, "has_gpu", lambda: True)
+    given = ("backend.device=auto", f"cluster.placement={placement}")
+    of_its_own = small_config(tmp_path, *given)  # the embedded engine is on the CPU
+    beside = small_config(tmp_path, *given, "engine.kind=sglang")
+    shape = ModelShape.read(of_its_own.model.path)
+    monkeypatch.setattr(checks, "gpu_bytes", lambda: needed + 1)
+    needed = checks.rank_memory(of_its_own, shape, 1e12).total
+    checks.memory(of_its_own)
+    with pytest.raises(ConfigError, match=r", engine \d.* a GPU here has"):
+        checks.memory(beside)
 
 
 def test_a_model_that_a_service_trains_takes_no_memory_here(

@@ -28,7 +28,7 @@ def test_a_node_that_has_everything_is_not_spoken_of() -> None:
         ({"versions": {**HERE, "torch": "2.9.0"}}, ("torch 2.9.0", "2.13.0", "/env/bin/python")),
         ({"versions": {"python": "3.11.7", "torch": "2.13.0"}}, ("stepwell not at all", "0.1.0")),
         ({"agent_error": "there is no module 'x'\nlonger"}, ("no module 'x'; install", "/env/bin")),
-        ({"missing": (Path("/models/base"),)}, ("model.path", "/models/base", "s3://")),
+        ({"missing": (Path("/models/base"),)}, ("model.path", "/models/base", "XDG_CACHE_HOME")),
         ({"is_shared": False}, ("run.dir", "/runs/mine", "engine.weight_transport=nccl")),
     ],
 )
@@ -39,6 +39,13 @@ def test_what_a_node_lacks_is_one_line_with_node_and_remedy(
     assert "node 10.0.0.2 (b)" in line
     assert [word for word in words if word not in line] == []
     assert "longer" not in line
+
+
+def test_a_rank_needs_the_drivers_folder_whatever_carries_weights() -> None:
+    wanted = Look("agent:agent", (), Path("/runs/mine"), "nonce", saves=True)
+    (line,) = told("10.0.0.2", wanted, seen(is_shared=False), HERE)
+    assert "checkpoint" in line
+    assert line.endswith("name a folder that all nodes see")
 
 
 def test_a_node_looks_for_the_agent_the_folders_and_the_drivers_file(
@@ -55,18 +62,24 @@ def test_a_node_looks_for_the_agent_the_folders_and_the_drivers_file(
     found = look(Look("nowhere:agent", (), tmp_path / "other", "nonce"))
     assert "'nowhere'" in found.agent_error
     assert not found.is_shared
+    long = "n" * 250  # it is seen, but nothing can be written beside it
+    (tmp_path / long).touch()
+    assert not look(Look(None, (), tmp_path, long)).is_shared
 
 
 def test_a_node_needs_what_runs_on_it() -> None:
     config = load_config("quickstart", ["run.dir=/shared/runs/a"])
-    assert needs_of(config, "b", used=[]) == Look(config.rollout.agent)
-    full = needs_of(config, "b", used=["a", "b"], nonce="x")
+    assert needs_of(config, "b", used={}) == Look(config.rollout.agent)
+    full = needs_of(config, "b", used={"a": "rank 0", "b": "engine 0"}, nonce="x")
     assert full.paths == (config.model.path.absolute(),)
-    assert (full.shared, full.nonce) == (Path("/shared/runs/a"), "x")
-    over_nccl = load_config("quickstart", ["engine.weight_transport=nccl"])
-    assert needs_of(over_nccl, "b", used=["b"]).shared is None
+    assert (full.shared, full.nonce, full.saves) == (Path("/shared/runs/a"), "x", False)
+    over_nccl = load_config("quickstart", ["engine.weight_transport=nccl", "run.dir=/shared/a"])
+    assert needs_of(over_nccl, "b", used={"b": "engine 0"}).shared is None
+    # Its part of a checkpoint would be on its own disk, and the checkpoint without it.
+    of_rank = needs_of(over_nccl, "b", used={"b": "rank 1, engine 0"})
+    assert (of_rank.shared, of_rank.saves) == (Path("/shared/a"), True)
     by_themselves = load_config("live", [])
-    assert needs_of(by_themselves, "b", used=[]) == Look(None)
+    assert needs_of(by_themselves, "b", used={}) == Look(None)
 
 
 def test_a_project_travels_without_what_no_agent_imports(tmp_path: Path) -> None:

@@ -376,6 +376,22 @@ def test_the_best_checkpoint_or_a_step_is_exported_on_request(
         assert all(torch.equal(w, start[n]) for n, w in model.state_dict().items())
 
 
+def test_what_ranks_that_shared_rows_trained_is_exported_by_one_process(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    store = CheckpointStore(run_dir / "checkpoints")
+    newest = store.chosen("latest")
+    of_ranks = TorchBackendConfig(ranks=4, context_parallel=2).model_dump(mode="json")
+    about = {**store.about(newest), "backend_config": of_ranks}
+    run = tmp_path / "run"
+    copied = CheckpointStore(run / "checkpoints")
+    draft = copied.draft(2)
+    shutil.copytree(newest / "backend", draft / "backend")
+    copied.save(2, store.load(newest), about, draft)
+    exported = export_checkpoint(run, "latest", tmp_path / "model")
+    assert (exported / "model.safetensors").is_file()
+
+
 def test_an_export_refuses_a_folder_that_is_there_and_a_run_without_checkpoints(
     run_dir: Path, tmp_path: Path
 ) -> None:

@@ -200,7 +200,8 @@ class BatchLoss:
             columns = {**columns, **found}
         needed = dict(zip(names, _require(columns, *names), strict=True))
         # A masked token must not leak a NaN through 0 · NaN, in the value or in the gradient.
-        live = needed["coef"] != 0
+        trained = needed["coef"] != 0
+        live = trained.nonzero().squeeze(-1)  # once: a GPU is waited for
         x = {name: column[live] for name, column in needed.items()}
         log_probs = log_probs[live]
         coef = x["coef"]
@@ -223,7 +224,7 @@ class BatchLoss:
             if c.entropy_coeff > 0:
                 loss = loss - c.entropy_coeff * (coef * entropy).sum()
             reported["policy/entropy"] = entropy.detach()
-        count = live.sum().double()
+        count = trained.sum().double()
         means = {k: Mean(v.double().sum(), count) for k, v in reported.items()}
         return LossOutput(loss, means, found)
 

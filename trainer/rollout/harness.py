@@ -275,7 +275,7 @@ class Rollout:
             InfrastructureError: the machine failed.
             TimeoutError: it ran too long.
         """
-        with self._why_told():
+        with self._failure_noted():
             if self.failed_set_up is not None:
                 raise self.failed_set_up
             with _room_needed(self.home):
@@ -290,11 +290,11 @@ class Rollout:
             HarnessError: it cannot be graded.
             InfrastructureError: the machine failed.
         """
-        with self._why_told():
+        with self._failure_noted():
             return await self._grade()
 
     @contextmanager
-    def _why_told(self) -> Iterator[None]:
+    def _failure_noted(self) -> Iterator[None]:
         try:
             yield
         except BaseException as e:  # its log says it, and it is raised

@@ -55,7 +55,7 @@ class Ratios:
     ) -> Ratios:
         """Ratios of log-probs [T], which may be those of single tokens as well as of a batch."""
         lost = _per_step((~mu.isfinite() & trained).double(), lengths) > 0
-        known = ~lost.repeat_interleave(lengths)
+        known = ~lost.repeat_interleave(lengths, output_size=len(mu))
         log_ratio = (prox - mu).where(known & trained, 0.0)
         return cls(
             log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
@@ -75,7 +75,7 @@ class Ratios:
 
     def spread(self, per_step: Tensor) -> Tensor:
         """[S] -> [T]."""
-        return per_step.repeat_interleave(self.lengths)
+        return per_step.repeat_interleave(self.lengths, output_size=len(self.log_ratio))
 
     def sum(self, values: Tensor) -> Tensor:
         """[T] -> [S], float64."""
@@ -99,10 +99,12 @@ class Ratios:
 
 
 def _per_step(values: Tensor, lengths: Tensor) -> Tensor:
-    """Sums of float64 `values` [T] over each step, [S]."""
+    """Sums of float64 `values` [T] over each step, [S]. T is given to each `repeat_interleave`:
+    else a GPU is waited for."""
     numbers = lengths.new_ones(len(lengths)).cumsum(0) - 1
     total = values.new_zeros(len(lengths))
-    return total.index_add_(0, numbers.repeat_interleave(lengths), values)
+    step = numbers.repeat_interleave(lengths, output_size=len(values))
+    return total.index_add_(0, step, values)
 
 
 @dataclass(frozen=True, slots=True)
