@@ -23,13 +23,15 @@ from stepwell.backends.errors import BackendConfigError
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 """Files fetched from a model's repository; the same weights in other formats stay there."""
+RUNS = "runs"
+"""Folder of runs, and of the models that a command of ours makes; no owner on the hub is meant."""
 ANSWER_S = 10.0
 
 
 def is_hub_id(name: str | Path) -> bool:
     """True if `name` is like owner/model and no path that is, or could be, on this machine."""
     path = Path(name)
-    here = path.exists() or path.parent.exists()
+    here = path.exists() or path.parent.exists() or path.parts[:1] == (RUNS,)
     return _ID.fullmatch(str(name)) is not None and not here
 
 

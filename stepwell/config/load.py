@@ -456,22 +456,28 @@ def _read_overrides(overrides: Sequence[str]) -> tuple[Raw, list[str]]:
     return layer, lines
 
 
+class _Whole(dict[str, Any]):
+    """A section that text alone stood for, with what its layer says besides: nothing stays of what
+    is beneath, no key of another function, source or preset."""
+
+
 def _over(below: Any, above: Any, types: Sequence[Any], *, one_layer: bool = False) -> Any:
     """`above` over `below`, both values of `types`. Within one layer a new kind drops nothing."""
     if isinstance(above, str) and "${" not in above:
         sections = models_of(types, above)
         if name := next(filter(None, map(named_by, sections)), None):
-            above = {name: above}  # the whole section: keys of another function or source go
-            below = below if one_layer else {}
+            above = _Whole({name: above})
         elif spelled_out := next(filter(None, map(by_kind, sections)), None):
             above = spelled_out(above)
     if not isinstance(above, dict):
         return above
-    if not isinstance(below, dict):
+    if not isinstance(below, dict) or (isinstance(above, _Whole) and not one_layer):
         below = {}
     if not one_layer:
         below = _of_new_kind(below, above, types)
-    values = below | above
+    values: Raw = {**below, **above}
+    if one_layer and (isinstance(above, _Whole) or isinstance(below, _Whole)):
+        values = _Whole(values)
     for key, value in above.items():
         inner = types_of(types, values, key)
         values[key] = _over(below.get(key), value, inner, one_layer=one_layer)

@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeInt, ValidationInfo, model_validator
 
 from stepwell.backends.config import EngineConfig, TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError
-from stepwell.backends.hub import is_hub_id
+from stepwell.backends.hub import RUNS, is_hub_id
 from stepwell.backends.registry import BACKEND_NAMES, ENGINE_NAMES
 from stepwell.datapool.config import ChannelConfig, PoolConfig, Section
 from stepwell.datapool.types import SFT, TRAIN
@@ -460,8 +460,10 @@ class RunConfig(Section):
         if is_hub_id(self.model.path):  # `load_config` fetches it
             return self
         if not (self.model.path / "config.json").is_file():
+            is_made = self.model.path.parts[:1] == (RUNS,)
+            remedy = "make it as the comment beside it says, or " if is_made else ""
             raise ValueError(
                 f"model.path is {str(self.model.path)!r}, which has no config.json (looked in "
-                f"{self.model.path.resolve()}); point it at a Hugging Face model directory"
+                f"{self.model.path.resolve()}); {remedy}point it at a Hugging Face model directory"
             )
         return self

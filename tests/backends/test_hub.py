@@ -135,3 +135,12 @@ def test_to_look_at_a_configuration_downloads_nothing() -> None:
 def test_a_path_is_no_id(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert not is_hub_id(name)
+
+
+def test_a_folder_below_runs_is_no_id_before_there_are_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Presets name models there, which a command makes."""
+    monkeypatch.chdir(tmp_path)
+    assert not is_hub_id("runs/harness_shell-model")
+    assert "make it as the comment beside it says" in _said("model.path=runs/mine")

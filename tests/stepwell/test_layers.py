@@ -6,6 +6,7 @@ import pytest
 
 from stepwell.config.load import load_config
 from stepwell.trainer.config.data import ParquetSource
+from stepwell.trainer.config.harness import HarnessConfig
 from tests.stepwell.configuring import fails
 
 # --- another kind of a section ---------------------------------------------------------------
@@ -118,3 +119,35 @@ def test_an_error_names_the_file_it_is_in_and_the_command_line_none(tmp_path: Pa
     assert a.startswith(f"{tmp_path / 'a.yaml'}: rollout.n is 0")
     assert b.startswith(f"{tmp_path / 'b.yaml'}: trainer.total_steps is 0")
     assert c.startswith("gateway.port is -1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kwargs"),
+    [
+        (["rollout.reward=gsm8k"], {}),
+        (["rollout.reward=gsm8k", "rollout.reward.kwargs={y: 2}"], {"y": 2}),
+        (["rollout.reward.kwargs={y: 2}", "rollout.reward=gsm8k"], {"y": 2}),
+        (["rollout.reward.function=gsm8k"], {"x": 1}),
+    ],
+)
+def test_a_name_alone_on_the_command_line_is_the_whole_section_as_in_a_file(
+    tmp_path: Path, overrides: list[str], kwargs: dict[str, int]
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "extends: quickstart\nrollout: { reward: { function: math, kwargs: { x: 1 } } }\n"
+    )
+    reward = load_config(str(file), overrides, here=False).rollout.reward
+    assert reward is not None
+    assert (reward.function, reward.kwargs) == ("gsm8k", kwargs)
+
+
+def test_another_preset_of_a_harness_does_not_keep_the_command_of_the_one_beneath(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: quickstart\nrollout: { harness: { command: [mine], workdir: w } }\n")
+    own = ["rollout.harness=codex", "rollout.agent=null", "rollout.timeout_s=700"]
+    own += ["rollout.group_deadline_s=2000"]
+    config = load_config(str(file), own, here=False)
+    assert config.rollout.harness == HarnessConfig(preset="codex")

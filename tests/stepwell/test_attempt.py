@@ -1,0 +1,28 @@
+"""The configuration of `stepwell try`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stepwell.show.attempt import config_of_try
+from stepwell.trainer.config.harness import HarnessConfig
+from tests.e2e.conftest import ROOT
+
+
+@pytest.mark.parametrize("name", ["quickstart", "harness_shell"])
+@pytest.mark.parametrize("keys", [[], ["rollout.harness.timeout_s=900"]])
+def test_a_preset_is_tried_on_the_model_of_any_configuration(
+    name: str, keys: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its times are the harness's, not those of the agent that the configuration has."""
+    program = tmp_path / "codex"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    model = f"model.path={ROOT / 'examples' / 'quickstart' / 'model'}"
+    config, task = config_of_try("codex", "Write it.", name, [model, *keys])
+    harness = HarnessConfig(preset="codex")
+    assert config.rollout.harness == harness.model_copy(update={"timeout_s": 900.0} if keys else {})
+    assert task["question"] == "Write it."
