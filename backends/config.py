@@ -247,7 +247,8 @@ class TorchBackendConfig(Section):
     context_parallel: int = Field(default=1, ge=1)
     """Ranks that share the tokens of a micro-batch, for rows whose activations one cannot hold:
     each has 1/n of them, and all of some heads in attention (Ulysses). Divides `ranks` and the
-    model's attention heads; `micro_batch_tokens` stay those of one rank."""
+    model's attention heads, and is 1 for a model that reads pictures; `micro_batch_tokens` stay
+    those of one rank."""
     reduce: Literal["auto", "each", "last"] = "auto"
     """Time at which ranks sum their gradients. `each`: after every micro-batch; `last`: once a
     step, which keeps the whole gradient in float32 on every rank (16 GB of a 4B) and sends less;

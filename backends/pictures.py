@@ -37,7 +37,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -93,7 +93,7 @@ class CanonicalPicture(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PictureBounds:
-    """Bounds of one picture as it arrives."""
+    """Bounds of one picture."""
 
     max_bytes: int = 20 * 2**20
     max_pixels: int = 40_000_000
@@ -158,6 +158,13 @@ class PictureProcessor:
     def factor(self) -> int:
         """Pixels along each side of what one placeholder stands for."""
         return self.patch_size * self.merge_size
+
+    @property
+    def canonical_bounds(self) -> PictureBounds:
+        """Bounds of a canonical picture: its PNG may be several times as long as the photograph
+        that it was made of."""
+        most = max(self.bounds.max_pixels, self.max_pixels)
+        return replace(self.bounds, max_bytes=4 * most, max_pixels=most)
 
     def canonical(self, data: bytes) -> CanonicalPicture:
         """Decode a picture by the rules of this module and resize it to the model's grid.
@@ -230,7 +237,7 @@ class PictureProcessor:
         """
         images = []
         for png in pngs:
-            image = decode(png, self.bounds)
+            image = decode(png, self.canonical_bounds)
             if self._resized(*image.size) != image.size:
                 raise PictureError(
                     f"a picture is {image.width}x{image.height}, which is not on the grid of "
@@ -322,7 +329,7 @@ def decode(data: bytes, bounds: PictureBounds) -> Image.Image:
     """
     with _opened(data, bounds) as image:
         orientation = _orientation(image)
-        rgb = _to_rgb(image, sixteen_bit=image.format == "PNG" and data[24:25] == b"\x10")
+        rgb = _to_rgb(image, depth=data[24] if image.format == "PNG" else 8)
     turned = _TRANSPOSE.get(orientation)
     return rgb if turned is None else rgb.transpose(turned)
 
@@ -379,9 +386,13 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-def _to_rgb(image: Image.Image, *, sixteen_bit: bool) -> Image.Image:
+def _to_rgb(image: Image.Image, *, depth: int) -> Image.Image:
+    """`depth`: bits of a channel in the file."""
     image.load()
     key = image.info.get("transparency")
+    if image.mode == "L" and isinstance(key, int) and depth < 8:
+        # Pillow scales the pixels of 2 and 4 bits to 8, but not this value.
+        image.info["transparency"] = key * 255 // (2**depth - 1)
     if image.mode.startswith("I;16"):
         values = np.asarray(image).astype(np.uint16)
         grey = (values >> 8).astype(np.uint8)
@@ -390,7 +401,7 @@ def _to_rgb(image: Image.Image, *, sixteen_bit: bool) -> Image.Image:
         return Image.fromarray(grey).convert("RGB")
     if image.mode not in ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK"):
         raise PictureError(f"the picture has pixels of mode {image.mode!r}, which are not read")
-    if image.mode == "RGB" and key is not None and sixteen_bit:
+    if image.mode == "RGB" and key is not None and depth == 16:
         raise PictureError("the picture is 16-bit RGB with a transparent colour, which is not read")
     if image.mode in ("LA", "PA", "RGBA") or key is not None:
         image = image.convert("RGBA")

@@ -241,6 +241,23 @@ class ReadDeparted(Op[list[DepartedRows]], frozen=True, array_like=True):
     uid: Text
 
 
+class FoundUid(NamedTuple):
+    """A trajectory, or a group, by its uid."""
+
+    channel: str
+    prompt_uid: str
+    trajectory_uid: str | None
+    """None: the group itself."""
+
+
+class FindUids(Op[list[FoundUid]], frozen=True, array_like=True):
+    """Groups and trajectories that are live or wait to be archived, whose uids begin so. Looks at
+    every uid: for people who type the beginning of one."""
+
+    start: Text
+    limit: Positive = 20
+
+
 QUESTIONS: tuple[type[Op[Any]], ...] = (
     GetStatistics,
     Describe,
@@ -254,6 +271,7 @@ QUESTIONS: tuple[type[Op[Any]], ...] = (
     ReadPictures,
     ListDeparted,
     ReadDeparted,
+    FindUids,
     GetEvents,
     WaitAvailable,
     WaitCredit,

@@ -89,6 +89,8 @@ log = logging.getLogger(__name__)
 
 MAX_BEGINNINGS = 4
 """Trajectories that a conversation may find closed as it begins, one after the other."""
+GREEDY_BELOW = 1e-6
+"""Temperature below which engines take the likeliest token, with its log-prob at temperature 1."""
 REMEMBERED_TIMES = 4096
 _FREE = ChannelSampling()
 _NO_LOG_PROBS = np.empty(0, np.float32)
@@ -314,7 +316,7 @@ class Calls:
             top_p = forced.top_p
         if forced.top_k is not None:
             top_k = forced.top_k
-        if trajectory.greedy:
+        if trajectory.greedy or (temperature is not None and temperature < GREEDY_BELOW):
             temperature = 0.0
         return Sampling(
             max_new_tokens=min(request.max_tokens or limit, limit),

@@ -138,9 +138,9 @@ class PicturesConfig(Section):
     50 screenshots of 1 MB are 67 MB."""
     max_count: int = Field(default=100, ge=1)
     """Pictures of one body, those of the whole conversation."""
-    max_pixels: int = Field(default=40_000_000, ge=1)
-    """Width times height of one as it is sent; a larger one is refused before it is decoded. The
-    model's own processor says what it is resized to."""
+    max_pixels: int = Field(default=40_000_000, ge=1, le=178_000_000)
+    """Width times height of one as it is sent; a larger one is refused before it is decoded (Pillow
+    opens none above 178 million). The model's own processor says what it is resized to."""
 
 
 class GatewayConfig(Section):

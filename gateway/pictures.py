@@ -78,7 +78,14 @@ class KnownPicture(NamedTuple):
 class RequestPictures:
     """The pictures of one request, and their bytes for as long as it is in flight."""
 
-    def __init__(self, body: bytes, spans: Mapping[str, tuple[int, int]], context: float) -> None:
+    def __init__(
+        self,
+        body: bytes,
+        spans: Mapping[str, tuple[int, int]],
+        context: float,
+        left: Collection[str] = (),
+    ) -> None:
+        """`left`: names of what stays in the body, since it stands where no picture can be."""
         self.known: dict[str, KnownPicture | str] = {}
         """By name; a text is the reason why it is refused. Without those that were not decoded,
         since the ones before them fill the model's context."""
@@ -88,7 +95,7 @@ class RequestPictures:
         """Canonical pictures that this request was the first to bring, by digest."""
         self.ignored: list[str] = []
         """Names of options that were left aside, for `Parsed.ignored`."""
-        self._body, self._spans, self._context = body, spans, context
+        self._body, self._spans, self._context, self._left = body, spans, context, left
 
     @property
     def names(self) -> Collection[str]:
@@ -131,6 +138,12 @@ class RequestPictures:
             return found.part()
         if found is not None:
             raise RequestError(f"{where} is a picture that is refused: {found}", where)
+        if self._left and isinstance(source, str) and _name_of(source.encode()) in self._left:
+            raise RequestError(
+                f"{where} is a picture, and the very same string stands as a text, too, where no "
+                "picture can be; leave it out there",
+                where,
+            )
         shown = f"{source[:_SHOWN]!r}" if isinstance(source, str) else f"{source!r:.80}"
         if isinstance(source, str) and re.match(r"[a-z][a-z0-9+.-]*:", source):
             raise RequestError(
@@ -140,7 +153,7 @@ class RequestPictures:
 
     def without_bytes(self) -> RequestPictures:
         """The same names, for a text that is read again when the request is long over."""
-        pictures = RequestPictures(b"", {}, self._context)
+        pictures = RequestPictures(b"", {}, self._context, self._left)
         pictures.known = self.known
         return pictures
 
@@ -203,7 +216,7 @@ class PictureReader:
             owner: of the request's key; no other owner's pictures count as known.
             context: tokens that fit; infinite: the pictures are only counted, and their bytes are
                 not held.
-            left: names of what stays in the body.
+            left: as `RequestPictures`.
 
         Raises:
             RequestError: there are more than one body may bring.
@@ -216,7 +229,7 @@ class PictureReader:
                 "(gateway.pictures.max_count); send fewer",
                 None,
             )
-        pictures = RequestPictures(body, spans, context)
+        pictures = RequestPictures(body, spans, context, left)
         new = []
         for name in spans:
             if (known := self._known.get((owner or "", name))) is not None:
@@ -283,7 +296,7 @@ def _without_pictures(
         if end < 0:
             break
         if _may_be_picture(body, found, start, end):
-            name = hashlib.sha256(view[start:end]).hexdigest()
+            name = _name_of(view[start:end])
             if name not in left:
                 spans.setdefault(name, (start, end))
                 pieces += (view[at:start], f"{NAME}{name}".encode())
@@ -294,6 +307,10 @@ def _without_pictures(
     if not n:
         return body, spans, 0
     return b"".join((*pieces, view[at:])), spans, n
+
+
+def _name_of(source: bytes | memoryview) -> str:
+    return hashlib.sha256(source).hexdigest()
 
 
 def _may_be_picture(body: bytes, found: re.Match[bytes], start: int, end: int) -> bool:

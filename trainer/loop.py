@@ -263,6 +263,7 @@ class Trainer:
         to it that the engines serve the weights that are trained: those of the checkpoint, or of
         the start."""
         path = self.checkpoints.find(where)
+        await self._compute(self.trained.resume, max(self.checkpoints.steps(), default=0))
         state = await self._compute(self.checkpoints.load, path) if path is not None else None
         offset = 0
         if path is not None and state is not None:

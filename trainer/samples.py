@@ -39,7 +39,12 @@ import orjson
 from stepwell.backends.base import TokenBatch
 from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.files.copies import OLD, ROLLOUTS, VALIDATION, TrainerCopies
-from stepwell.datapool.files.trained import TrainedTrajectory, write_trained
+from stepwell.datapool.files.trained import (
+    TrainedTrajectory,
+    trained_path,
+    trained_steps,
+    write_trained,
+)
 from stepwell.datapool.sealed import damaged, end_of_lines, read_lines, sealed, write_durably
 from stepwell.datapool.types import Group, Step, Trajectory, user_of
 from stepwell.trainer.scoring import EXTRA
@@ -163,6 +168,17 @@ class Trained:
                 write_trained(self._folder, step, about, kept, self._most)
         except (OSError, TypeError, DamagedFileError) as e:
             log.warning("the sample of optimizer step %d is not written: %s", step, e)
+
+    def resume(self, durable: int) -> None:
+        """Remove the files of optimizer steps after `durable`, the newest checkpoint's: the groups
+        of these were not acked, and are trained again by other steps."""
+        try:
+            with self._copies.writing():
+                for step in trained_steps(self._folder):
+                    if step > durable:
+                        trained_path(self._folder, step).unlink(missing_ok=True)
+        except (OSError, DamagedFileError) as e:  # as in `write`: this ends no run
+            log.warning("samples of steps that are trained again are not removed: %s", e)
 
     def take(self) -> list[dict[str, Any]]:
         """Return the lines of the newest optimizer step, once: a table for trackers, of

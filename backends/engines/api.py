@@ -422,6 +422,11 @@ class Engine(ABC):
     async def max_model_len(self) -> int:
         """Tokens that fit, prompt and response."""
 
+    async def why_not_trainable(self) -> str | None:
+        """Return why the answers of a server that was started so cannot be trained on, with the
+        remedy; None: they can. Asked when a run attaches to it."""
+        return None
+
     async def check_generates(self) -> None:
         """Raise unless the engine generated a token just now; not asked while it is paused."""
         await self.check()

@@ -87,9 +87,11 @@ async def check_routes(engine: Engine, config: EngineConfig, *, publishes: bool)
         publishes: weights are sent to it, by the ways of `config`.
 
     Raises:
-        EngineStartError: it lacks what that needs, or answers without token ids.
+        EngineStartError: it lacks what that needs, or answers what cannot be trained on.
         EngineError: it cannot be asked.
     """
+    if config.is_attached and (why := await engine.why_not_trainable()) is not None:
+        raise EngineStartError(f"the engine at {engine.url} {why}")
     missing = await missing_routes(engine)
     if not missing:
         return

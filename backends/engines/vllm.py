@@ -46,7 +46,6 @@ from stepwell.backends.engines.api import (
     OnOutput,
     Output,
     Routes,
-    Sampling,
     TopLogProbs,
     is_canary,
     is_missing,
@@ -113,13 +112,18 @@ ROUTES = Routes(
     generate=GENERATE,
 )
 
+MASKED = -100.0
+"""Bias that leaves a token no probability; vLLM takes none below."""
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises a lower one to this, but for 0: another policy than is recorded."""
+PROCESSED = "processed_logprobs"
 MOST_TOPS = 20
 """Alternatives per token that agents may ask for."""
 FLAGS = (
     "--enable-scale-out",  # the route that takes and gives token ids
     "--enable-prompt-tokens-details",  # cached tokens of a prompt
     "--logprobs-mode",
-    "processed_logprobs",
+    PROCESSED,
     "--max-logprobs",
     str(MOST_TOPS + 1),
 )
@@ -186,6 +190,9 @@ class VllmEngine(HttpEngine):
         if request.pictures is not None:
             words = "serve the model with SGLang, or with the embedded engine (engine.kind)"
             raise refusal(url, 400, "takes no pictures: it is vLLM", words)
+        if 0 < request.sampling.temperature < LEAST_TEMPERATURE:
+            words = f"temperature is {request.sampling.temperature:g}; send 0, or 0.01 or more"
+            raise refusal(url, 400, "takes no temperature between 0 and 0.01: it is vLLM", words)
         reader = _Reader(url, request, on_output)
         try:
             status, content = await self.connections.request(
@@ -205,7 +212,7 @@ class VllmEngine(HttpEngine):
     def _body(self, request: GenerateRequest) -> bytes:
         fields: dict[str, Any] = {
             "request_id": request.rid,
-            "sampling_params": _params(request.sampling, request.max_new_tokens),
+            "sampling_params": _params(request),
             "stream": request.stream,
         }
         if request.stream:
@@ -372,6 +379,20 @@ class VllmEngine(HttpEngine):
     async def check(self) -> None:
         await self._ask("/health")
 
+    async def why_not_trainable(self) -> str | None:
+        path = "/server_info?config_format=json"
+        try:
+            info = await self._object(path, has=("vllm_config",), timeout_s=LOAD_TIMEOUT_S)
+            mode = info["vllm_config"]["model_config"]["logprobs_mode"]
+        except (EngineError, LookupError, TypeError):
+            return None  # it does not say
+        if mode == PROCESSED:
+            return None
+        return (
+            f"gives {mode}, which are not of the distribution that is sampled from; start vLLM "
+            f"with --logprobs-mode {PROCESSED} (docs/engines.md)"
+        )
+
     async def name(self) -> str:
         words: list[object] = []
         with suppress(EngineError):
@@ -381,9 +402,10 @@ class VllmEngine(HttpEngine):
         return " ".join(word for word in words if isinstance(word, str))
 
 
-def _params(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
+def _params(request: GenerateRequest) -> dict[str, Any]:
+    sampling = request.sampling
     params: dict[str, Any] = {
-        "max_tokens": max_new_tokens,
+        "max_tokens": request.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -403,6 +425,8 @@ def _params(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
     if sampling.constraint is not None:
         kind, text = sampling.constraint
         params["structured_outputs"] = {_CONSTRAINTS[kind]: text}
+    if request.masked_ids:
+        params["logit_bias"] = dict.fromkeys(map(str, request.masked_ids), MASKED)
     return params
 
 

@@ -115,11 +115,6 @@ class TorchBackend(TrainingBackend):
             "reference": fingerprint(model_dir(self._reference_path, "backend.reference_path")),
         }
         self._processor = PictureProcessor.of(self._model_path)
-        if self._processor is not None and config.context_parallel > 1:
-            raise BackendConfigError(
-                f"backend.context_parallel is {config.context_parallel}, but the model in "
-                f"{self._model_path} reads pictures, whose rows ranks do not share; set it to 1"
-            )
         with self._ranks.only_first():
             self._model = self._load(self._model_path, frozen=config.lora is not None)
             if config.lora is not None:

@@ -30,6 +30,7 @@ from typing import Any, Literal
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError
 from stepwell.backends.model_folder import count_parameters
+from stepwell.backends.pictures import MODEL_TYPES
 
 CUDA_CONTEXT = 1.2e9
 """Bytes that CUDA's context, cuBLAS and NCCL take on a GPU before any tensor."""
@@ -64,6 +65,7 @@ class ModelShape:
     qk_norm: bool
     experts_per_token: int = 0
     """0: the MLP is dense."""
+    reads_pictures: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any], parameters: int | None = None) -> ModelShape:
@@ -105,6 +107,7 @@ class ModelShape:
             tied=tied,
             qk_norm=text.get("model_type") not in _NO_QK_NORM,
             experts_per_token=active,
+            reads_pictures=config.get("model_type") in MODEL_TYPES and "vision_config" in config,
         )
 
     @classmethod
@@ -124,11 +127,16 @@ class ModelShape:
         return max(0, self.parameters - self.embedding) / max(1, self.layers)
 
     def check_context(self, ranks: int) -> None:
-        """Refuse a `backend.context_parallel` that cannot divide the heads.
+        """Refuse a `backend.context_parallel` that this model cannot be trained with.
 
         Raises:
-            BackendConfigError: it does not.
+            BackendConfigError: it does not divide the heads, or the model reads pictures.
         """
+        if self.reads_pictures and ranks > 1:
+            raise BackendConfigError(
+                f"backend.context_parallel is {ranks}, but the model reads pictures, whose rows "
+                "ranks do not share; set it to 1"
+            )
         if self.heads % ranks:
             fits = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
             raise BackendConfigError(

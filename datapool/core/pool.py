@@ -18,7 +18,8 @@ and calling `tick` at `next_tick`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -309,6 +310,24 @@ class DataPool:
             found[uid] = [PackedStep(None, step.payload) for step in ends]
         return {uid: ends for uid, ends in found.items() if ends}
 
+    def _find_uids(self, op: asked.FindUids, now: float) -> list[asked.FoundUid]:
+        return list(islice(self._uids_beginning(op.start), op.limit))
+
+    def _uids_beginning(self, start: str) -> Iterator[asked.FoundUid]:
+        for name, channel in self.channels.items():
+            for uid in channel.records.groups:
+                if uid.startswith(start):
+                    yield asked.FoundUid(name, uid, None)
+            for uid, record in channel.records.trajectories.items():
+                if uid.startswith(start) and not record.is_deleted:
+                    yield asked.FoundUid(name, record.prompt_uid, uid)
+        for left in self.departures:
+            if left.prompt_uid.startswith(start):
+                yield asked.FoundUid(left.channel, left.prompt_uid, None)
+            for uid in left.trajectory_uids:
+                if uid.startswith(start):
+                    yield asked.FoundUid(left.channel, left.prompt_uid, uid)
+
     # -- memory and the log ------------------------------------------------------------------
 
     @property
@@ -414,6 +433,7 @@ _ANSWERS: Final[Mapping[type, Callable[[DataPool, Any, float], Any]]] = {
     ops.ReleaseDeparted: DataPool._release_departed,
     asked.ListDeparted: DataPool._list_departed,
     asked.ReadDeparted: DataPool._read_departed,
+    asked.FindUids: DataPool._find_uids,
     asked.GetStatistics: DataPool._statistics,
     asked.GetEvents: DataPool._events,
     asked.ListGroups: DataPool._list,

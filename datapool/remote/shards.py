@@ -491,6 +491,7 @@ _MERGE: Final[Mapping[type, Callable[[Any, Any], Any]]] = {
     ops.DeleteTrajectory: _deleted,
     asked.GetStatistics: _statistics,
     asked.ReadDeparted: lambda op, found: [group for groups in found for group in groups],
+    asked.FindUids: lambda op, found: [uid for uids in found for uid in uids][: op.limit],
     asked.ReadEnds: lambda op, found: {uid: ends for each in found for uid, ends in each.items()},
     asked.Describe: lambda op, found: {"n_shards": len(found), "shards": found},
     # Of one shard after the other: a fetch gets its part of the first ones of each.

@@ -3,7 +3,8 @@
     FOLDER/pictures/secret       what keys are made with
     FOLDER/pictures/<key>        PNG │ XXH3-128 of it
 
-A file appears under its name when it is whole. The name of each is known in memory, with its size,
+A file appears under its name when it is whole; the draft that a killed process leaves is removed as
+a picture that no row refers to. The name of each is known in memory, with its size,
 so that asking for one that is not here touches no disk. A picture that is damaged, or that the
 machine lost (`durability: process`), is one typed error; sent again, it is there again.
 """
@@ -53,7 +54,8 @@ class PictureFolder(PictureStore):
                     if n_bytes == SECRET_BYTES - SUM_BYTES:
                         self._secret = (folder / SECRET).read_bytes()
                         self._is_made = True
-                elif n_bytes > 0 and not entry.name.endswith(_DRAFT):
+                elif n_bytes > 0 or entry.name.endswith(_DRAFT):
+                    # A draft is of a process that was killed: no row refers to it.
                     self._sizes[entry.name] = n_bytes
 
     def size(self, key: str) -> int:
@@ -77,8 +79,6 @@ class PictureFolder(PictureStore):
 
     def _make(self) -> None:
         self.folder.mkdir(mode=0o700, exist_ok=True)
-        for draft in self.folder.glob(f"*{_DRAFT}"):
-            draft.unlink(missing_ok=True)
         self._write(SECRET, self._secret)
         if self._power:
             fsync(self.folder.parent)

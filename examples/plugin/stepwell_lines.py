@@ -123,6 +123,9 @@ class Lines(Engine):
         sampling = request.sampling
         if sampling.constraint is not None:
             raise EngineRequestError(f"{self} has no grammars", what="the engine has no grammars")
+        if request.pictures is not None:
+            what = "the engine takes no pictures"
+            raise EngineRequestError(f"{self}: {what}", what=what)
         answers = self._lines(
             "sample",
             rid=request.rid,

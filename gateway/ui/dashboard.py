@@ -30,9 +30,10 @@ from stepwell.datapool.errors import (
     TrajectoryClosedError,
     UnknownTrajectoryError,
 )
+from stepwell.datapool.files.archive.conversations import ends_texts
 from stepwell.datapool.files.trained import with_rewards
 from stepwell.datapool.inspect.events import Event
-from stepwell.datapool.inspect.pages import GroupRow, TrajectoryRow
+from stepwell.datapool.inspect.pages import ExportedTrajectory, GroupRow, TrajectoryRow
 from stepwell.datapool.ops import Mark
 from stepwell.datapool.questions import ReadDeparted, ReadEnds
 from stepwell.datapool.selection.built_in import FILTERS, ORDERS, read_name
@@ -44,7 +45,7 @@ from stepwell.gateway.ui.alerts import Recent, alerts
 from stepwell.gateway.ui.comparison import MOST_RUNS, Comparison
 from stepwell.gateway.ui.live import Live
 from stepwell.gateway.ui.run_folder import RunFolder
-from stepwell.gateway.ui.trajectories import ends_texts, last_words, prefixes, said, shown, tokens
+from stepwell.gateway.ui.trajectories import last_words, prefixes, said, shown, tokens
 
 if TYPE_CHECKING:
     from stepwell.datapool.files.archive.reader import ArchiveReader
@@ -356,6 +357,8 @@ class Dashboard:
 
         rows, whole = await asyncio.to_thread(read) if self._archive is not None else ([], [])
         if not rows:
+            rows, whole = await self._waiting_group(prompt_uid)
+        if not rows:
             raise UnknownItemError(
                 f"prompt_uid is {prompt_uid!r:.200}, which is neither in channel {channel!r} nor "
                 "in the archive; groups that were trained on are under Batches, others under "
@@ -369,6 +372,21 @@ class Dashboard:
             "step": None,
             "archived": True,
         } | both
+
+    async def _waiting_group(
+        self, prompt_uid: str
+    ) -> tuple[list[dict[str, Any]], list[Trajectory]]:
+        """Rows and trajectories of a group that waits to be archived."""
+        left = await self.ask(self.pool.call(ReadDeparted(prompt_uid)))
+
+        def read() -> list[tuple[ExportedTrajectory, dict[str, Any]]]:
+            from stepwell.datapool.files.archive.reader import waiting
+
+            return [each for each in waiting(left) if each[1]["prompt_uid"] == prompt_uid]
+
+        found = await asyncio.to_thread(read) if left else []
+        whole = [exported.trajectory for exported, _ in found[:MOST_SHOWN]]
+        return [row for _, row in found], whole
 
     async def _side_by_side(self, of: Sequence[Trajectory]) -> dict[str, Any]:
         tree = await asyncio.to_thread(prefixes, of, self._decode)
@@ -446,6 +464,7 @@ class Dashboard:
         return await asyncio.to_thread(read)
 
     async def _find(self, channel: str | None, uid: str, step: int | None) -> _Found:
+        aborted: _Found | None = None
         if step is None:
             statistics = await self.ask(self.pool.get_statistics())
             for name in [channel] if channel in statistics else statistics:
@@ -453,18 +472,18 @@ class Dashboard:
                     self.pool.read_trajectories(name, None, 1, trajectory_uid=uid)
                 )
                 for exported in await asyncio.to_thread(list, page.unpack()):
+                    found = _Found(exported.trajectory, None, name, None)
                     if exported.state != "aborted":
-                        return _Found(exported.trajectory, None, name, None)
-        archived = None
-        if step is None and self._archive is not None:
-            archived = await self._in_archive(uid)
+                        return found
+                    aborted = found  # its steps are in the journal alone, if there is one
+        archived = await self._left(uid) if step is None else None
         if self._folder is not None:
             trained = await asyncio.to_thread(self._folder.trained, uid, step)
             if trained is not None:
                 row = None if archived is None else archived.archived
                 return _Found(trained[1].trajectory, trained[1].columns, None, trained[0], row)
-        if archived is not None:
-            return archived
+        if (left := archived or aborted) is not None:
+            return left
         raise UnknownItemError(
             f"trajectory_uid is {uid!r:.200}, which is neither in the pool nor in a sample of what "
             "was trained on"
@@ -515,7 +534,7 @@ class Dashboard:
 
     async def find(self, uid: str) -> dict[str, Any]:
         """Find the page of a uid, or of the beginning of one: `page` and its `params`, or `items`
-        to choose from; or that it was `deleted`."""
+        to choose from; or what was `deleted`, and when."""
         for name in await self.ask(self.pool.get_statistics()):
             if (await self.ask(self.pool.list_groups(name, None, 1, prompt_uid=uid))).items:
                 return {"page": "group", "params": {"prompt_uid": uid, "channel": name}}
@@ -526,18 +545,30 @@ class Dashboard:
         def read() -> dict[str, Any]:
             with _reader(self._archive) as archive:
                 rows, deleted = archive.find(uid), archive.was_deleted(uid)
-            if rows and rows[0]["prompt_uid"] == uid != rows[0]["uid"]:
-                params = {"prompt_uid": uid, "channel": rows[0]["channel"]}
-                return {"page": "group", "params": params}
-            if len({row["uid"] for row in rows}) == 1:
-                return {"page": "trajectory", "params": {"uid": rows[0]["uid"]}}
-            return {"items": [_told(row) for row in rows], "deleted": deleted}
+            about = None if deleted is None else {"uid": deleted.value, "at": deleted.at}
+            return {"items": rows, "deleted": about}
 
-        found = await self._of_archive(read) if self._archive is not None else {"items": []}
-        if "items" in found and not found["items"] and not found.get("deleted"):
-            await self._find(None, uid, None)  # waiting to be archived, or of a sample
+        found: dict[str, Any] = {"items": [], "deleted": None}
+        if self._archive is not None:
+            found = await self._of_archive(read)
+        rows, deleted = found["items"], found["deleted"]
+        if not any(uid in (row["uid"], row["prompt_uid"]) for row in rows):
+            if deleted is not None and deleted["uid"] == uid:
+                return {"items": [], "deleted": deleted}
+            from stepwell.datapool.files.archive.unarchived import begun
+
+            rows = [*await self.ask(begun(self.pool, uid)), *rows]
+        uids = {row["uid"]: row for row in rows}
+        of = next((row for row in rows if row["prompt_uid"] == uid), None)
+        if of is not None and uid not in uids:
+            params = {"prompt_uid": uid, "channel": of["channel"]}
+            return {"page": "group", "params": params}
+        if len(uids) == 1:
+            return {"page": "trajectory", "params": {"uid": next(iter(uids))}}
+        if not rows and deleted is None:
+            await self._find(None, uid, None)  # of a sample
             return {"page": "trajectory", "params": {"uid": uid}}
-        return found
+        return {"items": [_told(row) for row in uids.values()], "deleted": deleted}
 
     async def _of_archive(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         if self._archive is None:
@@ -547,28 +578,32 @@ class Dashboard:
         except InvalidRequestError as e:
             raise RequestError(str(e), "query") from e
 
-    async def _in_archive(self, uid: str) -> _Found | None:
-        """A trajectory that left the pool, or waits to be archived."""
-        waiting = await self.ask(self.pool.call(ReadDeparted(uid)))
+    async def _left(self, uid: str) -> _Found | None:
+        """A trajectory that left the pool or waits to be archived, or was aborted in a live
+        group."""
+        waits = await self.ask(self.pool.call(ReadDeparted(uid)))
 
         def read() -> _Found | None:
-            from stepwell.datapool.files.archive import reader
+            from stepwell.datapool.files.archive.reader import waiting
 
-            with _reader(self._archive) as archive:
-                found = archive.read(uid)
-                if found is not None:
-                    row = _told(archive.find(uid)[0]) | {"feedback": archive.feedback(uid)}
-                    return _Found(found.trajectory, None, None, None, row)
-                if (deleted := archive.was_deleted(uid)) is not None:
-                    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(deleted))
-                    raise UnknownItemError(
-                        f"trajectory {uid!r:.200} was deleted at {at}; nothing of it is kept",
-                        "trajectory_uid",
-                    )
-            for each, about in reader.waiting(waiting):
-                if each.trajectory.trajectory_uid == uid:
-                    row = _told(about) | {"feedback": []}
+            deleted = None
+            if self._archive is not None:
+                with _reader(self._archive) as archive:
+                    found = archive.read(uid)
+                    if found is not None:
+                        row = _told(archive.find(uid)[0]) | {"feedback": archive.feedback(uid)}
+                        return _Found(found.trajectory, None, None, None, row)
+                    deleted = archive.was_deleted(uid)
+            for each, row in waiting(waits) if waits else ():
+                if row["uid"] == uid:
+                    row = _told(row) | {"feedback": []}
                     return _Found(each.trajectory, None, None, None, row)
+            if deleted is not None and deleted.value == uid:
+                at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(deleted.at))
+                raise UnknownItemError(
+                    f"trajectory {uid!r:.200} was deleted at {at}; nothing of it is kept",
+                    "trajectory_uid",
+                )
             return None
 
         return await asyncio.to_thread(read)

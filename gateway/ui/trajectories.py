@@ -18,8 +18,6 @@ import numpy as np
 import orjson
 
 from stepwell.datapool.branches import branches, parents
-from stepwell.datapool.codec import PackedStep
-from stepwell.datapool.files.archive.conversations import first_and_last, preview
 from stepwell.datapool.types import Step, TokenIds, Trajectory
 
 MESSAGES_BYTES: Final = 512 * 1024
@@ -79,19 +77,6 @@ def said(step: Step, known: int, decode: Decode) -> list[Any]:
         return messages
     ids = {"prompt": step.prompt_ids[known:], "assistant": step.response_ids}
     return [{"role": role, "content": decode(new.tolist())} for role, new in ids.items()]
-
-
-def ends_texts(ends: Mapping[str, Sequence[PackedStep]]) -> dict[str, dict[str, str | None]]:
-    """The first message of a user and the last reply, as far as messages were kept, by uid."""
-    found: dict[str, dict[str, str | None]] = {}
-    for uid, steps in ends.items():
-        messages = []
-        for step in steps:
-            kept = step.extra[0].get("messages")
-            messages += kept if isinstance(kept, list) else []
-        first, last = first_and_last(messages)
-        found[uid] = {"first": preview(first), "last": preview(last)}
-    return found
 
 
 def last_words(trajectories: Sequence[Trajectory], decode: Decode) -> dict[str, str]:

@@ -5,7 +5,7 @@
     stepwell top    [RUN]            the same, live
     stepwell groups [RUN]            the pool's groups, and why others were dropped
     stepwell view   [RUN]            the dashboard of a run that has ended
-    stepwell show   TRAJECTORY [RUN] the tokens of a trajectory, what is trained, the tree
+    stepwell show   UID [RUN]        the tokens of a trajectory, what is trained, the tree
 
 Owns their arguments. What is shown is `show/status.py`'s and `show/trajectory.py`'s.
 """
@@ -78,7 +78,8 @@ def add_commands(commands: Commands) -> None:
     groups = add_command(commands, "groups", _groups, text, has_run=True)
     text = "the tokens of a trajectory, what is trained of them, and its tree of turns"
     show = add_command(commands, "show", _show, text)
-    show.add_argument("trajectory_uid", metavar="TRAJECTORY", help="as `stepwell groups` lists it")
+    text = "of a trajectory or a group, live, archived or deleted; or the beginning of one"
+    show.add_argument("uid", metavar="UID", help=text)
     add_run(show)
     show.add_argument("--tokens", action="store_true", help="a line per token")
     text = "the dashboard of a run that has ended; of one that is alive, its address"
@@ -240,7 +241,7 @@ def _show(args: argparse.Namespace) -> None:
     from stepwell.show.archive import rows_screen
     from stepwell.show.trajectory import Several, open_trajectory, token_lines, trajectory_screen
 
-    opened = asyncio.run(open_trajectory(args.trajectory_uid, args.where))
+    opened = asyncio.run(open_trajectory(args.uid, args.where))
     if isinstance(opened, Several):
         answer(args, {"trajectories": opened.items}, lambda _: rows_screen(opened.items))
         return
@@ -248,7 +249,7 @@ def _show(args: argparse.Namespace) -> None:
         console().print(token_lines(opened), soft_wrap=True)
         return
     told = {"branches": opened.rows, "trained": opened.trained, "archived": opened.archived}
-    told = {"trajectory_uid": args.trajectory_uid, **told}
+    told = {"trajectory_uid": opened.rows[0]["trajectory_uid"], **told}
     answer(args, told, lambda _: trajectory_screen(opened))
 
 

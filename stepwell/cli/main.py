@@ -17,7 +17,7 @@ line.
                      HARNESS --task N                    on a task of the configuration's data
     stepwell eval    RUN|MODEL [--config …]              evaluate, and train nothing
     stepwell status|top|groups|view [RUN]                look into a run, alive or ended
-    stepwell show    TRAJECTORY [RUN]                    its tokens, and which are trained
+    stepwell show    UID [RUN]                           its tokens, and which are trained
     stepwell doctor  [RUN | --config …]                  what is wrong, and its remedy
     stepwell data export|import FILE [RUN]               trajectories as Parquet or JSONL
     stepwell data salvage PATH                           a usable journal of a damaged one

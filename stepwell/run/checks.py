@@ -319,12 +319,13 @@ def memory(config: RunConfig) -> None:
     """A training rank fits: states, the activations of the longest row, and the engine beside it.
     An estimate (`backends/torch/memory.py`), which what fragments can still exceed. On the CPU
     states alone are refused, and a warning is given of the rest: micro-batches need not be full."""
-    if config.backend.ranks > 1 and not _is_here(config):
-        return  # a single rank is this process
     if trains_elsewhere(config):
         return
-    on_gpu = config.backend.device != "cpu" and has_gpu()
     shape = ModelShape.read(config.model.path)
+    shape.check_context(config.backend.context_parallel)
+    if config.backend.ranks > 1 and not _is_here(config):
+        return  # a single rank is this process
+    on_gpu = config.backend.device != "cpu" and has_gpu()
     size = f"{shape.parameters / _GB:.2g}e9 parameters with backend.optimizer "
     size += config.backend.optimizer
     less = "take a smaller model, or backend.lora={rank: 16}"
@@ -378,7 +379,7 @@ def rank_memory(config: RunConfig, shape: ModelShape, gpu_bytes: float | None) -
         gpu_bytes: of one GPU, of which a colocated engine keeps its share; None: on the CPU.
 
     Raises:
-        BackendConfigError: `backend.context_parallel` does not divide the model's heads.
+        BackendConfigError: as `ModelShape.check_context`.
     """
     shape.check_context(config.backend.context_parallel)
     backend, algorithm = config.backend, config.algorithm

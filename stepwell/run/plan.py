@@ -266,7 +266,7 @@ def _remedy(config: RunConfig, shape: ModelShape, machines: Machines) -> str:
     ranks = [n for n in ranks if backend.ranks < n <= most]
     changes += [(f"backend.ranks={n}", {"ranks": n}) for n in ranks]
     for n in (2**k for k in range(1, 11) if 2**k <= most and shape.heads % 2**k == 0):
-        if n > backend.context_parallel:
+        if n > backend.context_parallel and not shape.reads_pictures:
             all_ranks = max(n, backend.ranks // n * n)
             words = f"backend.ranks={all_ranks} backend.context_parallel={n}"
             changes.append((words, {"ranks": all_ranks, "context_parallel": n}))

@@ -64,6 +64,9 @@ async def _findings(url: str, kind: str | None) -> list[Finding]:
             else:
                 state: State = "problem" if path in routes.needed else "warning"
                 found.append(Finding(path, state, "is missing", f"without it: {lost}"))
+        if (why := await engine.why_not_trainable()) is not None:
+            what, _, remedy = why.partition("; ")
+            found.append(Finding("answers", "problem", what, remedy))
         name = await engine.name()
         if (reason := await why_no_ids(engine, name, missing)) is not None:
             what, remedy = reason

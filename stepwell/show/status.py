@@ -24,6 +24,7 @@ from rich.text import Text
 
 from stepwell.datapool.errors import DataPoolError
 from stepwell.datapool.types import TRAIN
+from stepwell.gateway.ui.alerts import UNRECORDED
 from stepwell.run.folder import ANSWER_S
 from stepwell.show.run import RunView
 from stepwell.track.console import all_safe, sparkline
@@ -99,11 +100,18 @@ def _evaluations(view: RunView) -> list[dict[str, Any]]:
                 "low": of["low" if is_pooled else "score_low"],
                 "high": of["high" if is_pooled else "score_high"],
                 "rollouts": int(of["rollouts"]),
-                "version": None if one["version"] is None else int(one["version"]),
+                "version": _whole(one["version"]),
+                "oldest_version": _whole(
+                    several["oldest_version"] if is_pooled else one["version"]
+                ),
             }
         )
     enough = [each for each in found if each["score"] is not None] or found
     return enough[:1] + enough[1:][-1:]
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
 
 
 # -- for people --------------------------------------------------------------------------------
@@ -168,7 +176,8 @@ def _gateway(gateway: Mapping[str, Any], rates: _Rates) -> Text:
         said.append(f"adds {latency['p50_ms']:.0f} ms, p99 {latency['p99_ms']:.0f}")
     text = Text.assemble(gateway["url"], "  ", ("up", "green"), "  ", _together(said))
     if share := gateway["recording"]["unrecorded_share"]:
-        text.append(f" · {share:.1%} not recorded", "red")
+        few = share < UNRECORDED
+        text.append(f" · {'a few' if few else f'{share:.1%}'} not recorded", "" if few else "red")
     return text
 
 
@@ -226,10 +235,14 @@ def _reward(status: Mapping[str, Any]) -> Text:
 
 
 def _evaluation(each: Mapping[str, Any]) -> str:
+    version, oldest = each["version"], each["oldest_version"]
+    versions = "" if version is None else f", v{version}"
+    if version != oldest is not None:
+        versions = f", v{oldest}-{version}"
     if each["score"] is None:
-        return f"of {each['rollouts']} rollouts, too few to say"
+        return f"of {each['rollouts']} rollouts, too few to say{versions}"
     within = "" if each["low"] is None else f" ({each['low']:.2f} to {each['high']:.2f})"
-    return f"{each['score']:.3f}{within} of {each['rollouts']} at step {each['step']}"
+    return f"{each['score']:.3f}{within} of {each['rollouts']}{versions} at step {each['step']}"
 
 
 def _waits(status: Mapping[str, Any]) -> Text:

@@ -28,6 +28,7 @@ from rich.text import Text
 
 from stepwell.datapool import DataPoolClient
 from stepwell.datapool.files.archive.reader import ArchiveReader, fate, waiting
+from stepwell.datapool.files.archive.unarchived import begun, of_group
 from stepwell.datapool.files.columns import Row, to_rows
 from stepwell.datapool.files.export import read
 from stepwell.datapool.files.trained import TRAINED as FOLDER
@@ -89,7 +90,8 @@ async def read_groups(
     if prompt_uid is not None and not rows:
         raise ConfigError(
             f"--prompt is {prompt_uid!r}, which is no group in channel {channel!r} of "
-            f"{view.folder}; `stepwell groups` lists them (trained and dropped ones are gone)"
+            f"{view.folder}; `stepwell groups` lists them, and `stepwell show` finds one that was "
+            "trained or dropped"
         )
     rows = await asyncio.to_thread(with_rewards, view.run.folder, rows)
     found: dict[str, Any] = {
@@ -144,7 +146,7 @@ def groups_screen(found: Mapping[str, Any]) -> RenderableType:
 
 
 def _groups(groups: Sequence[Mapping[str, Any]]) -> _Listing:
-    table = _Listing("group", "state", "done", "reward", "version", "tokens", "why, tags")
+    table = _Listing("group", "state", "done", "reward", "version", "call tokens", "why, tags")
     for g in groups:
         wanted = g["n_rollouts"]
         tags = " ".join(f"#{tag}" for tag in g["marks"]["tags"])
@@ -170,7 +172,7 @@ def _trajectories(rows: Sequence[Mapping[str, Any]]) -> _Listing:
             f"{t['n_steps']}",
             _number(t["reward"]),
             _versions(t),
-            f"{t['n_tokens']:,}",
+            f"{t['n_unique_tokens']:,}",
             Text(f"{t['reason'] or ''} {tags}".strip()),
         )
     return table
@@ -246,69 +248,94 @@ class Opened(NamedTuple):
     trained: dict[str, Any] | None = None
     """Optimizer `step`, mean `advantage` and `weight` if it was trained and sampled, else None."""
     archived: dict[str, Any] | None = None
-    """The catalogue's row, if it is in the archive, with `feedback` that came late."""
+    """Its row as lists have it, if it has left the pool or was aborted, with `feedback` that came
+    late."""
+
+
+class Found(NamedTuple):
+    """A trajectory, wherever it was found."""
+
+    exported: ExportedTrajectory
+    archived: dict[str, Any] | None = None
+    """As `Opened.archived`."""
+    trained: dict[str, Any] | None = None
+    """As `Opened.trained`."""
+    masks: Mapping[int, list[float]] = MappingProxyType({})
+    """Weights of its trained tokens, by step."""
 
 
 class Several(NamedTuple):
     """Trajectories that one uid leads to: those of a group, or whose uids begin with it."""
 
     items: list[dict[str, Any]]
-    """Rows of the archive's catalogue."""
+    """Rows as lists of the archive have them."""
 
 
 async def open_trajectory(uid: str, where: str | None) -> Opened | Several:
     """Open what a uid names: a trajectory, live, archived or trained; or a group.
 
     Args:
-        uid: of a trajectory or an archived group, or the beginning of one.
+        uid: of a trajectory or a group, or the beginning of one.
         where: the run, or an exported file.
 
     Raises:
         ConfigError: it is not there.
     """
-    trained: dict[str, Any] | None = None
-    archived: dict[str, Any] | None = None
-    masks: dict[int, list[float]] = {}
     if where is not None and Path(where).suffix in (".parquet", ".jsonl"):
-        exported = await asyncio.to_thread(_in_file, uid, Path(where))
-        tokens = None
-    else:
-        async with open_run(where) as view:
-            tokens = _tokenizer(view)
-            if not view.is_alive:
-                await archive_rest(view.folder, view.run)
-            archive = ArchiveReader(archive_folder(view.folder))
-            found = await asyncio.to_thread(archive.find, uid)
-            if found and len({row["uid"] for row in found}) > 1:
-                return Several(found)
-            channels = [*await view.pool.get_statistics()]
-            live = await in_pool(uid, view.pool, channels)
-            if live is not None and live.state == "aborted":
-                live = None  # its steps are in the journal alone
-            if found and live is None:
-                uid = found[0]["uid"]
-                archived = found[0] | {"feedback": archive.feedback(uid)}
-                exported = await asyncio.to_thread(_archived, uid, archive)
-                if view.files.trained(uid) is not None:
-                    exported, trained, masks = await asyncio.to_thread(_in_sample, uid, view)
-            elif live is not None:
-                exported = live
-            elif (waits := await _waiting(uid, view.pool)) is not None:
-                exported, archived = waits[0], waits[1] | {"feedback": []}
-            elif rows_of := await _group_in_pool(uid, view.pool, channels):
-                return Several(rows_of)
-            elif (deleted := archive.was_deleted(uid)) is not None:
-                at = datetime.fromtimestamp(deleted).strftime("%Y-%m-%d %H:%M:%S")
-                raise ConfigError(f"trajectory {uid!r} was deleted at {at}; nothing of it is kept")
-            else:
-                exported, trained, masks = await asyncio.to_thread(_in_sample, uid, view)
+        return _with_steps(Found(await asyncio.to_thread(_in_file, uid, Path(where))), None)
+    async with open_run(where) as view:
+        tokens = _tokenizer(view)
+        if not view.is_alive:
+            await archive_rest(view.folder, view.run)
+        archive = ArchiveReader(archive_folder(view.folder))
+        found, deleted = await _find(uid, view, archive), archive.was_deleted(uid)
+        if found is None and (deleted is None or deleted.value != uid):
+            rows = [*await begun(view.pool, uid), *await asyncio.to_thread(archive.find, uid)]
+            items = {row["uid"]: row for row in rows}
+            found = Several([*items.values()]) if items else None
+        if isinstance(found, Several) and len(found.items) == 1:
+            found = await _find(found.items[0]["uid"], view, archive)
+        if found is None and deleted is not None:
+            at = datetime.fromtimestamp(deleted.at).strftime("%Y-%m-%d %H:%M:%S")
+            raise ConfigError(
+                f"trajectory {deleted.value!r} was deleted at {at}; nothing of it is kept"
+            )
+        if found is None:
+            found = await asyncio.to_thread(_in_sample, uid, view)
+    return found if isinstance(found, Several) else _with_steps(found, tokens)
+
+
+def _with_steps(found: Found, tokens: Tokens | None) -> Opened:
+    exported = found.exported
     if not exported.trajectory.steps:
-        why = f" ({exported.reason})" if exported.reason else ""
+        uid, why = exported.trajectory.trajectory_uid, exported.reason
         raise ConfigError(
-            f"trajectory {uid!r} is {exported.state}{why} and has no step; an aborted one keeps "
-            "none"
+            f"trajectory {uid!r} is {exported.state}{f' ({why})' if why else ''} and has no step; "
+            "an aborted one keeps none"
         )
-    return opened_of(exported, tokens, trained, masks)._replace(archived=archived)
+    opened = opened_of(exported, tokens, found.trained, found.masks)
+    return opened._replace(archived=found.archived)
+
+
+async def _find(uid: str, view: RunView, archive: ArchiveReader) -> Found | Several | None:
+    """The trajectory or the group with this very uid; None: neither pool nor archive has one."""
+    rows = await asyncio.to_thread(archive.find, uid)
+    own = [row for row in rows if row["uid"] == uid]
+    live = await in_pool(uid, view.pool, [*await view.pool.get_statistics()])
+    if live is not None and live.state != "aborted":  # the steps of that are in the journal alone
+        return Found(live)
+    if own:
+        archived = own[0] | {"feedback": archive.feedback(uid)}
+        if view.files.trained(uid) is not None:
+            return (await asyncio.to_thread(_in_sample, uid, view))._replace(archived=archived)
+        return Found(await asyncio.to_thread(_archived, uid, archive), archived)
+    if (waits := await _waiting(uid, view.pool)) is not None:
+        return Found(waits[0], waits[1] | {"feedback": []})
+    if live is not None:
+        return Found(live)
+    group = [row for row in rows if row["prompt_uid"] == uid]
+    group += await of_group(view.pool, uid)
+    return Several(list({row["uid"]: row for row in group}.values())) if group else None
 
 
 def opened_of(
@@ -332,36 +359,6 @@ def opened_of(
             both = zip(row["loss_mask"][start:end], mask, strict=True)
             row["loss_mask"][start:end] = [int(a and b > 0) for a, b in both]
     return Opened(rows, tokens, trained)
-
-
-async def _group_in_pool(
-    prompt_uid: str, pool: DataPoolClient, channels: Sequence[str]
-) -> list[dict[str, Any]]:
-    """The trajectories of a live group, as rows of the archive's catalogue; none: there is no such
-    group."""
-    for channel in channels:
-        page = await pool.list_trajectories(channel, limit=1000, prompt_uid=prompt_uid)
-        if page.items:
-            return [
-                {
-                    "uid": row.trajectory_uid,
-                    "prompt_uid": row.prompt_uid,
-                    "channel": channel,
-                    "state": row.state,
-                    "reason": row.reason,
-                    "left": "live",
-                    "drop_reason": None,
-                    "reward": row.reward,
-                    "turns": row.n_steps,
-                    "tokens": row.n_tokens,
-                    "version": row.newest_version,
-                    "time": None,
-                    "first": None,
-                    "last": None,
-                }
-                for row in page.items
-            ]
-    return []
 
 
 def _archived(uid: str, archive: ArchiveReader) -> ExportedTrajectory:
@@ -389,11 +386,8 @@ async def _waiting(
     return next((each for each in waiting(rows) if each[0].trajectory.trajectory_uid == uid), None)
 
 
-def _in_sample(
-    uid: str, view: RunView
-) -> tuple[ExportedTrajectory, dict[str, Any], dict[int, list[float]]]:
-    """One that was trained and has left the pool: what the trainer keeps of some, and which of its
-    tokens were trained, by step."""
+def _in_sample(uid: str, view: RunView) -> Found:
+    """One that was trained and has left the pool: what the trainer keeps of some."""
     files = view.files
 
     def heads(step: int) -> list[dict[str, Any]]:
@@ -419,7 +413,7 @@ def _in_sample(
         for s, columns in zip(trained.trajectory.steps, trained.columns, strict=True)
         if columns
     }
-    return ExportedTrajectory(trajectory=trained.trajectory), about, masks
+    return Found(ExportedTrajectory(trajectory=trained.trajectory), None, about, masks)
 
 
 def _in_file(uid: str, path: Path) -> ExportedTrajectory:

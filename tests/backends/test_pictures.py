@@ -3,10 +3,12 @@ reason, and what was made is what the model's own processor makes of it."""
 
 from __future__ import annotations
 
+import base64
 import io
 import struct
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from stepwell.backends.engines.embedded.vision import PictureStore
 from stepwell.backends.errors import PictureError
 from stepwell.backends.pictures import PictureBounds, PictureProcessor, decode, no_pictures
 from tests.vision_model import make_vision_model, png
@@ -131,6 +134,18 @@ READ: dict[str, tuple[Callable[[], bytes], tuple[int, int, int]]] = {
         lambda: png_of(1, 1, 16, 0, b"\x00\x75\x30", b"tRNS\x75\x30"),
         WHITE,
     ),
+    "2-bit grey with its value transparent": (
+        lambda: png_of(1, 1, 2, 0, b"\x00\x40", b"tRNS\x00\x01"),
+        WHITE,
+    ),
+    "4-bit grey with its value transparent": (
+        lambda: png_of(1, 1, 4, 0, b"\x00\x30", b"tRNS\x00\x03"),
+        WHITE,
+    ),
+    "4-bit grey with another value transparent": (
+        lambda: png_of(1, 1, 4, 0, b"\x00\x50", b"tRNS\x00\x00"),
+        (85, 85, 85),
+    ),
     "16-bit RGB": (lambda: png_of(1, 1, 16, 2, b"\x00\x75\x30\x10\xff\x00\x01"), (117, 16, 0)),
     "palette": (palette, (10, 200, 30)),
     "palette with its colour transparent": (lambda: palette(transparency=0), WHITE),
@@ -209,6 +224,20 @@ def test_the_processor_changes_nothing_of_a_canonical_picture(
         assert np.array_equal(ours["pixel_values"], theirs["pixel_values"])
         assert np.array_equal(ours["image_grid_thw"], theirs["image_grid_thw"])
         assert ours["image_grid_thw"].prod() // 4 == made.n_tokens
+
+
+def test_a_canonical_picture_may_be_longer_than_the_file_that_it_was_made_of(
+    processor: PictureProcessor,
+) -> None:
+    """A photograph is several times as long as a PNG."""
+    noise = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
+    photo = saved(Image.fromarray(noise), "JPEG", quality=50)
+    own = replace(processor, bounds=PictureBounds(max_bytes=len(photo)))
+    made = own.canonical(photo)
+    assert len(made.png) > 3 * len(photo)
+    assert own.features([made.png])["image_grid_thw"].prod() // 4 == made.n_tokens
+    (held,) = PictureStore(own).take([base64.b64encode(made.png).decode()], "")
+    assert held.digest == made.digest
 
 
 def test_a_picture_made_for_another_model_is_refused(processor: PictureProcessor) -> None:

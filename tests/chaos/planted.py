@@ -48,7 +48,7 @@ async def try_plant(folder: Path, name: str) -> dict[str, Any]:
     """Run the plant; a row with what the verifier said, and whether that is what it should."""
     began = time.monotonic()
     under_test = await run_small(folder, name)
-    found = verify(under_test)
+    found = await verify(under_test)
     violations = [*under_test.books.violations, *found.violations]
     if name == NONE:
         holds, expected = not violations, "nothing"

@@ -4,7 +4,7 @@ verifier that misses one would miss the same defect in the product.
     planted.py ──STEPWELL_CHAOS_PLANT=silent_abort──► the run's processes and Ray's actors
                                                               │ site/sitecustomize.py calls `arm`
                                                               ▼
-    import of `Plant.module` ──► its code runs ──► `Plant.install` replaces one of its methods
+    import of `Plant.module` ──► its code runs ──► `Plant.install` replaces a function
 
 Nothing of this is in the product's code. A fault that the pool would do again while it replays its
 journal is not done there: the journal says what the pool was asked, and a restart must not hide it.
@@ -36,7 +36,7 @@ class Plant:
 
     Args:
         module: whose import installs it.
-        install: replaces a method of that module.
+        install: replaces a method or a function of that module.
         noticed_as: kinds of violations, at least one of which must name it.
         kill_at: optimizer steps after which the driver is killed, just before a checkpoint is
             complete; 0: no kill, the fault shows by itself.
@@ -113,6 +113,17 @@ def _serve_acked(pool: Any) -> None:
 
     pool.DataPool._ack = forgetful
     pool._ANSWERS[pool.ops.Ack] = forgetful
+
+
+def _lose_archived(archived: Any) -> None:
+    """Of every fifth group the archive lacks a trajectory."""
+    conversations, hits = archived.conversations, every(5, first=3)
+
+    def lossy(channel: str, rows: Sequence[Any]) -> list[Any]:
+        found: list[Any] = conversations(channel, rows)
+        return found[:-1] if hits() else found
+
+    archived.conversations = lossy
 
 
 # -- the gateway ---------------------------------------------------------------------------------
@@ -277,6 +288,9 @@ PLANTS: Final[dict[str, Plant]] = {
     "silent_abort": _plant(f"{_POOL}.channel", _abort_silently, "silent_aborts"),
     "silent_drop": _plant(f"{_POOL}.channel", _drop_silently, "silent_drops"),
     "acked_again": _plant(f"{_POOL}.pool", _serve_acked, "trained_twice"),
+    "lost_archived": _plant(
+        "stepwell.datapool.files.archive.conversations", _lose_archived, "not_archived"
+    ),
     "wrong_version": _plant(_CALL, _change_version, "versions_wrong"),
     "zeroed_log_probs": _plant(_CALL, _zero_log_probs, "steps_changed"),
     "failure_rewarded": _plant(

@@ -30,6 +30,7 @@ KEYS = (
     "rewards_from_failures",
     "silent_aborts",
     "silent_drops",
+    "not_archived",
 )
 """Figures that must be 0, besides the violations that the lives met."""
 SHOWN = 20
@@ -74,7 +75,7 @@ async def scenario(folder: Path, name: str, seed: int, faults: int | None) -> di
     begin, share = SCENARIOS[name]
     began = time.monotonic()
     under_fire = await begin(folder, f"{seed}/{name}", faults or share)
-    found, books = verify(under_fire), under_fire.books
+    found, books = await verify(under_fire), under_fire.books
 
     def listed(counts: dict[str, int]) -> str:
         return ", ".join(f"{what}: {n}" for what, n in sorted(counts.items())) or "none"

@@ -39,8 +39,8 @@ def changed(module: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_there_are_13_plants_and_each_names_a_check_that_the_run_reports() -> None:
-    assert len(PLANTS) == 13
+def test_there_are_14_plants_and_each_names_a_check_that_the_run_reports() -> None:
+    assert len(PLANTS) == 14
     assert all(plant.noticed_as and plant.noticed_as <= set(KEYS) for plant in PLANTS.values())
 
 

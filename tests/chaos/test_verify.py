@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from stepwell.datapool.remote.lease_keeper import USED
 from stepwell.trainer.reclaim import PRODUCER_GONE
 from stepwell.trainer.rollout.worker import INFRASTRUCTURE
 from tests.chaos.lives import GOES_ON, Disturbance, Excuse
-from tests.chaos.verify import AFTER_S, PoolBooks, Rollout, Verdict, check_aborts, check_drops
+from tests.chaos.verify import (
+    AFTER_S,
+    Archived,
+    PoolBooks,
+    Rollout,
+    Verdict,
+    check_aborts,
+    check_archive,
+    check_drops,
+)
 
 AT = 1_000.0
 QUIET: list[Disturbance] = []
@@ -89,6 +99,31 @@ def test_a_restart_explains_what_only_a_restarted_trainer_says() -> None:
 def test_a_group_dropped_as_used_must_have_been_trained() -> None:
     assert drops(USED, [finished(), finished()], QUIET, trained=("p",)) == 0
     assert drops(USED, [finished(), finished()], QUIET) == 1
+
+
+ANSWERED = Rollout("p", answered={"c": {"log_probs": [-0.5, -1.25]}})
+KEPT = np.float32([-0.5, -1.25])
+
+
+def not_archived(archived: Archived, books: PoolBooks) -> int:
+    found = Verdict()
+    check_archive({"t": ANSWERED}, archived, books, found)
+    return found.figures["not_archived"]
+
+
+@pytest.mark.parametrize("how", ["acked", "evaluated", "dropped (operator)"])
+def test_an_answer_whose_group_has_left_is_in_the_archive_with_its_log_probs(how: str) -> None:
+    left = PoolBooks(closed={"p": how})
+    assert not_archived({"t": {"c": [KEPT]}}, left) == 0
+    assert not_archived({"t": {"c": [KEPT + 1, KEPT]}}, left) == 0
+    assert not_archived({"t": {"c": [KEPT + 1]}}, left) == 1
+    assert not_archived({"t": {"d": [KEPT]}}, left) == 1
+    assert not_archived({}, left) == 1
+
+
+def test_an_answer_whose_group_is_live_or_named_by_a_salvage_need_not_be_archived() -> None:
+    assert not_archived({}, PoolBooks(live={"p"})) == 0
+    assert not_archived({}, PoolBooks(named_lost={"p"})) == 0
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ lost, doubled, changed, or trained with another reward or version than its own i
     trained trajectory ═════════► exactly the calls its agent was answered, log-prob for log-prob,
                                   and the reward that its agent returned
     every trained token ════════► its log-prob again, with the weights of the version it names
+    every answer whose group left the pool ──► the archive, log-prob for log-prob
     finished rollout aborted ───► a disturbance at that time that explains it
     group dropped ──────────────► its agents' failures, a disturbance, a restart, or it was trained
 
@@ -39,6 +40,9 @@ from stepwell.datapool.core.log_rows import read as read_row
 from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.core.readiness import DEADLINE, TOO_FEW_ROLLOUTS
 from stepwell.datapool.errors import DamagedFileError
+from stepwell.datapool.files.archive import parquet
+from stepwell.datapool.files.archive.archiver import archive_stopped
+from stepwell.datapool.files.archive.folder import TRAJECTORIES, ArchiveFolder
 from stepwell.datapool.pictures import shadow_ids
 from stepwell.datapool.questions import (
     GetStatistics,
@@ -49,6 +53,7 @@ from stepwell.datapool.questions import (
     ReadTrajectories,
 )
 from stepwell.datapool.remote.lease_keeper import USED
+from stepwell.datapool.remote.stopped import stopped_pool
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.picture_folder import PICTURES, PictureFolder
 from stepwell.datapool.store.replay import restore
@@ -141,7 +146,7 @@ class Verdict:
             self.violations.append(f"{kind}: {what}")
 
 
-def verify(run: Run) -> Verdict:
+async def verify(run: Run) -> Verdict:
     """All of it, after the run has ended."""
     config = run.config()
     rollouts = read_agents(run.agents)
@@ -154,6 +159,7 @@ def verify(run: Run) -> Verdict:
     if run.draws_prompts:
         _check_checkpoint(config, pool, found)
     _check_answers(rollouts, trained, pool, found)
+    check_archive(rollouts, await read_archive(config, run.pool), pool, found)
     for lost in pool.bad_pictures:
         found.check(False, "pictures_lost", f"the pool, {lost}")
     check_aborts(rollouts, pool, run.books.disturbances, found)
@@ -289,6 +295,34 @@ def _read_live(pool: DataPool, channel: str, books: PoolBooks) -> None:
             return
 
 
+Archived = Mapping[str, Mapping[str, Sequence[np.ndarray]]]
+"""Trajectory -> call -> log-probs of each Step that the archive has of it."""
+
+
+async def read_archive(config: RunConfig, pool: Path) -> Archived:
+    """All attempts and late parts, with what waited in the pool when the run ended.
+
+    Args:
+        pool: copy of its journal.
+    """
+    limits = config.pool_of_run
+    if limits.archive_dir is None:
+        raise RuntimeError("the run has no archive")
+    await archive_stopped(stopped_pool(pool, limits), limits)
+    folder = ArchiveFolder(limits.archive_dir)
+    found: dict[str, dict[str, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
+    for name in folder.names(TRAJECTORIES):
+        file = folder.file(TRAJECTORIES, name)
+        for group, n_rows in enumerate(parquet.row_groups(file)):
+            for row in range(n_rows):
+                trajectory = parquet.exported([parquet.read_row(file, group, row)]).trajectory
+                for step in trajectory.steps:
+                    if step.rollout_log_probs is not None:
+                        call = step.metadata["call_id"]
+                        found[trajectory.trajectory_uid][call].append(step.rollout_log_probs)
+    return found
+
+
 # -- the comparison ------------------------------------------------------------------------------
 
 
@@ -388,6 +422,25 @@ def _check_answers(
                 where != "lost",
                 "steps_lost",
                 f"call {call} of {uid} ({rollout.prompt}: {state}, agent: {rollout.ends})",
+            )
+
+
+def check_archive(
+    rollouts: Mapping[str, Rollout], archived: Archived, pool: PoolBooks, found: Verdict
+) -> None:
+    """An answer whose group has left the pool, however it did, is in the archive."""
+    for uid, rollout in rollouts.items():
+        if rollout.prompt in pool.live or rollout.prompt in pool.named_lost:
+            continue
+        for call, entry in rollout.answered.items():
+            kept = archived.get(uid, {}).get(call, ())
+            found.figures["answers_archived"] += bool(kept)
+            said = np.float32(entry["log_probs"])
+            how = pool.closed.get(rollout.prompt, "?")
+            found.check(
+                any(np.array_equal(log_probs, said) for log_probs in kept),
+                "not_archived",
+                f"call {call} of {uid} ({rollout.prompt}: {how}): {len(kept)} Steps in the archive",
             )
 
 

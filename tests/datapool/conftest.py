@@ -170,6 +170,7 @@ OPERATIONS: dict[str, Any] = {
     "get_events": asked.GetEvents,
     "why_closed": asked.WhyClosed,
     "read_ends": asked.ReadEnds,
+    "find_uids": asked.FindUids,
 }
 
 

@@ -8,11 +8,12 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from stepwell.datapool import ChannelConfig
-from stepwell.datapool.config import ArchiveConfig
+from stepwell.datapool.config import ArchiveConfig, PoolConfig
 from stepwell.datapool.errors import DamagedFileError, DataPoolError, InvalidRequestError
 from stepwell.datapool.files.archive import archiver, catalogue
 from stepwell.datapool.files.archive import reader as reader_module
@@ -21,11 +22,14 @@ from stepwell.datapool.files.archive.catalogue import Catalogue, match_of
 from stepwell.datapool.files.archive.folder import ArchiveFolder
 from stepwell.datapool.files.archive.launch import Settings
 from stepwell.datapool.files.archive.reader import ArchiveReader, fate, parse, waiting
+from stepwell.datapool.files.archive.unarchived import begun
 from stepwell.datapool.files.deletion import delete_from_journals
 from stepwell.datapool.ops import Delete, Mark, OpenGroup, OpenTrajectory, ReleaseDeparted
 from stepwell.datapool.questions import ReadDeparted
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.stopped import stopped_pool
 from stepwell.datapool.types import Step
+from tests.builders import step_of
 from tests.datapool.conftest import JournaledPool
 
 
@@ -189,6 +193,36 @@ def test_the_beginning_of_a_uid_finds_it(run):
     run.archive()
     assert [row["uid"] for row in run.reader.find("conversation-12")] == ["conversation-1234"]
     assert run.reader.find("unknown") == []
+
+
+def test_the_beginning_of_a_deleted_uid_says_so_and_the_whole_one_first(run):
+    for uid in ("conversation-12", "conversation-1"):
+        run.train(uid)
+    run.archive()
+    run.reader.delete("trajectory", "conversation-1")
+    run.reader.delete("trajectory", "conversation-12")
+    assert run.reader.was_deleted("conv").value == "conversation-12"
+    assert run.reader.was_deleted("conversation-1").value == "conversation-1"
+    assert run.reader.was_deleted("talk") is None
+
+
+async def test_what_is_live_or_waits_is_listed_by_the_beginning_of_its_uid(tmp_path):
+    config = PoolConfig(archive=ArchiveConfig(dir=tmp_path / "archive"))
+    async with DataPoolClient.local(config, tmp_path / "pool") as pool:
+        said = {"messages": [{"role": "user", "content": "hi"}]}
+        for uid in ("live-1", "gone-1", "gone-2"):
+            step = step_of(uid, f"group-of-{uid[:4]}", prompt_ids=[1], metadata=said)
+            await pool.submit_step(step)
+        await pool.drop_group("group-of-gone", "too long")
+        (row,) = await begun(pool, "li")
+        assert (row["uid"], row["left"], row["first"], row["turns"]) == ("live-1", "live", "hi", 1)
+        left = await begun(pool, "gone")
+        assert [row["uid"] for row in left] == ["gone-1", "gone-2"]
+        assert {row["drop_reason"] for row in left} == {"too long"}
+        assert [row["uid"] for row in await begun(pool, "gone-2")] == ["gone-2"]
+        assert [row["uid"] for row in await begun(pool, "group-of-g")] == ["gone-1", "gone-2"]
+        assert await begun(pool, "nobody") == []
+        assert await begun(pool, "") == []
 
 
 # -- a crash ---------------------------------------------------------------------------------------
@@ -397,6 +431,42 @@ def private(run, uid="s", user="eve", **fields):
     run.pool("apply", OpenTrajectory(uid, fields.get("prompt_uid", f"p-{uid}"), 0, {"user": user}))
     run.turn(uid, f"Keep {SECRET}", "I do.", **fields)
     run.pool("complete_trajectory", uid, 1.0)
+
+
+@pytest.mark.parametrize("how", ["trajectory", "user", "tag"])
+def test_what_is_deleted_is_shown_to_nobody_while_files_are_written_anew(run, how, monkeypatch):
+    run.train("t", "common")
+    private(run)
+    run.pool("apply", Mark(trajectory_uid="s", marks={"tags": ["private"]}))
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    run.archive()
+    run.pool.now = 4e9
+    value = {"trajectory": "s", "user": "eve", "tag": "private"}[how]
+    locked, looked = ArchiveFolder.locked, []
+
+    def look(folder, shard):
+        assert run.reader.find("s") == run.reader.find("p-s") == []
+        assert run.reader.read("s") is None
+        assert run.reader.rows(search="secret").items == []
+        assert [row["uid"] for row in run.reader.rows().items] == ["t"]
+        assert run.reader.first_messages(["p-s", "p-t"]) == {"p-t": "common"}
+        looked.append("rows")
+        return locked(folder, shard)
+
+    def read(*_):
+        assert [row["first"] for row in run.reader.prompts()] == ["common"]
+        looked.append("prompts")
+        raise KeyboardInterrupt  # before it is in no file
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ArchiveFolder, "locked", look)
+        patch.setattr(archiver.parquet, "read_table", read)
+        with pytest.raises(KeyboardInterrupt):
+            run.reader.delete(how, value)
+    assert looked == ["rows", "prompts"]
+    assert run.reader.rows(search="secret").items == []
+    assert run.reader.delete(how, value) == ["s"]
+    assert b"secret" not in run.bytes_of_everything()
 
 
 @pytest.mark.parametrize("how", ["user", "tag"])
@@ -672,6 +742,52 @@ def test_prompts_that_never_get_a_reward_are_listed(run):
     assert run.reader.prompts(never_rewarded=True) == []
     run.reader.delete("trajectory", "t02")
     assert len(run.reader.prompts(never_rewarded=True)) == 1
+
+
+def test_the_archives_of_all_shards_answer_as_one(tmp_path):
+    runs = []
+    for k in range(2):
+        run = Archived(tmp_path / str(k), archive=ArchiveConfig(dir=tmp_path / "archive"))
+        run.settings = msgspec.structs.replace(run.settings, shard=k)
+        runs.append(run)
+    rewards = {"solved once": (0.0, 1.0), "never": (0.0, 0.0), "always": (1.0, 1.0)}
+    for i, (asked, each) in enumerate(rewards.items()):
+        for k, (run, reward) in enumerate(zip(runs, each, strict=True)):
+            run.pool.now = 1000.0 + 10 * i + k
+            run.train(f"t{i}{k}", asked, reward=reward)
+    for run in runs:
+        run.archive()
+        run.pool.journal.close()
+    reader = ArchiveReader(tmp_path / "archive")
+    newest = ["t21", "t20", "t11", "t10", "t01", "t00"]
+    for order in ("time", "reward"):
+        seen, cursor = [], None
+        while True:
+            page = reader.rows(order=order, limit=2, cursor=cursor)
+            seen += page.items
+            if (cursor := page.cursor) is None:
+                break
+        assert sorted(row["uid"] for row in seen) == sorted(newest)
+        assert order != "time" or [row["uid"] for row in seen] == newest
+        assert order != "reward" or [row["reward"] for row in seen] == [1.0] * 3 + [0.0] * 3
+    assert reader.read("t10").outcome == reader.read("t11").outcome == 0.0
+    assert [row["first"] for row in reader.prompts(never_rewarded=True)] == ["never"]
+    assert [row["first"] for row in reader.prompts(always=True)] == ["always"]
+    mixed = next(row for row in reader.prompts() if row["first"] == "solved once")
+    assert (mixed["tries"], mixed["mean"], mixed["kind"]) == (2, 0.5, "mixed")
+
+
+def test_what_no_message_was_kept_of_has_no_text(run):
+    step = step_of("t", "p", metadata={"timing": {}})
+    run.pool("submit_step", step)
+    run.pool("complete_trajectory", "t", 1.0)
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    run.archive()
+    (row,) = run.reader.find("t")
+    assert (row["first"], row["last"]) == (None, None)
+    with closing(Catalogue(run.reader.folder.catalogue(0))) as found:
+        assert found.query("SELECT count(*) AS n FROM texts") == [{"n": 0}]
+    assert run.reader.read("t").trajectory.steps[0].response_ids.tolist() == list(step.response_ids)
 
 
 def test_the_text_of_an_aborted_trajectory_is_there_while_its_group_is_live(run):

@@ -337,6 +337,17 @@ def test_the_ends_of_trajectories_are_read_by_their_uids_or_their_groups():
     assert all(step.prompt is None for steps in ends.values() for step in steps)
 
 
+def test_uids_are_found_by_their_beginning():
+    pool = build_pool()
+    for uid, prompt_uid in (("tea", "p1"), ("tree", "p1"), ("oak", "t-group")):
+        pool.submit_step(step_of(uid, prompt_uid), now=NOW)
+    found = pool.find_uids("t", now=NOW)
+    assert found == [("train", "t-group", None), ("train", "p1", "tea"), ("train", "p1", "tree")]
+    assert pool.find_uids("tr", now=NOW) == [("train", "p1", "tree")]
+    assert pool.find_uids("t", 1, now=NOW) == found[:1]
+    assert pool.find_uids("nobody", now=NOW) == []
+
+
 def test_tokens_that_calls_have_in_common_are_counted_once():
     pool = build_pool()
     pool.submit_step(step_of("t", "p", 0, prompt_ids=[1, 2], response_ids=[3]), now=NOW)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,19 @@ def test_rollouts_and_trajectories_of_one_owner_share_a_picture(pool: Pool) -> N
     pool.talk("t1", A)
     pool.talk("t2", A, prompt_uid="q")
     assert pool.pictures() == [png(A)]
+
+
+@pytest.mark.parametrize("declared", [None, 0])
+def test_a_step_with_pictures_is_a_root_unless_it_declares_its_parent(
+    pool: Pool, declared: int | None
+) -> None:
+    first, second = conversation("t", A, B)
+    pool("put_pictures", "t", source(A, B), prompt_uid="p")
+    pool("apply_steps", [first, replace(second, parent_index=declared)])
+    pool.end("t")
+    served = pool("fetch_batch")
+    assert [step.parent_index for step in served] == [None, declared]
+    assert [len(step.pictures) for step in served] == [1, 2]
 
 
 def test_each_owner_and_channel_has_its_own_and_nobody_can_tell_of_anothers(pool: Pool) -> None:
@@ -475,6 +489,23 @@ def test_a_stopped_pool_deletes_pictures_and_orphans(pool: Pool) -> None:
     pool.talk("t1", B, prompt_uid="p1")
     pool("put_pictures", "t0", source(C))
     pool.journal.close()
+    delete_from_journals(pool.folder, Delete("t0"))
+    assert pool.pictures() == [png(B)]
+
+
+def test_what_a_crash_left_of_a_picture_goes_like_one_without_a_step(pool: Pool) -> None:
+    pool.talk("t0", A, prompt_uid="p0")
+    pool.talk("t1", B, prompt_uid="p1")
+    folder = pool.folder / "pictures"
+    draft = folder / f"{'0' * 32}.tmp"
+    draft.write_bytes(png(A))
+    again = pool.restart(default=ChannelConfig(n_rollouts=1))
+    again("put_pictures", "t0", source(C))
+    again.now += GRACE_S
+    again.later(0)
+    assert not draft.exists()
+    again.journal.close()
+    draft.write_bytes(png(A))
     delete_from_journals(pool.folder, Delete("t0"))
     assert pool.pictures() == [png(B)]
 

@@ -9,14 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
 from stepwell.backends.base import build_backend
 from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.api import GenerateRequest, PromptPictures, Sampling
+from stepwell.backends.engines.kinds import connect
 from stepwell.backends.engines.supervisor import Supervisor
-from stepwell.backends.errors import BackendConfigError
+from stepwell.backends.errors import BackendConfigError, EngineRequestError
 from stepwell.backends.registry import BACKEND_NAMES, ENGINE_NAMES
 from stepwell.cli.main import main
 from stepwell.config.keys import show_keys
@@ -149,6 +152,20 @@ def test_its_engine_serves_at_low_priority(tmp_path: Path) -> None:
         assert engine.environ()["OMP_WAIT_POLICY"] == "passive"
     finally:
         supervisor.stop()
+
+
+async def test_an_engine_in_one_file_refuses_what_it_cannot_show(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES / "plugin")
+    pictures = PromptPictures([], dict, 1)  # type: ignore[arg-type]  # never read
+    ids, settings = np.array([1], np.int32), Sampling(1, 1.0)
+    config = EngineConfig(kind="stepwell_lines:Lines", urls=("http://127.0.0.1:9",))
+    async with connect(config, config.urls[0]) as engine:
+        with pytest.raises(EngineRequestError, match="takes no pictures"):
+            await engine.sample(
+                GenerateRequest("r", ids, settings, 1, pictures=pictures), lambda _: None
+            )
 
 
 def test_without_the_package_its_names_are_unknown(

@@ -485,6 +485,19 @@ async def test_a_greedy_baseline_is_sampled_at_temperature_0_whatever_is_asked_o
     assert step.metadata["sampling_params"]["temperature"] == 0.0
 
 
+@pytest.mark.parametrize(("asked", "used"), [(1e-7, 0.0), (1e-6, 1e-6)])
+async def test_a_temperature_at_which_engines_are_greedy_is_0(
+    world: Any, asked: float, used: float
+) -> None:
+    """Their log-probs are at temperature 1 there, and the trainer's have to be."""
+    client = await world.client()
+    await client.chat.completions.create(model="m", messages=[user("hi")], temperature=asked)
+    assert world.engine.requests[0]["sampling_params"]["temperature"] == used
+    (step,) = world.stored()
+    assert step.metadata["sampling_params"]["temperature"] == used
+    assert step.temperature == (used or 1.0)
+
+
 async def test_a_conversation_has_a_limit_of_tokens_that_what_tools_say_counts_for(
     worlds: Any,
 ) -> None:

@@ -19,9 +19,11 @@ from anthropic import AsyncAnthropic
 from google import genai
 from openai import APIError, AsyncOpenAI, BadRequestError
 from PIL import Image
+from pydantic import ValidationError
 
 from stepwell.backends.pictures import digest_of
 from stepwell.datapool.pictures import shadow_ids
+from stepwell.gateway.config import PicturesConfig
 from tests.builders import until
 from tests.gateway.conftest import Sampled, World
 from tests.vision_model import make_vision_model, png
@@ -200,6 +202,113 @@ async def test_fifty_pictures_are_one_branch_in_gemini(vision: World) -> None:
     assert details is not None
     n_of_pictures = sum(picture.n_tokens for picture in vision.stored()[-1].pictures)
     assert [d.token_count for d in details if d.modality == "IMAGE"] == [n_of_pictures]
+
+
+URL = data_url(png(seed=5))
+INLINE = {"inlineData": {"mimeType": "image/png", "data": b64encode(png(seed=5)).decode()}}
+TOOL_RESULTS: dict[str, tuple[str, Any]] = {
+    "chat completions": (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {"role": "user", "content": "Look."},
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {
+                            "id": "c",
+                            "type": "function",
+                            "function": {"name": "look", "arguments": "{}"},
+                        }
+                    ],
+                },
+                {
+                    "role": "tool",
+                    "tool_call_id": "c",
+                    "content": [
+                        {"type": "text", "text": "Seen:"},
+                        {"type": "image_url", "image_url": {"url": URL}},
+                    ],
+                },
+            ]
+        },
+    ),
+    "responses": (
+        "/v1/responses",
+        {
+            "input": [
+                {"role": "user", "content": "Look."},
+                {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+                {
+                    "type": "function_call_output",
+                    "call_id": "c",
+                    "output": [
+                        {"type": "input_text", "text": "Seen:"},
+                        {"type": "input_image", "image_url": URL},
+                    ],
+                },
+            ]
+        },
+    ),
+    "gemini": (
+        "/v1beta/models/m:generateContent",
+        {
+            "contents": [
+                {"role": "user", "parts": [{"text": "Look."}]},
+                {"role": "model", "parts": [{"functionCall": {"name": "look", "args": {}}}]},
+                {
+                    "role": "user",
+                    "parts": [
+                        {
+                            "functionResponse": {
+                                "name": "look",
+                                "response": {"output": "Seen:"},
+                                "parts": [INLINE],
+                            }
+                        }
+                    ],
+                },
+            ]
+        },
+    ),
+}
+"""By dialect; `test_fifty_screenshots_in_tool_results_...` has Anthropic's."""
+
+
+@pytest.mark.parametrize("dialect", TOOL_RESULTS)
+async def test_a_tool_answers_with_a_text_and_a_picture(vision: World, dialect: str) -> None:
+    path, body = TOOL_RESULTS[dialect]
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(vision.base_url() + path, json={"model": "m", **body}) as answer,
+    ):
+        assert answer.status == 200, await answer.text()
+    (step,) = vision.stored()
+    (picture,) = step.pictures
+    assert picture.digest == digest_of(Image.open(BytesIO(png(seed=5))))
+    check_exact(vision)
+    text = vision.tokenizer.decode(step.prompt_ids[: picture.at].tolist())
+    assert text.rpartition("<tool_response>")[2].startswith("\nSeen:")
+
+
+async def test_the_newer_computer_tool_has_a_list_of_actions(vision: World) -> None:
+    client = await vision.client()
+    tool: Any = {"type": "computer"}
+    vision.say(CLICK)
+    items: list[Any] = [{"role": "user", "content": "Click."}]
+    answer = await client.responses.create(model="m", input=items, tools=[tool])
+    (call,) = answer.output
+    assert call.type == "computer_call"
+    assert call.action is None
+    assert [a.to_dict() for a in call.actions or ()] == [{"type": "click", "x": 3, "y": 4}]
+    shot = {"type": "computer_screenshot", "image_url": URL}
+    items += [
+        call.to_dict(),
+        {"type": "computer_call_output", "call_id": call.call_id, "output": shot},
+    ]
+    await client.responses.create(model="m", input=items, tools=[tool])
+    assert [step.parent_index for step in vision.stored()] == [None, 0]
+    check_exact(vision)
 
 
 # -- hostile pictures ------------------------------------------------------------------------
@@ -395,6 +504,70 @@ async def test_addresses_and_file_ids_are_refused_by_name(
         text = await answer.text()
     assert field in text
     assert "not fetched; send the picture itself, in base64" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "video_url", "video_url": {"url": "data:video/mp4,"}}],
+                    }
+                ]
+            },
+            "messages[0].content[0] is",
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "image_url",
+                                "image_url": {"url": "data:video/mp4;base64,AAAA"},
+                            }
+                        ],
+                    }
+                ]
+            },
+            "its media type is 'video/mp4'",
+        ),
+        (
+            "/v1beta/models/m:generateContent",
+            {"contents": [{"parts": [{"inlineData": {"mimeType": "video/mp4", "data": "AAAA"}}]}]},
+            "contents[0].parts[0].inlineData.mimeType is 'video/mp4'",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
+            "input[0].content[0] is",
+        ),
+    ],
+)
+async def test_videos_and_files_are_refused_by_name(
+    vision: World, path: str, body: Any, named: str
+) -> None:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(vision.base_url() + path, json=body) as answer,
+    ):
+        assert answer.status == 400
+        assert named in await answer.text()
+
+
+def test_no_bound_of_pixels_is_above_that_of_the_decoder() -> None:
+    assert Image.MAX_IMAGE_PIXELS is not None
+    most = 2 * Image.MAX_IMAGE_PIXELS
+    with pytest.raises(ValidationError, match="max_pixels"):
+        PicturesConfig(max_pixels=most)
+    PicturesConfig(max_pixels=178_000_000)
+    assert most > 178_000_000
 
 
 async def test_a_body_brings_so_many_pictures_and_no_more(worlds: Any, vision_folder: str) -> None:
@@ -778,6 +951,11 @@ async def test_white_box_steps_hold_no_vision_tokens(vision: World) -> None:
             async with http.post(vision.url + path, json=body) as answer:
                 assert answer.status == 400
                 assert "ids of vision tokens" in await answer.text()
+        named = {**step, "prompt_ids": [1], "pictures": [["0" * 64, 28, 28, 0, 1]]}
+        body = {"steps": [named]}
+        async with http.post(f"{vision.url}/submit_steps", json=body) as answer:
+            assert answer.status == 400
+            assert "steps[0].pictures is no field of a Step" in await answer.text()
     assert not vision.stored()
 
 
@@ -860,7 +1038,7 @@ async def test_a_text_that_looks_like_a_picture_stays_a_text(vision: World) -> N
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "opened"},
     ]
-    with pytest.raises(BadRequestError):
+    with pytest.raises(BadRequestError, match="stands as a text, too"):
         # The very same string is a picture here and a text there: nobody can mean that.
         await client.chat.completions.create(
             model="m", messages=messages, tools=[{"type": "function", "function": tool}]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
+import yaml
 
 from stepwell.backends.processes import spawn
 from stepwell.trainer.config import HarborSource, RolloutConfig
@@ -96,7 +96,7 @@ async def test_bubblewrap_hides_homes_and_writes_nowhere_else(
     """`bwrap` itself, which the default suite plans only."""
     world: World = await worlds()
     script = """
-        touch /usr/x 2>/dev/null && exit 3; ls ~root | grep . && exit 4
+        touch /usr/x /home/x /run/x 2>/dev/null && exit 3; ls ~root | grep . && exit 4
         test "$(ps -e | wc -l)" -lt 10 || exit 5
         touch "$HOME/x" "$TMPDIR/x" /tmp/x && pwd > here
     """
@@ -214,7 +214,7 @@ BAD = {
     "signal": ("kill -SEGV $$", "exit status 139"),
     "hang": ("trap '' TERM; sleep 600", "timeout"),
     "forks": ("for i in {1..60}; do sleep 600 & done; wait", "processes"),
-    "disk": ("head -c 40000000 /dev/zero > big; sleep 600", "disk"),
+    "disk": ("head -c 40000000 /dev/zero > /tmp/big; sleep 600", "disk"),
     "files": ("for i in {1..900}; do : > $i; done; sleep 600", "files"),
     "output": ("while :; do echo xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done", "output"),
     "memory": ("x=$(head -c 900000000 /dev/zero | tr '\\0' x); sleep 600", "memory"),
@@ -321,33 +321,23 @@ def python_beside(program: str) -> str:
 async def test_an_episode_of_verifiers_is_a_rollout_with_its_reward(
     client: str, worlds: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Its train client renders by itself, and calls /inference/v1/generate."""
+    """By the command of the page. Its train client renders by itself, and calls
+    /inference/v1/generate."""
     world: World = await worlds("quickstart")
     world.say("It is 3.")
-    more = ["--client", client]
-    if client == "train":
-        more += ["--tokenizer", str(ROOT / "examples" / "quickstart" / "model")]
     (tmp_path / "adds.py").write_text(TASKSET)
-    python = python_beside("vf-eval")
-    seat = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
-    config = HarnessConfig.model_validate(
-        {
-            "command": [
-                *(python, verifiers_episode.__file__, "episode", "adds"),
-                *("--index", "{task.metadata.index}", "--base-url", "{base_url}"),
-                *("--config", json.dumps(seat), "--out", "{home}/reward.txt", *more),
-            ],
-            "env": {
-                "PATH": f"{Path(python).parent}:{os.environ['PATH']}",  # uv
-                "PYTHONPATH": str(tmp_path),
-                "STEPWELL_API_KEY": "{api_key}",
-                "UV_CACHE_DIR": str(Path.home() / ".cache" / "uv"),
-                "UV_SYSTEM_CERTS": "1",
-            },
-            "timeout_s": 200,
-            "grade": {"command": ["cp", "{home}/reward.txt", "reward"], "file": "reward"},
-        }
-    )
+    page = (ROOT / "docs" / "harnesses.md").read_text()
+    (block,) = re.findall(r"```yaml\n(data: adds\.jsonl.*?)```", page, re.S)
+    block = block.replace("${oc.env:PWD}/vf/bin/python", python_beside("vf-eval"))
+    block = block.replace("${oc.env:PWD}/verifiers_episode.py", verifiers_episode.__file__)
+    section = yaml.safe_load(block)["rollout"]["harness"]
+    section["env"] |= {"PYTHONPATH": str(tmp_path), "UV_SYSTEM_CERTS": "1"}
+    if client == "train":
+        model = str(ROOT / "examples" / "quickstart" / "model")
+        section["command"] += ["--client", "train", "--tokenizer", model]
+        # What it renders a model without a renderer of its own with knows no tools.
+        section["command"] += ["--config", '{"agent": {"harness": {"id": "null"}}}']
+    config = HarnessConfig.model_validate({**section, "timeout_s": 200})
     task = {"instance_id": "1", "question": "", "metadata": {"index": 1}}
     assert await Harness(config, logs=tmp_path / "logs")(task, world.base_url(), "none") == 1.0
     world.check_exact()

@@ -109,15 +109,9 @@ def test_a_verifiers_environment_trains_through_its_own_train_client(tmp_path: P
     """The client renders prompts itself and calls /inference/v1/generate."""
     (tmp_path / "adds.py").write_text(TASKSET)
     python = python_beside("vf-eval")
-    env = {
-        "PATH": f"{Path(python).parent}:{os.environ['PATH']}",  # uv
-        "PYTHONPATH": str(tmp_path),
-        "UV_CACHE_DIR": str(Path.home() / ".cache" / "uv"),
-        "UV_SYSTEM_CERTS": "1",
-    }
+    env = {"PYTHONPATH": str(tmp_path), "UV_SYSTEM_CERTS": "1"}
     script = verifiers_episode.__file__
-    seat = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
-    config = ["--config", json.dumps(seat)]
+    config = ["--config", '{"agent": {"harness": {"id": "null"}}}']
     listed = subprocess.run(
         [python, script, "tasks", "adds", *config],
         env={**os.environ, **env},
@@ -136,7 +130,7 @@ def test_a_verifiers_environment_trains_through_its_own_train_client(tmp_path: P
         "grade": {"command": ["cp", "{home}/reward.txt", "reward"], "file": "reward"},
         "infrastructure": [verifiers_episode.INFRASTRUCTURE],
     }
-    data = {"kind": "jsonl", "path": str(tmp_path / "adds.jsonl"), "label_key": None}
+    data = {"kind": "jsonl", "path": str(tmp_path / "adds.jsonl")}
     # An episode costs seconds of CPU for verifiers' imports alone.
     found = trained(tmp_path, {"harness": harness, "concurrency": 2, "n": 2}, data)
     assert len(rewards(found)) > 1

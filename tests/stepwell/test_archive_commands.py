@@ -17,6 +17,7 @@ from stepwell.datapool.files.trained import TrainedTrajectory, write_trained
 from stepwell.datapool.ops import OpenGroup
 from stepwell.datapool.types import Trajectory
 from stepwell.run.folder import begin
+from stepwell.show import trajectory
 from tests.builders import step_of
 from tests.datapool.conftest import JournaledPool
 from tests.datapool.test_archive import Archived
@@ -83,12 +84,44 @@ def test_a_query_lists_and_writes_what_passes(run: Path, capsys: Capture, tmp_pa
 def test_a_uids_beginning_and_a_groups_uid_are_opened(run: Path, capsys: Capture) -> None:
     assert "t0" in told(capsys, "show", "t", run)
     assert "answer 2" in told(capsys, "data", "query", "prompt == 'p-t2'", run)
-    assert json.loads(told(capsys, "show", "p-t2", run, "--json"))["trajectory_uid"] == "p-t2"
+    assert json.loads(told(capsys, "show", "p-t2", run, "--json"))["trajectory_uid"] == "t2"
+
+
+def test_what_waits_is_opened_by_its_group_and_its_beginning(
+    run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def is_slow(*_: object) -> None: ...
+
+    monkeypatch.setattr(trajectory, "archive_rest", is_slow)  # the archiver of a run that is alive
+    for uid in ("gone", "p-gone", "gon"):
+        assert "its group was dropped (zero_variance)" in told(capsys, "show", uid, run)
+
+
+def test_what_is_live_is_opened_by_its_group_and_its_beginning(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    folder = tmp_path / "live"
+    folder.mkdir()
+    begin(load_config("quickstart", [f"run.dir={folder}", "run.name=live"]))
+    run = Archived(folder)
+    for uid in ("conversation-1", "conversation-2"):
+        first = run.turn(uid, f"hello from {uid}", "Hi.", "group")
+        said = {"messages": [{"role": "assistant", "content": "No."}]}
+        ids = {"prompt_ids": [*first.token_ids, 5], "response_ids": [6], "parent_index": 0}
+        run.pool("submit_step", step_of(uid, "group", 1, metadata=said, **ids))
+    run.pool.journal.close()
+    assert "conversation-1" in told(capsys, "show", "conversation-1", folder)
+    for begun in ("group", "conversation-", "gro"):
+        shown = told(capsys, "show", begun, folder)
+        assert "hello from conversation-1 → No." in shown
+        assert "2 turns · 15 tokens" in shown, "tokens are counted once"
+    assert told(capsys, "show", "conversation-2", folder).startswith("conversation-2  open")
 
 
 def test_what_is_deleted_is_said_to_be(run: Path, capsys: Capture) -> None:
     assert "deleted 1 trajectories" in told(capsys, "data", "delete", run, "--trajectory", "t1")
-    assert "was deleted at" in told(capsys, "show", "t1", run, code=2)
+    assert "'t1' was deleted at" in told(capsys, "show", "t1", run, code=2)
+    assert "'t1' was deleted at" in told(capsys, "show", "t1", run, code=2)
     shown = told(capsys, "archive", "delete", run, "--trajectory", "t2")
     assert "not reached: copies" in shown
     everything = b"".join(

@@ -24,6 +24,7 @@ from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.rollout.agents import load_agent
 from tests.e2e.conftest import ROOT
 from tests.trainer.small_run import small_config
+from tests.vision_model import make_vision_model
 
 MODEL = ROOT / "examples" / "quickstart" / "model"
 CODE = """
@@ -219,6 +220,18 @@ def test_a_setting_that_a_backend_has_no_method_for_is_told_before_the_start(
     assert f"trainer.backend is 'checks_backend:Plain', which does not implement {method}" in line
     assert key in line
     assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("ray", [[], ["cluster.address=127.0.0.1:9"]], ids=["here", "there"])
+def test_ranks_that_cannot_share_rows_with_pictures_are_refused_before_the_start(
+    ray: list[str], tmp_path: Path
+) -> None:
+    model = f"model.path={make_vision_model(tmp_path / 'vision')}"
+    sharing = ("backend.ranks=2", "backend.context_parallel=2")
+    config = small_config(tmp_path, model, *sharing, *ray)
+    with pytest.raises(ConfigError, match=r"is 2, but the model reads pictures.*set it to 1"):
+        checks.check_attached(config)
+    checks.check_attached(small_config(tmp_path, model))
 
 
 @pytest.mark.parametrize("name", ["good", "partial", "wrapped", "instance"])

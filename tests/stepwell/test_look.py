@@ -31,6 +31,7 @@ from stepwell.gateway.ui.run_folder import RunFolder
 from stepwell.run.folder import GatewayPart, begin, read_run
 from stepwell.show.run import RunView
 from stepwell.show.status import read_status, status_screen
+from tests.datapool.conftest import JournaledPool
 
 Capture = pytest.CaptureFixture[str]
 
@@ -303,7 +304,7 @@ def test_status_is_one_screen_of_what_the_files_say(
     found = told(capsys, "status", str(run))
     assert (found["state"], found["trainer"]["last"]) == ("ended", RECORD)
     assert found["pool"]["train"]["groups"]["dropped"] == 1
-    without = {"low": None, "high": None, "version": None}
+    without = {"low": None, "high": None, "version": None, "oldest_version": None}
     assert found["evaluations"] == [
         {"step": 0, "score": 0.0, "rollouts": 1} | without,
         {"step": 7, "score": 1.0, "rollouts": 1} | without,
@@ -483,6 +484,53 @@ def test_the_screen_of_a_run_that_nobody_has_called_yet(run: Path, capsys: Captu
     console.print(status_screen({**status, "gateways": [gateway]}))
     [line] = [x for x in console.export_text().splitlines() if x.startswith("gateway")]
     assert " ".join(line.split()).endswith("up 0 calls · 0 running")
+
+
+@pytest.mark.parametrize(
+    ("share", "told"), [(0.0, ""), (1 / 3000, "a few not recorded"), (0.25, "25.0% not recorded")]
+)
+def test_a_share_below_a_tenth_of_a_percent_is_no_number(
+    run: Path, capsys: Capture, share: float, told: str
+) -> None:
+    assert main(["status", str(run), "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    gateway = {
+        "url": "http://here",
+        "calls": {},
+        "limits": {"running": 0, "waiting": 0},
+        "added_latency": {"calls": 0},
+        "recording": {"unrecorded_share": share},
+    }
+    console = Console(width=120, file=io.StringIO(), record=True, force_terminal=True)
+    console.print(status_screen({**status, "gateways": [gateway]}))
+    screen = console.export_text(styles=True)
+    [line] = [line for line in screen.splitlines() if "http://here" in line]
+    assert told in line
+    assert ("not recorded" in line) == bool(told)
+    assert ("\x1b[31m" in line) == (share > 0.1), "only what is wrong is red"
+
+
+def test_evaluations_of_live_traffic_have_versions_rollouts_and_an_interval(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    begin(load_config("quickstart", [f"run.dir={tmp_path}", "run.name=live"]))
+    JournaledPool(tmp_path / "pool").journal.close()
+
+    def evaluated(step: int, n: int, oldest: int, score: float) -> dict[str, Any]:
+        own = {"val/step": step, "val/version": step, "val/score": 1.0, "val/rollouts": 4}
+        several = {"val/pooled/rollouts": n, "val/pooled/oldest_version": oldest}
+        bounds = {"val/pooled/score": score, "val/pooled/low": 0.4, "val/pooled/high": 0.7}
+        return RECORD | {"step": step} | own | several | (bounds if n >= 30 else {})
+
+    records = [evaluated(1, 4, 1, 0.0), evaluated(3, 30, 1, 0.5), evaluated(5, 32, 4, 0.6)]
+    lines = [sealed(json.dumps(record).encode()) for record in records]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+    screen = " ".join(said(capsys, "status", str(tmp_path)).replace("\xa0", " ").split())
+    assert "0.500 (0.40 to 0.70) of 30, v1-3 at step 3 → " in screen
+    assert "0.600 (0.40 to 0.70) of 32, v4-5 at step 5" in screen
+    (tmp_path / "metrics.jsonl").write_bytes(lines[0])
+    screen = " ".join(said(capsys, "status", str(tmp_path)).replace("\xa0", " ").split())
+    assert "of 4 rollouts, too few to say, v1" in screen
 
 
 @pytest.mark.parametrize("has_consumer", [False, True])

@@ -278,6 +278,17 @@ def test_a_row_too_long_for_a_rank_is_shared_by_ranks(model: Any) -> None:
         )
 
 
+def test_no_row_with_pictures_is_shared_by_ranks(model: Any) -> None:
+    path = model("4b")
+    reads = MODELS["4b"] | {"model_type": "qwen2_vl", "vision_config": {}}
+    (path / "config.json").write_text(json.dumps(reads))
+    long = ("engine.context_length=262144", "cluster.gpus_per_engine=4", "cluster.engines=1")
+    (problem, *_) = planned("qwen3_4b", path, 8, 1, *long).problems
+    assert "context_parallel" not in problem
+    with pytest.raises(BackendConfigError, match="the model reads pictures"):
+        planned("qwen3_4b", path, 8, 1, *long, "backend.ranks=2", "backend.context_parallel=2")
+
+
 def test_a_remedy_keeps_ranks_in_whole_groups_that_share_rows(model: Any) -> None:
     path = model("8b")
     large = MODELS["8b"] | {"num_attention_heads": 20, "num_hidden_layers": 120}

@@ -41,6 +41,7 @@ def test_a_pool_without_a_journal_holds_agents_back_from_the_start(tmp_path: Pat
     assert config.pool_of_served == config.pool_of_run
     told = where_to_call(config, cast(Cluster, CLUSTER))
     assert "until a trainer is attached; the limit is 16 groups open or ready" in told
+    assert f"dashboard  {CLUSTER.gateway_url}/ui" in told.splitlines()
 
 
 def test_what_is_recorded_without_a_trainer_leaves_memory(tmp_path: Path) -> None:

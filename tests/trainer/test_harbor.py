@@ -158,6 +158,57 @@ def test_a_task_copies_nothing_of_this_machine(tmp_path: Path, source: str) -> N
         HarborLayout(task["harbor"], root, root / "work", "bubblewrap")
 
 
+DOCKERFILE = """\
+FROM ubuntu:24.04
+ENV GREETING="good day" TWICE=2
+ENV NAME Ada L.
+WORKDIR /opt
+COPY name.txt old/
+WORKDIR task
+COPY name.txt .
+"""
+
+
+def followed(tmp_path: Path, dockerfile: str) -> dict[str, Any]:
+    shutil.copytree(TASKS / "greet", tmp_path / "t")
+    (tmp_path / "t" / "environment" / "Dockerfile").write_text(dockerfile)
+    (task,) = tasks(tmp_path)
+    return task
+
+
+async def test_variables_and_folders_of_a_dockerfile_hold_without_a_container(
+    tmp_path: Path,
+) -> None:
+    task = followed(tmp_path, DOCKERFILE.replace("COPY name.txt old/\n", ""))
+    assert task["harbor"]["workdir"] == "/opt/task"
+    (tmp_path / "t" / "tests" / "check.sh").write_text(
+        'test "$(cat /opt/task/said)" = "good day 2 Ada L.: Ada" && test "$GREETING" = hello'
+    )
+    script = 'echo "$GREETING $TWICE $NAME: $(cat name.txt)" > said'
+    assert await harness(tmp_path, script)(task, URL, "key") == 1.0
+
+
+async def test_a_file_beside_the_last_working_folder_is_refused_without_a_container(
+    tmp_path: Path,
+) -> None:
+    task = followed(tmp_path, DOCKERFILE)
+    with pytest.raises(HarnessError, match=r"copies to old/, outside /opt/task"):
+        await harness(tmp_path, "true")(task, URL, "key")
+
+
+@pytest.mark.parametrize("line", ["ENV PATH=/opt/bin:$PATH", "COPY $NAME ./"])
+def test_a_variable_in_a_dockerfile_is_a_containers(tmp_path: Path, line: str) -> None:
+    task = followed(tmp_path, f"FROM x\n{line}\n")
+    HarborLayout(task["harbor"], tmp_path / "r", tmp_path / "r" / "work", "docker")
+    with pytest.raises(DataError, match="which only a container does"):
+        HarborLayout(task["harbor"], tmp_path / "r", tmp_path / "r" / "work", "process")
+
+
+def test_a_working_folder_that_a_variable_names_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"WORKDIR \$AT; name it in environment\.workdir"):
+        followed(tmp_path, "FROM x\nARG AT=/x\nWORKDIR $AT\n")
+
+
 @pytest.mark.parametrize("kind", ["docker", "podman"])
 def test_only_harbor_tasks_bring_the_image_of_a_container(kind: str) -> None:
     """A container of other tasks has to be named."""

@@ -104,6 +104,20 @@ def fails(folder: Path, transcript: list[dict[str, Any]], task: Mapping[str, Any
     raise KeyError("none")
 
 
+async def test_a_program_of_the_template_is_run_by_its_path_in_the_copy(tmp_path: Path) -> None:
+    (tmp_path / "template" / "bin").mkdir(parents=True)
+    program = tmp_path / "template" / "bin" / "agent"
+    program.write_text("#!/bin/sh\necho 5 > answer\n")
+    program.chmod(0o755)
+    keys = {"workdir": str(tmp_path / "template"), "grade": GRADED}
+    run = harness(tmp_path, "", command=["bin/agent"], **keys)
+    assert await run(TASK, URL, "key") == 1.0
+    with pytest.raises(RolloutError, match=r"'bin/other', which is not in .*workdir .*template"):
+        harness(tmp_path, "", command=["bin/other"], **keys)
+    with pytest.raises(RolloutError, match=r"workdir \(None\); install it, or give its whole path"):
+        harness(tmp_path, "", command=["./agent"])
+
+
 async def test_hidden_tests_come_over_what_the_agent_left(tmp_path: Path) -> None:
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "test.sh").write_text("exit 1")
@@ -436,6 +450,10 @@ BAD: Mapping[str, tuple[dict[str, Any] | str, str]] = {
     "preset": ("claude", "preset is 'claude', which is none of claude_code, codex"),
     "empty": ({"env": {}}, "command is empty; give one, or a preset"),
     "placeholder": ({"command": ["a", "{base}"]}, r"\{base\}, which is none of \{api_key\}"),
+    "grading": (
+        {"command": ["a"], "grade": {"command": ["sh", "-c", "echo ${reward} > r"]}},
+        r"has \{reward\}, which is none of .*; write \{\{reward\}\} for the text \{reward\}",
+    ),
     "workdir": ({"command": ["a"], "workdir": "x/{model}"}, "use placeholders of the task"),
     "home": ({"command": ["a"], "files": {"/etc/x": ""}}, "name files by their path in the home"),
     "codes": ({"command": ["a"], "gave_up": [3], "infrastructure": [3]}, "both hold 3"),

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from stepwell.backends.pictures import PictureProcessor
 from stepwell.config.load import load_config
 from stepwell.trainer.config import SourceConfig
-from stepwell.trainer.data.images import picture_bytes
+from stepwell.trainer.data.images import picture_bytes, with_pictures
 from stepwell.trainer.data.source import PromptSource
 from stepwell.trainer.data.tasks import PICTURE, Task, without_pictures
 from stepwell.trainer.errors import ConfigError, DataError
@@ -119,6 +119,12 @@ def test_a_row_of_a_users_class_may_hold_pil_images(
     )
     part = first(found)["messages"][0]["content"][0]
     assert Image.open(io.BytesIO(picture_bytes(part))).size == (60, 60)
+
+
+def test_a_pil_image_that_no_png_holds_is_refused_by_row() -> None:
+    inks = Image.new("CMYK", (60, 60))
+    with pytest.raises(DataError, match=r"^row 1: picture 0 cannot be .* mode CMYK .* to RGB$"):
+        with_pictures("<image>?", [inks], None, "row 1")
 
 
 def test_a_row_without_pictures_stays_a_question(tmp_path: Path) -> None:

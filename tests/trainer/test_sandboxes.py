@@ -45,16 +45,19 @@ def test_bubblewrap_sees_nobodys_home_and_writes_in_the_rollouts_folder_alone() 
     assert argv == (
         "bwrap --die-with-parent --new-session --unshare-pid --unshare-ipc --unshare-uts "
         "--ro-bind / / --dev /dev --proc /proc "
-        "--tmpfs /home --tmpfs /root --tmpfs /run --tmpfs /tmp --tmpfs /var/tmp "
-        "--ro-bind /root/tools /root/tools "
-        f"--bind /tmp/r /tmp/r --chdir /tmp/r/work -- agent -p do it {URL}"
+        "--bind /tmp/r/tmp /tmp --bind /tmp/r/tmp /var/tmp "
+        "--tmpfs /home --tmpfs /root --tmpfs /run "
+        "--ro-bind /root/tools /root/tools --bind /tmp/r /tmp/r "
+        "--remount-ro /home --remount-ro /root --remount-ro /run "
+        f"--chdir /tmp/r/work -- agent -p do it {URL}"
     )
 
 
 CONTAINER = (
     "{program} run --rm --init --name stepwell-harness-a --network host --user {user}{more} "
     "--cap-drop ALL --security-opt no-new-privileges --memory 512m --pids-limit 64 --cpus 1.5 "
-    "--ulimit cpu=100 --volume /tmp/r:/tmp/r --volume /opt/node:/opt/node:ro "
+    "--ulimit cpu=100 --volume /tmp/r/tmp:/tmp --volume /tmp/r/tmp:/var/tmp "
+    "--volume /tmp/r:/tmp/r --volume /opt/node:/opt/node:ro "
     "--workdir /tmp/r/work --env HOME=/tmp/r/home --env KEY --env OPENAI_BASE_URL "
     "node:22 agent -p do it {url}"
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,23 @@ async def test_groups_that_the_trainer_scored_are_listed_with_their_rewards(tmp_
     assert [row for row in shown if row.state != "leased"] == [
         row for row in listed if row.state != "leased"
     ]
+
+
+@pytest.mark.parametrize(("saved", "left"), [(2, [1, 2]), (0, [])])
+async def test_what_was_trained_and_not_acked_is_no_sample_after_a_resume(
+    tmp_path: Path, saved: int, left: list[int]
+) -> None:
+    """Its groups come back, and stand in the file of the step that trains them at last."""
+    config = small_config(tmp_path, "trainer.checkpoint_every=2")
+    async with small_run(config) as run, aclosing(run.trainer.train()) as records:
+        async for record in records:
+            if record["step"] == saved + 1:
+                break
+    shutil.rmtree(tmp_path / "checkpoints" / f"step_{saved + 1}")  # killed before it was written
+    assert trained_steps(tmp_path) == [*left, saved + 1]
+    async with small_run(config) as again:
+        assert await again.trainer.resume() == bool(saved)
+    assert trained_steps(tmp_path) == left
 
 
 def by_length(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:

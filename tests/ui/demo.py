@@ -60,21 +60,27 @@ class Demo:
 
 @asynccontextmanager
 async def demo(
-    run_dir: Path, *, port: int = 0, pool: DataPoolClient | None = None, **options: Any
+    run_dir: Path,
+    *,
+    port: int = 0,
+    pool: DataPoolClient | None = None,
+    archived: bool = True,
+    **options: Any,
 ) -> AsyncIterator[Demo]:
     """The gateway with its pool; `options` are the gateway's."""
     tokenizer = make_tokenizer("quickstart")
     eos = eos_id(tokenizer)
     engine = ScriptedEngine(default=lambda _: Sampled([*tokenizer.encode("12").tolist(), eos]))
     zero_variance = ChannelConfig(selection=SelectionConfig(filters=("zero_variance",)))
-    archive = ArchiveConfig(dir=run_dir / "archive")
+    folder = run_dir / "archive" if archived else None
+    archive = ArchiveConfig(enabled=archived, dir=folder)
     pool_config = PoolConfig(channels={"train": zero_variance}, archive=archive)
     async with (
         engine.running() as engine_url,
         DataPoolClient.local(pool_config, run_dir / "pool") as own,
     ):
         config = GatewayConfig(port=port, **options)
-        wiring = Wiring((engine_url,), run_dir=run_dir, archive_dir=run_dir / "archive")
+        wiring = Wiring((engine_url,), run_dir=run_dir, archive_dir=folder)
         app = create_app(config, wiring, pool or own, tokenizer)
         async with serving(app, http=http_protocol(config), port=port) as url:
             yield Demo(url, pool or own, run_dir, (app, engine, tokenizer))

@@ -183,6 +183,27 @@ async def test_a_trajectory_is_found_read_and_searched(shown: Demo, browser: Bro
     await expect(again.get_by_role("heading", name="as the model saw it")).to_be_visible()
 
 
+async def test_the_tools_of_a_call_are_shown_as_the_model_read_them(
+    shown: Demo, browser: Browser
+) -> None:
+    page = await opened(browser, width=400)
+    for uid in ("chain_sum/1005:1", "chain_sum/1000:1"):  # live, and archived
+        await go(page, shown, "trajectory", uid=uid)
+        await page.get_by_text("Tools of this call").first.click()
+        prompt = page.locator("details pre")
+        await expect(prompt).to_contain_text("Tools: calculator(expression)")
+        await expect(prompt).to_contain_text("State the final answer to")
+        await expect(prompt).not_to_contain_text("tool_call_id")
+        assert await serious(page) == []
+        assert await page.evaluate(WIDER, 400) == []
+        assert not page.failures  # type: ignore[attr-defined]
+    side = page.get_by_label("Turns").get_by_text("no", exact=True)
+    await go(page, shown, "trajectory", uid="chain_sum/1005:1")
+    await side.click()
+    await expect(page.get_by_text("Is it even?")).to_be_visible()
+    await expect(page.get_by_text("Tools of this call")).to_have_count(0)
+
+
 async def test_pictures_are_seen_of_what_is_in_the_pool_and_of_what_left_it(
     tmp_path: Path, browser: Browser
 ) -> None:
@@ -399,7 +420,7 @@ async def test_every_page_of_a_live_quickstart(tmp_path: Path, browser: Browser)
             while url is None:
                 line = (await process.stdout.readline()).decode()
                 assert line, "the run ended"
-                url = re.search(r"gateway at (http://\S+?);?\s", line)
+                url = re.search(r"dashboard (http://\S+?)/ui;", line)
         reading = asyncio.create_task(process.stdout.read())
         page = await opened(browser)
         await page.goto(f"{url[1]}/ui#/overview")

@@ -2,6 +2,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { html, safe } from "../../gateway/ui/static/shown.js";
+import { percent } from "../../gateway/ui/static/parts.js";
 import { smooth, together } from "../../gateway/ui/static/runs.js";
 
 test("what reorders, hides or ends a text is an escape, as on the terminal", () => {
@@ -30,4 +31,8 @@ test("runs with other steps share an axis; where one has no value there is none"
   const { x, lines } = together([run("a", [10, 30], [1, 2]), run("b", [20, 30], [3, 4])], "loss", "tokens", 0);
   assert.deepEqual(x, [10, 20, 30]);
   assert.deepEqual(lines.map((line) => line.values), [[1, null, 2], [null, 3, 4]]);
+});
+
+test("a share below a tenth of a percent is a word", () => {
+  assert.deepEqual([null, 0, 1 / 3000, 0.001, 0.256, 1].map(percent), ["–", "0 %", "nearly none", "0.1 %", "26 %", "100 %"]);
 });

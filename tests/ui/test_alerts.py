@@ -46,6 +46,17 @@ def test_a_recorded_situation_has_the_alerts_that_are_so(name: str) -> None:
     assert keys(recorded(name)) == RECORDED[name]
 
 
+@pytest.mark.parametrize(
+    ("state", "title"),
+    [("up", None), ("down", "is down"), ("open", "is failing"), ("behind", "has old weights")],
+)
+def test_an_engine_is_told_in_the_state_that_it_is_in(state: str, title: str | None) -> None:
+    tick = recorded("engine_down")
+    tick["gateway"]["engine"]["engines"][0]["state"] = state
+    titles = [alert.title for alert in alerts(tick) if alert.key.startswith("engine")]
+    assert [text.split("35497 ")[1] for text in titles] == [title] * (title is not None)
+
+
 def test_a_pool_that_does_not_answer_is_told_with_its_reason() -> None:
     tick = recorded("training", pool=None, pool_error="the pool's process is gone")
     (found,) = alerts(tick)

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from stepwell.datapool.ops import AbortTrajectory
 from tests.ui.demo import Demo, archive_all, demo, fill, show_picture
 
 BASE = "chain_sum/1001"
@@ -77,6 +78,40 @@ async def test_a_uid_its_beginning_and_a_groups_uid_lead_somewhere(
     assert unknown.status_code == 404
 
 
+async def test_the_beginning_of_a_live_uid_leads_there(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    await shown.pool.open_trajectory("live-conversation", "live-group")
+    found = await ok(http, "find", uid="live-conv")
+    assert found == {"page": "trajectory", "params": {"uid": "live-conversation"}}
+    assert (await ok(http, "find", uid="live-g"))["params"]["uid"] == "live-conversation"
+    several = (await ok(http, "find", uid="chain_sum/100"))["items"]
+    assert {row["prompt_uid"] for row in several} >= {"chain_sum/1001", "chain_sum/1002"}
+    assert all(row["first"].startswith("State the final answer") for row in several)
+    assert "its group was dropped (too easy)" in {row["fate"] for row in several}
+
+
+async def test_a_group_that_waits_to_be_archived_has_its_page(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    assert (await ok(http, "find", uid="chain_sum/1002"))["page"] == "group"
+    group = await ok(http, "group", prompt_uid="chain_sum/1002")
+    assert group["trajectories"][0]["fate"] == "its group was dropped (too easy)"
+    assert len(group["last"]) == 4
+
+
+async def test_an_aborted_trajectory_has_its_page_without_an_archive(tmp_path: Path) -> None:
+    async with demo(tmp_path, archived=False) as served:
+        await fill(served, groups=3)
+        uid = "chain_sum/1002:3"
+        await served.pool.call(AbortTrajectory(uid, "timeout"))
+        async with httpx.AsyncClient(base_url=f"{served.url}/ui/api/", timeout=30) as http:
+            assert (await ok(http, "find", uid=uid))["page"] == "trajectory"
+            told = await ok(http, "trajectory", trajectory_uid=uid)
+            assert told["archived"]["fate"] == "aborted (timeout); its group is in the pool"
+            assert told["steps"][0]["messages"]
+
+
 async def test_what_has_gone_is_listed_with_its_first_message(
     shown: Demo, http: httpx.AsyncClient
 ) -> None:
@@ -111,7 +146,8 @@ async def test_what_is_deleted_by_the_gateway_is_deleted_from_the_archive_too(
     uid = "chain_sum/1002:1"
     answer = await http.post("delete", json={"trajectory_uid": uid})
     assert answer.status_code == 200, answer.text
-    assert (await ok(http, "find", uid=uid))["deleted"]
+    assert (await ok(http, "find", uid=uid))["deleted"]["uid"] == uid
+    assert (await ok(http, "find", uid=uid[:-1]))["deleted"]["uid"].startswith(uid[:-1])
     gone = await http.get("trajectory", params={"trajectory_uid": uid})
     assert gone.status_code == 404
     assert "was deleted at" in gone.text

@@ -74,7 +74,8 @@ async def test_data_needs_an_admin_key_or_the_cookie_that_one_was_exchanged_for(
         bearer = {"authorization": f"Bearer {ADMIN}"}
         assert (await http.get("/ui/api/groups", headers=bearer)).status_code == 200
         agent = {"authorization": f"Bearer {AGENT}"}
-        assert (await http.get("/ui/api/groups", headers=agent)).status_code == 403
+        for path in ("groups", "archive", "prompts", "find?uid=t", "trajectory?trajectory_uid=t"):
+            assert (await http.get(f"/ui/api/{path}", headers=agent)).status_code == 403, path
         for wrong in ("no-key-of-this-gateway", AGENT, ""):
             assert (await http.post("/ui/api/login", json={"key": wrong})).status_code == 401
         long = await http.post("/ui/api/login", json={"key": "k" * 10_000})
@@ -261,7 +262,9 @@ async def test_a_group_shows_its_rollouts_and_the_tokens_that_they_share(
     assert told["prefixes"]["tree"] == len(distinct)
     assert [row["state"] for row in told["trajectories"]] == ["complete"] * 4
     assert len([text for text in told["last"].values() if text.startswith("The answer is")]) == 4
-    missing = await http.get("group", params={"prompt_uid": "chain_sum/1000"})
+    gone = await ok(http, "group", prompt_uid="chain_sum/1000")
+    assert gone["archived"], "it waits for the archiver"
+    missing = await http.get("group", params={"prompt_uid": "nobody"})
     assert missing.status_code == 404
     assert "Recently gone" in missing.text
 

@@ -108,6 +108,13 @@ class GradeConfig(Section):
     timeout_s: float = Field(default=120.0, gt=0)
     """Grading may take this long."""
 
+    @field_validator("command", mode="after")
+    @classmethod
+    def _placeholders_are_known(cls, command: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for text in command or ():
+            check_placeholders(text)
+        return command
+
     @model_validator(mode="after")
     def _one(self) -> GradeConfig:
         if (self.command is None) == (self.function is None):

@@ -149,7 +149,7 @@ PRESETS: Final[Mapping[str, Preset]] = {
             *("--no-stream", "--no-pretty", "--map-tokens", "0", "--message", "{task.prompt}"),
         ),
         "uv tool install aider-chat   (or pip install aider-chat in an environment of its own)",
-        "Python 3.9 to 3.12",
+        "Python 3.10 to 3.12",
         env={"OPENAI_API_BASE": "{base_url}/v1", "OPENAI_API_KEY": "{api_key}"},
     ),
     "mini_swe_agent": Preset(

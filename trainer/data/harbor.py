@@ -15,7 +15,7 @@ from __future__ import annotations
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from stepwell.trainer.config import HarborSource
@@ -90,8 +90,7 @@ def read_task(folder: Path) -> dict[str, Any]:
     _refuse(folder, raw)
     if not (folder / "tests" / "test.sh").is_file():
         raise DataError(f"{folder} has no tests/test.sh, which scores it; write one")
-    agent, verifier = raw.get("agent", {}), raw.get("verifier", {})
-    environment = raw.get("environment", {})
+    verifier, environment = raw.get("verifier", {}), raw.get("environment", {})
     about = raw.get("task", {})
     return {
         "instance_id": about.get("name", folder.name),
@@ -102,10 +101,9 @@ def read_task(folder: Path) -> dict[str, Any]:
         "harbor": {
             "folder": str(folder),
             "image": environment.get("docker_image"),
-            "workdir": environment.get("workdir") or _workdir(folder),
+            "workdir": environment.get("workdir") or workdir_of(folder),
             "env": _texts(folder, "environment.env", environment.get("env", {})),
             "verifier_env": _texts(folder, "verifier.env", verifier.get("env", {})),
-            "agent_timeout_s": agent.get("timeout_sec"),
             "verifier_timeout_s": verifier.get("timeout_sec"),
         },
     }
@@ -124,13 +122,45 @@ def dockerfile(folder: Path) -> list[tuple[str, str]]:
     return found
 
 
+def workdir_of(folder: Path) -> str:
+    """The working folder of a task's image, as its Dockerfile names it.
+
+    Raises:
+        DataError: a variable is in its name.
+    """
+    at = None
+    for name, rest in dockerfile(folder):
+        if name == "WORKDIR" and "$" in rest:
+            raise DataError(
+                f"{folder}/environment/Dockerfile has WORKDIR {rest}; name it in "
+                f"environment.workdir of {TASK_FILE}"
+            )
+        at = beneath(at, rest) if name == "WORKDIR" else at
+    return at or WORKDIR
+
+
+def beneath(at: str | None, workdir: str) -> str:
+    """The working folder after a WORKDIR. `at`: the one before it; None: the image's own."""
+    return str(PurePosixPath(at or "/", workdir))
+
+
+def variables(arguments: str) -> dict[str, str]:
+    """Variables of an ENV, of both its forms: `NAME=VALUE …` and `NAME VALUE`."""
+    first, *more = shlex.split(arguments)
+    if "=" not in first:
+        return {first: arguments.partition(first)[2].strip()}
+    return {name: value for name, _, value in (each.partition("=") for each in (first, *more))}
+
+
 def refuse_image(folder: Path, sandbox: str) -> None:
     """
     Raises:
         DataError: the task's environment has to be built, and nothing here builds it.
     """
     for name, rest in dockerfile(folder):
-        if name not in _ON_HOST or (name == "COPY" and rest.startswith("--from")):
+        of_build = name == "COPY" and rest.startswith("--from")
+        has_variable = name in ("COPY", "ENV") and "$" in rest
+        if name not in _ON_HOST or of_build or has_variable:
             raise DataError(
                 f"{folder}/environment/Dockerfile has {name} {rest:.60}, which only a container "
                 f"does, and rollout.harness.sandbox.kind is {sandbox!r}; set it to docker or podman"
@@ -186,11 +216,6 @@ def _refuse(folder: Path, raw: Mapping[str, Any]) -> None:
             f"{folder}/environment/docker-compose.yaml: services are not started here; run the "
             "task with Harbor itself (docs/harbor.md)"
         )
-
-
-def _workdir(folder: Path) -> str:
-    named = [rest for name, rest in dockerfile(folder) if name == "WORKDIR"]
-    return named[-1] if named else WORKDIR
 
 
 def _texts(folder: Path, key: str, values: Mapping[str, Any]) -> dict[str, str]:

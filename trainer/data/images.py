@@ -146,7 +146,10 @@ def _bytes(picture: Any, folder: Path | None, where: str) -> bytes:
         return bytes(picture)
     if hasattr(picture, "save"):
         out = io.BytesIO()
-        picture.save(out, "PNG")
+        try:
+            picture.save(out, "PNG")
+        except OSError as e:
+            raise DataError(f"{where} cannot be stored as PNG ({e}); convert it to RGB") from e
         return out.getvalue()
     if not isinstance(picture, str):
         raise DataError(

@@ -6,8 +6,9 @@ command. Standard library and verifiers only, since its environment is not ours.
 
 The tasks, tools and rewards are the environment's. The policy is asked at `--base-url`, the
 rollout's: with `--client train` by verifiers' own train client, which renders prompts itself and
-calls `/inference/v1/generate`; with `eval` in the chat dialect. An episode that failed writes no
-reward and ends with status 1; one that verifiers' own machinery failed, with 75.
+calls `/inference/v1/generate`; with `eval` in the chat dialect. Agents run on this machine unless
+`--config` says otherwise (verifiers' own default is a sandbox of an account). An episode that
+failed writes no reward and ends with status 1; one that verifiers' own machinery failed, with 75.
 """
 
 import argparse
@@ -32,8 +33,10 @@ def environment(options: argparse.Namespace) -> Any:
     given = json.loads(options.config)
     config = {**given, "taskset": {"id": options.taskset, **given.get("taskset", {})}}
     kind = environment_class(options.taskset, config.get("id", ""))
-
     section = concrete_type(kind, EnvConfig, origin=vf.Env) or vf.SingleAgentEnvConfig
+    for name, field in section.model_fields.items():
+        if isinstance(field.default, vf.AgentConfig):
+            config[name] = {"runtime": {"type": "subprocess"}, **config.get(name, {})}
     return load_environment(section.model_validate(config))
 
 
@@ -52,6 +55,7 @@ def list_tasks(options: argparse.Namespace) -> None:
             "instance_id": str(task.data.name or task.data.id or i),
             "data_source": options.taskset,
             "question": text_of(task.data.prompt),
+            "answer": None,
             "metadata": {"index": i},
         }
         print(json.dumps(row))
@@ -81,6 +85,11 @@ async def play(options: argparse.Namespace) -> int:
 
 
 def main() -> int:
+    # verifiers runs its agents by uv, which is beside this Python. So is the cache: the home of a
+    # rollout is empty.
+    here = Path(sys.prefix)
+    os.environ["PATH"] = f"{here / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    os.environ.setdefault("UV_CACHE_DIR", str(here / "uv-cache"))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("tasks", "episode"))
     parser.add_argument("taskset")

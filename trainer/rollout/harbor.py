@@ -19,7 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from stepwell.trainer.data.harbor import copied, dockerfile, refuse_image
+from stepwell.trainer.data.harbor import beneath, copied, dockerfile, refuse_image, variables
 from stepwell.trainer.errors import HarnessError
 from stepwell.trainer.rollout.folders import inside, read_written, remove
 
@@ -51,7 +51,11 @@ class HarborLayout:
 
     @property
     def env(self) -> dict[str, str]:
-        return {name: self.here(value) for name, value in self._about["env"].items()}
+        own: dict[str, str] = {}
+        if self._sandbox not in BUILDS:  # an image has its own
+            for name, rest in dockerfile(self.task):
+                own |= variables(rest) if name == "ENV" else {}
+        return {name: self.here(value) for name, value in (own | self._about["env"]).items()}
 
     @property
     def verifier_env(self) -> dict[str, str]:
@@ -91,14 +95,16 @@ class HarborLayout:
         (self.logs / "agent").mkdir()
         if self._sandbox in BUILDS:
             return  # the image has it
-        environment = self.task / "environment"
+        environment, at = self.task / "environment", None
         for name, rest in dockerfile(self.task):
             if name == "COPY":
-                self._copy(environment, copied(rest))
+                self._copy(environment, copied(rest), at or self._about["workdir"])
+            elif name == "WORKDIR":
+                at = beneath(at, rest)
 
-    def _copy(self, environment: Path, arguments: list[str]) -> None:
+    def _copy(self, environment: Path, arguments: list[str], at: str) -> None:
         *sources, to = arguments
-        inside = Path(self._about["workdir"], to)
+        inside = Path(at, to)
         if not inside.is_relative_to(self._about["workdir"]):
             raise HarnessError(
                 f"{environment}/Dockerfile copies to {to}, outside {self._about['workdir']}, which "

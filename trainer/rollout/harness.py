@@ -184,11 +184,16 @@ class Harness:
             RolloutError: what every rollout needs is missing.
         """
         config = self.config
-        program = config.command[0]
+        program, where = config.command[0], "on the PATH"
         is_here = config.sandbox.kind in ("process", "bubblewrap") and "{" not in program
-        if is_here and shutil.which(program, path=self.path) is None:
+        found: str | Path = program
+        if "/" in program and not program.startswith("/"):  # begins in the copy
+            is_here = is_here and "{" not in (config.workdir or "")
+            found = Path(config.workdir or os.devnull, program).absolute()
+            where = f"in rollout.harness.workdir ({config.workdir})"
+        if is_here and shutil.which(found, path=self.path) is None:
             raise RolloutError(
-                f"rollout.harness.command is {program!r}, which is not on the PATH; "
+                f"rollout.harness.command is {program!r}, which is not {where}; "
                 + install_hint(config.preset)
             )
         for key, folder in (
@@ -608,7 +613,7 @@ def read_number(file: Path, output: str) -> float:
 def install_hint(preset: str | None) -> str:
     """Return the remedy for a command that is missing."""
     if preset is None:
-        return "install it, or give its path"
+        return "install it, or give its whole path"
     known = PRESETS[preset]
     return f"install {known.title}: {known.install} ({known.needs})"
 

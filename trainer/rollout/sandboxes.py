@@ -30,7 +30,7 @@ class SandboxRequest:
     """Unique here: letters, digits and dashes."""
     command: Sequence[str]
     root: Path
-    """Folder of the rollout, which holds all that it may write."""
+    """Folder of the rollout, which holds all that it may write; `tmp` in it, temporary files."""
     workdir: Path
     """Folder in which the command runs."""
     env: Mapping[str, str]
@@ -54,6 +54,10 @@ class SandboxPlan:
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/opt", "/var", "/nix", "/srv")
 """Folders of a system that programs are in."""
+_EMPTY = ("/home", "/root", "/run")
+"""Folders of others, which have nothing for an agent."""
+_TEMPORARY = ("/tmp", "/var/tmp")
+"""Names of the rollout's own `tmp`: what is written there counts, and is removed."""
 
 
 def process(request: SandboxRequest) -> SandboxPlan:
@@ -72,13 +76,18 @@ def bubblewrap(request: SandboxRequest) -> SandboxPlan:
         argv += ["--dev", "/dev", "--proc", "/proc"]
     else:
         argv += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
-    for folder in ("/home", "/root", "/run", "/tmp", "/var/tmp"):
+    for folder in _TEMPORARY:
+        argv += ["--bind", f"{root}/tmp", folder]
+    for folder in _EMPTY:
         argv += ["--tmpfs", folder]
     for path in request.choice.visible:
         argv += ["--ro-bind", str(path), str(path)]
     argv += ["--bind", root, root]
     for inside, mounted in request.mounts.items():
         argv += ["--bind", str(mounted), inside]
+    if not request.mounts:  # tests of a Harbor task install what they need
+        for folder in _EMPTY:
+            argv += ["--remount-ro", folder]
     argv += ["--chdir", _inside(request), "--", *request.command]
     return SandboxPlan(argv, request.env)
 
@@ -92,6 +101,7 @@ def _inside(request: SandboxRequest) -> str:
 def _container(program: str, request: SandboxRequest) -> SandboxPlan:
     choice, limits = request.choice, request.limits
     root = str(request.root)
+    volumes: list[str] = []
     argv = [program, "run", "--rm", "--init", "--name", request.name]
     argv += ["--network", choice.network]
     if not request.mounts:  # tests of a Harbor task install what they need, as root
@@ -99,6 +109,8 @@ def _container(program: str, request: SandboxRequest) -> SandboxPlan:
         if program == "podman" and os.getuid():  # root's podman refuses it, and needs it not
             argv += ["--userns", "keep-id"]
         argv += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+        for folder in _TEMPORARY:  # the only ones that an image lets everybody write
+            volumes += ["--volume", f"{root}/tmp:{folder}"]
     if limits.memory_mb is not None:
         argv += ["--memory", f"{limits.memory_mb}m"]
     if limits.processes is not None:
@@ -113,9 +125,9 @@ def _container(program: str, request: SandboxRequest) -> SandboxPlan:
         if program == "docker":
             argv += ["--add-host", f"{host}:host-gateway"]
         env = {name: _at_host(value, host) for name, value in env.items()}
-    argv += ["--volume", f"{root}:{root}"]
-    for inside, folder in request.mounts.items():
-        argv += ["--volume", f"{folder}:{inside}"]
+    argv += [*volumes, "--volume", f"{root}:{root}"]
+    for inside, mounted in request.mounts.items():
+        argv += ["--volume", f"{mounted}:{inside}"]
     for path in choice.visible:
         argv += ["--volume", f"{path}:{path}:ro"]
     argv += ["--workdir", _inside(request)]

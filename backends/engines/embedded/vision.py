@@ -97,7 +97,7 @@ class PictureStore:
         processor = self.processor
         try:
             png = base64.b64decode(entry.rpartition(",")[2], validate=True)
-            image = decode(png, processor.bounds)
+            image = decode(png, processor.canonical_bounds)
             if processor.grid_size(*image.size) != image.size:
                 raise PictureError(
                     f"it is {image.width}x{image.height}, not on the model's grid of "

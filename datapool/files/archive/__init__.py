@@ -10,6 +10,7 @@
     launch.py          how a pool starts it
     archiver.py        the process of a pool that writes them
     reader.py          what anybody asks of an archive: find, list, query, check, delete
+    unarchived.py      what its files do not have yet: live, or waiting
 
 Whoever writes holds the lock of its shard. Readers deduplicate by channel, uid, attempt and part.
 """

@@ -20,7 +20,7 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -40,7 +40,7 @@ from stepwell.datapool.files.archive.folder import (
     FileName,
 )
 from stepwell.datapool.files.archive.launch import Settings
-from stepwell.datapool.files.tombstones import Deletions, Kind, tombstone
+from stepwell.datapool.files.tombstones import Deletions, Kind, Tombstone, tombstone
 from stepwell.datapool.log_files import log_to_file
 from stepwell.datapool.ops import ReleaseDeparted
 from stepwell.datapool.questions import Departed, DepartedPage, ListDeparted
@@ -67,6 +67,12 @@ MERGED: Final = 16
 SMALL_BYTES: Final = 32 << 20
 KEYS: Final = ("trajectory_uid", "user", "tags", "opened_at")
 """Columns by which trajectories are deleted; feedback has the first alone."""
+_NAMED: Final[dict[Kind, str]] = {
+    "trajectory": "uid = ?",
+    "user": "user = ?",
+    "tag": "id IN (SELECT id FROM tags WHERE tag = ?)",
+}
+"""Conditions of what a deletion names in the catalogue."""
 UNREADABLE: Final = (FileNotFoundError, ValueError, LookupError, msgspec.MsgspecError)
 """Errors of rows that are not what this release wrote, or are gone."""
 TRIES: Final = 5
@@ -269,15 +275,19 @@ class Archive:
         """Other trajectories of the groups of those that a deletion means, by uid."""
         self.reconcile()
         deletions = self.folder.deletions()
-        named = {
-            "trajectory": "uid = ?",
-            "user": "user = ?",
-            "tag": "id IN (SELECT id FROM tags WHERE tag = ?)",
-        }[kind]
-        meant = f"SELECT channel, prompt_uid FROM trajectories WHERE {named}"
+        meant = f"SELECT channel, prompt_uid FROM trajectories WHERE {_NAMED[kind]}"
         sql = f"SELECT uid FROM trajectories WHERE (channel, prompt_uid) IN ({meant})"
         found = {row["uid"] for value in values for row in self.catalogue.query(sql, (value,))}
         return sorted(found - deletions.uids)
+
+    def hide(self, tombstones: Iterable[Tombstone]) -> None:
+        """Take what these name out of the catalogue, at once: the files take longer (`erase`)."""
+        found: set[str] = set()
+        for kind, value, at in tombstones:
+            sql = f"SELECT uid, time FROM trajectories WHERE {_NAMED[kind]}"
+            rows = self.catalogue.query(sql, (value,))
+            found |= {r["uid"] for r in rows if kind == "trajectory" or (r["time"] or 0.0) <= at}
+        self.catalogue.remove(found)
 
     def erase(self) -> list[str]:
         """Take what tombstones name out of files and catalogue; the uids of trajectories.

@@ -222,28 +222,7 @@ class Catalogue:
         messages = [m for each in step_messages(row) for m in each]
         text = "\n".join(filter(None, map(text_of, messages)))[:TEXT_CHARACTERS]
         prompt = prompt_key(row)
-        opened, closed = _seconds(row["opened_at"]), _seconds(row["closed_at"])
-        values = {
-            "uid": row["trajectory_uid"],
-            **{key: row[key] for key in ("channel", "attempt", "part", "prompt_uid")},
-            "file": name,
-            "row_group": group,
-            "row": at,
-            **{key: row[key] for key in ("state", "reason", "left", "drop_reason", "reward")},
-            "version": row["newest_version"],
-            "oldest_version": row["oldest_version"],
-            "turns": row["n_steps"],
-            "tokens": row["n_tokens"],
-            "response_tokens": row["n_response_tokens"],
-            "data_source": row["data_source"],
-            "user": row["user"],
-            "tags": orjson.dumps(row["tags"] or []).decode(),
-            "time": _seconds(row["left_at"]),
-            "seconds": None if closed is None or opened is None else closed - opened,
-            "prompt": prompt,
-            "first": preview(row["first_user"]),
-            "last": preview(row["last_reply"]),
-        }
+        values = {"file": name, "row_group": group, "row": at, "prompt": prompt} | listed(row)
         if is_older:
             oldest = self._db.execute("SELECT min(id) FROM trajectories").fetchone()[0]
             values["id"] = min(0, oldest or 0) - 1
@@ -336,17 +315,22 @@ class Catalogue:
             if kind == "feedback":
                 self._db.execute("UPDATE feedback SET file = ? WHERE file = ?", (by, name))
 
+    def remove(self, uids: Iterable[str]) -> None:
+        """Take out trajectories: nobody finds them from now on; their words may still be in the
+        database's files."""
+        with self._change():
+            for uid in uids:
+                ids = self._db.execute("SELECT id FROM trajectories WHERE uid = ?", (uid,))
+                self._forget([row[0] for row in ids.fetchall()])
+                self._db.execute("DELETE FROM feedback WHERE uid = ?", (uid,))
+
     def forget(self, uids: Iterable[str]) -> None:
         """Take out trajectories; afterwards the database's files have no byte of their text.
 
         Raises:
             DataPoolError: somebody reads it all the time, so that its log could not be emptied.
         """
-        with self._change():
-            for uid in uids:
-                ids = self._db.execute("SELECT id FROM trajectories WHERE uid = ?", (uid,))
-                self._forget([row[0] for row in ids.fetchall()])
-                self._db.execute("DELETE FROM feedback WHERE uid = ?", (uid,))
+        self.remove(uids)
         # Segments of the index that were written before still have its words: merge them into one.
         self._db.execute("INSERT INTO words(words) VALUES ('optimize')")
         for _ in range(CHECKPOINTS):  # each waits 5 s for readers, SQLite's default
@@ -418,6 +402,29 @@ class Catalogue:
         except sqlite3.DatabaseError as e:
             return str(e)
         return None if found == "ok" else str(found)
+
+
+def listed(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a file as lists have it: what it is filtered and sorted by, and what was said first
+    and last."""
+    opened, closed = _seconds(row["opened_at"]), _seconds(row["closed_at"])
+    return {
+        "uid": row["trajectory_uid"],
+        **{key: row[key] for key in ("channel", "attempt", "part", "prompt_uid")},
+        **{key: row[key] for key in ("state", "reason", "left", "drop_reason", "reward")},
+        "version": row["newest_version"],
+        "oldest_version": row["oldest_version"],
+        "turns": row["n_steps"],
+        "tokens": row["n_tokens"],
+        "response_tokens": row["n_response_tokens"],
+        "data_source": row["data_source"],
+        "user": row["user"],
+        "tags": orjson.dumps(row["tags"] or []).decode(),
+        "time": _seconds(row["left_at"]),
+        "seconds": None if closed is None or opened is None else closed - opened,
+        "first": preview(row["first_user"]),
+        "last": preview(row["last_reply"]),
+    }
 
 
 def prompt_key(row: Mapping[str, Any]) -> str:

@@ -269,6 +269,19 @@ def preview(text: str | None) -> str | None:
     return None if text is None else cut(text, PREVIEW)
 
 
+def ends_texts(ends: Mapping[str, Sequence[PackedStep]]) -> dict[str, dict[str, str | None]]:
+    """The first message of a user and the last reply, as far as messages were kept, by uid."""
+    found: dict[str, dict[str, str | None]] = {}
+    for uid, steps in ends.items():
+        messages = []
+        for step in steps:
+            kept = step.extra[0].get("messages")
+            messages += kept if isinstance(kept, list) else []
+        first, last = first_and_last(messages)
+        found[uid] = {"first": preview(first), "last": preview(last)}
+    return found
+
+
 def cut(text: str, most: int) -> str:
     """The beginning and the end of a text that is longer: prompts of one kind begin alike."""
     if len(text) <= most:

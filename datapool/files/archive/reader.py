@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import heapq
+import json
 import re
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from stepwell.datapool.errors import DamagedFileError, InvalidRequestError
-from stepwell.datapool.files.archive.catalogue import FACTS, Catalogue, match_of
+from stepwell.datapool.files.archive.catalogue import FACTS, Catalogue, listed, match_of
 from stepwell.datapool.files.archive.conversations import Conversation, conversations
 from stepwell.datapool.files.archive.folder import (
     FEEDBACK,
@@ -36,7 +37,7 @@ from stepwell.datapool.files.archive.folder import (
     FileName,
     PictureFiles,
 )
-from stepwell.datapool.files.tombstones import Kind, tombstone
+from stepwell.datapool.files.tombstones import Deletions, Kind, Tombstone, tombstone
 from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.questions import DepartedRows
 from stepwell.datapool.store.picture_folder import read_picture
@@ -240,10 +241,10 @@ class ArchiveReader:
     def _ask(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
         """Rows of all shards that are not deleted."""
         found: list[dict[str, Any]] = []
-        gone = {t.value for t in self.folder.tombstones() if t.kind == "trajectory"}
+        deletions = self.folder.deletions()
         for shard, catalogue in self._catalogues():
             rows = _query(catalogue, sql, values)
-            found += [row | {"shard": shard} for row in rows if row.get("uid") not in gone]
+            found += [row | {"shard": shard} for row in rows if not _is_deleted(row, deletions)]
         return found
 
     # -- lists -------------------------------------------------------------------------------
@@ -311,7 +312,7 @@ class ArchiveReader:
         before: dict[str, Any],
         limit: int,
     ) -> Page:
-        gone = {t.value for t in self.folder.tombstones() if t.kind == "trajectory"}
+        deletions = self.folder.deletions()
 
         def key(item: dict[str, Any]) -> Any:
             value = item["time"] if order == "time" else item["sorted"]
@@ -322,7 +323,7 @@ class ArchiveReader:
         page, after = merged[:limit], dict(before)
         for row in page:
             after[str(row["shard"])] = [row["sorted"], row["id"]]
-        items = [row for row in page if row["uid"] not in gone]
+        items = [row for row in page if not _is_deleted(row, deletions)]
         more = len(merged) > limit
         return Page(items, _written(after) if more else None)
 
@@ -354,10 +355,11 @@ class ArchiveReader:
             merged[row["prompt"]] = _added(merged.get(row["prompt"]), row)
         for prompt, row in self._others(merged).items():
             merged[prompt] = row
-        kept = [row for row in merged.values() if not never_rewarded or not row["rewarded"]]
-        for row in kept:
+        for row in merged.values():
             row["mean"] = row.pop("total") / row["scored"] if row["scored"] else None
             row["kind"] = kind_of(row)
+        wanted = "never" if never_rewarded else "always" if always else None
+        kept = [row for row in merged.values() if wanted in (None, row["kind"])]
         return sorted(kept, key=lambda row: -(row["newest"] or 0))[:limit]
 
     def _others(self, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -416,7 +418,10 @@ class ArchiveReader:
     def first_messages(self, prompt_uids: Sequence[str]) -> dict[str, str]:
         """The first message of groups, by uid, of those that are here with their text."""
         marks = ", ".join("?" * len(prompt_uids))
-        sql = f"SELECT uid, prompt_uid, first FROM trajectories WHERE prompt_uid IN ({marks})"
+        sql = (
+            "SELECT uid, prompt_uid, user, tags, time, first FROM trajectories "
+            f"WHERE prompt_uid IN ({marks})"
+        )
         rows = self._ask(sql, list(prompt_uids)) if prompt_uids else []
         return {row["prompt_uid"]: row["first"] for row in rows if row["first"] is not None}
 
@@ -424,10 +429,11 @@ class ArchiveReader:
         """Rewards that came after the trajectory took none any more."""
         return self._ask("SELECT * FROM feedback WHERE uid = ? ORDER BY part", (uid,))
 
-    def was_deleted(self, uid: str) -> float | None:
-        """Time at which a trajectory was deleted by its uid; None: it was not."""
-        found = [t.at for t in self.folder.tombstones() if (t.kind, t.value) == ("trajectory", uid)]
-        return found[-1] if found else None
+    def was_deleted(self, uid: str) -> Tombstone | None:
+        """The last deletion of the trajectory with this uid; else of one whose uid begins so."""
+        found = [t for t in self.folder.tombstones() if t.kind == "trajectory"]
+        begun = [t for t in found if uid and t.value.startswith(uid)]
+        return next((t for t in reversed(found) if t.value == uid), begun[-1] if begun else None)
 
     def read(self, uid: str) -> ExportedTrajectory | None:
         """The trajectory with this uid, its last attempt; None if it is not here.
@@ -506,7 +512,8 @@ class ArchiveReader:
         """
         if not self.folder.exists() or not values:
             return []
-        self.folder.add_tombstones([tombstone(kind, value) for value in values])
+        meant = [tombstone(kind, value) for value in values]
+        self.folder.add_tombstones(meant)
         gone: dict[str, None] = {}
         for shard in self.folder.shards():
             with self.folder.locked(shard):
@@ -514,7 +521,10 @@ class ArchiveReader:
                 try:
                     if with_group:
                         others = archive.siblings(kind, values)
-                        self.folder.add_tombstones([tombstone("trajectory", uid) for uid in others])
+                        of_group = [tombstone("trajectory", uid) for uid in others]
+                        self.folder.add_tombstones(of_group)
+                        meant = [*meant, *of_group]
+                    archive.hide(meant)
                     gone |= dict.fromkeys(archive.erase())
                 finally:
                     archive.close()
@@ -560,6 +570,16 @@ class ArchiveReader:
                 if path.exists():  # else it was merged meanwhile
                     told.append(str(e))
         return told
+
+
+def _is_deleted(row: Mapping[str, Any], deletions: Deletions) -> bool:
+    """Return whether a row of a catalogue is deleted. Of a user or a tag those are that had left by
+    then: the archiver adds none that was deleted."""
+    if row.get("uid") is None or not deletions:
+        return False
+    names = {"user": row.get("user"), "tags": json.loads(row.get("tags") or "[]")}
+    at = datetime.fromtimestamp(row.get("time") or 0.0)
+    return deletions.meets({"trajectory_uid": row["uid"], "opened_at": at} | names)
 
 
 def _query(catalogue: Catalogue, sql: str, values: Sequence[Any]) -> list[dict[str, Any]]:
@@ -659,8 +679,8 @@ def fate(row: Mapping[str, Any]) -> str:
 
 
 def waiting(found: Sequence[DepartedRows]) -> list[tuple[ExportedTrajectory, dict[str, Any]]]:
-    """Trajectories that wait to be archived, of rows that `ReadDeparted` answered; with each what
-    its `fate` is told by, as a list's row has it, and its reward."""
+    """Trajectories that wait to be archived, of rows that `ReadDeparted` answered; with each its
+    row, as lists have it."""
     from stepwell.datapool.files.archive import parquet
 
     parts: dict[str, list[Conversation]] = {}
@@ -678,7 +698,8 @@ def waiting(found: Sequence[DepartedRows]) -> list[tuple[ExportedTrajectory, dic
                 row[name] = table[name].combine_chunks()[i].values.to_numpy(zero_copy_only=False)
         is_live = of_one[0].left == "live"
         exported = parquet.exported(rows_of)
-        names = ("state", "reason", "left", "drop_reason", "reward")
-        about = {name: rows_of[0][name] for name in names}
-        whole.append((replace(exported, group_state="live") if is_live else exported, about))
+        about = listed(rows_of[0])
+        if is_live:  # neither it nor its group has left
+            exported, about["time"] = replace(exported, group_state="live"), None
+        whole.append((exported, about))
     return whole

@@ -101,7 +101,7 @@ export function Find({ params }) {
   }, [uid]);
   if (error) return html`<${Failure} error=${error} />`;
   if (!found) return html`<${Loading} />`;
-  if (found.deleted) return html`<p class="notice warn">${uid} was deleted at ${when(found.deleted)}; nothing of it is kept.</p>`;
+  if (found.deleted && !found.items.length) return html`<p class="notice warn">${found.deleted.uid} was deleted at ${when(found.deleted.at)}; nothing of it is kept.</p>`;
   return html`<div class="head"><h1><small>Begins with</small> <span class="uid">${uid}</span></h1></div>
     <${Card}><${Table} label="Trajectories whose uid begins so" rows=${found.items} columns=${COLUMNS} empty="Nothing begins so." /><//>`;
 }

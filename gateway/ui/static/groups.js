@@ -181,7 +181,7 @@ export function Group({ about, params }) {
                   ? html`<${Stat} label="advantage" value=${number(t.advantage)} />`
                   : html`<${Stat} label="to the mean" value=${t.reward === null || mean === null ? "–" : number(t.reward - mean)} />`}
                 <${Stat} label="steps" value=${t.n_steps} />
-                <${Stat} label="tokens" value=${number(t.n_unique_tokens ?? t.n_tokens)} />
+                <${Stat} label=${t.advantage === undefined ? "tokens" : "sampled tokens"} value=${number(t.n_unique_tokens ?? t.n_tokens)} />
                 <${Stat} label="versions" value=${versions(t)} />
               </dl>
             </a>`)}

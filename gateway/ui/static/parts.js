@@ -17,9 +17,9 @@ export function number(value, digits = 3) {
   return String(Number(value.toPrecision(digits)));
 }
 
-/** @param {number | null | undefined} value */
+/** A share; one below a tenth of a percent is a word. @param {number | null | undefined} value */
 export const percent = (value) =>
-  value === null || value === undefined ? "–" : `${number(value * 100, 2)} %`;
+  value === null || value === undefined ? "–" : value > 0 && value < 1e-3 ? "nearly none" : `${number(value * 100, 2)} %`;
 
 /** @param {number | null | undefined} value */
 export function bytes(value) {

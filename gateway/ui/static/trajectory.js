@@ -122,6 +122,28 @@ const Message = ({ message, sought, of }) => html`
       <b>${call.function?.name ?? call.name ?? "call"}</b><pre class="text"><${Found} text=${plain(call.function?.arguments ?? call.arguments)} sought=${sought} /></pre></div>`)}
   </article>`;
 
+/** The prompt of a turn that begins anew, as text: its tools stand nowhere else. @param {{ step: Spans, asked: Params }} props */
+function Tools({ step, asked }) {
+  const [text, show] = useState("");
+  const [error, setError] = useState(/** @type {Error | null} */ (null));
+  const load = async (/** @type {any} */ event) => {
+    if (!event.target.open || text) return;
+    let read = "";
+    try {
+      for (let start = 0; start < step.n_prompt; ) {
+        const tokens = await get("tokens", { ...asked, index: step.index, start });
+        read += tokens.texts.slice(0, step.n_prompt - start).join("");
+        start += tokens.texts.length;
+        show(read);
+      }
+    } catch (e) {
+      setError(/** @type {Error} */ (e));
+    }
+  };
+  return html`<details onToggle=${load}><summary>Tools of this call, in its prompt as the model read it</summary>
+    ${error ? html`<${Failure} error=${error} />` : text ? html`<pre class="text" tabindex="0">${text}</pre>` : html`<${Loading} />`}</details>`;
+}
+
 /** @param {{ shown: Shown, path: number[], asked: Params }} props */
 function Conversation({ shown, path, asked }) {
   const [sought, seek] = useState("");
@@ -142,6 +164,7 @@ function Conversation({ shown, path, asked }) {
       onInput=${(/** @type {any} */ e) => seek(e.target.value)} />`}>
     ${steps.map((step) => html`<section class="said" aria-label=${`Turn ${step.index}`}>
       <p class="rule"><span>turn ${step.index}</span></p>
+      ${step.parent === null && step.tool_calls !== null && html`<${Tools} step=${step} asked=${asked} />`}
       ${(step.messages ?? later[step.index] ?? []).map((message) => html`<${Message} message=${message} sought=${sought} of=${of} />`)}
       ${correction(step) && html`<${Message} message=${{ role: "correction by a person", content: correction(step) }} sought=${sought} of=${of} />`}
     </section>`)}

@@ -20,6 +20,7 @@ from stepwell.backends.engines.api import GenerateRequest, Output, Sampling
 from stepwell.backends.engines.commands import interpreter
 from stepwell.backends.engines.kinds import connect
 from stepwell.backends.engines.supervisor import Supervisor
+from stepwell.backends.engines.vllm import PROCESSED, VllmEngine
 from stepwell.backends.errors import EngineError
 from stepwell.backends.weights import WeightStore, publish
 from stepwell.backends.weights.buckets import pack
@@ -67,6 +68,9 @@ async def test_it_is_published_to_killed_and_spoiled_and_comes_back_with_the_com
 
     try:
         async with connect(config, supervisor.start()) as engine:
+            assert isinstance(engine, VllmEngine)
+            told = await engine._object("/server_info?config_format=json")
+            assert told["vllm_config"]["model_config"]["logprobs_mode"] == PROCESSED
             await exact(engine, base, 0)
             done = await publish([engine], new, 5, "retract", store=store)
             assert done.verified == {engine.url: "version"}

@@ -61,14 +61,12 @@ class Call:
     async def started(self, more: int = 5) -> None:
         """Return once it has `more` tokens than now and goes on."""
         n = len(self.ids) + more
-        while len(self.ids) < n:
-            await asyncio.wait(
-                {self.task, asyncio.create_task(self._news.wait())},
-                timeout=60,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+        while len(self.ids) < n and not self.task.done():
+            news = asyncio.create_task(self._news.wait())
+            await asyncio.wait({self.task, news}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+            news.cancel()
             self._news.clear()
-            assert not self.task.done() or self.task.result() is None
+        assert not self.task.done() or self.task.result() is None
         assert self.outputs[-1].finish is None, "it was too quick for the test"
 
     async def ended(self) -> Output:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import Callable
@@ -25,15 +26,18 @@ from stepwell.backends.engines.api import (
     GenerateRequest,
     Meeting,
     Output,
+    PromptPictures,
     Sampling,
 )
 from stepwell.backends.engines.commands import CommandLine, Launch
 from stepwell.backends.engines.kinds import command_line, connect
+from stepwell.backends.engines.routes import check_routes
 from stepwell.backends.engines.vllm import GENERATE, VllmEngine, _Reader
 from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,
     EngineRequestError,
+    EngineStartError,
     EngineUnavailableError,
 )
 from stepwell.config.load import load_config
@@ -41,6 +45,7 @@ from stepwell.datapool.types import VersionSpan
 from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.engine import Sampler
 from stepwell.run.checks import engine as check_engine_of
+from stepwell.show.engine import check_engine
 from stepwell.trainer.errors import ConfigError
 from tests.backends.engines.exchanges import MODEL, PROMPT, save_new
 from tests.backends.engines.record_vllm import FIXTURES
@@ -316,6 +321,35 @@ async def test_a_request_says_all_that_shapes_the_answer() -> None:
     assert server.asked[1:] == [("/inference/v1/abort_requests", ids), ("/abort_requests", {})]
 
 
+async def test_ids_that_the_model_may_not_sample_are_told() -> None:
+    """Those of a model's vision tokens, which the trainer masks, too."""
+    server = Scripted()
+    server.give("whole")
+    async with serving(server.app()) as url, VllmEngine(url) as engine:
+        await engine.sample(request_of()._replace(masked_ids=(5, 6)), lambda _: None)
+    _, body = server.asked[0]
+    assert body["sampling_params"]["logit_bias"] == {"5": -100.0, "6": -100.0}
+
+
+async def test_pictures_are_refused() -> None:
+    pictures = PromptPictures([], dict, 1)  # type: ignore[arg-type]  # never read
+    async with VllmEngine("http://127.0.0.1:9") as engine:
+        with pytest.raises(EngineRequestError, match="takes no pictures: it is vLLM"):
+            await engine.sample(request_of()._replace(pictures=pictures), lambda _: None)
+
+
+@pytest.mark.parametrize("temperature", [0.001, 0.0099])
+async def test_a_temperature_that_it_would_raise_in_silence_is_refused(temperature: float) -> None:
+    """vLLM takes 0.01 then, and the log-probs would be of another policy than the Step says."""
+    server = Scripted()
+    server.give("whole")
+    async with serving(server.app()) as url, VllmEngine(url) as engine:
+        with pytest.raises(EngineRequestError, match=rf"temperature is {temperature}.*0\.01") as e:
+            await engine.sample(request_of(temperature=temperature), lambda _: None)
+    assert e.value.status == 400
+    assert server.asked == []
+
+
 async def test_pauses_keep_requests_and_retract_drops_their_cache() -> None:
     server = Scripted()
     server.give("pause_keep", "/pause")
@@ -543,6 +577,30 @@ async def test_it_is_attached_by_its_urls() -> None:
     assert config.is_attached
     async with connect(config, config.urls[0]) as engine:
         assert isinstance(engine, VllmEngine)
+
+
+ATTACHED = EngineConfig(kind="vllm", urls=("http://a:1",))
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs", None])
+async def test_a_server_whose_log_probs_are_not_of_what_it_samples_is_refused(
+    mode: str | None,
+) -> None:
+    """vLLM's default are those at temperature 1, whatever the request's is."""
+    server = Scripted()
+    info = {"vllm_config": {"model_config": {"logprobs_mode": mode}}}
+    if mode is not None:  # without, it does not say
+        server.answers["/server_info"] = {"status": 200, "text": json.dumps(info)}
+    async with serving(server.app()) as url, connect(ATTACHED, url) as engine:
+        checking = check_routes(engine, ATTACHED, publishes=True)
+        if mode == "raw_logprobs":
+            with pytest.raises(EngineStartError, match=r"gives raw_logprobs.*--logprobs-mode proc"):
+                await checking
+        else:
+            await checking
+        found = await asyncio.to_thread(lambda: [*check_engine(url, "vllm")])
+    told = [f.state for f in found if f.name == "answers"]
+    assert told == (["problem"] if mode == "raw_logprobs" else [])
 
 
 # -- the mended reload of a CPU -------------------------------------------------------------------
