@@ -337,6 +337,13 @@ class Updater:
             self.critic.load_state(folder / CRITIC, state["critic"])
         self.progress.become(state["progress"])
 
+    def free_cache(self) -> None:
+        """Give memory that the models keep between two steps back to the device, for engines on
+        it."""
+        self.backend.free_cache()
+        if self.critic is not None:
+            self.critic.free_cache()
+
     def close(self) -> None:
         self.backend.close()
         if self.critic is not None:

@@ -123,6 +123,10 @@ class Critic:
         self._model.load_state(folder, state["model"])
         self._updates = state["updates"]
 
+    def free_cache(self) -> None:
+        """See `TrainingBackend.free_cache`."""
+        self._model.free_cache()
+
     def close(self) -> None:
         self._model.close()
 

@@ -34,6 +34,8 @@ from stepwell.backends.pictures import MODEL_TYPES
 
 CUDA_CONTEXT = 1.2e9
 """Bytes that CUDA's context, cuBLAS and NCCL take on a GPU before any tensor."""
+LENT = CUDA_CONTEXT + 1e9
+"""Bytes that an engine keeps of a GPU while its memory is lent."""
 _MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.0, "adafactor": 0.0, "sgd": 0.0}
 """Bytes of state per parameter."""
 _HEAD_COPIES = 5
@@ -172,6 +174,12 @@ class MemoryEstimate:
     def total(self) -> float:
         """All of it."""
         return float(sum(getattr(self, field.name) for field in fields(self)))
+
+    @property
+    def kept(self) -> float:
+        """What stays on the device between optimizer steps, when gradients were freed; of a critic
+        all of its states."""
+        return self.weights + self.optimizer + self.reference + self.critic + self.context
 
     def parts(self) -> dict[str, float]:
         """Name and bytes of each part that is not 0."""

@@ -44,7 +44,7 @@ from stepwell.backends.model_folder import (
     check_weights,
     weight_bytes,
 )
-from stepwell.backends.torch.memory import MemoryEstimate, ModelShape, estimate
+from stepwell.backends.torch.memory import LENT, MemoryEstimate, ModelShape, estimate
 from stepwell.cluster.address import find_ray
 from stepwell.cluster.engine_flags import engine_share
 from stepwell.cluster.placement import Plan, machine, plan, trains_elsewhere, wanted_gpus
@@ -335,12 +335,14 @@ def memory(config: RunConfig) -> None:
         if _is_here(config):
             config = as_planned(config, plan(config, machine()))
         rank = rank_memory(config, shape, has)
-        if rank.total > has:
+        if rank.total + (LENT if config.engine.release_memory else 0) > has:
             raise ConfigError(
                 f"model.path is {str(config.model.path)!r}: training {size} takes {rank} on each "
                 f"of {config.backend.ranks} ranks, a GPU here has {has / _GB:.0f} GB; {less}, more "
                 "backend.ranks, or a smaller backend.micro_batch_tokens"
             )
+        if why := kept_beside_engine(config, rank, has):
+            raise ConfigError(f"model.path is {str(config.model.path)!r}: a rank {why}")
         return
     engines = config.cluster.engines if config.engine.kind == "embedded" else 0
     rank = rank_memory(config, shape, None)
@@ -397,6 +399,26 @@ def rank_memory(config: RunConfig, shape: ModelShape, gpu_bytes: float | None) -
         reference=algorithm.kl.place != "none" and not is_policy_its_reference,
         critic=critic,
         engine_bytes=engine_share(config) * gpu_bytes if gpu_bytes and beside else 0.0,
+    )
+
+
+def kept_beside_engine(config: RunConfig, rank: MemoryEstimate, has: float) -> str:
+    """Reason why an engine that lends its memory has no room to serve beside what the rank on its
+    GPU keeps, with the remedy; empty: it has.
+
+    Args:
+        config: with `cluster.placement` as it was planned.
+        has: bytes of the GPU.
+    """
+    if not config.engine.release_memory or config.cluster.placement != "colocated":
+        return ""
+    taken = engine_share(config) * has
+    if not wanted_gpus(config)[1] or rank.kept + taken <= has:
+        return ""
+    return (
+        f"keeps {rank.kept / _GB:.1f} GB while the engine has {taken / _GB:.1f} GB of a GPU of "
+        f"{has / _GB:.0f} GB; engine.extra_args=[--mem-fraction-static="
+        f"{max(0, int(100 * (has - rank.kept) / has)) / 100}] leaves that"
     )
 
 

@@ -24,7 +24,7 @@ from stepwell.backends.engines.commands import Launch, has_gpu
 from stepwell.backends.engines.kinds import command_line
 from stepwell.backends.engines.ports import BLOCK, Host, node_launches
 from stepwell.backends.hub import fetch_model_config, is_hub_id
-from stepwell.backends.torch.memory import CUDA_CONTEXT, ModelShape
+from stepwell.backends.torch.memory import LENT, ModelShape
 from stepwell.cluster.engine_flags import engine_of_run, engine_share
 from stepwell.cluster.placement import (
     Node,
@@ -37,7 +37,7 @@ from stepwell.cluster.placement import (
     trains_elsewhere,
 )
 from stepwell.config.run import RunConfig
-from stepwell.run.checks import as_planned, gpu_bytes, rank_memory
+from stepwell.run.checks import as_planned, gpu_bytes, kept_beside_engine, rank_memory
 from stepwell.trainer.errors import ConfigError
 
 GPU_GB = 80.0
@@ -46,8 +46,6 @@ ENGINE_PORT = 30000
 """Port of the engine in the printed commands; a run takes free ones."""
 ENGINE_RESERVE = 2e9
 """Bytes of an engine's share that are neither weights nor KV cache: CUDA graphs and workspaces."""
-LENT = CUDA_CONTEXT + 1e9
-"""Bytes that an engine keeps of a GPU while its memory is lent."""
 _GB = 1e9
 
 
@@ -242,15 +240,8 @@ def _ranks(
         problem = (
             f"needs {needed}, a GPU has {has / _GB:.0f} GB; {_remedy(config, shape, machines)}"
         )
-    elif has is not None and planned.mode == "colocated" and config.engine.release_memory:
-        kept = needed.weights + needed.gradients + needed.optimizer + needed.context
-        taken = engine_share(config) * has
-        if kept + taken > has:
-            problem = (
-                f"keeps {kept / _GB:.1f} GB while the engine has {taken / _GB:.1f} GB of a GPU of "
-                f"{has / _GB:.0f} GB; engine.extra_args=[--mem-fraction-static="
-                f"{int(100 * (has - kept) / has) / 100}] leaves that"
-            )
+    elif has is not None:
+        problem = kept_beside_engine(config, needed, has)
     for i in range(ranks):
         if planned.ranks:
             node, gpus = _place(planned.ranks[i], where)

@@ -25,6 +25,7 @@ from stepwell.backends.torch.ranks import RayRanks
 from stepwell.datapool.types import Step
 from tests.backends.models import VOCAB, qwen3, save_model
 from tests.backends.processes_of_ranks import run_ranks
+from tests.backends.test_torch_backend import bfloat16_reference
 from tests.builders import step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,6 +158,39 @@ def test_only_the_first_rank_reads_weights(model_path: Path, tmp_path: Path) -> 
     for found in run_ranks(2, reading, [model_path, tmp_path / "empty"], 2):
         for got, expected in zip(found, alone, strict=True):
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
+def in_bfloat16(rank: int, ranks: int, model_path: Path, folder: Path) -> Tensor:
+    """log π after an update, whose weights are published."""
+    found = backend.TorchBackend(
+        config_of(ranks=ranks, dtype="bfloat16", optimizer="sgd", lr=0.1), model_path
+    )
+    train(found, [0])
+    found.save_weights(folder / f"of {ranks}")
+    return found.compute_log_probs(found.convert(steps_of(3)))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.long
+def test_in_bfloat16_ranks_one_process_and_an_engine_are_one_rounding_apart(
+    model_path: Path, tmp_path: Path
+) -> None:
+    two, also_two = run_ranks(2, in_bfloat16, 2, model_path, tmp_path)
+    one = in_bfloat16(0, 1, model_path, tmp_path)
+    assert torch.equal(two, also_two)
+    start, ranked, alone = (
+        load_file(folder / "model.safetensors")
+        for folder in (model_path, tmp_path / "of 2", tmp_path / "of 1")
+    )
+    for name, weight in ranked.items():
+        torch.testing.assert_close(weight, alone[name], rtol=2**-7, atol=1e-5, msg=name)
+    assert any(not torch.equal(weight, start[name].bfloat16()) for name, weight in ranked.items())
+    steps = steps_of(3)
+    for published, scored in (("of 2", two), ("of 1", one)):
+        engine = bfloat16_reference(tmp_path / published, steps)
+        other_engine = bfloat16_reference(tmp_path / published, steps, width=160)
+        between_engines = (engine - other_engine).abs().mean()
+        assert (scored - engine).abs().mean() <= between_engines
 
 
 def test_more_ranks_than_processes_are_refused_with_the_remedy(model_path: Path) -> None:

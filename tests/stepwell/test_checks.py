@@ -368,6 +368,21 @@ def test_an_engine_on_the_ranks_gpu_counts_whether_it_was_asked_for_or_follows(
         checks.memory(beside)
 
 
+def test_an_engine_that_lends_its_memory_leaves_what_the_rank_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_gpu = [Node("127.0.0.1", "this machine", 1, is_driver=True)]
+    monkeypatch.setattr(checks, "machine", lambda: one_gpu)
+    monkeypatch.setattr(checks, "has_gpu", lambda: True)
+    monkeypatch.setattr(checks, "gpu_bytes", lambda: int(8e9))
+    lends = ("engine.release_memory=true", "async_training.partial_rollout=true")
+    by_turns = ("backend.device=auto", "cluster.placement=colocated", "engine.kind=sglang", *lends)
+    checks.memory(small_config(tmp_path, *by_turns))
+    most = 'engine.extra_args=[--mem-fraction-static,"0.95"]'
+    with pytest.raises(ConfigError, match=r"a rank keeps 1\.\d GB while the engine has 7\.6 GB"):
+        checks.memory(small_config(tmp_path, *by_turns, most))
+
+
 def test_a_model_that_a_service_trains_takes_no_memory_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

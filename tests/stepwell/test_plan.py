@@ -124,6 +124,16 @@ def test_one_gpu_is_shared_and_the_engine_has_flags_that_follow_from_the_keys(mo
     assert "--device cpu" not in launch, "as on a machine with GPUs"
 
 
+def test_what_a_rank_keeps_while_its_engine_serves_has_to_fit_beside_it(model: Any) -> None:
+    """Its weights, moments, reference and critic; gradients are freed when memory goes back."""
+    larger = 'engine.extra_args=[--mem-fraction-static,"0.65"]'
+    assert planned("colocate", model("8b"), 8, 1, larger).problems == ()
+    critic = planned("colocate", model("8b"), 8, 1, larger, "algorithm.adv_estimator=gae")
+    (problem,) = critic.problems
+    assert problem.startswith("rank 0 to rank 7: keeps 29.9 GB while the engine has 52.0 GB")
+    assert problem.endswith("engine.extra_args=[--mem-fraction-static=0.62] leaves that")
+
+
 def test_engines_of_several_gpus_and_nodes_have_their_split_and_their_places(model: Any) -> None:
     large = ("cluster.gpus_per_engine=4", "cluster.engines=6", "backend.ranks=8")
     found = planned("qwen3_4b_nodes", model("4b"), 8, 4, *large)
@@ -155,8 +165,8 @@ def test_a_rank_that_does_not_fit_is_one_line_with_what_would(model: Any) -> Non
     assert found.text().splitlines()[-2:] == ["does not fit", f"  {line}"]
     lends = "engine.extra_args=[--mem-fraction-static=0.9]"
     (line, *_) = planned("colocate", model("8b"), 8, 1, lends).problems
-    assert "rank 7: keeps 17.6 GB while the engine has 72.0 GB" in line
-    assert "--mem-fraction-static=0.78" in line
+    assert "rank 7: keeps 13.5 GB while the engine has 72.0 GB" in line
+    assert "--mem-fraction-static=0.83" in line
     apart = planned("sglang_qwen3", model("8b"), 8, 1, "backend.ranks=1", "cluster.engines=1")
     assert "backend.ranks=4 takes " in apart.problems[0]
 

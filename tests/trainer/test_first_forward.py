@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from stepwell.backends.torch.backend import TorchBackend
 from stepwell.datapool.types import SFT, Group
 from stepwell.trainer.sampling import CHANNEL
 from tests.trainer.test_loop_losses import CountingBackend, groups, train, updater_of
@@ -138,6 +139,19 @@ def test_a_critic_that_is_warm_leaves_the_pass_to_the_policys_step(tmp_path: Pat
             passes.append(record["off_policy/recomputed"])
             assert "staleness/mean" in record
     assert passes == [1, 1, 0, 0]
+
+
+def test_policy_and_critic_give_their_gradients_back_for_engines_on_their_gpu(
+    tmp_path: Path,
+) -> None:
+    with updater_of(tmp_path, "algorithm.adv_estimator=gae") as updater:
+        train(updater)
+        assert updater.critic is not None
+        models = (updater.backend, updater.critic._model)
+        trained = [p for m in models for p in cast(TorchBackend, m)._masters.parameters]
+        assert any(p.grad is not None for p in trained)
+        updater.free_cache()
+        assert all(p.grad is None for p in trained)
 
 
 @pytest.mark.parametrize(

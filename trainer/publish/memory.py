@@ -16,7 +16,7 @@ come back while the trainer computes, the two share the GPU for that long. So th
 fails at a lend, or does not answer in time: what it may have done is undone at once.
 
 Owns when memory changes hands, and that it comes back. Does not own the endpoints
-(`backends/engines/client.py`) or what the trainer frees (`TrainingBackend.free_cache`).
+(`backends/engines/client.py`) or what the trainer frees (`Updater.free_cache`).
 """
 
 from __future__ import annotations

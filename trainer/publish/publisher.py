@@ -250,7 +250,7 @@ class Publisher:
                 return False
             await self._wait_ended()  # raises what failed
             with self._phases("hand_over"):
-                await self._compute(self._updater.backend.free_cache)
+                await self._compute(self._updater.free_cache)
                 await self.memory.take_back_weights()
             with self._phases("publish"):
                 try:
@@ -338,7 +338,7 @@ class Publisher:
         """Engines generate again."""
         if self.memory.lends:
             with self._phases("hand_over"):
-                await self._compute(self._updater.backend.free_cache)
+                await self._compute(self._updater.free_cache)
                 await self.memory.take_back()
 
     def scored(self, groups: Sequence[Group]) -> None:
