@@ -117,7 +117,12 @@ def write(
             summary.n_trajectories += 1
             summary.n_steps += len(exported.trajectory.steps)
 
-    write_rows(summary.path, rows(), overwrite=overwrite)
+    before = {picture.name for picture in folder.glob("*.png")}
+    try:
+        write_rows(summary.path, rows(), overwrite=overwrite)
+    except BaseException:  # also Ctrl-C: no pictures of a file that there is not
+        remove_unnamed(summary.path, before)
+        raise
     remove_unnamed(summary.path, named)
     return summary
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,10 +13,12 @@ import pytest
 from stepwell.datapool import ChannelConfig, DataPoolClient, PoolConfig
 from stepwell.datapool.errors import DamagedFileError, ExportError
 from stepwell.datapool.files.deletion import delete_from_export
-from stepwell.datapool.files.export import read, read_rows, write_rows
+from stepwell.datapool.files.export import read, read_rows, write, write_rows
 from stepwell.datapool.files.transfer import export_channel, import_channel
+from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.ops import Delete
 from tests.datapool.test_picture_store import A, B, C, conversation, png, source
+from tests.helpers import full_disk
 
 FORMS = pytest.mark.parametrize("form", ["parquet", "jsonl"])
 PLACES: Any = pytest.mark.parametrize("pictures", ["files", "embedded"])
@@ -95,6 +98,30 @@ async def test_a_trajectory_that_is_deleted_from_a_file_takes_its_pictures(
         assert dict(left.pictures) == source(B, C)
         await export_channel(client, path, overwrite=True, min_reward=5.0)
     assert names(path) == []
+
+
+@FORMS
+async def test_an_export_that_fails_leaves_the_old_pictures_and_none_of_its_own(
+    tmp_path: Path, form: str
+) -> None:
+    path = tmp_path / f"x.{form}"
+    async with DataPoolClient.local() as client:
+        await filled(client)
+        await export_channel(client, tmp_path / "all.jsonl", pictures="embedded")
+    first, second = read(tmp_path / "all.jsonl")
+
+    def failing() -> Iterator[ExportedTrajectory]:
+        yield second
+        raise ConnectionError("the pool is gone")
+
+    with full_disk(), pytest.raises(OSError, match="File too large"):
+        write(path, [first])
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith("x.")] == []
+    write(path, [first])
+    with pytest.raises(ConnectionError):
+        write(path, failing(), overwrite=True)
+    assert names(path) == [A, B]
+    assert [dict(each.pictures) for each in read(path)] == [source(A, B)]
 
 
 @FORMS
