@@ -28,11 +28,16 @@ def names(path: Path) -> list[str]:
     return sorted(picture.stem for picture in path.with_name(f"{path.name}.pictures").glob("*"))
 
 
+def written(path: Path) -> list[Path]:
+    """The file and what is beside it."""
+    return [*path.parent.glob("x.*")]
+
+
 def move(path: Path) -> Path:
     """Move an exported file, with what is beside it, into another folder."""
     folder = path.parent / "moved"
     folder.mkdir()
-    for each in path.parent.glob("x.*"):
+    for each in written(path):
         each.rename(folder / each.name)
     return folder / path.name
 
@@ -116,7 +121,7 @@ async def test_an_export_that_fails_leaves_the_old_pictures_and_none_of_its_own(
 
     with full_disk(), pytest.raises(OSError, match="File too large"):
         write(path, [first])
-    assert [each.name for each in tmp_path.iterdir() if each.name.startswith("x.")] == []
+    assert not written(path)
     write(path, [first])
     with pytest.raises(ConnectionError):
         write(path, failing(), overwrite=True)
