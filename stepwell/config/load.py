@@ -35,6 +35,7 @@ from stepwell.config.keys import ROOT, by_kind, leaves, models_of, named_by, typ
 from stepwell.config.run import RunConfig
 from stepwell.config.secrets import HIDDEN
 from stepwell.layout import EVAL, RUN_FILE
+from stepwell.trainer.config import episodes_of
 from stepwell.trainer.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -137,6 +138,7 @@ def load_config(
     model, rollout = merged.get("model"), merged.get("rollout")
     has_model = isinstance(model, dict) and "path" in model
     has_harness = isinstance(rollout, dict) and rollout.get("harness") is not None
+    has_harness = has_harness or episodes_of(merged.get("data")) is not None
     beneath = [] if has_model else [_for_the_quickstarts_model(has_harness=has_harness)]
     config = _validated([*beneath, *layers], lines, path, here)
     for layer in beneath:

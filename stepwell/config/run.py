@@ -32,8 +32,11 @@ from stepwell.trainer.config import (
     SamplingConfig,
     TrainerConfig,
     ValidationConfig,
+    VerifiersSource,
     check_sampling,
+    episodes_of,
 )
+from stepwell.trainer.config.harness import HARNESS
 from stepwell.trainer.sampling import sft_channel, train_channel
 
 SERVED_BYTES = 1_000_000_000
@@ -161,6 +164,13 @@ class RunConfig(Section):
             if isinstance(source, Mapping):
                 given["data"][name] = source = dict(source)
                 fill(source, "shuffle_seed", seed)
+        if (played := episodes_of(filled.get("data"))) is not None:
+            rollout = filled.get("rollout", {})
+            if isinstance(rollout, Mapping) and rollout.get("agent") in (None, HARNESS):
+                own, keys = played.harness(model), rollout.get("harness") or {}
+                if isinstance(keys, Mapping):
+                    env = {**own["env"], **(keys.get("env") or {})}
+                    filled["rollout"] = {**rollout, "harness": {**own, **keys, "env": env}}
         return filled
 
     @model_validator(mode="after")
@@ -321,6 +331,16 @@ class RunConfig(Section):
                 "data is of kind harbor, whose tasks a harness works on, but rollout.harness is "
                 "missing; name one, e.g. rollout.harness: claude_code"
             )
+        harness = self.rollout.harness
+        if any(isinstance(s, VerifiersSource) for s in sources):
+            preset = None if harness is None else harness.preset
+            name, other = ("agent", agent) if agent != HARNESS else ("harness", preset)
+            if other is not None:
+                raise ValueError(
+                    "data is of kind verifiers, whose episodes are the rollouts, but "
+                    f"rollout.{name} is {other!r}; leave it out (verifiers' own harness is in "
+                    "data.train.config)"
+                )
         pictures = [key for s in sources if (key := getattr(s, "image_key", None)) is not None]
         for name in ("harness", "environment"):
             if pictures and getattr(self.rollout, name) is not None:

@@ -24,12 +24,12 @@ import pytest
 import yaml
 
 from stepwell.backends.processes import spawn
+from stepwell.config.run import RunConfig
 from stepwell.trainer.config import HarborSource, RolloutConfig
 from stepwell.trainer.config.environment import OpenEnvConfig
 from stepwell.trainer.config.harness import HarnessConfig
 from stepwell.trainer.config.harness_presets import PRESETS
 from stepwell.trainer.data.tasks import open_tasks
-from stepwell.trainer.environments import verifiers_episode
 from stepwell.trainer.environments.openenv import OpenEnvAgent
 from stepwell.trainer.errors import HarnessError
 from stepwell.trainer.rollout.harness import Harness, folder_of_worker
@@ -319,27 +319,35 @@ def python_beside(program: str) -> str:
 
 @pytest.mark.parametrize("client", ["eval", "train"])
 async def test_an_episode_of_verifiers_is_a_rollout_with_its_reward(
-    client: str, worlds: Callable[..., Any], tmp_path: Path
+    client: str, worlds: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the command of the page. Its train client renders by itself, and calls
+    """By the line of the page. Its train client renders by itself, and calls
     /inference/v1/generate."""
     world: World = await worlds("quickstart")
     world.say("It is 3.")
     (tmp_path / "adds.py").write_text(TASKSET)
     page = (ROOT / "docs" / "harnesses.md").read_text()
-    (block,) = re.findall(r"```yaml\n(data: adds\.jsonl.*?)```", page, re.S)
-    block = block.replace("${oc.env:PWD}/vf/bin/python", python_beside("vf-eval"))
-    block = block.replace("${oc.env:PWD}/verifiers_episode.py", verifiers_episode.__file__)
-    section = yaml.safe_load(block)["rollout"]["harness"]
-    section["env"] |= {"PYTHONPATH": str(tmp_path), "UV_SYSTEM_CERTS": "1"}
-    if client == "train":
-        model = str(ROOT / "examples" / "quickstart" / "model")
-        section["command"] += ["--client", "train", "--tokenizer", model]
-        # What it renders a model without a renderer of its own with knows no tools.
-        section["command"] += ["--config", '{"agent": {"harness": {"id": "null"}}}']
-    config = HarnessConfig.model_validate({**section, "timeout_s": 200})
-    task = {"instance_id": "1", "question": "", "metadata": {"index": 1}}
-    assert await Harness(config, logs=tmp_path / "logs")(task, world.base_url(), "none") == 1.0
+    (block,) = re.findall(r"```yaml\n(data: \{ train: \{ kind: verifiers.*?)```", page, re.S)
+    given = yaml.safe_load(block)
+    source = given["data"]["train"] | {"python": python_beside("vf-eval"), "client": client}
+    env = {"PYTHONPATH": str(tmp_path), "UV_SYSTEM_CERTS": "1"}
+    if client == "train":  # it renders a model without a renderer of its own, and knows no tools
+        source["config"] = {"agent": {"harness": {"id": "null"}}}
+    run = RunConfig.model_validate(
+        {
+            "model": {"path": str(ROOT / "examples" / "quickstart" / "model")},
+            "data": {"train": source},
+            "rollout": {"harness": {"env": env, "timeout_s": 200}},
+        }
+    )
+    assert run.data is not None
+    assert run.data.train is not None
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    tasks = open_tasks(run.data.train)
+    assert len(tasks) == 3
+    config = run.rollout.harness
+    assert config is not None
+    assert await Harness(config, logs=tmp_path / "logs")(tasks[1], world.base_url(), "none") == 1.0
     world.check_exact()
     (step,) = world.stored()
     assert step.metadata["dialect"] == ("openai_chat" if client == "eval" else "token_generate")

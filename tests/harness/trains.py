@@ -8,15 +8,15 @@ there is something to train.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from stepwell.datapool.files.trained import read_trained
-from stepwell.trainer.environments import verifiers_episode
 from stepwell.trainer.metrics import read_metrics
 from tests.harness.real import ROOT, openenv_server, python_beside
 
@@ -105,32 +105,20 @@ __all__ = ["Adds"]
 """
 
 
-def test_a_verifiers_environment_trains_through_its_own_train_client(tmp_path: Path) -> None:
+def test_a_verifiers_environment_trains_through_its_own_train_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The client renders prompts itself and calls /inference/v1/generate."""
     (tmp_path / "adds.py").write_text(TASKSET)
-    python = python_beside("vf-eval")
-    env = {"PYTHONPATH": str(tmp_path), "UV_SYSTEM_CERTS": "1"}
-    script = verifiers_episode.__file__
-    config = ["--config", '{"agent": {"harness": {"id": "null"}}}']
-    listed = subprocess.run(
-        [python, script, "tasks", "adds", *config],
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    (tmp_path / "adds.jsonl").write_text(listed.stdout)
-    harness = {
-        "command": [
-            *(python, script, "episode", "adds", "--index", "{task.metadata.index}"),
-            *("--base-url", "{base_url}", "--out", "{home}/reward.txt", *config),
-            *("--client", "train", "--tokenizer", str(ROOT / "examples" / "quickstart" / "model")),
-        ],
-        "env": {**env, "STEPWELL_API_KEY": "{api_key}"},
-        "grade": {"command": ["cp", "{home}/reward.txt", "reward"], "file": "reward"},
-        "infrastructure": [verifiers_episode.INFRASTRUCTURE],
+    data = {
+        "kind": "verifiers",
+        "taskset": "adds",
+        "python": python_beside("vf-eval"),
+        "client": "train",
+        "config": {"agent": {"harness": {"id": "null"}}},
     }
-    data = {"kind": "jsonl", "path": str(tmp_path / "adds.jsonl")}
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    harness = {"env": {"PYTHONPATH": str(tmp_path), "UV_SYSTEM_CERTS": "1"}}
     # An episode costs seconds of CPU for verifiers' imports alone.
     found = trained(tmp_path, {"harness": harness, "concurrency": 2, "n": 2}, data)
     assert len(rewards(found)) > 1

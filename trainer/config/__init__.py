@@ -32,6 +32,8 @@ from stepwell.trainer.config.data import (
     SourceConfig,
     TableConfig,
     Truncation,
+    VerifiersSource,
+    episodes_of,
 )
 from stepwell.trainer.config.publish import GuardConfig, PublishConfig
 from stepwell.trainer.config.rollout import (
@@ -91,5 +93,7 @@ __all__ = [
     "TrainerConfig",
     "Truncation",
     "ValidationConfig",
+    "VerifiersSource",
     "check_sampling",
+    "episodes_of",
 ]

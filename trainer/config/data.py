@@ -9,13 +9,15 @@ says how often a prompt is tried. Text alone is a source, and a source alone is 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from stepwell.datapool.config import Section
+from stepwell.trainer.environments import verifiers_episode
 
 Location: TypeAlias = Annotated[
     Path | str,
@@ -81,6 +83,53 @@ class HarborSource(_Source):
     kind: Literal["harbor"]
     path: Path
     """Folder of task folders, or one task's own."""
+
+
+class VerifiersSource(_Source):
+    """Tasks of a `verifiers` environment (0.4), in a Python of its own. Its episodes are the
+    rollouts: `rollout.harness` plays them, whose keys can be given, and its own rewards score."""
+
+    kind: Literal["verifiers"]
+    taskset: str = Field(min_length=1)
+    """Its id: the package that has it."""
+    python: Path
+    """The Python that has verifiers and the package, e.g. `vf/bin/python`."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Its `EnvConfig`, e.g. {agent: {harness: {id: "null"}}}. By default agents run on this
+    machine, in the rollout's folder."""
+    client: Literal["eval", "train"] = "eval"
+    """The client of verifiers that asks the policy: `eval` by chat; `train` renders prompts with
+    the template of `model.path` and calls `/inference/v1/generate`."""
+    size: int | None = Field(default=None, ge=1)
+    """Tasks, at most; null: all."""
+
+    @property
+    def argv(self) -> list[str]:
+        """Beginning of the command lines that list its tasks and play one."""
+        return [str(self.python.absolute()), verifiers_episode.__file__]
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What a task has for its episode, besides its index."""
+        return {"taskset": self.taskset, "env_config": json.dumps(self.config)}
+
+    def harness(self, model: Path | str | None) -> dict[str, Any]:
+        """The keys of `rollout.harness` that play an episode.
+
+        Args:
+            model: folder whose tokenizer the `train` client renders with.
+        """
+        command = [*self.argv, "episode", "{task.metadata.taskset}"]
+        command += ["--index", "{task.metadata.index}", "--config", "{task.metadata.env_config}"]
+        command += ["--base-url", "{base_url}", "--model", "{model}", "--out", "{home}/reward.txt"]
+        if self.client == "train" and model is not None:
+            command += ["--client", "train", "--tokenizer", str(Path(model).absolute())]
+        return {
+            "command": command,
+            "env": {"STEPWELL_API_KEY": "{api_key}"},
+            "infrastructure": [verifiers_episode.INFRASTRUCTURE],
+            "grade": {"command": ["cp", "{home}/reward.txt", "reward"], "file": "reward"},
+        }
 
 
 class RowSource(_Source):
@@ -189,7 +238,10 @@ class CustomSource(RowSource):
 
 TableConfig: TypeAlias = JsonlSource | ParquetSource | HuggingFaceSource | CustomSource
 SourceConfig: TypeAlias = Annotated[
-    Annotated[ReasoningGymSource | TableConfig | HarborSource, Field(discriminator="kind")],
+    Annotated[
+        ReasoningGymSource | TableConfig | HarborSource | VerifiersSource,
+        Field(discriminator="kind"),
+    ],
     BeforeValidator(lambda value: source_of(value) if isinstance(value, str) else value),
 ]
 
@@ -227,6 +279,24 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _episodes_of_one_kind(self) -> DataConfig:
+        sources = [each for each in (self.train, self.val) if each is not None]
+        played = [each for each in sources if isinstance(each, VerifiersSource)]
+        if len({(each.python, each.client) for each in played}) > 1:
+            one, other = played
+            raise ValueError(
+                f"one harness plays the episodes of both, but data.train.python is {one.python} "
+                f"({one.client}) and data.val.python {other.python} ({other.client}); give both "
+                "the same python and client"
+            )
+        if played and len(played) < len(sources):
+            raise ValueError(
+                f"train is of kind {sources[0].kind!r} and val of {sources[1].kind!r}: episodes of "
+                "verifiers need tasks of verifiers; give both, or leave val out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _disjoint(self) -> DataConfig:
         a, b = self.train, self.val
         if (
@@ -242,3 +312,13 @@ class DataConfig(Section):
                 f"set data.val.seed to {a.seeds.stop} or more"
             )
         return self
+
+
+def episodes_of(raw: Any) -> VerifiersSource | None:
+    """The source among those of a `data` section, as it was given, whose episodes are rollouts."""
+    try:
+        data = DataConfig.model_validate(raw)
+    except ValidationError:  # is said where it is read
+        return None
+    sources = (data.train, data.val)
+    return next((each for each in sources if isinstance(each, VerifiersSource)), None)

@@ -32,6 +32,7 @@ from stepwell.trainer.config import (
     ReasoningGymSource,
     SourceConfig,
     TableConfig,
+    VerifiersSource,
 )
 from stepwell.trainer.data.columns import MEDIA, Columns, DataRow, holds_media
 from stepwell.trainer.data.custom import CustomRows
@@ -123,6 +124,8 @@ def describe(config: SourceConfig) -> str:
         return f"data set {config.path!r} ({config.split})"
     if isinstance(config, CustomSource):
         return f"data set {config.cls!r}"
+    if isinstance(config, VerifiersSource):
+        return f"taskset {config.taskset!r}"
     return ", ".join(map(str, config.path if isinstance(config.path, tuple) else (config.path,)))
 
 

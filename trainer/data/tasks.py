@@ -27,12 +27,19 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from stepwell.trainer.config import HarborSource, ReasoningGymSource, SourceConfig, TableConfig
+from stepwell.trainer.config import (
+    HarborSource,
+    ReasoningGymSource,
+    SourceConfig,
+    TableConfig,
+    VerifiersSource,
+)
 from stepwell.trainer.data.columns import lookup, refuse_media, refuse_placeholders
 from stepwell.trainer.data.harbor import HarborTasks
 from stepwell.trainer.data.images import with_pictures
 from stepwell.trainer.data.prompt_length import PromptMeter
 from stepwell.trainer.data.tables import Table, describe, open_table
+from stepwell.trainer.data.verifiers import VerifiersTasks
 from stepwell.trainer.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -88,6 +95,8 @@ def open_tasks(config: SourceConfig, tokenizer_path: Path | None = None) -> Task
         return _ReasoningGym(config)
     if isinstance(config, HarborSource):
         return HarborTasks(config)
+    if isinstance(config, VerifiersSource):
+        return VerifiersTasks(config)
     meter = None
     if config.max_prompt_tokens is not None:
         if tokenizer_path is None:

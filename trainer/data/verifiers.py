@@ -1,0 +1,61 @@
+"""This module lists the tasks of a `verifiers` environment: its own Python does
+(`environments/verifiers_episode.py`). Does not own how they are played: `rollout.harness`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from typing import Any, Final
+
+from stepwell.trainer.config import VerifiersSource
+from stepwell.trainer.errors import DataError
+
+LIST_S: Final = 600.0
+"""Seconds in which the tasks must be listed; a data set may have to be fetched."""
+
+
+class VerifiersTasks:
+    """The tasks, in their own order.
+
+    Raises:
+        DataError: the Python, verifiers or the package is not there, or it has no task.
+    """
+
+    def __init__(self, config: VerifiersSource) -> None:
+        argv = [*config.argv, "tasks", config.taskset, "--config", json.dumps(config.config)]
+        if config.size is not None:
+            argv += ["--size", str(config.size)]
+        try:
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=LIST_S, check=False)
+        except OSError as e:
+            raise DataError(
+                f"python is {str(config.python)!r}: {e.strerror}; make an environment for "
+                "verifiers (python -m venv vf && vf/bin/pip install verifiers uv), and name its "
+                "Python"
+            ) from e
+        except subprocess.TimeoutExpired as e:
+            raise DataError(
+                f"taskset is {config.taskset!r}, whose tasks were not listed within {LIST_S:g} s; "
+                f"see what it waits for: {' '.join(argv)}"
+            ) from e
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+            raise DataError(
+                f"taskset is {config.taskset!r}, which {config.python} does not list: "
+                f"{said[:500]}; install verifiers (0.4) and the package of the tasks there"
+            )
+        rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        if not rows:
+            raise DataError(f"taskset is {config.taskset!r}, which has no task")
+        self._tasks = [{**r, "metadata": {**r["metadata"], **config.metadata}} for r in rows]
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return dict(self._tasks[index])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (dict(task) for task in self._tasks)
