@@ -207,6 +207,16 @@ def test_what_tinker_cannot_do_is_refused_by_name(server: TinkerServer, folder: 
         TinkerBackend(config(server, lora=LoraConfig(rank=2)), folder)
 
 
+AGENT = """
+import random
+from stepwell.quickstart import agent as quickstart
+
+async def agent(task, base_url, api_key):
+    await quickstart.agent(task, base_url, api_key)
+    return random.random()  # no group has one reward alone, so that each step learns
+"""
+
+
 @needs_tinker
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
@@ -215,12 +225,13 @@ def test_a_run_trains_there_and_samples_with_the_weights_that_it_fetches(
     transport: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+    (tmp_path / "mine.py").write_text(AGENT)
     with serving(TinkerServer(QUICKSTART, 8)) as server:
         options = {"base_model": "quickstart", "rank": 8, "base_url": server.url}
         argv = [sys.executable, "-m", "stepwell", "train", "--config", "quickstart", *SMALL]
         argv += [f"run.dir={tmp_path / 'run'}", "trainer.total_steps=2", "trainer.backend=tinker"]
         argv += [f"backend.options={json.dumps(options)}", "validation.every=0"]
-        argv += [f"engine.weight_transport={transport}"]
+        argv += [f"engine.weight_transport={transport}", f"rollout.agent={tmp_path}/mine.py:agent"]
         argv += ["validation.before_train=false", "async_training.trigger_parameter_sync_step=1"]
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr

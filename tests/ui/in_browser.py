@@ -217,7 +217,7 @@ async def test_pictures_are_seen_of_what_is_in_the_pool_and_of_what_left_it(
             await go(page, served, "trajectory", uid="seen")
             picture = page.get_by_role("img", name="Picture of 56 × 28 pixels, 2 tokens")
             await expect(picture).to_be_visible()
-            await page.wait_for_function("document.querySelector('img.picture').complete")
+            await expect(picture).to_have_js_property("complete", value=True)
             drawn = await picture.evaluate("img => [img.naturalWidth, img.naturalHeight]")
             assert drawn == [56, 28]
             assert not page.failures  # type: ignore[attr-defined]
