@@ -13,8 +13,9 @@ gap, a group is
     dropped    it has rows on both sides and may lack one between, or a payload of it is damaged, or
                a picture that its steps refer to is damaged or gone
 
-A group of which no row is left cannot be named; its number is. The damaged folder stays beside the
-new one, as `NAME.damaged`. Owns none of the formats: blocks are `segments.py`'s, heads are
+A group that had left and waits to be archived goes on waiting, unless it would be dropped. One of
+which no row is left cannot be named; its number is. The damaged folder stays beside the new one, as
+`NAME.damaged`. Owns none of the formats: blocks are `segments.py`'s, heads are
 `core/log_rows.py`'s.
 """
 
@@ -238,6 +239,11 @@ def _rebuild(folder: Path, target: Path, report: Salvaged) -> None:
     if told := log.lost_pictures():
         report.lost.append(told)
     groups = _Groups(log)
+    if groups.unarchived:
+        report.lost.append(
+            f"{len(groups.unarchived)} groups that had left the pool and waited to be archived, as "
+            f"rows of them may be missing: {', '.join(groups.unarchived)}"
+        )
     make_folder(target)
     opening, next_row = (0, 0) if acked is None else (acked.opening, acked.next_row)
     write_last_commit(target, LastCommit(identity, opening, next_row=max(log.next_row, next_row)))
@@ -336,6 +342,8 @@ class _Survey:
         self.sequence = self.next_row = 0
         self.gaps: list[_Gap] = []
         self.lost: list[str] = []
+        self.waiting: set[_Number] = set()
+        """Groups that left and are not archived."""
         self._deleted: set[int] = set()
         self._pictures: dict[str, bool] = {}
         """Pictures that were looked at: true if it can be read."""
@@ -410,14 +418,9 @@ class _Survey:
     def lost_pictures(self) -> str | None:
         """Count the rows of live groups that refer to pictures which cannot be read as damaged;
         returns a sentence about these pictures, None if there are none."""
-        left = {
-            (channel, number)
-            for channel, number, record in self.heads.values()
-            if isinstance(record, GroupLeft)
-        }
         for row in self.live:
             channel, number, record = self.heads[row]
-            if isinstance(record, StepsStored) and (channel, number) not in left:
+            if isinstance(record, StepsStored) and (channel, number) not in self.waiting:
                 for key in {
                     key for own in record.pictures.values() for key in keys_of(own).values()
                 }:
@@ -541,10 +544,16 @@ class _Survey:
             elif isinstance(record, LeaseRecord):
                 leases[record.lease_id] = row
         uids = uids_of(self.heads)
+        for row in self.live:
+            channel, number, record = self.heads[row]
+            if isinstance(record, GroupLeft):
+                self.waiting.add((channel, number))
         for row in list(self.live):
             channel, number, record = self.heads[row]
             if isinstance(record, LeaseRecord):
                 is_dead = record.lease_id in over or leases[record.lease_id] != row
+            elif (channel, number) in self.waiting:
+                is_dead = False
             else:
                 is_dead = row < closed.get((channel, uids.get((channel, number), "")), 0)
             if is_dead:
@@ -606,6 +615,8 @@ class _Groups:
         self.doubtful: dict[str, list[str]] = {}
         self.dropped: dict[str, list[str]] = {}
         self.nameless: dict[str, list[tuple[int, int]]] = {}
+        self.unarchived: list[str] = []
+        """Groups that left before, and will not be archived."""
         self.last: dict[str, int] = {}
         """The highest number by channel."""
         self._log = log
@@ -624,10 +635,13 @@ class _Groups:
             if uid is None:
                 self.nameless.setdefault(channel, []).append((number, number))
                 continue
-            if newest[channel, uid] != number:
+            is_waiting = (channel, number) in log.waiting
+            if newest[channel, uid] != number and not is_waiting:
                 continue  # its uid was used anew, so it was closed
             fate = self._fate(channel, number, own)
-            if fate is not None:
+            if is_waiting and fate is self.dropped:
+                self.unarchived.append(uid)
+            elif fate is not None and not is_waiting:
                 fate.setdefault(channel, []).append(uid)
             if fate is not self.dropped:
                 self.kept.update(own)

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stepwell.layout import CHECKPOINTS, POOL
+from stepwell.layout import ARCHIVE, CHECKPOINTS, POOL
 from tests.chaos.attached import AttachedRun
 from tests.chaos.faults import PARTS, Action, plan
 from tests.chaos.lives import EXCUSES, OURS, Run, SmallDisk
@@ -122,8 +122,9 @@ async def full(folder: Path, seed: str, n: int) -> Run:
     small, home = SmallDisk(folder / "run", megabytes=160, content=CHECKPOINTS), folder / "home"
     home.mkdir()
     try:
-        options = (*OPTIONS, f"pool.journal_dir={home / POOL}")
-        run = Run(folder, options, disk=small, home=home)
+        # An archive on a full disk lets go what it has no room for.
+        own = f"pool.journal_dir={home / POOL}", f"pool.archive.dir={home / ARCHIVE}"
+        run = Run(folder, (*OPTIONS, *own), disk=small, home=home)
         async with run.running():
             await run.fire(plan(seed, n, kinds))
             await run.until(partial(run.trains, run.trained()), "a run to export")

@@ -33,7 +33,6 @@ from PIL import Image
 
 from stepwell.backends.torch.backend import TorchBackend
 from stepwell.config.run import RunConfig
-from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.core.channel import GROUP_DROPPED
 from stepwell.datapool.core.log_rows import GroupClosed
 from stepwell.datapool.core.log_rows import read as read_row
@@ -56,7 +55,7 @@ from stepwell.datapool.remote.lease_keeper import USED
 from stepwell.datapool.remote.stopped import stopped_pool
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.picture_folder import PICTURES, PictureFolder
-from stepwell.datapool.store.replay import restore
+from stepwell.datapool.store.replay import UNKNOWN, restore
 from stepwell.datapool.types import TRAIN, VAL, Step, Trajectory, VersionSpan
 from stepwell.layout import CHECKPOINTS
 from stepwell.run.checks import training_prompts
@@ -246,7 +245,7 @@ def read_pool(folder: Path) -> PoolBooks:
                 for trajectory, closing in closed.closings.items():
                     if closing.aborted is not None:
                         books.aborted[trajectory] = closing.aborted
-        pool = DataPool(PoolConfig())
+        pool = DataPool(UNKNOWN)  # one without an archive would delete what waits for it
         pool.pictures.store = PictureFolder(folder / PICTURES, power=False)
         restore(pool, journal)
         for channel in (TRAIN, VAL):

@@ -28,9 +28,10 @@ from stepwell.datapool.ops import Delete, Mark, OpenGroup, OpenTrajectory, Relea
 from stepwell.datapool.questions import ReadDeparted
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.stopped import stopped_pool
+from stepwell.datapool.store.salvage import salvage
 from stepwell.datapool.types import Step
 from tests.builders import step_of
-from tests.datapool.conftest import JournaledPool
+from tests.datapool.conftest import JournaledPool, newest_segment
 
 
 class Caller:
@@ -806,3 +807,42 @@ def test_what_waits_can_be_read(run):
     assert (fate(about), about["reward"]) == ("its group was taken by a trainer", 1.0)
     assert one.trajectory.steps[0].metadata["messages"][0]["content"] == "question"
     assert one.outcome == 1.0
+
+
+# -- a damaged journal -----------------------------------------------------------------------------
+
+
+def test_what_waits_is_archived_after_a_salvage_or_named_in_its_report(tmp_path):
+    run = Archived(tmp_path)
+    try:
+        run.train("before")
+        run.archive()
+        for uid in ("waits", "damaged"):
+            run.train(uid, reply=f"I am {uid}.")
+        run.train("dropped", reply="I am live.")
+        run.turn("live", "2+2?", "I am hit.")
+        run.pool("complete_trajectory", "live", 1.0)
+        run.pool.journal.flush()
+    finally:
+        run.pool.journal.close()
+    segment = newest_segment(tmp_path / "pool")
+    data = bytearray(segment.read_bytes())
+    for words in (b"I am damaged.", b"I am hit."):
+        data[data.index(words)] ^= 1
+    segment.write_bytes(data)
+    [report] = salvage(tmp_path / "pool")
+    assert "1 groups that had left the pool and waited to be archived" in report.text()
+    assert "p-damaged" in report.text()
+    assert report.dropped == {"train": ["p-live"]}
+    config = PoolConfig(archive=ArchiveConfig(dir=tmp_path / "archive"))
+    asyncio.run(archive_stopped(stopped_pool(tmp_path / "pool", config), config))
+    for uid in ("before", "waits", "dropped"):
+        assert run.reader.read(uid) is not None, uid
+    assert run.reader.read("damaged") is None
+    pool = JournaledPool(
+        tmp_path / "pool", default=ChannelConfig(n_rollouts=1), archive=config.archive
+    )
+    assert not pool.pool.channel("train").records.groups
+    counts = pool("get_statistics", "train")["groups"]
+    assert (counts["acked"], counts["dropped"], counts["submitted"]) == (4, 1, 5)
+    pool.journal.close()
