@@ -74,9 +74,9 @@ def test_the_command_prints_keys_without_a_configuration() -> None:
 
 
 NO_SECTIONS = frozenset(
-    {"base_model", "environment", "oc", "sampling_params", "tool_choice", "verifier"}
+    {"base_model", "environment", "oc", "remote", "sampling_params", "tool_choice", "verifier"}
 )
-"""First words of names that are no keys: OmegaConf's, of requests, peft's and Harbor's."""
+"""First words of names that are no keys: OmegaConf's, of requests, modules, peft's and Harbor's."""
 FIRST = {name.partition(".")[0] for name in all_keys()}
 LAST = {name.rpartition(".")[2] for name in all_keys()}
 FILE = re.compile(r"\.(py|log|json|lock|safetensors|acked)$")

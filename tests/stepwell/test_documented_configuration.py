@@ -14,6 +14,7 @@ from stepwell.config.keys import keys
 from stepwell.config.load import load_config
 from stepwell.config.migration import known_as
 from stepwell.config.run import RunConfig
+from stepwell.trainer.config import episodes_of
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
@@ -118,10 +119,13 @@ def test_documented_yaml_loads(document: Path, tmp_path: Path) -> None:
             path = tmp_path / "documented.yaml"
             if "extends" not in values:
                 values["extends"] = "quickstart"
-            if {"harness", "environment"} & {
-                *(values.get("rollout") or {})
-            }:  # in place of the quickstart's agent
+            rollout, data = values.get("rollout") or {}, values.get("data")
+            has_episodes = episodes_of(data) is not None
+            if has_episodes:
+                values["data"] = {"val": None, **data}
+            if has_episodes or {"harness", "environment"} & {*rollout}:
+                # in place of the quickstart's agent
                 own = {"agent": None, "timeout_s": 3600.0, "group_deadline_s": 86_400.0}
-                values["rollout"] = own | values["rollout"]
+                values["rollout"] = own | rollout
             path.write_text(yaml.safe_dump(values))
             load_config(str(path), here=False)
