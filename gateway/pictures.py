@@ -26,6 +26,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -69,6 +70,10 @@ class KnownPicture(NamedTuple):
     width: int
     height: int
     n_tokens: int
+
+    @classmethod
+    def of(cls, made: CanonicalPicture) -> KnownPicture:
+        return cls(made.digest, made.width, made.height, made.n_tokens)
 
     def part(self) -> Message:
         """The part of a message's content that stands for it."""
@@ -260,12 +265,14 @@ class PictureReader:
     async def _read(self, pictures: RequestPictures, name: str, owner: str) -> KnownPicture | str:
         """A picture that was not known; a text: why it is refused."""
         key = owner, name
+        if (known := self._known.get(key)) is not None:  # another request brought it meanwhile
+            return known
         under_way = self._decoding.get(key)
         if under_way is None:  # rollouts of one prompt bring it together: the first one decodes
             run = asyncio.get_running_loop().run_in_executor
             under_way = run(self._threads, self._canonical, pictures.source(name))
             self._decoding[key] = under_way
-            under_way.add_done_callback(lambda _: self._decoding.pop(key, None))
+            under_way.add_done_callback(partial(self._decoded, key))
             self.n_decoded += 1
         try:  # the request may leave while others wait for the picture
             made = await asyncio.shield(under_way)
@@ -273,9 +280,13 @@ class PictureReader:
             return str(e)
         if pictures.is_shown:
             pictures.pngs[made.digest] = made.png
-        known = KnownPicture(made.digest, made.width, made.height, made.n_tokens)
-        self._known[key] = known
-        return known
+        return KnownPicture.of(made)
+
+    def _decoded(self, key: tuple[str, str], made: asyncio.Future[CanonicalPicture]) -> None:
+        """It is known from the moment at which it is not under way any more."""
+        del self._decoding[key]
+        if not made.cancelled() and made.exception() is None:
+            self._known[key] = KnownPicture.of(made.result())
 
     def _canonical(self, source: bytes) -> CanonicalPicture:
         return self.processor.canonical(bytes_of(source))

@@ -9,6 +9,7 @@ import struct
 import time
 import zlib
 from base64 import b64decode, b64encode
+from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -24,6 +25,7 @@ from pydantic import ValidationError
 from stepwell.backends.pictures import digest_of
 from stepwell.datapool.pictures import shadow_ids
 from stepwell.gateway.config import PicturesConfig
+from stepwell.gateway.pictures import PictureReader
 from tests.builders import until
 from tests.gateway.conftest import Sampled, World
 from tests.vision_model import make_vision_model, png
@@ -706,6 +708,43 @@ async def test_requests_that_bring_a_picture_together_decode_it_once(vision: Wor
     assert vision.gateway.pictures.n_decoded == 1
     digests = {step.pictures[0].digest for step in vision.stored()}
     assert len(digests) == 1
+
+
+async def test_a_request_that_comes_while_a_picture_is_just_decoded_decodes_it_no_second_time(
+    vision_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both threads end in one turn of the loop: the second one's body is read, and the picture that
+    the first one waits for is there."""
+    reader = PictureReader.of(vision_folder, PicturesConfig())
+    assert reader is not None
+    loop = asyncio.get_running_loop()
+    asked: list[tuple[asyncio.Future[Any], Any]] = []
+
+    def in_thread(_: Any, function: Any, *arguments: Any) -> asyncio.Future[Any]:
+        asked.append((loop.create_future(), partial(function, *arguments)))
+        return asked[-1][0]
+
+    def end(*which: int) -> None:
+        for i in which:
+            future, work = asked[i]
+            future.set_result(work())
+
+    monkeypatch.setattr(loop, "run_in_executor", in_thread)
+    body = json.dumps({"messages": [{"role": "user", "content": shown(png(56, 56))}]}).encode()
+    first = asyncio.create_task(reader.take(body, "me", 1000.0))
+    await until(lambda: len(asked) == 1)
+    end(0)
+    await until(lambda: len(asked) == 2)
+    second = asyncio.create_task(reader.take(body, "me", 1000.0))
+    await until(lambda: len(asked) == 3)
+    end(2, 1)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(asked) == 3
+    assert not (await first)[1].known.keys() - (await second)[1].known.keys()
+    assert reader.n_decoded == 1
+    monkeypatch.undo()
+    reader.close()
 
 
 async def test_pictures_of_one_size_make_different_prompts_of_the_same_ids(vision: World) -> None:
