@@ -21,12 +21,14 @@ from stepwell.datapool.sealed import damaged, end_of_lines, fsync, read_lines, s
 
 DELETED: Final = "deleted.jsonl"
 Kind: TypeAlias = Literal["trajectory", "user", "tag"]
+"""What a deletion names."""
 
 
 class Tombstone(NamedTuple):
-    """A deletion: of one trajectory, of all of a user, of all with a tag."""
+    """A deletion: of one trajectory, of all of a user, of all with a tag. That of a group only says
+    that its last trajectory went."""
 
-    kind: Kind
+    kind: Kind | Literal["group"]
     value: str
     at: float
     """Time of the deletion, seconds since 1970. Of a user or a tag, what was opened later stays."""
@@ -36,7 +38,7 @@ class Deletions:
     """All deletions, by what they name: a row costs the same with many of them."""
 
     def __init__(self, tombstones: Iterable[Tombstone]) -> None:
-        self._times: dict[tuple[Kind, str], float] = {}
+        self._times: dict[tuple[str, str], float] = {}
         for kind, value, at in tombstones:
             self._times[kind, value] = max(at, self._times.get((kind, value), at))
 
@@ -53,14 +55,14 @@ class Deletions:
         its uid."""
         if ("trajectory", row["trajectory_uid"]) in self._times:
             return True
-        names: list[tuple[Kind, str]] = [("tag", tag) for tag in row.get("tags") or ()]
+        names: list[tuple[str, str]] = [("tag", tag) for tag in row.get("tags") or ()]
         if row.get("user") is not None:
             names.append(("user", row["user"]))
         times = [self._times[name] for name in names if name in self._times]
         return bool(times) and row["opened_at"].timestamp() <= max(times)
 
 
-def tombstone(kind: Kind, value: str) -> Tombstone:
+def tombstone(kind: Kind | Literal["group"], value: str) -> Tombstone:
     return Tombstone(kind, value, time.time())
 
 

@@ -300,7 +300,7 @@ async def open_trajectory(uid: str, where: str | None) -> Opened | Several:
         if found is None and deleted is not None:
             at = datetime.fromtimestamp(deleted.at).strftime("%Y-%m-%d %H:%M:%S")
             raise ConfigError(
-                f"trajectory {deleted.value!r} was deleted at {at}; nothing of it is kept"
+                f"{deleted.kind} {deleted.value!r} was deleted at {at}; nothing of it is kept"
             )
         if found is None and view.files.trained(uid) is None:
             await _tell_why_closed(uid, view)

@@ -588,7 +588,20 @@ def test_siblings_go_with_a_group(run):
     assert sorted(run.reader.delete("trajectory", "a", with_group=True)) == ["a", "b"]
     assert b"secret" not in run.bytes_of_everything()
     assert run.reader.was_deleted("b")
+    assert run.reader.was_deleted("g").kind == "group"
     assert [row["uid"] for row in run.reader.rows().items] == ["t"]
+
+
+def test_a_group_is_deleted_when_the_last_of_it_goes(run):
+    run.pool("apply", OpenGroup("g", 2))
+    private(run, "a", "eve", prompt_uid="g")
+    private(run, "b", "bob", prompt_uid="g")
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    run.archive()
+    run.reader.delete("trajectory", "a")
+    assert run.reader.was_deleted("g") is None
+    run.reader.delete("user", "bob")
+    assert run.reader.was_deleted("g").kind == "group"
 
 
 def test_what_was_deleted_while_it_waited_never_reaches_a_file(run):

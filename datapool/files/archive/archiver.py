@@ -67,7 +67,7 @@ MERGED: Final = 16
 SMALL_BYTES: Final = 32 << 20
 KEYS: Final = ("trajectory_uid", "user", "tags", "opened_at")
 """Columns by which trajectories are deleted; feedback has the first alone."""
-_NAMED: Final[dict[Kind, str]] = {
+_NAMED: Final[dict[str, str]] = {
     "trajectory": "uid = ?",
     "user": "user = ?",
     "tag": "id IN (SELECT id FROM tags WHERE tag = ?)",
@@ -300,16 +300,24 @@ class Archive:
         deletions = self.folder.deletions()
         gone: dict[str, None] = {}
         uids: dict[FileName, list[str]] = {}
+        left, emptied = set[str](), dict[str, None]()
         for name in self.folder.names(TRAJECTORIES, self.settings.shard):
             path = self.folder.file(TRAJECTORIES, name)
-            keys = parquet.read_table(path, list(KEYS)).to_pylist()
-            uids[name] = [row["trajectory_uid"] for row in keys]
-            gone |= dict.fromkeys(r["trajectory_uid"] for r in keys if deletions.meets(r))
+            rows = parquet.read_table(path, [*KEYS, "prompt_uid"]).to_pylist()
+            uids[name] = [row["trajectory_uid"] for row in rows]
+            for row in rows:
+                if deletions.meets(row):
+                    gone[row["trajectory_uid"]] = emptied[row["prompt_uid"]] = None
+                else:
+                    left.add(row["prompt_uid"])
         named = deletions.uids
         # Before the rows that say whose they were: their uids lead somewhere, and after a crash
         # what else is known of them still goes.
         self.folder.add_tombstones(
-            [tombstone("trajectory", uid) for uid in gone if uid not in named]
+            [
+                *(tombstone("trajectory", uid) for uid in gone if uid not in named),
+                *(tombstone("group", uid) for uid in emptied if uid not in left),
+            ]
         )
         named |= gone.keys()
         # Also steps of these that came late, whatever is known of them.

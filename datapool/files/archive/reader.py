@@ -430,8 +430,9 @@ class ArchiveReader:
         return self._ask("SELECT * FROM feedback WHERE uid = ? ORDER BY part", (uid,))
 
     def was_deleted(self, uid: str) -> Tombstone | None:
-        """The last deletion of the trajectory with this uid; else of one whose uid begins so."""
-        found = [t for t in self.folder.tombstones() if t.kind == "trajectory"]
+        """The last deletion of the trajectory, or of the whole group, with this uid; else of one
+        whose uid begins so."""
+        found = [t for t in self.folder.tombstones() if t.kind in ("trajectory", "group")]
         begun = [t for t in found if uid and t.value.startswith(uid)]
         return next((t for t in reversed(found) if t.value == uid), begun[-1] if begun else None)
 
