@@ -177,8 +177,8 @@ class MemoryEstimate:
 
     @property
     def kept(self) -> float:
-        """What stays on the device between optimizer steps, when gradients were freed; of a critic
-        all of its states."""
+        """Bytes that stay on the device between optimizer steps, when gradients were freed; of a
+        critic all of its states."""
         return self.weights + self.optimizer + self.reference + self.critic + self.context
 
     def parts(self) -> dict[str, float]:

@@ -13,9 +13,9 @@ gap, a group is
     dropped    it has rows on both sides and may lack one between, or a payload of it is damaged, or
                a picture that its steps refer to is damaged or gone
 
-A group that had left and waits to be archived goes on waiting, unless it would be dropped. One of
-which no row is left cannot be named; its number is. The damaged folder stays beside the new one, as
-`NAME.damaged`. Owns none of the formats: blocks are `segments.py`'s, heads are
+A group that had left and waits to be archived goes on waiting, unless it would be dropped. A group
+of which no row is left cannot be named; its number is. The damaged folder stays beside the new one,
+as `NAME.damaged`. Owns none of the formats: blocks are `segments.py`'s, heads are
 `core/log_rows.py`'s.
 """
 
@@ -544,8 +544,7 @@ class _Survey:
             elif isinstance(record, LeaseRecord):
                 leases[record.lease_id] = row
         uids = uids_of(self.heads)
-        for row in self.live:
-            channel, number, record = self.heads[row]
+        for channel, number, record in map(self.heads.__getitem__, self.live):
             if isinstance(record, GroupLeft):
                 self.waiting.add((channel, number))
         for row in list(self.live):

@@ -87,9 +87,8 @@ def config_of_try(
         name, chosen = harness, []
     own = ["run.name=try", "run.resume=never", "rollout.agent=null"]
     own += ["rollout.n=1", "rollout.min_n=1", "rollout.max_attempts=1", "gateway.port=0"]
-    if (
-        harness in PRESETS
-    ):  # its own times end it, not those of the agent that the configuration has
+    if harness in PRESETS:
+        # Its own times end it, not those of the agent that the configuration has.
         own += [f"rollout.timeout_s={LONGEST_S}", f"rollout.group_deadline_s={LONGEST_S}"]
     task: Task = {"instance_id": "try", "data_source": "try", "answer": None, "metadata": {}}
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as tasks:

@@ -259,9 +259,9 @@ class Found(NamedTuple):
 
     exported: ExportedTrajectory
     archived: dict[str, Any] | None = None
-    """As `Opened.archived`."""
+    """See `Opened.archived`."""
     trained: dict[str, Any] | None = None
-    """As `Opened.trained`."""
+    """See `Opened.trained`."""
     masks: Mapping[int, list[float]] = MappingProxyType({})
     """Weights of its trained tokens, by step."""
 

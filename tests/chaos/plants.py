@@ -116,7 +116,7 @@ def _serve_acked(pool: Any) -> None:
 
 
 def _lose_archived(archived: Any) -> None:
-    """Of every fifth group the archive lacks a trajectory."""
+    """The archive lacks a trajectory of every fifth group."""
     conversations, hits = archived.conversations, every(5, first=3)
 
     def lossy(channel: str, rows: Sequence[Any]) -> list[Any]:

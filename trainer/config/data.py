@@ -110,7 +110,7 @@ class VerifiersSource(_Source):
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What a task has for its episode, besides its index."""
+        """Keys that a task has for its episode, besides its index."""
         return {"taskset": self.taskset, "env_config": json.dumps(self.config)}
 
     def harness(self, model: Path | str | None) -> dict[str, Any]:

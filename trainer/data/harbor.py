@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from stepwell.trainer.config import HarborSource
+from stepwell.trainer.data.listed import ListedTasks
 from stepwell.trainer.errors import DataError
 
 TASK_FILE: Final = "task.toml"
@@ -49,7 +50,7 @@ _ON_HOST: Final = frozenset({"FROM", "WORKDIR", "COPY", "ENV", "LABEL", "ARG"})
 """Instructions of a Dockerfile that are followed without building an image."""
 
 
-class HarborTasks:
+class HarborTasks(ListedTasks):
     """The tasks of a folder, by name.
 
     Raises:
@@ -65,16 +66,7 @@ class HarborTasks:
                 f"path is {str(config.path)!r}, where no folder has a {TASK_FILE}; name a folder "
                 "of Harbor tasks"
             )
-        self._tasks = [read_task(folder.absolute()) for folder in folders]
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return dict(self._tasks[index])
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (dict(task) for task in self._tasks)
+        super().__init__([read_task(folder.absolute()) for folder in folders])
 
 
 def read_task(folder: Path) -> dict[str, Any]:

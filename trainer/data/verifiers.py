@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 from stepwell.trainer.config import VerifiersSource
+from stepwell.trainer.data.listed import ListedTasks
 from stepwell.trainer.errors import DataError
 
 LIST_S: Final = 600.0
 """Seconds in which the tasks must be listed; a data set may have to be fetched."""
 
 
-class VerifiersTasks:
+class VerifiersTasks(ListedTasks):
     """The tasks, in their own order.
 
     Raises:
@@ -49,13 +49,4 @@ class VerifiersTasks:
         rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         if not rows:
             raise DataError(f"taskset is {config.taskset!r}, which has no task")
-        self._tasks = [{**r, "metadata": {**r["metadata"], **config.metadata}} for r in rows]
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return dict(self._tasks[index])
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (dict(task) for task in self._tasks)
+        super().__init__([{**r, "metadata": r["metadata"] | config.metadata} for r in rows])

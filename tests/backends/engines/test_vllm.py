@@ -322,7 +322,7 @@ async def test_a_request_says_all_that_shapes_the_answer() -> None:
 
 
 async def test_ids_that_the_model_may_not_sample_are_told() -> None:
-    """Those of a model's vision tokens, which the trainer masks, too."""
+    """Ids of vision tokens, which the trainer masks, too."""
     server = Scripted()
     server.give("whole")
     async with serving(server.app()) as url, VllmEngine(url) as engine:
