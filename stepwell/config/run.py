@@ -47,7 +47,7 @@ class RunSection(Section):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
     """Names the run; part of its folder. Default: as the file is called, else the agent's module.
     """
-    dir: Path = Path("runs")
+    dir: Path = Path(RUNS)
     """Everything the run writes: metrics.jsonl, summary.json, weights, checkpoints, logs. Default
     runs/NAME."""
     seed: int = Field(default=0, ge=0)
@@ -61,7 +61,7 @@ class RunSection(Section):
     def _dir_of_name(cls, raw: Any) -> Any:
         name = raw.get("name", "run") if isinstance(raw, Mapping) else None
         if isinstance(name, str) and "dir" not in raw:
-            return {**raw, "dir": Path("runs") / name}
+            return {**raw, "dir": Path(RUNS) / name}
         return raw
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from stepwell.backends.hub import RUNS
 from stepwell.config.run import RunConfig
 from stepwell.datapool import DataPoolClient
 from stepwell.datapool.config import PoolConfig
@@ -35,7 +36,6 @@ from stepwell.run.folder import (
 )
 from stepwell.trainer.errors import ConfigError
 
-RUNS = Path("runs")
 RECENT = 300
 """Optimizer steps that are shown."""
 
@@ -85,13 +85,13 @@ def choose_run(where: str | None) -> Path | str:
         return where
     if Path(RUN_FILE).is_file():
         return Path()
-    found = sorted(file.parent for file in RUNS.glob(f"*/{RUN_FILE}"))
+    found = sorted(file.parent for file in Path(RUNS).glob(f"*/{RUN_FILE}"))
     alive = [folder for folder in found if holder(folder) is not None]
     if len(alive) > 1:
         raise ConfigError(f"several runs are alive; name one: {', '.join(map(str, alive))}")
     if not found:
         raise ConfigError(
-            f"there is no run in {RUNS.absolute()}; name the folder of one, such as "
+            f"there is no run in {Path(RUNS).absolute()}; name the folder of one, such as "
             "runs/quickstart, or start one (`stepwell train`, `stepwell serve`)"
         )
     return alive[0] if alive else max(found, key=lambda folder: (folder / RUN_FILE).stat().st_mtime)
