@@ -18,8 +18,6 @@ from pathlib import Path
 from stepwell.cli.look import Commands, add_command, add_run, answer
 from stepwell.trainer.errors import ConfigError
 
-ORDERS = ("time", "reward", "turns", "tokens", "version", "relevance")
-
 
 def add_archive_commands(commands: Commands, data: Commands) -> None:
     text = "list the prompts of a run with the rewards of all their tries"
@@ -36,7 +34,11 @@ def add_archive_commands(commands: Commands, data: Commands) -> None:
     add_run(query)
     query.add_argument("--search", metavar="TEXT", help='words of what was said; "a phrase"; word*')
     query.add_argument(
-        "--order", default=None, help="time, reward, turns, tokens, version, relevance"
+        "--order",
+        default="time",
+        metavar="COLUMN",
+        help="time (the default), reward, turns, tokens, version, state, first or last (what was "
+        "said), uid; of a search also relevance",
     )
     query.add_argument("--ascending", action="store_true", help="the smallest or oldest first")
     query.add_argument("--limit", type=int, default=20, metavar="N", help="default: 20")
@@ -71,6 +73,7 @@ def _prompts(args: argparse.Namespace) -> None:
 
 def _query(args: argparse.Namespace) -> None:
     from stepwell.datapool.errors import InvalidRequestError
+    from stepwell.datapool.files.archive.catalogue import ORDERS
     from stepwell.datapool.files.archive.reader import parse
     from stepwell.show.archive import open_archive, rows_screen
 
@@ -78,8 +81,8 @@ def _query(args: argparse.Namespace) -> None:
         raise ConfigError(f"--limit is {args.limit}; give 1 or more")
     if args.to is not None and args.to.exists():
         raise ConfigError(f"--to is {str(args.to)!r}, which exists; name a new file")
-    if args.order not in (None, *ORDERS):
-        raise ConfigError(f"--order is {args.order!r}; there are {', '.join(ORDERS)}")
+    if args.order not in (*ORDERS, "relevance"):
+        raise ConfigError(f"--order is {args.order!r}; there are {', '.join(ORDERS)}, relevance")
     if args.order == "relevance" and not args.search:
         raise ConfigError("--order is relevance, which is of --search TEXT")
     try:
@@ -87,7 +90,7 @@ def _query(args: argparse.Namespace) -> None:
     except InvalidRequestError as e:
         raise ConfigError(str(e)) from e
     reader = open_archive(args.where)
-    how = {"order": args.order or "time", "descending": not args.ascending, "limit": args.limit}
+    how = {"order": args.order, "descending": not args.ascending, "limit": args.limit}
     if args.to is None:
         page = reader.rows(where, args.search, **how)
         answer(args, page.items, rows_screen)
