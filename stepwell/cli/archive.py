@@ -25,6 +25,14 @@ def add_archive_commands(commands: Commands, data: Commands) -> None:
     which = prompts.add_mutually_exclusive_group()
     which.add_argument("--never-rewarded", action="store_true", help="no try had a reward above 0")
     which.add_argument("--always-rewarded", action="store_true", help="every try had one")
+    prompts.add_argument(
+        "--order",
+        default="time",
+        metavar="COLUMN",
+        help="time (of the last try, the default), tries, rewarded (their share), mean, best, "
+        "solved (at which version), source, first (what was asked)",
+    )
+    prompts.add_argument("--ascending", action="store_true", help="the smallest or oldest first")
     prompts.add_argument("--limit", type=int, default=50, metavar="N", help="default: 50")
     text = "list what left a run's pool: trained, dropped, aborted, late"
     query = add_command(data, "query", _query, text)
@@ -61,12 +69,19 @@ def add_archive_commands(commands: Commands, data: Commands) -> None:
 
 
 def _prompts(args: argparse.Namespace) -> None:
+    from stepwell.datapool.files.archive.reader import PROMPT_ORDERS
     from stepwell.show.archive import open_archive, prompts_screen
 
     if args.limit < 1:
         raise ConfigError(f"--limit is {args.limit}; give 1 or more")
+    if args.order not in PROMPT_ORDERS:
+        raise ConfigError(f"--order is {args.order!r}; there are {', '.join(PROMPT_ORDERS)}")
     rows = open_archive(args.where).prompts(
-        never_rewarded=args.never_rewarded, always=args.always_rewarded, limit=args.limit
+        never_rewarded=args.never_rewarded,
+        always=args.always_rewarded,
+        order=args.order,
+        descending=not args.ascending,
+        limit=args.limit,
     )
     answer(args, rows, prompts_screen)
 

@@ -875,6 +875,50 @@ def test_prompts_that_never_get_a_reward_are_listed(run):
     assert len(run.reader.prompts(never_rewarded=True)) == 1
 
 
+PROMPTS = {
+    "time": lambda row: row["newest"],
+    "tries": lambda row: row["tries"],
+    "rewarded": lambda row: row["rewarded"] / row["scored"] if row["scored"] else None,
+    "mean": lambda row: row["mean"],
+    "best": lambda row: row["best"],
+    "solved": lambda row: row["solved_version"],
+    "source": lambda row: row["data_source"],
+    "first": lambda row: row["first"],
+}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_each_column_sorts_all_prompts(tmp_path, shards):
+    archive = ArchiveConfig(dir=tmp_path / "archive")
+    for k in range(shards):
+        run = Archived(tmp_path / str(k), archive=archive)
+        run.settings = msgspec.structs.replace(run.settings, shard=k)
+        for i in range(8):
+            for n in range(1 + (i + k) % 4):
+                run.pool.now = 1000.0 + 100 * i + 10 * n + k
+                task = {} if i % 3 else {"data_source": f"source {i}", "instance_id": f"{i}"}
+                uid, reward = f"t{k}{i}{n}", (None, 0.0, 0.5, 1.0)[(i * n + k) % 4]
+                run.pool("apply", OpenGroup(f"p-{uid}", 1, metadata=task))
+                run.train(uid, f"question {i % 5}", reward=reward, version=i)
+        run.archive()
+        run.pool.journal.close()
+    reader = ArchiveReader(tmp_path / "archive")
+    every = {row["prompt"]: row for row in reader.prompts()}
+    assert len(every) == 7
+    for order, of in PROMPTS.items():
+        for descending in (True, False):
+            how = {"order": order, "descending": descending}
+            rows = reader.prompts(**how)
+            assert {row["prompt"]: row for row in rows} == every, order
+            values = [of(row) for row in rows]
+            known = [value for value in values if value is not None]
+            assert known == sorted(known, reverse=descending), order
+            assert values == known + [None] * (len(values) - len(known)), order
+            assert reader.prompts(**how, limit=3) == rows[:3], order
+    with pytest.raises(InvalidRequestError, match="order is 'size'; there are time, tries"):
+        reader.prompts(order="size")
+
+
 def test_the_archives_of_all_shards_answer_as_one(tmp_path):
     runs = []
     for k in range(2):

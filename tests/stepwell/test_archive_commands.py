@@ -66,6 +66,9 @@ def test_which_prompts_never_get_a_reward_is_one_command(run: Path, capsys: Capt
     assert "question 2" not in shown
     (row,) = json.loads(told(capsys, "prompts", run, "--never-rewarded", "--json"))
     assert (row["tries"], row["kind"]) == (2, "never")
+    least = json.loads(told(capsys, "prompts", run, "--order", "first", "--ascending", "--json"))
+    assert [row["first"] for row in least] == sorted(row["first"] for row in least)
+    assert "there are time, tries" in told(capsys, "prompts", run, "--order", "size", code=2)
 
 
 def test_a_query_lists_and_writes_what_passes(run: Path, capsys: Capture, tmp_path: Path) -> None:

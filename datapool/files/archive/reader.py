@@ -19,7 +19,7 @@ import heapq
 import json
 import re
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
@@ -62,6 +62,23 @@ _NAMES: Final = {name: f't."{name}"' for name in FACTS} | {
     "prompt_key": "t.prompt",
     "error": "t.reason",
 }
+PROMPT_ORDERS: Final[Mapping[str, tuple[str, Callable[[dict[str, Any]], Any]]]] = {
+    "time": ("newest", lambda row: row["newest"]),
+    "tries": ("tries", lambda row: row["tries"]),
+    "rewarded": (
+        "1.0 * rewarded / scored",
+        lambda row: row["rewarded"] / row["scored"] if row["scored"] else None,
+    ),
+    "mean": ("total / scored", lambda row: row["mean"]),
+    "best": ("best", lambda row: row["best"]),
+    "solved": ("solved_version", lambda row: row["solved_version"]),
+    "source": ("data_source", lambda row: row["data_source"]),
+    "first": (
+        "lower(coalesce(first, instance))",
+        lambda row: (row["first"] or row["instance"] or "").lower() or None,
+    ),
+}
+"""Values that prompts are sorted by: of a catalogue's row, and of a prompt over all shards."""
 _OPERATORS: Final[dict[type[ast.cmpop], str]] = {
     ast.Eq: "=",
     ast.NotEq: "!=",
@@ -309,27 +326,54 @@ class ArchiveReader:
         return sorted(found, key=lambda row: row["rank"])[:limit]
 
     def prompts(
-        self, *, never_rewarded: bool = False, always: bool = False, limit: int = 100
+        self,
+        *,
+        never_rewarded: bool = False,
+        always: bool = False,
+        order: str = "time",
+        descending: bool = True,
+        limit: int = 100,
     ) -> list[dict[str, Any]]:
-        """Prompts, the newest first, with what their tries were rewarded."""
+        """Prompts with what their tries were rewarded, in order of one of `PROMPT_ORDERS`; ties by
+        the time of the last try, those without a value last.
+
+        Raises:
+            InvalidRequestError: no such order.
+        """
+        if order not in PROMPT_ORDERS:
+            raise InvalidRequestError(
+                f"order is {order!r:.80}; there are {', '.join(PROMPT_ORDERS)}"
+            )
         where = "1"
         if never_rewarded:
             where = "rewarded = 0 AND scored > 0"
         elif always:
             where = "rewarded = scored AND scored > 0"
-        sql = f"SELECT * FROM prompts WHERE {where} ORDER BY newest DESC LIMIT {limit}"
+        value, value_of = PROMPT_ORDERS[order]
+        # Sums over shards may be first where no shard's are; the newest of all are of one shard.
+        if is_whole := len(self.folder.shards()) > 1 and not (order == "time" and descending):
+            sql = "SELECT * FROM prompts"
+        else:
+            way = "DESC" if descending else "ASC"
+            ordered = f"{value} {way} NULLS LAST, newest {way} LIMIT {limit}"
+            sql = f"SELECT * FROM prompts WHERE {where} ORDER BY {ordered}"
         merged: dict[str, dict[str, Any]] = {}
         for row in self._ask(sql):
             row.pop("shard")
             merged[row["prompt"]] = _added(merged.get(row["prompt"]), row)
-        for prompt, row in self._others(merged).items():
-            merged[prompt] = row
+        if not is_whole:
+            merged |= self._others(merged)
         for row in merged.values():
             row["mean"] = row.pop("total") / row["scored"] if row["scored"] else None
             row["kind"] = kind_of(row)
         wanted = "never" if never_rewarded else "always" if always else None
         kept = [row for row in merged.values() if wanted in (None, row["kind"])]
-        return sorted(kept, key=lambda row: -(row["newest"] or 0))[:limit]
+
+        def key(row: dict[str, Any]) -> Any:
+            of = value_of(row)
+            return (of is not None) == descending, of, row["newest"] or 0.0
+
+        return sorted(kept, key=key, reverse=descending)[:limit]
 
     def _others(self, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """The same prompts with the tries of all shards: another one may have been rewarded."""
