@@ -585,8 +585,8 @@ def _unpack(
         log_probs = np.frombuffer(packed.payload, np.float32, n_response, offset)
         offset += 4 * n_response
     # What no index looks at.
-    metadata, *more = extra = _extra_decoder.decode(memoryview(packed.payload)[offset:])
-    spans, multi_modal_data, routed_experts, *_ = more or ((), None, None)
+    extra = _extra_decoder.decode(memoryview(packed.payload)[offset:])
+    spans, multi_modal_data, routed_experts = extra[1:_OWN] or ((), None, None)
     return trusted_step(
         chain[:n_prompt],
         chain[n_prompt : n_prompt + n_response],
@@ -596,7 +596,7 @@ def _unpack(
         index,
         version,
         bool(flags & _LAST),
-        metadata,
+        extra[0],
         log_probs,
         _REASONS[flags >> _REASON_SHIFT & _REASON],
         None if parent < 0 else parent,

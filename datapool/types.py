@@ -171,8 +171,10 @@ def _is_uid(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _is_below(value: object, limit: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
+def _is_below(limit: int) -> Callable[[object], bool]:
+    return lambda value: (
+        isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
+    )
 
 
 _NO_PICTURES: tuple[Picture, ...] = ()
@@ -180,11 +182,11 @@ _NO_PICTURES: tuple[Picture, ...] = ()
 _CHECKS: tuple[tuple[str, Callable[[object], bool], str], ...] = (
     ("trajectory_uid", _is_uid, "a non-empty string"),
     ("prompt_uid", _is_uid, "a non-empty string"),
-    ("step_index", lambda value: _is_below(value, 2**31), "an integer in [0, 2**31)"),
-    ("policy_version", lambda value: _is_below(value, MAX_INT), "an integer in [0, 2**63)"),
+    ("step_index", _is_below(2**31), "an integer in [0, 2**31)"),
+    ("policy_version", _is_below(MAX_INT), "an integer in [0, 2**63)"),
     ("is_last", lambda value: isinstance(value, bool), "True or False"),
     ("finish_reason", _FINISH_REASONS.__contains__, "'stop', 'length', 'abort' or None"),
-    ("metadata", lambda value: isinstance(value, Mapping), "a mapping"),
+    ("metadata", lambda value: isinstance(value, (dict, Mapping)), "a mapping"),
 )
 """Fields of a Step: what each has to be."""
 
