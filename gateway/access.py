@@ -81,7 +81,7 @@ from stepwell.gateway.errors import (
     PermissionDeniedError,
     RequestError,
 )
-from stepwell.gateway.web import Connection
+from stepwell.gateway.web import Connection, RequestHeaders
 
 # -- paths -----------------------------------------------------------------------------------
 
@@ -496,8 +496,8 @@ class AccessControl:
 
     def admit(
         self, scope: Scope, connection: Connection, needed: Access, url: Named | None
-    ) -> Principal:
-        """Return the caller of a request, of whose body no byte is read yet.
+    ) -> tuple[Principal, RequestHeaders]:
+        """Return the caller of a request, of whose body no byte is read yet, and its headers.
 
         Args:
             needed: access that the request's endpoint needs.
@@ -508,14 +508,27 @@ class AccessControl:
         """
         if scope["query_string"] and is_gemini(scope["path"]):
             _take_key(scope)
-        headers = dict(scope["headers"])
-        if len(headers) < len(scope["headers"]):
+        headers = RequestHeaders(scope["headers"])
+        if len(headers.first) < len(scope["headers"]):
             _check_single(scope)
-        self.hosts.check(scope, headers.get(b"host"), headers.get(b"origin"))
-        caller = self.keys.authorize(Headers(scope=scope), needed, url)
+        self.hosts.check(scope, headers.first.get(b"host"), headers.first.get(b"origin"))
+        caller = self.keys.authorize(headers, needed, url)
         if needed != "open":
             connection.authenticated()
-        return caller
+        return caller, headers
+
+    def whole_body(self, headers: RequestHeaders, body: bytearray) -> bytes | None:
+        """The body of an admitted call that has arrived whole; None: it is long, and `read_body` is
+        to look at it.
+
+        Raises:
+            MediaTypeError
+        """
+        if len(body) > min(SMALL, self._most_of_call):
+            return None
+        if body:
+            _check_kind(headers.first.get(b"content-type", b""))
+        return bytes(body)
 
     async def read_body(
         self,
@@ -586,12 +599,8 @@ class AccessControl:
             pieces.append(message.get("body", b""))
             size += len(pieces[-1])
             has_more = message.get("more_body", False)
-            if size and not _is_json(kind):
-                raise MediaTypeError(
-                    f"the body came as {kind.decode('latin-1') or 'nothing'!r:.80}; send "
-                    "it with the header content-type: application/json (curl --json does)",
-                    None,
-                )
+            if size:
+                _check_kind(kind)
             if size > most:
                 limit = "gateway.max_body_bytes"
                 if most < self._config.max_body_bytes:
@@ -651,6 +660,19 @@ def _take_key(scope: Scope) -> None:
         scope["headers"] = [*scope["headers"], *keys]
         rest = [(name, value) for name, value in named if name != "key"]
         scope["query_string"] = urlencode(rest).encode()
+
+
+def _check_kind(kind: bytes) -> None:
+    """
+    Raises:
+        MediaTypeError: a body of this media type is none of JSON.
+    """
+    if not _is_json(kind):
+        raise MediaTypeError(
+            f"the body came as {kind.decode('latin-1') or 'nothing'!r:.80}; send "
+            "it with the header content-type: application/json (curl --json does)",
+            None,
+        )
 
 
 @lru_cache(maxsize=256)

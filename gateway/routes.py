@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import orjson
 from pydantic import ConfigDict, Field, WithJsonSchema
-from starlette.datastructures import Headers, QueryParams
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
@@ -50,7 +50,6 @@ from stepwell.gateway.lifecycle import RECORDED_HEADER
 from stepwell.gateway.metrics import exposition
 from stepwell.gateway.openapi import STEP, TOKEN_IDS
 from stepwell.gateway.pictures import RequestPictures
-from stepwell.gateway.pool_access import ask
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reward import compute_reward
 from stepwell.gateway.services import Services, services_of
@@ -135,7 +134,7 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
     body, request.content = request.content, b""
     began_at = time.perf_counter()
     principal, url = request.caller, request.url
-    headers = Headers(scope=request.scope)
+    headers = request.headers
     parsed: Parsed | None = None
     is_big = len(body) > BIG
     if is_big and services.pictures is not None:
@@ -144,8 +143,11 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
         try:
             if len(body) >= known_bodies.LEAST_BYTES and not is_big:
                 parsed = services.known_bodies.read(dialect, body, principal, url)
+            elif not is_big:
+                parsed = dialect.parse_plain(body)
             if parsed is None:
                 parsed = dialect.parse(parse_object(body), principal)
+            if not parsed.digest:
                 if is_big:
                     loop = asyncio.get_running_loop()
                     parsed.digest = await loop.run_in_executor(services.threads, body_digest, body)
@@ -201,7 +203,8 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
                 request.end_stream(await exchange.write(writer, connection))
             else:
                 replies = await exchange.results()
-                await services.engine.pace.keep()  # the pool answers for many at once
+                if (turn := services.engine.pace.turn()) is not None:
+                    await turn  # the pool answers for many at once
                 body = orjson.dumps(dialect.answer(exchange, replies))
                 if request.flow.write_paused:
                     await connection.drain()
@@ -611,7 +614,7 @@ async def metrics(request: Request) -> Response:
     services = services_of(request)
     pool: dict[str, Any] | None = None
     with suppress(*UNAVAILABLE):  # told as `stepwell_pool_up 0`
-        pool = await ask(services.pool.get_statistics(), SCRAPE_S)
+        pool = await services.pool_access.ask_within(SCRAPE_S, services.pool.get_statistics())
     accept = request.headers.get("accept", "")
     page, content_type = exposition(accept, services.statistics(), pool)
     return Response(page, media_type=content_type)

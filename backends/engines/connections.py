@@ -61,11 +61,11 @@ class _Place(NamedTuple):
 class ConnectionPool:
     """Connections of one event loop to any number of engines. `close` ends those that are idle."""
 
-    def __init__(self, turn: Callable[[], Awaitable[None]] | None = None) -> None:
+    def __init__(self, turn: Callable[[], Awaitable[None] | None] | None = None) -> None:
         """
         Args:
-            turn: waited for before a whole answer is handed on, so that many that come at once are
-                not read in one turn of the event loop.
+            turn: what it returns is waited for before a whole answer is handed on, so that many
+                that come at once are not read in one turn of the event loop.
         """
         self._idle: defaultdict[_Place, list[_Connection]] = defaultdict(list)
         self._turn = turn
@@ -108,8 +108,8 @@ class ConnectionPool:
         except BaseException:  # the rest would be read as the next answer
             connection.close()
             raise
-        if self._turn is not None and on_data is None:
-            await self._turn()
+        if self._turn is not None and on_data is None and (turn := self._turn()) is not None:
+            await turn
         return response
 
     def close(self) -> None:

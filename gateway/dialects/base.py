@@ -433,6 +433,11 @@ class Dialect(ABC):
             RequestError: names the field, its value and the remedy.
         """
 
+    def parse_plain(self, body: bytes) -> Parsed | None:
+        """`parse` of a body that holds text alone, without an object for each of its fields; None:
+        `parse` is to read it, and to say what is wrong with it."""
+        return None
+
     @abstractmethod
     def answer(self, exchange: Exchange, replies: Sequence[LiveCall]) -> dict[str, Any]:
         """The JSON answer; `replies` are the exchange's samples, their Steps stored."""

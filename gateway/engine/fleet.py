@@ -29,7 +29,6 @@ not own requests (`client.py`) or checks (`checks.py`).
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import math
 import random
@@ -40,6 +39,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from cachetools import LRUCache
 
 from stepwell.gateway.config import REMEMBERED, TUNING, Tuning
+from stepwell.gateway.limits import Deadline
 
 State: TypeAlias = Literal["up", "ailing", "open", "behind", "down"]
 
@@ -69,8 +69,8 @@ class Engine:
     """One engine. Written by `Fleet` only, but for `in_flight`."""
 
     url: str
-    in_flight: set[asyncio.Timeout] = field(default_factory=set)
-    """Timeouts with which the engine's calls in flight can be ended."""
+    in_flight: set[Deadline] = field(default_factory=set)
+    """Deadlines with which the engine's calls in flight can be ended."""
     reachable: bool = True
     well: bool = True
     """The last check of its health passed."""
