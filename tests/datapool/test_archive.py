@@ -6,6 +6,7 @@ import asyncio
 import json
 import sqlite3
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -25,7 +26,7 @@ from stepwell.datapool.files.archive.reader import ArchiveReader, fate, parse, w
 from stepwell.datapool.files.archive.unarchived import begun
 from stepwell.datapool.files.deletion import delete_from_journals
 from stepwell.datapool.ops import Delete, Mark, OpenGroup, OpenTrajectory, ReleaseDeparted
-from stepwell.datapool.questions import ReadDeparted
+from stepwell.datapool.questions import ListDeparted, ReadDeparted
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.stopped import stopped_pool
 from stepwell.datapool.store.salvage import salvage
@@ -281,6 +282,29 @@ def test_a_group_that_nobody_can_read_holds_nothing_up(run, monkeypatch, caplog)
     assert run.pool.pool.backlog["waiting"] == 0
     assert run.pool.pool.backlog["unarchived"] == 1
     assert "no such prompt" in caplog.text
+
+
+def test_the_pool_is_asked_for_a_little_at_a_time(run, monkeypatch):
+    """A long call to the pool is one in which nobody else is answered."""
+    monkeypatch.setattr(archiver, "TURN_BYTES", 1000)
+    for i in range(12):
+        run.train(f"t{i}", asked="word " * 100)
+    asked, waiting = [], [len(run.pool.pool.departures)]
+    call = run.caller.call
+
+    async def counting(op, timeout_s=0.0):
+        answer = await call(op)
+        if isinstance(op, ListDeparted):
+            asked.append(len(answer.items))
+        waiting.append(len(run.pool.pool.departures))
+        return answer
+
+    run.caller.call = counting
+    assert run.archive() == 12
+    assert max(asked) <= 3
+    assert max(before - after for before, after in pairwise(waiting)) <= 3
+    assert len(run.files()) == 1
+    assert len(run.reader.rows().items) == 12
 
 
 def test_deletion_from_a_stopped_pool_leaves_what_else_waits_for_the_archive(run):

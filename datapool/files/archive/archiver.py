@@ -62,6 +62,9 @@ INDEX_S: Final = 1800.0
 written anew as a whole."""
 BATCH_BYTES: Final = 16 << 20
 """Bytes of rows in one file, about."""
+TURN_BYTES: Final = 1 << 20
+"""Bytes of rows that the pool lists, or lets go, in one call, about: nobody else is answered
+meanwhile."""
 MERGED: Final = 16
 """Neighbouring small files that become one."""
 SMALL_BYTES: Final = 32 << 20
@@ -386,13 +389,13 @@ class _RunningShard(RemoteShard):
 
 
 async def archive_waiting(archive: Archive, pool: Caller, max_bytes: int = BATCH_BYTES) -> int:
-    """Archive one page of what waits; how many groups and late rows that were. One whose rows
+    """Archive the first of what waits; how many groups and late rows that were. One whose rows
     nobody can read leaves unarchived, so that what is behind it does not."""
-    page: DepartedPage = await pool.call(ListDeparted(max_bytes=max_bytes))
-    if not page.items:
+    waiting = await _waiting(pool, max_bytes)
+    if not waiting:
         return 0
     folder, through = Path(archive.settings.journal), archive.archived_through()
-    new = [each for each in page.items if each.row > through]
+    new = [each for each in waiting if each.row > through]
     if new:
         try:
             found = await _read(folder, new, pool)
@@ -406,10 +409,34 @@ async def archive_waiting(archive: Archive, pool: Caller, max_bytes: int = BATCH
                 archive.write(new[0].row, new[-1].row, found)
         except NoSpaceError:
             why = f"the disk of {archive.folder.path} is nearly full; free space on it"
-            await pool.call(ReleaseDeparted(page.items[-1].row, why))
-            return len(page.items)
-    await pool.call(ReleaseDeparted(page.items[-1].row))
-    return len(page.items)
+            await pool.call(ReleaseDeparted(waiting[-1].row, why))
+            return len(waiting)
+    n_bytes = 0
+    for each in waiting:
+        n_bytes += _bytes(each)
+        if n_bytes >= TURN_BYTES or each is waiting[-1]:
+            await pool.call(ReleaseDeparted(each.row))
+            n_bytes = 0
+    return len(waiting)
+
+
+async def _waiting(pool: Caller, max_bytes: int) -> list[Departed]:
+    """The first of what waits, of so many bytes, about; at least one, if any waits."""
+    found: list[Departed] = []
+    n_bytes, after = 0, 0
+    while n_bytes < max_bytes:
+        page: DepartedPage = await pool.call(ListDeparted(after, min(max_bytes, TURN_BYTES)))
+        if not page.items:
+            break
+        found += page.items
+        n_bytes += sum(map(_bytes, page.items))
+        after = found[-1].row
+    return found
+
+
+def _bytes(departed: Departed) -> int:
+    """Bytes of its rows in the journal."""
+    return sum(size for _, _, _, size in departed.places)
 
 
 async def _read(

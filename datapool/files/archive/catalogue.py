@@ -25,9 +25,9 @@ from typing import Any, Final
 import orjson
 
 from stepwell.datapool.errors import DataPoolError
-from stepwell.datapool.files.archive.conversations import preview, text_of
+from stepwell.datapool.files.archive.conversations import preview
 from stepwell.datapool.files.archive.folder import IMPORTED, FileName
-from stepwell.datapool.files.archive.parquet import step_messages
+from stepwell.datapool.files.archive.parquet import said_in
 
 VERSION: Final = 1
 TEXT_CHARACTERS: Final = 200_000
@@ -189,38 +189,51 @@ class Catalogue:
             groups: numbers of rows of its row groups.
         """
         places = [(g, r) for g, n in enumerate(groups) for r in range(n)]
-        rows = table.drop_columns(["token_ids", "log_probs"]).to_pylist()
+        rows = table.drop_columns(["steps", "token_ids", "log_probs"]).to_pylist()
         found = FileName.of(name)
         is_older = found is not None and found.journal == IMPORTED
         newest = max((_seconds(row["left_at"]) or 0.0 for row in rows), default=0.0)
         with self._change():
             before = self._db.execute("SELECT id FROM trajectories WHERE file = ?", (name,))
             gone = {row[0] for row in before.fetchall()}
-            both = zip(places, rows, strict=True)
-            for (group, at), row in reversed(list(both)) if is_older else both:
-                gone.discard(self._add(name, group, at, row, is_older))
+            here = self._here([row["trajectory_uid"] for row in rows])
+            added = []
+            for number, (row, place) in enumerate(zip(rows, places, strict=True)):
+                if (rowid := here.get(_key(row))) is None:
+                    added.append(number)
+                    continue
+                gone.discard(rowid)
+                self._db.execute(
+                    "UPDATE trajectories SET file = ?, row_group = ?, row = ? WHERE id = ?",
+                    (name, *place, rowid),
+                )
+            texts = said_in(table, added)
+            new = zip(added, texts, strict=True)
+            for number, text in reversed(list(new)) if is_older else new:
+                self._add(name, *places[number], rows[number], text, is_older)
             self._forget(sorted(gone))
             self._note("trajectories", name, digest, n_bytes, len(rows), newest)
+
+    def _here(self, uids: Sequence[str]) -> dict[tuple[Any, ...], int]:
+        """Ids of the rows of these trajectories that are here, by what names them (`_key`)."""
+        sql = "SELECT uid, channel, attempt, part, id FROM trajectories WHERE uid IN "
+        rows = self._db.execute(
+            f"{sql} (SELECT value FROM json_each(?))", (orjson.dumps(uids).decode(),)
+        )
+        return {tuple(key): rowid for *key, rowid in rows}
 
     def _note(self, *values: Any) -> None:
         self._db.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)", values)
 
     def _add(
-        self, name: str, group: int, at: int, row: Mapping[str, Any], is_older: bool
-    ) -> int | None:
-        """Add a row, or its new place; its id.
+        self, name: str, group: int, at: int, row: Mapping[str, Any], text: str, is_older: bool
+    ) -> None:
+        """Add a row.
 
         Args:
+            text: all that was said in it.
             is_older: than all that is here: an import.
         """
-        key = row["trajectory_uid"], row["channel"], row["attempt"], row["part"]
-        where = "uid = ? AND channel = ? AND attempt = ? AND part = ?"
-        place = f"UPDATE trajectories SET file = ?, row_group = ?, row = ? WHERE {where}"
-        moved = self._db.execute(f"{place} RETURNING id", (name, group, at, *key)).fetchall()
-        if moved:
-            return int(moved[0][0])
-        messages = [m for each in step_messages(row) for m in each]
-        text = "\n".join(filter(None, map(text_of, messages)))[:TEXT_CHARACTERS]
         prompt = prompt_key(row)
         values = {"file": name, "row_group": group, "row": at, "prompt": prompt} | listed(row)
         if is_older:
@@ -232,12 +245,11 @@ class Catalogue:
         for tag in row["tags"] or ():
             self._db.execute("INSERT INTO tags VALUES (?, ?)", (tag, rowid))
         if text:
-            body = segmented(text)
+            body = segmented(text[:TEXT_CHARACTERS])
             self._db.execute("INSERT INTO texts VALUES (?, ?)", (rowid, body))
             self._db.execute("INSERT INTO words(rowid, body) VALUES (?, ?)", (rowid, body))
         if row["state"] == "complete":
             self._try(prompt, row)
-        return rowid
 
     def _try(self, prompt: str, row: Mapping[str, Any]) -> None:
         """Count a try of a prompt."""
@@ -436,6 +448,11 @@ def prompt_key(row: Mapping[str, Any]) -> str:
     else:
         said = row["first_user"] or row["prompt_uid"]
     return blake2b(said.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Columns of a file's row that name it."""
+    return row["trajectory_uid"], row["channel"], row["attempt"], row["part"]
 
 
 def _seconds(time: Any) -> float | None:
