@@ -665,7 +665,10 @@ def _output(url: str, ids: list[int], entries: list[_Entry], meta: _About, n: in
         ids: the new ones, of which `entries` are the log-probs.
         n: tokens of the request so far.
     """
-    if [e[1] for e in entries] != ids:
+    log_probs, sampled = (), ()
+    if entries:
+        log_probs, sampled, _ = zip(*entries, strict=True)
+    if [*sampled] != ids:
         what = "the engine returned log-probs of other tokens than output_ids; is return_logprob "
         raise _nonsense(url, f"{what}honoured?")
     tops: list[TopLogProbs] = []
@@ -684,13 +687,12 @@ def _output(url: str, ids: list[int], entries: list[_Entry], meta: _About, n: in
         canary = is_canary(meta.weight_version)
         if meta.finish_reason is not None and n and meta.weight_versions is None:
             raise _version_error(url, meta.weight_version) from None
-    log_probs = [e[0] for e in entries]
     finish = meta.finish_reason
     if finish is None:
-        return Output(ids, log_probs, tops, version, canary)
+        return Output(ids, [*log_probs], tops, version, canary)
     return Output(
         ids,
-        log_probs,
+        [*log_probs],
         tops,
         version,
         canary,

@@ -99,6 +99,9 @@ class ChatTokenizer:
         self._added: dict[int, bytes] = {i: t.content.encode() for i, t in added.items()}
         by_bytes = '"ByteLevel"' in json.dumps(_spec(backend.decoder))
         self._bytes = _byte_alphabet() if by_bytes else None
+        only_bytes = (_spec(backend.decoder) or {}).get("type") == "ByteLevel"
+        self._pieces = _Pieces(backend) if only_bytes else None
+        """None: the decoder does more than to join bytes."""
         self._longest = _longest_token(backend)
         self._composes = '"NFC"' in json.dumps(_spec(backend.normalizer))
         self._begin = _frozen(self._find_begin())
@@ -190,7 +193,9 @@ class ChatTokenizer:
         return self._begin[:0] if has_it else self._begin
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._backend.decode(list(ids), skip_special_tokens=False)
+        if self._pieces is None:
+            return self._backend.decode(list(ids), skip_special_tokens=False)
+        return b"".join(map(self._pieces.__getitem__, ids)).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes that one token adds to a text: often no whole character."""
@@ -245,6 +250,25 @@ class ChatTokenizer:
             return message
         text = self._special_re.sub(f"{self._open}\\g<0>{self._shut}", content)
         return {**message, "content": text}
+
+
+class _Pieces(dict[int, bytes]):
+    """Bytes of each token of a byte-level vocabulary, as its decoder joins them: several times as
+    fast as to have the decoder do it."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        super().__init__()
+        self._backend = backend
+        self._alphabet = _byte_alphabet()
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id) or ""  # the decoder leaves unknown ones out
+        if all(c in self._alphabet for c in token):
+            piece = bytes(self._alphabet[c] for c in token)
+        else:
+            piece = token.encode()
+        self[token_id] = piece
+        return piece
 
 
 class TextEncoder:
