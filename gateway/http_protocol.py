@@ -44,7 +44,7 @@ from stepwell.gateway.errors import (
     HeaderTooLargeError,
     TooManyConnectionsError,
 )
-from stepwell.gateway.web import CONNECTION, Closing, Losing, error_body
+from stepwell.gateway.web import CONNECTION, Closing, Losing, RequestHeaders, error_body
 
 log = logging.getLogger(__name__)
 
@@ -110,32 +110,38 @@ class DirectCall(RequestResponseCycle):
     scope: Any
     receive: Any
     caller: Principal
+    headers: RequestHeaders
     url: Named | None
     """The trajectory that its URL names."""
     content: bytes
     """The body, until its handler takes it."""
 
     def __init__(
-        self, connection: HttpProtocol, found: Any, keep_alive: bool, is_forwarded: bool
+        self,
+        connection: HttpProtocol,
+        scope: dict[str, Any],
+        found: Any,
+        keep_alive: bool,
+        is_forwarded: bool,
     ) -> None:
         """
         Args:
             found: the application's `find_call` of its path.
             is_forwarded: a proxy says for whom it asks.
         """
-        super().__init__(
-            scope=connection.scope,
-            transport=connection.transport,
-            flow=connection.flow,
-            logger=connection.logger,
-            access_logger=connection.access_logger,
-            access_log=False,
-            default_headers=[],
-            message_event=asyncio.Event(),
-            expect_100_continue=connection.expect_100_continue,
-            keep_alive=keep_alive,
-            on_response=connection.on_response_complete,
-        )
+        self.scope, self.transport, self.flow = scope, connection.transport, connection.flow
+        self.logger, self.access_logger = connection.logger, connection.access_logger
+        self.access_log = self.disconnected = False
+        self.default_headers = []
+        self.message_event = asyncio.Event()
+        self.waiting_for_100_continue = connection.expect_100_continue
+        self.keep_alive = keep_alive
+        self.on_response = connection.on_response_complete
+        self.body = bytearray()
+        self.more_body = True
+        self.response_started = self.response_complete = False
+        self.chunked_encoding = None
+        self.expected_content_length = 0
         self.connection = connection
         self.found = found
         self._is_forwarded = is_forwarded
@@ -232,6 +238,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._n_loose = 0
         """Bytes since that happened last: of a head, of trailers, of nothing."""
         self._timer: asyncio.TimerHandle | None = None
+        self._idle_since = 0.0
+        """Time at which the last answer was complete."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -292,7 +300,6 @@ class HttpProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         self._has_moved = False
-        self._unset_keepalive_if_required()
         unread: bytes | None = data
         while unread is not None:
             try:
@@ -327,11 +334,9 @@ class HttpProtocol(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", rest])
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
+        self.url, self.headers, self.expect_100_continue = b"", [], False
         self._has_moved = self._is_in_head = True
         self.handed = None
-        extensions: dict[str, Any] = {CONNECTION: self}
-        self.scope["extensions"] = extensions
 
     def on_headers_complete(self) -> None:
         n, is_forwarded = len(self.url), False
@@ -352,6 +357,11 @@ class HttpProtocol(HttpToolsProtocol):
         path = routing_path(url.path)
         found = self.app_of_calls.find_call(path) if method == b"POST" else None
         if found is None:
+            asked = self.url, self.headers, self.expect_100_continue
+            super().on_message_begin()  # makes the scope
+            self.url, self.headers, self.expect_100_continue = asked
+            extensions: dict[str, Any] = {CONNECTION: self}
+            self.scope |= {"headers": self.headers, "extensions": extensions}
             super().on_headers_complete()
         else:
             self._take_call(found, path, url, is_forwarded)
@@ -359,13 +369,23 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _take_call(self, found: Any, path: str, url: Any, is_forwarded: bool) -> None:
         """Start a call, or queue it behind the request that is being answered."""
-        scope, version = self.scope, self.parser.get_http_version()
-        scope["method"], scope["http_version"] = "POST", version
-        scope["path"], scope["raw_path"] = path, url.path
-        scope["query_string"] = url.query or b""
+        version = self.parser.get_http_version()
+        scope = {
+            "type": "http",
+            "http_version": version,
+            "method": "POST",
+            "scheme": self.scheme,
+            "server": self.server,
+            "client": self.client,
+            "path": path,
+            "raw_path": url.path,
+            "query_string": url.query or b"",
+            "headers": self.headers,
+            "extensions": {CONNECTION: self},
+        }
         before = self.cycle
         keep_alive = version != "1.0" and self.parser.should_keep_alive()
-        self.cycle = call = DirectCall(self, found, keep_alive, is_forwarded)
+        self.cycle = call = DirectCall(self, scope, found, keep_alive, is_forwarded)
         if before is None or before.response_complete:
             self._start_asgi_task(call, self.app)
         else:
@@ -385,9 +405,33 @@ class HttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
+        self.server_state.total_requests += 1
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            if self.pipeline:
+                self._start_asgi_task(*self.pipeline.pop())
+            else:
+                self._idle_since = self.loop.time()
+                if self.timeout_keep_alive_task is None:
+                    self._close_idle_in(self.timeout_keep_alive)
         if self.cycle.response_complete and self.cycle.more_body:
             self._end()
+
+    def _close_idle_in(self, seconds: float) -> None:
+        # It runs on while requests come: one for each of them would cost as much as its head.
+        self.timeout_keep_alive_task = self.loop.call_later(
+            seconds, self.timeout_keep_alive_handler
+        )
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.timeout_keep_alive_task = None
+        if self._is_served or self._timer is not None:
+            return  # the end of the next answer sets it again
+        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left > 0:
+            self._close_idle_in(left)
+        else:
+            super().timeout_keep_alive_handler()
 
     def send_400_response(self, msg: str) -> None:
         if not self._is_refused:

@@ -49,6 +49,9 @@ from stepwell.gateway.tokens.render import ChatRenderer, CutError
 
 T = TypeVar("T")
 
+SHORT_TOKENS = 4096
+"""Tokens of a conversation whose messages are kept, to be compared with the next request's. Of
+longer ones the body's bytes are known (`known_bodies.py`)."""
 CACHED_TOKENS = 4_000_000
 """Tokens of whole prompts that are kept, so that the rollouts of one prompt tokenise it once."""
 
@@ -135,8 +138,13 @@ class ChatRequest:
     def keys(self) -> Keys:
         """Keys of its messages, under the root of all else that shapes the prompt. Made when they
         are asked for; of a copy with other messages or tools anew."""
+        return self.keys_from(None)
+
+    def keys_from(self, before: Keys | None) -> Keys:
+        """`keys`, which go on from those `before` if its conversation does."""
         if self._keys is None:
-            self._keys = Keys(root_key(self.tools, self.template_args or {}), self.messages)
+            root = root_key(self.tools, self.template_args or {})
+            self._keys = Keys(root, self.messages, before)
         return self._keys
 
     @property
@@ -231,7 +239,7 @@ class Prompts:
                 none of the model's.
             ContextLengthError
         """
-        keys, plain = request.keys, request.plain
+        keys, plain = request.keys_from(graph.keys), request.plain
         attached, n_known, cause = graph.attach(keys.root, keys if plain is None else plain)
         if request.is_big:
             await asyncio.sleep(0)
@@ -259,6 +267,8 @@ class Prompts:
             _place_pictures(request, self.vision)
         request.pieces = [new_ids] if parent is None else [*parent.arrays(), new_ids]
         request.ids = join(request.pieces) if len(request.pieces) > 1 else new_ids
+        if request.is_kept and type(request.messages) is list and len(request.ids) <= SHORT_TOKENS:
+            graph.keys = keys
 
     async def _suffix(
         self, turn: Turn, request: ChatRequest, n_known: int, context: int | None
@@ -271,8 +281,11 @@ class Prompts:
         system = system_of(request.messages)
         new = request.messages[n_known:]
         shape = request.tools, request.template_args or {}
-        work = partial(self.renderer.suffix, turn, system, new, *shape, context)
-        return await self._offload(_length(new, *shape), work)
+        key = request.keys.after(len(system))
+        work = partial(self.renderer.suffix, turn, system, new, *shape, context, key)
+        if (n_chars := _length(new, *shape)) <= self._offload_chars:
+            return work()
+        return await self._offload(n_chars, work)
 
     def forced_text(self, request: ChatRequest, prompt_ids: TokenIds) -> str:
         """The beginning of the reply that the request prescribes, behind this prompt."""
@@ -394,6 +407,10 @@ def _length(
     template_args: Mapping[str, Any],
 ) -> int:
     """About how many characters a template has to make of them."""
+    if not (tools or template_args) and all(
+        len(m) == 2 and type(m["content"]) is str for m in messages
+    ):
+        return sum([len(m["content"]) for m in messages])
     if isinstance(tools, Tools):
         n_tools = 0 if tools.is_written else tools.n_chars
         return len(dumps([messages, template_args])) + n_tools

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import orjson
 from pydantic import ConfigDict, Field, WithJsonSchema
-from starlette.datastructures import Headers, QueryParams
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
@@ -33,7 +33,14 @@ from stepwell.gateway import known_bodies
 from stepwell.gateway.access import Principal, caller_of, named, quoted, take_body, uid_of
 from stepwell.gateway.bodies import BIG
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages, CountParams
-from stepwell.gateway.dialects.base import NOTHING, Dialect, Exchange, Known, Parsed
+from stepwell.gateway.dialects.base import (
+    NOTHING,
+    Dialect,
+    Exchange,
+    Known,
+    Parsed,
+    StreamWriter,
+)
 from stepwell.gateway.dialects.gemini import prompt_tokens
 from stepwell.gateway.dialects.openai_chat import OpenAIChat
 from stepwell.gateway.dialects.openai_completions import token_ids
@@ -50,7 +57,6 @@ from stepwell.gateway.lifecycle import RECORDED_HEADER
 from stepwell.gateway.metrics import exposition
 from stepwell.gateway.openapi import STEP, TOKEN_IDS
 from stepwell.gateway.pictures import RequestPictures
-from stepwell.gateway.pool_access import ask
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reward import compute_reward
 from stepwell.gateway.services import Services, services_of
@@ -134,18 +140,26 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
     connection = request.connection
     body, request.content = request.content, b""
     began_at = time.perf_counter()
-    principal, url = request.caller, request.url
-    headers = Headers(scope=request.scope)
+    principal, url, path = request.caller, request.url, request.scope["path"]
+    headers = request.headers
     parsed: Parsed | None = None
     is_big = len(body) > BIG
     if is_big and services.pictures is not None:
         parsed, is_big = await _without_pictures(services, dialect, request, body)
     else:
         try:
-            if len(body) >= known_bodies.LEAST_BYTES and not is_big:
-                parsed = services.known_bodies.read(dialect, body, principal, url)
+            if len(body) < known_bodies.LEAST_BYTES:
+                parsed = dialect.parse_plain(body)
+            elif is_big or dialect.list_name is None:
+                await services.access.check_holdings(path, body)
+            else:
+                known, asked = services.known_bodies, (dialect, body, path, principal, url)
+                if (parsed := known.read(*asked)) is None:
+                    await services.access.check_holdings(path, body)
+                    parsed = known.read_new(*asked)
             if parsed is None:
                 parsed = dialect.parse(parse_object(body), principal)
+            if not parsed.digest:
                 if is_big:
                     loop = asyncio.get_running_loop()
                     parsed.digest = await loop.run_in_executor(services.threads, body_digest, body)
@@ -195,13 +209,16 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
     try:
         with aborts_on_disconnect(connection, exchange):
             if parsed.call.stream:
-                await exchange.begin()
-                writer = dialect.writer(exchange)
-                request.begin_stream({**dialect.stream_headers, **origin(services, exchange)})
-                request.end_stream(await exchange.write(writer, connection))
+
+                def begin() -> StreamWriter:
+                    request.begin_stream({**dialect.stream_headers, **origin(services, exchange)})
+                    return dialect.writer(exchange)
+
+                request.end_stream(await exchange.write(begin, connection))
             else:
                 replies = await exchange.results()
-                await services.engine.pace.keep()  # the pool answers for many at once
+                if (turn := services.engine.pace.turn()) is not None:
+                    await turn  # the pool answers for many at once
                 body = orjson.dumps(dialect.answer(exchange, replies))
                 if request.flow.write_paused:
                     await connection.drain()
@@ -229,7 +246,8 @@ async def _without_pictures(
         parsed = None
         if known_bodies.LEAST_BYTES <= len(text) <= BIG:
             known = services.known_bodies
-            parsed = known.read(dialect, text, request.caller, request.url, pictures)
+            asked = dialect, text, path, request.caller, request.url, pictures
+            parsed = known.read(*asked) or known.read_new(*asked)
         return parsed or dialect.parse(parse_object(text), request.caller, Known(pictures=pictures))
 
     context = await services.engine.context_length()
@@ -611,7 +629,7 @@ async def metrics(request: Request) -> Response:
     services = services_of(request)
     pool: dict[str, Any] | None = None
     with suppress(*UNAVAILABLE):  # told as `stepwell_pool_up 0`
-        pool = await ask(services.pool.get_statistics(), SCRAPE_S)
+        pool = await services.pool_access.ask_within(SCRAPE_S, services.pool.get_statistics())
     accept = request.headers.get("accept", "")
     page, content_type = exposition(accept, services.statistics(), pool)
     return Response(page, media_type=content_type)

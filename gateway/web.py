@@ -114,6 +114,26 @@ def retry_key(headers: Headers, digest: str, scope: str) -> RetryKey:
     return RetryKey(f"{scope}/body/{digest}", digest, is_retry)
 
 
+class RequestHeaders(Headers):
+    """Headers of a request, found by their name and not looked for among all."""
+
+    def __init__(self, raw: list[tuple[bytes, bytes]]) -> None:
+        """`raw`: names in lower case."""
+        super().__init__(raw=raw)
+        self.first = dict(reversed(raw))
+        """Values by name: of several headers of one name the first, as in `raw`."""
+
+    def __getitem__(self, key: str) -> str:
+        return self.first[key.lower().encode("latin-1")].decode("latin-1")
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and key.lower().encode("latin-1") in self.first
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self.first.get(key.lower().encode("latin-1"))
+        return default if value is None else value.decode("latin-1")
+
+
 class Connection(Protocol):
     """A client's connection, as the server tells of it in the scope's extension `CONNECTION`."""
 

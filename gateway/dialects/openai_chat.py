@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
+import msgspec
 from pydantic import AfterValidator, Field
 
 from stepwell.gateway.access import Principal
@@ -193,6 +194,28 @@ class ChatParams(CompletionParams):
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
 
 
+_MaxTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+
+
+class _PlainChat(msgspec.Struct, forbid_unknown_fields=True):
+    """`ChatParams` of a body with messages of text, the commonest sampling parameters, and nothing
+    else."""
+
+    messages: Annotated[list[dict[str, str | None]], msgspec.Meta(min_length=1)]
+    model: str | None = None
+    max_tokens: _MaxTokens | None = None
+    max_completion_tokens: _MaxTokens | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    stream: bool | None = None
+
+
+_plain_chats = msgspec.json.Decoder(_PlainChat)
+_PLAIN = ChatParams(messages=[{}])
+"""Options of a body that has none."""
+_TEXT_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
 class OpenAIChat(Dialect):
     """`POST /v1/chat/completions`."""
 
@@ -206,7 +229,7 @@ class OpenAIChat(Dialect):
     def parse(
         self, body: dict[str, Any], reader: Principal | None = None, known: Known = NOTHING
     ) -> Parsed:
-        params = ChatParams.read(body)
+        params = known.read(ChatParams, body, self.list_name)
         if params.top_logprobs and not params.logprobs:
             raise wrong("top_logprobs", params.top_logprobs, "send logprobs: true with it")
         ignored = [hint for hint in ("prediction", "verbosity") if body.get(hint) is not None]
@@ -257,6 +280,28 @@ class OpenAIChat(Dialect):
             ignored=tuple(ignored),
             tools=tools,
         )
+
+    def parse_plain(self, body: bytes) -> Parsed | None:
+        try:
+            sent = _plain_chats.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+        messages: list[Message] = []
+        for message in sent.messages:
+            role, content = _TEXT_ROLES.get(message.get("role") or ""), message.get("content")
+            if role is None or content is None or len(message) != 2:
+                return None
+            messages.append({"role": role, "content": content})
+        call = ChatRequest(
+            messages,
+            template_args={},
+            max_tokens=sent.max_completion_tokens or sent.max_tokens,
+            temperature=sent.temperature,
+            top_p=sent.top_p,
+            stream=sent.stream or False,
+            parse_tools=False,
+        )
+        return Parsed(call, _PLAIN, tools=NO_TOOLS)
 
     def answer(self, exchange: Exchange, replies: Sequence[LiveCall]) -> dict[str, Any]:
         """A `ChatCompletion`."""

@@ -18,6 +18,7 @@ engine words its answers (`backends/engines/`).
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
@@ -134,11 +135,10 @@ class Part:
         if finish not in ("stop", "length"):
             log.warning("an engine finished with %.200r", finish)
             raise EngineError("the engine's answer ended with neither stop nor length")
-        ids, log_probs = np.asarray(self.ids, np.int32), np.asarray(self.log_probs, np.float32)
-        ids.flags.writeable = log_probs.flags.writeable = False
         return Generation(
-            response_ids=ids,
-            log_probs=log_probs,
+            # Through bytes: NumPy takes twice as long to read a list, and to write it again.
+            response_ids=np.frombuffer(array("i", self.ids).tobytes(), np.int32),
+            log_probs=np.frombuffer(array("f", self.log_probs).tobytes(), np.float32),
             spans=tuple(self.spans),
             finish_reason="stop" if finish == "stop" else "length",
             matched=self.matched,

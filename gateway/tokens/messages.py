@@ -308,7 +308,9 @@ def system_of(messages: Sequence[Message]) -> Sequence[Message]:
 class Keys:
     """Keys of the beginnings of a conversation under one root."""
 
-    def __init__(self, root: Key, messages: Sequence[Message]) -> None:
+    def __init__(self, root: Key, messages: Sequence[Message], before: Keys | None = None) -> None:
+        """`before`: those of a conversation that this one may go on from, which are not made again
+        then."""
         self.root, self.messages = root, messages
         self._n_before = 0
         """Messages of the known prefix."""
@@ -318,12 +320,20 @@ class Keys:
             prefix = messages.prefix
             if Keys(root, messages.begin).prompt == prefix.begin:
                 self._n_before, rest, keys = prefix.n_messages, messages.new, [prefix.key]
-        key = keys[0]
         self._rest = [*rest]
-        for message in self._rest:
+        n = 0
+        if (
+            before is not None
+            and before.root == root
+            and not (self._n_before or before._n_before)
+            and self._rest[: len(before._rest)] == before._rest
+        ):
+            keys, n = [*before._keys], len(before._rest)
+        key = keys[-1]
+        for message in self._rest[n:] if n else self._rest:
             key = extend_key(key, message)
             keys.append(key)
-        self._keys = keys
+        self._keys: list[Key] = keys
         self.prompt: Key = key
         """Key of the whole conversation."""
 
