@@ -163,8 +163,13 @@ def _to_array(wanted: Any, value: Any) -> Any:
     raise NotImplementedError(f"{wanted} from {type(value).__name__}")
 
 
+class JsonMetadata(dict[str, Any]):
+    """Metadata of a step that certainly holds JSON values alone, of integers those of 64 bits, so
+    that it is not looked through."""
+
+
 _CARRIED = (str, int, float, bytes, bytearray)
-_PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
+_PLAIN = frozenset((str, int, float, bool, bytes, type(None), JsonMetadata))
 
 
 def encode_any(value: Any) -> bytes:
@@ -184,15 +189,16 @@ def _check_carried(value: Any) -> None:
     kind = type(value)
     if kind in _PLAIN:
         return
-    if kind is dict or (kind is not list and isinstance(value, Mapping)):
+    if kind is list or kind is tuple or isinstance(value, list | tuple):
+        for item in value:
+            if type(item) not in _PLAIN:
+                _check_carried(item)
+    elif kind is dict or isinstance(value, Mapping):
         for key, item in value.items():
-            if not isinstance(key, (str, int)):
+            if type(key) is not str and not isinstance(key, str | int):
                 raise TypeError(f"a key of type {type(key).__qualname__} is not supported")
             if type(item) not in _PLAIN:
                 _check_carried(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _check_carried(item)
     elif not isinstance(value, (*_CARRIED, np.generic, np.ndarray)):
         raise TypeError(f"{kind.__module__}.{kind.__qualname__} is not supported")
 

@@ -180,6 +180,8 @@ class Op(msgspec.Struct, Generic[R], frozen=True, array_like=True, tag=True):
     def __post_init__(self) -> None:
         for name, check, optional in _checks(type(self)):
             value = getattr(self, name)
+            if check is TEXT and type(value) is str and value:
+                continue
             if not (check.accepts(value) or (optional and value is None)):
                 uid = getattr(self, "trajectory_uid", None)
                 check.refuse(f"trajectory {uid!r}: {name}" if check is _REWARD else name, value)
