@@ -13,6 +13,9 @@ from pathlib import Path
 
 LINE_BYTES = 1 << 30
 STOP_S = 10.0
+_BUFFERED = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+"""Environment of the programs. Unbuffered, Python's stdout drops what a pipe does not take at once,
+and `write` takes a part where libuv's io_uring has work to tell of."""
 
 
 @asynccontextmanager
@@ -31,7 +34,7 @@ async def python(
             stdin=PIPE if out == PIPE else DEVNULL,
             stdout=out,
             stderr=None if out == PIPE else STDOUT,
-            env=os.environ | env,
+            env=_BUFFERED | env,
             limit=LINE_BYTES,
             start_new_session=True,
         )

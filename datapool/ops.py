@@ -293,6 +293,10 @@ class SubmitSteps(Change[list[SubmitOutcome | Refusal]], frozen=True, array_like
     """Steps of each, in order. A trajectory may come several times. Without metadata."""
     channel: Text = TRAIN
 
+    @property
+    def n_steps(self) -> int:
+        return sum([len(trajectory.steps) for trajectory in self.trajectories])
+
 
 class AppendStep(Change[SubmitOutcome | Resumed], frozen=True, array_like=True):
     """Store the next step of a trajectory that several producers may go on with. Answered with the
@@ -558,7 +562,8 @@ def outcomes_or_raise(results: Sequence[SubmitOutcome | Refusal]) -> list[Submit
     """The outcomes of a batch, or its first refusal raised."""
     refused = [result for result in results if isinstance(result, Refusal)]
     if not refused:
-        return [result for result in results if not isinstance(result, Refusal)]
+        outcomes: Any = results
+        return list(outcomes)
     first = refused[0].error()
     if len(results) == 1:
         raise first

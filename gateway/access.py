@@ -544,8 +544,8 @@ class AccessControl:
 
         Args:
             is_complete: it has arrived.
-            is_call: it is of a dialect's call, and may bring pictures: one that is longer than
-                `BIG` goes to `check_text` without them.
+            is_call: it is of a dialect's call, which may bring pictures. What it holds is checked
+                by whoever parses it: not again where it is known, or a picture.
 
         Raises:
             ClientTimeoutError, BodyTooLargeError, MediaTypeError: the rest of the body is not read,
@@ -570,9 +570,8 @@ class AccessControl:
                 raise ClientTimeoutError(
                     f"the request's body did not arrive within {timeout_s:g} s; send it at once"
                 ) from e
-        is_with_pictures = is_call and self._takes_pictures and len(body) > BIG
-        if len(body) > SMALL and not is_with_pictures:
-            await check_holdings(scope["path"], body, self._threads)
+        if not is_call:
+            await self.check_holdings(scope["path"], body)
         return body
 
     async def check_text(self, path: str, text: bytes) -> None:
@@ -587,8 +586,16 @@ class AccessControl:
                 f"{most} (gateway.max_body_bytes)",
                 None,
             )
-        if len(text) > SMALL:
-            await check_holdings(path, text, self._threads)
+        await self.check_holdings(path, text)
+
+    async def check_holdings(self, path: str, body: bytes) -> None:
+        """Check how much a body holds.
+
+        Raises:
+            BodyTooLargeError: it holds more than one may.
+        """
+        if len(body) > SMALL:
+            await check_holdings(path, body, self._threads)
 
     async def _read(self, receive: Receive, kind: bytes, most: int) -> bytes:
         pieces: list[bytes] = []

@@ -34,7 +34,14 @@ from stepwell.gateway import known_bodies
 from stepwell.gateway.access import Principal, caller_of, named, quoted, take_body, uid_of
 from stepwell.gateway.bodies import BIG
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages, CountParams
-from stepwell.gateway.dialects.base import NOTHING, Dialect, Exchange, Known, Parsed
+from stepwell.gateway.dialects.base import (
+    NOTHING,
+    Dialect,
+    Exchange,
+    Known,
+    Parsed,
+    StreamWriter,
+)
 from stepwell.gateway.dialects.gemini import prompt_tokens
 from stepwell.gateway.dialects.openai_chat import OpenAIChat
 from stepwell.gateway.dialects.openai_completions import token_ids
@@ -133,7 +140,7 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
     connection = request.connection
     body, request.content = request.content, b""
     began_at = time.perf_counter()
-    principal, url = request.caller, request.url
+    principal, url, path = request.caller, request.url, request.scope["path"]
     headers = request.headers
     parsed: Parsed | None = None
     is_big = len(body) > BIG
@@ -141,10 +148,15 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
         parsed, is_big = await _without_pictures(services, dialect, request, body)
     else:
         try:
-            if len(body) >= known_bodies.LEAST_BYTES and not is_big:
-                parsed = services.known_bodies.read(dialect, body, principal, url)
-            elif not is_big:
+            if len(body) < known_bodies.LEAST_BYTES:
                 parsed = dialect.parse_plain(body)
+            elif is_big or dialect.list_name is None:
+                await services.access.check_holdings(path, body)
+            else:
+                known, asked = services.known_bodies, (dialect, body, path, principal, url)
+                if (parsed := known.read(*asked)) is None:
+                    await services.access.check_holdings(path, body)
+                    parsed = known.read_new(*asked)
             if parsed is None:
                 parsed = dialect.parse(parse_object(body), principal)
             if not parsed.digest:
@@ -199,10 +211,12 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
         exchange.close()
     try:
         if parsed.call.stream:
-            await exchange.begin()
-            writer = dialect.writer(exchange)
-            request.begin_stream({**dialect.stream_headers, **origin(services, exchange)})
-            request.end_stream(await exchange.write(writer, connection))
+
+            def begin() -> StreamWriter:
+                request.begin_stream({**dialect.stream_headers, **origin(services, exchange)})
+                return dialect.writer(exchange)
+
+            request.end_stream(await exchange.write(begin, connection))
         else:
             replies = await exchange.results()
             if (turn := services.engine.pace.turn()) is not None:
@@ -235,7 +249,8 @@ async def _without_pictures(
         parsed = None
         if known_bodies.LEAST_BYTES <= len(text) <= BIG:
             known = services.known_bodies
-            parsed = known.read(dialect, text, request.caller, request.url, pictures)
+            asked = dialect, text, path, request.caller, request.url, pictures
+            parsed = known.read(*asked) or known.read_new(*asked)
         return parsed or dialect.parse(parse_object(text), request.caller, Known(pictures=pictures))
 
     context = await services.engine.context_length()

@@ -231,7 +231,7 @@ class OpenAIChat(Dialect):
     def parse(
         self, body: dict[str, Any], reader: Principal | None = None, known: Known = NOTHING
     ) -> Parsed:
-        params = ChatParams.read(body)
+        params = known.read(ChatParams, body, self.list_name)
         if params.top_logprobs and not params.logprobs:
             raise wrong("top_logprobs", params.top_logprobs, "send logprobs: true with it")
         ignored = [hint for hint in ("prediction", "verbosity") if body.get(hint) is not None]

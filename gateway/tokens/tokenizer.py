@@ -18,6 +18,7 @@ never tokenised.
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
 import re
@@ -38,6 +39,7 @@ from stepwell.gateway.tokens.template import ChatTemplate
 
 log = logging.getLogger(__name__)
 
+_Characters = codecs.getincrementaldecoder("utf-8")
 _UNTRUSTED = ("user", "tool")
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 CHECK_EVERY = 1000
@@ -222,7 +224,7 @@ class ChatTokenizer:
         return self._backend
 
     def stream(self) -> TokenStream:
-        return TokenStream(self._backend)
+        return TokenStream(self._backend, self._pieces)
 
     def _find_begin(self) -> list[int]:
         ids: list[int] = self._backend.encode("a", add_special_tokens=True).ids
@@ -353,8 +355,11 @@ def _load(reference: Tokenizer) -> Any:
 class TokenStream:
     """Ids → text as they arrive: characters come out when their last byte is there."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, pieces: _Pieces | None = None) -> None:
+        """`pieces`: bytes of the tokens, where to join them is all that the decoder does."""
         self._tokenizer = tokenizer
+        self._pieces = pieces
+        self._characters = _Characters("replace")
         self._stream = DecodeStream(skip_special_tokens=False)
         self._held: list[int] = []
         """Ids since text last came out."""
@@ -362,9 +367,11 @@ class TokenStream:
     @property
     def is_within_character(self) -> bool:
         """The last ids have given no text yet."""
-        return bool(self._held)
+        return bool(self._held) if self._pieces is None else bool(self._characters.getstate()[0])
 
     def feed(self, ids: Sequence[int]) -> str:
+        if self._pieces is not None:
+            return self._characters.decode(b"".join(map(self._pieces.__getitem__, ids)))
         if len(ids) == 1:
             return self._step(ids[0])
         return "".join(map(self._step, ids))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -252,27 +252,6 @@ class LiveCall:
     def is_due(self) -> bool:
         """There is something to do for it, and nothing does it."""
         return self.task is None and self.state in ("generating", "committing")
-
-    @property
-    def has_news(self) -> bool:
-        """A reader that has read nothing yet has something to read."""
-        return bool(self.deltas) or self.error is not None or self.state == "done"
-
-    def read(self) -> Iterator[tuple[Delta | LiveCall | GatewayError | None, list[SampledToken]]]:
-        """Yield each delta from the first on, with the tokens that it tells if the request asks for
-        log-probs; then the call itself with the rest of the tokens, once its Step is stored. Yield
-        the error of a call that failed, and None while there is nothing new, as often as asked."""
-        n_read = n_told = 0
-        while self.error is not None or self.state != "done" or n_read < len(self.deltas):
-            if n_read < len(self.deltas):
-                n = max(n_told, self.text.told[n_read]) if self.tokens else 0
-                yield self.deltas[n_read], self.tokens[n_told:n]
-                n_read, n_told = n_read + 1, n
-            else:
-                yield self.error, []
-        yield self, self.tokens[n_told:]
-        while True:
-            yield None, []
 
     def on_tokens(
         self,

@@ -31,7 +31,7 @@ from xxhash import xxh3_128_hexdigest
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.errors import DamagedFileError, DataPoolError
 from stepwell.datapool.files.archive import parquet
-from stepwell.datapool.files.archive.catalogue import Catalogue
+from stepwell.datapool.files.archive.catalogue import Catalogue, is_outdated
 from stepwell.datapool.files.archive.conversations import Conversation, Feedback, conversations
 from stepwell.datapool.files.archive.folder import (
     FEEDBACK,
@@ -62,6 +62,9 @@ INDEX_S: Final = 1800.0
 written anew as a whole."""
 BATCH_BYTES: Final = 16 << 20
 """Bytes of rows in one file, about."""
+TURN_BYTES: Final = 1 << 20
+"""Bytes of rows that the pool lists, or lets go, in one call, about: nobody else is answered
+meanwhile."""
 MERGED: Final = 16
 """Neighbouring small files that become one."""
 SMALL_BYTES: Final = 32 << 20
@@ -353,17 +356,21 @@ def _kept(table: Any, deletions: Deletions) -> Any:
 
 async def archive_stopped(pool: DataPoolClient, config: PoolConfig) -> None:
     """Archive what waited when a pool ended, of which only the journals are left
-    (`stopped_pool`). What they hold stays; a later start of the pool deletes it.
+    (`stopped_pool`). What they hold stays; a later start of the pool deletes it. A catalogue of
+    another release is made anew.
 
     Args:
         config: what the pool ran with.
     """
     for k, shard in enumerate(pool.shards):
-        if not isinstance(shard, StoppedShard) or not shard.backlog["waiting"]:
+        if not isinstance(shard, StoppedShard):
             continue
         if (settings := Settings.of(config, shard.folder, shard.journal_id, k)) is None:
             return
-        archive = await asyncio.to_thread(Archive, settings)
+        path = ArchiveFolder(Path(settings.folder)).catalogue(k)
+        if not shard.backlog["waiting"] and not is_outdated(path):
+            continue
+        archive = await asyncio.to_thread(open_sound, settings)
         try:
             while await archive_waiting(archive, shard):
                 pass
@@ -386,13 +393,13 @@ class _RunningShard(RemoteShard):
 
 
 async def archive_waiting(archive: Archive, pool: Caller, max_bytes: int = BATCH_BYTES) -> int:
-    """Archive one page of what waits; how many groups and late rows that were. One whose rows
+    """Archive the first of what waits; how many groups and late rows that were. One whose rows
     nobody can read leaves unarchived, so that what is behind it does not."""
-    page: DepartedPage = await pool.call(ListDeparted(max_bytes=max_bytes))
-    if not page.items:
+    waiting = await _waiting(pool, max_bytes)
+    if not waiting:
         return 0
     folder, through = Path(archive.settings.journal), archive.archived_through()
-    new = [each for each in page.items if each.row > through]
+    new = [each for each in waiting if each.row > through]
     if new:
         try:
             found = await _read(folder, new, pool)
@@ -406,10 +413,34 @@ async def archive_waiting(archive: Archive, pool: Caller, max_bytes: int = BATCH
                 archive.write(new[0].row, new[-1].row, found)
         except NoSpaceError:
             why = f"the disk of {archive.folder.path} is nearly full; free space on it"
-            await pool.call(ReleaseDeparted(page.items[-1].row, why))
-            return len(page.items)
-    await pool.call(ReleaseDeparted(page.items[-1].row))
-    return len(page.items)
+            await pool.call(ReleaseDeparted(waiting[-1].row, why))
+            return len(waiting)
+    n_bytes = 0
+    for each in waiting:
+        n_bytes += _bytes(each)
+        if n_bytes >= TURN_BYTES or each is waiting[-1]:
+            await pool.call(ReleaseDeparted(each.row))
+            n_bytes = 0
+    return len(waiting)
+
+
+async def _waiting(pool: Caller, max_bytes: int) -> list[Departed]:
+    """The first of what waits, of so many bytes, about; at least one, if any waits."""
+    found: list[Departed] = []
+    n_bytes, after = 0, 0
+    while n_bytes < max_bytes:
+        page: DepartedPage = await pool.call(ListDeparted(after, min(max_bytes, TURN_BYTES)))
+        if not page.items:
+            break
+        found += page.items
+        n_bytes += sum(map(_bytes, page.items))
+        after = found[-1].row
+    return found
+
+
+def _bytes(departed: Departed) -> int:
+    """Bytes of its rows in the journal."""
+    return sum(size for _, _, _, size in departed.places)
 
 
 async def _read(

@@ -25,13 +25,15 @@ from typing import Any, Final
 import orjson
 
 from stepwell.datapool.errors import DataPoolError
-from stepwell.datapool.files.archive.conversations import preview, text_of
+from stepwell.datapool.files.archive.conversations import preview
 from stepwell.datapool.files.archive.folder import IMPORTED, FileName
-from stepwell.datapool.files.archive.parquet import step_messages
+from stepwell.datapool.files.archive.parquet import said_in
 
-VERSION: Final = 1
+VERSION: Final = 2
 TEXT_CHARACTERS: Final = 200_000
 """Characters of a trajectory that are searched at most, from its beginning."""
+WAL_PAGES: Final = 8192
+"""Pages of SQLite's log, 32 MiB: what an index is changed in again meanwhile is copied once."""
 CHECKPOINTS: Final = 6
 """Tries to empty SQLite's log, which a reader may still read."""
 ALONE: Final = re.compile(
@@ -42,6 +44,7 @@ ALONE: Final = re.compile(
 BREAK: Final = "\u200b"
 """Between these words: seen by nobody, and a separator for the tokenizer."""
 FACTS: Final = (
+    "time",
     "reward",
     "version",
     "oldest_version",
@@ -57,11 +60,31 @@ FACTS: Final = (
     "user",
     "channel",
     "seconds",
-    "time",
 )
 """Columns that a filter may look at. One index has them all, so that a filter without hits reads
-that alone."""
+that alone; it grows at its end, as time does."""
+ORDERS: Final = {
+    "time": "id",
+    "uid": "uid",
+    "reward": "reward",
+    "turns": "turns",
+    "tokens": "tokens",
+    "version": "version",
+    "state": (
+        "CASE state WHEN 'complete' THEN \"left\" ELSE state END"
+        " || ' ' || coalesce(drop_reason, reason, '')"
+    ),
+    "first": "lower(substr(first, 1, 24)) || prompt",
+    "last": "lower(substr(last, 1, 24))",
+}
+"""Values that lists are sorted by, each with an index; ties by id. Of a text the beginning counts,
+since an index holds a copy; tries of one prompt stand together."""
 
+_SORTED: Final = "\n".join(
+    f"CREATE INDEX by_{name} ON trajectories({value}, id);"
+    for name, value in ORDERS.items()
+    if name not in ("time", "uid")
+)
 _TABLES: Final = f"""
 CREATE TABLE files (
   kind TEXT, name TEXT, digest TEXT, n_bytes INTEGER, n_rows INTEGER, newest REAL,
@@ -79,11 +102,7 @@ CREATE UNIQUE INDEX by_uid ON trajectories(uid, channel, attempt, part);
 CREATE INDEX by_group ON trajectories(prompt_uid);
 CREATE INDEX by_prompt ON trajectories(prompt);
 CREATE INDEX by_file ON trajectories(file);
-CREATE INDEX by_reward ON trajectories(reward, id);
-CREATE INDEX by_turns ON trajectories(turns, id);
-CREATE INDEX by_tokens ON trajectories(tokens, id);
-CREATE INDEX by_version ON trajectories(version, id);
-CREATE INDEX by_reason ON trajectories(drop_reason, reason, id);
+{_SORTED}
 CREATE INDEX facts ON trajectories({", ".join(f'"{name}"' for name in FACTS)});
 CREATE TABLE tags (tag TEXT, id INTEGER, PRIMARY KEY (tag, id)) WITHOUT ROWID;
 CREATE TABLE texts (id INTEGER PRIMARY KEY, body TEXT);
@@ -139,6 +158,7 @@ class Catalogue:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA secure_delete = ON")
             self._db.execute("PRAGMA synchronous = NORMAL")  # it can be made again
+            self._db.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
             if self._db.execute("PRAGMA user_version").fetchone()[0] != VERSION:
                 self._make()
         else:
@@ -189,38 +209,51 @@ class Catalogue:
             groups: numbers of rows of its row groups.
         """
         places = [(g, r) for g, n in enumerate(groups) for r in range(n)]
-        rows = table.drop_columns(["token_ids", "log_probs"]).to_pylist()
+        rows = table.drop_columns(["steps", "token_ids", "log_probs"]).to_pylist()
         found = FileName.of(name)
         is_older = found is not None and found.journal == IMPORTED
         newest = max((_seconds(row["left_at"]) or 0.0 for row in rows), default=0.0)
         with self._change():
             before = self._db.execute("SELECT id FROM trajectories WHERE file = ?", (name,))
             gone = {row[0] for row in before.fetchall()}
-            both = zip(places, rows, strict=True)
-            for (group, at), row in reversed(list(both)) if is_older else both:
-                gone.discard(self._add(name, group, at, row, is_older))
+            here = self._here([row["trajectory_uid"] for row in rows])
+            added = []
+            for number, (row, place) in enumerate(zip(rows, places, strict=True)):
+                if (rowid := here.get(_key(row))) is None:
+                    added.append(number)
+                    continue
+                gone.discard(rowid)
+                self._db.execute(
+                    "UPDATE trajectories SET file = ?, row_group = ?, row = ? WHERE id = ?",
+                    (name, *place, rowid),
+                )
+            texts = said_in(table, added)
+            new = zip(added, texts, strict=True)
+            for number, text in reversed(list(new)) if is_older else new:
+                self._add(name, *places[number], rows[number], text, is_older)
             self._forget(sorted(gone))
             self._note("trajectories", name, digest, n_bytes, len(rows), newest)
+
+    def _here(self, uids: Sequence[str]) -> dict[tuple[Any, ...], int]:
+        """Ids of the rows of these trajectories that are here, by what names them (`_key`)."""
+        sql = "SELECT uid, channel, attempt, part, id FROM trajectories WHERE uid IN "
+        rows = self._db.execute(
+            f"{sql} (SELECT value FROM json_each(?))", (orjson.dumps(uids).decode(),)
+        )
+        return {tuple(key): rowid for *key, rowid in rows}
 
     def _note(self, *values: Any) -> None:
         self._db.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)", values)
 
     def _add(
-        self, name: str, group: int, at: int, row: Mapping[str, Any], is_older: bool
-    ) -> int | None:
-        """Add a row, or its new place; its id.
+        self, name: str, group: int, at: int, row: Mapping[str, Any], text: str, is_older: bool
+    ) -> None:
+        """Add a row.
 
         Args:
+            text: all that was said in it.
             is_older: than all that is here: an import.
         """
-        key = row["trajectory_uid"], row["channel"], row["attempt"], row["part"]
-        where = "uid = ? AND channel = ? AND attempt = ? AND part = ?"
-        place = f"UPDATE trajectories SET file = ?, row_group = ?, row = ? WHERE {where}"
-        moved = self._db.execute(f"{place} RETURNING id", (name, group, at, *key)).fetchall()
-        if moved:
-            return int(moved[0][0])
-        messages = [m for each in step_messages(row) for m in each]
-        text = "\n".join(filter(None, map(text_of, messages)))[:TEXT_CHARACTERS]
         prompt = prompt_key(row)
         values = {"file": name, "row_group": group, "row": at, "prompt": prompt} | listed(row)
         if is_older:
@@ -232,12 +265,11 @@ class Catalogue:
         for tag in row["tags"] or ():
             self._db.execute("INSERT INTO tags VALUES (?, ?)", (tag, rowid))
         if text:
-            body = segmented(text)
+            body = segmented(text[:TEXT_CHARACTERS])
             self._db.execute("INSERT INTO texts VALUES (?, ?)", (rowid, body))
             self._db.execute("INSERT INTO words(rowid, body) VALUES (?, ?)", (rowid, body))
         if row["state"] == "complete":
             self._try(prompt, row)
-        return rowid
 
     def _try(self, prompt: str, row: Mapping[str, Any]) -> None:
         """Count a try of a prompt."""
@@ -404,6 +436,14 @@ class Catalogue:
         return None if found == "ok" else str(found)
 
 
+def is_outdated(path: Path) -> bool:
+    """Return whether another release made the catalogue in a file, if there is one."""
+    if not path.is_file():
+        return False
+    with closing(Catalogue(path)) as catalogue:
+        return catalogue.query("PRAGMA user_version") != [{"user_version": VERSION}]
+
+
 def listed(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of a file as lists have it: what it is filtered and sorted by, and what was said first
     and last."""
@@ -436,6 +476,11 @@ def prompt_key(row: Mapping[str, Any]) -> str:
     else:
         said = row["first_user"] or row["prompt_uid"]
     return blake2b(said.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Columns of a file's row that name it."""
+    return row["trajectory_uid"], row["channel"], row["attempt"], row["part"]
 
 
 def _seconds(time: Any) -> float | None:

@@ -33,6 +33,7 @@ from stepwell.datapool.files.archive.conversations import (
     Conversation,
     Feedback,
     first_and_last,
+    text_of,
 )
 from stepwell.datapool.files.columns import dumps, loads
 from stepwell.datapool.inspect.pages import ExportedTrajectory
@@ -349,10 +350,22 @@ def _damaged(path: Path, why: str) -> DamagedFileError:
     return DamagedFileError(f"{path} is damaged: {why}; {REMEDY}")
 
 
-def step_messages(row: Mapping[str, Any]) -> Iterator[list[Any]]:
-    """The messages of each step of a row; none where none were kept."""
-    for step in row["steps"]:
-        yield [] if step["messages"] is None else list(loads(step["messages"]))
+def said_in(table: Any, rows: Sequence[int]) -> Iterator[str]:
+    """All that was said in each of these rows of a table."""
+    steps = table["steps"].combine_chunks()
+    ends = steps.offsets.to_pylist()
+    messages = steps.values.field("messages")
+    for row in rows:
+        kept = messages.slice(ends[row], ends[row + 1] - ends[row]).to_pylist()
+        said = (text_of(each) for text in kept if text is not None for each in _read_json(text))
+        yield "\n".join(filter(None, said))
+
+
+def _read_json(text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:  # half a surrogate
+        return loads(text)
 
 
 def exported(rows: Sequence[dict[str, Any]]) -> ExportedTrajectory:
