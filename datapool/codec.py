@@ -163,13 +163,8 @@ def _to_array(wanted: Any, value: Any) -> Any:
     raise NotImplementedError(f"{wanted} from {type(value).__name__}")
 
 
-class JsonMetadata(dict[str, Any]):
-    """Metadata of a step that certainly holds JSON values alone, of integers those of 64 bits, so
-    that it is not looked through."""
-
-
 _CARRIED = (str, int, float, bytes, bytearray)
-_PLAIN = frozenset((str, int, float, bool, bytes, type(None), JsonMetadata))
+_PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
 
 
 def encode_any(value: Any) -> bytes:
@@ -391,9 +386,12 @@ def _shadow(ids: TokenIds, pictures: Iterable[Picture], start: int = 0) -> Token
     return shadow
 
 
-def pack(step: Step, base: Base | None = None) -> PackedStep:
+def pack(step: Step, base: Base | None = None, *, is_json: bool = False) -> PackedStep:
     """`step` as bytes; relative to `base`, which is its parent then, if its prompt really begins
     with those tokens.
+
+    Args:
+        is_json: its metadata certainly holds JSON values alone, and is not looked through.
 
     Raises:
         InvalidStepError: metadata, multi_modal_data or routed_experts hold what cannot be carried.
@@ -435,7 +433,7 @@ def pack(step: Step, base: Base | None = None) -> PackedStep:
         base_crc,
     )
     columns = new, response, b"" if log_probs is None else as_bytes(log_probs)
-    payload = b"".join((header, *columns, _pack_extra(step, more, pictures)))
+    payload = b"".join((header, *columns, _pack_extra(step, more, pictures, is_json)))
     return PackedStep(prompt, payload)
 
 
@@ -468,7 +466,9 @@ def as_bytes(column: npt.NDArray[Any]) -> bytes:
     return base if isinstance(base, bytes) and len(base) == column.nbytes else column.tobytes()
 
 
-def _pack_extra(step: Step, more: object, pictures: Sequence[Picture]) -> bytes:
+def _pack_extra(
+    step: Step, more: object, pictures: Sequence[Picture], is_json: bool = False
+) -> bytes:
     extra: list[Any] = [step.metadata]
     if more:
         spans = [(s.version, s.start, s.end) for s in step.version_spans]
@@ -476,7 +476,7 @@ def _pack_extra(step: Step, more: object, pictures: Sequence[Picture]) -> bytes:
     if pictures:
         extra.append(pictures)
     try:
-        return encode_any(extra)
+        return encoder.encode(extra) if is_json and not more else encode_any(extra)
     except (TypeError, ValueError, OverflowError, RecursionError) as e:
         raise InvalidStepError(
             f"step {step.trajectory_uid!r}[{step.step_index}]: metadata, multi_modal_data or "

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from operator import attrgetter
 from types import NoneType
 from typing import (
     Annotated,
@@ -91,6 +92,8 @@ POSITIVE: Final = Check(lambda value: _is_int(value, 1), "an integer >= 1")
 _SECONDS: Final = Check(_is_seconds, "seconds > 0, or None for the default")
 _REWARD: Final = Check(is_reward, f"a number within ±{MAX_REWARD:g}, or None if not scored")
 
+_ONLY_TEXT = {str}
+
 Text: TypeAlias = Annotated[str, TEXT]
 Natural: TypeAlias = Annotated[int, NATURAL]
 Positive: TypeAlias = Annotated[int, POSITIVE]
@@ -98,16 +101,24 @@ Seconds: TypeAlias = Annotated[float, _SECONDS]
 Reward: TypeAlias = Annotated[float, _REWARD]
 
 
+_Checks: TypeAlias = list[tuple[str, Check, bool]]
+"""Fields, what they have to be, and whether None will do, too."""
+
+
 @cache
-def _checks(kind: type) -> list[tuple[str, Check, bool]]:
-    """The fields of an operation that are looked at; and whether None is one, too."""
-    found = []
+def _checks(kind: type) -> tuple[attrgetter[Any] | None, _Checks, _Checks]:
+    """A getter of an operation's texts, if it has several that are always there; all its fields
+    that are looked at; and those that are none of these texts."""
+    found: _Checks = []
     for name, hint in get_type_hints(kind, include_extras=True).items():
         optional = NoneType in get_args(hint)
         inner = next(iter(get_args(hint))) if optional else hint
         checks = [c for c in getattr(inner, "__metadata__", ()) if isinstance(c, Check)]
         found += [(name, check, optional) for check in checks]
-    return found
+    texts = [name for name, check, optional in found if check is TEXT and not optional]
+    if len(texts) < 2:
+        return None, found, found
+    return attrgetter(*texts), found, [each for each in found if each[0] not in texts]
 
 
 # -- answers -----------------------------------------------------------------------------------
@@ -178,10 +189,13 @@ class Op(msgspec.Struct, Generic[R], frozen=True, array_like=True, tag=True):
     """Something asked of the pool, answered with an `R`."""
 
     def __post_init__(self) -> None:
-        for name, check, optional in _checks(type(self)):
+        texts, checks, others = _checks(type(self))
+        if texts is not None:  # looked at together: most operations have three of them
+            values = texts(self)
+            if set(map(type, values)) == _ONLY_TEXT and all(values):
+                checks = others
+        for name, check, optional in checks:
             value = getattr(self, name)
-            if check is TEXT and type(value) is str and value:
-                continue
             if not (check.accepts(value) or (optional and value is None)):
                 uid = getattr(self, "trajectory_uid", None)
                 check.refuse(f"trajectory {uid!r}: {name}" if check is _REWARD else name, value)

@@ -33,12 +33,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from stepwell.backends.engines.api import PromptPictures, Sampling
-from stepwell.datapool.codec import JsonMetadata
 from stepwell.datapool.errors import (
     DamagedFileError,
     DataPoolError,
@@ -588,8 +587,11 @@ class Calls:
         }
         if sampling.min_p > 0:
             params["min_p"] = sampling.min_p
-        metadata = JsonMetadata(call_id=call.uid, dialect=live.dialect)
-        metadata[NOTE] = note.as_json()
+        metadata: dict[str, Any] = {
+            "call_id": call.uid,
+            "dialect": live.dialect,
+            NOTE: note.as_json(),
+        }
         if messages is not None:
             metadata[MESSAGES] = messages
         if live.duplicate_of is not None:

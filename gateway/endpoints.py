@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from fastapi.routing import APIRoute
@@ -117,6 +118,10 @@ and the trajectory that the URL names. Paths that do not exist need a key as wel
 nothing."""
 
 
+KEPT_PATHS, KEPT_PATH = 4096, 256
+"""Paths whose endpoints are remembered, and the longest one: all calls of a trajectory have one."""
+
+
 class Finder:
     """Endpoints by method and path: first those with a path of their own, then those below a
     trajectory's URL, then the others, in their order."""
@@ -125,6 +130,7 @@ class Finder:
         self._exact: dict[tuple[str, str], Endpoint] = {}
         self._below: dict[tuple[str, str], Endpoint] = {}
         self._others: list[Endpoint] = []
+        self._known = lru_cache(KEPT_PATHS)(self._find)
         for each in endpoints:
             below = each.path.removeprefix(f"{UNDER}/")
             if "{" not in each.path:
@@ -139,6 +145,9 @@ class Finder:
         Args:
             path: as `routing_path` gives it.
         """
+        return self._known(method, path) if len(path) <= KEPT_PATH else self._find(method, path)
+
+    def _find(self, method: str, path: str) -> Found:
         if (exact := self._exact.get((method, path))) is not None:
             return exact, {}, exact.access, None
         parts = path.split("/", 4)
@@ -160,7 +169,7 @@ class Finder:
             ):
                 return each, match.groupdict(), each.access, url
         if method == "HEAD":
-            return self.find("GET", path)
+            return self._find("GET", path)
         return None, {}, "agent" if is_agents else "admin", url
 
 

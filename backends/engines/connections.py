@@ -287,8 +287,9 @@ class IdsJson:
     def __init__(self, max_bytes: int = MAX_IDS_BYTES) -> None:
         self._max_bytes = max_bytes
         self._n_bytes = 0
-        self._texts: OrderedDict[int, _Text] = OrderedDict()
-        """By the id of the array that ends the prompt, which is its own as long as it is here."""
+        self._texts: OrderedDict[int, tuple[TokenIds, list[bytes], int]] = OrderedDict()
+        """The array that ends a prompt, the JSON without brackets, in parts, and its bytes; by the
+        array's id, which is its own as long as it is here."""
 
     def parts(self, pieces: Sequence[TokenIds]) -> list[bytes]:
         """Parts of one JSON list of all these ids."""
@@ -297,8 +298,8 @@ class IdsJson:
             n -= 1
         if known is not None and n == len(pieces):
             self._texts.move_to_end(id(pieces[-1]))
-            return [b"[", *known.parts, b"]"]
-        parts = [] if known is None else [*known.parts]
+            return [b"[", *known[1], b"]"]
+        parts = [] if known is None else [*known[1]]
         for ids in pieces[n:]:
             if not len(ids):
                 continue
@@ -320,19 +321,11 @@ class IdsJson:
         self._n_bytes = 0
 
     def _keep(self, ids: TokenIds, parts: list[bytes]) -> None:
-        self._texts[id(ids)] = text = _Text(ids, parts, sum(map(len, parts)))
-        self._n_bytes += text.n_bytes
+        n_bytes = sum(map(len, parts))
+        self._texts[id(ids)] = ids, parts, n_bytes
+        self._n_bytes += n_bytes
         while self._n_bytes > self._max_bytes and self._texts:
             self._drop(next(iter(self._texts)))
 
     def _drop(self, key: int) -> None:
-        self._n_bytes -= self._texts.pop(key).n_bytes
-
-
-class _Text(NamedTuple):
-    """JSON of a prompt, without brackets."""
-
-    last: TokenIds
-    """Array that ends the prompt."""
-    parts: list[bytes]
-    n_bytes: int
+        self._n_bytes -= self._texts.pop(key)[2]

@@ -215,6 +215,8 @@ class DataPoolClient:
         channel: str = TRAIN,
         timeout_s: float | None = None,
         pictures: PictureSource | None = None,
+        *,
+        is_json: bool = False,
     ) -> Base | ops.Resumed | Literal["late"]:
         """Store the next step of a trajectory that several producers may go on with
         (`ops.AppendStep`). Waits up to `timeout_s` (None: for ever) for room.
@@ -222,13 +224,14 @@ class DataPoolClient:
         Args:
             base: the step whose tokens the prompt begins with, which travel no second time.
             pictures: as `submit_steps`.
+            is_json: its metadata certainly holds JSON values alone, and is not looked through.
 
         Returns:
             The step as the base of others, once it is stored; or, if another step has its index,
             the trajectory as it is.
         """
         uids = step.trajectory_uid, step.prompt_uid
-        packed, tries_left = pack(step, base), APPEND_TRIES
+        packed, tries_left = pack(step, base, is_json=is_json), APPEND_TRIES
         while True:
             tries_left -= 1
             try:

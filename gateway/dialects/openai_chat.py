@@ -432,12 +432,17 @@ class _ChatWriter(CompletionWriter):
 
 def usage(replies: Sequence[LiveCall], n: int) -> dict[str, Any]:
     """A prompt counts once, however many samples it has: `n`."""
-    n_prompt = n_response = cached = 0
-    for i in range(0, len(replies), n):
-        its = replies[i : i + n]
-        n_prompt += max([reply.n_prompt for reply in its])
-        n_response += sum([reply.n_response for reply in its])
-        cached += max([reply.generation.cached_tokens for reply in its])
+    if len(replies) == 1:
+        (reply,) = replies
+        n_prompt, n_response = reply.n_prompt, reply.n_response
+        cached = reply.generation.cached_tokens
+    else:
+        n_prompt = n_response = cached = 0
+        for i in range(0, len(replies), n):
+            its = replies[i : i + n]
+            n_prompt += max([reply.n_prompt for reply in its])
+            n_response += sum([reply.n_response for reply in its])
+            cached += max([reply.generation.cached_tokens for reply in its])
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_response,

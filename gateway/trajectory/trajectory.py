@@ -384,6 +384,7 @@ class LiveTrajectory:
                     self.channel,
                     pool_access.room_s,
                     pictures,
+                    is_json=True,
                 )
                 answer = await pool_access.ask(stored, room=True)
                 if isinstance(answer, Base):

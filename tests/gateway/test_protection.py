@@ -207,11 +207,11 @@ async def check_nothing_is_lost(crowd: Crowd) -> None:
 
 async def test_a_call_with_room_is_admitted_without_a_turn_of_the_loop() -> None:
     of = limits(total=1)
-    entering = of.__aenter__()
+    entering = of.enter()
     with pytest.raises(StopIteration):
         entering.send(None)
     assert of.statistics()["running"] == 1
-    waiting = of.__aenter__()
+    waiting = of.enter()
     waiting.send(None)  # it yielded: it waits
     waiting.close()
     assert of.statistics() == {"running": 1, "waiting": 0, "refused": 0}
@@ -219,10 +219,10 @@ async def test_a_call_with_room_is_admitted_without_a_turn_of_the_loop() -> None
 
 async def test_a_refusal_names_the_limit_that_was_full() -> None:
     of = limits(total=1, queue_timeout_s=0.001)
-    async with of:
-        with pytest.raises(RateLimitedError) as refused:
-            async with of:
-                raise AssertionError("two at once")
+    await of.enter()
+    with pytest.raises(RateLimitedError) as refused:
+        await of.enter()
+    of.leave()
     assert "max_concurrent_calls)" in str(refused.value)
     assert "queue_timeout_s" in str(refused.value)
     assert refused.value.headers() == {"retry-after": "1"}
