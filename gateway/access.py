@@ -111,6 +111,7 @@ def uid_of(segment: str) -> str:
     return unquote(segment) if "%" in segment else segment
 
 
+@lru_cache(maxsize=4096)
 def quoted(uid: str) -> str:
     """Escape an id for a URL's path; what may stand there stays as it is (RFC 3986)."""
     return quote(uid, safe="!$&'()*+,;=:@")

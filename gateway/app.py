@@ -104,7 +104,11 @@ class _App(FastAPI):
                 call.body.clear()
             else:
                 body = await access.read_body(
-                    scope, call.receive, needed, is_complete=not call.more_body, is_call=True
+                    scope,
+                    call.receive,
+                    needed,
+                    is_complete=not call.more_body,
+                    is_call=isinstance(endpoint.body, str),
                 )
             call.content = body
             await endpoint.handler(services, call)

@@ -24,6 +24,9 @@ import http
 import logging
 import math
 from collections.abc import Mapping, Sized
+from functools import lru_cache
+from itertools import chain
+from operator import itemgetter
 from typing import Any, Protocol
 
 import httptools
@@ -89,6 +92,9 @@ class ConnectionLimits:
             del self._strangers[peer]
 
 
+_FORWARDED = frozenset((b"x-forwarded-for", b"x-forwarded-proto"))
+"""Headers that uvicorn's `app` reads."""
+_NAME = itemgetter(0)
 CALL = "stepwell.call"
 """Extension of a scope: its `DirectCall`."""
 
@@ -115,6 +121,15 @@ class DirectCall(RequestResponseCycle):
     """The trajectory that its URL names."""
     content: bytes
     """The body, until its handler takes it."""
+    common_headers = b""
+    """Headers of every answer to it, as lines."""
+    # uvicorn's own, as they are at first.
+    access_log = disconnected = False
+    more_body = True
+    response_started = response_complete = False
+    chunked_encoding = None
+    expected_content_length = 0
+    default_headers: list[tuple[bytes, bytes]] = []  # noqa: RUF012 - nobody adds to it
 
     def __init__(
         self,
@@ -131,22 +146,14 @@ class DirectCall(RequestResponseCycle):
         """
         self.scope, self.transport, self.flow = scope, connection.transport, connection.flow
         self.logger, self.access_logger = connection.logger, connection.access_logger
-        self.access_log = self.disconnected = False
-        self.default_headers = []
         self.message_event = asyncio.Event()
         self.waiting_for_100_continue = connection.expect_100_continue
         self.keep_alive = keep_alive
         self.on_response = connection.on_response_complete
         self.body = bytearray()
-        self.more_body = True
-        self.response_started = self.response_complete = False
-        self.chunked_encoding = None
-        self.expected_content_length = 0
         self.connection = connection
         self.found = found
         self._is_forwarded = is_forwarded
-        self.common_headers = b""
-        """Headers of every answer to it, as lines."""
 
     async def run_asgi(self, app: Any) -> None:
         """Answer it. uvicorn's `app` rewrites what a proxy says of its client, and comes back to
@@ -185,11 +192,9 @@ class DirectCall(RequestResponseCycle):
         self._write(b"%b%b0\r\n\r\n" % (head, chunk))
 
     def _head(self, status: int, headers: Mapping[str, str]) -> bytes:
-        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        if lines.count("\r") + lines.count("\n") != 2 * len(headers):
-            raise ValueError(f"a header of the answer has a line break: {lines!r:.200}")
         closing = b"" if self.keep_alive else b"connection: close\r\n"
-        return STATUS_LINE[status] + lines.encode("latin-1") + self.common_headers + closing
+        lines = _lines(tuple(headers.items()))
+        return b"%b%b%b%b" % (STATUS_LINE[status], lines, self.common_headers, closing)
 
     def _write(self, data: bytes) -> None:
         """Write the end of the answer."""
@@ -200,6 +205,15 @@ class DirectCall(RequestResponseCycle):
         if not self.keep_alive:
             self.transport.close()
         self.on_response()
+
+
+@lru_cache(maxsize=4096)
+def _lines(headers: tuple[tuple[str, str], ...]) -> bytes:
+    """Lines of headers. Those of a trajectory's answers are mostly the same."""
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers])
+    if lines.count("\r") + lines.count("\n") != 2 * len(headers):
+        raise ValueError(f"a header of the answer has a line break: {lines!r:.200}")
+    return lines.encode("latin-1")
 
 
 class _Flow(FlowControl):
@@ -339,10 +353,9 @@ class HttpProtocol(HttpToolsProtocol):
         self.handed = None
 
     def on_headers_complete(self) -> None:
-        n, is_forwarded = len(self.url), False
-        for name, value in self.headers:
-            n += len(name) + len(value) + 4
-            is_forwarded = is_forwarded or name.startswith(b"x-forwarded-")
+        headers = self.headers
+        n = len(self.url) + sum(map(len, chain.from_iterable(headers))) + 4 * len(headers)
+        is_forwarded = not _FORWARDED.isdisjoint(map(_NAME, headers))
         if n > self._limits.max_header_bytes:
             refused = self._too_large()
             self._refuse(refused)

@@ -34,11 +34,8 @@ from stepwell.gateway.errors import RateLimitedError, TrajectoryLimitError
 
 
 class CallLimits:
-    """All of one event loop: `async with limits: …` runs one call. Owned by the app's lifespan.
-
-    Raises (on entering):
-        RateLimitedError: no place became free within `gateway.queue_timeout_s`.
-    """
+    """All of one event loop: a call runs between `enter` and `leave`. Owned by the app's
+    lifespan."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
@@ -46,7 +43,11 @@ class CallLimits:
         self._places = None if most is None else asyncio.Semaphore(most)
         self._running = self._waiting = self._refused = 0
 
-    async def __aenter__(self) -> None:
+    async def enter(self) -> None:
+        """
+        Raises:
+            RateLimitedError: no place became free within `gateway.queue_timeout_s`.
+        """
         if self._places is not None:
             if self._places.locked():
                 await self._wait(self._places)
@@ -54,7 +55,7 @@ class CallLimits:
                 await self._places.acquire()
         self._running += 1
 
-    async def __aexit__(self, *_: object) -> None:
+    def leave(self) -> None:
         self._running -= 1
         if self._places is not None:
             self._places.release()
@@ -224,6 +225,9 @@ class Pace:
         Args:
             is_new: as `enter`, otherwise as `keep`.
         """
+        if 0 < self._passed < self._limit and not self._waiting and not (is_new and self._new):
+            self._passed += 1
+            return None
         line = self._new if is_new else self._waiting
         if self._passed >= self._limit or self._waiting or line:
             turn = asyncio.get_running_loop().create_future()

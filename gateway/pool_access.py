@@ -79,13 +79,14 @@ class PoolAccess:
             "owed_aborts": len(self._owed),
         }
 
-    async def ask(self, answer: Awaitable[T], *, room: bool = False) -> T:
-        """Call `ask_within` with the gateway's time-out. `room`: the pool was told to wait for room
-        in its channel."""
-        return await self.ask_within(self.timeout_s + self.room_s * room, answer)
-
-    async def ask_within(self, timeout_s: float, answer: Awaitable[T]) -> T:
+    async def ask(
+        self, answer: Awaitable[T], *, room: bool = False, timeout_s: float | None = None
+    ) -> T:
         """The pool's answer within `timeout_s`.
+
+        Args:
+            room: the pool was told to wait for room in its channel.
+            timeout_s: None: the gateway's.
 
         Raises:
             DataPoolError: the pool refuses what was sent. One of UNAVAILABLE: no answer, or one
@@ -93,6 +94,8 @@ class PoolAccess:
                 full.
             PermissionDeniedError: what the call is about has another owner.
         """
+        if timeout_s is None:
+            timeout_s = self.timeout_s + self.room_s * room
         try:
             with self._deadlines.at(asyncio.get_running_loop().time() + timeout_s):
                 return await answer
@@ -190,7 +193,7 @@ class PoolAccess:
         while True:
             try:
                 abort = self.pool.abort_trajectory(uid, POOL_FAILURE, channel=channel)
-                await self.ask_within(self._patience_s, abort)
+                await self.ask(abort, timeout_s=self._patience_s)
             except UNAVAILABLE:
                 await asyncio.sleep(RETRY_S)
                 continue

@@ -18,6 +18,7 @@ from binascii import b2a_base64
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
+from operator import itemgetter
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -472,6 +473,7 @@ def _body(request: GenerateRequest, ids_json: IdsJson, more: bytes = b"") -> byt
 
 _Entry: TypeAlias = tuple[float, int, Any]
 """Log-prob, id and text of a token."""
+_ENTRY_LOG_PROB, _ENTRY_ID = itemgetter(0), itemgetter(1)
 _Raw: TypeAlias = msgspec.Raw
 
 
@@ -677,10 +679,7 @@ def _output(url: str, ids: list[int], entries: list[_Entry], meta: _About, n: in
         ids: the new ones, of which `entries` are the log-probs.
         n: tokens of the request so far.
     """
-    log_probs, sampled = (), ()
-    if entries:
-        log_probs, sampled, _ = zip(*entries, strict=True)
-    if [*sampled] != ids:
+    if [*map(_ENTRY_ID, entries)] != ids:
         what = "the engine returned log-probs of other tokens than output_ids; is return_logprob "
         raise _nonsense(url, f"{what}honoured?")
     tops: list[TopLogProbs] = []
@@ -699,12 +698,13 @@ def _output(url: str, ids: list[int], entries: list[_Entry], meta: _About, n: in
         canary = is_canary(meta.weight_version)
         if meta.finish_reason is not None and n and meta.weight_versions is None:
             raise _version_error(url, meta.weight_version) from None
+    log_probs = [*map(_ENTRY_LOG_PROB, entries)]
     finish = meta.finish_reason
     if finish is None:
-        return Output(ids, [*log_probs], tops, version, canary)
+        return Output(ids, log_probs, tops, version, canary)
     return Output(
         ids,
-        [*log_probs],
+        log_probs,
         tops,
         version,
         canary,

@@ -6,9 +6,9 @@ costs one write and one wake-up, however many calls are under way and however lo
                     └──────────── the answer is complete ◄──────────────  they come, in no task
 
 A bare protocol with llhttp's parser, without what no engine needs: redirects, cookies, compression,
-proxies. With aiohttp in its place the gateway does 6 % fewer requests at 64 connections and takes
-16 % more CPU at one (docs/design/engines.md). It does not own retries, the time an answer may take,
-or what is asked (`client.py`).
+proxies. With aiohttp in its place the gateway does 6 % fewer requests at 64 connections
+(docs/design/engines.md). It does not own retries, the time an answer may take, or what is asked
+(`client.py`).
 """
 
 from __future__ import annotations

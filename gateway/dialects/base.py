@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import orjson
 
@@ -136,8 +137,7 @@ class Known:
 NOTHING = Known()
 
 
-@dataclass(slots=True)
-class Parsed:
+class Parsed(msgspec.Struct, eq=False):
     """A request's body, understood."""
 
     call: ChatRequest
@@ -218,14 +218,23 @@ class Exchange:
     @property
     def version(self) -> int | None:
         """The newest policy version that sampled of it so far; None: nothing is sampled yet."""
-        return max((v for live in self.calls if (v := live.version) is not None), default=None)
+        newest: int | None = None
+        for live in self.calls:
+            version = live.version
+            if version is not None and (newest is None or version > newest):
+                newest = version
+        return newest
 
     @property
     def is_unrecorded(self) -> bool:
         """No Step of some sample is stored. Of a stream, as far as it is known as it begins."""
-        return any(each.unrecorded is not None for each in self.trajectories) or any(
-            live.call.turn is not None and live.call.turn.step_index is None for live in self.calls
-        )
+        for trajectory in self.trajectories:
+            if trajectory.unrecorded is not None:
+                return True
+        for live in self.calls:
+            if (turn := live.call.turn) is not None and turn.step_index is None:
+                return True
+        return False
 
     def _each(self) -> Iterator[tuple[LiveTrajectory, LiveCall]]:
         """Yield the calls with their trajectories."""

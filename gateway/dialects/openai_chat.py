@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
@@ -213,7 +214,8 @@ class _PlainChat(msgspec.Struct, forbid_unknown_fields=True):
 _plain_chats = msgspec.json.Decoder(_PlainChat)
 _PLAIN = ChatParams(messages=[{}])
 """Options of a body that has none."""
-_TEXT_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_TEXT_ROLES = frozenset(("system", "user", "assistant"))
+_ROLE, _CONTENT = itemgetter("role"), itemgetter("content")
 
 
 class OpenAIChat(Dialect):
@@ -286,12 +288,17 @@ class OpenAIChat(Dialect):
             sent = _plain_chats.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return None
-        messages: list[Message] = []
-        for message in sent.messages:
-            role, content = _TEXT_ROLES.get(message.get("role") or ""), message.get("content")
-            if role is None or content is None or len(message) != 2:
+        messages: list[Message] = sent.messages
+        try:  # without a step of Python for each message, of which most have two fields
+            if not _TEXT_ROLES.issuperset(map(_ROLE, messages)) or None in map(_CONTENT, messages):
                 return None
-            messages.append({"role": role, "content": content})
+        except KeyError:
+            return None
+        for i, message in enumerate(messages):
+            if len(message) > 2:
+                if len(message) - [*message.values()].count(None) > 2:
+                    return None  # null asks for nothing; all else has a meaning
+                messages[i] = {"role": message["role"], "content": message["content"]}
         call = ChatRequest(
             messages,
             template_args={},
@@ -425,10 +432,12 @@ class _ChatWriter(CompletionWriter):
 
 def usage(replies: Sequence[LiveCall], n: int) -> dict[str, Any]:
     """A prompt counts once, however many samples it has: `n`."""
-    of_prompts = [replies[i : i + n] for i in range(0, len(replies), n)]
-    n_prompt = sum(max(reply.n_prompt for reply in its) for its in of_prompts)
-    n_response = sum(reply.n_response for reply in replies)
-    cached = sum(max(r.generation.cached_tokens for r in its) for its in of_prompts)
+    n_prompt = n_response = cached = 0
+    for i in range(0, len(replies), n):
+        its = replies[i : i + n]
+        n_prompt += max([reply.n_prompt for reply in its])
+        n_response += sum([reply.n_response for reply in its])
+        cached += max([reply.generation.cached_tokens for reply in its])
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_response,

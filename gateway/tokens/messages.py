@@ -198,9 +198,14 @@ NO_TOOLS = Tools(())
 
 def root_key(tools: Sequence[Tool] | None, template_args: Mapping[str, Any]) -> Key:
     """Key of the empty conversation: what shapes the prompt besides the messages."""
+    if not tools and not template_args:
+        return _EMPTY_ROOT
     if isinstance(tools, Tools) and (key := tools.root_key(template_args)) is not None:
         return key
     return hashlib.blake2b(dumps([tools or None, template_args]), digest_size=16).digest()
+
+
+_EMPTY_ROOT: Final[Key] = hashlib.blake2b(dumps([None, {}]), digest_size=16).digest()
 
 
 def exact_key(
@@ -482,11 +487,17 @@ class TurnMessages:
         if not self._limit:
             return None
         said = [*new, reply]
+        most = self._limit // (8 * len(said))  # a character is six bytes at most, as \u0000
+        if self._redact is None and all(
+            len(m) == 2 and type(m["content"]) is str and len(m["content"]) < most - 64
+            for m in said
+        ):
+            return said
         try:
             text = orjson.dumps(said)
             if self._redact is not None:
-                said = self._redact(orjson.loads(text))
-                text = orjson.dumps(said)
+                text = orjson.dumps(self._redact(orjson.loads(text)))
+                said = orjson.loads(text)
         except TypeError:  # an integer beyond 64 bits or half a surrogate: no Step can carry it
             return None
         except Exception:  # foreign code: what it did not redact is not kept
