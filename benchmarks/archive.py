@@ -288,9 +288,10 @@ async def _calls(bench: Bench, system: Gateway, prompts: int, first: int) -> Sam
     options = {"connections": CONNECTIONS, "prompts": prompts, "first_prompt": first}
     job = bench.job(system, "chat", **options)
     async with asyncio.TaskGroup() as tasks:
-        sample = tasks.create_task(run_job(bench, system, job))
+        measured = tasks.create_task(run_job(bench, system, job))
         tasks.create_task(system.settle(job))
-    return sample.result()
+    sample, _ = measured.result()
+    return sample
 
 
 # -- bytes ---------------------------------------------------------------------------------------

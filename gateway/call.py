@@ -9,8 +9,8 @@
 
 `start` finds or makes the calls of a request: all of them, or none. A prompt is made again if
 another gateway turns out to have turns of its trajectory. `run` is the straight way of one call:
-generate, commit, make a turn of it, answer. It runs in the task of its request; only streams and
-several samples have tasks of their own. The terminal event of a reply exists only once the call is
+generate, commit, make a turn of it, answer. It runs in the task of its request; only several
+samples have tasks of their own. The terminal event of a reply exists only once the call is
 done.
 
 A call that nobody reads any more (every client went away) is aborted unless it is committing.

@@ -7,6 +7,7 @@
     contexts     CPU of a turn at 12 to 60 k tokens of context                  shapes.py
     coding       CPU of a turn of coding agents, 45 k tokens and 20 tools      shapes.py
     stream       first token, and whether any chunk waits for the next         shapes.py
+    events       16 streams of 16 events at once: streams/s, CPU of an event   shapes.py
     many         512 agents with long prompts at once                          shapes.py
     memory       bytes of a live trajectory of 64,000 tokens                   memory.py
     soak         how fast memory grows with 512 live trajectories, some minutes; only if named
@@ -30,7 +31,14 @@ from benchmarks.gateway.hostile import hostile
 from benchmarks.gateway.measure import CONNECTIONS, Bench, Size, delayed, throughput
 from benchmarks.gateway.memory import live_trajectories, soak
 from benchmarks.gateway.process import running_client, running_engine
-from benchmarks.gateway.shapes import coding, contexts, long_conversations, streams, waves
+from benchmarks.gateway.shapes import (
+    coding,
+    contexts,
+    events,
+    long_conversations,
+    streams,
+    waves,
+)
 from benchmarks.gateway.systems import (
     INSTALL,
     Direct,
@@ -52,6 +60,7 @@ SECTIONS = {
     "contexts": contexts,
     "coding": coding,
     "stream": streams,
+    "events": events,
     "many": waves,
     "memory": live_trajectories,
     "soak": soak,

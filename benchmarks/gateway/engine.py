@@ -3,8 +3,9 @@
     python -P engine.py ANSWER.json        prints its port; ends when its standard input ends
 
 Each line on its standard input sets the delay before an answer (`delay_s`) and between the events
-of a stream (`interval_s`), and is answered by a line that tells when the events of each stream
-since the line before were written (seconds of the monotonic clock, which all processes share).
+of a stream (`interval_s`), and how many a stream has (`n_events`); it is answered by a line that
+tells when the events of each stream since the line before were written (seconds of the monotonic
+clock, which all processes share).
 
 It speaks SGLang's `/generate` (whole, or as a stream of cumulative events), and chat completions as
 SGLang and vLLM answer them: with ids and log-probs for those who ask by `return_token_ids`. Every
@@ -53,11 +54,18 @@ class Answers:
         self.tokenizer_path: str = answer["tokenizer_path"]
         n = len(self._ids)
         self.generate = _response(self._generated(n))
-        self.generate_events = [_event(self._generated(k)) for k in range(1, n + 1)]
         self.chat = _response(self._completion(with_ids=False))
         self.chat_with_ids = _response(self._completion(with_ids=True))
-        self.chat_events = self._chunks(with_ids=False)
-        self.chat_events_with_ids = self._chunks(with_ids=True)
+        self.divide(n)
+
+    def divide(self, n_events: int) -> None:
+        """Give each stream this many events, of as many tokens each as can be; 0: one a token."""
+        n = len(self._ids)
+        n_events = min(n_events or n, n)
+        ends = [(k + 1) * n // n_events for k in range(n_events)]
+        self.generate_events = [_event(self._generated(k)) for k in ends]
+        self.chat_events = self._chunks(ends, with_ids=False)
+        self.chat_events_with_ids = self._chunks(ends, with_ids=True)
 
     def _generated(self, n: int) -> dict[str, Any]:
         ended = n == len(self._ids)
@@ -86,14 +94,15 @@ class Answers:
             choice |= self._sampled(slice(None))
         return _chat("chat.completion", choice, usage=usage, **ids)
 
-    def _chunks(self, *, with_ids: bool) -> Events:
+    def _chunks(self, ends: list[int], *, with_ids: bool) -> Events:
         events = []
-        for k, piece in enumerate(self._pieces):
+        for start, end in zip([0, *ends], ends, strict=False):
+            piece = "".join(self._pieces[start:end])
             choice: dict[str, Any] = {"delta": {"content": piece} if piece else {}}
-            choice["finish_reason"] = None if piece else "stop"
-            ids = {"prompt_token_ids": self._prompt_ids} if with_ids and k == 0 else {}
+            choice["finish_reason"] = "stop" if end == len(self._pieces) else None
+            ids = {"prompt_token_ids": self._prompt_ids} if with_ids and start == 0 else {}
             if with_ids:
-                choice |= self._sampled(slice(k, k + 1))
+                choice |= self._sampled(slice(start, end))
             events.append(_event(_chat("chat.completion.chunk", choice, **ids)))
         return events
 
@@ -241,6 +250,7 @@ async def main(answers: Answers) -> None:
     def control(line: str) -> None:
         settings, emitted = orjson.loads(line), server.emitted
         server.delay_s, server.interval_s = settings["delay_s"], settings["interval_s"]
+        server.answers.divide(settings["n_events"])
         server.emitted = []
         print(orjson.dumps(emitted).decode(), flush=True)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.checks import BenchResult
-from benchmarks.gateway.client import Job, cpu_seconds
+from benchmarks.gateway.client import Job, Result, cpu_seconds
 from benchmarks.gateway.process import Client, Engine, resident_bytes
 from benchmarks.gateway.systems import Direct, Gateway, Rllm, Stepwell, StepwellReplicas
 from benchmarks.gateway.workload import ROLLOUTS, TURNS, Workload
@@ -141,7 +141,8 @@ async def delayed(bench: Bench) -> None:
                 stagger_s=DELAY_S / ROLLOUTS,
             )
             await ours.actors[0].watch.remote()
-            left_open.append(await run_job(bench, ours, job))
+            found, _ = await run_job(bench, ours, job)
+            left_open.append(found)
             late_s, collections_s = await ours.actors[0].stalls.remote()
             stall = {
                 "loop_delay_max_ms": 1e3 * max(late_s),
@@ -180,13 +181,13 @@ async def sample(
     """One measurement; what was stored is checked afterwards."""
     options = {"connections": connections, "prompts": prompts, "first_prompt": first_prompt}
     job = bench.job(system, "chat", **options)
-    found = await run_job(bench, system, job)
+    found, _ = await run_job(bench, system, job)
     await system.settle(job)
     return found
 
 
-async def run_job(bench: Bench, system: Gateway, job: Job) -> Sample:
-    """The figures of one job."""
+async def run_job(bench: Bench, system: Gateway, job: Job) -> tuple[Sample, Result]:
+    """The figures of one job, and what the client saw."""
     cpu, pool_cpu = _cpu(*system.pids), _cpu(system.pool_pid)
     result = await bench.client.run(job)
     cpu, pool_cpu = _cpu(*system.pids) - cpu, _cpu(system.pool_pid) - pool_cpu
@@ -195,7 +196,7 @@ async def run_job(bench: Bench, system: Gateway, job: Job) -> Sample:
     if n != asked:
         raise RuntimeError(f"{system.name} answered {n} of {asked} requests")
     p50, p99, most = np.percentile(result.latencies_s, (50, 99, 100)) * 1e3
-    return Sample(
+    found = Sample(
         requests_per_s=n / (result.ended - result.began),
         p50_ms=float(p50),
         p99_ms=float(p99),
@@ -204,6 +205,7 @@ async def run_job(bench: Bench, system: Gateway, job: Job) -> Sample:
         pool_cpu_ms=1e3 * pool_cpu / n,
         rss_mb=rss / 2**20,
     )
+    return found, result
 
 
 def _by_rllm(samples: Samples, system: Gateway | type[Gateway], connections: int) -> float:

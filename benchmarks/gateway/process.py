@@ -31,10 +31,13 @@ class Engine:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    async def control(self, *, delay_s: float = 0.0, interval_s: float = 0.0) -> list[list[float]]:
-        """Set the time before an answer and between events of a stream. Return, for each stream
-        asked for since the last call, when its events were written."""
-        settings = {"delay_s": delay_s, "interval_s": interval_s}
+    async def control(
+        self, *, delay_s: float = 0.0, interval_s: float = 0.0, n_events: int = 0
+    ) -> list[list[float]]:
+        """Set the time before an answer and between events of a stream, and how many events that
+        has (0: one a token). Return, for each stream asked for since the last call, when its events
+        were written."""
+        settings = {"delay_s": delay_s, "interval_s": interval_s, "n_events": n_events}
         emitted: list[list[float]] = orjson.loads(await ask(self.process, orjson.dumps(settings)))
         return emitted
 

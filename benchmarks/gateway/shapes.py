@@ -4,6 +4,7 @@ long     20 turns to 64,000 tokens, one agent: gateway CPU of each turn
 contexts conversations that grow by 500 tokens a turn, at 12 to 60 k: CPU of each turn
 coding   the same at 45 k as coding agents have it: 20 tools in every request, streamed
 stream   one agent, an event every 5 ms: when the text of each event is seen
+events   16 agents, streams of 16 events as fast as they come: streams/s, CPU of an event
 many     512 agents at once, 4,000 to 8,000 tokens: errors, event-loop delay, memory; six times
 """
 
@@ -17,14 +18,17 @@ from itertools import accumulate
 import numpy as np
 import orjson
 
-from benchmarks.gateway.measure import Bench
+from benchmarks.gateway.measure import Bench, Sample, run_job
 from benchmarks.gateway.process import resident_bytes
-from benchmarks.gateway.systems import Direct, Gateway
+from benchmarks.gateway.systems import Direct, Gateway, Rllm
 from benchmarks.gateway.workload import CONTEXTS, GROWING, LONG_TURNS, ROLLOUTS
+from benchmarks.system import paired
 
 PAUSE_S = 0.05
 """Between the turns of a long conversation: what the gateway does after its answer is counted."""
 INTERVAL_S = 0.005
+EVENTS, STREAMS = 16, 16
+"""Events of a stream, and streams at once."""
 MANY_TURNS = 3
 GROWING_TURNS = 6
 WAVES = 6
@@ -141,6 +145,40 @@ async def streams(bench: Bench) -> None:
     mine = bench.ours.name
     report.at_most("first_token_added_ms", added[mine], 3.0)
     report.at_least("chunks_seen_before_the_next", statistics.mean(in_time[mine]), 0.99)
+
+
+async def events(bench: Bench) -> None:
+    """Measure every system that is one process, taking turns."""
+    report, size = bench.report, bench.size
+    systems = [system for system in bench.systems if len(system.pids) == 1]
+    samples: dict[str, list[Sample]] = defaultdict(list)
+    first_ms: dict[str, list[float]] = defaultdict(list)
+    await bench.engine.control(n_events=EVENTS)
+    for turn in range(size.rounds + 1):  # the first warms up
+        for system in systems:
+            options = {"connections": STREAMS, "prompts": size.groups, "stream": True}
+            job = bench.job(system, "chat", first_prompt=turn * size.groups, **options)
+            found, result = await run_job(bench, system, job)
+            await system.settle(job)
+            if turn:
+                samples[system.name].append(found)
+                pairs = zip(result.sent, result.seen, strict=True)
+                first_ms[system.name] += [1e3 * (seen[0][0] - sent) for sent, seen in pairs]
+    await bench.engine.control()
+    report.figures[f"streams_of_{EVENTS}_events_at_{STREAMS}"] = [
+        {
+            "system": name,
+            "streams_per_s": statistics.median(s.requests_per_s for s in found),
+            "cpu_ms": statistics.median(s.cpu_ms for s in found),
+            "cpu_us_an_event": statistics.median(1e3 * s.cpu_ms / EVENTS for s in found),
+            "first_token_ms": statistics.median(first_ms[name]),
+        }
+        for name, found in samples.items()
+    ]
+    if Rllm.name in samples:
+        mine, theirs = samples[bench.ours.name], samples[Rllm.name]
+        ratio = paired(mine, theirs, lambda a, b: a.requests_per_s / b.requests_per_s)
+        report.at_least(f"streams_by_rllm_at_{STREAMS}", ratio, 4.0)
 
 
 def _lengths(bench: Bench) -> list[int]:

@@ -102,6 +102,9 @@ def test_a_slow_engine_streams_long_conversations_and_waves_are_measured(
     assert [row["system"] for row in figures["engine_of_50_ms"]] == _installed()
     assert all(row["p50_ms"] >= 50 for row in figures["engine_of_50_ms"])
     assert [row["system"] for row in figures["streams_of_an_event_every_5_ms"]] == _installed()
+    streams = figures["streams_of_16_events_at_16"]
+    assert {row["system"] for row in streams} <= {*_installed()}
+    assert all(row["cpu_us_an_event"] > 0 for row in streams)
     assert figures["turns_of_3200_tokens"][-1]["turn"] == LONG_TURNS
     assert all(row["p50_ms"] >= 50 for row in figures["open_trajectories_of_one_process"])
     assert figures["live_trajectory"]["tokens"] > 3 * 3_000
@@ -262,6 +265,15 @@ async def test_the_client_sees_each_event_of_a_stream_as_it_is_written(
     assert len(first) == len(second) == ANSWER_TOKENS - 1  # the end token has no text
     for seen, times in zip(result.seen, written, strict=True):
         assert all(now >= then for (now, _), then in zip(seen, times, strict=False))
+
+
+async def test_a_stream_has_as_many_events_as_it_is_divided_into(
+    engine: Engine, client: Client
+) -> None:
+    await engine.control(interval_s=0.002, n_events=16)
+    result = await client.run(_job(engine, connections=1, prompts=1, rollouts=1, stream=True))
+    assert [len(times) for times in await engine.control()] == [16, 16]
+    assert all(1 < len(seen) <= 16 for seen in result.seen)
 
 
 async def test_an_answer_that_is_another_is_an_error(engine: Engine, client: Client) -> None:
