@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import lru_cache
+from itertools import compress
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import orjson
 
@@ -33,9 +35,10 @@ from stepwell.datapool.errors import (
 from stepwell.datapool.files.archive.conversations import ends_texts
 from stepwell.datapool.files.trained import with_rewards
 from stepwell.datapool.inspect.events import Event
-from stepwell.datapool.inspect.pages import ExportedTrajectory, GroupRow, TrajectoryRow
+from stepwell.datapool.inspect.pages import ExportedTrajectory, GroupRow, Page, TrajectoryRow
 from stepwell.datapool.ops import Mark
 from stepwell.datapool.questions import ReadDeparted, ReadEnds
+from stepwell.datapool.selection import Marks
 from stepwell.datapool.selection.built_in import FILTERS, ORDERS, read_name
 from stepwell.datapool.types import TRAIN, Trajectory
 from stepwell.gateway.errors import RequestError, UnknownItemError
@@ -59,20 +62,69 @@ LISTED: Final = 1000
 MOST_SORTED: Final = 2000
 """Newest trajectories of the pool that are looked through for a search or an order: some 20 µs of
 the pool each, of a search some 50 µs."""
+MOST_GROUPS: Final = 500
+"""Newest groups of the pool that are, likewise: some 20 µs for each of their trajectories."""
 MOST_SHOWN: Final = 64
 """Trajectories of an archived group that are laid side by side."""
 LAST_RECORDS: Final = 20
 """Optimizer steps that the lag histogram sums up."""
 
+_Row: TypeAlias = Mapping[str, Any]
+_Orders: TypeAlias = Mapping[str, Callable[[_Row], Any]]
 
-_SORTED: Final[Mapping[str, Callable[[TrajectoryRow], float | None]]] = {
-    "time": lambda row: row.opened_at,
-    "reward": lambda row: row.reward,
-    "turns": lambda row: row.n_steps,
-    "tokens": lambda row: row.n_unique_tokens,
-    "version": lambda row: row.newest_version,
+
+def _lower(name: str) -> Callable[[_Row], str | None]:
+    return lambda row: None if row[name] is None else row[name].lower()
+
+
+def _marked(row: _Row) -> str | None:
+    """Marks as lists show them."""
+    marks: Marks = row["marks"]
+    said = {True: ["trainable"], False: ["not trainable"], None: []}[marks.trainable]
+    return " ".join([*said, *sorted(marks.tags), marks.note or ""]).strip() or None
+
+
+_TRAJECTORY_ORDERS: Final[_Orders] = {
+    "time": itemgetter("opened_at"),
+    "reward": itemgetter("reward"),
+    "turns": itemgetter("n_steps"),
+    "tokens": itemgetter("n_unique_tokens"),
+    "version": itemgetter("newest_version"),
+    "state": lambda row: (row["state"], row["reason"] or ""),
+    "group": itemgetter("group_state"),
+    "attempt": itemgetter("attempt"),
+    "marks": _marked,
+    "first": _lower("first"),
+    "last": _lower("last"),
+    "uid": itemgetter("trajectory_uid"),
+    "prompt": itemgetter("prompt_uid"),
 }
-"""Values that a list of trajectories can be sorted by."""
+_GROUP_ORDERS: Final[_Orders] = {
+    "time": itemgetter("opened_at"),
+    "first": _lower("first"),
+    "state": itemgetter("state"),
+    "rollouts": itemgetter("n_complete"),
+    "reward": itemgetter("reward_mean"),
+    "spread": itemgetter("reward_std"),
+    "version": itemgetter("newest_version"),
+    "turns": itemgetter("n_steps"),
+    "tokens": itemgetter("n_tokens"),
+    "delivery": itemgetter("delivery"),
+    "marks": _marked,
+    "why": itemgetter("reason"),
+    "prompt": itemgetter("prompt_uid"),
+}
+_EVENT_ORDERS: Final[_Orders] = {
+    "time": itemgetter("time"),
+    "first": _lower("first"),
+    "uid": itemgetter("trajectory_uid"),
+    "kind": itemgetter("kind"),
+    "reason": lambda row: row["data"].get("reason"),
+    "complete": lambda row: row["data"].get("complete"),
+    "returned": lambda row: bool(row["data"].get("returned")),
+    "prompt": itemgetter("prompt_uid"),
+}
+"""Values that lists are sorted by; the archive's are `catalogue.ORDERS`."""
 
 
 class _Found(NamedTuple):
@@ -207,17 +259,34 @@ class Dashboard:
             raise UnknownItemError("this gateway knows no run's folder", "run")
         return await asyncio.to_thread(self._comparison.as_csv, run, key)
 
-    async def batches(self, cursor: int | None) -> dict[str, Any]:
-        """Optimizer steps, the newest first, and which of them have a sample."""
+    async def batches(
+        self, cursor: int | None, order: str | None, ascending: str | None
+    ) -> dict[str, Any]:
+        """Optimizer steps, the newest first, page by page, and which of them have a sample; or the
+        first ones of the `MOST_SORTED` newest in order of a metric (`looked` says of how many, if
+        there are more)."""
         if self._folder is None:
-            return {"items": [], "cursor": None}
+            return {"items": [], "cursor": None, "looked": None}
         steps = await asyncio.to_thread(self._folder.steps)
         sampled = set(await asyncio.to_thread(self._folder.sampled))
+        is_newest = order in (None, "step") and not ascending
         older = [s for s in steps if cursor is None or s < cursor]
-        page = older[: -PAGE - 1 : -1]
+        page = older[: -(PAGE if is_newest else MOST_SORTED) - 1 : -1]
         records = await asyncio.to_thread(self._folder.records, page)
         items = [record | {"sampled": record["step"] in sampled} for record in records]
-        return {"items": items, "cursor": page[-1] if len(older) > len(page) else None}
+        is_last = len(older) == len(page)
+        if is_newest:
+            return {"items": items, "cursor": None if is_last else page[-1], "looked": None}
+        known = sorted({name for item in items for name in item})
+        if items and order not in (None, *known):
+            raise RequestError(f"order is {order!r:.80}; there are {', '.join(known)}", "order")
+
+        def value(row: _Row) -> float | None:
+            found = row.get(order or "step")
+            return found if isinstance(found, int | float) else None
+
+        items = _in_order(items, value, descending=not ascending)[:PAGE]
+        return {"items": items, "cursor": None, "looked": None if is_last else len(page)}
 
     async def batch(self, step: int | None) -> dict[str, Any]:
         """One optimizer step: its metrics, and the sample of what it was trained on."""
@@ -232,16 +301,26 @@ class Dashboard:
     # -- listings ----------------------------------------------------------------------------
 
     async def groups(
-        self, channel: str, cursor: str | None, filters: Mapping[str, Any]
+        self,
+        channel: str,
+        cursor: str | None,
+        search: str | None,
+        order: str | None,
+        ascending: str | None,
+        filters: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Groups, the newest first, with the first message of each."""
-        listed = self.pool.list_groups(channel, cursor, PAGE, newest_first=True, **filters)
-        page = await self.ask(listed)
-        items: Sequence[Any] = page.items
-        if self._folder is not None:
-            items = await asyncio.to_thread(with_rewards, self._folder.path, page.items)
-        texts = await self._texts(channel, [row.prompt_uid for row in items])
-        return {"items": [_row(each, texts) for each in items], "cursor": page.cursor}
+        """Groups with the first message of each, as `_listed`."""
+
+        async def read(cursor: str | None, limit: int) -> Page[GroupRow]:
+            listed = self.pool.list_groups(channel, cursor, limit, newest_first=True, **filters)
+            page = await self.ask(listed)
+            if self._folder is None:
+                return page
+            rows = await asyncio.to_thread(with_rewards, self._folder.path, page.items)
+            return Page(tuple(rows), page.cursor)
+
+        how = search, order, ascending
+        return await self._listed(read, _GROUP_ORDERS, MOST_GROUPS, channel, cursor, *how)
 
     async def trajectories(
         self,
@@ -252,64 +331,98 @@ class Dashboard:
         ascending: str | None,
         filters: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Trajectories with what was said first and last in each, the newest first, page by page.
-        With a search or another order: the first ones of the `MOST_SORTED` newest that pass the
-        filters; `looked` says of how many, if there are more."""
-        if order not in (None, *_SORTED):
-            known = ", ".join(_SORTED)
-            raise RequestError(f"order is {order!r:.80}; there are {known}", "order")
-        is_newest = order in (None, "time") and not ascending and search is None
-        rows: list[TrajectoryRow] = []
-        while True:
-            size = PAGE if is_newest else LISTED
-            page = await self.ask(
-                self.pool.list_trajectories(channel, cursor, size, newest_first=True, **filters)
+        """Trajectories with what was said first and last in each, as `_listed`."""
+
+        async def read(cursor: str | None, limit: int) -> Page[TrajectoryRow]:
+            return await self.ask(
+                self.pool.list_trajectories(channel, cursor, limit, newest_first=True, **filters)
             )
+
+        how = search, order, ascending
+        return await self._listed(read, _TRAJECTORY_ORDERS, MOST_SORTED, channel, cursor, *how)
+
+    async def _listed(
+        self,
+        read: Callable[[str | None, int], Awaitable[Page[GroupRow] | Page[TrajectoryRow]]],
+        orders: _Orders,
+        most: int,
+        channel: str,
+        cursor: str | None,
+        search: str | None,
+        order: str | None,
+        ascending: str | None,
+    ) -> dict[str, Any]:
+        """Rows of the pool with their texts, the newest first, page by page. With a search or
+        another order: the first ones of the `most` newest that pass the filters; `looked` says of
+        how many, if there are more."""
+        value = _order_of(orders, order)
+        is_newest = order in (None, "time") and not ascending and search is None
+        rows: list[GroupRow | TrajectoryRow] = []
+        while True:
+            page = await read(cursor, PAGE if is_newest else min(LISTED, most))
             rows += page.items
             cursor = page.cursor
-            if is_newest or cursor is None or len(rows) >= MOST_SORTED:
+            if is_newest or cursor is None or len(rows) >= most:
                 break
         looked = None if is_newest or cursor is None else len(rows)
-        texts: dict[str, dict[str, str | None]] = {}
+        items = [_fields(row) | {"first": None, "last": None} for row in rows]
+        if has_texts := search is not None or order in ("first", "last"):
+            items = await self._with_texts(channel, items)
         if search is not None:
-            texts = await self._texts(channel, [row.trajectory_uid for row in rows])
             words = search.lower().split()
-            said = {uid: " ".join(filter(None, ends.values())) for uid, ends in texts.items()}
-            told = {uid: text.lower() for uid, text in said.items()}
-            rows = [r for r in rows if all(w in told.get(r.trajectory_uid, "") for w in words)]
+            said = [" ".join(filter(None, (i["first"], i["last"]))).lower() for i in items]
+            found = [all(word in text for word in words) for text in said]
+            items = list(compress(items, found))
         if not is_newest:
-            rows = _in_order(rows, order or "time", descending=not ascending)[:PAGE]
-        if search is None:
-            texts = await self._texts(channel, [row.trajectory_uid for row in rows])
-        items = [_row(row, texts) for row in rows]
+            items = _in_order(items, value, descending=not ascending)[:PAGE]
+        if not has_texts:
+            items = await self._with_texts(channel, items)
         return {"items": items, "cursor": cursor if is_newest else None, "looked": looked}
 
-    async def _texts(self, channel: str, uids: Sequence[str]) -> dict[str, dict[str, str | None]]:
-        """The first message of a user and the last reply, by uid of a trajectory or a group."""
+    async def _with_texts(self, channel: str, items: Sequence[_Row]) -> list[dict[str, Any]]:
+        """Rows of trajectories, or of groups, with the first message of a user and the last reply,
+        as far as messages were kept."""
+        uids = [item.get("trajectory_uid") or item["prompt_uid"] for item in items]
         found: dict[str, dict[str, str | None]] = {}
         for i in range(0, len(uids), PAGE):
             asked = ReadEnds(tuple(uids[i : i + PAGE]), channel)
             ends = await self.ask(self.pool.call(asked))
             found |= await asyncio.to_thread(ends_texts, ends)
-        return found
+        return [{**item, **found.get(uid, {})} for uid, item in zip(uids, items, strict=True)]
 
     async def events(
-        self, channel: str | None, kinds: Sequence[str] | None, reason: str | None
+        self,
+        channel: str | None,
+        kinds: Sequence[str] | None,
+        reason: str | None,
+        order: str | None,
+        ascending: str | None,
     ) -> dict[str, Any]:
-        """Recent events, the newest first; with them, the reasons that groups left the pool for."""
+        """Recent events, the newest first, or the first ones of the `MOST_SORTED` newest in another
+        order (`looked` says of how many, if there are more); with them, the reasons that groups
+        left the pool for."""
+        value = _order_of(_EVENT_ORDERS, order)
         found, _ = await self._events(None, channel, kinds)
-        chosen = [e for e in found if reason in (None, e.data.get("reason"))]
+        chosen = [e for e in reversed(found) if reason in (None, e.data.get("reason"))]
         reasons = sorted({e.data["reason"] for e in found if "reason" in e.data})
-        newest = chosen[: -PAGE * 5 - 1 : -1]
+        is_newest = order in (None, "time") and not ascending
+        newest = chosen[: PAGE * 5 if is_newest else MOST_SORTED]
 
-        def said() -> dict[str, str]:
+        def said(uids: Iterable[str]) -> dict[str, str]:
             with _reader(self._archive) as archive:
-                return archive.first_messages(list({e.prompt_uid for e in newest}))
+                return archive.first_messages(list(dict.fromkeys(uids)))
 
         # Of what has left; what waits to be archived has none for some seconds.
-        texts = {} if self._archive is None else await asyncio.to_thread(said)
-        items = [{**_fields(e), "first": texts.get(e.prompt_uid)} for e in newest]
-        return {"items": items, "total": len(chosen), "reasons": reasons}
+        items = [_fields(event) | {"first": None} for event in newest]
+        if order != "first" and not is_newest:
+            items = _in_order(items, value, descending=not ascending)[: PAGE * 5]
+        if self._archive is not None:
+            texts = await asyncio.to_thread(said, [item["prompt_uid"] for item in items])
+            items = [item | {"first": texts.get(item["prompt_uid"])} for item in items]
+        if order == "first":
+            items = _in_order(items, value, descending=not ascending)[: PAGE * 5]
+        looked = None if is_newest or len(newest) == len(chosen) else len(newest)
+        return {"items": items, "total": len(chosen), "reasons": reasons, "looked": looked}
 
     async def _events(
         self, cursor: str | None, channel: str | None = None, kinds: Sequence[str] | None = None
@@ -528,15 +641,24 @@ class Dashboard:
 
         return await self._of_archive(read)
 
-    async def prompts(self, which: str | None) -> dict[str, Any]:
-        """Prompts with the rewards of all their tries; `which`: `never` or `always` rewarded."""
+    async def prompts(
+        self, which: str | None, order: str | None, ascending: str | None, cursor: int | None
+    ) -> dict[str, Any]:
+        """Prompts with the rewards of all their tries, page by page; `which`: `never` or `always`
+        rewarded."""
+        before = max(cursor or 0, 0)
 
         def read() -> dict[str, Any]:
             with _reader(self._archive) as archive:
                 rows = archive.prompts(
-                    never_rewarded=which == "never", always=which == "always", limit=PAGE
+                    never_rewarded=which == "never",
+                    always=which == "always",
+                    order=order or "time",
+                    descending=not ascending,
+                    limit=before + PAGE + 1,
                 )
-            return {"items": rows, "cursor": None}
+            more = len(rows) > before + PAGE
+            return {"items": rows[before:][:PAGE], "cursor": before + PAGE if more else None}
 
         return await self._of_archive(read)
 
@@ -686,26 +808,28 @@ def _told(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"fate": fate(row)}
 
 
-def _row(row: GroupRow | TrajectoryRow, texts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """A row of the pool's listing with its texts."""
-    uid = row.trajectory_uid if isinstance(row, TrajectoryRow) else row.prompt_uid
-    return {**_fields(row), "first": None, "last": None, **texts.get(uid, {})}
-
-
 def _fields(record: GroupRow | TrajectoryRow | Event) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
+def _order_of(orders: _Orders, order: str | None) -> Callable[[_Row], Any]:
+    """Value that a list is sorted by.
+
+    Raises:
+        RequestError: there is no such order.
+    """
+    if (found := orders.get(order or "time")) is None:
+        raise RequestError(f"order is {order!r:.80}; there are {', '.join(orders)}", "order")
+    return found
+
+
 def _in_order(
-    rows: Iterable[TrajectoryRow], order: str, *, descending: bool
-) -> list[TrajectoryRow]:
+    rows: Sequence[dict[str, Any]], value: Callable[[_Row], Any], *, descending: bool
+) -> list[dict[str, Any]]:
     """The rows in order of a value; those that have none come last."""
-
-    def key(row: TrajectoryRow) -> tuple[bool, float]:
-        value = _SORTED[order](row)
-        return value is None, (-1 if descending else 1) * (value or 0)
-
-    return sorted(rows, key=key)
+    known = [row for row in rows if value(row) is not None]
+    rest = [row for row in rows if value(row) is None]
+    return [*sorted(known, key=value, reverse=descending), *rest]
 
 
 def _as_listed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -300,9 +300,17 @@ QUESTIONS: Final[Mapping[str, Handler]] = {
     "runs": _question(Dashboard.runs),
     "compare": _question(Dashboard.compare, run=_list, key=_list),
     "compare.csv": _compare_csv,
-    "batches": _question(Dashboard.batches, cursor=_number),
+    "batches": _question(Dashboard.batches, cursor=_number, order=_text, ascending=_text),
     "batch": _question(Dashboard.batch, step=_number),
-    "groups": _question(Dashboard.groups, channel=_channel, cursor=_text, filters=_filters),
+    "groups": _question(
+        Dashboard.groups,
+        channel=_channel,
+        cursor=_text,
+        search=_text,
+        order=_text,
+        ascending=_text,
+        filters=_filters,
+    ),
     "trajectories": _question(
         Dashboard.trajectories,
         channel=_channel,
@@ -312,7 +320,9 @@ QUESTIONS: Final[Mapping[str, Handler]] = {
         ascending=_text,
         filters=_filters,
     ),
-    "events": _question(Dashboard.events, channel=_text, kinds=_words, reason=_text),
+    "events": _question(
+        Dashboard.events, channel=_text, kinds=_words, reason=_text, order=_text, ascending=_text
+    ),
     "group": _question(Dashboard.group, channel=_channel, prompt_uid=_needed, step=_number),
     "trajectory": _question(
         Dashboard.trajectory, channel=_text, trajectory_uid=_needed, step=_number
@@ -320,7 +330,9 @@ QUESTIONS: Final[Mapping[str, Handler]] = {
     "archive": _question(
         Dashboard.archive, query=_text, search=_text, order=_text, ascending=_text, cursor=_text
     ),
-    "prompts": _question(Dashboard.prompts, which=_text),
+    "prompts": _question(
+        Dashboard.prompts, which=_text, order=_text, ascending=_text, cursor=_number
+    ),
     "picture": _picture,
     "find": _question(Dashboard.find, uid=_needed),
     "tokens": _question(

@@ -18,8 +18,6 @@ from pathlib import Path
 from stepwell.cli.look import Commands, add_command, add_run, answer
 from stepwell.trainer.errors import ConfigError
 
-ORDERS = ("time", "reward", "turns", "tokens", "version", "relevance")
-
 
 def add_archive_commands(commands: Commands, data: Commands) -> None:
     text = "list the prompts of a run with the rewards of all their tries"
@@ -27,6 +25,14 @@ def add_archive_commands(commands: Commands, data: Commands) -> None:
     which = prompts.add_mutually_exclusive_group()
     which.add_argument("--never-rewarded", action="store_true", help="no try had a reward above 0")
     which.add_argument("--always-rewarded", action="store_true", help="every try had one")
+    prompts.add_argument(
+        "--order",
+        default="time",
+        metavar="COLUMN",
+        help="time (of the last try, the default), tries, rewarded (their share), mean, best, "
+        "solved (at which version), source, first (what was asked)",
+    )
+    prompts.add_argument("--ascending", action="store_true", help="the smallest or oldest first")
     prompts.add_argument("--limit", type=int, default=50, metavar="N", help="default: 50")
     text = "list what left a run's pool: trained, dropped, aborted, late"
     query = add_command(data, "query", _query, text)
@@ -36,7 +42,11 @@ def add_archive_commands(commands: Commands, data: Commands) -> None:
     add_run(query)
     query.add_argument("--search", metavar="TEXT", help='words of what was said; "a phrase"; word*')
     query.add_argument(
-        "--order", default=None, help="time, reward, turns, tokens, version, relevance"
+        "--order",
+        default="time",
+        metavar="COLUMN",
+        help="time (the default), reward, turns, tokens, version, state, first or last (what was "
+        "said), uid; of a search also relevance",
     )
     query.add_argument("--ascending", action="store_true", help="the smallest or oldest first")
     query.add_argument("--limit", type=int, default=20, metavar="N", help="default: 20")
@@ -59,18 +69,26 @@ def add_archive_commands(commands: Commands, data: Commands) -> None:
 
 
 def _prompts(args: argparse.Namespace) -> None:
+    from stepwell.datapool.files.archive.reader import PROMPT_ORDERS
     from stepwell.show.archive import open_archive, prompts_screen
 
     if args.limit < 1:
         raise ConfigError(f"--limit is {args.limit}; give 1 or more")
+    if args.order not in PROMPT_ORDERS:
+        raise ConfigError(f"--order is {args.order!r}; there are {', '.join(PROMPT_ORDERS)}")
     rows = open_archive(args.where).prompts(
-        never_rewarded=args.never_rewarded, always=args.always_rewarded, limit=args.limit
+        never_rewarded=args.never_rewarded,
+        always=args.always_rewarded,
+        order=args.order,
+        descending=not args.ascending,
+        limit=args.limit,
     )
     answer(args, rows, prompts_screen)
 
 
 def _query(args: argparse.Namespace) -> None:
     from stepwell.datapool.errors import InvalidRequestError
+    from stepwell.datapool.files.archive.catalogue import ORDERS
     from stepwell.datapool.files.archive.reader import parse
     from stepwell.show.archive import open_archive, rows_screen
 
@@ -78,8 +96,8 @@ def _query(args: argparse.Namespace) -> None:
         raise ConfigError(f"--limit is {args.limit}; give 1 or more")
     if args.to is not None and args.to.exists():
         raise ConfigError(f"--to is {str(args.to)!r}, which exists; name a new file")
-    if args.order not in (None, *ORDERS):
-        raise ConfigError(f"--order is {args.order!r}; there are {', '.join(ORDERS)}")
+    if args.order not in (*ORDERS, "relevance"):
+        raise ConfigError(f"--order is {args.order!r}; there are {', '.join(ORDERS)}, relevance")
     if args.order == "relevance" and not args.search:
         raise ConfigError("--order is relevance, which is of --search TEXT")
     try:
@@ -87,7 +105,7 @@ def _query(args: argparse.Namespace) -> None:
     except InvalidRequestError as e:
         raise ConfigError(str(e)) from e
     reader = open_archive(args.where)
-    how = {"order": args.order or "time", "descending": not args.ascending, "limit": args.limit}
+    how = {"order": args.order, "descending": not args.ascending, "limit": args.limit}
     if args.to is None:
         page = reader.rows(where, args.search, **how)
         answer(args, page.items, rows_screen)

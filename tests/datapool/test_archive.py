@@ -650,15 +650,108 @@ def many(run):
 
 
 def test_lists_go_page_by_page_in_any_order(many):
-    for order in ("time", "reward", "version"):
-        seen, cursor = [], None
-        while True:
-            page = many.rows(order=order, limit=7, cursor=cursor)
-            seen += [row["uid"] for row in page.items]
-            if (cursor := page.cursor) is None:
-                break
-        assert seen == [f"t{i:02d}" for i in range(29, -1, -1)], order
+    for order in ("time", "uid", "reward", "version"):
+        assert all_pages(many, order=order) == [f"t{i:02d}" for i in range(29, -1, -1)], order
     assert many.rows(order="reward", descending=False, limit=1).items[0]["uid"] == "t00"
+
+
+def all_pages(reader, **how):
+    """Uids of a list, page by page."""
+    seen, cursor = [], None
+    while True:
+        page = reader.rows(**how, limit=7, cursor=cursor)
+        seen += [row["uid"] for row in page.items]
+        if (cursor := page.cursor) is None:
+            return seen
+
+
+def ended(row):
+    how = row["left"] if row["state"] == "complete" else row["state"]
+    return f"{how} {row['drop_reason'] or row['reason'] or ''}"
+
+
+SHOWN = {
+    "time": lambda row: row["time"],
+    "uid": lambda row: row["uid"],
+    "reward": lambda row: row["reward"],
+    "turns": lambda row: row["turns"],
+    "tokens": lambda row: row["tokens"],
+    "version": lambda row: row["version"],
+    "state": ended,
+    "first": lambda row: None if row["first"] is None else row["first"].lower(),
+    "last": lambda row: None if row["last"] is None else row["last"].lower(),
+}
+
+
+@pytest.fixture
+def mixed(run):
+    """Trajectories of every end, some without a reward or a text; many are the same in each."""
+    for i in range(24):
+        asked, reply = ("Zebra", "apple", "Ähre")[i % 3], f"{'aB'[i % 2]}nswer {i // 4}"
+        for turn in range(1 + i % 2):
+            run.turn(f"t{i:02d}", asked, f"{reply} {turn}", version=i % 5)
+        if i % 6 == 0:
+            run.pool("drop_group", f"p-t{i:02d}", "stale" if i % 4 else "too easy")
+            continue
+        run.pool("complete_trajectory", f"t{i:02d}", (None, 0.0, 1.0)[i % 3])
+        run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    run.pool("submit_step", step_of("mute", "p-mute", metadata={"timing": {}}))
+    run.pool("complete_trajectory", "mute", 1.0)
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    run.archive()
+    return run.reader
+
+
+@pytest.mark.parametrize("descending", [True, False])
+@pytest.mark.parametrize("order", SHOWN)
+@pytest.mark.parametrize("how", [{}, {"search": "answer"}, {"where": parse("turns == 1")}])
+def test_each_column_sorts_all_rows_and_those_without_a_value_come_last(
+    mixed, order, descending, how
+):
+    rows = {row["uid"]: row for row in mixed.rows(**how, limit=100).items}
+    seen = all_pages(mixed, order=order, descending=descending, **how)
+    assert sorted(seen) == sorted(rows), "none is lost, none is twice"
+    values = [SHOWN[order](rows[uid]) for uid in seen]
+    known = [value for value in values if value is not None]
+    assert known == sorted(known, reverse=descending)
+    assert values == known + [None] * (len(values) - len(known))
+    ids = [rows[uid]["id"] for uid in seen]
+    ties = [i for i in range(1, len(ids)) if values[i - 1] == values[i]]
+    assert all((ids[i - 1] > ids[i]) == descending for i in ties), "ties by time"
+
+
+@pytest.mark.parametrize("descending", [True, False])
+def test_a_cursor_of_another_order_is_refused(mixed, descending):
+    cursor = mixed.rows(order="reward", descending=descending, limit=2).cursor
+    assert mixed.rows(order="reward", descending=descending, limit=2, cursor=cursor).items
+    for other in ({"order": "first"}, {"order": "reward", "descending": not descending}):
+        with pytest.raises(InvalidRequestError, match="cursor"):
+            mixed.rows(**{"descending": descending} | other, cursor=cursor)
+
+
+def test_tries_of_one_prompt_stand_together_however_alike_prompts_begin(run):
+    for i in range(12):
+        run.train(f"t{i:02d}", f"{'State the final answer. ' * 3} What is {i % 3} + 1?")
+    run.archive()
+    prompts = [int(uid[1:]) % 3 for uid in all_pages(run.reader, order="first")]
+    assert sorted(prompts[::4]) == [0, 1, 2]
+    assert prompts == [prompt for prompt in prompts[::4] for _ in range(4)]
+
+
+def test_a_catalogue_of_an_older_release_is_made_anew_of_the_files(run):
+    run.train("t", "question", "answer")
+    run.archive()
+    path = run.reader.folder.catalogue(0)
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript("DROP INDEX by_last; DELETE FROM trajectories; PRAGMA user_version = 1")
+    with closing(archiver.open_sound(run.settings)):  # as the process beside a pool begins
+        pass
+    run.train("u", "question", "another answer")
+    run.archive()
+    assert all_pages(run.reader, order="last", descending=False) == ["u", "t"]
+    assert run.reader.rows(search="question").items
+    (prompt,) = run.reader.prompts()
+    assert prompt["tries"] == 2
 
 
 def test_a_query_filters(many):
@@ -782,6 +875,50 @@ def test_prompts_that_never_get_a_reward_are_listed(run):
     assert len(run.reader.prompts(never_rewarded=True)) == 1
 
 
+PROMPTS = {
+    "time": lambda row: row["newest"],
+    "tries": lambda row: row["tries"],
+    "rewarded": lambda row: row["rewarded"] / row["scored"] if row["scored"] else None,
+    "mean": lambda row: row["mean"],
+    "best": lambda row: row["best"],
+    "solved": lambda row: row["solved_version"],
+    "source": lambda row: row["data_source"],
+    "first": lambda row: row["first"],
+}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_each_column_sorts_all_prompts(tmp_path, shards):
+    archive = ArchiveConfig(dir=tmp_path / "archive")
+    for k in range(shards):
+        run = Archived(tmp_path / str(k), archive=archive)
+        run.settings = msgspec.structs.replace(run.settings, shard=k)
+        for i in range(8):
+            for n in range(1 + (i + k) % 4):
+                run.pool.now = 1000.0 + 100 * i + 10 * n + k
+                task = {} if i % 3 else {"data_source": f"source {i}", "instance_id": f"{i}"}
+                uid, reward = f"t{k}{i}{n}", (None, 0.0, 0.5, 1.0)[(i * n + k) % 4]
+                run.pool("apply", OpenGroup(f"p-{uid}", 1, metadata=task))
+                run.train(uid, f"question {i % 5}", reward=reward, version=i)
+        run.archive()
+        run.pool.journal.close()
+    reader = ArchiveReader(tmp_path / "archive")
+    every = {row["prompt"]: row for row in reader.prompts()}
+    assert len(every) == 7
+    for order, of in PROMPTS.items():
+        for descending in (True, False):
+            how = {"order": order, "descending": descending}
+            rows = reader.prompts(**how)
+            assert {row["prompt"]: row for row in rows} == every, order
+            values = [of(row) for row in rows]
+            known = [value for value in values if value is not None]
+            assert known == sorted(known, reverse=descending), order
+            assert values == known + [None] * (len(values) - len(known)), order
+            assert reader.prompts(**how, limit=3) == rows[:3], order
+    with pytest.raises(InvalidRequestError, match="order is 'size'; there are time, tries"):
+        reader.prompts(order="size")
+
+
 def test_the_archives_of_all_shards_answer_as_one(tmp_path):
     runs = []
     for k in range(2):
@@ -798,16 +935,17 @@ def test_the_archives_of_all_shards_answer_as_one(tmp_path):
         run.pool.journal.close()
     reader = ArchiveReader(tmp_path / "archive")
     newest = ["t21", "t20", "t11", "t10", "t01", "t00"]
-    for order in ("time", "reward"):
+    rewarded = ["t21", "t20", "t01", "t11", "t10", "t00"]
+    asked = ["t01", "t00", "t11", "t10", "t21", "t20"]
+    orders = {"time": newest, "uid": newest, "reward": rewarded, "first": asked, "state": newest}
+    for order, uids in orders.items():
         seen, cursor = [], None
         while True:
             page = reader.rows(order=order, limit=2, cursor=cursor)
-            seen += page.items
+            seen += [row["uid"] for row in page.items]
             if (cursor := page.cursor) is None:
                 break
-        assert sorted(row["uid"] for row in seen) == sorted(newest)
-        assert order != "time" or [row["uid"] for row in seen] == newest
-        assert order != "reward" or [row["reward"] for row in seen] == [1.0] * 3 + [0.0] * 3
+        assert seen == uids, order
     assert reader.read("t10").outcome == reader.read("t11").outcome == 0.0
     assert [row["first"] for row in reader.prompts(never_rewarded=True)] == ["never"]
     assert [row["first"] for row in reader.prompts(always=True)] == ["always"]

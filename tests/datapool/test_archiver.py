@@ -6,7 +6,8 @@ import asyncio
 import os
 import random
 import signal
-from contextlib import contextmanager
+import sqlite3
+from contextlib import closing, contextmanager
 
 import pytest
 import ray
@@ -134,6 +135,22 @@ async def test_what_waited_when_the_pool_ended_is_archived_by_who_looks(tmp_path
             await all_archived(service)  # the file of before says that it is archived
     assert reader.counts()["trajectories"] == 1
     assert len(list((tmp_path / "archive" / "trajectories").iterdir())) == 1
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_a_catalogue_of_another_release_is_made_anew_by_who_looks(tmp_path, waits):
+    async with serving(config_of(tmp_path), tmp_path / "pool") as (service, address):
+        await train(DataPoolClient([LocalShard(service)]), "t0")
+        with archiving(service, address, tmp_path):
+            await all_archived(service)
+        if waits:
+            await train(DataPoolClient([LocalShard(service)]), "t1")
+    reader = ArchiveReader(tmp_path / "archive")
+    with closing(sqlite3.connect(reader.folder.catalogue(0))) as db:
+        db.executescript("DROP INDEX by_last; DELETE FROM trajectories; PRAGMA user_version = 1")
+    await archive_stopped(stopped_pool(tmp_path / "pool", config_of(tmp_path)), config_of(tmp_path))
+    found = [row["uid"] for row in reader.rows(order="last").items]
+    assert found == ["t1", "t0"][not waits :]
 
 
 @pytest.mark.usefixtures("cluster")

@@ -66,6 +66,9 @@ def test_which_prompts_never_get_a_reward_is_one_command(run: Path, capsys: Capt
     assert "question 2" not in shown
     (row,) = json.loads(told(capsys, "prompts", run, "--never-rewarded", "--json"))
     assert (row["tries"], row["kind"]) == (2, "never")
+    least = json.loads(told(capsys, "prompts", run, "--order", "first", "--ascending", "--json"))
+    assert [row["first"] for row in least] == sorted(row["first"] for row in least)
+    assert "there are time, tries" in told(capsys, "prompts", run, "--order", "size", code=2)
 
 
 def test_a_query_lists_and_writes_what_passes(run: Path, capsys: Capture, tmp_path: Path) -> None:
@@ -75,6 +78,13 @@ def test_a_query_lists_and_writes_what_passes(run: Path, capsys: Capture, tmp_pa
     assert "t0" not in shown
     searched = json.loads(told(capsys, "data", "query", "", run, "--search", "idea", "--json"))
     assert [row["uid"] for row in searched] == ["gone"]
+    for order, first in {"uid": "gone", "state": "gone", "first": "t0", "last": "t0"}.items():
+        listed = told(capsys, "data", "query", "", run, "--order", order, "--ascending", "--json")
+        rows = json.loads(listed)
+        assert rows[0]["uid"] == first, order
+        assert len(rows) == 4
+    refused = told(capsys, "data", "query", "", run, "--order", "size", code=2)
+    assert "--order is 'size'; there are time, uid," in refused
     path = tmp_path / "some.parquet"
     told(capsys, "data", "query", "left == 'acked'", run, "--to", path)
     assert sorted(each.trajectory.trajectory_uid for each in read(path)) == ["t0", "t1", "t2"]

@@ -13,7 +13,7 @@ import math
 import random
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,6 +278,12 @@ def write_run(folder: Path, steps: int) -> None:
         "config": {"model": {"path": "quickstart/model"}, "trainer": {"backend": "torch"}},
     }
     write_sealed(folder / "run.json", about)
+
+
+def in_order(values: Sequence[Any], *, descending: bool) -> list[Any]:
+    """Values as a list that is sorted by them has them: those that are none come last."""
+    known = sorted((v for v in values if v is not None), reverse=descending)
+    return known + [None] * (len(values) - len(known))
 
 
 async def main() -> None:

@@ -342,6 +342,83 @@ async def test_a_list_is_sorted_searched_and_gone_through_by_keys(
     await expect(again.locator("tbody tr").first.locator("a.uid").first).to_have_text(uids[0])
 
 
+LISTS = [
+    ("trajectories", {}, 13),
+    ("groups", {}, 13),
+    ("groups", {"view": "gone"}, 8),
+    ("archive", {}, 9),
+    ("archive", {"view": "prompts", "which": "all"}, 8),
+    ("batches", {}, 13),
+    ("batch", {"step": 40}, 7),
+    ("find", {"uid": "chain_sum/1000:"}, 9),
+]
+"""Lists, and how many orders their heads have."""
+
+
+@pytest.mark.parametrize(("where", "params", "n"), LISTS)
+async def test_every_column_of_every_list_sorts_it(
+    shown: Demo, browser: Browser, where: str, params: dict[str, Any], n: int
+) -> None:
+    page = await opened(browser)
+    await go(page, shown, where, **params)
+    rows, heads = page.locator("tbody tr"), page.locator("th button.sort")
+    await expect(heads).to_have_count(n)
+    await expect(rows.first).to_be_visible()
+    everything = sorted(await rows.all_inner_texts())
+    for i in range(n):
+        first = None
+        for way in ("descending", "ascending"):
+            if await page.locator(f"th[aria-sort={way}]", has=heads.nth(i)).count() == 0 or first:
+                await heads.nth(i).click()
+            await expect(page.locator(f"th[aria-sort={way}]", has=heads.nth(i))).to_have_count(1)
+            await expect(page.locator("[aria-sort]")).to_have_count(1)
+            await expect(rows).to_have_count(len(everything))
+            assert sorted(await rows.all_inner_texts()) == everything
+            first = page.url
+    assert "ascending=1" in page.url
+    assert not page.failures  # type: ignore[attr-defined]
+    again = await opened(browser)
+    await again.goto(page.url)
+    await expect(again.locator("th[aria-sort=ascending]")).to_have_count(1)
+    await expect(again.locator("tbody tr")).to_have_count(len(everything))
+    assert await again.locator("tbody tr").all_inner_texts() == await rows.all_inner_texts()
+
+
+async def test_what_is_chosen_on_a_page_is_in_its_address(shown: Demo, browser: Browser) -> None:
+    page = await opened(browser)
+    await go(page, shown, "group", prompt_uid="chain_sum/1005")
+    await page.get_by_role("button", name="Prefix tree").click()
+    await expect(page.get_by_text("Tokens that the rollouts share")).to_be_visible()
+    assert "view=prefixes" in page.url
+    await go(page, shown, "batches")
+    await page.get_by_label("Metric").select_option("grad_norm")
+    await expect(page).to_have_url(re.compile("key=grad_norm"))
+    await go(page, shown, "pool")
+    await page.get_by_label("Kind").select_option("dropped")
+    await expect(page).to_have_url(re.compile("kind=dropped"))
+    await go(page, shown, "curation")
+    tag = page.locator(".card", has_text="Find by tag").get_by_label("Tag")
+    await tag.fill("suspicious")
+    await tag.press("Enter")
+    await expect(page).to_have_url(re.compile("tag=suspicious"))
+    again = await opened(browser)
+    await again.goto(page.url)
+    await expect(again.get_by_role("link", name="chain_sum/1001:2")).to_be_visible()
+    assert not page.failures  # type: ignore[attr-defined]
+
+
+async def test_a_list_that_changes_keeps_no_order_of_another(shown: Demo, browser: Browser) -> None:
+    page = await opened(browser)
+    await go(page, shown, "archive", order="reward")
+    await page.get_by_role("button", name="Prompts").click()
+    await expect(page.locator("a.talk").first).to_be_visible()
+    await expect(page.get_by_role("alert")).to_have_count(0)
+    await go(page, shown, "groups", order="spread")
+    await page.get_by_role("button", name="Recently gone").click()
+    await expect(page.locator("a.talk").first).to_be_visible()
+    await expect(page.get_by_role("alert")).to_have_count(0)
+
+
 async def test_tokens_have_no_colour_until_one_is_chosen(shown: Demo, browser: Browser) -> None:
     page = await opened(browser)
     await go(page, shown, "trajectory", uid="chain_sum/1005:1", view="tokens")
@@ -350,6 +427,7 @@ async def test_tokens_have_no_colour_until_one_is_chosen(shown: Demo, browser: B
     await expect(tokens.first).to_be_visible()
     assert await tokens.evaluate_all(painted) == 0
     await page.get_by_label("Colour").select_option("log_probs")
+    await expect(page).to_have_url(re.compile("colour=log_probs"))
     assert await tokens.evaluate_all(painted) > 0
 
 

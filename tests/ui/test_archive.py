@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from stepwell.datapool.ops import AbortTrajectory
-from tests.ui.demo import Demo, archive_all, demo, fill, show_picture
+from stepwell.gateway.ui import dashboard
+from tests.ui.demo import Demo, archive_all, demo, fill, in_order, show_picture
 
 BASE = "chain_sum/1001"
 
@@ -60,6 +61,37 @@ async def test_which_prompts_never_get_a_reward(shown: Demo, http: httpx.AsyncCl
     assert all(row["rewarded"] == 0 for row in rows)
     everything = (await ok(http, "prompts"))["items"]
     assert everything
+    for order, name in {"tries": "tries", "mean": "mean", "first": "first"}.items():
+        listed = await ok(http, "prompts", order=order, ascending="1")
+        values = [row[name] for row in listed["items"]]
+        assert values == in_order(values, descending=False)
+        assert len(values) == len(everything)
+    wrong = await http.get("prompts", params={"order": "size"})
+    assert wrong.status_code == 400
+    assert "order is 'size'; there are time, tries" in wrong.text
+
+
+async def test_prompts_come_in_pages(
+    shown: Demo, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await archive_all(shown)
+    everything = (await ok(http, "prompts", order="first"))["items"]
+    monkeypatch.setattr(dashboard, "PAGE", 1)
+    seen, cursor = [], None
+    while True:
+        page = await ok(
+            http, "prompts", order="first", **({} if cursor is None else {"cursor": cursor})
+        )
+        seen += page["items"]
+        if (cursor := page["cursor"]) is None:
+            break
+    assert seen == everything
+    assert len(seen) > 1
+
+
+async def test_archived_prompts_have_a_kind(shown: Demo, http: httpx.AsyncClient) -> None:
+    await archive_all(shown)
+    everything = (await ok(http, "prompts"))["items"]
     assert {row["kind"] for row in everything} <= {"never", "mixed", "always"}
 
 
@@ -127,6 +159,15 @@ async def test_what_has_gone_is_listed_with_its_first_message(
     gone = (await ok(http, "events", kinds="dropped"))["items"]
     assert gone
     assert all(event["first"].startswith("State the final answer") for event in gone)
+    for order in ("time", "first", "uid", "kind", "reason", "complete", "returned", "prompt"):
+        for ascending in ("", "1"):
+            listed = await ok(http, "events", kinds="dropped", order=order, ascending=ascending)
+            same = {event["number"] for event in listed["items"]}
+            assert same == {event["number"] for event in gone}
+            assert listed["looked"] is None
+    by_prompt = (await ok(http, "events", order="prompt", ascending="1"))["items"]
+    prompts = [event["prompt_uid"] for event in by_prompt]
+    assert prompts == sorted(prompts)
 
 
 async def test_a_list_is_searched_sorted_and_filtered(shown: Demo, http: httpx.AsyncClient) -> None:
@@ -139,7 +180,13 @@ async def test_a_list_is_searched_sorted_and_filtered(shown: Demo, http: httpx.A
     assert {row["prompt_uid"] for row in found["items"]} <= {"chain_sum/1000", "chain_sum/1002"}
     by_reward = (await ok(http, "archive", order="reward"))["items"]
     rewards = [row["reward"] for row in by_reward]
-    assert rewards == sorted(rewards, reverse=True)
+    assert rewards == in_order(rewards, descending=True)
+    assert len(rewards) == len(rows), "those without a reward come last, and are not lost"
+    for order in ("state", "first", "last", "uid", "turns", "tokens", "version"):
+        for ascending in ("", "1"):
+            listed = await ok(http, "archive", order=order, ascending=ascending)
+            assert {row["uid"] for row in listed["items"]} == {row["uid"] for row in rows}
+    assert listed["items"][0]["version"] == min(row["version"] for row in rows)
     wrong = await http.get("archive", params={"query": "rewards < 1"})
     assert wrong.status_code == 400
     assert "no such column" in wrong.text

@@ -7,7 +7,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,7 +25,7 @@ from stepwell.gateway.ui.dashboard import as_json
 from stepwell.gateway.ui.router import STATIC
 from stepwell.gateway.ui.run_folder import RunFolder
 from stepwell.gateway.ui.trajectories import prefixes
-from tests.ui.demo import HOSTILE, Demo, demo, fill, train, write_run
+from tests.ui.demo import HOSTILE, Demo, demo, fill, in_order, train, write_run
 
 ADMIN, AGENT = "an-admin-key-for-tests", "an-agent-key-for-tests"
 
@@ -199,6 +199,89 @@ async def test_a_list_is_sorted_and_searched(http: httpx.AsyncClient) -> None:
     assert "order is 'size'" in wrong.text
 
 
+def marked(row: Any) -> str | None:
+    marks = row["marks"]
+    return " ".join([*marks["tags"], marks["note"]]).strip() or None
+
+
+TRAJECTORIES: dict[str, Callable[[Any], Any]] = {
+    "time": lambda row: row["opened_at"],
+    "reward": lambda row: row["reward"],
+    "turns": lambda row: row["n_steps"],
+    "tokens": lambda row: row["n_unique_tokens"],
+    "version": lambda row: row["newest_version"],
+    "state": lambda row: row["state"],
+    "group": lambda row: row["group_state"],
+    "attempt": lambda row: row["attempt"],
+    "marks": marked,
+    "first": lambda row: row["first"] and row["first"].lower(),
+    "last": lambda row: row["last"] and row["last"].lower(),
+    "uid": lambda row: row["trajectory_uid"],
+    "prompt": lambda row: row["prompt_uid"],
+}
+GROUPS: dict[str, Callable[[Any], Any]] = {
+    "time": lambda row: row["opened_at"],
+    "first": lambda row: row["first"] and row["first"].lower(),
+    "state": lambda row: row["state"],
+    "rollouts": lambda row: row["n_complete"],
+    "reward": lambda row: row["reward_mean"],
+    "spread": lambda row: row["reward_std"],
+    "version": lambda row: row["newest_version"],
+    "turns": lambda row: row["n_steps"],
+    "tokens": lambda row: row["n_tokens"],
+    "delivery": lambda row: row["delivery"],
+    "marks": marked,
+    "why": lambda row: row["reason"],
+    "prompt": lambda row: row["prompt_uid"],
+}
+
+
+@pytest.mark.parametrize(
+    ("page", "orders", "uid"),
+    [("trajectories", TRAJECTORIES, "trajectory_uid"), ("groups", GROUPS, "prompt_uid")],
+)
+async def test_each_column_of_the_pools_lists_sorts_them(
+    shown: Demo, http: httpx.AsyncClient, page: str, orders: dict[str, Any], uid: str
+) -> None:
+    await shown.pool.open_trajectory("mute", "mute")
+    every = {row[uid]: row for row in (await ok(http, page))["items"]}
+    for order, value in orders.items():
+        for ascending in ("", "1"):
+            rows = (await ok(http, page, order=order, ascending=ascending))["items"]
+            assert {row[uid]: row for row in rows} == every, order
+            values = [value(row) for row in rows]
+            assert values == in_order(values, descending=not ascending), order
+    wrong = await http.get(page, params={"order": "size"})
+    assert wrong.status_code == 400
+    assert "order is 'size'; there are time" in wrong.text
+
+
+async def test_groups_are_searched(http: httpx.AsyncClient) -> None:
+    every = (await ok(http, "groups"))["items"]
+    word = every[0]["first"].split()[-2]
+    (found,) = (await ok(http, "groups", search=f"STATE {word}"))["items"]
+    assert found == every[0]
+
+
+async def test_optimizer_steps_are_sorted_by_any_metric(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = (await ok(http, "batches"))["items"]
+    for order in ("step", "reward/mean", "grad_norm", "log_prob_gap", "sampled"):
+        for ascending in ("", "1"):
+            answer = await ok(http, "batches", order=order, ascending=ascending)
+            assert {row["step"] for row in answer["items"]} == {row["step"] for row in every}
+            values = [row.get(order) for row in answer["items"]]
+            assert values == in_order(values, descending=not ascending), order
+            assert (answer["cursor"], answer["looked"]) == (None, None)
+    wrong = await http.get("batches", params={"order": "size"})
+    assert wrong.status_code == 400
+    assert "order is 'size'; there are" in wrong.text
+    monkeypatch.setattr(dashboard, "MOST_SORTED", 3)
+    some = await ok(http, "batches", order="grad_norm")
+    assert (len(some["items"]), some["looked"]) == (3, 3)
+
+
 async def test_a_list_says_of_how_many_its_order_is(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +290,9 @@ async def test_a_list_says_of_how_many_its_order_is(
     answer = await ok(http, "trajectories", order="reward")
     assert (answer["looked"], answer["cursor"]) == (4, None)
     assert (await ok(http, "trajectories"))["looked"] is None
+    monkeypatch.setattr(dashboard, "MOST_GROUPS", 1)
+    answer = await ok(http, "groups", order="reward")
+    assert (len(answer["items"]), answer["looked"], answer["cursor"]) == (1, 1, None)
 
 
 async def test_a_trajectory_shows_its_tree_and_the_tokens_of_the_journal(

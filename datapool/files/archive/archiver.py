@@ -31,7 +31,7 @@ from xxhash import xxh3_128_hexdigest
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.errors import DamagedFileError, DataPoolError
 from stepwell.datapool.files.archive import parquet
-from stepwell.datapool.files.archive.catalogue import Catalogue
+from stepwell.datapool.files.archive.catalogue import Catalogue, is_outdated
 from stepwell.datapool.files.archive.conversations import Conversation, Feedback, conversations
 from stepwell.datapool.files.archive.folder import (
     FEEDBACK,
@@ -356,17 +356,21 @@ def _kept(table: Any, deletions: Deletions) -> Any:
 
 async def archive_stopped(pool: DataPoolClient, config: PoolConfig) -> None:
     """Archive what waited when a pool ended, of which only the journals are left
-    (`stopped_pool`). What they hold stays; a later start of the pool deletes it.
+    (`stopped_pool`). What they hold stays; a later start of the pool deletes it. A catalogue of
+    another release is made anew.
 
     Args:
         config: what the pool ran with.
     """
     for k, shard in enumerate(pool.shards):
-        if not isinstance(shard, StoppedShard) or not shard.backlog["waiting"]:
+        if not isinstance(shard, StoppedShard):
             continue
         if (settings := Settings.of(config, shard.folder, shard.journal_id, k)) is None:
             return
-        archive = await asyncio.to_thread(Archive, settings)
+        path = ArchiveFolder(Path(settings.folder)).catalogue(k)
+        if not shard.backlog["waiting"] and not is_outdated(path):
+            continue
+        archive = await asyncio.to_thread(open_sound, settings)
         try:
             while await archive_waiting(archive, shard):
                 pass

@@ -29,9 +29,11 @@ from stepwell.datapool.files.archive.conversations import preview
 from stepwell.datapool.files.archive.folder import IMPORTED, FileName
 from stepwell.datapool.files.archive.parquet import said_in
 
-VERSION: Final = 1
+VERSION: Final = 2
 TEXT_CHARACTERS: Final = 200_000
 """Characters of a trajectory that are searched at most, from its beginning."""
+WAL_PAGES: Final = 8192
+"""Pages of SQLite's log, 32 MiB: what an index is changed in again meanwhile is copied once."""
 CHECKPOINTS: Final = 6
 """Tries to empty SQLite's log, which a reader may still read."""
 ALONE: Final = re.compile(
@@ -42,6 +44,7 @@ ALONE: Final = re.compile(
 BREAK: Final = "\u200b"
 """Between these words: seen by nobody, and a separator for the tokenizer."""
 FACTS: Final = (
+    "time",
     "reward",
     "version",
     "oldest_version",
@@ -57,11 +60,31 @@ FACTS: Final = (
     "user",
     "channel",
     "seconds",
-    "time",
 )
 """Columns that a filter may look at. One index has them all, so that a filter without hits reads
-that alone."""
+that alone; it grows at its end, as time does."""
+ORDERS: Final = {
+    "time": "id",
+    "uid": "uid",
+    "reward": "reward",
+    "turns": "turns",
+    "tokens": "tokens",
+    "version": "version",
+    "state": (
+        "CASE state WHEN 'complete' THEN \"left\" ELSE state END"
+        " || ' ' || coalesce(drop_reason, reason, '')"
+    ),
+    "first": "lower(substr(first, 1, 24)) || prompt",
+    "last": "lower(substr(last, 1, 24))",
+}
+"""Values that lists are sorted by, each with an index; ties by id. Of a text the beginning counts,
+since an index holds a copy; tries of one prompt stand together."""
 
+_SORTED: Final = "\n".join(
+    f"CREATE INDEX by_{name} ON trajectories({value}, id);"
+    for name, value in ORDERS.items()
+    if name not in ("time", "uid")
+)
 _TABLES: Final = f"""
 CREATE TABLE files (
   kind TEXT, name TEXT, digest TEXT, n_bytes INTEGER, n_rows INTEGER, newest REAL,
@@ -79,11 +102,7 @@ CREATE UNIQUE INDEX by_uid ON trajectories(uid, channel, attempt, part);
 CREATE INDEX by_group ON trajectories(prompt_uid);
 CREATE INDEX by_prompt ON trajectories(prompt);
 CREATE INDEX by_file ON trajectories(file);
-CREATE INDEX by_reward ON trajectories(reward, id);
-CREATE INDEX by_turns ON trajectories(turns, id);
-CREATE INDEX by_tokens ON trajectories(tokens, id);
-CREATE INDEX by_version ON trajectories(version, id);
-CREATE INDEX by_reason ON trajectories(drop_reason, reason, id);
+{_SORTED}
 CREATE INDEX facts ON trajectories({", ".join(f'"{name}"' for name in FACTS)});
 CREATE TABLE tags (tag TEXT, id INTEGER, PRIMARY KEY (tag, id)) WITHOUT ROWID;
 CREATE TABLE texts (id INTEGER PRIMARY KEY, body TEXT);
@@ -139,6 +158,7 @@ class Catalogue:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA secure_delete = ON")
             self._db.execute("PRAGMA synchronous = NORMAL")  # it can be made again
+            self._db.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
             if self._db.execute("PRAGMA user_version").fetchone()[0] != VERSION:
                 self._make()
         else:
@@ -414,6 +434,14 @@ class Catalogue:
         except sqlite3.DatabaseError as e:
             return str(e)
         return None if found == "ok" else str(found)
+
+
+def is_outdated(path: Path) -> bool:
+    """Return whether another release made the catalogue in a file, if there is one."""
+    if not path.is_file():
+        return False
+    with closing(Catalogue(path)) as catalogue:
+        return catalogue.query("PRAGMA user_version") != [{"user_version": VERSION}]
 
 
 def listed(row: Mapping[str, Any]) -> dict[str, Any]:

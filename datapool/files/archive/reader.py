@@ -19,7 +19,7 @@ import heapq
 import json
 import re
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
@@ -27,8 +27,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from stepwell.datapool.errors import DamagedFileError, InvalidRequestError
-from stepwell.datapool.files.archive.catalogue import FACTS, Catalogue, listed, match_of
+from stepwell.datapool.files.archive.catalogue import FACTS, ORDERS, Catalogue, listed, match_of
 from stepwell.datapool.files.archive.conversations import Conversation, conversations
 from stepwell.datapool.files.archive.folder import (
     FEEDBACK,
@@ -44,7 +46,6 @@ from stepwell.datapool.store.picture_folder import read_picture
 from stepwell.datapool.store.segments import Row
 from stepwell.datapool.types import MAX_INT
 
-ORDERS: Final = ("time", "reward", "turns", "tokens", "version")
 MOST: Final = 1000
 MOST_CHARACTERS: Final = 2000
 MOST_DEEP: Final = 30
@@ -61,6 +62,23 @@ _NAMES: Final = {name: f't."{name}"' for name in FACTS} | {
     "prompt_key": "t.prompt",
     "error": "t.reason",
 }
+PROMPT_ORDERS: Final[Mapping[str, tuple[str, Callable[[dict[str, Any]], Any]]]] = {
+    "time": ("newest", lambda row: row["newest"]),
+    "tries": ("tries", lambda row: row["tries"]),
+    "rewarded": (
+        "1.0 * rewarded / scored",
+        lambda row: row["rewarded"] / row["scored"] if row["scored"] else None,
+    ),
+    "mean": ("total / scored", lambda row: row["mean"]),
+    "best": ("best", lambda row: row["best"]),
+    "solved": ("solved_version", lambda row: row["solved_version"]),
+    "source": ("data_source", lambda row: row["data_source"]),
+    "first": (
+        "lower(coalesce(first, instance))",
+        lambda row: (row["first"] or row["instance"] or "").lower() or None,
+    ),
+}
+"""Values that prompts are sorted by: of a catalogue's row, and of a prompt over all shards."""
 _OPERATORS: Final[dict[type[ast.cmpop], str]] = {
     ast.Eq: "=",
     ast.NotEq: "!=",
@@ -259,73 +277,41 @@ class ArchiveReader:
         cursor: str | None = None,
         limit: int = 100,
     ) -> Page:
-        """Trajectories that pass, in order; `order` `relevance` is of a search alone.
+        """Trajectories that pass, in order of one of `ORDERS`; ties by time, those without a value
+        last. A search has an order of `relevance`, too.
 
         Raises:
             InvalidRequestError: no such order, or not a cursor of this list.
         """
         if order not in (*ORDERS, "relevance") or (order == "relevance" and not search):
             raise InvalidRequestError(
-                f"order is {order!r}; there are {', '.join(ORDERS)}, relevance"
+                f"order is {order!r:.80}; there are {', '.join(ORDERS)}, and relevance of a search"
             )
         if order == "relevance":
             return Page(self._most_relevant(where, search or "", limit), None)
-        sql, values = f"({where.sql})", list(where.values)
-        source = "trajectories t"
-        column = "t.id" if order == "time" else f'ifnull(t."{order}", -1e300)'
-        if search:
-            source = "words JOIN trajectories t ON t.id = words.rowid"
-            sql, values = f"words MATCH ? AND {sql}", [_matched(search), *values]
-            column = "words.rowid" if order == "time" else column
-        if order != "time" and not search:
-            column = f't."{order}"'
-            sql += f" AND {column} IS NOT NULL"
-        sign, way = ("<", "DESC") if descending else (">", "ASC")
-        before = _cursor(cursor)
-        found: list[tuple[int, list[dict[str, Any]]]] = []
-        for shard, catalogue in self._catalogues():
-            few = _few(catalogue, where)
-            bound = f"{sql} AND {few}" if few else sql
-            fixed, more = bound, list(values)
-            if before is not None and str(shard) in before:
-                key, last = before[str(shard)]
-                if order == "time":
-                    bound, more = f"{fixed} AND {column} {sign} ?", [*values, last]
-                else:
-                    bound = f"{fixed} AND ({column}, t.id) {sign} (?, ?)"
-                    more = [*values, key, last]
-            ordered = f"{column} {way}" + ("" if order == "time" else f", t.id {way}")
-            # The rows that pass first, of an index; then what is shown of them.
-            statement = (
-                f"SELECT t.*, {column} AS sorted FROM {source} WHERE {bound} "
-                f"ORDER BY {ordered} LIMIT {limit + 1}"
-            )
-            rows = _query(catalogue, statement, more)
-            found.append((shard, rows))
-        return self._merged(found, order, descending, before or {}, limit)
+        way = f"{order}{' descending' if descending else ''}"
+        after = _places(cursor, way)
+        found = [
+            [
+                row | {"shard": shard}
+                for row in _sorted(
+                    catalogue, where, search, order, descending, after.get(shard), limit + 1
+                )
+            ]
+            for shard, catalogue in self._catalogues()
+        ]
 
-    def _merged(
-        self,
-        found: list[tuple[int, list[dict[str, Any]]]],
-        order: str,
-        descending: bool,
-        before: dict[str, Any],
-        limit: int,
-    ) -> Page:
+        def key(row: dict[str, Any]) -> Any:
+            value = row["time"] if order == "time" else row["sorted"]
+            return (value is not None) == descending, value, row["time"] or 0.0
+
+        merged = list(heapq.merge(*found, key=key, reverse=descending))
+        for row in merged[:limit]:
+            after[row["shard"]] = (row["sorted"], row["id"])
         deletions = self.folder.deletions()
-
-        def key(item: dict[str, Any]) -> Any:
-            value = item["time"] if order == "time" else item["sorted"]
-            return (-value if descending else value) if value is not None else 0
-
-        each = [[row | {"shard": shard} for row in rows] for shard, rows in found]
-        merged = list(heapq.merge(*each, key=key))
-        page, after = merged[:limit], dict(before)
-        for row in page:
-            after[str(row["shard"])] = [row["sorted"], row["id"]]
-        items = [row for row in page if not _is_deleted(row, deletions)]
+        items = [row for row in merged[:limit] if not _is_deleted(row, deletions)]
         more = len(merged) > limit
-        return Page(items, _written(after) if more else None)
+        return Page(items, msgspec.json.encode(_Cursor(way, after)).hex() if more else None)
 
     def _most_relevant(self, where: Filter, search: str, limit: int) -> list[dict[str, Any]]:
         newest = (
@@ -340,27 +326,54 @@ class ArchiveReader:
         return sorted(found, key=lambda row: row["rank"])[:limit]
 
     def prompts(
-        self, *, never_rewarded: bool = False, always: bool = False, limit: int = 100
+        self,
+        *,
+        never_rewarded: bool = False,
+        always: bool = False,
+        order: str = "time",
+        descending: bool = True,
+        limit: int = 100,
     ) -> list[dict[str, Any]]:
-        """Prompts, the newest first, with what their tries were rewarded."""
+        """Prompts with what their tries were rewarded, in order of one of `PROMPT_ORDERS`; ties by
+        the time of the last try, those without a value last.
+
+        Raises:
+            InvalidRequestError: no such order.
+        """
+        if order not in PROMPT_ORDERS:
+            raise InvalidRequestError(
+                f"order is {order!r:.80}; there are {', '.join(PROMPT_ORDERS)}"
+            )
         where = "1"
         if never_rewarded:
             where = "rewarded = 0 AND scored > 0"
         elif always:
             where = "rewarded = scored AND scored > 0"
-        sql = f"SELECT * FROM prompts WHERE {where} ORDER BY newest DESC LIMIT {limit}"
+        value, value_of = PROMPT_ORDERS[order]
+        # Sums over shards may be first where no shard's are; the newest of all are of one shard.
+        if is_whole := len(self.folder.shards()) > 1 and not (order == "time" and descending):
+            sql = "SELECT * FROM prompts"
+        else:
+            way = "DESC" if descending else "ASC"
+            ordered = f"{value} {way} NULLS LAST, newest {way} LIMIT {limit}"
+            sql = f"SELECT * FROM prompts WHERE {where} ORDER BY {ordered}"
         merged: dict[str, dict[str, Any]] = {}
         for row in self._ask(sql):
             row.pop("shard")
             merged[row["prompt"]] = _added(merged.get(row["prompt"]), row)
-        for prompt, row in self._others(merged).items():
-            merged[prompt] = row
+        if not is_whole:
+            merged |= self._others(merged)
         for row in merged.values():
             row["mean"] = row.pop("total") / row["scored"] if row["scored"] else None
             row["kind"] = kind_of(row)
         wanted = "never" if never_rewarded else "always" if always else None
         kept = [row for row in merged.values() if wanted in (None, row["kind"])]
-        return sorted(kept, key=lambda row: -(row["newest"] or 0))[:limit]
+
+        def key(row: dict[str, Any]) -> Any:
+            of = value_of(row)
+            return (of is not None) == descending, of, row["newest"] or 0.0
+
+        return sorted(kept, key=key, reverse=descending)[:limit]
 
     def _others(self, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """The same prompts with the tries of all shards: another one may have been rewarded."""
@@ -594,6 +607,60 @@ def _damaged(path: Path, error: sqlite3.DatabaseError) -> DamagedFileError:
     return DamagedFileError(f"{path}: {error}; `stepwell archive check` makes it anew of the files")
 
 
+def _sorted(
+    catalogue: Catalogue,
+    where: Filter,
+    search: str | None,
+    order: str,
+    descending: bool,
+    after: tuple[float | str | None, int] | None,
+    limit: int,
+) -> list[dict[str, Any]]:
+    """Rows of one catalogue that pass, after a row's value and id: first those that have a value,
+    then the others, both out of its index."""
+    place, value = "t.id", ORDERS[order]
+    passes, values = f"({where.sql})", where.values
+    few = _few(catalogue, where)
+    if few is not None:
+        passes = f"{passes} AND {few}"
+    if search:  # all hits are sorted, however many; but the newest first
+        source, place = "words JOIN trajectories t ON t.id = words.rowid", "words.rowid"
+        passes, values = f"words MATCH ? AND {passes}", (_matched(search), *values)
+        value = f"+({value})"
+    else:
+        is_indexed = order != "time" and few is None
+        source = f"trajectories t{f' INDEXED BY by_{order}' if is_indexed else ''}"
+    sign, way = ("<", "DESC") if descending else (">", "ASC")
+    both = f"{value} {way}, {place} {way}"
+    beyond: tuple[str, list[Any]] = (f"{place} {sign} ?", [after[1]]) if after else ("1", [])
+    parts: list[tuple[str, list[Any], str]]
+    if order == "time":
+        value, parts = place, [(*beyond, f"{place} {way}")]
+    elif after is None:
+        parts = [(f"{value} NOT NULL", [], both), (f"{value} IS NULL", [], f"{place} {way}")]
+    elif after[0] is None:
+        parts = [(f"{value} IS NULL AND {beyond[0]}", beyond[1], f"{place} {way}")]
+    else:
+        parts = [
+            (f"{value} = ? AND {beyond[0]}", [*after], f"{place} {way}"),
+            (f"{value} {sign} ?", [after[0]], both),
+            (f"{value} IS NULL", [], f"{place} {way}"),
+        ]
+    rows: list[dict[str, Any]] = []
+    for bound, more, ordered in parts:
+        # The rows that pass first, of an index; then what is shown of them.
+        first = (
+            f"SELECT {place} AS id, {value} AS sorted FROM {source} WHERE {passes} AND {bound} "
+            f"ORDER BY {ordered} LIMIT {limit - len(rows)}"
+        )
+        sql = (
+            f"SELECT t.*, sorted FROM ({first}) f JOIN trajectories t ON t.id = f.id "
+            f"ORDER BY sorted {way}, f.id {way}"
+        )
+        rows += _query(catalogue, sql, (*values, *more)) if len(rows) < limit else []
+    return rows
+
+
 def _few(catalogue: Catalogue, where: Filter) -> str | None:
     """A condition that names the few trajectories that pass; None: they are many. One index has all
     that filters look at, so that a filter without hits reads that alone."""
@@ -644,25 +711,30 @@ def _added(before: dict[str, Any] | None, row: dict[str, Any]) -> dict[str, Any]
     return row | total | {key: of(key, choose) for key, choose in bounds.items()}
 
 
-def _cursor(text: str | None) -> dict[str, Any] | None:
-    import orjson
+class _Cursor(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a page."""
 
-    if text is None:
-        return None
+    way: str
+    """Order of the list."""
+    after: dict[int, tuple[float | str | None, int]]
+    """By shard, the value that its last row was sorted by, and its id."""
+
+
+def _places(cursor: str | None, way: str) -> dict[int, tuple[float | str | None, int]]:
+    """Ends of the page before, by shard.
+
+    Raises:
+        InvalidRequestError: it is not a cursor of a list in this order.
+    """
+    if cursor is None:
+        return {}
     try:
-        found = orjson.loads(bytes.fromhex(text))
-        places = {str(shard): (float(key), int(last)) for shard, (key, last) in found.items()}
-        if any(abs(last) >= MAX_INT for _, last in places.values()):
-            raise ValueError(text)
-        return places
-    except (ValueError, AttributeError, LookupError, TypeError) as e:
-        raise InvalidRequestError(f"cursor is {text!r:.80}; pass that of the page before") from e
-
-
-def _written(after: dict[str, Any]) -> str:
-    import orjson
-
-    return orjson.dumps(after).hex()
+        found = msgspec.json.decode(bytes.fromhex(cursor), type=_Cursor)
+        if found.way != way or any(abs(last) >= MAX_INT for _, last in found.after.values()):
+            raise ValueError(cursor)
+    except ValueError as e:  # also msgspec's
+        raise InvalidRequestError(f"cursor is {cursor!r:.80}; pass that of the page before") from e
+    return found.after
 
 
 def fate(row: Mapping[str, Any]) -> str:

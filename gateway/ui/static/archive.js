@@ -1,21 +1,21 @@
 // What left the pool: a list that is searched, filtered and sorted; prompts over all their tries; where a uid leads.
 import { useEffect, useState } from "./vendor/preact.js";
 import { html } from "./shown.js";
-import { amend, get, link, useApi, usePages } from "./api.js";
-import { Card, Chip, Empty, Failure, Field, Loading, Said, Select, Table, Tabs, Uid, number, ordered, useKeys, when } from "./parts.js";
+import { amend, get, link, usePages } from "./api.js";
+import { Card, Chip, Empty, Failure, Field, Loading, SAID, Said, Select, Table, Tabs, Uid, inOrder, number, ordered, useKeys, when } from "./parts.js";
 
 const NONE = /** @type {Row[]} */ ([]);
 const submitted = (/** @type {Event} */ event) => event.preventDefault();
 
-const COLUMNS = /** @type {[string, (row: Row) => any, string?, string?][]} */ ([
-  ["First message, last reply", (t) => html`<${Said} row=${t} href=${link("trajectory", { uid: t.uid })} />`],
+const COLUMNS = /** @type {Column[]} */ ([
+  ["First message, last reply", (t) => html`<${Said} row=${t} href=${link("trajectory", { uid: t.uid })} />`, "", SAID],
   ["Reward", (t) => number(t.reward), "num", "reward"],
   ["Turns", (t) => number(t.turns), "num", "turns"],
   ["Tokens", (t) => number(t.tokens), "num", "tokens"],
   ["Version", (t) => t.version ?? "–", "num", "version"],
-  ["Left", (t) => html`<span title=${t.fate}><${Chip} of=${t.state === "complete" ? t.left : t.state} /> <small>${t.drop_reason ?? t.reason}</small></span>`],
+  ["Left", (t) => html`<span title=${t.fate}><${Chip} of=${t.state === "complete" ? t.left : t.state} /> <small>${t.drop_reason ?? t.reason}</small></span>`, "", "state"],
   ["When", (t) => html`<small>${when(t.time)}</small>`, "", "time"],
-  ["Trajectory", (t) => html`<${Uid} page="trajectory" uid=${t.uid} />`],
+  ["Trajectory", (t) => html`<${Uid} page="trajectory" uid=${t.uid} />`, "", "uid"],
 ]);
 
 /** @param {{ about: Row, params: Row }} props */
@@ -23,7 +23,7 @@ export function Archive({ about, params }) {
   const view = params.view ?? "trajectories";
   return html`
     <div class="head"><h1>Archive</h1>
-      <${Tabs} label="What" value=${view} onChange=${(v) => amend({ view: v })}
+      <${Tabs} label="What" value=${view} onChange=${(v) => amend({ view: v, order: "", ascending: "" })}
         options=${[["trajectories", "Trajectories"], ["prompts", "Prompts"]]} />
     </div>
     ${!about.has_archive
@@ -52,24 +52,26 @@ function Listed({ params }) {
 /** @param {{ params: Row }} props */
 function Prompts({ params }) {
   const which = params.which ?? "never";
-  const { data, error, reload } = useApi("prompts", { which: which === "all" ? "" : which });
-  useKeys(data?.items ?? NONE);
+  const { order, ascending } = params;
+  const pages = usePages("prompts", { which: which === "all" ? "" : which, order, ascending });
+  useKeys(pages.items);
   return html`
     <form class="filters" aria-label="Filters" onSubmit=${submitted}>
-      <${Select} label="Prompts" value=${which} options=${[["never", "that never got a reward"], ["always", "that always got one"], ["all", "all, the newest first"]]}
+      <${Select} label="Prompts" value=${which} options=${[["never", "that never got a reward"], ["always", "that always got one"], ["all", "all"]]}
         onChange=${(v) => amend({ which: v })} />
-      <button type="button" onClick=${reload}>Refresh</button>
+      <button type="button" onClick=${pages.reload}>Refresh</button>
     </form>
-    <${Failure} error=${error} />
-    <${Card}><${Table} label="Prompts" rows=${data?.items ?? []} busy=${!data && !error} empty="There is no such prompt." columns=${[
-      ["Prompt", (p) => html`<a class="talk" href=${link("archive", { query: `prompt_key == '${p.prompt}'` })}><span>${p.first ?? p.instance}</span></a>`],
-      ["Rewarded", (p) => html`<${Chip} of=${p.kind} />`],
-      ["Tries", (p) => number(p.tries), "num"],
-      ["Mean", (p) => number(p.mean), "num"],
-      ["Best", (p) => number(p.best), "num"],
-      ["Solved at", (p) => (p.solved_version === null ? "–" : `version ${p.solved_version}`), "num"],
-      ["Data", (p) => p.data_source],
-      ["Last try", (p) => html`<small>${when(p.newest)}</small>`],
+    <${Failure} error=${pages.error} />
+    <${Card}><${Table} label="Prompts; n and p choose the next and the previous" rows=${pages.items} more=${pages.more} busy=${pages.busy}
+      empty="There is no such prompt." order=${ordered(params)} columns=${[
+      ["Prompt", (p) => html`<a class="talk" href=${link("archive", { query: `prompt_key == '${p.prompt}'` })}><span>${p.first ?? p.instance}</span></a>`, "", "first"],
+      ["Rewarded", (p) => html`<${Chip} of=${p.kind} />`, "", "rewarded"],
+      ["Tries", (p) => number(p.tries), "num", "tries"],
+      ["Mean", (p) => number(p.mean), "num", "mean"],
+      ["Best", (p) => number(p.best), "num", "best"],
+      ["Solved at", (p) => (p.solved_version === null ? "–" : `version ${p.solved_version}`), "num", "solved"],
+      ["Data", (p) => p.data_source, "", "source"],
+      ["Last try", (p) => html`<small>${when(p.newest)}</small>`, "", "time"],
     ]} /><//>`;
 }
 
@@ -90,6 +92,7 @@ export function Finder() {
 /** @param {{ params: Row }} props */
 export function Find({ params }) {
   const uid = params.uid ?? "";
+  const order = ordered(params, "");
   const [error, setError] = useState(/** @type {Error | null} */ (null));
   const [found, show] = useState(/** @type {Row | null} */ (null));
   useEffect(() => {
@@ -99,9 +102,10 @@ export function Find({ params }) {
       setError,
     );
   }, [uid]);
+  useKeys(found?.items ?? NONE);
   if (error) return html`<${Failure} error=${error} />`;
   if (!found) return html`<${Loading} />`;
   if (found.deleted && !found.items.length) return html`<p class="notice warn">${found.deleted.uid} was deleted at ${when(found.deleted.at)}; nothing of it is kept.</p>`;
   return html`<div class="head"><h1><small>Begins with</small> <span class="uid">${uid}</span></h1></div>
-    <${Card}><${Table} label="Trajectories whose uid begins so" rows=${found.items} columns=${COLUMNS} empty="Nothing begins so." /><//>`;
+    <${Card}><${Table} label="Trajectories whose uid begins so" rows=${inOrder(found.items, order)} columns=${COLUMNS} order=${order} empty="Nothing begins so." /><//>`;
 }

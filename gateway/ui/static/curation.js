@@ -1,8 +1,8 @@
 // What people say of data: trainable or not, tags, notes, rewards; all of it can be undone.
 import { useEffect, useState } from "./vendor/preact.js";
 import { html, safe } from "./shown.js";
-import { link, post, query, usePages } from "./api.js";
-import { Bars, Card, Chip, Empty, Failure, Field, Select, Table, Tabs, Uid, number } from "./parts.js";
+import { amend, link, post, query, usePages } from "./api.js";
+import { Bars, Card, Chip, Empty, Failure, Field, Select, Table, Tabs, Uid, inOrder, number, ordered } from "./parts.js";
 
 // -- what was done -------------------------------------------------------------------------------
 
@@ -124,17 +124,17 @@ export async function removal(uid) {
 const ARGUMENT = /** @type {Record<string, string>} */ ({ all_correct: "1.0", all_wrong: "0.0" });
 
 /** @param {{ about: Row, params: Row }} props */
-export function Curation({ about }) {
-  const [channel, setChannel] = useState("train");
+export function Curation({ about, params }) {
+  const channel = params.channel ?? "train";
   return html`
     <div class="head"><h1>Curation</h1>
-      <${Select} label="Channel" value=${channel} options=${about.channels} onChange=${setChannel} /></div>
-    <${DryRun} about=${about} channel=${channel} />
-    <div class="grid"><${Tagged} about=${about} channel=${channel} /><${Export} channel=${channel} /><${History} /></div>`;
+      <${Select} label="Channel" value=${channel} options=${about.channels} onChange=${(v) => amend({ channel: v })} /></div>
+    <${DryRun} about=${about} channel=${channel} order=${ordered(params, "")} />
+    <div class="grid"><${Tagged} tag=${params.tag} channel=${channel} /><${Export} channel=${channel} /><${History} /></div>`;
 }
 
-/** @param {{ about: Row, channel: string }} props */
-function DryRun({ about, channel }) {
+/** @param {{ about: Row, channel: string, order: Row }} props */
+function DryRun({ about, channel, order: sorted }) {
   const [own, setOwn] = useState("own");
   const [order, setOrder] = useState("fifo");
   const [filters, setFilters] = useState(/** @type {string[]} */ ([]));
@@ -157,24 +157,23 @@ function DryRun({ about, channel }) {
     </div>
     <${Failure} error=${error} />
     ${run && html`<${Bars} label="Groups by decision" bars=${Object.entries(run.counts).flatMap(([what, reasons]) => Object.entries(reasons).map(([why, n]) => ({ name: `${what}: ${why}`, value: n, colour: /** @type {Row} */ ({ serve: "good", wait: "accent", hold: "warn", drop: "bad" })[what] })))} />
-      <${Table} label="Decisions" rows=${run.decisions} empty="No group is ready." columns=${[
-        ["Prompt", (d) => html`<${Uid} page="group" uid=${d.prompt_uid} channel=${channel} />`],
-        ["Decision", (d) => html`<${Chip} of=${d.decision} />`],
-        ["Reason", (d) => d.reason],
-        ["Place", (d) => d.rank, "num"],
-        ["Reward", (d) => number(d.reward_mean), "num"],
-        ["±", (d) => number(d.reward_std), "num"],
-        ["Trajectories", (d) => d.n_trajectories, "num"],
-        ["Withheld", (d) => d.n_withheld || "", "num"],
+      <${Table} label="Decisions" rows=${inOrder(run.decisions, sorted)} order=${sorted} empty="No group is ready." columns=${[
+        ["Prompt", (d) => html`<${Uid} page="group" uid=${d.prompt_uid} channel=${channel} />`, "", "prompt_uid"],
+        ["Decision", (d) => html`<${Chip} of=${d.decision} />`, "", "decision"],
+        ["Reason", (d) => d.reason, "", "reason"],
+        ["Place", (d) => d.rank, "num", "rank"],
+        ["Reward", (d) => number(d.reward_mean), "num", "reward_mean"],
+        ["±", (d) => number(d.reward_std), "num", "reward_std"],
+        ["Trajectories", (d) => d.n_trajectories, "num", "n_trajectories"],
+        ["Withheld", (d) => d.n_withheld || "", "num", "n_withheld"],
       ]} />`}
   <//>`;
 }
 
-/** @param {{ about: Row, channel: string }} props */
-function Tagged({ channel }) {
-  const [tag, setTag] = useState("");
+/** @param {{ tag: string | undefined, channel: string }} props */
+function Tagged({ tag, channel }) {
   return html`<${Card} title="Find by tag">
-    <div class="filters"><${Field} label="Tag" value=${tag} onChange=${setTag} /></div>
+    <div class="filters"><${Field} label="Tag" value=${tag} onChange=${(/** @type {string} */ v) => amend({ tag: v })} /></div>
     ${tag && html`<${WithTag} channel=${channel} tag=${tag} />`}
   <//>`;
 }

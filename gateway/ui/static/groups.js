@@ -1,8 +1,7 @@
 // Groups and trajectories: listings with filters, and one group with its rollouts side by side.
-import { useState } from "./vendor/preact.js";
 import { html } from "./shown.js";
 import { amend, link, useApi, usePages } from "./api.js";
-import { Bars, Card, Chip, Empty, Failure, Field, Loading, MarksShown, Said, Select, Stat, Table, Tabs, Uid, clock, number, ordered, percent, seconds, useKeys, when } from "./parts.js";
+import { Bars, Card, Chip, Empty, Failure, Field, Loading, Looked, MarksShown, Neighbours, SAID, Said, Select, Stat, Table, Tabs, Uid, clock, number, ordered, percent, seconds, useKeys, when } from "./parts.js";
 import { Marks } from "./curation.js";
 
 const NONE = /** @type {Row[]} */ ([]);
@@ -20,6 +19,12 @@ const Filters = ({ about, params, states, extra }) => html`
     ${extra}
   </form>`;
 
+/** @param {{ params: Row }} props */
+const Search = ({ params }) => html`
+  <form class="filters" aria-label="Search" onSubmit=${(/** @type {Event} */ e) => e.preventDefault()}>
+    <${Field} label="Search first messages and last replies" type="search" wide=${true} value=${params.search} onChange=${(/** @type {string} */ v) => amend({ search: v })} />
+  </form>`;
+
 const FILTERS = ["channel", "state", "min_reward", "max_reward", "min_version", "max_version", "tag", "prompt_uid", "trajectory_uid", "reason"];
 const chosen = (/** @type {Row} */ params) => Object.fromEntries(FILTERS.map((name) => [name, params[name]]));
 
@@ -31,44 +36,47 @@ export function Groups({ about, params }) {
   const view = params.view ?? "pool";
   return html`
     <div class="head"><h1>Groups</h1>
-      <${Tabs} label="Which groups" value=${view} onChange=${(v) => amend({ view: v })} options=${[["pool", "In the pool"], ["gone", "Recently gone"]]} />
+      <${Tabs} label="Which groups" value=${view} onChange=${(v) => amend({ view: v, order: "", ascending: "" })} options=${[["pool", "In the pool"], ["gone", "Recently gone"]]} />
     </div>
     ${view === "gone" ? html`<${Gone} about=${about} params=${params} />` : html`<${Live} about=${about} params=${params} />`}`;
 }
 
 /** @param {{ about: Row, params: Row }} props */
 function Live({ about, params }) {
-  const pages = usePages("groups", { channel: "train", ...chosen(params) });
+  const { search, order, ascending } = params;
+  const pages = usePages("groups", { channel: "train", ...chosen(params), search, order, ascending });
   const channel = params.channel ?? "train";
   useKeys(pages.items);
   return html`
+    <${Search} params=${params} />
     <${Filters} about=${about} params=${params} states=${["open", "ready", "held", "leased"]}
       extra=${html`<${Field} label="Prompt id" value=${params.prompt_uid} onChange=${(v) => amend({ prompt_uid: v })} />
         <button type="button" onClick=${pages.reload}>Refresh</button>`} />
     <${Failure} error=${pages.error} />
-    <${Card}><${Table} label="Groups" rows=${pages.items} more=${pages.more} busy=${pages.busy}
+    <${Looked} looked=${pages.looked} />
+    <${Card}><${Table} label="Groups; n and p choose the next and the previous" rows=${pages.items} more=${pages.more} busy=${pages.busy} order=${ordered(params)}
       empty="No group of this kind is in the pool. Groups that were trained on are under Batches, dropped ones under Recently gone."
       columns=${[
-        ["First message", (g) => html`<a class="talk" href=${link("group", { prompt_uid: g.prompt_uid, channel })}><span>${g.first ?? "no text was kept"}</span></a>`],
-        ["State", (g) => html`<${Chip} of=${g.state} title=${g.reason} />`],
-        ["Rollouts", (g) => `${g.n_complete}${g.n_rollouts ? ` of ${g.n_rollouts}` : ""}${g.n_running ? `, ${g.n_running} running` : ""}${g.n_aborted ? `, ${g.n_aborted} aborted` : ""}`],
-        ["Reward", (g) => number(g.reward_mean), "num"],
-        ["±", (g) => number(g.reward_std), "num"],
-        ["Versions", versions, "num"],
-        ["Steps", (g) => number(g.n_steps), "num"],
-        ["Tokens, call by call", (g) => number(g.n_tokens), "num"],
-        ["Opened", (g) => html`<small>${when(g.opened_at)}</small>`],
-        ["Delivery", (g) => g.delivery, "num"],
-        ["Marks", (g) => html`<${MarksShown} marks=${g.marks} />`],
-        ["Why", (g) => html`<small>${g.reason}</small>`],
-        ["Prompt", (g) => html`<${Uid} page="group" uid=${g.prompt_uid} channel=${channel} />`],
+        ["First message", (g) => html`<a class="talk" href=${link("group", { prompt_uid: g.prompt_uid, channel })}><span>${g.first ?? "no text was kept"}</span></a>`, "", "first"],
+        ["State", (g) => html`<${Chip} of=${g.state} title=${g.reason} />`, "", "state"],
+        ["Rollouts", (g) => `${g.n_complete}${g.n_rollouts ? ` of ${g.n_rollouts}` : ""}${g.n_running ? `, ${g.n_running} running` : ""}${g.n_aborted ? `, ${g.n_aborted} aborted` : ""}`, "", "rollouts"],
+        ["Reward", (g) => number(g.reward_mean), "num", "reward"],
+        ["±", (g) => number(g.reward_std), "num", "spread"],
+        ["Versions", versions, "num", "version"],
+        ["Steps", (g) => number(g.n_steps), "num", "turns"],
+        ["Tokens, call by call", (g) => number(g.n_tokens), "num", "tokens"],
+        ["Opened", (g) => html`<small>${when(g.opened_at)}</small>`, "", "time"],
+        ["Delivery", (g) => g.delivery, "num", "delivery"],
+        ["Marks", (g) => html`<${MarksShown} marks=${g.marks} />`, "", "marks"],
+        ["Why", (g) => html`<small>${g.reason}</small>`, "", "why"],
+        ["Prompt", (g) => html`<${Uid} page="group" uid=${g.prompt_uid} channel=${channel} />`, "", "prompt"],
       ]} /><//>`;
 }
 
 /** @param {{ about: Row, params: Row }} props */
 function Gone({ about, params }) {
   const kind = params.kind ?? "dropped";
-  const { data, error, reload } = useApi("events", { channel: params.channel ?? "train", kinds: kind, reason: params.reason });
+  const { data, error, reload } = useApi("events", { channel: params.channel ?? "train", kinds: kind, reason: params.reason, order: params.order, ascending: params.ascending });
   useKeys(data?.items ?? NONE);
   return html`
     <form class="filters" aria-label="Filters" onSubmit=${(/** @type {Event} */ e) => e.preventDefault()}>
@@ -78,16 +86,17 @@ function Gone({ about, params }) {
       <button type="button" onClick=${reload}>Refresh</button>
     </form>
     <${Failure} error=${error} />
-    <${Card} aside=${data && html`<small>${data.total}</small>`}><${Table} label="Groups that left the pool" rows=${data?.items ?? []} busy=${!data}
+    <${Looked} looked=${data?.looked} />
+    <${Card} aside=${data && html`<small>${data.total}</small>`}><${Table} label="Groups that left the pool" rows=${data?.items ?? []} busy=${!data} order=${ordered(params)}
       empty="The pool remembers no such event." columns=${[
-        ["When", (e) => clock(e.time)],
-        ["First message", (e) => html`<a class="talk" href=${link("group", { prompt_uid: e.prompt_uid, channel: e.channel })}><span>${e.first ?? "no text yet, or none was kept"}</span></a>`],
-        ["Trajectory", (e) => e.trajectory_uid && html`<${Uid} page="trajectory" uid=${e.trajectory_uid} channel=${e.channel} />`],
-        ["How", (e) => html`<${Chip} of=${e.kind} />`],
-        ["Reason", (e) => e.data.reason],
-        ["Complete", (e) => e.data.complete, "num"],
-        ["Issued again", (e) => (e.data.returned ? "yes" : "")],
-        ["Prompt", (e) => html`<${Uid} page="group" uid=${e.prompt_uid} channel=${e.channel} />`],
+        ["When", (e) => clock(e.time), "", "time"],
+        ["First message", (e) => html`<a class="talk" href=${link("group", { prompt_uid: e.prompt_uid, channel: e.channel })}><span>${e.first ?? "no text yet, or none was kept"}</span></a>`, "", "first"],
+        ["Trajectory", (e) => e.trajectory_uid && html`<${Uid} page="trajectory" uid=${e.trajectory_uid} channel=${e.channel} />`, "", "uid"],
+        ["How", (e) => html`<${Chip} of=${e.kind} />`, "", "kind"],
+        ["Reason", (e) => e.data.reason, "", "reason"],
+        ["Complete", (e) => e.data.complete, "num", "complete"],
+        ["Issued again", (e) => (e.data.returned ? "yes" : ""), "", "returned"],
+        ["Prompt", (e) => html`<${Uid} page="group" uid=${e.prompt_uid} channel=${e.channel} />`, "", "prompt"],
       ]} /><//>`;
 }
 
@@ -98,33 +107,31 @@ export function Trajectories({ about, params }) {
   useKeys(pages.items);
   return html`
     <div class="head"><h1>Trajectories</h1></div>
-    <form class="filters" aria-label="Search" onSubmit=${(/** @type {Event} */ e) => e.preventDefault()}>
-      <${Field} label="Search first messages and last replies" type="search" wide=${true} value=${search} onChange=${(v) => amend({ search: v })} />
-    </form>
+    <${Search} params=${params} />
     <${Filters} about=${about} params=${params} states=${["open", "complete", "aborted"]}
       extra=${html`<${Field} label="Trajectory id" value=${params.trajectory_uid} onChange=${(v) => amend({ trajectory_uid: v })} />
         <${Field} label="Abort reason" value=${params.reason} onChange=${(v) => amend({ reason: v })} />
         <button type="button" onClick=${pages.reload}>Refresh</button>`} />
     <${Failure} error=${pages.error} />
-    ${pages.looked && html`<p class="fine">The first of the ${number(pages.looked)} newest that pass; filters narrow them down.</p>`}
+    <${Looked} looked=${pages.looked} />
     <${Card}><${Table} label="Trajectories; n and p choose the next and the previous" rows=${pages.items} more=${pages.more} busy=${pages.busy}
       empty="No trajectory of this kind is in the pool; what left it is under Archive." columns=${columns(params.channel ?? "train")} order=${ordered(params)} /><//>`;
 }
 
-/** @param {string} channel @returns {[string, (row: Row) => any, string?, string?][]} */
+/** @param {string} channel @returns {Column[]} */
 const columns = (channel) => [
-  ["First message, last reply", (t) => html`<${Said} row=${t} href=${link("trajectory", { uid: t.trajectory_uid, channel })} />`],
+  ["First message, last reply", (t) => html`<${Said} row=${t} href=${link("trajectory", { uid: t.trajectory_uid, channel })} />`, "", SAID],
   ["Reward", (t) => number(t.reward), "num", "reward"],
   ["Turns", (t) => number(t.n_steps), "num", "turns"],
   ["Tokens", (t) => html`<span title=${`${number(t.n_tokens)} call by call`}>${number(t.n_unique_tokens)}</span>`, "num", "tokens"],
   ["Versions", versions, "num", "version"],
-  ["State", (t) => html`<${Chip} of=${t.state} title=${t.reason} />`],
-  ["Group", (t) => html`<${Chip} of=${t.group_state} />`],
+  ["State", (t) => html`<${Chip} of=${t.state} title=${t.reason} />`, "", "state"],
+  ["Group", (t) => html`<${Chip} of=${t.group_state} />`, "", "group"],
   ["Opened", (t) => html`<small>${when(t.opened_at)}</small>`, "", "time"],
-  ["Attempt", (t) => t.attempt, "num"],
-  ["Marks", (t) => html`<${MarksShown} marks=${t.marks} />`],
-  ["Trajectory", (t) => html`<${Uid} page="trajectory" uid=${t.trajectory_uid} channel=${channel} />`],
-  ["Prompt", (t) => html`<${Uid} page="group" uid=${t.prompt_uid} channel=${channel} />`],
+  ["Attempt", (t) => t.attempt, "num", "attempt"],
+  ["Marks", (t) => html`<${MarksShown} marks=${t.marks} />`, "", "marks"],
+  ["Trajectory", (t) => html`<${Uid} page="trajectory" uid=${t.trajectory_uid} channel=${channel} />`, "", "uid"],
+  ["Prompt", (t) => html`<${Uid} page="group" uid=${t.prompt_uid} channel=${channel} />`, "", "prompt"],
 ];
 
 // -- one group -----------------------------------------------------------------------------------
@@ -144,7 +151,7 @@ const Prefix = ({ node, step, channel }) => html`
 export function Group({ about, params }) {
   const channel = params.channel ?? "train";
   const { data, error, reload } = useApi("group", { channel, prompt_uid: params.prompt_uid, step: params.step });
-  const [view, setView] = useState("rollouts");
+  const view = params.view ?? "rollouts";
   if (error) return html`<${Failure} error=${error} />`;
   if (!data) return html`<${Loading} />`;
   const { group, trajectories: rows, prefixes: tree, step, last } = data;
@@ -154,7 +161,8 @@ export function Group({ about, params }) {
   const most = Math.max(...rewards.map(Math.abs), 1e-9);
   return html`
     <div class="head"><h1><small>Group</small> <span class="uid">${params.prompt_uid}</span></h1>
-      <${Tabs} label="View" value=${view} onChange=${setView} options=${[["rollouts", "Rollouts"], ["prefixes", "Prefix tree"]]} />
+      <${Neighbours} />
+      <${Tabs} label="View" value=${view} onChange=${(v) => amend({ view: v })} options=${[["rollouts", "Rollouts"], ["prefixes", "Prefix tree"]]} />
     </div>
     <div class="chips">
       ${group ? html`<${Chip} of=${group.state} title=${group.reason} /> <small>${group.reason}</small>` : data.archived ? html`<${Chip} of=${rows[0].left} /> <small>${rows[0].fate}</small>` : html`<a href=${link("batch", { step })}><${Chip} of="trained" /> at optimizer step ${step}</a>`}

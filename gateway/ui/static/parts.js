@@ -82,6 +82,9 @@ export const Uid = ({ page, uid, ...params }) => {
   return html`<a class="uid" title=${uid} href=${link(page, { [name]: uid, ...params })}>${uid}</a>`;
 };
 
+/** The orders of a column of `Said`. @type {[string, string][]} */
+export const SAID = [["First message", "first"], ["Last reply", "last"]];
+
 /** What was said first and last, as the link of a row. @param {Row} props */
 export const Said = ({ row, href }) => html`<a class="talk" href=${href}>
   <span>${row.first ?? "no text was kept"}</span><span>${row.last ?? ""}</span></a>`;
@@ -96,7 +99,7 @@ let listed = [];
 const talks = () => [...document.querySelectorAll("a.talk")].map((each) => /** @type {HTMLAnchorElement} */ (each));
 /** What is so many places after this page in the list that was seen last. @param {number} by */
 const beside = (by) => {
-  const at = listed.indexOf(location.hash.replace(/&(view|at)=[^&]*/g, ""));
+  const at = listed.indexOf(location.hash.replace(/&(view|at|colour)=[^&]*/g, ""));
   return at < 0 ? undefined : listed[at + by];
 };
 
@@ -144,28 +147,46 @@ export const MarksShown = ({ marks }) =>
         ${marks.note && html`<span class="note" title=${marks.note}>✎</span>`}`
     : null;
 
-/** The order of a list, as the address has it. @param {Row} params */
-export const ordered = ({ order, ascending }) => ({ by: order || "time", ascending: Boolean(ascending) });
+/** The order of a list, as the address has it. @param {Row} params @param {string} [first] the order of an address without one */
+export const ordered = ({ order, ascending }, first = "time") => ({ by: order || first, ascending: Boolean(ascending), first });
+
+/** Rows that are all here, in order of a field; those that have none come last. @param {Row[]} rows @param {Row} order */
+export function inOrder(rows, { by, ascending }) {
+  const known = rows.filter((row) => row[by] !== null && row[by] !== undefined);
+  const compared = (/** @type {any} */ a, /** @type {any} */ b) => (a < b ? -1 : a > b ? 1 : 0);
+  known.sort((one, other) => (ascending ? 1 : -1) * compared(one[by], other[by]));
+  return by ? [...known, ...rows.filter((row) => !known.includes(row))] : rows;
+}
+
+/** Said where only the newest were looked through. @param {{ looked: number | null | undefined }} props */
+export const Looked = ({ looked }) =>
+  looked ? html`<p class="fine">The first of the ${number(looked)} newest that pass; filters narrow them down.</p>` : null;
 
 /** @param {{ name: string, by: string, order: Row }} props */
 const Sorted = ({ name, by, order }) => {
   const is = order.by === by;
-  const next = is && !order.ascending ? { order: by, ascending: 1 } : { order: by === "time" ? "" : by, ascending: "" };
+  const next = is && !order.ascending ? { order: by, ascending: 1 } : { order: by === order.first ? "" : by, ascending: "" };
   return html`<button class="sort" title=${`Sort by ${name.toLowerCase()}`} onClick=${() => amend(next)}>${name}<span aria-hidden="true">${is ? (order.ascending ? " ↑" : " ↓") : ""}</span></button>`;
 };
 
+/** The orders that a column's head sorts by, with their names. @param {Column} column @returns {[string, string][]} */
+const ordersOf = ([name, , , by]) => (typeof by === "string" ? [[name, by]] : (by ?? []));
+
 /**
- * @param {{ label: string, columns: [string, (row: Row) => any, string?, string?][], rows: Row[],
- *   empty?: any, more?: (() => void) | null, busy?: boolean, order?: Row }} props a column's fourth
- *   entry is the order that its head sorts by
+ * @param {{ label: string, columns: Column[], rows: Row[],
+ *   empty?: any, more?: (() => void) | null, busy?: boolean, order?: Row }} props
  */
 export const Table = ({ label, columns, rows, empty, more, busy, order }) => html`
   <div class="scroll" tabindex="0" role="region" aria-label=${label}>
     <table>
       <thead>
-        <tr>${columns.map(([name, , kind, by]) => html`<th scope="col" class=${kind ?? ""}
-          aria-sort=${order && by && order.by === by ? (order.ascending ? "ascending" : "descending") : undefined}>
-          ${order && by ? html`<${Sorted} name=${name} by=${by} order=${order} />` : name}</th>`)}</tr>
+        <tr>${columns.map((column) => {
+          const [name, , kind] = column;
+          const by = order ? ordersOf(column) : [];
+          return html`<th scope="col" class=${kind ?? ""}
+            aria-sort=${by.some((each) => each[1] === order?.by) ? (order?.ascending ? "ascending" : "descending") : undefined}>
+            ${by.length ? by.map(([text, each]) => html`<${Sorted} name=${text} by=${each} order=${order} /> `) : name}</th>`;
+        })}</tr>
       </thead>
       <tbody>
         ${rows.map((row) => html`<tr>${columns.map(([, cell, kind]) => html`<td class=${kind ?? ""}>${cell(row)}</td>`)}</tr>`)}

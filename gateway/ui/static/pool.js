@@ -1,7 +1,7 @@
 // The pool: where every group and step is, leases, the journal, and what happens now.
 import { useEffect, useState } from "./vendor/preact.js";
 import { html } from "./shown.js";
-import { useApi, useTicks } from "./api.js";
+import { amend, useApi, useTicks } from "./api.js";
 import { Card, Chip, Empty, Failure, Loading, Select, Stat, Table, Uid, bytes, clock, number, seconds } from "./parts.js";
 
 /** @param {{ name: string, channel: Row }} props */
@@ -28,8 +28,8 @@ const Channel = ({ name, channel: c }) => html`<${Card} title=${name} aside=${ht
   ]} />`}
 <//>`;
 
-/** @param {{ about: Row }} props */
-export function Pool({ about }) {
+/** @param {{ params: Row }} props */
+export function Pool({ params }) {
   const ticks = useTicks();
   const tick = ticks.at(-1);
   if (!tick) return html`<${Loading} />`;
@@ -49,13 +49,13 @@ export function Pool({ about }) {
         ["Survives", (s) => (s.journal ? s.durability : "nothing")],
         ["Last error", (s) => s.journal?.last_error],
       ]} /><//>
-      <${Events} about=${about} ticks=${ticks} />
+      <${Events} params=${params} ticks=${ticks} />
     </div>`;
 }
 
-/** @param {{ about: Row, ticks: Tick[] }} props */
-function Events({ about, ticks }) {
-  const [kind, choose] = useState("");
+/** @param {{ params: Row, ticks: Tick[] }} props */
+function Events({ params, ticks }) {
+  const kind = params.kind ?? "";
   const { data, error } = useApi("events", { kinds: kind });
   const [rows, set] = useState(/** @type {Row[]} */ ([]));
   useEffect(() => data && set(data.items.slice(0, 100)), [data]);
@@ -68,7 +68,7 @@ function Events({ about, ticks }) {
       });
     }
   }, [ticks]);
-  return html`<${Card} title="What happens" aside=${html`<${Select} label="Kind" value=${kind} onChange=${choose}
+  return html`<${Card} title="What happens" aside=${html`<${Select} label="Kind" value=${kind} onChange=${(/** @type {string} */ v) => amend({ kind: v })}
       options=${[["", "all"], "ready", "leased", "returned", "acked", "dropped", "aborted", "scored"]} />`}>
     <${Failure} error=${error} />
     <div class="tall"><${Table} label="Events" rows=${rows} empty="Nothing has happened yet." columns=${[

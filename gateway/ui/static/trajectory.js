@@ -54,7 +54,7 @@ export function Trajectory({ about, params }) {
       ? html`<${Empty}>${state.state === "aborted" ? "The pool released the steps of this trajectory when it was aborted." : "No turn is stored yet."}<//>`
       : html`<div class="split">
           <nav class="card turns" aria-label="Turns" tabindex="0"><${Tree} shown=${shown} index=${index} path=${path} /></nav>
-          <div><${View} shown=${shown} index=${index} path=${path} asked=${asked} /></div>
+          <div><${View} shown=${shown} index=${index} path=${path} asked=${asked} colour=${params.colour} /></div>
         </div>`}
     ${shown.row && html`<${Card} title="Curation">
       <${Marks} about=${about} channel=${shown.channel} trajectory_uid=${uid} marks=${shown.row.marks} done=${reload} />
@@ -197,15 +197,15 @@ function shade(value, [low, high]) {
 
 const visible = (/** @type {string} */ text) => text.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥\t");
 
-/** @param {{ shown: Shown, index: number, asked: Params }} props */
-function TokenView({ shown, index, asked }) {
-  const [by, colourBy] = useState("none");
+/** @param {{ shown: Shown, index: number, asked: Params, colour: string | undefined }} props */
+function TokenView({ shown, index, asked, colour }) {
+  const by = colour in COLOURS ? String(colour) : "none";
   const [start, begin] = useState(/** @type {number | null} */ (null));
   const [chosen, choose] = useState(/** @type {number | null} */ (null));
   useEffect(() => (begin(null), choose(null)), [index]);
   const { data, error } = useApi("tokens", { ...asked, index, start });
   const tokens = /** @type {Tokens | null} */ (data);
-  const colour = COLOURS[by];
+  const { text, of, range, categories } = COLOURS[by];
   const drawn = useMemo(() => {
     if (!tokens) return [];
     const seen = [...new Set(tokens.versions.filter((v) => v !== null))];
@@ -215,13 +215,13 @@ function TokenView({ shown, index, asked }) {
       for (let i = 0; i < n_tokens; i++) placeholders.set(at + i - tokens.start, i ? "▫" : `▣ ${width} × ${height} `);
     }
     return tokens.texts.map((text, i) => {
-      const value = colour.of(tokens, i);
+      const value = of(tokens, i);
       const own = tokens.start + i >= tokens.n_prompt;
       const background = value === null || value === undefined ? undefined
-        : colour.categories ? `color-mix(in srgb, var(--series${seen.indexOf(value) % 4}) 35%, transparent)`
-        : shade(value, colour.range ?? [0, 1]);
+        : categories ? `color-mix(in srgb, var(--series${seen.indexOf(value) % 4}) 35%, transparent)`
+        : shade(value, range ?? [0, 1]);
       return html`<span class=${own ? "token own" : "token"} data-i=${i} style=${{ background }}
-        title=${`${tokens.ids[i]}${value === null || value === undefined ? "" : ` · ${colour.text} ${number(value, 4)}`}`}>${placeholders.get(i) ?? visible(text)}</span>`;
+        title=${`${tokens.ids[i]}${value === null || value === undefined ? "" : ` · ${text} ${number(value, 4)}`}`}>${placeholders.get(i) ?? visible(text)}</span>`;
     });
   }, [tokens, by]);
   const target = useRef(/** @type {HTMLElement | null} */ (null));
@@ -246,7 +246,7 @@ function TokenView({ shown, index, asked }) {
     choose(Math.max(0, Math.min(tokens.ids.length - 1, i + by)));
   };
   const lacking = !tokens.columns.advantages && ["difference", "weights", "advantages"].includes(by);
-  return html`<${Card} title=${`Turn ${index} as the model saw it`} aside=${html`<${Select} label="Colour" value=${by} onChange=${colourBy}
+  return html`<${Card} title=${`Turn ${index} as the model saw it`} aside=${html`<${Select} label="Colour" value=${by} onChange=${(/** @type {string} */ v) => amend({ colour: v })}
       options=${Object.entries(COLOURS).map(([name, { text }]) => /** @type {[string, string]} */ ([name, text]))} />`}>
     ${lacking && html`<p class="notice warn">The trainer has not written this trajectory: what it computes per token is kept for a sample of each optimizer step, under <a href=${link("batches")}>Batches</a>.</p>`}
     <p class="legend"><span class="token">prompt</span> <span class="token own">sampled</span>

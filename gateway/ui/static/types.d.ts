@@ -1,5 +1,7 @@
 // What the vendored libraries and the API give, for `make check-ui` only: browsers load no types.
 
+/** Head, cell, class, and the order that the head sorts by, or several with their names. */
+type Column = [string, (row: Row) => any, string?, (string | [string, string][])?];
 type Row = Record<string, any>;
 type Params = Record<string, string | number | string[] | null | undefined>;
 
