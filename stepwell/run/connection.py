@@ -23,9 +23,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
-from stepwell.cluster.ray import attached
 from stepwell.datapool import DataPoolClient
-from stepwell.datapool import connect as connect_pool
 from stepwell.datapool.errors import PoolUnavailableError
 from stepwell.errors import RunUnavailableError
 from stepwell.run.find import find_run
@@ -64,6 +62,10 @@ class Connection:
         run_dir, run = find_run(self._run)
         if run.ray is None or run.pool is None:
             raise is_starting(run_dir)
+        # They import Ray, half a second of CPU, which nobody needs to look at a run that has ended.
+        from stepwell.cluster.ray import attached
+        from stepwell.datapool import connect as connect_pool
+
         with ExitStack() as stack:
             stack.enter_context(attached(run.ray, str(run_dir)))
             try:

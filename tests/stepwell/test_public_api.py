@@ -43,7 +43,14 @@ def test_type_checkers_see_every_name() -> None:
     assert seen == set(stepwell.__all__) - {"__version__"}
 
 
-@pytest.mark.parametrize("line", ["import stepwell", "from stepwell import Step"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import stepwell",
+        "from stepwell import Step",
+        "import stepwell.show.trajectory, stepwell.show.status",  # of a run that has ended
+    ],
+)
 def test_importing_it_loads_neither_torch_nor_ray(line: str) -> None:
     heavy = "[m for m in ('torch', 'ray', 'transformers', 'fastapi') if m in sys.modules]"
     done = _python(f"import sys; {line}; sys.exit(' '.join({heavy}) or 0)")
